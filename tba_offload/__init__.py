@@ -1,0 +1,103 @@
+"""Offload activations to NVMe while a large model trains.
+
+::
+
+    import tba_offload as tba
+
+    with tba.attach(model, "policy.yaml") as session:
+        for batch in data:
+            with session.step():
+                loss = model(batch)
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from tba_offload.errors import (
+    ChecksumError,
+    ConfigError,
+    MissingDependencyError,
+    RunLogError,
+    SavedTensorModifiedError,
+    SessionError,
+    ShortTransferError,
+    StoreError,
+    StoreFullError,
+    TbaError,
+    TransferError,
+    UnsupportedError,
+)
+
+if TYPE_CHECKING:
+    from tba_offload.attach import attach
+    from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig, load_config
+    from tba_offload.device.memory import keep_freed_pages
+    from tba_offload.policy import LayerId, Placement, Policy, Rule
+    from tba_offload.report.run_log import StepRecord, read_run_log
+    from tba_offload.session import Session, Step
+
+__version__ = "0.1.0"
+
+# Loaded on first use, so that what needs no torch (policies, run logs, plots) starts fast.
+_HOMES = {
+    "BudgetConfig": "tba_offload.config",
+    "LayerId": "tba_offload.policy",
+    "OffloadConfig": "tba_offload.config",
+    "Placement": "tba_offload.policy",
+    "Policy": "tba_offload.policy",
+    "Rule": "tba_offload.policy",
+    "Session": "tba_offload.session",
+    "Step": "tba_offload.session",
+    "StepRecord": "tba_offload.report.run_log",
+    "StoreConfig": "tba_offload.config",
+    "attach": "tba_offload.attach",
+    "keep_freed_pages": "tba_offload.device.memory",
+    "load_config": "tba_offload.config",
+    "read_run_log": "tba_offload.report.run_log",
+}
+
+__all__ = [
+    "BudgetConfig",
+    "ChecksumError",
+    "ConfigError",
+    "LayerId",
+    "MissingDependencyError",
+    "OffloadConfig",
+    "Placement",
+    "Policy",
+    "Rule",
+    "RunLogError",
+    "SavedTensorModifiedError",
+    "Session",
+    "SessionError",
+    "ShortTransferError",
+    "Step",
+    "StepRecord",
+    "StoreConfig",
+    "StoreError",
+    "StoreFullError",
+    "TbaError",
+    "TransferError",
+    "UnsupportedError",
+    "attach",
+    "keep_freed_pages",
+    "load_config",
+    "read_run_log",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,6 @@
+"""``python -m tba_offload`` is ``tba-offload``."""
+
+from tba_offload.cli import main
+
+if __name__ == "__main__":
+    main(prog_name="tba-offload")

@@ -1,0 +1,1 @@
+"""What a training step does: which tensors its layers save, in which order backward uses them."""

@@ -1,0 +1,380 @@
+"""The saved-tensor hooks: what pack decides and what unpack gives back.
+
+One :class:`Capture` serves a session. For each execution of an offloaded layer it pushes the hooks of a
+:class:`LayerHooks`, which knows the scope. ``pack`` does one look-up and one queue operation.
+
+``pack`` never returns the saved tensor itself: an operation that saves its own output would then keep
+itself alive if backward never runs. It returns a :class:`Kept` or a :class:`Packed`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from tba_offload.capture.identity import StaticStorages, View, is_understood, look, version_witness
+from tba_offload.capture.scope import ActivationKey, Lookahead, ScopeKey
+from tba_offload.capture.trace import ActivationTrace, Fate, StepTrace
+from tba_offload.device.memory import aligned_bytes
+from tba_offload.errors import SavedTensorModifiedError
+from tba_offload.transfer.record import Handle, Record
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from tba_offload.transfer.offloader import Offloader
+
+GATHER_BELOW = 0.75
+"""Strided views that need less than this share of the bytes they span are gathered before they travel."""
+
+DENSE_FROM = 0.9
+"""A view that needs at least this share of its span is written at once, gaps and all."""
+
+RELEARN_AFTER = 32
+"""Steps after which an activation that was found to be kept elsewhere is offloaded again, to see."""
+
+
+class Kept:
+    """A saved tensor that stays in memory.
+
+    Attributes:
+        tensor: The tensor, or a copy of the few elements that it needs of a large storage.
+        witness: Shares the version counter of the saved tensor.
+        version: What that counter said, for the check that hooks switch off in autograd.
+        spread: If it is a copy: how the saved tensor looked at its storage.
+        address: Where its first element lay.
+    """
+
+    __slots__ = ("address", "spread", "tensor", "version", "witness")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = self.witness = tensor.detach()
+        self.version = tensor._version
+        self.spread: View | None = None
+        self.address = 0
+
+    @classmethod
+    def copy_of(cls, tensor: torch.Tensor, view: View) -> Kept:
+        """Keeps the elements of a small view without keeping the large storage that it looks at."""
+        kept = cls(tensor)
+        kept.tensor = look(tensor.untyped_storage(), view.distinct()).clone(memory_format=torch.contiguous_format)
+        kept.witness = version_witness(tensor)
+        kept.spread = view
+        kept.address = tensor.data_ptr()
+        return kept
+
+
+class Packed:
+    """A saved tensor whose bytes are with a record.
+
+    Attributes:
+        handle: Its share of the record; replaced if the view is gathered at the end of its scope.
+        view: What to rebuild from the record's bytes.
+        spread: If the bytes were gathered: the view of the original storage to spread them into again.
+        address: Where the first element lay.
+    """
+
+    __slots__ = ("__weakref__", "address", "handle", "spread", "trace", "version", "view", "witness")
+
+    def __init__(
+        self, tensor: torch.Tensor, view: View, handle: Handle, witness: torch.Tensor, trace: ActivationTrace
+    ) -> None:
+        self.handle = handle
+        self.view = view
+        self.witness = witness
+        self.version = tensor._version
+        self.trace = trace
+        self.spread: View | None = None
+        self.address = tensor.data_ptr()
+
+
+class Capture:
+    """What the layers of one session save, step by step.
+
+    Args:
+        offloader: Moves the bytes.
+        min_tensor_bytes: Tensors that need fewer bytes stay in memory.
+        budget_bytes: The budget of resident activations that layers placed ``auto`` keep to.
+    """
+
+    def __init__(self, offloader: Offloader, *, min_tensor_bytes: int, budget_bytes: int | None = None) -> None:
+        self.offloader = offloader
+        self.min_tensor_bytes = min_tensor_bytes
+        self.budget_bytes = budget_bytes
+        self.device = offloader.device.torch_device
+        self.static = StaticStorages()
+        self.lookahead = Lookahead(offloader)
+        self.trace = StepTrace()
+        self.slow_kept_bytes = 0
+        self._records: dict[int, tuple[Record, ActivationTrace]] = {}
+        self._learned: dict[tuple[int, int, int], int] = {}
+        self._step = 0
+
+    def begin_step(self) -> None:
+        """Starts a new trace; what was learned long ago is put to the test again."""
+        self._step += 1
+        self.trace = StepTrace()
+        self.slow_kept_bytes = 0
+        self._learned = {kept: until for kept, until in self._learned.items() if until > self._step}
+        self.lookahead.begin_step()
+
+    def end_step(self, *, failed: bool) -> None:
+        """Forgets the records of the step; those that autograd still holds live on with their handles."""
+        self._records.clear()
+        self.offloader.drain()
+        if failed:
+            self.lookahead.abandon_step()
+            self.offloader.abandon_prefetches()
+
+    # ---- records ---------------------------------------------------------------------------------
+
+    def find(self, storage: torch.UntypedStorage) -> tuple[Record, ActivationTrace] | None:
+        """The record of a storage that was saved before and has not changed since."""
+        found = self._records.get(storage._cdata)
+        # The address may belong to another storage by now; the weak reference tells.
+        if found is None or found[0].origin() is not storage or not found[0].is_current():
+            return None
+        return found
+
+    def add(
+        self, storage: torch.UntypedStorage, key: ActivationKey, witness: torch.Tensor
+    ) -> tuple[Record, ActivationTrace]:
+        """A new record, found again by its storage and read ahead in its turn."""
+        record = Record(storage, version_tensor=witness, key=key)
+        trace = self.trace.saved(key, record.nbytes, Fate.OFFLOADED)
+        self._records[storage._cdata] = record, trace
+        self.lookahead.saved(record)
+        return record, trace
+
+    def protect(self, storage: torch.UntypedStorage) -> None:
+        """Somebody is about to resize ``storage``: see :meth:`Offloader.protect`."""
+        found = self._records.get(storage._cdata)
+        if found is not None and found[0].origin() is storage:
+            self.offloader.protect(storage, found[0])
+
+    # ---- what to keep ----------------------------------------------------------------------------
+
+    def is_learned(self, key: ActivationKey, nbytes: int) -> bool:
+        """Whether offloading this activation was found to free nothing."""
+        return (key.scope.layer, key.number, nbytes) in self._learned
+
+    def learn(self, key: ActivationKey, nbytes: int) -> None:
+        """Somebody else keeps this activation's storage: keep it too from the next step on."""
+        self._learned[key.scope.layer, key.number, nbytes] = self._step + RELEARN_AFTER
+
+    def keeps_when_slow(self, nbytes: int) -> bool:
+        """Whether an activation may be kept because the drive does not follow."""
+        if not self.offloader.crowded(nbytes):
+            return False
+        resident = self.offloader.in_flight + self.slow_kept_bytes + nbytes
+        return self.budget_bytes is None or resident <= self.budget_bytes
+
+    # ---- unpack ----------------------------------------------------------------------------------
+
+    def unpack(self, packed: Kept | Packed) -> torch.Tensor:
+        """The saved tensor: same bytes, same view.
+
+        Raises:
+            SavedTensorModifiedError: It was changed in place since it was saved.
+            TransferError: Its bytes could not be written or read.
+        """
+        if isinstance(packed, Packed):
+            return self._unpack_offloaded(packed)
+        _check_version(packed.witness, packed.version, "a kept activation")
+        if packed.spread is None:
+            return packed.tensor
+        return self._spread(packed.tensor, packed.spread, packed.address)
+
+    def _unpack_offloaded(self, packed: Packed) -> torch.Tensor:
+        handle = packed.handle
+        record = handle.record
+        _check_version(packed.witness, packed.version, record.key)
+        self.offloader.drain()
+        first = not handle.read
+        storage, shift = self.offloader.fetch(handle)
+        if first:
+            self._used(packed, record)
+        tensor = look(storage, packed.view.moved(shift))
+        return tensor if packed.spread is None else self._spread(tensor, packed.spread, packed.address)
+
+    def _used(self, packed: Packed, record: Record) -> None:
+        trace = packed.trace
+        if trace.unpacked_at is None:
+            trace.unpacked_at = perf_counter()
+            self.lookahead.used(record.key)  # type: ignore[arg-type]
+        if record.held:
+            self.learn(trace.key, trace.nbytes)
+
+    def _spread(self, gathered: torch.Tensor, view: View, address: int) -> torch.Tensor:
+        """Puts gathered elements back where their view had them; what lies between them is undefined."""
+        lo, hi = view.span()
+        room = aligned_bytes(hi - lo, address, 1, self.offloader.device)
+        moved = view.moved(room.storage_offset() - lo)
+        look(room.untyped_storage(), moved.distinct()).copy_(gathered)
+        return look(room.untyped_storage(), moved)
+
+
+class LayerHooks:
+    """The hooks of one scope; a context manager around the layer's forward.
+
+    Args:
+        capture: What the session captures.
+        key: The scope.
+        when_slow: Whether activations may be kept when the ceiling of bytes in flight is reached.
+    """
+
+    __slots__ = ("_capture", "_count", "_deferred", "_hooks", "_key", "_when_slow")
+
+    def __init__(self, capture: Capture, key: ScopeKey, *, when_slow: bool) -> None:
+        self._capture = capture
+        self._key = key
+        self._when_slow = when_slow
+        self._count = 0
+        self._deferred: dict[Record, list[weakref.ref[Packed]]] = {}
+        self._hooks = saved_tensors_hooks(self.pack, capture.unpack)
+
+    def __enter__(self) -> None:
+        self._capture.offloader.raise_failures()
+        self._hooks.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._hooks.__exit__(kind, error, traceback)
+        # What was put off has to be settled in any case: nothing else would free its memory.
+        for record, views in self._deferred.items():
+            self._decide(record, views)
+
+    # ---- pack ------------------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> Kept | Packed:
+        """Decides what becomes of a saved tensor and queues its write."""
+        capture = self._capture
+        if torch._C._current_graph_task_id() != -1 or not is_understood(tensor, capture.device):
+            return Kept(tensor)
+        storage = tensor.untyped_storage()
+        if storage in capture.static:
+            return Kept(tensor)
+        view = View.of(tensor)
+        found = capture.find(storage)
+        if found is None:
+            return self._pack_new(tensor, storage, view)
+        return self._pack_more(tensor, storage, view, *found)
+
+    def _pack_new(self, tensor: torch.Tensor, storage: torch.UntypedStorage, view: View) -> Kept | Packed:
+        """A storage that was not saved before in this step, or has changed since."""
+        capture = self._capture
+        if view.distinct_bytes() < capture.min_tensor_bytes:
+            return self._keep_small(tensor, storage, view)
+        key, nbytes = self._next_key(), storage.nbytes()
+        if capture.is_learned(key, nbytes):
+            return self._keep(tensor, key, Fate.LEARNED_KEEP)
+        if self._when_slow and capture.keeps_when_slow(nbytes):
+            capture.slow_kept_bytes += nbytes
+            return self._keep(tensor, key, Fate.SLOW_KEEP)
+        capture.offloader.admit(nbytes)
+        witness = version_witness(tensor)
+        record, trace = capture.add(storage, key, witness)
+        return self._queue(Packed(tensor, view, self._handle(record, view), witness, trace), record, storage)
+
+    def _pack_more(
+        self,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        view: View,
+        record: Record,
+        trace: ActivationTrace,
+    ) -> Packed:
+        """Another view of a storage that has a record: only what it lacks is written."""
+        capture = self._capture
+        capture.trace.deduplicated_bytes += view.distinct_bytes()
+        packed = Packed(tensor, view, self._handle(record, view), version_witness(tensor), trace)
+        return self._queue(packed, record, storage)
+
+    def _queue(self, packed: Packed, record: Record, storage: torch.UntypedStorage) -> Packed:
+        lo, hi = packed.handle.lo, packed.handle.hi
+        if record.span_over(lo, hi) is not None:
+            return packed
+        if packed.view.distinct_bytes() < DENSE_FROM * (hi - lo):
+            self._defer(packed, record, storage)
+        else:
+            self._capture.offloader.require(record, storage, lo, hi)
+        return packed
+
+    def _handle(self, record: Record, view: View) -> Handle:
+        return self._capture.offloader.handle(record, *view.span())
+
+    def _next_key(self) -> ActivationKey:
+        key = ActivationKey(self._key, self._count)
+        self._count += 1
+        return key
+
+    def _keep(self, tensor: torch.Tensor, key: ActivationKey, fate: Fate) -> Kept:
+        trace = self._capture.trace
+        trace.kept_bytes += tensor.untyped_storage().nbytes()
+        trace.saved(key, tensor.untyped_storage().nbytes(), fate)
+        return Kept(tensor)
+
+    def _keep_small(self, tensor: torch.Tensor, storage: torch.UntypedStorage, view: View) -> Kept:
+        """Keeps a small tensor; of a large storage only what it needs, or all of it would stay."""
+        capture = self._capture
+        capture.trace.kept_bytes += view.distinct_bytes()
+        if storage.nbytes() < capture.min_tensor_bytes:
+            return Kept(tensor)
+        return Kept.copy_of(tensor, view)
+
+    # ---- strided views ---------------------------------------------------------------------------
+
+    def _defer(self, packed: Packed, record: Record, storage: torch.UntypedStorage) -> None:
+        """Puts a view with gaps off to the end of the scope: others may need what lies in the gaps."""
+        if record not in self._deferred:
+            self._deferred[record] = []
+            self._capture.offloader.defer(record, storage)
+        self._deferred[record].append(weakref.ref(packed))
+
+    def _decide(self, record: Record, references: list[weakref.ref[Packed]]) -> None:
+        """Writes the span of the views that were put off, or gathers them if they need little of it."""
+        offloader = self._capture.offloader
+        alive = [packed for reference in references if (packed := reference()) is not None]
+        storage = record.source
+        if alive and storage is not None and not record.pinned:
+            spans = [packed.view.span() for packed in alive]
+            lo, hi = min(lo for lo, _ in spans), max(hi for _, hi in spans)
+            needed = sum(view.distinct_bytes() for view in {packed.view for packed in alive})
+            if needed < GATHER_BELOW * (hi - lo):
+                self._gather(alive, storage)
+            else:
+                offloader.require(record, storage, lo, hi)
+        offloader.decide(record)
+
+    def _gather(self, views: list[Packed], storage: torch.UntypedStorage) -> None:
+        """Gives each view a dense storage of its own; the large one is then free to go."""
+        capture = self._capture
+        dense: dict[View, tuple[Record, View]] = {}
+        for packed in views:
+            if packed.view not in dense:
+                tensor = look(storage, packed.view.distinct()).contiguous()
+                capture.offloader.admit(tensor.untyped_storage().nbytes())
+                record, trace = capture.add(tensor.untyped_storage(), self._next_key(), version_witness(tensor))
+                packed.trace = trace
+                dense[packed.view] = record, View.of(tensor)
+                capture.offloader.require(record, tensor.untyped_storage(), *View.of(tensor).span())
+            record, view = dense[packed.view]
+            packed.spread, packed.view = packed.view, view
+            packed.handle = self._handle(record, view)
+
+
+def _check_version(witness: torch.Tensor, version: int, what: object) -> None:
+    if witness._version != version:
+        raise SavedTensorModifiedError(
+            f"a tensor that backward needs was changed in place after it was saved ({what}): it is at version "
+            f"{witness._version}, saved was version {version}; change a copy instead, or find the operation "
+            "with torch.autograd.set_detect_anomaly(True)"
+        )

@@ -1,0 +1,136 @@
+"""What a saved tensor is: a storage, and a view of it.
+
+An activation is identified by its storage object, never by an address or an ``id()``, because addresses
+are reused. PyTorch hands out the same Python object for a storage as long as the storage lives, and a weak
+reference to it stays alive while only C++ holds the storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+
+class View(NamedTuple):
+    """How a tensor looks at its storage; ``offset`` and ``stride`` count elements, as in PyTorch."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> View:
+        """The view that ``tensor`` is."""
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+
+    def span(self) -> tuple[int, int]:
+        """The range [lo, hi) of storage bytes from the first to the last element."""
+        reach = 1
+        for size, stride in zip(self.shape, self.stride, strict=True):
+            reach += (size - 1) * stride
+        itemsize = self.dtype.itemsize
+        return self.offset * itemsize, (self.offset + reach) * itemsize
+
+    def distinct(self) -> View:
+        """The same view without the repetitions of ``expand``."""
+        if 0 not in self.stride:
+            return self
+        sizes = zip(self.shape, self.stride, strict=True)
+        return self._replace(shape=tuple(size if stride else 1 for size, stride in sizes))
+
+    def distinct_bytes(self) -> int:
+        """Bytes of the elements, those that ``expand`` repeats counted once."""
+        count = 1
+        for size, stride in zip(self.shape, self.stride, strict=True):
+            if stride:
+                count *= size
+        return count * self.dtype.itemsize
+
+    def moved(self, nbytes: int) -> View:
+        """The same view of a storage in which everything lies ``nbytes`` further on."""
+        return self._replace(offset=self.offset + nbytes // self.dtype.itemsize)
+
+
+_blank: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def blank(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An empty tensor of that type; shared, never to be written."""
+    found = _blank.get((dtype, device))
+    if found is None:
+        found = _blank[dtype, device] = torch.empty(0, dtype=dtype, device=device)
+    return found
+
+
+def look(storage: torch.UntypedStorage, view: View) -> torch.Tensor:
+    """The tensor that ``view`` makes of ``storage``, sharing its memory."""
+    tensor = blank(view.dtype, storage.device).new_empty(0)
+    return tensor.set_(storage, view.offset, view.shape, view.stride)  # type: ignore[call-overload, no-any-return]
+
+
+def version_witness(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that shares the version counter of ``tensor`` but not its memory.
+
+    Saved-tensor hooks switch off autograd's own check for changes in place, so we compare versions
+    ourselves at unpack. The counter must be kept until then, the memory must not.
+    """
+    witness = tensor.detach()
+    witness.data = blank(tensor.dtype, tensor.device)
+    return witness
+
+
+def is_understood(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether a saved tensor is a plain strided one on ``device`` that can be rebuilt from its bytes.
+
+    Subclasses, sparse, quantized and functorch tensors, lazy conjugates and empty tensors are not.
+    """
+    kind = type(tensor)
+    return (
+        (kind is torch.Tensor or kind is torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and tensor.device == device
+        and tensor.numel() > 0
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
+
+
+class StaticStorages:
+    """The storages that live as long as the model: parameters, gradients, buffers.
+
+    Membership is by storage, so views and transposes of a parameter and the flat buffers that Megatron
+    keeps parameters and gradients in are members too.
+    """
+
+    def __init__(self) -> None:
+        self._addresses: frozenset[int] = frozenset()
+
+    def refresh(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Reads the storages anew; between steps, because optimizers may replace them."""
+        self._addresses = frozenset(
+            tensor.untyped_storage()._cdata for module in modules for tensor in _static_tensors(module)
+        )
+
+    def __contains__(self, storage: torch.UntypedStorage) -> bool:
+        # The model keeps these storages alive during the step, so their addresses cannot be reused.
+        return storage._cdata in self._addresses
+
+    def __len__(self) -> int:
+        return len(self._addresses)
+
+
+def _static_tensors(module: torch.nn.Module) -> Iterable[torch.Tensor]:
+    for parameter in module.parameters():
+        yield from _with_storage(parameter, parameter.grad, getattr(parameter, "main_grad", None))
+    yield from _with_storage(*module.buffers())
+
+
+def _with_storage(*tensors: object) -> Iterable[torch.Tensor]:
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+            yield tensor

@@ -1,0 +1,144 @@
+"""The layers of a model: blocks of one kind, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tba_offload.capture.recompute import torch_checkpoint
+from tba_offload.errors import UnsupportedError
+from tba_offload.policy import LayerId
+
+Checkpoint = Callable[..., Any]
+"""``checkpoint(forward, *args, **kwargs)``: runs forward now and again in backward."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer that a session can place.
+
+    Attributes:
+        id: Its number and name, as rules match them.
+        module: Calling it is a scope.
+        chunk: The model chunk it belongs to, in an interleaved pipeline.
+    """
+
+    id: LayerId
+    module: nn.Module
+    chunk: int = 0
+
+
+@dataclass(frozen=True)
+class LayerStack:
+    """The layers of a model and what its framework does differently.
+
+    Attributes:
+        layers: In the order of their numbers.
+        checkpoint: Recomputes one layer, with the random state of the framework.
+        micro_batch: Number of the micro-batch that a layer is about to run, where the framework tells;
+            otherwise ``None`` and executions are counted.
+    """
+
+    layers: tuple[Layer, ...]
+    checkpoint: Checkpoint = torch_checkpoint
+    micro_batch: Callable[[nn.Module], int | None] | None = None
+
+
+def find_layers(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
+    """Finds the decoder or encoder layers of a model.
+
+    They are the blocks of the ``ModuleList`` (or ``Sequential``) of equal blocks that holds the most
+    parameters, as in Megatron and Hugging Face models; other lists of the same kind of block count too.
+
+    Args:
+        model: A module, or the chunks of one in an interleaved pipeline.
+
+    Raises:
+        UnsupportedError: No such list; the layers have to be named.
+    """
+    chunks = list(model) if isinstance(model, Sequence) else [model]
+    found = [(chunk, name, blocks) for chunk, part in enumerate(chunks) for name, blocks in _stacks(part)]
+    if not found:
+        raise UnsupportedError(
+            f"found no ModuleList of equal blocks in {type(chunks[0]).__name__}; "
+            "name the layers: attach(model, config, layers=[...])"
+        )
+    kind = type(max((blocks for _, _, blocks in found), key=_parameter_count)[0])
+    layers: list[Layer] = []
+    for chunk, name, blocks in found:
+        if type(blocks[0]) is kind:
+            for index, block in enumerate(blocks):
+                layers.append(Layer(LayerId(len(layers), f"{name}.{index}"), block, chunk))
+    return LayerStack(tuple(layers))
+
+
+def explicit_layers(model: nn.Module | Sequence[nn.Module], modules: Sequence[nn.Module]) -> LayerStack:
+    """The layers that the caller names, numbered in the order given.
+
+    Raises:
+        UnsupportedError: One of them is not part of the model, is listed twice, or lies in another one.
+    """
+    chunks = list(model) if isinstance(model, Sequence) else [model]
+    names = {module: (chunk, name) for chunk, part in enumerate(chunks) for name, module in part.named_modules()}
+    layers: list[Layer] = []
+    for number, module in enumerate(modules):
+        if module not in names:
+            raise UnsupportedError(f"layer {number} ({type(module).__name__}) is not a module of the model")
+        chunk, name = names[module]
+        layers.append(Layer(LayerId(number, name or type(module).__name__), module, chunk))
+    check_disjoint(layers)
+    return LayerStack(tuple(layers))
+
+
+def check_disjoint(layers: Sequence[Layer]) -> None:
+    """Checks that no layer is listed twice or lies inside another.
+
+    Raises:
+        UnsupportedError: Names the two layers.
+    """
+    owner: dict[nn.Module, Layer] = {}
+    for layer in layers:
+        for part in layer.module.modules():
+            if part in owner and part in {layer.module, owner[part].module}:
+                raise UnsupportedError(
+                    f"layer {layer.id.number} ({layer.id.name}) and layer {owner[part].id.number} "
+                    f"({owner[part].id.name}) are the same module or lie in each other"
+                )
+            owner[part] = layer
+
+
+def _stacks(model: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
+    """The outermost lists of at least two blocks of one class that have parameters."""
+    inside: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{outer}.") for outer in inside):
+            continue
+        if isinstance(module, nn.ModuleList | nn.Sequential) and _are_equal_blocks(list(module)):
+            inside.append(name)
+            yield name or type(module).__name__, list(module)
+
+
+def _are_equal_blocks(blocks: list[nn.Module]) -> bool:
+    """Whether these are layers: one class, composed of other modules, with parameters."""
+    return (
+        len(blocks) > 1
+        and len({type(block) for block in blocks}) == 1
+        and any(True for _ in blocks[0].children())
+        and any(True for _ in blocks[0].parameters())
+    )
+
+
+def _parameter_count(blocks: list[nn.Module]) -> int:
+    return sum(parameter.numel() for block in blocks for parameter in block.parameters())
+
+
+def first_differentiable(output: object) -> torch.Tensor | None:
+    """The first tensor of a layer's output through which gradients will come back."""
+    if isinstance(output, torch.Tensor):
+        return output if output.requires_grad else None
+    parts = output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
+    return next((tensor for part in parts if (tensor := first_differentiable(part)) is not None), None)

@@ -1,0 +1,127 @@
+"""The command line: ``tba-offload COMMAND``; ``python -m tba_offload`` is the same.
+
+Each command imports what it needs when it runs, so that reading a log never waits for torch. What tba-offload
+raises on purpose ends as one line on stderr and exit status 1; a wrong command line has exit status 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tba_offload import __version__
+from tba_offload.errors import ConfigError, TbaError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from tba_offload.report.rok import RokPoint
+
+
+class _Commands(click.Group):
+    """A group whose commands may raise any :class:`TbaError`."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except TbaError as error:
+            raise click.ClickException(" ".join(str(error).split())) from error
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="tba-offload")
+def main() -> None:
+    """Offload activations to NVMe while a large model trains."""
+
+
+@main.command()
+@click.argument("runs", metavar="RUN.jsonl...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    "pictures",
+    metavar="FILE",
+    multiple=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=lambda _ctx, _param, value: _pictures(value),
+    help="Draw the curve: .svg or .png; may be given several times.",
+)
+@click.option("--csv", "csv_file", metavar="FILE|-", help="Write the points as CSV; - prints nothing else.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@click.option(
+    "--warmup",
+    metavar="N",
+    type=click.IntRange(min=0),
+    help="Steps to skip at the start of each run.  [default: 2 of more than 4 steps, 1 of two to four]",
+)
+def rok(
+    runs: tuple[Path, ...],
+    pictures: tuple[Path, ...],
+    csv_file: str | None,
+    *,
+    as_json: bool,
+    warmup: int | None,
+) -> None:
+    """Compare runs by activation peak and throughput: recompute, offload, keep.
+
+    Each run log gives one point. Prints the table, the Pareto set and what follows from them.
+    """
+    if as_json and csv_file == "-":
+        raise click.UsageError("--json and --csv - both want the standard output")
+    from tba_offload.report import rok as report
+
+    points = report.points(runs, warmup=warmup)
+    for picture in pictures:
+        with _writing(picture):
+            report.draw(points, picture)
+    if csv_file not in {None, "-"}:
+        with _writing(csv_file):
+            Path(csv_file).write_text(report.csv_text(points), encoding="utf-8")
+    if as_json:
+        click.echo(json.dumps({"points": report.rows(points), "advice": report.advice(points)}, indent=2))
+    elif csv_file == "-":
+        click.echo(report.csv_text(points), nl=False)
+    else:
+        _print_rok(points)
+
+
+def _print_rok(points: Sequence[RokPoint]) -> None:
+    from rich.console import Console
+
+    from tba_offload.report import rok as report
+
+    console = Console()
+    if console.is_terminal:
+        console.print(report.table(points))
+    else:
+        click.echo(report.text(points))
+    click.echo("Pareto set: " + "; ".join(point.name for point in report.pareto(points)) + ".")
+    for sentence in report.advice(points):
+        click.echo(f"- {sentence}")
+
+
+def _pictures(paths: tuple[Path, ...]) -> tuple[Path, ...]:
+    """The paths, checked before any work is done."""
+    from tba_offload.report.rok import picture_kind
+
+    for path in paths:
+        try:
+            picture_kind(path)
+        except ConfigError as error:
+            raise click.BadParameter(str(error)) from error
+    return paths
+
+
+@contextlib.contextmanager
+def _writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise click.ClickException(
+            f"{os.fspath(path)}: cannot be written: {error.strerror or error}"
+        ) from error

@@ -1,0 +1,517 @@
+"""What the user can set: strict YAML ⇄ frozen dataclasses.
+
+Nothing is ignored and nothing is guessed: an unknown key, a value that is not legal or a size without a
+unit is a :class:`~tba_offload.errors.ConfigError` that names the file, the line and what is legal. The
+dataclasses check their arguments in the same way, so a configuration written in Python is as safe as one
+read from a file.
+
+Values are read as they are written: in YAML only ``true``, ``false`` and ``null`` are special, so ``off``,
+``12:30`` and ``012`` are words, not a boolean, a number to base 60 or an octal number.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from dataclasses import dataclass, field, fields, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, dataclass_transform
+
+import pydantic
+import pydantic.dataclasses
+import yaml
+from pydantic import BeforeValidator, ConfigDict, Strict, TypeAdapter, ValidationError, ValidationInfo
+
+from tba_offload.errors import ConfigError
+from tba_offload.policy import Placement, Policy, Rule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+_T = TypeVar("_T")
+_Path = tuple[str | int, ...]
+
+# --------------------------------------------------------------------------------------------- sizes
+
+_DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_UNITS = _DECIMAL | _BINARY
+_SIZE = re.compile(r"(?P<sign>-?)(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*)")
+
+
+def parse_size(text: str) -> int:
+    """Reads a size such as ``12GiB``, ``1.5 GB`` or ``0``, in bytes; part of a byte is dropped.
+
+    Raises:
+        ConfigError: The text is not a size, is negative, has no unit (only 0 needs none), or its unit is
+            not one of B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (powers of 1024).
+    """
+    found = _SIZE.fullmatch(text.strip())
+    units = ", ".join(_UNITS)
+    if found is None:
+        raise ConfigError(f"{text!r} is not a size; write a number and a unit ({units}), such as 12GiB")
+    number, unit = Fraction(found["number"]), found["unit"]
+    if found["sign"]:
+        raise ConfigError(f"{text!r} is negative; write a number and a unit ({units}), or 0 for off")
+    if not unit and number:
+        raise ConfigError(f"{text!r} has no unit; write one of {units} after the number, such as 12GiB")
+    if unit and unit not in _UNITS:
+        raise ConfigError(f"{text!r} has an unknown unit {unit!r}; the units are {units}")
+    size = int(number * _UNITS.get(unit, 1))
+    if number and not size:
+        raise ConfigError(f"{text!r} is less than one byte; write 0 for off")
+    return size
+
+
+def format_size(size: int) -> str:
+    """Writes a number of bytes exactly, in the largest binary unit that divides it: ``12GiB``, ``1000B``."""
+    if size < 0:
+        raise ConfigError(f"a size cannot be negative: {size}")
+    if size == 0:
+        return "0"
+    for unit, factor in reversed(_BINARY.items()):
+        if size % factor == 0:
+            return f"{size // factor}{unit}"
+    return f"{size}B"
+
+
+def _bytes(value: object) -> int:
+    """A size as Python users give it: whole bytes, or text with a unit."""
+    if isinstance(value, str):
+        return parse_size(value)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"{value!r} is not a size; write whole bytes, or text with a unit such as '12GiB'")
+    if value < 0:
+        raise ConfigError(f"{value} is negative; write a positive size, or 0 for off")
+    return value
+
+
+def _limit(value: object) -> int | None:
+    """A size of which 0 means that there is no limit."""
+    return None if value is None else _bytes(value) or None
+
+
+_Limit = Annotated[int | None, BeforeValidator(_limit)]
+_Threshold = Annotated[int, BeforeValidator(_bytes)]
+
+
+def _directory(value: object) -> Path:
+    if not isinstance(value, str | Path):
+        raise ConfigError(f"a directory must be a path, not {value!r}")
+    if not str(value).strip():
+        raise ConfigError("a directory must not be empty; write its path")
+    try:
+        return Path(value).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{str(value)!r} cannot be expanded: {error}") from None
+
+
+_Directory = Annotated[Path | str, BeforeValidator(_directory)]
+
+# -------------------------------------------------------------------------------------- dataclasses
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def _settings(cls: type[_T]) -> type[_T]:
+    """Makes a frozen dataclass that checks its arguments and raises ConfigError."""
+    checked: Any = pydantic.dataclasses.dataclass(frozen=True, config=ConfigDict(extra="forbid"))(cls)
+    initialise: Callable[..., None] = checked.__init__
+
+    @functools.wraps(initialise)
+    def __init__(self: _T, *args: object, **kwargs: object) -> None:  # noqa: N807 - it becomes that method
+        try:
+            initialise(self, *args, **kwargs)
+        except ValidationError as error:
+            raise _first_of(_value_problems(checked, error), file=None) from None
+
+    checked.__init__ = __init__
+    made: type[_T] = checked
+    return made
+
+
+@_settings
+class BudgetConfig:
+    """Hard ceilings in bytes. Sizes are whole bytes or text with a unit; 0 and None mean no limit.
+
+    Attributes:
+        activation_bytes: Activations resident on the device.
+        in_flight_bytes: Activations that are being written, or read back and not yet used.
+    """
+
+    activation_bytes: _Limit = None
+    in_flight_bytes: _Limit = 256 * 2**20
+
+
+@_settings
+class StoreConfig:
+    """Where offloaded bytes go.
+
+    Attributes:
+        kind: ``gds`` (GPUDirect Storage), ``file``, ``host`` (memory of the host), or ``auto``: the
+            fastest that works here.
+        directories: One per drive; extents are spread over them. ``~`` is expanded, relative ones start
+            at the working directory. If empty, the session makes a temporary directory.
+        capacity: Bytes that the store may hold at most; 0 and None mean as much as there is room for.
+        checksum: Whether bytes that are read are compared with those written.
+    """
+
+    kind: Literal["auto", "gds", "file", "host"] = "auto"
+    directories: tuple[_Directory, ...] = ()
+    capacity: _Limit = None
+    checksum: Annotated[bool, Strict()] = False
+
+    @pydantic.field_validator("directories")
+    @classmethod
+    def _takes_effect(cls, directories: tuple[Path, ...], info: ValidationInfo) -> tuple[Path, ...]:
+        if directories and info.data.get("kind") == "host":
+            raise ConfigError("these have no effect with kind: host; remove them or choose another kind")
+        seen: set[Path] = set()
+        for directory in directories:
+            if directory.absolute() in seen:
+                raise ConfigError(f"{str(directory)!r} is given twice; name each directory once")
+            seen.add(directory.absolute())
+        return directories
+
+
+@_settings
+class OffloadConfig:
+    """Everything that can be set.
+
+    Attributes:
+        default: The placement of layers that no rule matches.
+        layers: Rules; the first that matches a layer decides.
+        budget: Ceilings in bytes.
+        store: Where offloaded bytes go.
+        on_full: When the store has no room: ``keep`` the activation in memory and count it, or raise an
+            ``error``.
+        on_slow: When the drive cannot follow: ``wait`` for it, or ``keep`` activations in memory while
+            the budget allows. None means ``wait`` where the policy says ``offload`` and ``keep`` where
+            it says ``auto``.
+        min_tensor_bytes: Smaller activations are kept; 0 means that all are offloaded.
+        file: The file that this was read from, for messages. It does not count in comparisons.
+    """
+
+    default: Placement = Placement.OFFLOAD
+    layers: tuple[Rule, ...] = ()
+    budget: BudgetConfig = BudgetConfig()
+    store: StoreConfig = StoreConfig()
+    on_full: Literal["keep", "error"] = "keep"
+    on_slow: Literal["wait", "keep"] | None = None
+    min_tensor_bytes: _Threshold = 64 * 2**10
+    file: str | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def policy(self) -> Policy:
+        """The rules, ready to be matched against the layers of a model."""
+        return Policy(self.default, self.layers, self.file)
+
+    @classmethod
+    def from_yaml(cls, text: str, *, file: str | None = None) -> OffloadConfig:
+        """Reads a configuration from YAML text; an empty text is the default configuration.
+
+        Args:
+            text: One YAML document.
+            file: Where it comes from, for messages.
+
+        Raises:
+            ConfigError: The first problem by line, and how many more there are.
+        """
+        return _build(_read_yaml(text, file))
+
+    def to_yaml(self) -> str:
+        """Writes every setting as YAML that :meth:`from_yaml` reads back to an equal configuration."""
+        document: dict[str, object] = {
+            "default": self.default.value,
+            "layers": [{"match": rule.match, "placement": rule.placement.value} for rule in self.layers],
+            "budget": {
+                "activation_bytes": _size_word(self.budget.activation_bytes),
+                "in_flight_bytes": _size_word(self.budget.in_flight_bytes),
+            },
+            "store": {
+                "kind": self.store.kind,
+                "directories": [str(directory) for directory in self.store.directories],
+                "capacity": _size_word(self.store.capacity),
+                "checksum": self.store.checksum,
+            },
+            "on_full": self.on_full,
+            "on_slow": self.on_slow,
+            "min_tensor_bytes": _size_word(self.min_tensor_bytes),
+        }
+        return yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
+
+
+def load_config(path: str | Path) -> OffloadConfig:
+    """Reads a configuration from a YAML file.
+
+    Raises:
+        ConfigError: The file cannot be read, or something in it is wrong; says the line and what is legal.
+    """
+    file = str(path)
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", file=file) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"is not UTF-8 text: {error.reason}", file=file) from None
+    return OffloadConfig.from_yaml(text, file=file)
+
+
+def _size_word(size: int | None) -> str | int:
+    """A size in YAML; the plain number 0 where there is no limit."""
+    return format_size(size) if size else 0
+
+
+# --------------------------------------------------------------------------------- YAML with its lines
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A YAML document: its values, and the line of each of them."""
+
+    file: str | None
+    document: object
+    lines: dict[_Path, int]
+
+    def line(self, path: _Path) -> int | None:
+        """The line of a key or an item, or of the nearest one around it."""
+        while path and path not in self.lines:
+            path = path[:-1]
+        return self.lines.get(path)
+
+
+class _Problem(NamedTuple):
+    """Something wrong: where in the configuration, and what to do about it."""
+
+    path: _Path
+    message: str
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads words as words: only true, false and null are special. Anchors, aliases and tags are refused."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012 - declared so by PyYAML
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        events: Any = self  # PyYAML's stubs do not type the event queue
+        event = events.peek_event()
+        if event.anchor is not None:
+            raise yaml.MarkedYAMLError(
+                problem="anchors and aliases are not allowed", problem_mark=event.start_mark
+            )
+        if getattr(event, "tag", None) is not None:
+            raise yaml.MarkedYAMLError(
+                problem=f"the tag {event.tag!r} is not allowed", problem_mark=event.start_mark
+            )
+        return super().compose_node(parent, index)
+
+
+# PyYAML asks whether a word begins with these, hence the end.
+_BOOL, _NULL = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:null"
+_Loader.add_implicit_resolver(_BOOL, re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z"), list("tTfF"))
+_Loader.add_implicit_resolver(_NULL, re.compile(r"(?:~|null|Null|NULL|)\Z"), ["~", "n", "N", ""])
+
+
+def _read_yaml(text: str, file: str | None) -> _Source:
+    try:
+        root = yaml.compose(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = mark.line + 1 if mark is not None else None
+        problem = ", ".join(part for part in (error.context, error.problem) if part)
+        raise ConfigError(f"cannot be read: {problem}", file=file, line=line) from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(f"cannot be read: {error.reason}", file=file, line=line) from None
+    except RecursionError:
+        raise ConfigError("cannot be read: nested too deeply", file=file) from None
+    reader = _NodeReader()
+    document = {} if root is None or _is_empty(root) else reader.read(root, ())
+    source = _Source(file, document, reader.lines)
+    if reader.problems:
+        raise _first_of(reader.problems, file=file, line=source.line)
+    return source
+
+
+class _NodeReader:
+    """Turns nodes into plain values; remembers lines, collects what no value can be made of."""
+
+    def __init__(self) -> None:
+        self.lines: dict[_Path, int] = {}
+        self.problems: list[_Problem] = []
+
+    def read(self, node: yaml.Node, path: _Path) -> object:
+        """The value of a node: text, bool, None, list or dict."""
+        self.lines.setdefault(path, node.start_mark.line + 1)
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, path)
+        if isinstance(node, yaml.SequenceNode):
+            return [self.read(item, (*path, index)) for index, item in enumerate(node.value)]
+        return self._scalar(node, path)
+
+    def _mapping(self, node: yaml.MappingNode, path: _Path) -> dict[str, object]:
+        values: dict[str, object] = {}
+        for key_node, value_node in node.value:
+            key, line = key_node.value, key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                self.problems.append(_Problem(path, "a key must be a word"))
+            elif key in values:
+                first = self.lines[*path, key]
+                self.problems.append(
+                    _Problem((*path, key), f"given twice, first in line {first}; remove one")
+                )
+                self.lines[*path, key] = line
+            else:
+                self.lines[*path, key] = line
+                values[key] = self.read(value_node, (*path, key))
+        return values
+
+    def _scalar(self, node: yaml.Node, path: _Path) -> object:
+        if _is_empty(node):
+            self.problems.append(
+                _Problem(path, "has no value; write one, or remove the line for the default")
+            )
+        if node.tag == _NULL:
+            return None
+        return node.value.lower() == "true" if node.tag == _BOOL else node.value
+
+
+def _is_empty(node: yaml.Node) -> bool:
+    """Whether nothing at all is written where a value should be."""
+    return node.tag == _NULL and not node.value
+
+
+# ------------------------------------------------------------------------------ from YAML to a config
+
+_VALIDATOR = TypeAdapter(OffloadConfig)
+_PARTS: dict[str | int, type] = {"budget": BudgetConfig, "store": StoreConfig, "layers": Rule}
+_PROVENANCE = ("file", "line")  # filled in while reading, never written by the user
+
+
+def _build(source: _Source) -> OffloadConfig:
+    """Checks a document and makes the configuration of it; reports the first problem by line."""
+    unknown = list(_unknown_keys(source.document, ()))
+    known = _without(source.document, {problem.path for problem in unknown}, ())
+    try:
+        config = _VALIDATOR.validate_python(known)
+    except ValidationError as error:
+        wrong = _without_misspelt(_value_problems(OffloadConfig, error), unknown, source)
+        raise _first_of([*unknown, *wrong], file=source.file, line=source.line) from None
+    if unknown:
+        raise _first_of(unknown, file=source.file, line=source.line)
+    rules = (replace(rule, line=source.line(("layers", index))) for index, rule in enumerate(config.layers))
+    return replace(config, layers=tuple(rules), file=source.file)
+
+
+def _unknown_keys(value: object, path: _Path) -> Iterator[_Problem]:
+    """All keys that their section does not have."""
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _unknown_keys(item, (*path, index))
+    if isinstance(value, dict):
+        legal = _legal_keys(_section(OffloadConfig, path))
+        for key, item in value.items():
+            if key not in legal:
+                yield _Problem((*path, key), _unknown_key(key, legal))
+            elif key in _PARTS:
+                yield from _unknown_keys(item, (*path, key))
+
+
+def _without(value: object, unwanted: set[_Path], path: _Path) -> object:
+    """The same document without some of its keys."""
+    if isinstance(value, list):
+        return [_without(item, unwanted, (*path, index)) for index, item in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    kept = {key: item for key, item in value.items() if (*path, key) not in unwanted}
+    return {key: _without(item, unwanted, (*path, key)) for key, item in kept.items()}
+
+
+def _without_misspelt(
+    problems: Iterable[_Problem], unknown: Iterable[_Problem], source: _Source
+) -> Iterator[_Problem]:
+    """Leaves out keys that are missing because they were misspelt: that is one problem, not two."""
+    sections = {problem.path[:-1] for problem in unknown}
+    for problem in problems:
+        if problem.path in source.lines or problem.path[:-1] not in sections:
+            yield problem
+
+
+def _section(root: type, path: _Path) -> type:
+    """The dataclass that a path leads to, from the one at its root."""
+    names = [step for step in path if isinstance(step, str)]
+    return _PARTS.get(names[-1], root) if names else root
+
+
+def _legal_keys(section: Any) -> list[str]:
+    return [each.name for each in fields(section) if each.name not in _PROVENANCE]
+
+
+# ------------------------------------------------------------------------------------------- messages
+
+
+def _first_of(
+    problems: Iterable[_Problem], *, file: str | None, line: Callable[[_Path], int | None] = lambda _: None
+) -> ConfigError:
+    """The error for the first problem by line; it says how many more there are."""
+    first, *others = sorted(problems, key=lambda problem: line(problem.path) or 0)
+    message = f"{_dotted(first.path)}: {first.message}" if first.path else first.message
+    if others:
+        message += f" (and {len(others)} more {'error' if len(others) == 1 else 'errors'})"
+    return ConfigError(message, file=file, line=line(first.path))
+
+
+def _value_problems(root: type, error: ValidationError) -> Iterator[_Problem]:
+    """What pydantic found, in the words of the configuration."""
+    for found in error.errors(include_url=False):
+        path = _named(root, found["loc"])
+        if found["type"] == "value_error" and _section(root, path) is Rule:
+            path = (*path, "match")
+        yield _Problem(path, _describe(root, path, found))
+
+
+def _named(root: type, path: _Path) -> _Path:
+    """The path with the name of an argument that was given by position."""
+    names = _legal_keys(root)
+    if path and isinstance(path[0], int) and path[0] < len(names):
+        return (names[path[0]], *path[1:])
+    return path
+
+
+def _describe(root: type, path: _Path, found: Any) -> str:
+    shown = _shortened(found["input"])
+    match found["type"]:
+        case "value_error":
+            return str(found["ctx"]["error"])
+        case "enum" | "literal_error":
+            return f"must be {found['ctx']['expected']}, not {shown}"
+        case "bool_type":
+            return f"must be true or false, not {shown}"
+        case "tuple_type":
+            return f"must be a list, not {shown}"
+        case "dataclass_type":
+            legal = ", ".join(_legal_keys(_section(root, path)))
+            return f"must be a mapping with the keys {legal}, not {shown}"
+        case "missing":
+            return f"is missing; the keys {', '.join(_legal_keys(_section(root, path[:-1])))} are needed here"
+        case "unexpected_keyword_argument":
+            return _unknown_key(str(path[-1]), _legal_keys(_section(root, path[:-1])))
+        case _:
+            return f"{found['msg']}, not {shown}"
+
+
+def _unknown_key(key: str, legal: list[str]) -> str:
+    nearest = difflib.get_close_matches(key, legal, n=1)
+    guess = f"; did you mean '{nearest[0]}'?" if nearest else ""
+    return f"unknown key{guess} (the keys here are {', '.join(legal)})"
+
+
+def _dotted(path: _Path) -> str:
+    """``("layers", 0, "match")`` → ``layers[0].match``."""
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).lstrip(".")
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

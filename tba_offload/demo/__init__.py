@@ -1,0 +1,1 @@
+"""The demonstration: a small Megatron GPT that trains on real text."""

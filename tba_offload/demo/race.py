@@ -1,0 +1,198 @@
+"""Compares strategies fairly on a noisy machine: each in a process of its own, step by step in turn.
+
+A process of its own means that each strategy has its own model, optimizer, random state, data position,
+heap and peak of resident memory. Alternating single steps means that whatever else the machine does hits
+all of them alike, so that ratios of one round hold where absolute times do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import statistics
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, Protocol
+
+from tba_offload.errors import TbaError
+
+
+class RaceError(TbaError, RuntimeError):
+    """A process of a race failed; the message holds its traceback."""
+
+
+class Runner(Protocol):
+    """What an entrant does in its process."""
+
+    def step(self) -> dict[str, Any]:
+        """Does one training step and returns its figures; they travel back to the race."""
+
+    def close(self) -> None:
+        """Ends it."""
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """One strategy.
+
+    Attributes:
+        make: Called in the entrant's process with ``arguments``; a function that can be imported.
+        arguments: Plain data.
+        environment: Variables of the process, such as settings of the allocator.
+    """
+
+    make: Callable[..., Runner]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median and the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """The quartiles of some values; of one value it is that value."""
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, low, high)
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
+def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Spread:
+    """The ratio round by round: what the machine did in a round cancels out."""
+    return Spread.of([a / b for a, b in zip(numerator, denominator, strict=True)])
+
+
+def race(
+    entrants: Mapping[str, Entrant], rounds: int, *, on_step: Callable[[], object] = lambda: None
+) -> dict[str, list[dict[str, Any]]]:
+    """Runs ``rounds`` steps of every entrant, alternating, each round starting with another one.
+
+    Args:
+        entrants: Name → entrant.
+        rounds: Steps of each.
+        on_step: Called after every single step, for progress bars.
+
+    Returns:
+        Name → the figures of its steps, in order.
+
+    Raises:
+        RaceError: An entrant failed.
+    """
+    names = list(entrants)
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    with _started(entrants) as lanes:
+        for round_ in range(rounds):
+            shift = round_ % len(names)
+            for name in names[shift:] + names[:shift]:
+                results[name].append(lanes[name].ask("step"))
+                on_step()
+        for name in names:
+            lanes[name].ask("close")
+    return results
+
+
+@dataclass
+class _Lane:
+    """The process of one entrant, seen from the race."""
+
+    name: str
+    process: BaseProcess
+    pipe: Connection
+
+    def ask(self, what: str) -> Any:
+        try:
+            self.pipe.send(what)
+            return self.answer()
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            self.process.join(timeout=10)
+            raise RaceError(f"{self.name}: its process ended with status {self.process.exitcode}") from None
+
+    def answer(self) -> Any:
+        worked, answer = self.pipe.recv()
+        if not worked:
+            raise RaceError(f"{self.name} failed:\n{answer}")
+        return answer
+
+
+@contextlib.contextmanager
+def _started(entrants: Mapping[str, Entrant]) -> Iterator[dict[str, _Lane]]:
+    """Starts all processes at once and waits until each is ready; none outlives the block."""
+    lanes: dict[str, _Lane] = {}
+    try:
+        for name, entrant in entrants.items():
+            lanes[name] = _start(name, entrant)
+        for lane in lanes.values():
+            try:
+                lane.answer()
+            except EOFError:
+                lane.process.join(timeout=10)
+                raise RaceError(f"{lane.name}: its process ended with {lane.process.exitcode}") from None
+        yield lanes
+    finally:
+        for lane in lanes.values():
+            lane.pipe.close()
+        for lane in lanes.values():
+            lane.process.join(timeout=20)
+            if lane.process.is_alive():
+                lane.process.kill()
+                lane.process.join()
+
+
+def _start(name: str, entrant: Entrant) -> _Lane:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_run_lane, args=(entrant, theirs), name=f"tba-{name}", daemon=True)
+    with _environment(entrant.environment):
+        process.start()
+    theirs.close()
+    return _Lane(name, process, ours)
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables for a child that is started inside the block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _run_lane(entrant: Entrant, pipe: Connection) -> None:
+    """The process of an entrant: makes its runner, then does as it is told until the pipe closes."""
+    runner: Runner | None = None
+    try:
+        runner = entrant.make(**entrant.arguments)
+        pipe.send((True, None))
+        while pipe.recv() == "step":
+            pipe.send((True, runner.step()))
+        runner.close()
+        runner = None
+        pipe.send((True, None))
+    except EOFError:
+        pass  # the race is over, for whatever reason
+    except BaseException:
+        with contextlib.suppress(BrokenPipeError):
+            pipe.send((False, traceback.format_exc()))
+        raise SystemExit(1) from None
+    finally:
+        if runner is not None:
+            runner.close()

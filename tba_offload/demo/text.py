@@ -1,0 +1,155 @@
+"""Real text that every machine has: the Python standard library, as a Megatron dataset.
+
+The bytes of its source files are the tokens, one document a file. Python source holds no NUL, so that 0
+can end a document, and UTF-8 never uses 255, so that it can pad: 256 tokens are enough.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sysconfig
+import tempfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tba_offload.errors import ConfigError, UnsupportedError
+from tba_offload.megatron import require_core
+from tba_offload.megatron.gpt import Batch, causal_mask
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+VOCABULARY = 256
+END_OF_DOCUMENT = 0
+PADDING = 255
+
+# Tests are not shipped everywhere; encodings and pydoc_data are generated tables rather than text.
+_SKIPPED = frozenset(
+    {"__pycache__", "dist-packages", "encodings", "idle_test", "pydoc_data", "site-packages", "test", "tests"}
+)
+
+
+class ByteTokenizer:
+    """Bytes as tokens, with the attributes that megatron-core's datasets ask a tokenizer for.
+
+    Attributes:
+        vocab_size: 256.
+        eod: The token that ends a document.
+        pad: The token that fills up the last sequence.
+        unique_identifiers: What distinguishes it from other tokenizers, for the names of caches.
+    """
+
+    vocab_size = VOCABULARY
+    eod = END_OF_DOCUMENT
+    pad = PADDING
+
+    def __init__(self) -> None:
+        self.unique_identifiers = OrderedDict({"class": type(self).__name__})
+
+    def tokenize(self, text: str) -> list[int]:
+        """The tokens of a text."""
+        return list(text.encode())
+
+    def detokenize(self, tokens: Iterable[int]) -> str:
+        """The text of tokens; a character that was cut in two becomes a replacement character."""
+        return bytes(token for token in tokens if token not in (self.eod, self.pad)).decode(errors="replace")
+
+
+def write_text(directory: str | os.PathLike[str], *, limit_bytes: int = 4 << 20) -> Path:
+    """Writes the standard library's source as a Megatron indexed dataset, once.
+
+    The dataset appears under its name only when it is complete; if it is there already, it is used.
+
+    Args:
+        directory: Where to put it; created if need be.
+        limit_bytes: The most bytes of text to take, in whole files.
+
+    Returns:
+        The prefix of the dataset's ``.bin`` and ``.idx`` files, as Megatron's ``--data-path`` takes it.
+
+    Raises:
+        ConfigError: Not even the first file fits into the limit.
+        MissingDependencyError: megatron-core is not installed.
+        UnsupportedError: This Python came without the source of its standard library.
+    """
+    require_core("writing a Megatron dataset")
+    finished = Path(directory) / f"python-{platform.python_version()}-{limit_bytes}"
+    if not finished.is_dir():
+        finished.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{finished.name}-", dir=finished.parent))
+        try:
+            _write_documents(unfinished / "text", _documents(limit_bytes))
+            _publish(unfinished, finished)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    return finished / "text"
+
+
+def batches(
+    prefix: str | os.PathLike[str], *, sequence: int, batch_size: int, seed: int, samples: int
+) -> Iterator[Batch]:
+    """Micro-batches of a dataset, through megatron-core's ``GPTDataset``; the same for the same seed.
+
+    The index that ``GPTDataset`` builds is kept in memory; nothing is left beside the dataset.
+
+    Args:
+        prefix: What :func:`write_text` returned.
+        sequence: Tokens in a sequence.
+        batch_size: Sequences in a micro-batch.
+        seed: Decides the order of documents and sequences.
+        samples: Sequences to draw; the text is repeated if it has fewer.
+
+    Returns:
+        ``samples // batch_size`` micro-batches on the CPU, which share their attention mask.
+
+    Raises:
+        ConfigError: A number is below 1, or ``samples`` does not fill one micro-batch.
+        MissingDependencyError: megatron-core is not installed.
+    """
+    if min(sequence, batch_size) < 1 or samples < batch_size:
+        raise ConfigError(
+            f"no micro-batch can be made of sequence={sequence}, batch_size={batch_size}, "
+            f"samples={samples}: each must be at least 1, and samples at least batch_size"
+        )
+    dataset = _open(Path(prefix), sequence=sequence, seed=seed, samples=samples)
+    mask = causal_mask(sequence)
+    return (
+        _stack([dataset[index] for index in range(first, first + batch_size)], mask)
+        for first in range(0, samples - batch_size + 1, batch_size)
+    )
+
+
+def _write_documents(prefix: Path, documents: Iterable[bytes]) -> None:
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder, get_bin_path, get_idx_path
+
+    builder = IndexedDatasetBuilder(get_bin_path(str(prefix)), dtype=DType.optimal_dtype(VOCABULARY))
+    for document in documents:
+        tokens = torch.frombuffer(bytearray(document + bytes([END_OF_DOCUMENT])), dtype=torch.uint8)
+        builder.add_document(tokens, [len(tokens)])
+    builder.finalize(get_idx_path(str(prefix)))
+
+
+def _documents(limit_bytes: int) -> Iterator[bytes]:
+    """The source files in the order of their names, as many as fit."""
+    library = Path(sysconfig.get_path("stdlib"))
+    sources = sorted(path for path in library.rglob("*.py") if not _SKIPPED & set(path.relative_to(library).parts))
+    if not sources:
+        raise UnsupportedError(f"this Python came without the source of its standard library ({library})")
+    size = 0
+    for text in filter(_is_text, map(Path.read_bytes, sources)):
+        size += len(text)
+        if size > limit_bytes:
+            break
+        yield text
+    if size == 0 ...
+
+
+def _is_text(content: bytes) -> bool:
+    """Whether neither of the two special tokens can occur in it."""
+    return bool(content) and not {END_OF_DOCUMENT, PADDING} & set(content)

@@ -1,0 +1,85 @@
+"""One strategy of the demo: a megatron-core GPT that trains on real text, step by step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tba_offload as tba
+from tba_offload.demo.text import batches
+from tba_offload.device.memory import keep_freed_pages
+from tba_offload.megatron.cpu import single_process
+from tba_offload.megatron.gpt import GptShape, build_gpt, gpt_loss, model_flops
+
+
+class Trainer:
+    """Model, optimizer, data and session of one strategy.
+
+    Args:
+        shape: The model.
+        text: Prefix of the indexed dataset.
+        config: The policy as YAML text.
+        strategy: Label of the run.
+        batch_size: Sequences in a step.
+        steps: Steps that are going to be asked for.
+        run_log: Where to write the run log.
+        seed: Of weights, data order and dropout.
+    """
+
+    def __init__(
+        self,
+        *,
+        shape: GptShape,
+        text: Path,
+        config: str,
+        strategy: str,
+        batch_size: int,
+        steps: int,
+        run_log: Path | None,
+        seed: int = 1234,
+    ) -> None:
+        keep_freed_pages()
+        self._flops = model_flops(shape, batch_size)
+        self._tokens = shape.sequence * batch_size
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(single_process(seed=seed))
+        self.model = build_gpt(shape, seed=seed)
+        self._batches = batches(
+            text, sequence=shape.sequence, batch_size=batch_size, seed=seed, samples=steps * batch_size
+        )
+        self._optimizer = torch.optim.Adam(self.model.parameters(), lr=3e-4, fused=True)
+        for parameter in self.model.parameters():
+            # Allocated before the first step, or they would count as activations there.
+            parameter.grad = torch.zeros_like(parameter)
+        self.session = self._stack.enter_context(
+            tba.attach(
+                self.model,
+                tba.OffloadConfig.from_yaml(config),
+                run_log=run_log,
+                strategy=strategy,
+                model_info={"name": "megatron-core GPTModel", "batch_size": batch_size, **dataclasses.asdict(shape)},
+            )
+        )
+
+    def step(self) -> dict[str, Any]:
+        """Forward, backward and update; the figures of the step record, and the time of all three."""
+        batch = next(self._batches)
+        began = time.perf_counter()
+        with self.session.step(tokens=self._tokens, model_flops=self._flops) as step:
+            loss = gpt_loss(self.model, batch)
+            loss.backward()
+            step.loss = float(loss.detach())
+        del loss
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=False)
+        seconds = time.perf_counter() - began
+        return {**dataclasses.asdict(step.record), "whole_step_seconds": seconds}  # type: ignore[call-overload]
+
+    def close(self) -> None:
+        """Closes the session and the process group."""
+        self._stack.close()

@@ -1,0 +1,101 @@
+"""A ring of aligned host slabs, for bytes that cannot travel between a tensor and a drive directly."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from contextlib import contextmanager
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+from tba_offload.errors import SessionError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+    from tba_offload.device.streams import Device
+
+
+class StagingRing:
+    """At most ``count`` slabs, allocated when first needed and then reused until :meth:`close`.
+
+    Args:
+        slab_bytes: Size of a slab; longer transfers go in pieces.
+        count: Number of slabs. With as many slabs as threads, nobody ever waits for one.
+        alignment: What the address of a slab is a multiple of; at most the page size.
+        device: Whose host memory the slabs are; pinned on CUDA.
+
+    Raises:
+        ValueError: A size or a count is not positive, or pages do not satisfy the alignment.
+    """
+
+    def __init__(self, slab_bytes: int, count: int, alignment: int, device: Device) -> None:
+        if slab_bytes <= 0 or count <= 0:
+            raise ValueError(f"a staging ring needs slabs: {count} of {slab_bytes} bytes were asked for")
+        if mmap.PAGESIZE % alignment or slab_bytes % alignment:
+            raise ValueError(
+                f"alignment {alignment} must divide the page size, {mmap.PAGESIZE}, and a slab, {slab_bytes}"
+            )
+        self.slab_bytes = slab_bytes
+        self.count = count
+        self._device = device
+        self._free: SimpleQueue[torch.Tensor | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._made = 0
+        self._closed = False
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Host memory that the slabs take now."""
+        return self._made * self.slab_bytes
+
+    @contextmanager
+    def borrow(self) -> Iterator[torch.Tensor]:
+        """Lends one slab, a 1-D uint8 tensor on the host; waits until one is free.
+
+        The borrower must have finished all copies from and to the slab when it leaves the block.
+
+        Raises:
+            SessionError: The ring is closed.
+        """
+        slab = self._acquire()
+        try:
+            yield slab
+        finally:
+            self._free.put(slab)
+
+    def close(self) -> None:
+        """Frees the slabs and wakes whoever waits for one; call it when none is lent."""
+        with self._lock:
+            self._closed = True
+            self._made = 0
+        while True:
+            try:
+                self._free.get_nowait()
+            except Empty:
+                break
+        self._free.put(None)
+
+    def _acquire(self) -> torch.Tensor:
+        slab = self._take_or_make()
+        if slab is None:
+            slab = self._free.get()
+        if slab is None:
+            self._free.put(None)  # for the next one who waits
+            raise SessionError("the staging ring is closed")
+        return slab
+
+    def _take_or_make(self) -> torch.Tensor | None:
+        """A free slab, or a new one while the ring is not complete."""
+        try:
+            return self._free.get_nowait()
+        except Empty:
+            pass
+        with self._lock:
+            if self._closed or self._made == self.count:
+                return None
+            slab = self._device.host_memory(self.slab_bytes)
+            self._made += 1
+            return slab

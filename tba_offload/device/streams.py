@@ -1,0 +1,196 @@
+"""Streams, events and host memory of a device, and a CPU twin that has the same methods.
+
+The rest of the package never asks which device it runs on: it takes an event where bytes were produced,
+hands the event to whoever moves the bytes, and copies with :meth:`Device.copy`. On a CPU all of that is
+trivially ready; on CUDA it is one side stream per I/O thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import platform
+import threading
+from abc import ABC, abstractmethod
+from typing import Any, Protocol
+
+import torch
+
+from tba_offload.errors import UnsupportedError
+
+
+class Event(Protocol):
+    """A point in the work of a device; ``torch.cuda.Event`` is one."""
+
+    def synchronize(self) -> None:
+        """Blocks the calling thread until the point is reached."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Makes a stream, by default the current one, wait for the point; the calling thread goes on."""
+
+    def query(self) -> bool:
+        """Whether the point is reached."""
+        ...
+
+
+class _Ready:
+    """The event of work that is done when its call returns, as all work of a CPU is."""
+
+    __slots__ = ()
+
+    def synchronize(self) -> None:
+        """Returns at once."""
+
+    def wait(self, stream: object = None) -> None:
+        """Returns at once; no stream has to wait."""
+
+    def query(self) -> bool:
+        """Always true."""
+        return True
+
+
+READY = _Ready()
+
+
+class Device(ABC):
+    """What the transfers need of a device."""
+
+    torch_device: torch.device
+    pins_memory: bool
+    """Whether :meth:`host_memory` is pinned, so that allocating it blocks the device."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What the hardware calls itself."""
+
+    @abstractmethod
+    def event(self) -> Event:
+        """The point that the calling thread's current stream has been given work up to."""
+
+    @abstractmethod
+    def bind_thread(self) -> None:
+        """Makes this the current device of the calling thread; every I/O thread calls it."""
+
+    @abstractmethod
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> None:
+        """Copies bytes and returns when they have arrived; meant for I/O threads.
+
+        Args:
+            target: 1-D uint8 tensor on the host or on this device.
+            source: 1-D uint8 tensor of as many bytes, on the host or on this device.
+            after: The copy starts when this point is reached.
+        """
+
+    @abstractmethod
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        """Allocates page-aligned host memory that this device can reach quickly.
+
+        On CUDA it is pinned, which blocks the device while it is allocated: do it rarely, outside a step.
+
+        Returns:
+            A 1-D uint8 tensor of ``nbytes``; the memory is freed with it.
+        """
+
+
+class CpuDevice(Device):
+    """The host as a device: everything is ready when the call that did it returns."""
+
+    torch_device = torch.device("cpu")
+    pins_memory = False
+
+    @property
+    def name(self) -> str:
+        """The architecture of the processor."""
+        return f"CPU ({platform.machine()})"
+
+    def event(self) -> Event:
+        """The event that is always ready."""
+        return READY
+
+    def bind_thread(self) -> None:
+        """Does nothing: every thread runs on the CPU."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> None:
+        """Copies with ``memmove``, which neither holds the GIL nor wakes PyTorch's thread pool."""
+        after.synchronize()
+        _copy_on_host(target, source)
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        """Maps anonymous memory.
+
+        It comes from ``mmap`` and not from ``malloc``, so that malloc's count of live bytes, which stands
+        in for device memory here, holds no bytes that would lie outside the device on CUDA.
+        """
+        return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+
+
+class CudaDevice(Device):
+    """One CUDA device; each I/O thread copies on a side stream of its own."""
+
+    pins_memory = True
+
+    def __init__(self, index: int | None = None) -> None:
+        self.torch_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        self._local = threading.local()
+
+    @property
+    def name(self) -> str:
+        """The model of the GPU."""
+        return torch.cuda.get_device_name(self.torch_device)
+
+    def event(self) -> Event:
+        """An event recorded on the calling thread's current stream of this device."""
+        event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return event
+
+    def bind_thread(self) -> None:
+        """Sets the calling thread's current device: threads start on device 0."""
+        torch.cuda.set_device(self.torch_device)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> None:
+        """Copies on the calling thread's side stream and waits for that stream only."""
+        if target.is_cpu and source.is_cpu:
+            after.synchronize()
+            _copy_on_host(target, source)
+            return
+        stream = self._side_stream()
+        # Waiting here, on the host, orders the copy for any kind of event; the thread has nothing else to do.
+        after.synchronize()
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        stream.synchronize()
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        """Pins host memory; PyTorch rounds it up to a power of two."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def _side_stream(self) -> torch.cuda.Stream:
+        stream: torch.cuda.Stream | None = getattr(self._local, "stream", None)
+        if stream is None:
+            stream = self._local.stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        return stream
+
+
+def device_of(device: torch.device | str) -> Device:
+    """The twin of a torch device.
+
+    Raises:
+        UnsupportedError: The device is neither a CPU nor a CUDA device.
+    """
+    device = torch.device(device)
+    if device.type == "cpu":
+        return CpuDevice()
+    if device.type == "cuda":
+        return CudaDevice(device.index)
+    raise UnsupportedError(
+        f"activations on a {device.type!r} device cannot be offloaded; train on 'cpu' or 'cuda'"
+    )
+
+
+def _copy_on_host(target: torch.Tensor, source: torch.Tensor) -> None:
+    nbytes = source.nbytes
+    if target.nbytes != nbytes:
+        raise ValueError(f"cannot copy {nbytes} bytes into {target.nbytes}")
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)

@@ -1,0 +1,94 @@
+"""The exceptions that tba-offload raises.
+
+::
+
+    TbaError
+    ├── ConfigError (ValueError)              a policy file or an argument is wrong
+    ├── UnsupportedError (RuntimeError)       a model or a setting that cannot be offloaded, and why
+    ├── MissingDependencyError (ImportError)  an optional package is needed; says what to install
+    ├── SavedTensorModifiedError (RuntimeError)  a saved tensor was changed in place before backward
+    ├── TransferError (RuntimeError)          offloading of one activation failed; names layer and remedy
+    ├── SessionError (RuntimeError)           the session was used out of order, closed, or after a fork
+    ├── RunLogError (ValueError)              a run log cannot be read
+    └── StoreError (OSError)                  the store could not move bytes
+        ├── StoreFullError                    no room: capacity reached or drive full
+        ├── ShortTransferError                fewer bytes moved than asked for
+        └── ChecksumError                     bytes read differ from the bytes written
+
+Every message says what happened, where, and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class TbaError(Exception):
+    """Base of everything that tba-offload raises on purpose."""
+
+
+class ConfigError(TbaError, ValueError):
+    """A policy file, a size or an argument is not what it must be.
+
+    Args:
+        message: What is wrong, and the legal values.
+        file: The file it stands in, if it came from one.
+        line: The line in that file, from 1.
+    """
+
+    def __init__(self, message: str, *, file: str | None = None, line: int | None = None) -> None:
+        self.file = file
+        self.line = line
+        where = file or ""
+        if line is not None:
+            where += f":{line}" if where else f"line {line}"
+        super().__init__(f"{where}: {message}" if where else message)
+
+
+class UnsupportedError(TbaError, RuntimeError):
+    """The model, or a setting of it, cannot be combined with offloading."""
+
+
+class MissingDependencyError(TbaError, ImportError):
+    """An optional package is needed for what was asked.
+
+    Args:
+        package: The package that is missing.
+        purpose: What needs it.
+        extra: The extra of tba-offload that installs it, if there is one.
+    """
+
+    def __init__(self, package: str, purpose: str, *, extra: str | None = None) -> None:
+        self.package = package
+        remedy = f"pip install 'tba-offload[{extra}]'" if extra else f"pip install {package}"
+        super().__init__(f"{purpose} needs {package}, which is not installed; {remedy}")
+
+
+class SavedTensorModifiedError(TbaError, RuntimeError):
+    """A tensor that autograd saved was changed in place before its backward used it."""
+
+
+class TransferError(TbaError, RuntimeError):
+    """The transfer of one activation failed; the cause is the store's own error."""
+
+
+class SessionError(TbaError, RuntimeError):
+    """A session was used out of order, after it was closed, or in a forked child."""
+
+
+class RunLogError(TbaError, ValueError):
+    """A run log cannot be read, or is not one."""
+
+
+class StoreError(TbaError, OSError):
+    """A store could not open, write or read; carries the errno where there is one."""
+
+
+class StoreFullError(StoreError):
+    """The store has no room: its capacity is reached or the drive is full."""
+
+
+class ShortTransferError(StoreError):
+    """Fewer bytes were moved than asked for."""
+
+
+class ChecksumError(StoreError):
+    """The bytes that were read are not the bytes that were written."""

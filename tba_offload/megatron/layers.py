@@ -1,0 +1,224 @@
+"""The transformer layers of a Megatron model: which there are, and how one of them is recomputed."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from tba_offload.capture.layers import Layer, LayerStack
+from tba_offload.errors import UnsupportedError
+from tba_offload.policy import LayerId
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    _Arguments = dict[int | str, Any]  # by position or name
+
+Output = TypeVar("Output")
+
+_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module"})
+_MADE = object()  # stands for a tensor that a layer made
+
+
+@dataclass(frozen=True, slots=True)
+class _Argument:
+    """Stands for an argument that a layer returns as it is."""
+
+    key: int | str
+
+
+def is_megatron(model: nn.Module | Sequence[nn.Module]) -> bool:
+    """Whether a model, or a list of model chunks, holds a transformer layer of megatron-core.
+
+    megatron-core is not imported for the answer: where nobody has imported it, nothing is Megatron's.
+    """
+    layer_type = _layer_type()
+    return layer_type is not None and any(
+        isinstance(module, layer_type) for chunk in _chunks(model) for module in chunk.modules()
+    )
+
+
+def find_stack(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
+    """The layers of a Megatron model, with Megatron's checkpoint and the micro-batches of its schedules.
+
+    Args:
+        model: The model or the list of its chunks on this rank, wrapped or not.
+
+    Raises:
+        UnsupportedError: A layer does not know its number.
+    """
+    return LayerStack(tuple(find_layers(model)), checkpoint=checkpoint_layer, micro_batch=current_microbatch)
+
+
+def find_layers(model: nn.Module | Sequence[nn.Module]) -> list[Layer]:
+    """Finds the transformer layers of a model, as this rank holds it.
+
+    Numbers count from 0 over all pipeline stages and model chunks. Names are those of the bare model
+    (``decoder.layers.7``), without wrappers such as ``Float16Module`` and with the global number in
+    place of the local one. The stack (``encoder``) is named only where numbers alone are ambiguous.
+    A layer within a layer is part of the outer one.
+
+    Args:
+        model: The model or the list of its chunks on this rank, wrapped or not.
+
+    Returns:
+        The layers in the order of the chunks, and within a chunk in the order in which they were
+        registered; empty where the model is not Megatron's.
+
+    Raises:
+        UnsupportedError: A layer does not know its number.
+    """
+    layer_type = _layer_type()
+    if layer_type is None:
+        return []
+    found = [
+        Layer(_identify(name, module), module, index)
+        for index, chunk in enumerate(_chunks(model))
+        for name, module in _outermost(chunk, layer_type)
+    ]
+    if _numbers_are_ambiguous(found):
+        return found
+    return [replace(layer, id=replace(layer.id, stack=None)) for layer in found]
+
+
+def current_microbatch(layer: nn.Module) -> int | None:
+    """The micro-batch that Megatron's schedule runs the layer on, from 0; None outside of a schedule.
+
+    A schedule sets it before each forward and leaves it standing afterwards: it means something during
+    a layer's first forward only, and never in backward.
+    """
+    number: int | None = getattr(layer, "current_microbatch", None)
+    return number
+
+
+def checkpoint_layer(forward: Callable[..., Output], /, *args: Any, **kwargs: Any) -> Output:
+    """Runs a layer and keeps only its inputs: backward runs it a second time, with the same numbers.
+
+    This is ``tensor_parallel.checkpoint``, which repeats the random numbers of Megatron's random number
+    regions too. What requires a gradient (the hidden states, the context of a cross attention) is handed
+    to it and is seen by saved-tensor hooks; everything else (masks, rotary tables, settings) is closed
+    over, as it is shared between layers and frees nothing.
+
+    Without a tensor that requires a gradient, or without gradients, it just runs the layer.
+
+    Args:
+        forward: The layer's own forward.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        What ``forward`` returns: a tensor or a tuple of tensors and other things.
+    """
+    given: _Arguments = dict(enumerate(args)) | kwargs
+    inputs = {key: value for key, value in given.items() if _requires_grad(value)}
+    if not inputs or not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    # The closure must not hold the inputs, or whoever offloads them could free nothing.
+    closed_over = {key: value for key, value in given.items() if key not in inputs}
+    output: Output = _checkpoint(forward, inputs, closed_over)
+    return output
+
+
+def _checkpoint(forward: Callable[..., Any], inputs: _Arguments, closed_over: _Arguments) -> Any:
+    """Passes through the checkpoint only what the layer makes, and puts its output together again.
+
+    An argument that the layer hands through (the context of a decoder) stays the same tensor in the
+    same graph: its gradients are summed in the order in which they would be without recomputation.
+    """
+    from megatron.core import tensor_parallel
+
+    names = tuple(inputs)
+    layout: list[Any] = []
+    is_tuple = True
+
+    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+        nonlocal is_tuple
+        given = closed_over | dict(zip(names, tensors, strict=True))
+        returned = _call(forward, given)
+        is_tuple = isinstance(returned, tuple)
+        values = returned if is_tuple else (returned,)
+        layout[:] = [_origin(value, given) for value in values]
+        return tuple(value for value, origin in zip(values, layout, strict=True) if origin is _MADE)
+
+    distribute_inputs = False  # over the tensor-parallel group: another way to save their memory
+    made = iter(tensor_parallel.checkpoint(run, distribute_inputs, *inputs.values()))
+    given = closed_over | inputs
+    output = tuple(_place(origin, made, given) for origin in layout)
+    return output if is_tuple else output[0]
+
+
+def _call(forward: Callable[..., Any], given: _Arguments) -> Any:
+    positions = sorted(key for key in given if isinstance(key, int))
+    keywords = {key: value for key, value in given.items() if isinstance(key, str)}
+    return forward(*(given[position] for position in positions), **keywords)
+
+
+def _origin(value: Any, given: _Arguments) -> Any:
+    """Where a part of a layer's output comes from: made, an argument, or (None, a setting) itself."""
+    if not isinstance(value, Tensor):
+        return value
+    return next((_Argument(key) for key, argument in given.items() if argument is value), _MADE)
+
+
+def _place(origin: Any, made: Iterator[Tensor], given: _Arguments) -> Any:
+    if origin is _MADE:
+        return next(made)
+    return given[origin.key] if isinstance(origin, _Argument) else origin
+
+
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _chunks(model: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]:
+    return [model] if isinstance(model, nn.Module) else model
+
+
+def _layer_type() -> type[nn.Module] | None:
+    """The base class of megatron-core's layers, if megatron-core is in use at all."""
+    module = sys.modules.get("megatron.core.transformer.transformer_layer")
+    return getattr(module, "BaseTransformerLayer", None)
+
+
+def _outermost(chunk: nn.Module, layer_type: type[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    outer = None
+    for name, module in chunk.named_modules():
+        inside = outer is not None and name.startswith(outer)
+        if not inside and isinstance(module, layer_type):
+            outer = f"{name}."
+            yield name, module
+
+
+def _identify(name: str, layer: nn.Module) -> LayerId:
+    """The layer's global number and name; its stack is what stands before ``.layers``."""
+    number = getattr(layer, "layer_number", None)
+    if not isinstance(number, int):
+        raise UnsupportedError(
+            f"the layer {name!r} ({type(layer).__name__}) has no layer_number, so that no policy can "
+            "name it; Megatron's layers get one from the block that builds them"
+        )
+    parts = _unwrapped(name)
+    if parts[-1].isdigit():
+        parts[-1] = str(number - 1)
+    stack, within_a_stack, _ = ".".join(parts).partition(".layers.")
+    return LayerId(number - 1, ".".join(parts), stack if within_a_stack else None)
+
+
+def _unwrapped(name: str) -> list[str]:
+    """The parts of a module's name after the wrappers that stand in front of it."""
+    parts = name.split(".")
+    return list(itertools.dropwhile(_WRAPPERS.__contains__, parts))
+
+
+def _numbers_are_ambiguous(found: list[Layer]) -> bool:
+    """Multi-token prediction counts on where the decoder ends; the stacks of T5 both count from 0."""
+    stacks: dict[int, set[str | None]] = defaultdict(set)
+    for layer in found:
+        stacks[layer.id.number].add(layer.id.stack)
+    return any(len(names) > 1 for names in stacks.values())

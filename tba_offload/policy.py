@@ -1,0 +1,271 @@
+"""Which layer gets which placement: what the user wrote, matched against the layers of a model.
+
+A rule's ``match`` takes one of three forms:
+
+* **numbers** of layers, from 0: ``"3"``, ``"0-3"`` (both ends included), ``"0,2,8-11"``;
+* **numbers within a stack**, where a model has several: ``"encoder:0-3"``;
+* **a name**, or a glob over names: ``"decoder.layers.2?"``, ``"*.layers.1*"``.
+
+What has a colon is numbers within a stack; what has only digits, commas, hyphens and spaces is numbers;
+everything else is a name. A module whose whole name is a number is matched by its number, or by the glob
+``"[3]"``. Globs are those of :func:`fnmatch.fnmatchcase`: they match the whole name, case counts, and
+``*`` also crosses dots.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import re
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from tba_offload.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+_LEGAL_FORMS = (
+    "a match is layer numbers ('3', '0-3', '0,2,8-11'), numbers within a stack ('encoder:0-3') "
+    "or a name with globs ('decoder.layers.2?')"
+)
+_ONLY_NUMBERS = re.compile(r"[0-9,\-\s]*")
+_ITEM = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+_GLOB_BRACKETS = re.compile(r"\[!?\]?[^\]]*\]")
+_NOT_IN_NAMES = re.compile(r"[\s,:\[\]]")
+
+
+class Placement(StrEnum):
+    """Where the activations of a layer spend the time between forward and backward."""
+
+    KEEP = "keep"
+    OFFLOAD = "offload"
+    RECOMPUTE = "recompute"
+    AUTO = "auto"  # only in a policy: the planner replaces it by one of the three above
+
+
+@dataclass(frozen=True)
+class LayerId:
+    """One layer as a policy sees it.
+
+    Attributes:
+        number: Number of the layer from 0, over all pipeline stages and model chunks. Where the model
+            has several stacks, each of them counts from 0.
+        name: Name of the module, without wrappers and numbered over all stages: ``decoder.layers.3``.
+        stack: ``encoder`` or ``decoder`` where the model has several stacks, else None.
+    """
+
+    number: int
+    name: str
+    stack: str | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Gives a placement to the layers that it matches.
+
+    Attributes:
+        match: Numbers, numbers within a stack, or a name; see the module's description.
+        placement: What these layers get; the word itself (``"keep"``) will do.
+        line: The line of the file that it was read from. It does not count when rules are compared.
+
+    Raises:
+        ConfigError: The match has none of the legal forms, or the placement is not one.
+    """
+
+    match: str
+    placement: Placement
+    line: int | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.match, str):
+            raise ConfigError(f"match: {self.match!r} is not text; {_LEGAL_FORMS}", line=self.line)
+        try:
+            _matcher(self.match)
+            object.__setattr__(self, "placement", _placement(self.placement))
+        except ValueError as error:
+            raise ConfigError(str(error), line=self.line) from None
+
+    def matches(self, layer: LayerId) -> bool:
+        """Whether this rule speaks of the layer."""
+        return _matcher(self.match).matches(layer)
+
+    def __str__(self) -> str:
+        where = f" (line {self.line})" if self.line is not None else ""
+        return f"'{self.match}'{where}"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Rules, and the placement of every layer that no rule matches.
+
+    Attributes:
+        default: The placement of layers without a rule.
+        rules: In order: the first that matches a layer decides.
+        file: The file that the rules were read from, for messages.
+    """
+
+    default: Placement
+    rules: tuple[Rule, ...] = ()
+    file: str | None = None
+
+    def resolve(
+        self, layers: Sequence[LayerId], everywhere: Sequence[LayerId] | None = None
+    ) -> dict[int, Placement]:
+        """Gives every layer its placement.
+
+        Args:
+            layers: The layers of this process.
+            everywhere: The layers of all processes, by which rules are judged: a rule may match nothing
+                on one pipeline stage. By default the same as ``layers``.
+
+        Returns:
+            Index into ``layers`` → placement. It may be ``AUTO`` where the policy says so.
+
+        Raises:
+            ConfigError: A rule matches no layer anywhere, earlier rules leave it none, or it gives bare
+                numbers where several stacks count their own.
+        """
+        self._check(layers if everywhere is None else everywhere)
+        return {index: self._placement_of(layer) for index, layer in enumerate(layers)}
+
+    def _placement_of(self, layer: LayerId) -> Placement:
+        return next((rule.placement for rule in self.rules if rule.matches(layer)), self.default)
+
+    def _check(self, everywhere: Sequence[LayerId]) -> None:
+        """Raises for the first rule that cannot take effect."""
+        undecided = set(everywhere)
+        for index, rule in enumerate(self.rules):
+            matched = {layer for layer in everywhere if rule.matches(layer)}
+            if _is_ambiguous(rule, everywhere):
+                raise self._ambiguous(rule, everywhere)
+            if not matched:
+                raise self._unmatched(rule, everywhere)
+            if not matched & undecided:
+                raise self._shadowed(rule, matched, self.rules[:index])
+            undecided -= matched
+
+    def _unmatched(self, rule: Rule, everywhere: Sequence[LayerId]) -> ConfigError:
+        return self._error(rule, f"the rule {rule} matches no layer; {_describe(everywhere)}")
+
+    def _shadowed(self, rule: Rule, matched: set[LayerId], earlier: Sequence[Rule]) -> ConfigError:
+        winners = [other for other in earlier if any(other.matches(layer) for layer in matched)]
+        return self._error(
+            rule,
+            f"the rule {rule} never takes effect: the first match wins, and all its layers are already "
+            f"matched by {', '.join(map(str, winners))}; move it up or remove it",
+        )
+
+    def _ambiguous(self, rule: Rule, everywhere: Sequence[LayerId]) -> ConfigError:
+        choices = " or ".join(f"'{stack}:{rule.match}'" for stack in _stacks(everywhere) if stack)
+        return self._error(
+            rule, f"the rule {rule} must say which stack it counts in: {choices}; {_describe(everywhere)}"
+        )
+
+    def _error(self, rule: Rule, message: str) -> ConfigError:
+        return ConfigError(message, file=self.file, line=rule.line)
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """Layers by number, in one stack or in a model that has only one."""
+
+    ranges: tuple[tuple[int, int], ...]
+    stack: str | None = None
+
+    def matches(self, layer: LayerId) -> bool:
+        right_stack = self.stack is None or self.stack == layer.stack
+        return right_stack and any(first <= layer.number <= last for first, last in self.ranges)
+
+
+@dataclass(frozen=True)
+class _Name:
+    """Layers by name."""
+
+    glob: str
+
+    def matches(self, layer: LayerId) -> bool:
+        return fnmatch.fnmatchcase(layer.name, self.glob)
+
+
+@functools.lru_cache(maxsize=1024)
+def _matcher(match: str) -> _Numbers | _Name:
+    """Reads a match; ValueError when it has none of the legal forms."""
+    text = match.strip()
+    if ":" in text:
+        stack, numbers = text.split(":", 1)
+        return _Numbers(_ranges(match, numbers), _checked_name(match, stack))
+    if _ONLY_NUMBERS.fullmatch(text):
+        return _Numbers(_ranges(match, text))
+    return _Name(_checked_name(match, text))
+
+
+def _ranges(match: str, numbers: str) -> tuple[tuple[int, int], ...]:
+    return tuple(_range(match, item.strip()) for item in numbers.split(","))
+
+
+def _range(match: str, item: str) -> tuple[int, int]:
+    """Reads ``"3"`` or ``"0-3"``, both ends included."""
+    found = _ITEM.fullmatch(item)
+    if found is None:
+        problem = f"{item!r} is not a layer number or a range" if item else "a layer number is missing"
+        raise ValueError(f"malformed match {match!r}: {problem}; {_LEGAL_FORMS}")
+    first = int(found[1])
+    last = int(found[2]) if found[2] else first
+    if last < first:
+        raise ValueError(f"malformed match {match!r}: {item!r} runs backwards, write '{last}-{first}'")
+    return first, last
+
+
+def _checked_name(match: str, name: str) -> str:
+    """The name itself; ValueError when no module can be called that."""
+    unexpected = _NOT_IN_NAMES.search(_GLOB_BRACKETS.sub("", name))
+    if unexpected is not None:
+        raise ValueError(f"malformed match {match!r}: unexpected {unexpected[0]!r}; {_LEGAL_FORMS}")
+    if not name:
+        raise ValueError(f"malformed match {match!r}: the stack's name is missing; {_LEGAL_FORMS}")
+    return name
+
+
+def _placement(word: str) -> Placement:
+    try:
+        return Placement(word)
+    except ValueError:
+        raise ValueError(f"placement must be one of {', '.join(Placement)}, not {word!r}") from None
+
+
+def _is_ambiguous(rule: Rule, layers: Iterable[LayerId]) -> bool:
+    """Whether the rule gives bare numbers although several stacks count their own."""
+    matcher = _matcher(rule.match)
+    return isinstance(matcher, _Numbers) and matcher.stack is None and len(_stacks(layers)) > 1
+
+
+def _stacks(layers: Iterable[LayerId]) -> list[str | None]:
+    """The stacks in order of appearance."""
+    return list(dict.fromkeys(layer.stack for layer in layers))
+
+
+def _describe(layers: Sequence[LayerId]) -> str:
+    """What layers there are, for messages: ``the layers are 0-7 (decoder.layers.0 ... decoder.layers.7)``."""
+    if not layers:
+        return "the model has no layers"
+    return "the layers are " + ", ".join(_describe_stack(stack, layers) for stack in _stacks(layers))
+
+
+def _describe_stack(stack: str | None, layers: Iterable[LayerId]) -> str:
+    own = sorted({layer for layer in layers if layer.stack == stack}, key=lambda layer: layer.number)
+    prefix = f"{stack}:" if stack else ""
+    names = [layer.name for layer in own]
+    shown = ", ".join(names) if len(names) <= 2 else f"{names[0]} ... {names[-1]}"
+    return f"{prefix}{','.join(_runs([layer.number for layer in own]))} ({shown})"
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[str]:
+    """Sorted numbers as ranges: 0, 1, 2, 5 → ``0-2``, ``5``."""
+    start = 0
+    for end in range(1, len(numbers) + 1):
+        if end == len(numbers) or numbers[end] > numbers[end - 1] + 1:
+            first, last = numbers[start], numbers[end - 1]
+            yield f"{first}-{last}" if last > first else str(first)
+            start = end

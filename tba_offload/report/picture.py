@@ -1,0 +1,264 @@
+"""The ROK curve as a picture. Imports matplotlib, so import this module only to draw.
+
+Figures are made without pyplot: no window, no global figure, and the user's own style stays out of it.
+"""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from itertools import cycle, pairwise
+from typing import TYPE_CHECKING, Any, Literal
+
+import matplotlib as mpl
+import matplotlib.style
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from tba_offload.report.rok import byte_scale, lines, pareto, peak_sources, rate_scale
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from matplotlib.axes import Axes
+    from matplotlib.transforms import Bbox
+    from numpy.typing import NDArray
+
+    from tba_offload.report.rok import RokPoint
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart; marker and dashes differ as well.
+# The three plain strategies look the same in every picture.
+_Look = tuple[str, str, Literal["-", "--", "-.", ":"]]
+_LOOKS: dict[str, _Look] = {
+    "keep": ("#0072B2", "o", "-"),
+    "offload": ("#D55E00", "s", "-"),
+    "recompute": ("#009E73", "^", "-"),
+}
+_MORE_LOOKS: list[_Look] = [
+    ("#CC79A7", "D", "--"),
+    ("#56B4E9", "v", "--"),
+    ("#E69F00", "P", "--"),
+    ("#000000", "X", "-."),
+    ("#0072B2", "<", "-."),
+    ("#D55E00", ">", "-."),
+    ("#009E73", "p", ":"),
+]
+_INK = "#222222"
+_RING: dict[str, Any] = {
+    "marker": "o",
+    "markersize": 13,
+    "markerfacecolor": "none",
+    "markeredgecolor": _INK,
+    "markeredgewidth": 1.1,
+}
+_STYLE: dict[Any, Any] = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": "#555555",
+    "axes.grid": True,
+    "axes.labelcolor": _INK,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "font.size": 10,
+    "grid.color": "#e4e4e4",
+    "legend.frameon": False,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "tba-offload",
+    "text.parse_math": False,  # a strategy may be called "$5/h"
+}
+_METADATA = {
+    "svg": {"Creator": "tba-offload", "Date": None, "Title": "ROK curve"},
+    "png": {"Software": "tba-offload", "Title": "ROK curve"},
+}
+
+
+def rok_curve(points: Sequence[RokPoint], kind: Literal["svg", "png"]) -> bytes:
+    """The picture as the bytes of a file.
+
+    Args:
+        points: At least one point; all with the same unit of throughput.
+        kind: The format.
+    """
+    file = io.BytesIO()
+    with matplotlib.style.context("default"), mpl.rc_context(_STYLE):
+        rok_figure(points).savefig(file, format=kind, dpi=160, metadata=_METADATA[kind])
+    return file.getvalue()
+
+
+def rok_figure(points: Sequence[RokPoint]) -> Figure:
+    """The figure itself, see :func:`rok_curve`."""
+    figure = Figure(figsize=(7.5, 4.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    curve = _Curve(figure.add_subplot(), points)
+    curve.describe_axes()
+    curve.draw_lines()
+    curve.mark_pareto_set()
+    curve.add_legend(figure)
+    figure.draw_without_rendering()  # settles the layout: from here on labels can be placed by the pixel
+    curve.label_batch_sizes()
+    return figure
+
+
+class _Curve:
+    """Points on axes, in the units of the axes."""
+
+    def __init__(self, axes: Axes, points: Sequence[RokPoint]) -> None:
+        self._axes = axes
+        self._points = points
+        self._lines = lines(points)
+        self._looks = _looks(self._lines)
+        self._x_name, self._x_size = byte_scale(max(each.activation_peak_bytes for each in points))
+        self._y_name, self._y_size = rate_scale(max(each.throughput for each in points), points[0].unit)
+
+    def _positions(self, points: Iterable[RokPoint]) -> NDArray[np.float64]:
+        """Position of each point: x and y, shape [points, 2]."""
+        return np.array(
+            [(each.activation_peak_bytes / self._x_size, each.throughput / self._y_size) for each in points]
+        )
+
+    def describe_axes(self) -> None:
+        """Say what the axes show, in which unit and measured how."""
+        sources = textwrap.shorten(" / ".join(peak_sources(self._points)), 60, placeholder=" …")
+        counted = ", recomputation not counted" if self._points[0].unit == "FLOP/s" else ""
+        self._axes.set_xlabel(f"Activation peak ({self._x_name}), measured by: {sources}")
+        self._axes.set_ylabel(f"Model throughput ({self._y_name}{counted})")
+        x, y = self._positions(self._points).T
+        self._axes.set_xlim(_limits(x))
+        self._axes.set_ylim(_limits(y))
+
+    def draw_lines(self) -> None:
+        """Draw each strategy through its batch sizes."""
+        for strategy, line in self._lines.items():
+            colour, marker, dashes = self._looks[strategy]
+            x, y = self._positions(line).T
+            self._axes.plot(
+                x, y, dashes, color=colour, marker=marker, markersize=6.5, linewidth=1.8, zorder=3
+            )
+
+    def mark_pareto_set(self) -> None:
+        """Ring the Pareto set, and draw the edge of what it reaches."""
+        self._axes.plot(*self._edge().T, color="#b8b8b8", linestyle=(0, (2, 2)), linewidth=1.2, zorder=1)
+        self._axes.plot(*self._positions(pareto(self._points)).T, linestyle="none", zorder=4, **_RING)
+
+    def _edge(self) -> NDArray[np.float64]:
+        """The staircase through the Pareto set: the best throughput for each amount of memory."""
+        best = self._positions(pareto(self._points))
+        corners = np.column_stack([best[1:, 0], best[:-1, 1]])
+        return np.concatenate([best[:1], np.stack([corners, best[1:]], axis=1).reshape(-1, 2)])
+
+    def add_legend(self, figure: Figure) -> None:
+        """Put the legend above the axes, where it hides nothing."""
+        entries = [
+            Line2D([], [], linestyle=dashes, color=colour, marker=marker, label=_visible(strategy))
+            for strategy, (colour, marker, dashes) in self._looks.items()
+        ]
+        entries.append(Line2D([], [], linestyle="none", label="Pareto set", **_RING))
+        if any(each.batch_size is not None for each in self._points):
+            entries.append(Line2D([], [], linestyle="none", label="numbers: batch size"))
+        figure.legend(handles=entries, loc="outside upper center", ncols=min(len(entries), 5))
+
+    def label_batch_sizes(self) -> None:
+        """Write the batch size beside each point."""
+        to_pixels = self._axes.transData.transform
+        curves = [to_pixels(self._positions(line)) for line in self._lines.values()]
+        labels = _Labels(self._axes, np.concatenate(curves), [*curves, to_pixels(self._edge())])
+        for strategy, line in self._lines.items():
+            for each, position in zip(line, self._positions(line), strict=True):
+                if each.batch_size is not None:
+                    labels.add(str(each.batch_size), position, self._looks[strategy][0])
+
+
+class _Labels:
+    """Places labels beside points, each where it covers least of what is there already.
+
+    Args:
+        axes: Where the points are; its layout must be settled.
+        markers: Where points are drawn, in pixels, shape [points, 2].
+        strokes: The corners of each drawn line, in pixels, shape [corners, 2].
+    """
+
+    # Direction from the point, and distance in points (1/72 inch) between it and the edge of the label.
+    _PLACES = tuple(
+        (dx, dy, gap)
+        for gap in (8.0, 16.0)
+        for dx, dy in ((0, 1), (0, -1), (1, 0), (-1, 0), (1, 1), (-1, 1), (1, -1), (-1, -1))
+    )
+
+    def __init__(
+        self, axes: Axes, markers: NDArray[np.float64], strokes: Sequence[NDArray[np.float64]]
+    ) -> None:
+        self._axes = axes
+        self._per_point = axes.figure.dpi / 72
+        self._markers = markers
+        self._strokes = np.concatenate([_sampled(stroke) for stroke in strokes])
+        self._placed: list[Bbox] = []
+
+    def add(self, text: str, position: NDArray[np.float64], colour: str) -> None:
+        """Label the point at ``position`` (data coordinates)."""
+        x, y = position
+        label = self._axes.annotate(
+            text,
+            (x, y),
+            (0, 0),
+            textcoords="offset points",
+            ha="center",
+            va="center",
+            fontsize=9,
+            color=colour,
+        )
+        label.set_in_layout(False)
+        centred = label.get_window_extent()
+        offset = min(self._offsets(centred), key=lambda pixels: self._cost(centred.translated(*pixels)))
+        label.set_position((offset[0] / self._per_point, offset[1] / self._per_point))
+        self._placed.append(centred.translated(*offset))
+
+    def _offsets(self, box: Bbox) -> list[tuple[float, float]]:
+        """Where the label could go, in pixels from its point, the best liked first."""
+        return [
+            (dx * (gap * self._per_point + box.width / 2), dy * (gap * self._per_point + box.height / 2))
+            for dx, dy, gap in self._PLACES
+        ]
+
+    def _cost(self, box: Bbox) -> float:
+        frame = self._axes.bbox
+        outside = not (frame.contains(box.x0, box.y0) and frame.contains(box.x1, box.y1))
+        over_labels = sum(box.padded(2).overlaps(other) for other in self._placed)
+        over_markers = _inside(box.padded(5 * self._per_point), self._markers)
+        over_strokes = _inside(box.padded(2), self._strokes)
+        return 1000 * over_labels + 100 * (over_markers + outside) + over_strokes
+
+
+def _inside(box: Bbox, positions: NDArray[np.float64]) -> int:
+    x, y = positions.T
+    return int(np.count_nonzero((x > box.x0) & (x < box.x1) & (y > box.y0) & (y < box.y1)))
+
+
+def _sampled(line: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Positions every few pixels along a line, shape [samples, 2]."""
+    pieces = [line]
+    for start, end in pairwise(line):
+        count = max(2, int(np.hypot(*(end - start)) / 3))
+        pieces.append(np.linspace(start, end, count))
+    return np.concatenate(pieces)
+
+
+def _limits(values: NDArray[np.float64]) -> tuple[float, float]:
+    """Limits of an axis: from zero, unless that would squeeze the points together."""
+    low, high = float(values.min()), float(values.max()) or 1.0
+    if low < high / 2 or low == high:
+        return 0.0, high * 1.1
+    margin = 0.12 * (high - low)
+    return low - margin, high + margin
+
+
+def _looks(strategies: Iterable[str]) -> dict[str, _Look]:
+    """A look for each strategy; beyond the tenth other one, looks repeat."""
+    more = cycle(_MORE_LOOKS)
+    return {strategy: _LOOKS.get(strategy) or next(more) for strategy in strategies}
+
+
+def _visible(strategy: str) -> str:
+    """The label for the legend, which leaves out entries that start with an underscore."""
+    short = textwrap.shorten(strategy, 30, placeholder=" …") or "…"
+    return f" {short}" if short.startswith("_") else short

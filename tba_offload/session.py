@@ -1,0 +1,473 @@
+"""A session wires the parts together: layers, capture, offloader, store, meters, run log."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import tempfile
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from tba_offload.capture import resize
+from tba_offload.capture.hooks import Capture, LayerHooks
+from tba_offload.capture.layers import Layer, LayerStack, check_disjoint, first_differentiable
+from tba_offload.capture.recompute import is_recomputation
+from tba_offload.capture.scope import ScopeKey
+from tba_offload.config import OffloadConfig, load_config
+from tba_offload.device.memory import MemoryMeter, ResidentPeak, meter_of
+from tba_offload.device.streams import device_of
+from tba_offload.errors import SessionError
+from tba_offload.plan.plan import Plan
+from tba_offload.policy import Placement
+from tba_offload.report.run_log import RunHeader, RunLogWriter, StepRecord
+from tba_offload.store import open_store
+from tba_offload.transfer.offloader import Offloader
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from tba_offload.capture.trace import ScopeTrace
+
+ConfigLike = OffloadConfig | str | os.PathLike[str] | None
+
+
+@dataclass(slots=True)
+class _Site:
+    """Where a session has put itself into a layer."""
+
+    layer: Layer
+    index: int
+    forward: Callable[..., Any]
+    runs: int = 0
+
+
+class Session:
+    """Offloading for one model; made by :func:`tba_offload.attach`.
+
+    Between :meth:`step` and the end of its ``with`` block the activations of the model's layers go where
+    the policy says. Outside of a step the model runs as if nothing were attached.
+
+    Args:
+        stack: The layers.
+        modules: The model or its chunks; their parameters and buffers are never offloaded.
+        config: The policy and its settings.
+        run_log: Where to write the run log; ``None`` for none.
+        strategy: Label of this run in ROK plots; by default the placement that all layers share.
+        model_info: What the run log's header says about the model.
+        measure_memory: Whether to measure the activation peak of each step.
+        everywhere: The layers of all ranks, by which rules are judged; by default those of this process.
+
+    Raises:
+        ConfigError: A rule of the policy takes no effect.
+        StoreError: The store cannot be opened.
+        UnsupportedError: The model cannot be offloaded.
+    """
+
+    def __init__(
+        self,
+        stack: LayerStack,
+        modules: Sequence[nn.Module],
+        config: OffloadConfig,
+        *,
+        run_log: str | os.PathLike[str] | None = None,
+        strategy: str | None = None,
+        model_info: Mapping[str, object] | None = None,
+        measure_memory: bool = True,
+        everywhere: Sequence[Layer] | None = None,
+    ) -> None:
+        check_disjoint(stack.layers)
+        self.config = config
+        self.layers = stack.layers
+        self._stack = stack
+        self._modules = tuple(modules)
+        self._everywhere = [layer.id for layer in everywhere or stack.layers]
+        self.plan = self._plan_of(config)
+        self._device = device_of(_device_of_model(modules))
+        self.store = _open_store(config, self._device)
+        self.offloader = Offloader(
+            self.store,
+            self._device,
+            ceiling=config.budget.in_flight_bytes,
+            keep_when_full=config.on_full == "keep",
+        )
+        self.capture = Capture(
+            self.offloader,
+            min_tensor_bytes=config.min_tensor_bytes,
+            budget_bytes=config.budget.activation_bytes,
+        )
+        self._meter: MemoryMeter | None = meter_of(self._device) if measure_memory else None
+        self._resident = ResidentPeak()
+        self._steps = 0
+        self._step: Step | None = None
+        self._records: list[StepRecord] = []
+        self._closed = False
+        self._inert = False
+        self._warned = False
+        self._run_log = RunLogWriter(run_log, self._header(strategy, model_info)) if run_log else None
+        self._sites = [self._install(index, layer) for index, layer in enumerate(stack.layers)]
+        resize.watch(self.capture)
+        _open_sessions.add(self)
+
+    # ---- for users -------------------------------------------------------------------------------
+
+    def step(self, *, tokens: int | None = None, model_flops: float | None = None) -> Step:
+        """One training step: any number of micro-batches, forward and backward.
+
+        Args:
+            tokens: Tokens that the step trains on, for the run log.
+            model_flops: Algorithmic FLOPs of the step; recomputed ones do not count.
+
+        Returns:
+            A context manager. After its block ``record`` holds the :class:`StepRecord`.
+
+        Raises:
+            SessionError: On entering, if the session is closed, another step is open, or this is a
+                forked child.
+        """
+        return Step(self, tokens=tokens, model_flops=model_flops)
+
+    def apply(self, config: ConfigLike) -> None:
+        """Changes placements between steps; budget and store stay as they are.
+
+        Raises:
+            SessionError: A step is open, or the session is closed.
+            ConfigError: The policy is wrong or asks for another store or budget.
+        """
+        self._check_usable()
+        if self._step is not None:
+            raise SessionError("placements cannot change inside a step; apply the policy between steps")
+        self.plan = self._plan_of(read_config(config))
+
+    def report(self) -> list[StepRecord]:
+        """The records of all steps so far, oldest first."""
+        return list(self._records)
+
+    def close(self) -> None:
+        """Gives the model back as it was, closes the store and the run log. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        _open_sessions.discard(self)
+        for site in self._sites:
+            _uninstall(site)
+        resize.unwatch(self.capture)
+        if not self._inert:
+            self._shut_down()
+
+    def _shut_down(self) -> None:
+        try:
+            self.store.close()
+        finally:
+            if self._meter is not None:
+                self._meter.close()
+            if self._run_log is not None:
+                self._run_log.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ---- the layers ------------------------------------------------------------------------------
+
+    def _install(self, index: int, layer: Layer) -> _Site:
+        """Puts the session in front of a layer's forward."""
+        site = _Site(layer, index, layer.module.forward)
+
+        # A wrapper rather than module hooks: its ``finally`` also runs on KeyboardInterrupt.
+        @functools.wraps(site.forward)
+        def forward(*args: object, **kwargs: object) -> object:
+            return self._run(site, args, kwargs)
+
+        layer.module.forward = forward  # type: ignore[method-assign]
+        return site
+
+    def _run(self, site: _Site, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Runs a layer the way the plan says."""
+        if not torch.is_grad_enabled() or self._inert or is_recomputation():
+            return site.forward(*args, **kwargs)
+        if self._step is None:
+            self._warn_outside_step(site)
+            return site.forward(*args, **kwargs)
+        placement = self.plan.placements[site.index]
+        scope = self.capture.trace.begin_scope(self._scope_key(site), placement)
+        output = self._run_placed(site, placement, scope, args, kwargs)
+        scope.forward_ended = time.perf_counter()
+        self._watch_backward(output, scope)
+        return output
+
+    def _run_placed(
+        self,
+        site: _Site,
+        placement: Placement,
+        scope: ScopeTrace,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> object:
+        if placement is Placement.KEEP:
+            # No hooks at all: autograd's own way, its own checks, no cost.
+            return site.forward(*args, **kwargs)
+        if placement is Placement.RECOMPUTE:
+            return self._stack.checkpoint(site.forward, *args, **kwargs)
+        if _hooks_are_taken():
+            self.capture.trace.left_alone += 1
+            return site.forward(*args, **kwargs)
+        with LayerHooks(self.capture, scope.key, when_slow=self._keeps_when_slow(placement)):
+            return site.forward(*args, **kwargs)
+
+    def _keeps_when_slow(self, placement: Placement) -> bool:
+        """``offload`` waits for a slow drive unless told otherwise, ``auto`` keeps."""
+        if self.config.on_slow is None:
+            return placement is Placement.AUTO
+        return self.config.on_slow == "keep"
+
+    def _scope_key(self, site: _Site) -> ScopeKey:
+        told = self._stack.micro_batch
+        number = told(site.layer.module) if told is not None else None
+        count, site.runs = site.runs, site.runs + 1
+        return ScopeKey(
+            site.layer.id.number, count if number is None else number, site.layer.chunk, site.layer.id.name
+        )
+
+    def _watch_backward(self, output: object, scope: ScopeTrace) -> None:
+        """Notes when backward comes back to the layer."""
+        tensor = first_differentiable(output)
+        if tensor is None:
+            return
+        trace = self.capture.trace
+
+        def reached(_: torch.Tensor) -> None:
+            if trace.backward_reached(scope):
+                torch.autograd.Variable._execution_engine.queue_callback(trace.backward_ended)
+
+        tensor.register_hook(reached)
+
+    def _warn_outside_step(self, site: _Site) -> None:
+        if site.layer.module.training and not self._warned and not self._closed:
+            self._warned = True
+            warnings.warn(
+                "a layer trains outside of session.step(): its activations stay in memory; "
+                "put forward and backward into `with session.step():`",
+                stacklevel=5,
+            )
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    def _begin(self, step: Step) -> None:
+        self._check_usable()
+        if self._step is not None:
+            raise SessionError("another step of this session is still open")
+        self.offloader.drain()
+        self.offloader.raise_failures()
+        self.capture.static.refresh(self._modules)
+        self.capture.begin_step()
+        for site in self._sites:
+            site.runs = 0
+        self.offloader.reset_stats()
+        self._resident.reset()
+        if self._meter is not None:
+            self._meter.reset()
+        self._step = step
+
+    def _end(self, step: Step, *, failed: bool) -> None:
+        self._step = None
+        self.capture.end_step(failed=failed)
+        if failed:
+            return
+        self.offloader.raise_failures()
+        self._steps += 1
+
+    def _record(self, step: Step) -> StepRecord:
+        """What the step was like, from the meters, the trace and the offloader's books."""
+        trace, stats = self.capture.trace, self.offloader.stats
+        recomputed = sum(scope.placement == Placement.RECOMPUTE for scope in trace.scopes)
+        return StepRecord(
+            step=self._steps,
+            seconds=step.seconds,
+            forward_seconds=trace.forward_seconds(),
+            backward_seconds=trace.backward_seconds or None,
+            stall_seconds=stats.stall_seconds,
+            tokens=step.tokens,
+            model_flops=step.model_flops,
+            loss=step.loss,
+            activation_peak_bytes=step.activation_peak_bytes,
+            peak_source=self._meter.source if self._meter is not None else None,
+            own_peak_bytes=stats.own_peak + trace.kept_bytes,
+            resident_peak_bytes=self._resident.read(),
+            gradients_allocated=step.gradients_allocated,
+            offloaded_bytes=stats.offloaded,
+            read_bytes=stats.read,
+            forwarded_bytes=stats.forwarded,
+            deduplicated_bytes=trace.deduplicated_bytes,
+            kept_bytes=trace.kept_bytes,
+            recomputed_scopes=recomputed,
+            scopes=len(trace.scopes),
+            in_flight_peak_bytes=stats.in_flight_peak,
+            given_up_bytes=stats.given_up,
+            held_bytes=stats.held,
+            fallback_kept_bytes=stats.fallback_kept + self.capture.slow_kept_bytes,
+        )
+
+    def _log(self, record: StepRecord) -> None:
+        self._records.append(record)
+        if self._run_log is not None:
+            self._run_log.write(record)
+
+    def _gradients_allocated(self) -> bool:
+        parameters = (parameter for module in self._modules for parameter in module.parameters())
+        return all(parameter.grad is not None for parameter in parameters if parameter.requires_grad)
+
+    # ---- wiring ----------------------------------------------------------------------------------
+
+    def _plan_of(self, config: OffloadConfig) -> Plan:
+        ids = [layer.id for layer in self.layers]
+        return Plan.from_policy(config.policy, ids, self._everywhere)
+
+    def _header(self, strategy: str | None, model_info: Mapping[str, object] | None) -> RunHeader:
+        return RunHeader(
+            strategy=strategy or self.plan.strategy,
+            versions={"torch": torch.__version__, "python": platform.python_version()},
+            hardware={"device": self._device.name, "cpus": os.cpu_count(), "threads": torch.get_num_threads()},
+            model={"layers": len(self.layers), **(model_info or {})},
+            policy=self.config.to_yaml(),
+            store=dict(self.store.description),
+        )
+
+    def _check_usable(self) -> None:
+        if self._inert:
+            raise SessionError("this session belongs to the parent process; attach the model again in the child")
+        if self._closed:
+            raise SessionError("this session is closed; attach the model again")
+
+    def _become_inert(self) -> None:
+        """In a forked child: its locks, threads and descriptors are those of the parent."""
+        self._inert = True
+        self._step = None
+
+
+class Step:
+    """One step of a session; see :meth:`Session.step`.
+
+    Attributes:
+        loss: Set it to have it in the run log.
+        tokens: As given to :meth:`Session.step`; may be set inside the block.
+        model_flops: Likewise.
+        record: The :class:`StepRecord`, once the block has ended without an exception.
+        seconds: Duration of the block.
+        activation_peak_bytes: Peak of live bytes in the block minus those live when it began.
+        gradients_allocated: Whether every gradient existed when the block began; otherwise those that
+            backward allocates count as activations.
+    """
+
+    def __init__(self, session: Session, *, tokens: int | None, model_flops: float | None) -> None:
+        self._session = session
+        self.tokens = tokens
+        self.model_flops = model_flops
+        self.loss: float | None = None
+        self.record: StepRecord | None = None
+        self.seconds = 0.0
+        self.activation_peak_bytes: int | None = None
+        self.gradients_allocated = False
+        self._began = 0.0
+        self._base = 0
+
+    def __enter__(self) -> Step:
+        session = self._session
+        session._begin(self)
+        self.gradients_allocated = session._gradients_allocated()
+        if session._meter is not None:
+            self._base = session._meter.live()
+        self._began = time.perf_counter()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        session = self._session
+        if session._inert:
+            return
+        self.seconds = time.perf_counter() - self._began
+        if session._meter is not None:
+            self.activation_peak_bytes = max(session._meter.peak() - self._base, 0)
+        session._end(self, failed=kind is not None)
+        if kind is None:
+            self.record = session._record(self)
+            session._log(self.record)
+
+
+def read_config(config: ConfigLike) -> OffloadConfig:
+    """A configuration from what a caller may give: one, the path of a YAML file, or nothing.
+
+    Raises:
+        ConfigError: The file is wrong.
+    """
+    if config is None:
+        return OffloadConfig()
+    return config if isinstance(config, OffloadConfig) else load_config(Path(config))
+
+
+def _open_store(config: OffloadConfig, device: Any) -> Any:
+    directories = config.store.directories or (Path(tempfile.gettempdir()),)
+    return open_store(
+        kind=config.store.kind,
+        directories=directories,
+        capacity=config.store.capacity,
+        checksum=config.store.checksum,
+        device=device,
+    )
+
+
+def _device_of_model(modules: Sequence[nn.Module]) -> torch.device:
+    parameter = next((parameter for module in modules for parameter in module.parameters()), None)
+    return parameter.device if parameter is not None else torch.device("cpu")
+
+
+def _hooks_are_taken() -> bool:
+    """Whether saved tensors belong to somebody else here.
+
+    Hooks of an outer context (a checkpoint, ``save_on_cpu``) would see nothing of the layer if we pushed
+    ours, and under a ``torch.func`` transform pushing any is an error.
+    """
+    autograd = torch._C._autograd
+    return (
+        not autograd._saved_tensors_hooks_is_enabled()
+        or autograd._top_saved_tensors_default_hooks(True) is not None  # noqa: FBT003 - positional in C++
+    )
+
+
+def _uninstall(site: _Site) -> None:
+    """Puts the layer's own forward back: the class's method, or what stood on the instance."""
+    module = site.layer.module
+    if getattr(site.forward, "__self__", None) is module:
+        del module.forward
+    else:
+        module.forward = site.forward  # type: ignore[method-assign]
+
+
+_open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for session in list(_open_sessions):
+        session._become_inert()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,7 @@
+"""Where the bytes of offloaded activations go: files, host memory, several drives at once."""
+
+from __future__ import annotations
+
+from tba_offload.store.base import ActivationStore, Extent, IoFuture, open_store
+
+__all__ = ["ActivationStore", "Extent", "IoFuture", "open_store"]

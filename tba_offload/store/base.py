@@ -1,0 +1,375 @@
+"""The contract of a store: extents, futures and transfers; and the door through which one is opened.
+
+A store keeps bytes of activations outside device memory. It reserves an extent, writes one tensor's bytes
+into it, reads them back any number of times, and takes the extent back. Transfers run on threads of the
+store; each gives an :class:`IoFuture`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from _thread import allocate_lock
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from tba_offload.errors import ConfigError, MissingDependencyError, StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+    import torch
+
+    from tba_offload.device import Device, Event
+
+KINDS = ("auto", "gds", "file", "host")
+"""The legal kinds of :func:`open_store`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A byte range of a store that holds the bytes of one tensor.
+
+    Attributes:
+        offset: Where the range starts, bytes; a multiple of 4096.
+        length: Bytes of the range; a multiple of 4096.
+        nbytes: Bytes of the tensor.
+        lead: The tensor's bytes start at ``offset + lead``; less than the store's alignment.
+        drive: Which store of a striped store the range lies in; 0 elsewhere.
+    """
+
+    offset: int
+    length: int
+    nbytes: int
+    lead: int
+    drive: int = 0
+
+
+class IoFuture:
+    """The outcome of one transfer.
+
+    One is created for each transfer on the training thread, so it is light: two raw locks and no condition
+    variable. ``_claim`` is taken once, by whoever decides whether the transfer runs: the I/O thread or the
+    canceller. ``_ended`` is held until the outcome is known.
+
+    Attributes:
+        error: What made the transfer fail; ``None`` while it is not done and after success.
+    """
+
+    __slots__ = ("_callbacks", "_cancelled", "_claim", "_done", "_ended", "error")
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self._done = False
+        self._cancelled = False
+        self._callbacks: list[Callable[[IoFuture], object]] = []
+        self._claim = allocate_lock()
+        self._ended = allocate_lock()
+        self._ended.acquire()
+
+    def done(self) -> bool:
+        """Whether the transfer has ended, failed or been cancelled."""
+        return self._done
+
+    def cancelled(self) -> bool:
+        """Whether the transfer was cancelled before it started."""
+        return self._cancelled
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Blocks until the transfer has ended.
+
+        Args:
+            timeout: Seconds to wait at most; ``None`` for no limit.
+
+        Raises:
+            StoreError: The transfer failed, or was cancelled (``errno.ECANCELED``).
+            TimeoutError: It has not ended in time; it goes on.
+        """
+        if not self._done:
+            self._block(timeout)
+        if self.error is not None:
+            raise self.error
+        if self._cancelled:
+            raise StoreError(errno.ECANCELED, "the transfer was cancelled before it started")
+
+    def cancel(self) -> bool:
+        """Keeps the transfer from running if it has not started.
+
+        Returns:
+            True if it has not started and now never will; its callbacks are then not called. False if it is
+            running or has ended.
+        """
+        if self._claim.acquire(blocking=False):
+            self._cancelled = True
+            self._callbacks.clear()
+            self._drop()
+            self._done = True
+            self._ended.release()
+        return self._cancelled
+
+    def add_done_callback(self, callback: Callable[[IoFuture], object]) -> None:
+        """Has ``callback(self)`` called once when the transfer has ended.
+
+        It is called on the I/O thread, or at once on this thread if the transfer has ended already; never for
+        a cancelled transfer. An exception from a callback on an I/O thread makes the store refuse further
+        transfers, and ``close()`` raises it.
+        """
+        if self._cancelled:
+            return
+        # Append first, look second: the I/O thread sets _done first and empties the list second. Whatever the
+        # order of the four, one of the two sees the callback, and pop() gives it to only one of them.
+        self._callbacks.append(callback)
+        if self._done and not self._cancelled:
+            self._call_back()
+
+    def claim(self) -> bool:
+        """For the store: decides that the transfer runs; False if it was cancelled."""
+        return self._claim.acquire(blocking=False)
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """For the store: makes the outcome known, wakes the waiters and runs the callbacks."""
+        self._conclude(error)
+        self._call_back()
+
+    def _conclude(self, error: BaseException | None) -> None:
+        self.error = error
+        self._done = True
+        self._ended.release()
+
+    def _drop(self) -> None:
+        """What a store does with a transfer that is cancelled: forget it and its tensor."""
+
+    def _block(self, timeout: float | None) -> None:
+        if not self._ended.acquire(timeout=-1 if timeout is None else max(timeout, 0.0)):
+            raise TimeoutError(f"the transfer has not ended within {timeout} s")
+        self._ended.release()
+
+    def _call_back(self) -> None:
+        while self._callbacks:
+            try:
+                callback = self._callbacks.pop(0)
+            except IndexError:  # the other thread took the last one
+                return
+            callback(self)
+
+
+class ActivationStore(ABC):
+    """A place outside device memory for the bytes of activations.
+
+    ``source`` and ``target`` of a transfer are contiguous 1-D uint8 tensors of exactly ``extent.nbytes``
+    bytes, on any device. The caller keeps their memory untouched until the future is done. The store holds a
+    reference while the transfer is queued or running and drops it before it runs the callbacks, so that a
+    callback can free the memory.
+
+    Use it as a context manager or call :meth:`close`. In a forked child it is inert: its descriptors are
+    closed there and every use raises ``SessionError``.
+
+    Attributes:
+        kind: "file", "host", "gds" or "striped".
+        alignment: What addresses must match for a transfer without a copy, bytes; 1 where nothing is needed.
+        capacity_bytes: The most bytes that extents may take; ``None`` if only the drive sets a limit.
+    """
+
+    kind: str
+    alignment: int
+    capacity_bytes: int | None
+
+    @property
+    @abstractmethod
+    def description(self) -> dict[str, object]:
+        """What the store is and which I/O path it really uses, for the run log; plain JSON values."""
+
+    @property
+    @abstractmethod
+    def used_bytes(self) -> int:
+        """Bytes that extents take now, padding included."""
+
+    @abstractmethod
+    def reserve(self, nbytes: int, address: int) -> Extent:
+        """Takes an extent for a tensor.
+
+        Args:
+            nbytes: Bytes of the tensor, at least 1.
+            address: Address of its first byte. A write from an address that is congruent to it modulo the
+                alignment, and a read into one, can go without a copy.
+
+        Raises:
+            StoreFullError: The capacity is reached or the drive is full.
+            SessionError: The store is closed, or this is a forked child.
+        """
+
+    @abstractmethod
+    def release(self, extent: Extent) -> None:
+        """Gives an extent back; may be called from any thread and from a callback.
+
+        After :meth:`close` it does nothing: the extents are gone with the store.
+
+        Raises:
+            ValueError: The extent is not reserved, or a transfer of it has not ended.
+        """
+
+    @abstractmethod
+    def write(self, extent: Extent, source: torch.Tensor, after: Event) -> IoFuture:
+        """Queues a write of a whole extent.
+
+        Args:
+            extent: Where to; no other transfer of it may be queued or running.
+            source: The bytes.
+            after: The write starts when this point of the device's work is reached.
+
+        Raises:
+            ValueError: The extent is released or busy, or the tensor does not fit it.
+            SessionError: The store is closed, or this is a forked child.
+        """
+
+    @abstractmethod
+    def read(self, extent: Extent, target: torch.Tensor, after: Event, *, padded: bool) -> IoFuture:
+        """Queues a read of a whole extent; several reads of one extent may overlap.
+
+        Args:
+            extent: Where from; its last write must have ended without an error.
+            target: Where to.
+            after: The read starts when this point is reached: the last use of the target's memory.
+            padded: The bytes of the target's storage down to the previous and up to the next multiple of the
+                alignment belong to the target and may be overwritten. If ``extent.lead`` is also the target's
+                address modulo the alignment, the read goes without a copy.
+
+        Raises:
+            ValueError: The extent is released, being written, or was never written; the tensor does not fit
+                it; or ``padded`` is set and the storage has no room for the padding.
+            SessionError: The store is closed, or this is a forked child.
+        """
+
+    @abstractmethod
+    def pending(self) -> int:
+        """Transfers that are queued or running; one whose future is done no longer counts."""
+
+    @abstractmethod
+    def pending_bytes(self) -> int:
+        """Bytes of the tensors whose transfers are queued or running."""
+
+    @abstractmethod
+    def prepare(self, nbytes: int) -> None:
+        """Makes room for extents of ``nbytes`` in all, so that no step has to wait while the store grows.
+
+        Raises:
+            StoreFullError: There is no such room.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Cancels what is queued, waits for what is running, ends the threads and frees everything.
+
+        Idempotent. Not to be called from a callback.
+
+        Raises:
+            BaseException: What the first callback that failed on an I/O thread raised.
+        """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_store(
+    *,
+    kind: str = "auto",
+    directories: Sequence[str | os.PathLike[str]] = (),
+    capacity: int | None = None,
+    checksum: bool = False,
+    device: Device,
+    readers: int | None = None,
+    writers: int | None = None,
+) -> ActivationStore:
+    """Opens a store.
+
+    Args:
+        kind: "file" writes files; "host" keeps bytes in host memory; "auto" is "file" where directories are
+            given and "host" elsewhere; "gds" moves bytes between GPU and drive directly.
+        directories: Where to put files, one for each drive; several make a striped store.
+        capacity: Bytes that extents may take in all, divided evenly among the directories; ``None`` for no
+            limit but the drives' own.
+        checksum: Verify every read against a checksum taken at the write.
+        device: The device that activations lie on.
+        readers: Threads that read, for each directory; ``None`` for what suits the kind.
+        writers: Threads that write, likewise.
+
+    Raises:
+        ConfigError: An unknown kind, a directory given twice, or directories that do not go with the kind.
+        MissingDependencyError: "gds" without kvikio.
+        StoreError: A directory cannot be used.
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"store kind {kind!r} is not one of {', '.join(KINDS)}")
+    threads = {name: n for name, n in (("readers", readers), ("writers", writers)) if n is not None}
+    if kind == "gds":
+        raise MissingDependencyError("kvikio", "store kind 'gds'", extra="gds-cu12")
+    if kind == "host" or (kind == "auto" and not directories):
+        return _open_host(directories, capacity, device, checksum=checksum, threads=threads)
+    return _open_files(directories, capacity, device, checksum=checksum, threads=threads)
+
+
+def _open_host(
+    directories: Sequence[str | os.PathLike[str]],
+    capacity: int | None,
+    device: Device,
+    *,
+    checksum: bool,
+    threads: dict[str, int],
+) -> ActivationStore:
+    from tba_offload.store.host import HostStore
+
+    if directories:
+        raise ConfigError("store kind 'host' keeps bytes in memory; remove the directories or the kind")
+    return HostStore(capacity, device=device, checksum=checksum, **threads)
+
+
+def _open_files(
+    directories: Sequence[str | os.PathLike[str]],
+    capacity: int | None,
+    device: Device,
+    *,
+    checksum: bool,
+    threads: dict[str, int],
+) -> ActivationStore:
+    from tba_offload.store.file import FileStore
+    from tba_offload.store.striped import StripedStore
+
+    paths = _distinct(directories)
+    share = None if capacity is None else capacity // len(paths)
+    stores: list[FileStore] = []
+    try:
+        for drive, path in enumerate(paths):
+            store = FileStore(path, capacity=share, device=device, checksum=checksum, drive=drive, **threads)
+            stores.append(store)
+    except BaseException:
+        for store in stores:
+            store.close()
+        raise
+    return stores[0] if len(stores) == 1 else StripedStore(stores)
+
+
+def _distinct(directories: Sequence[str | os.PathLike[str]]) -> list[str]:
+    """The directories as paths.
+
+    Raises:
+        ConfigError: There is none, or two are the same place.
+    """
+    if not directories:
+        raise ConfigError("store kind 'file' needs at least one directory")
+    paths = [os.fspath(directory) for directory in directories]
+    seen: dict[str, str] = {}
+    for path in paths:
+        real = os.path.realpath(path)
+        if real in seen:
+            raise ConfigError(
+                f"directories {seen[real]!r} and {path!r} are the same place; give each drive one directory"
+            )
+        seen[real] = path
+    return paths

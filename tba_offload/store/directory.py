@@ -1,0 +1,233 @@
+"""The file of one store: made where nobody can interfere, and unlinked at once so that it cannot stay.
+
+The directory that the user names may lie in a place where others can write, ``/tmp`` say. So the path is
+walked one name at a time and every step is relative to a descriptor: what was checked is what is used.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import secrets
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from tba_offload.errors import StoreError, StoreFullError
+from tba_offload.store import posix
+from tba_offload.store.extents import round_up
+
+logger = logging.getLogger(__name__)
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What the system says when a file cannot grow."""
+
+_GROWTH = 256 << 20
+_MAX_LINKS = 40
+_SEARCH = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class RunFile:
+    """An open file without a name, in a directory of its own that is gone again.
+
+    Both exist for the moment between their creation and their removal only; after that the kernel frees the
+    blocks when the last descriptor is closed, however the process ends.
+
+    Args:
+        directory: Where to create it; made if it is missing.
+        capacity: The file never grows beyond this, bytes; ``None`` for no limit.
+
+    Attributes:
+        directory: The directory, as given.
+        fd: The descriptor, open for reading and writing.
+        size: Bytes that the file has been grown to.
+
+    Raises:
+        StoreError: The directory cannot be used, or others could tamper with the way to it.
+    """
+
+    def __init__(self, directory: str, capacity: int | None) -> None:
+        self.directory = directory
+        self.size = 0
+        self._capacity = capacity
+        self._left_behind: str | None = None
+        try:
+            self._parent = open_directory(directory)
+            try:
+                self.fd = self._create()
+            except BaseException:
+                os.close(self._parent)
+                raise
+        except OSError as error:
+            if isinstance(error, StoreError):
+                raise
+            raise StoreError(
+                error.errno,
+                f"cannot create a file there: {error.strerror}; name a directory that you may write to",
+                directory,
+            ) from error
+
+    def grow(self, size: int) -> None:
+        """Makes the file at least this long, with blocks allocated where the file system can.
+
+        Raises:
+            StoreFullError: There is no room; the file is as long as before.
+        """
+        if size <= self.size:
+            return
+        goal = round_up(size, _GROWTH)
+        if self._capacity is not None:
+            goal = max(size, min(goal, self._capacity))
+        if not self._extend(goal) and not (goal > size and self._extend(size)):
+            os.ftruncate(self.fd, self.size)  # gives back what a failed attempt did get
+            raise StoreFullError(
+                errno.ENOSPC,
+                f"the file cannot grow from {self.size} to {size} bytes: {self.free_bytes()} bytes are free; "
+                "free some, name another directory or set store.capacity",
+                self.directory,
+            )
+
+    def free_bytes(self) -> int:
+        """Bytes that the file system has left for this user."""
+        statistics = os.fstatvfs(self.fd)
+        return statistics.f_bavail * statistics.f_frsize
+
+    def close(self) -> None:
+        """Closes the descriptors, which frees the blocks."""
+        os.close(self.fd)
+        if self._left_behind is not None:
+            self._remove_directory(self._left_behind)
+        os.close(self._parent)
+
+    def abandon(self) -> None:
+        """Closes the descriptors in a forked child, which would keep the disk space; the parent goes on."""
+        os.close(self.fd)
+        os.close(self._parent)
+
+    def _extend(self, size: int) -> bool:
+        """Tries one size; false if there is no room for it."""
+        try:
+            try:
+                posix.fallocate(self.fd, self.size, size - self.size)
+            except OSError as error:
+                if error.errno not in {errno.EOPNOTSUPP, errno.ENOSYS}:
+                    raise
+                os.ftruncate(self.fd, size)
+        except OSError as error:
+            if error.errno in FULL:
+                return False
+            raise StoreError(
+                error.errno, f"the file cannot grow: {error.strerror}", self.directory
+            ) from error
+        self.size = size
+        return True
+
+    def _create(self) -> int:
+        name = f"tba-{secrets.token_hex(8)}"
+        os.mkdir(name, 0o700, dir_fd=self._parent)
+        try:
+            run = os.open(
+                name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._parent
+            )
+            try:
+                self._check_own(run)
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+                fd = os.open("extents", flags, 0o600, dir_fd=run)
+                os.unlink("extents", dir_fd=run)
+            finally:
+                os.close(run)
+        finally:
+            self._remove_directory(name)
+        return fd
+
+    def _check_own(self, run: int) -> None:
+        status = os.fstat(run)
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise StoreError(
+                errno.EPERM,
+                "somebody replaced the new run directory; name a directory that only you may write to",
+                self.directory,
+            )
+
+    def _remove_directory(self, name: str) -> None:
+        """Removes the run directory, now or, where an unlinked file keeps it from being empty, at the end."""
+        try:
+            os.rmdir(name, dir_fd=self._parent)
+            self._left_behind = None
+        except OSError as error:
+            if error.errno not in {errno.ENOTEMPTY, errno.EBUSY}:
+                raise
+            if self._left_behind is None:
+                logger.warning(
+                    "%s: a network file system keeps the names of open files, so %s stays until the store is "
+                    "closed, and after a crash for good",
+                    self.directory,
+                    name,
+                )
+            self._left_behind = name
+
+
+def open_directory(path: str) -> int:
+    """Opens a directory, creating what is missing with mode 0700.
+
+    Symbolic links are followed, except one that another user has put into a directory that everybody may
+    write to.
+
+    Returns:
+        A descriptor that serves as ``dir_fd``.
+
+    Raises:
+        StoreError: A link on the way is not to be trusted, or there are too many.
+        OSError: The directory cannot be reached or created.
+    """
+    names = [*reversed(Path(path).expanduser().absolute().parts[1:])]
+    here = os.open("/", _SEARCH)
+    links = 0
+    try:
+        while names:
+            name = names.pop()
+            try:
+                below = _enter(here, name)
+            except NotADirectoryError:
+                links += 1
+                target = Path(_read_link(here, name, path, links))
+                names += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+                if not target.is_absolute():
+                    continue
+                below = os.open("/", _SEARCH)
+            os.close(here)
+            here = below
+    except BaseException:
+        os.close(here)
+        raise
+    return here
+
+
+def _enter(here: int, name: str) -> int:
+    try:
+        return os.open(name, _SEARCH, dir_fd=here)
+    except FileNotFoundError:
+        with suppress(FileExistsError):  # another process may be faster
+            os.mkdir(name, 0o700, dir_fd=here)
+        return os.open(name, _SEARCH, dir_fd=here)
+
+
+def _read_link(here: int, name: str, path: str, links: int) -> str:
+    """The target of a link that may be followed."""
+    link = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
+    try:
+        status = os.fstat(link)
+        if not stat.S_ISLNK(status.st_mode):
+            raise StoreError(errno.ENOTDIR, f"{name!r} is not a directory; name one", path)
+        shared = os.fstat(here).st_mode & stat.S_IWOTH
+        if links > _MAX_LINKS or (shared and status.st_uid not in {0, os.geteuid()}):
+            raise StoreError(
+                errno.ELOOP,
+                f"the link {name!r} is one of too many, or another user put it into a directory that "
+                "everybody may write to; name the directory that it points to",
+                path,
+            )
+        return os.readlink("", dir_fd=link)
+    finally:
+        os.close(link)

@@ -1,0 +1,294 @@
+"""Extents in one file on one drive, past the page cache where the file system allows it.
+
+How bytes travel without a copy: direct I/O wants addresses, offsets and lengths that are multiples of the
+drive's block, 512 bytes say, and PyTorch aligns memory on the CPU to 64 bytes only. But as long as the block
+is no larger than a page, a tensor's first and last block lie in pages that hold bytes of the tensor, so they
+are mapped. A write therefore starts at the address rounded down and ends at the end rounded up; what it takes
+along from the neighbours is padding in the file that nobody uses. The extent remembers how far the tensor's
+bytes lie behind the start, its ``lead``. A read does the same in reverse, if the target has the same lead and
+the blocks at its ends belong to it (``padded``). Everything else goes through a staging slab: bytes on a GPU,
+targets without padding, and sources whose neighbours must not change meanwhile because somebody checksums the
+blocks.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import mmap
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from tba_offload.device.staging import StagingRing
+from tba_offload.errors import ShortTransferError, StoreError, StoreFullError
+from tba_offload.store import posix
+from tba_offload.store.directory import FULL, RunFile
+from tba_offload.store.extents import round_up
+from tba_offload.store.queued import QueuedStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tba_offload.device import Device, Event
+    from tba_offload.store.base import Extent
+
+logger = logging.getLogger(__name__)
+
+SLAB_BYTES = 8 << 20
+_UNKNOWN_ALIGNMENT = 4096  # no drive asks for more unless it says so
+_NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+class FileStore(QueuedStore):
+    """A store in one unlinked file.
+
+    Args:
+        directory: Where to create the file; made if it is missing.
+        capacity: Bytes that extents may take in all; ``None`` for no limit but the drive's own.
+        device: The device that activations lie on.
+        writers: Threads that write.
+        readers: Threads that read.
+        checksum: Verify every read against a checksum taken at the write.
+        drive: The ``drive`` of the extents.
+        slab_bytes: Size of a staging slab, a multiple of 4096; one a thread is allocated at first need.
+
+    Raises:
+        StoreError: The directory cannot be used.
+        MissingDependencyError: ``checksum`` without xxhash.
+    """
+
+    kind = "file"
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        capacity: int | None = None,
+        device: Device,
+        writers: int = 2,
+        readers: int = 2,
+        checksum: bool = False,
+        drive: int = 0,
+        slab_bytes: int = SLAB_BYTES,
+    ) -> None:
+        self.directory = os.fspath(directory)
+        self._file = RunFile(self.directory, capacity)
+        try:
+            alignment, self._reason = _choose_path(self._file)
+            self._stable_pages = posix.needs_stable_pages(self._file.fd)
+            self._ring = StagingRing(slab_bytes, writers + readers, alignment, device)
+            super().__init__(
+                alignment=alignment,
+                capacity=capacity,
+                checksum=checksum,
+                device=device,
+                writers=writers,
+                readers=readers,
+                drive=drive,
+                name=self.directory,
+                backing=self._file,
+            )
+        except BaseException:
+            self._file.close()
+            raise
+        self._threads = {"writers": writers, "readers": readers}
+
+    @property
+    def description(self) -> dict[str, object]:
+        """Kind, directory, "O_DIRECT" or "buffered" and why, alignment, capacity, checksum, threads."""
+        return {
+            "kind": self.kind,
+            "directory": self.directory,
+            "path": "O_DIRECT" if self._reason is None else "buffered",
+            "reason": self._reason,
+            "alignment": self.alignment,
+            "capacity": self.capacity_bytes,
+            "checksum": self._checksum is not None,
+            **self._threads,
+        }
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory that staging slabs take now."""
+        return self._ring.allocated_bytes
+
+    def close(self) -> None:
+        """Ends the store; see :meth:`ActivationStore.close`."""
+        try:
+            super().close()
+        finally:
+            self._ring.close()
+
+    def _move_out(self, extent: Extent, source: torch.Tensor, after: Event) -> int | None:
+        if not self._writes_directly(extent, source):
+            return self._move_out_staged(extent, source, after)
+        after.synchronize()
+        hasher = self._hasher()
+        address = source.data_ptr()
+        if hasher is not None:
+            hasher.update(posix.view(address, extent.nbytes))
+        self._put(extent, address - extent.lead, 0, self._span(extent))
+        return None if hasher is None else hasher.intdigest()
+
+    def _move_in(self, extent: Extent, target: torch.Tensor, after: Event, *, padded: bool) -> int | None:
+        if not self._reads_directly(extent, target, padded=padded):
+            return self._move_in_staged(extent, target, after)
+        after.synchronize()
+        hasher = self._hasher()
+        address = target.data_ptr()
+        self._get(extent, address - extent.lead, 0, self._span(extent))
+        if hasher is None:
+            return None
+        hasher.update(posix.view(address, extent.nbytes))
+        return hasher.intdigest()
+
+    def _move_out_staged(self, extent: Extent, source: torch.Tensor, after: Event) -> int | None:
+        hasher = self._hasher()
+        with self._ring.borrow() as slab:
+            for piece in _pieces(extent, self._span(extent), self._ring.slab_bytes):
+                payload = slab[piece.lo : piece.hi]
+                self._device.copy(payload, source[piece.at : piece.at + payload.numel()], after)
+                if hasher is not None:
+                    hasher.update(posix.view(payload.data_ptr(), payload.numel()))
+                self._put(extent, slab.data_ptr(), piece.start, piece.length)
+        return None if hasher is None else hasher.intdigest()
+
+    def _move_in_staged(self, extent: Extent, target: torch.Tensor, after: Event) -> int | None:
+        hasher = self._hasher()
+        with self._ring.borrow() as slab:
+            for piece in _pieces(extent, self._span(extent), self._ring.slab_bytes):
+                self._get(extent, slab.data_ptr(), piece.start, piece.length)
+                payload = slab[piece.lo : piece.hi]
+                if hasher is not None:
+                    hasher.update(posix.view(payload.data_ptr(), payload.numel()))
+                self._device.copy(target[piece.at : piece.at + payload.numel()], payload, after)
+        return None if hasher is None else hasher.intdigest()
+
+    def _span(self, extent: Extent) -> int:
+        """Bytes of the extent that are moved: lead, payload and padding up to the alignment."""
+        return round_up(extent.lead + extent.nbytes, self.alignment)
+
+    def _writes_directly(self, extent: Extent, source: torch.Tensor) -> bool:
+        if not source.is_cpu or source.data_ptr() % self.alignment != extent.lead:
+            return False
+        return self._span(extent) == extent.nbytes or not self._stable_pages
+
+    def _reads_directly(self, extent: Extent, target: torch.Tensor, *, padded: bool) -> bool:
+        if not target.is_cpu or target.data_ptr() % self.alignment != extent.lead:
+            return False
+        return self._span(extent) == extent.nbytes or padded
+
+    def _put(self, extent: Extent, address: int, start: int, nbytes: int) -> None:
+        self._transfer("write", posix.pwrite, extent, address, start, nbytes)
+
+    def _get(self, extent: Extent, address: int, start: int, nbytes: int) -> None:
+        self._transfer("read", posix.pread, extent, address, start, nbytes)
+
+    def _transfer(
+        self, verb: str, call: posix.Call, extent: Extent, address: int, start: int, nbytes: int
+    ) -> None:
+        """Moves ``nbytes`` between memory at ``address`` and the extent from ``start`` on."""
+        offset = extent.offset + start
+        try:
+            moved = posix.transfer(call, self._file.fd, address, nbytes, offset, self.alignment)
+        except OSError as error:
+            raise self._failure(verb, error, nbytes, offset) from None
+        if moved != nbytes:
+            raise ShortTransferError(
+                errno.EIO,
+                f"{verb} of {nbytes} bytes at offset {offset} stopped after {moved}; the drive or the file "
+                "system is failing, or somebody truncated the file: check the system log",
+                self.directory,
+            )
+
+    def _failure(self, verb: str, error: OSError, nbytes: int, offset: int) -> StoreError:
+        what = f"{verb} of {nbytes} bytes at offset {offset} failed: {error.strerror}"
+        if error.errno in FULL:
+            free = self._file.free_bytes()
+            return StoreFullError(
+                error.errno,
+                f"{what}; {free} bytes are free: free some, name another directory or set store.capacity",
+                self.directory,
+            )
+        return StoreError(
+            error.errno,
+            f"{what}; check the drive and the system log, or name another directory",
+            self.directory,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A part of an extent that fits a slab.
+
+    Bytes [start, start + length) of the extent travel; bytes [lo, hi) of the slab are the payload, which
+    starts at byte ``at`` of the tensor.
+    """
+
+    start: int
+    length: int
+    lo: int
+    hi: int
+    at: int
+
+
+def _pieces(extent: Extent, span: int, slab_bytes: int) -> Iterator[_Piece]:
+    end = extent.lead + extent.nbytes
+    for start in range(0, span, slab_bytes):
+        length = min(slab_bytes, span - start)
+        first = max(start, extent.lead)
+        yield _Piece(start, length, first - start, min(start + length, end) - start, first - extent.lead)
+
+
+def _choose_path(file: RunFile) -> tuple[int, str | None]:
+    """Turns on direct I/O where it works.
+
+    Returns:
+        The alignment, and why the I/O is buffered; ``None`` if it is direct.
+    """
+    alignment, reason = _direct_path(file)
+    if reason is not None:
+        flags = fcntl.fcntl(file.fd, fcntl.F_GETFL)
+        fcntl.fcntl(file.fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        logger.warning(
+            "%s: buffered I/O instead of direct I/O, because %s; bytes pass through the page cache",
+            file.directory,
+            reason,
+        )
+        return 1, reason
+    logger.info("%s: direct I/O, aligned to %d bytes", file.directory, alignment)
+    return alignment, None
+
+
+def _direct_path(file: RunFile) -> tuple[int, str | None]:
+    magic = posix.file_system_magic(file.fd)
+    if magic in posix.MEMORY_FILE_SYSTEMS:
+        return 1, f"{posix.MEMORY_FILE_SYSTEMS[magic]} lies in memory"
+    told = posix.direct_alignment(file.fd)
+    alignment = _UNKNOWN_ALIGNMENT if told is None else told
+    if alignment == 0:
+        return 1, "the file system does not offer direct I/O"
+    if mmap.PAGESIZE % alignment or alignment > _UNKNOWN_ALIGNMENT:
+        return 1, f"direct I/O would need an alignment of {alignment} bytes"
+    try:
+        flags = fcntl.fcntl(file.fd, fcntl.F_GETFL)
+        fcntl.fcntl(file.fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+        _probe(file, alignment)
+    except OSError as error:
+        if error.errno not in _NO_DIRECT_IO:
+            raise
+        return 1, f"the file system refuses direct I/O ({error.strerror})"
+    return alignment, None
+
+
+def _probe(file: RunFile, alignment: int) -> None:
+    """Moves one block each way, because some systems accept the flag and refuse the transfer."""
+    file.grow(_UNKNOWN_ALIGNMENT)
+    block = torch.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=torch.uint8)
+    for call in (posix.pwrite, posix.pread):
+        if posix.transfer(call, file.fd, block.data_ptr(), alignment, 0, alignment) != alignment:
+            raise ShortTransferError(errno.EIO, f"a probe of {alignment} bytes was cut short", file.directory)

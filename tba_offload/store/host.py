@@ -1,0 +1,157 @@
+"""Extents in host memory, pinned where the device is a GPU."""
+
+from __future__ import annotations
+
+import errno
+from typing import TYPE_CHECKING
+
+from tba_offload.errors import StoreFullError
+from tba_offload.store import posix
+from tba_offload.store.extents import BLOCK, round_up
+from tba_offload.store.queued import QueuedStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+    from tba_offload.device import Device, Event
+    from tba_offload.store.base import Extent
+
+SLAB_BYTES = 64 << 20
+_NAME = "host memory"
+
+
+class _Slabs:
+    """Host memory in slabs of one size that together form one range of bytes; none is freed before the end.
+
+    Large slabs are few: pinning one blocks the device, and PyTorch rounds a pinned allocation up to a power
+    of two.
+    """
+
+    def __init__(self, slab_bytes: int, device: Device) -> None:
+        self.slab_bytes = slab_bytes
+        self._device = device
+        self._slabs: list[torch.Tensor] = []
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Host memory taken."""
+        return len(self._slabs) * self.slab_bytes
+
+    def grow(self, size: int) -> None:
+        """Adds slabs until there are ``size`` bytes."""
+        while self.allocated_bytes < size:
+            try:
+                self._slabs.append(self._device.host_memory(self.slab_bytes))
+            except (MemoryError, OSError, RuntimeError) as error:  # malloc, mmap, CUDA
+                raise StoreFullError(
+                    errno.ENOMEM,
+                    f"no {self.slab_bytes} bytes more than {self.allocated_bytes}: {error}; set "
+                    "store.capacity or use a drive",
+                    _NAME,
+                ) from error
+
+    def parts(self, offset: int, nbytes: int) -> Iterator[torch.Tensor]:
+        """The pieces of slabs that make up a range of bytes."""
+        while nbytes:
+            index, start = divmod(offset, self.slab_bytes)
+            length = min(nbytes, self.slab_bytes - start)
+            yield self._slabs[index][start : start + length]
+            offset += length
+            nbytes -= length
+
+    def close(self) -> None:
+        """Frees all slabs."""
+        self._slabs.clear()
+
+    def abandon(self) -> None:
+        """Keeps the slabs: freeing pinned memory would call CUDA, which a forked child must not."""
+
+
+class HostStore(QueuedStore):
+    """A store in host memory, with one thread for each direction: a copy takes all the bandwidth it finds.
+
+    Args:
+        capacity: Bytes that extents may take in all; ``None`` for no limit but the memory's own.
+        device: The device that activations lie on; on CUDA the memory is pinned.
+        writers: Threads that copy to the store.
+        readers: Threads that copy from the store.
+        checksum: Verify every read against a checksum taken at the write.
+        drive: The ``drive`` of the extents.
+        slab_bytes: The store grows by this much, a multiple of 4096. On CUDA the store grows to its capacity
+            at once if it has one, because growing blocks the device.
+
+    Raises:
+        StoreFullError: There is no such memory.
+        MissingDependencyError: ``checksum`` without xxhash.
+    """
+
+    kind = "host"
+
+    def __init__(
+        self,
+        capacity: int | None = None,
+        *,
+        device: Device,
+        writers: int = 1,
+        readers: int = 1,
+        checksum: bool = False,
+        drive: int = 0,
+        slab_bytes: int = SLAB_BYTES,
+    ) -> None:
+        if slab_bytes <= 0 or slab_bytes % BLOCK:
+            raise ValueError(f"a slab is a positive multiple of {BLOCK} bytes, not {slab_bytes}")
+        if capacity is not None:
+            slab_bytes = min(slab_bytes, max(round_up(capacity, BLOCK), BLOCK))
+        self._slabs = _Slabs(slab_bytes, device)
+        if capacity is not None and device.pins_memory:
+            self._slabs.grow(capacity)
+        super().__init__(
+            alignment=1,
+            capacity=capacity,
+            checksum=checksum,
+            device=device,
+            writers=writers,
+            readers=readers,
+            drive=drive,
+            name=_NAME,
+            backing=self._slabs,
+        )
+
+    @property
+    def description(self) -> dict[str, object]:
+        """Kind, "memory", whether it is pinned, alignment, capacity, checksum."""
+        return {
+            "kind": self.kind,
+            "path": "memory",
+            "pinned": self._device.pins_memory,
+            "alignment": self.alignment,
+            "capacity": self.capacity_bytes,
+            "checksum": self._checksum is not None,
+        }
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that the store takes now."""
+        return self._slabs.allocated_bytes
+
+    def _move_out(self, extent: Extent, source: torch.Tensor, after: Event) -> int | None:
+        hasher = self._hasher()
+        at = 0
+        for part in self._slabs.parts(extent.offset, extent.nbytes):
+            self._device.copy(part, source[at : at + part.numel()], after)
+            at += part.numel()
+            if hasher is not None:
+                hasher.update(posix.view(part.data_ptr(), part.numel()))
+        return None if hasher is None else hasher.intdigest()
+
+    def _move_in(self, extent: Extent, target: torch.Tensor, after: Event, *, padded: bool) -> int | None:
+        hasher = self._hasher()
+        at = 0
+        for part in self._slabs.parts(extent.offset, extent.nbytes):
+            if hasher is not None:
+                hasher.update(posix.view(part.data_ptr(), part.numel()))
+            self._device.copy(target[at : at + part.numel()], part, after)
+            at += part.numel()
+        return None if hasher is None else hasher.intdigest()

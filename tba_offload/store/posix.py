@@ -1,0 +1,178 @@
+"""The system calls of the file store, with raw addresses.
+
+Python's own ``os.pwrite`` takes buffers, not addresses, and offers neither ``fallocate`` nor ``statx``. Each
+function here is one call through the C library, with the GIL released while it runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+MAX_TRANSFER = 0x7FFFF000
+"""Linux moves at most this many bytes in one call."""
+
+MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
+"""Magic numbers of file systems that lie in memory."""
+
+Call = Callable[[int, int, int, int], int]
+"""What :func:`pwrite` and :func:`pread` are: descriptor, address, bytes, offset to bytes moved."""
+
+_AT_EMPTY_PATH = 0x1000
+_STATX_DIOALIGN = 0x2000
+_DIO_MEM_ALIGN = 0x98  # byte offsets in struct statx
+_DIO_OFFSET_ALIGN = 0x9C
+_PY_BUF_READ = 0x100
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _function(*names: str, result: Any, arguments: list[Any]) -> Any:
+    """The first of these functions that the C library has, or ``None``."""
+    for name in names:
+        function = getattr(_libc, name, None)
+        if function is not None:
+            function.restype = result
+            function.argtypes = arguments
+            return function
+    return None
+
+
+_transfer_arguments = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64]
+_pwrite = _function("pwrite64", "pwrite", result=ctypes.c_ssize_t, arguments=_transfer_arguments)
+_pread = _function("pread64", "pread", result=ctypes.c_ssize_t, arguments=_transfer_arguments)
+_fallocate = _function(
+    "fallocate64",
+    "fallocate",
+    result=ctypes.c_int,
+    arguments=[ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64],
+)
+_fstatfs = _function("fstatfs64", "fstatfs", result=ctypes.c_int, arguments=[ctypes.c_int, ctypes.c_void_p])
+_statx = _function(
+    "statx",
+    result=ctypes.c_int,
+    arguments=[ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p],
+)
+# Takes an address instead of building an array type for each length, which ctypes would never forget.
+_memoryview_at = ctypes.pythonapi.PyMemoryView_FromMemory
+_memoryview_at.restype = ctypes.py_object
+_memoryview_at.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
+
+
+def _last_error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
+
+
+def pwrite(fd: int, address: int, nbytes: int, offset: int) -> int:
+    """Writes bytes at an address to a file; returns how many went.
+
+    Raises:
+        OSError: The call failed; ``InterruptedError`` for a signal.
+    """
+    moved: int = _pwrite(fd, address, nbytes, offset)
+    if moved < 0:
+        raise _last_error()
+    return moved
+
+
+def pread(fd: int, address: int, nbytes: int, offset: int) -> int:
+    """Reads bytes of a file to an address; returns how many came, 0 at the end of the file.
+
+    Raises:
+        OSError: The call failed; ``InterruptedError`` for a signal.
+    """
+    moved: int = _pread(fd, address, nbytes, offset)
+    if moved < 0:
+        raise _last_error()
+    return moved
+
+
+def transfer(call: Call, fd: int, address: int, nbytes: int, offset: int, alignment: int) -> int:
+    """Repeats :func:`pwrite` or :func:`pread` until all bytes have moved or nothing moves any more.
+
+    A short transfer goes on from the last multiple of the alignment, as direct I/O demands.
+
+    Returns:
+        Bytes moved; less than ``nbytes`` only where the file ended or the drive took nothing more.
+
+    Raises:
+        OSError: A call failed.
+    """
+    done = 0
+    while done < nbytes:
+        try:
+            moved = call(fd, address + done, min(nbytes - done, MAX_TRANSFER), offset + done)
+        except InterruptedError:
+            continue
+        if done + moved < nbytes:
+            moved -= moved % alignment
+        if moved == 0:
+            break
+        done += moved
+    return done
+
+
+def fallocate(fd: int, offset: int, nbytes: int) -> None:
+    """Allocates blocks of a file, which grows if the range ends behind its end; data stays as it is.
+
+    ``os.posix_fallocate`` is no substitute: where the file system has no such call it writes zeros.
+
+    Raises:
+        OSError: The call failed; ``EOPNOTSUPP`` where the file system has no such call.
+    """
+    if _fallocate is None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+    while _fallocate(fd, 0, offset, nbytes) != 0:
+        error = _last_error()
+        if error.errno != errno.EINTR:
+            raise error
+
+
+def file_system_magic(fd: int) -> int:
+    """The magic number of the file system that a file lies on; 0 if the system does not tell."""
+    buffer = (ctypes.c_ulong * 64)()
+    if _fstatfs is None or _fstatfs(fd, ctypes.addressof(buffer)) != 0:
+        return 0
+    return int(buffer[0]) & 0xFFFFFFFF
+
+
+def direct_alignment(fd: int) -> int | None:
+    """What addresses, offsets and lengths of direct I/O must be multiples of.
+
+    Returns:
+        Bytes; 0 where the file allows no direct I/O; ``None`` where kernel or file system do not tell.
+    """
+    buffer = (ctypes.c_uint32 * 64)()
+    if _statx is None or _statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, ctypes.addressof(buffer)) != 0:
+        return None
+    if not buffer[0] & _STATX_DIOALIGN:
+        return None
+    memory, offset = int(buffer[_DIO_MEM_ALIGN // 4]), int(buffer[_DIO_OFFSET_ALIGN // 4])
+    return 0 if offset == 0 else max(memory, offset)
+
+
+def needs_stable_pages(fd: int) -> bool:
+    """Whether memory must not change while the file is written from it.
+
+    True where the drive says so (it checksums blocks), and where no drive can be asked: a file system with no
+    block device of its own may checksum data itself, as Btrfs does.
+    """
+    device = os.fstat(fd).st_dev
+    node = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+    for queue in (node / "queue", node / ".." / "queue"):  # a partition has its disk's queue
+        try:
+            return (queue / "stable_writes").read_text().strip() != "0"
+        except OSError:
+            continue
+    return True
+
+
+def view(address: int, nbytes: int) -> memoryview:
+    """The bytes at an address, read-only; the caller keeps the memory alive."""
+    window: memoryview = _memoryview_at(address, nbytes, _PY_BUF_READ)
+    return window

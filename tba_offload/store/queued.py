@@ -1,0 +1,490 @@
+"""What the stores have in common: extents and who uses them, queues, I/O threads, closing, forking.
+
+A backend derives from :class:`QueuedStore` and says how bytes move. The training thread pays for a few
+dictionary look-ups and one queue operation a transfer; everything else happens on the I/O threads.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import os
+import threading
+import traceback
+import warnings
+import weakref
+from abc import abstractmethod
+from contextlib import ExitStack
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from tba_offload.errors import ChecksumError, MissingDependencyError, SessionError, StoreError, StoreFullError
+from tba_offload.store.base import ActivationStore, Extent, IoFuture
+from tba_offload.store.extents import BLOCK, ExtentAllocator, round_up
+
+if TYPE_CHECKING:
+    import xxhash
+
+    from tba_offload.device import Device, Event
+
+
+class Backing(Protocol):
+    """What holds the bytes. It must not refer to the store, so that a forgotten store can be collected."""
+
+    def grow(self, size: int) -> None:
+        """Makes room for ``size`` bytes; raises ``StoreFullError`` and changes nothing if there is none."""
+
+    def close(self) -> None:
+        """Frees everything; takes no lock, because the cyclic collector may call it."""
+
+    def abandon(self) -> None:
+        """In a forked child: closes descriptors and touches nothing else."""
+
+
+class _Lease:
+    """A reserved extent and what is being done with it."""
+
+    __slots__ = ("digest", "extent", "reading", "writing", "written")
+
+    def __init__(self, extent: Extent) -> None:
+        self.extent = extent
+        self.writing = False
+        self.reading = 0
+        self.written = False
+        self.digest: int | None = None
+
+
+class Transfer(IoFuture):
+    """A future that is also the job in the queue: one object a transfer.
+
+    ``store``, ``tensor`` and ``after`` are dropped as soon as the outcome is certain, so neither the queue
+    nor somebody who keeps the future keeps memory alive.
+    """
+
+    __slots__ = ("after", "lease", "padded", "store", "tensor", "writes")
+
+    def __init__(
+        self,
+        store: QueuedStore,
+        lease: _Lease,
+        tensor: torch.Tensor,
+        after: Event,
+        *,
+        writes: bool,
+        padded: bool,
+    ) -> None:
+        super().__init__()
+        self.store: QueuedStore | None = store
+        self.lease = lease
+        self.tensor: torch.Tensor | None = tensor
+        self.after: Event | None = after
+        self.writes = writes
+        self.padded = padded
+
+    def run(self) -> None:
+        """Moves the bytes; on an I/O thread that has claimed the transfer."""
+        store, tensor, after = self.store, self.tensor, self.after
+        if store is None or tensor is None or after is None:
+            raise RuntimeError("a transfer can run only once")
+        error: StoreError | None = None
+        try:
+            store._move(self, tensor, after)
+        except BaseException as failure:  # noqa: BLE001 - every failure reaches whoever waits
+            error = store._as_store_error(failure, self)
+        del tensor, after
+        self._forget(store, succeeded=error is None)
+        self._conclude(error)
+        while self._callbacks:
+            try:
+                self._call_back()
+            except BaseException as failure:  # noqa: BLE001 - reported now, raised by close()
+                store._callback_failed(failure)
+
+    def _forget(self, store: QueuedStore, *, succeeded: bool) -> None:
+        self.store = self.tensor = self.after = None
+        store._settle(self, succeeded=succeeded)
+
+    def _drop(self) -> None:
+        if self.store is not None:
+            self._forget(self.store, succeeded=False)
+
+    def _block(self, timeout: float | None) -> None:
+        store = self.store
+        if store is not None:
+            store._check_process()
+        del store
+        super()._block(timeout)
+
+
+class _Lane:
+    """One queue and the threads that serve it.
+
+    The threads know the queue only, never the store: a store that was forgotten can be collected, and its
+    finalizer ends them.
+    """
+
+    def __init__(self, name: str, count: int) -> None:
+        self.jobs: SimpleQueue[Transfer | None] = SimpleQueue()
+        self.threads = [
+            threading.Thread(target=_serve, args=(self.jobs,), name=f"tba-{name}-{i}", daemon=True)
+            for i in range(count)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def cancel_queued(self) -> None:
+        """Cancels every transfer that has not started."""
+        while True:
+            try:
+                job = self.jobs.get_nowait()
+            except Empty:
+                return
+            if job is not None:
+                job.cancel()
+
+    def stop(self) -> None:
+        """Has every thread end when it has served what is queued now; does not wait."""
+        for _ in self.threads:
+            self.jobs.put(None)
+
+    def join(self) -> None:
+        """Waits until the threads have ended."""
+        for thread in self.threads:
+            thread.join()
+
+
+def _serve(jobs: SimpleQueue[Transfer | None]) -> None:
+    """The life of an I/O thread."""
+    while (job := jobs.get()) is not None:
+        if job.claim():
+            job.run()
+        del job
+
+
+class QueuedStore(ActivationStore):
+    """A store with an extent allocator, a queue of writes and a queue of reads.
+
+    Args:
+        alignment: See :class:`ActivationStore`.
+        capacity: Bytes that extents may take in all; ``None`` for no limit.
+        checksum: Verify every read against an xxh3 checksum taken at the write.
+        device: The device that activations lie on.
+        writers: Threads that write, at least 1.
+        readers: Threads that read, at least 1.
+        drive: The ``drive`` of the extents.
+        name: What messages call the store.
+        backing: What holds the bytes; the store closes it.
+    """
+
+    def __init__(
+        self,
+        *,
+        alignment: int,
+        capacity: int | None,
+        checksum: bool,
+        device: Device,
+        writers: int,
+        readers: int,
+        drive: int,
+        name: str,
+        backing: Backing,
+    ) -> None:
+        if writers < 1 or readers < 1:
+            raise ValueError(f"a store needs a writer and a reader, not {writers} and {readers}")
+        if capacity is not None and capacity < BLOCK:
+            raise ValueError(f"a capacity of {capacity} bytes holds no extent; the least is {BLOCK}")
+        self.alignment = alignment
+        self.capacity_bytes = capacity
+        self.name = name
+        self._device = device
+        self._drive = drive
+        self._backing = backing
+        self._checksum = _checksum_type() if checksum else None
+        # Guards the allocator, the leases and the counters; held for microseconds, save while a file grows.
+        self._lock = threading.Lock()
+        self._space = ExtentAllocator(capacity, backing.grow)
+        self._leases: dict[int, _Lease] = {}
+        self._pending = 0
+        self._pending_bytes = 0
+        self._closed = False
+        self._forked = False
+        self._callback_error: BaseException | None = None
+        self._lanes = (_Lane("write", writers), _Lane("read", readers))
+        self._finalizer = weakref.finalize(self, _end_forgotten, name, self._lanes, backing)
+        self._finalizer.atexit = False  # _close_all() ends stores in order instead
+        _open_stores.add(self)
+
+    # What a backend supplies.
+
+    @abstractmethod
+    def _move_out(self, extent: Extent, source: torch.Tensor, after: Event) -> int | None:
+        """Writes on an I/O thread; returns the checksum of the bytes, ``None`` if checksums are off."""
+
+    @abstractmethod
+    def _move_in(self, extent: Extent, target: torch.Tensor, after: Event, *, padded: bool) -> int | None:
+        """Reads on an I/O thread; returns the checksum of the bytes, ``None`` if checksums are off."""
+
+    def _hasher(self) -> xxhash.xxh3_64 | None:
+        """A new checksum for one transfer, ``None`` if checksums are off."""
+        return None if self._checksum is None else self._checksum()
+
+    # What callers see.
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that extents take now, padding included."""
+        return self._space.used
+
+    @property
+    def high_water_bytes(self) -> int:
+        """The most bytes, counted from the start of the store, that extents ever reached."""
+        return self._space.high_water
+
+    def reserve(self, nbytes: int, address: int) -> Extent:
+        """Takes an extent; see :meth:`ActivationStore.reserve`."""
+        if nbytes < 1:
+            raise ValueError(f"an extent holds at least 1 byte, not {nbytes}")
+        lead = address % self.alignment
+        length = round_up(lead + nbytes, BLOCK)
+        self._check_process()
+        with self._lock:
+            self._check_open()
+            offset = self._space.allocate(length)
+            if offset is None:
+                raise StoreFullError(
+                    errno.ENOSPC,
+                    f"{length} bytes do not fit: {self._space.used} of the store's capacity of "
+                    f"{self.capacity_bytes} bytes are taken; raise store.capacity or offload less",
+                    self.name,
+                )
+            extent = Extent(offset, length, nbytes, lead, self._drive)
+            self._leases[offset] = _Lease(extent)
+        return extent
+
+    def release(self, extent: Extent) -> None:
+        """Gives an extent back; see :meth:`ActivationStore.release`."""
+        self._check_process()
+        with self._lock:
+            if self._closed:
+                return
+            lease = self._lease(extent)
+            if lease.writing or lease.reading:
+                raise ValueError(f"{extent} cannot be released: a transfer of it has not ended")
+            del self._leases[extent.offset]
+            self._space.free(extent.offset, extent.length)
+
+    def write(self, extent: Extent, source: torch.Tensor, after: Event) -> IoFuture:
+        """Queues a write; see :meth:`ActivationStore.write`."""
+        _check_tensor(extent, source)
+        self._check_process()
+        with self._lock:
+            self._check_open()
+            lease = self._lease(extent)
+            if lease.writing or lease.reading:
+                raise ValueError(f"{extent} cannot be written: another transfer of it has not ended")
+            lease.writing = True
+            lease.written = False
+            return self._submit(Transfer(self, lease, source, after, writes=True, padded=False))
+
+    def read(self, extent: Extent, target: torch.Tensor, after: Event, *, padded: bool) -> IoFuture:
+        """Queues a read; see :meth:`ActivationStore.read`."""
+        _check_tensor(extent, target)
+        if padded and self.alignment > 1:
+            self._check_padding(target)
+        self._check_process()
+        with self._lock:
+            self._check_open()
+            lease = self._lease(extent)
+            if not lease.written:
+                state = "is being written" if lease.writing else "was never written"
+                raise ValueError(f"{extent} cannot be read: it {state}")
+            lease.reading += 1
+            return self._submit(Transfer(self, lease, target, after, writes=False, padded=padded))
+
+    def pending(self) -> int:
+        """Transfers that are queued or running."""
+        return self._pending
+
+    def pending_bytes(self) -> int:
+        """Bytes of the tensors whose transfers are queued or running."""
+        return self._pending_bytes
+
+    def prepare(self, nbytes: int) -> None:
+        """Grows the store; see :meth:`ActivationStore.prepare`."""
+        self._check_process()
+        with self._lock:
+            self._check_open()
+            limit = self._space.capacity
+            if limit is not None and nbytes > limit:
+                raise StoreFullError(
+                    errno.ENOSPC, f"{nbytes} bytes do not fit into a capacity of {limit} bytes", self.name
+                )
+            self._backing.grow(round_up(nbytes, BLOCK))
+
+    def close(self) -> None:
+        """Ends the store; see :meth:`ActivationStore.close`."""
+        if self._forked or not self._finalizer.alive:
+            return
+        if any(threading.current_thread() in lane.threads for lane in self._lanes):
+            raise SessionError("a store cannot be closed from a callback: it would wait for itself")
+        with self._lock:
+            self._closed = True  # from here on nothing is queued any more
+        # Each step may be repeated: an interrupted close() is finished by the next one.
+        for lane in self._lanes:
+            lane.cancel_queued()
+            lane.stop()
+        for lane in self._lanes:
+            lane.join()
+        if self._finalizer.detach() is None:
+            return  # another thread closes, too, and was first
+        _open_stores.discard(self)
+        self._backing.close()
+        if self._callback_error is not None:
+            raise self._callback_error
+
+    # On the training thread, the lock held.
+
+    def _submit(self, transfer: Transfer) -> Transfer:
+        self._pending += 1
+        self._pending_bytes += transfer.lease.extent.nbytes
+        self._lanes[0 if transfer.writes else 1].jobs.put(transfer)
+        return transfer
+
+    def _lease(self, extent: Extent) -> _Lease:
+        lease = self._leases.get(extent.offset)
+        # By identity: an equal extent may be an older one at the same place.
+        if lease is None or lease.extent is not extent:
+            raise ValueError(f"{extent} is not reserved here: it was released, or belongs to another store")
+        return lease
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SessionError(f"the store {self.name} is closed")
+        if self._callback_error is not None:
+            raise SessionError(
+                f"the store {self.name} stopped: a callback of a transfer failed"
+            ) from self._callback_error
+
+    def _check_process(self) -> None:
+        # Before the lock is taken: a thread that does not exist in the child may have held it at the fork.
+        if self._forked:
+            raise SessionError(
+                f"the store {self.name} was opened before this process was forked; only the parent can use "
+                "it, not a forked child"
+            )
+
+    def _check_padding(self, target: torch.Tensor) -> None:
+        lead = target.data_ptr() % self.alignment
+        start = target.storage_offset()
+        end = round_up(lead + target.nbytes, self.alignment) - lead + start
+        if start < lead or end > target.untyped_storage().nbytes():
+            raise ValueError(
+                f"the target's storage has no room for padding to multiples of {self.alignment} bytes; "
+                "allocate it larger or pass padded=False"
+            )
+
+    # On the I/O threads.
+
+    def _move(self, transfer: Transfer, tensor: torch.Tensor, after: Event) -> None:
+        self._device.bind_thread()
+        lease = transfer.lease
+        if transfer.writes:
+            lease.digest = self._move_out(lease.extent, tensor, after)
+            return
+        digest = self._move_in(lease.extent, tensor, after, padded=transfer.padded)
+        if digest != lease.digest:
+            raise ChecksumError(
+                errno.EIO,
+                f"{lease.extent} reads back with checksum {digest:#x} instead of {lease.digest:#x}: the "
+                "drive, its driver or the memory changed the bytes; stop using the drive and check it",
+                self.name,
+            )
+
+    def _settle(self, transfer: Transfer, *, succeeded: bool) -> None:
+        """Notes that a transfer has ended or was cancelled."""
+        lease = transfer.lease
+        with self._lock:
+            self._pending -= 1
+            self._pending_bytes -= lease.extent.nbytes
+            if transfer.writes:
+                lease.writing = False
+                lease.written = succeeded
+            else:
+                lease.reading -= 1
+
+    def _as_store_error(self, failure: BaseException, transfer: Transfer) -> StoreError:
+        """The error as waiters get it; the frames in its traceback let go of the tensor and of the store."""
+        if failure.__traceback__ is not None:
+            failure.__traceback__ = failure.__traceback__.tb_next  # the frame of run(), which goes on
+            traceback.clear_frames(failure.__traceback__)
+        if isinstance(failure, StoreError):
+            return failure
+        verb = "write" if transfer.writes else "read"
+        error = StoreError(f"could not {verb} {transfer.lease.extent} of {self.name}: {failure!r}")
+        error.__cause__ = failure
+        return error
+
+    def _callback_failed(self, failure: BaseException) -> None:
+        if self._callback_error is None:
+            self._callback_error = failure
+        hook_arguments = (type(failure), failure, failure.__traceback__, threading.current_thread())
+        threading.excepthook(threading.ExceptHookArgs(hook_arguments))
+
+    def _abandon(self) -> None:
+        """Makes the store inert in a forked child and closes its descriptors there."""
+        self._forked = True
+        if self._finalizer.detach() is not None:
+            self._backing.abandon()
+
+
+def _check_tensor(extent: Extent, tensor: torch.Tensor) -> None:
+    if (
+        tensor.dtype is not torch.uint8
+        or tensor.dim() != 1
+        or tensor.numel() != extent.nbytes
+        or not tensor.is_contiguous()
+    ):
+        raise ValueError(
+            f"a transfer of {extent} takes a contiguous 1-D uint8 tensor of {extent.nbytes} bytes, not "
+            f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+        )
+
+
+def _checksum_type() -> type[xxhash.xxh3_64]:
+    try:
+        import xxhash
+    except ImportError as error:
+        raise MissingDependencyError("xxhash", "store.checksum") from error
+    return xxhash.xxh3_64
+
+
+def _end_forgotten(name: str, lanes: tuple[_Lane, ...], backing: Backing) -> None:
+    """Ends a store that was collected without close(); nothing is pending, or it would not be collected.
+
+    This may run inside any lock, so it takes none and waits for nobody.
+    """
+    for lane in lanes:
+        lane.stop()
+    backing.close()
+    warnings.warn(f"the store {name} was not closed", ResourceWarning, stacklevel=2)
+
+
+_open_stores: weakref.WeakSet[QueuedStore] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    with ExitStack() as stack:
+        for store in list(_open_stores):
+            stack.callback(store.close)
+
+
+def _after_fork_in_child() -> None:
+    for store in list(_open_stores):
+        store._abandon()
+    _open_stores.clear()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_after_fork_in_child)

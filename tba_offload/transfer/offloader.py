@@ -1,0 +1,536 @@
+"""Moves records out and back: writes as soon as they are known, prefetch inside a window of bytes.
+
+The training thread calls :meth:`Offloader.require` when a tensor is saved, :meth:`Offloader.fetch` when
+backward asks for it, and :meth:`Offloader.prefetch` in between. The store's I/O threads call back when a
+write has ended. One lock protects all books; nobody waits for I/O while holding it.
+
+Bytes in flight are those that were packed and not yet freed, plus those whose read was submitted and that
+were not yet unpacked. They have a ceiling. At the ceiling :meth:`Offloader.admit` waits, but only for
+writes that are running or queued: if there are none, the prefetch that is needed last is given up, and if
+there is none either the activation is admitted alone, because nothing but the waiting thread itself could
+free the rest.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+import torch
+
+from tba_offload.device.memory import aligned_bytes
+from tba_offload.errors import StoreError, StoreFullError, TransferError
+from tba_offload.transfer.record import Handle, Piece, Record, Span
+
+if TYPE_CHECKING:
+    from tba_offload.device.streams import Device, Event
+    from tba_offload.store.base import ActivationStore, Extent, IoFuture
+
+
+@dataclass(slots=True)
+class TransferStats:
+    """What moved since the last reset, in bytes unless the name says otherwise.
+
+    Attributes:
+        offloaded: Written to the store.
+        read: Read from the store.
+        forwarded: Handed over from memory without a read.
+        given_up: Prefetches dropped to make room.
+        held: Offloaded in vain: somebody else kept the storage until backward asked for it.
+        fallback_kept: Kept in memory because the store was full.
+        stall_seconds: Time that the training thread waited for I/O.
+        in_flight_peak: Most bytes in flight.
+        own_peak: Most bytes that the offloader itself kept in memory: in flight, restored, kept.
+    """
+
+    offloaded: int = 0
+    read: int = 0
+    forwarded: int = 0
+    given_up: int = 0
+    held: int = 0
+    fallback_kept: int = 0
+    stall_seconds: float = 0.0
+    in_flight_peak: int = 0
+    own_peak: int = 0
+
+
+class Offloader:
+    """The queues between the saved-tensor hooks and a store.
+
+    Args:
+        store: Where the bytes go. The offloader does not close it.
+        device: The device that holds the activations.
+        ceiling: Most bytes in flight; ``None`` for no limit.
+        keep_when_full: Whether a full store means keeping the activation in memory (counted in
+            :attr:`stats`) instead of a :class:`~tba_offload.errors.TransferError`.
+    """
+
+    def __init__(
+        self,
+        store: ActivationStore,
+        device: Device,
+        *,
+        ceiling: int | None = None,
+        keep_when_full: bool = True,
+    ) -> None:
+        self.store = store
+        self.device = device
+        self.ceiling = ceiling
+        self.keep_when_full = keep_when_full
+        self.stats = TransferStats()
+        self.in_flight = 0
+        self._settled = 0  # bytes kept in memory outside the ceiling: restored for more handles, or kept
+        self._departing = 0  # bytes in flight that queued and running writes alone will free
+        self._prefetched: OrderedDict[Span, Record] = OrderedDict()
+        self._dropped: SimpleQueue[tuple[Record, bool]] = SimpleQueue()
+        self._failures: SimpleQueue[TransferError] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+
+    # ---- from pack -------------------------------------------------------------------------------
+
+    def handle(self, record: Record, lo: int, hi: int) -> Handle:
+        """A new handle of ``record`` that needs its bytes [lo, hi)."""
+        with self._lock:
+            return Handle(record, lo, hi, self._dropped)
+
+    def crowded(self, nbytes: int) -> bool:
+        """Whether ``nbytes`` more would exceed the ceiling."""
+        return self.ceiling is not None and self.in_flight > 0 and self.in_flight + nbytes > self.ceiling
+
+    def admit(self, nbytes: int) -> None:
+        """Waits until ``nbytes`` more may be in flight, or until waiting cannot help.
+
+        Raises:
+            TransferError: A transfer failed meanwhile.
+        """
+        if not self.crowded(nbytes):
+            return
+        self.drain()
+        started = time.perf_counter()
+        with self._lock:
+            while self.crowded(nbytes):
+                if self._departing:
+                    self._changed.wait()
+                elif not self._give_up_farthest():
+                    break
+            self.stats.stall_seconds += time.perf_counter() - started
+        self.raise_failures()
+
+    def defer(self, record: Record, storage: torch.UntypedStorage) -> None:
+        """Holds the memory of ``record`` until :meth:`decide`: what to write is not known yet."""
+        with self._lock:
+            record.source = storage
+            record.deferred = True
+            self._charge(record)
+
+    def decide(self, record: Record) -> None:
+        """Ends :meth:`defer`: what had to be written was required meanwhile."""
+        with self._lock:
+            self._count_departing(record, -1)
+            record.deferred = False
+            self._count_departing(record, +1)
+            self._settle(record)
+
+    def require(self, record: Record, storage: torch.UntypedStorage, lo: int, hi: int) -> bool:
+        """Makes sure that bytes [lo, hi) of ``storage`` are written or about to be.
+
+        Only what no earlier view covers is written.
+
+        Returns:
+            Whether anything had to be written.
+
+        Raises:
+            TransferError: The store is full and is not allowed to fall back to memory.
+        """
+        with self._lock:
+            if record.pinned:
+                return False
+            missing = record.claim(lo, hi)
+            if not missing:
+                return False
+            record.source = storage
+            self._charge(record)
+            self._count_departing(record, -1)
+            record.writes += len(missing)
+            self._count_departing(record, +1)
+        after = self.device.event()
+        for piece in missing:
+            self._submit(record, storage, piece, after)
+        return True
+
+    def _submit(self, record: Record, storage: torch.UntypedStorage, piece: Piece, after: Event) -> None:
+        chunk = _bytes_of(storage, piece.lo, piece.hi)
+        try:
+            extent = self.store.reserve(piece.nbytes, chunk.data_ptr())
+        except StoreFullError as error:
+            with self._lock:
+                self._unwritten(record, piece, error)
+            self.raise_failures()
+            return
+        piece.extent = extent
+        piece.address = chunk.data_ptr()
+        piece.write = future = self.store.write(extent, chunk, after)
+        del chunk
+        future.add_done_callback(partial(self._written, record, piece))
+
+    def _written(self, record: Record, piece: Piece, future: IoFuture) -> None:
+        """Runs on an I/O thread when a write has ended."""
+        with self._lock:
+            piece.write = None
+            if future.error is not None:
+                self._unwritten(record, piece, future.error)
+            else:
+                self.stats.offloaded += piece.nbytes
+                self._write_ended(record)
+            self._changed.notify_all()
+
+    def _write_ended(self, record: Record) -> None:
+        self._count_departing(record, -1)
+        record.writes -= 1
+        self._count_departing(record, +1)
+        self._settle(record)
+
+    def _unwritten(self, record: Record, piece: Piece, error: BaseException) -> None:
+        """A piece could not be written: its memory stays, and the policy says whether that is an error."""
+        self._take_back(record, {piece})
+        if record.released:
+            self._settle(record)
+            return
+        self._keep(record)
+        if isinstance(error, StoreFullError) and self.keep_when_full:
+            self.stats.fallback_kept += record.nbytes
+        else:
+            record.error = error
+            self._failures.put(_transfer_error("write", record, error))
+
+    def _take_back(self, record: Record, pieces: set[Piece]) -> None:
+        """Pieces that will never be written: their memory stays until the last handle is gone."""
+        for piece in pieces:
+            piece.write = None
+            if piece.extent is not None:
+                self.store.release(piece.extent)
+        record.discard(pieces)
+        self._count_departing(record, -1)
+        record.writes -= len(pieces)
+        record.pinned = True
+
+    def _keep(self, record: Record) -> None:
+        """A pinned record no longer counts as in flight: it is kept, or in use by backward."""
+        if record.charged:
+            self._uncharge(record)
+            self._settled += record.nbytes
+
+    def _settle(self, record: Record) -> None:
+        """Frees memory, or extents, that no transfer and no handle needs any more."""
+        if record.writes or record.deferred:
+            return
+        if record.released:
+            self._release_extents(record)
+        elif record.pinned or record.source is None:
+            return
+        record.source = None
+        self._uncharge(record)
+
+    # ---- from unpack -----------------------------------------------------------------------------
+
+    def fetch(self, handle: Handle) -> tuple[torch.UntypedStorage, int]:
+        """The bytes of a handle: from memory if they are still there, from the store otherwise.
+
+        Returns:
+            A storage and a shift in bytes: byte b of the original storage is byte b + shift of it.
+
+        Raises:
+            TransferError: The bytes could not be written or read.
+        """
+        record = handle.record
+        with self._lock:
+            memory = self._forward(record, handle)
+            if memory is not None:
+                return memory, 0
+            span = record.span_over(handle.lo, handle.hi)
+            if span is None:
+                raise _transfer_error("keep", record, record.error)
+            buffer = span.restored()
+            if buffer is None:
+                buffer = self._start_read(record, span)
+            shift = span.shift
+        self._await(record, span)
+        with self._lock:
+            self._unpacked(record, handle, span)
+        return buffer, shift
+
+    def _forward(self, record: Record, handle: Handle) -> torch.UntypedStorage | None:
+        """The original memory of a record, if it is alive; then what was still to be written is not."""
+        memory = record.memory()
+        if memory is None:
+            return None
+        if not handle.read:
+            if record.source is None and not record.forwarded:
+                self.stats.held += record.nbytes
+                record.held = True
+            record.forwarded = True
+            self.stats.forwarded += handle.hi - handle.lo
+            self._mark_read(record, handle)
+        if not record.unread and record.writes:
+            self._cancel_writes(record)
+        return memory
+
+    def _cancel_writes(self, record: Record) -> None:
+        """Takes back the writes that have not started; the memory then stays until the handles are gone."""
+        cancelled = {piece for piece in record.pieces() if piece.write is not None and piece.write.cancel()}
+        if cancelled:
+            self._take_back(record, cancelled)
+
+    def _start_read(self, record: Record, span: Span) -> torch.UntypedStorage:
+        """Submits the reads of a span into a new buffer. Called on the training thread, under the lock."""
+        alone = len(span.pieces) == 1
+        buffer = aligned_bytes(span.nbytes, span.address, self.store.alignment, self.device)
+        span.shift = buffer.storage_offset() - span.lo
+        span.buffer = buffer.untyped_storage()
+        after = self.device.event()
+        for piece in span.pieces:
+            target = buffer[piece.lo - span.lo : piece.hi - span.lo]
+            # Next to a neighbour in the same buffer the store must not touch the padding.
+            read = self.store.read(_extent_of(piece), target, after, padded=alone)
+            span.reads.append(read)
+        self.stats.read += span.nbytes
+        return span.buffer
+
+    def _await(self, record: Record, span: Span) -> None:
+        """Waits for the reads of a span; the time is a stall."""
+        if not span.reads:
+            return
+        started = time.perf_counter()
+        try:
+            for read in span.reads:
+                read.wait()
+        except StoreError as error:
+            raise _transfer_error("read", record, error) from error
+        finally:
+            self.stats.stall_seconds += time.perf_counter() - started
+
+    def _unpacked(self, record: Record, handle: Handle, span: Span) -> None:
+        span.reads = []
+        if span.charged:
+            self._prefetched.pop(span, None)
+            self._add_in_flight(-span.charged)
+            span.charged = 0
+        if not handle.read:
+            self._mark_read(record, handle)
+        self._loosen_when_read(record)
+
+    def _mark_read(self, record: Record, handle: Handle) -> None:
+        handle.read = True
+        record.unread -= 1
+        if not record.unread and record.pinned:
+            self._keep(record)
+
+    def _loosen_when_read(self, record: Record) -> None:
+        """Every live handle was unpacked once: from now on only autograd keeps restored data alive."""
+        if not record.unread:
+            for span in record.spans:
+                if not span.reads:
+                    span.loosen()
+
+    # ---- ahead of unpack -------------------------------------------------------------------------
+
+    def prefetch(self, record: Record) -> bool:
+        """Starts reading ``record`` if it is in the store and the window has room.
+
+        A record that is still in memory is about to be used there: writes of it that have not started
+        are taken back.
+
+        Returns:
+            Whether the next record may be tried: ``False`` means that the window is full.
+        """
+        with self._lock:
+            if record.released or not record.unread:
+                return True
+            if record.memory() is not None:
+                if record.source is not None and record.writes:
+                    self._cancel_writes(record)
+                return True
+            for span in record.spans:
+                if span.restored() is not None:
+                    continue
+                if self.crowded(span.nbytes):
+                    return False
+                self._start_read(record, span)
+                span.charged = span.nbytes
+                self._prefetched[span] = record
+                self._add_in_flight(span.charged)
+            return True
+
+    def _give_up_farthest(self) -> bool:
+        """Drops the prefetched span that is needed last and whose read is not running."""
+        for span in reversed(self._prefetched):
+            if span.arrived() or (len(span.reads) == 1 and span.reads[0].cancel()):
+                del self._prefetched[span]
+                span.forget()
+                self._add_in_flight(-span.charged)
+                self.stats.given_up += span.charged
+                span.charged = 0
+                return True
+        return False
+
+    # ---- ends ------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Takes note of the handles that autograd has dropped."""
+        while True:
+            try:
+                record, was_read = self._dropped.get_nowait()
+            except Empty:
+                return
+            with self._lock:
+                record.live -= 1
+                if not was_read:
+                    record.unread -= 1
+                if record.live == 0:
+                    self._release(record)
+                else:
+                    self._loosen_when_read(record)
+
+    def _release(self, record: Record) -> None:
+        """The last handle is gone: nobody will ask for these bytes again."""
+        record.released = True
+        record.deferred = False
+        for span in record.spans:
+            if span.charged:
+                self._prefetched.pop(span, None)
+                self._add_in_flight(-span.charged)
+                span.charged = 0
+        if record.writes:
+            self._cancel_writes(record)
+        if record.pinned and not record.charged:
+            self._settled -= record.nbytes
+        self._settle(record)
+
+    def _release_extents(self, record: Record) -> None:
+        for span in record.spans:
+            for piece, read in zip(span.pieces, span.reads or [None] * len(span.pieces), strict=True):
+                if piece.extent is None:
+                    continue
+                if read is None or read.done() or read.cancel():
+                    self.store.release(piece.extent)
+                else:
+                    # The read still fills its buffer from these blocks; the store keeps the buffer alive.
+                    read.add_done_callback(partial(_release_after, self.store, piece.extent))
+                piece.extent = None
+            span.forget()
+        record.spans = []
+
+    def protect(self, storage: torch.UntypedStorage, record: Record) -> None:
+        """Called before somebody resizes ``storage``: no write may read its memory any more.
+
+        The record keeps the same storage object, whose owner is going to fill it again.
+        """
+        with self._lock:
+            if record.released or record.memory() is None:
+                return
+            self._cancel_writes(record)
+            record.source = storage
+            self._count_departing(record, -1)
+            record.pinned = True
+            running = [piece.write for piece in record.pieces() if piece.write is not None]
+        for write in running:
+            write.wait()
+
+    def quiesce(self) -> None:
+        """Waits until every write has ended or was taken back, and accounts for dropped handles.
+
+        Raises:
+            TransferError: A transfer failed.
+        """
+        self.drain()
+        with self._lock:
+            while self._departing:
+                self._changed.wait()
+        self.raise_failures()
+
+    def abandon_prefetches(self) -> None:
+        """Drops everything that was read ahead and not asked for, as after a step that failed."""
+        self.drain()
+        with self._lock:
+            while self._give_up_farthest():
+                pass
+
+    def raise_failures(self) -> None:
+        """Raises the error of a transfer that failed on an I/O thread, if there is one.
+
+        Raises:
+            TransferError: Names the layer, the cause and the remedy.
+        """
+        try:
+            error = self._failures.get_nowait()
+        except Empty:
+            return
+        raise error
+
+    def reset_stats(self) -> TransferStats:
+        """Starts new :attr:`stats` and returns the old ones."""
+        with self._lock:
+            old, self.stats = self.stats, TransferStats()
+            self.stats.in_flight_peak = self.in_flight
+            self.stats.own_peak = self.in_flight + self._settled
+        return old
+
+    # ---- books, under the lock -------------------------------------------------------------------
+
+    def _charge(self, record: Record) -> None:
+        if not record.charged:
+            record.charged = record.nbytes
+            self._add_in_flight(record.charged)
+            self._count_departing(record, +1)
+
+    def _uncharge(self, record: Record) -> None:
+        if record.charged:
+            self._count_departing(record, -1)
+            self._add_in_flight(-record.charged)
+            record.charged = 0
+
+    def _count_departing(self, record: Record, sign: int) -> None:
+        """Adds or removes a record from the bytes that its writes alone will free."""
+        if record.writes and not record.deferred and not record.pinned:
+            self._departing += sign * record.charged
+
+    def _add_in_flight(self, nbytes: int) -> None:
+        self.in_flight += nbytes
+        stats = self.stats
+        stats.in_flight_peak = max(stats.in_flight_peak, self.in_flight)
+        stats.own_peak = max(stats.own_peak, self.in_flight + self._settled)
+
+
+def _bytes_of(storage: torch.UntypedStorage, lo: int, hi: int) -> torch.Tensor:
+    """Bytes [lo, hi) of a storage as a one-dimensional uint8 tensor that shares them."""
+    chunk = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return chunk.set_(storage, lo, (hi - lo,), (1,))  # type: ignore[call-overload, no-any-return]
+
+
+def _extent_of(piece: Piece) -> Extent:
+    if piece.extent is None:
+        raise AssertionError("a piece without an extent was asked for")
+    return piece.extent
+
+
+def _release_after(store: ActivationStore, extent: Extent, _: IoFuture) -> None:
+    store.release(extent)
+
+
+_REMEDIES = {
+    "write": "free space or choose another directory under store.directories, or set on_full: keep",
+    "read": "check the drive with its own tools; training cannot go on without these bytes",
+    "keep": "an earlier transfer of this activation failed; see the first error",
+}
+
+
+def _transfer_error(what: str, record: Record, cause: BaseException | None) -> TransferError:
+    error = TransferError(f"could not {what} {record.nbytes} bytes of {record.key}: {cause}; {_REMEDIES[what]}")
+    error.__cause__ = cause
+    return error
