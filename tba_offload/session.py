@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from tba_offload.capture.trace import ScopeTrace
+    from tba_offload.device.streams import Device
+    from tba_offload.store.base import ActivationStore
 
 ConfigLike = OffloadConfig | str | os.PathLike[str] | None
 
@@ -424,8 +426,10 @@ def read_config(config: ConfigLike) -> OffloadConfig:
     return config if isinstance(config, OffloadConfig) else load_config(Path(config))
 
 
-def _open_store(config: OffloadConfig, device: Any) -> Any:
-    directories = config.store.directories or (Path(tempfile.gettempdir()),)
+def _open_store(config: OffloadConfig, device: Device) -> ActivationStore:
+    directories = config.store.directories
+    if not directories and config.store.kind != "host":
+        directories = (Path(tempfile.gettempdir()),)
     return open_store(
         kind=config.store.kind,
         directories=directories,

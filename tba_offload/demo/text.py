@@ -25,6 +25,8 @@ from tba_offload.megatron.gpt import Batch, causal_mask
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from torch import Tensor
+
 VOCABULARY = 256
 END_OF_DOCUMENT = 0
 PADDING = 255
@@ -81,10 +83,11 @@ def write_text(directory: str | os.PathLike[str], *, limit_bytes: int = 4 << 20)
     require_core("writing a Megatron dataset")
     finished = Path(directory) / f"python-{platform.python_version()}-{limit_bytes}"
     if not finished.is_dir():
+        documents = _documents(limit_bytes)
         finished.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=f".{finished.name}-", dir=finished.parent))
         try:
-            _write_documents(unfinished / "text", _documents(limit_bytes))
+            _write_documents(unfinished / "text", documents)
             _publish(unfinished, finished)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -109,7 +112,7 @@ def batches(
         ``samples // batch_size`` micro-batches on the CPU, which share their attention mask.
 
     Raises:
-        ConfigError: A number is below 1, or ``samples`` does not fill one micro-batch.
+        ConfigError: A number is below 1, ``samples`` does not fill one micro-batch, or there is no dataset.
         MissingDependencyError: megatron-core is not installed.
     """
     if min(sequence, batch_size) < 1 or samples < batch_size:
@@ -117,7 +120,8 @@ def batches(
             f"no micro-batch can be made of sequence={sequence}, batch_size={batch_size}, "
             f"samples={samples}: each must be at least 1, and samples at least batch_size"
         )
-    dataset = _open(Path(prefix), sequence=sequence, seed=seed, samples=samples)
+    require_core("reading a Megatron dataset")
+    dataset = _open_dataset(Path(prefix), sequence=sequence, seed=seed, samples=samples)
     mask = causal_mask(sequence)
     return (
         _stack([dataset[index] for index in range(first, first + batch_size)], mask)
@@ -125,31 +129,98 @@ def batches(
     )
 
 
-def _write_documents(prefix: Path, documents: Iterable[bytes]) -> None:
-    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder, get_bin_path, get_idx_path
-
-    builder = IndexedDatasetBuilder(get_bin_path(str(prefix)), dtype=DType.optimal_dtype(VOCABULARY))
-    for document in documents:
-        tokens = torch.frombuffer(bytearray(document + bytes([END_OF_DOCUMENT])), dtype=torch.uint8)
-        builder.add_document(tokens, [len(tokens)])
-    builder.finalize(get_idx_path(str(prefix)))
-
-
-def _documents(limit_bytes: int) -> Iterator[bytes]:
-    """The source files in the order of their names, as many as fit."""
+def _documents(limit_bytes: int) -> list[bytes]:
+    """The library's source files, as many as fit."""
     library = Path(sysconfig.get_path("stdlib"))
-    sources = sorted(path for path in library.rglob("*.py") if not _SKIPPED & set(path.relative_to(library).parts))
+    sources = list(_source_files(library))
     if not sources:
         raise UnsupportedError(f"this Python came without the source of its standard library ({library})")
-    size = 0
+    documents = []
+    room = limit_bytes
     for text in filter(_is_text, map(Path.read_bytes, sources)):
-        size += len(text)
-        if size > limit_bytes:
+        room -= len(text)
+        if room < 0:
             break
-        yield text
-    if size == 0 ...
+        documents.append(text)
+    if not documents:
+        raise ConfigError(
+            f"limit_bytes={limit_bytes} has no room for one source file of the standard library"
+        )
+    return documents
+
+
+def _source_files(library: Path) -> Iterator[Path]:
+    """In the order of their names, a folder after the files beside it; whole folders are pruned."""
+    for folder, folders, files in os.walk(library):
+        folders[:] = sorted(set(folders) - _SKIPPED)
+        yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
 
 
 def _is_text(content: bytes) -> bool:
-    """Whether neither of the two special tokens can occur in it."""
-    return bool(content) and not {END_OF_DOCUMENT, PADDING} & set(content)
+    """Whether neither of the two special tokens occurs in it."""
+    return content != b"" and END_OF_DOCUMENT not in content and PADDING not in content
+
+
+def _write_documents(prefix: Path, documents: Iterable[bytes]) -> None:
+    from megatron.core.datasets import indexed_dataset
+
+    number_type = indexed_dataset.DType.optimal_dtype(VOCABULARY)
+    builder = indexed_dataset.IndexedDatasetBuilder(f"{prefix}.bin", dtype=number_type)
+    for document in documents:
+        builder.add_item(torch.frombuffer(bytearray(document) + bytes([END_OF_DOCUMENT]), dtype=torch.uint8))
+        builder.end_document()
+    builder.finalize(f"{prefix}.idx")
+
+
+def _publish(unfinished: Path, finished: Path) -> None:
+    """Gives a complete dataset its name, unless another process has just made the same one."""
+    try:
+        unfinished.rename(finished)
+    except OSError:
+        if not finished.is_dir():
+            raise
+
+
+def _open_dataset(prefix: Path, *, sequence: int, seed: int, samples: int) -> Any:
+    """The ``GPTDataset``, its index built afresh.
+
+    megatron-core insists on a folder for the index. A folder of its own, gone once the index is in
+    memory, can be neither stale nor half written by somebody else.
+    """
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+    from megatron.core.datasets.utils import Split
+
+    if not IndexedDataset.exists(str(prefix)):
+        raise ConfigError(
+            f"there is no dataset {prefix}.bin with its {prefix.name}.idx; write_text() makes one"
+        )
+    with tempfile.TemporaryDirectory(prefix=".index-", dir=prefix.parent) as index_folder:
+        config = GPTDatasetConfig(
+            random_seed=seed,
+            sequence_length=sequence,
+            blend=([str(prefix)], None),
+            split="1",
+            path_to_cache=index_folder,
+            tokenizer=ByteTokenizer(),
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+            create_attention_mask=False,
+        )
+        text = GPTDataset.build_low_level_dataset(str(prefix), config)
+        documents = np.arange(GPTDataset.numel_low_level_dataset(text), dtype=np.int32)
+        return GPTDataset(text, str(prefix), documents, samples, Split.train, config)
+
+
+def _stack(samples: list[dict[str, Tensor]], mask: Tensor) -> Batch:
+    def column(name: str) -> Tensor:
+        return torch.stack([sample[name] for sample in samples])
+
+    return Batch(
+        tokens=column("tokens"),
+        labels=column("labels"),
+        position_ids=column("position_ids"),
+        attention_mask=mask,
+        loss_mask=column("loss_mask"),
+    )

@@ -28,6 +28,7 @@ class Trainer:
         batch_size: Sequences in a step.
         steps: Steps that are going to be asked for.
         run_log: Where to write the run log.
+        threads: Compute threads; ``None`` for PyTorch's own choice.
         seed: Of weights, data order and dropout.
     """
 
@@ -41,9 +42,12 @@ class Trainer:
         batch_size: int,
         steps: int,
         run_log: Path | None,
+        threads: int | None = None,
         seed: int = 1234,
     ) -> None:
         keep_freed_pages()
+        if threads is not None:
+            torch.set_num_threads(threads)
         self._flops = model_flops(shape, batch_size)
         self._tokens = shape.sequence * batch_size
         self._stack = contextlib.ExitStack()
@@ -62,7 +66,11 @@ class Trainer:
                 tba.OffloadConfig.from_yaml(config),
                 run_log=run_log,
                 strategy=strategy,
-                model_info={"name": "megatron-core GPTModel", "batch_size": batch_size, **dataclasses.asdict(shape)},
+                model_info={
+                    "name": "megatron-core GPTModel",
+                    "batch_size": batch_size,
+                    **dataclasses.asdict(shape),
+                },
             )
         )
 

@@ -129,7 +129,7 @@ def _loopback_only() -> Iterator[None]:
 
 def _current_device() -> None:
     """Parameters, masks and buffers are created on the current CUDA device; without one, asking raises."""
-    _replace(torch.cuda, "current_device", lambda: _CPU)
+    _replace(torch.cuda, "current_device", _cpu)
 
 
 def _public_generator() -> None:
@@ -170,6 +170,10 @@ _SUBSTITUTIONS: tuple[Callable[[], None], ...] = (
 
 def _replace(owner: object, name: str, value: object) -> None:
     setattr(owner, name, value)
+
+
+def _cpu() -> torch.device:
+    return _CPU
 
 
 def _seed_generator(seed: int) -> None:

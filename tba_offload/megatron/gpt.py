@@ -198,8 +198,8 @@ def random_batch(shape: GptShape, *, batch_size: int, seed: int) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     text = torch.randint(0, shape.vocab, (batch_size, shape.sequence + 1), generator=generator)
     return Batch(
-        tokens=text[:, :-1].contiguous(),
-        labels=text[:, 1:].contiguous(),
+        tokens=text[:, :-1].clone(),
+        labels=text[:, 1:].clone(),
         position_ids=torch.arange(shape.sequence).repeat(batch_size, 1),
         attention_mask=causal_mask(shape.sequence),
         loss_mask=torch.ones(batch_size, shape.sequence),

@@ -191,7 +191,7 @@ def _outermost(chunk: nn.Module, layer_type: type[nn.Module]) -> Iterator[tuple[
     for name, module in chunk.named_modules():
         inside = outer is not None and name.startswith(outer)
         if not inside and isinstance(module, layer_type):
-            outer = f"{name}."
+            outer = f"{name}." if name else ""
             yield name, module
 
 

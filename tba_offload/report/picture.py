@@ -16,6 +16,8 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.path import Path
+from matplotlib.textpath import TextPath
 
 from tba_offload.report.rok import byte_scale, lines, pareto, peak_sources, rate_scale
 
@@ -53,6 +55,7 @@ _RING: dict[str, Any] = {
     "markeredgecolor": _INK,
     "markeredgewidth": 1.1,
 }
+_DIGIT: dict[str, Any] = {"color": _INK, "markersize": 7, "markeredgewidth": 0}
 _STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
     "axes.edgecolor": "#555555",
@@ -155,8 +158,12 @@ class _Curve:
         ]
         entries.append(Line2D([], [], linestyle="none", label="Pareto set", **_RING))
         if any(each.batch_size is not None for each in self._points):
-            entries.append(Line2D([], [], linestyle="none", label="numbers: batch size"))
-        figure.legend(handles=entries, loc="outside upper center", ncols=min(len(entries), 5))
+            entries.append(Line2D([], [], linestyle="none", marker=_digit(), **_DIGIT, label="batch size"))
+        for columns in range(len(entries), 0, -1):
+            legend = figure.legend(handles=entries, loc="outside upper center", ncols=columns)
+            if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+                break
+            legend.remove()
 
     def label_batch_sizes(self) -> None:
         """Write the batch size beside each point."""
@@ -229,6 +236,13 @@ class _Labels:
         return 1000 * over_labels + 100 * (over_markers + outside) + over_strokes
 
 
+def _digit() -> Path:
+    """A digit as a marker, centred on its point."""
+    digit = TextPath((0, 0), "8")
+    box = digit.get_extents()
+    return Path(np.asarray(digit.vertices) - [(box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2], digit.codes)
+
+
 def _inside(box: Bbox, positions: NDArray[np.float64]) -> int:
     x, y = positions.T
     return int(np.count_nonzero((x > box.x0) & (x < box.x1) & (y > box.y0) & (y < box.y1)))
@@ -259,6 +273,6 @@ def _looks(strategies: Iterable[str]) -> dict[str, _Look]:
 
 
 def _visible(strategy: str) -> str:
-    """The label for the legend, which leaves out entries that start with an underscore."""
+    """The label for the legend; older versions of matplotlib leave out one that starts with an underscore."""
     short = textwrap.shorten(strategy, 30, placeholder=" …") or "…"
     return f" {short}" if short.startswith("_") else short

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 Unit = Literal["FLOP/s", "tokens/s"]
 
+_Side = Literal["left", "right"]
+
 _FEW_STEPS = 3
 
 
@@ -246,7 +248,7 @@ def _beats(one: RokPoint, other: RokPoint) -> bool:
 _BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _RATES: dict[Unit, dict[str, float]] = {
     "FLOP/s": {"FLOP/s": 1, "MFLOP/s": 1e6, "GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15},
-    "tokens/s": {"tokens/s": 1, "thousand tokens/s": 1e3, "million tokens/s": 1e6},
+    "tokens/s": {"tokens/s": 1, "ktokens/s": 1e3, "Mtokens/s": 1e6},
 }
 
 
@@ -265,11 +267,6 @@ def _scale(largest: float, sizes: Mapping[str, float]) -> tuple[str, float]:
     return fitting[-1] if fitting else next((name, float(size)) for name, size in sizes.items())
 
 
-def _in(scale: tuple[str, float], value: float) -> str:
-    name, size = scale
-    return f"{_short(value / size)} {name}"
-
-
 def _short(value: float) -> str:
     """Three significant digits, and never an exponent."""
     if value == 0:
@@ -279,7 +276,8 @@ def _short(value: float) -> str:
 
 
 def _bytes(value: int) -> str:
-    return _in(byte_scale(value), value)
+    name, size = byte_scale(value)
+    return f"{_short(value / size)} {name}"
 
 
 def _percent(share: float) -> str:
@@ -289,78 +287,92 @@ def _percent(share: float) -> str:
 # Table, CSV, JSON
 
 
-_COLUMNS: dict[str, Literal["left", "right"]] = {
-    "Strategy": "left",
-    "Batch size": "right",
-    "Activation peak": "right",
-    "Throughput": "right",
-    "Step time": "right",
-    "Steps": "right",
-    "Pareto": "right",
-    "Run": "left",
-}
-
-
 def table(points: Sequence[RokPoint]) -> Table:
-    """The points as a table for a terminal, strategy by strategy; the Pareto set is starred."""
+    """The points (at least one) as a table for a terminal, by strategy; the Pareto set is starred."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(box=box.SIMPLE_HEAD, caption=_caption(points), caption_justify="left")
-    for heading, side in _COLUMNS.items():
-        made.add_column(heading, justify=side, overflow="fold")
-    for cells in _cells(points):
-        made.add_row(*(Text(cell) for cell in cells))  # Text: a label may hold what rich takes for markup
+    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=_caption(points), caption_justify="left")
+    for heading in _headings(points):
+        made.add_column(heading, justify=_side(heading), no_wrap=heading != "Run", overflow="ellipsis")
+    for *cells, source in _cells(points):
+        made.add_row(*(Text(cell) for cell in (*cells, Path(source).name)))  # Text: labels are not markup
     return made
 
 
 def text(points: Sequence[RokPoint]) -> str:
-    """The same table as Markdown, for files and pipes: never folded, no colours."""
-    grid = [[_one_line(cell) for cell in cells] for cells in (_COLUMNS, *_cells(points))]
+    """The same table as Markdown, for files and pipes: nothing shortened, no colours."""
+    headings = _headings(points)
+    grid = [[_one_line(cell) for cell in cells] for cells in (headings, *_cells(points))]
     widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
+    sides = [_side(heading) for heading in headings]
     rule = [
-        "-" * (width - 1) + ("-" if side == "left" else ":")
-        for width, side in zip(widths, _COLUMNS.values(), strict=True)
+        "-" * width if side == "left" else "-" * (width - 1) + ":"
+        for width, side in zip(widths, sides, strict=True)
     ]
     grid.insert(1, rule)
-    return "\n".join([*(_aligned(cells, widths) for cells in grid), "", _caption(points), ""])
+    body = "\n".join(_markdown_row(cells, widths, sides) for cells in grid)
+    return f"{body}\n\n{_caption(points)}\n"
 
 
 def _one_line(cell: str) -> str:
     return " ".join(cell.split()).replace("|", "\\|")
 
 
-def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
-    sides = zip(cells, widths, _COLUMNS.values(), strict=True)
-    padded = (cell.ljust(width) if side == "left" else cell.rjust(width) for cell, width, side in sides)
+def _markdown_row(cells: Sequence[str], widths: Sequence[int], sides: Sequence[_Side]) -> str:
+    columns = zip(cells, widths, sides, strict=True)
+    padded = (cell.ljust(width) if side == "left" else cell.rjust(width) for cell, width, side in columns)
     return f"| {' | '.join(padded)} |"
+
+
+def _headings(points: Sequence[RokPoint]) -> list[str]:
+    (peak_unit, _), (speed_unit, _) = _scales(points)
+    return [
+        "Strategy",
+        "Batch",
+        f"Peak {peak_unit}",
+        speed_unit,
+        "Step s",
+        "Quartiles",
+        "Steps",
+        "Pareto",
+        "Run",
+    ]
+
+
+def _side(heading: str) -> _Side:
+    return "left" if heading in {"Strategy", "Run"} else "right"
 
 
 def _cells(points: Sequence[RokPoint]) -> Iterator[list[str]]:
     winners = pareto(points)
-    peak_scale = byte_scale(max(each.activation_peak_bytes for each in points))
-    speed_scale = rate_scale(max(each.throughput for each in points), points[0].unit)
+    (_, peak_size), (_, speed_size) = _scales(points)
     for each in (each for line in lines(points).values() for each in line):
-        lower, upper = each.step_seconds_quartiles
         yield [
             each.strategy,
             "?" if each.batch_size is None else str(each.batch_size),
-            _in(peak_scale, each.activation_peak_bytes),
-            _in(speed_scale, each.throughput),
-            f"{_short(each.step_seconds)} s ({_short(lower)} to {_short(upper)})",
+            _short(each.activation_peak_bytes / peak_size),
+            _short(each.throughput / speed_size),
+            _short(each.step_seconds),
+            "-".join(_short(seconds) for seconds in each.step_seconds_quartiles),
             str(each.steps),
             "*" if each in winners else "",
             each.source,
         ]
 
 
+def _scales(points: Sequence[RokPoint]) -> tuple[tuple[str, float], tuple[str, float]]:
+    largest = max(each.activation_peak_bytes for each in points)
+    return byte_scale(largest), rate_scale(max(each.throughput for each in points), points[0].unit)
+
+
 def _caption(points: Sequence[RokPoint]) -> str:
+    work = "FLOPs, recomputation not counted," if points[0].unit == "FLOP/s" else "tokens"
     sources = " / ".join(peak_sources(points))
     return (
-        f"Activation peak: largest of the counted steps, measured by: {sources}. "
-        "Step time: median (quartiles), wall clock. Throughput: work of a step / median step time"
-        + (", recomputation not counted as work." if points and points[0].unit == "FLOP/s" else ".")
+        f"Peak: largest activation peak of the counted steps, measured by: {sources}. "
+        f"Step: median wall-clock time. Throughput: {work} of a step / median step time."
     )
 
 

@@ -186,6 +186,11 @@ class ActivationStore(ABC):
     def used_bytes(self) -> int:
         """Bytes that extents take now, padding included."""
 
+    @property
+    @abstractmethod
+    def high_water_bytes(self) -> int:
+        """What the store has grown to: the largest end that an extent ever had, on each drive."""
+
     @abstractmethod
     def reserve(self, nbytes: int, address: int) -> Extent:
         """Takes an extent for a tensor.

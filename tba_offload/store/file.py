@@ -196,7 +196,7 @@ class FileStore(QueuedStore):
         try:
             moved = posix.transfer(call, self._file.fd, address, nbytes, offset, self.alignment)
         except OSError as error:
-            raise self._failure(verb, error, nbytes, offset) from None
+            raise _failure(self._file, f"{verb} of {nbytes} bytes at offset {offset}", error) from None
         if moved != nbytes:
             raise ShortTransferError(
                 errno.EIO,
@@ -204,21 +204,6 @@ class FileStore(QueuedStore):
                 "system is failing, or somebody truncated the file: check the system log",
                 self.directory,
             )
-
-    def _failure(self, verb: str, error: OSError, nbytes: int, offset: int) -> StoreError:
-        what = f"{verb} of {nbytes} bytes at offset {offset} failed: {error.strerror}"
-        if error.errno in FULL:
-            free = self._file.free_bytes()
-            return StoreFullError(
-                error.errno,
-                f"{what}; {free} bytes are free: free some, name another directory or set store.capacity",
-                self.directory,
-            )
-        return StoreError(
-            error.errno,
-            f"{what}; check the drive and the system log, or name another directory",
-            self.directory,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +227,16 @@ def _pieces(extent: Extent, span: int, slab_bytes: int) -> Iterator[_Piece]:
         length = min(slab_bytes, span - start)
         first = max(start, extent.lead)
         yield _Piece(start, length, first - start, min(start + length, end) - start, first - extent.lead)
+
+
+def _failure(file: RunFile, what: str, error: OSError) -> StoreError:
+    """The error of a system call as a caller can use it."""
+    what = f"{what} failed: {error.strerror}"
+    if error.errno in FULL:
+        remedy = f"{file.free_bytes()} bytes are free: free some, name another directory or set store.capacity"
+        return StoreFullError(error.errno, f"{what}; {remedy}", file.directory)
+    remedy = "check the drive and the system log, or name another directory"
+    return StoreError(error.errno, f"{what}; {remedy}", file.directory)
 
 
 def _choose_path(file: RunFile) -> tuple[int, str | None]:
@@ -280,7 +275,7 @@ def _direct_path(file: RunFile) -> tuple[int, str | None]:
         _probe(file, alignment)
     except OSError as error:
         if error.errno not in _NO_DIRECT_IO:
-            raise
+            raise _failure(file, "a probe of direct I/O", error) from None
         return 1, f"the file system refuses direct I/O ({error.strerror})"
     return alignment, None
 

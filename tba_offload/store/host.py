@@ -146,7 +146,7 @@ class HostStore(QueuedStore):
                 hasher.update(posix.view(part.data_ptr(), part.numel()))
         return None if hasher is None else hasher.intdigest()
 
-    def _move_in(self, extent: Extent, target: torch.Tensor, after: Event, *, padded: bool) -> int | None:
+    def _move_in(self, extent: Extent, target: torch.Tensor, after: Event, *, padded: bool) -> int | None:  # noqa: ARG002
         hasher = self._hasher()
         at = 0
         for part in self._slabs.parts(extent.offset, extent.nbytes):

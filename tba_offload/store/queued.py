@@ -239,7 +239,7 @@ class QueuedStore(ActivationStore):
 
     @property
     def high_water_bytes(self) -> int:
-        """The most bytes, counted from the start of the store, that extents ever reached."""
+        """The largest end that an extent ever had."""
         return self._space.high_water
 
     def reserve(self, nbytes: int, address: int) -> Extent:

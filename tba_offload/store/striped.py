@@ -61,6 +61,11 @@ class StripedStore(ActivationStore):
         """Bytes that extents take now, padding included, on all drives."""
         return sum(store.used_bytes for store in self.stores)
 
+    @property
+    def high_water_bytes(self) -> int:
+        """The largest ends that extents ever had, summed over the drives."""
+        return sum(store.high_water_bytes for store in self.stores)
+
     def reserve(self, nbytes: int, address: int) -> Extent:
         """Takes an extent where there is room and least to do; see :meth:`ActivationStore.reserve`."""
         refusals = []

@@ -1,0 +1,156 @@
+"""What the benchmarks race: one GPT under one way of keeping activations, a process each."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+import tba_offload as tba
+from tba_offload.device.memory import keep_freed_pages, meter_of
+from tba_offload.device.streams import device_of
+from tba_offload.megatron.cpu import single_process
+from tba_offload.megatron.gpt import GptShape, build_gpt, gpt_loss, random_batch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import nn
+
+WAYS = ("keep", "checkpoint", "torch.save hooks", "save_on_cpu", "offload")
+
+
+class GptRunner:
+    """A GPT that trains on random tokens.
+
+    Args:
+        way: One of :data:`WAYS`.
+        shape: The model.
+        batch_size: Sequences in a step.
+        directory: Where files go.
+        in_flight_bytes: Window of ``offload``.
+        kept_pages: Whether malloc keeps freed pages, see :func:`tba_offload.keep_freed_pages`.
+    """
+
+    def __init__(
+        self,
+        way: str,
+        *,
+        shape: GptShape,
+        batch_size: int,
+        directory: str,
+        in_flight_bytes: int,
+        kept_pages: bool = True,
+    ) -> None:
+        if kept_pages:
+            keep_freed_pages()
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(single_process())
+        self.model = build_gpt(shape, seed=1)
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self._optimizer = torch.optim.Adam(self.model.parameters(), lr=3e-4, fused=True)
+        self._shape, self._batch_size, self._count = shape, batch_size, 0
+        self._meter = meter_of(device_of(next(self.model.parameters()).device))
+        self._stack.callback(self._meter.close)
+        self._session: tba.Session | None = None
+        self._forward_hooks: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+        if way == "offload":
+            config = tba.OffloadConfig(
+                budget=tba.BudgetConfig(in_flight_bytes=in_flight_bytes),
+                store=tba.StoreConfig(kind="file", directories=(directory,)),
+            )
+            self._session = self._stack.enter_context(tba.attach(self.model, config, measure_memory=False))
+        elif way == "checkpoint":
+            _checkpoint_layers(self.model)
+        elif way == "save_on_cpu":
+            self._forward_hooks = save_on_cpu
+        elif way == "torch.save hooks":
+            folder = self._stack.enter_context(tempfile.TemporaryDirectory(dir=directory))
+            self._forward_hooks = lambda: saved_tensors_hooks(_save_to(folder), _load)
+
+    def step(self) -> dict[str, Any]:
+        """One step; its time in seconds, activation peak in bytes, loss, and what was moved."""
+        batch = random_batch(self._shape, batch_size=self._batch_size, seed=self._count)
+        self._count += 1
+        began = time.perf_counter()
+        figures = self._forward_backward(batch)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=False)
+        return {"seconds": time.perf_counter() - began, **figures}
+
+    def _forward_backward(self, batch: Any) -> dict[str, Any]:
+        base = self._meter.live()
+        self._meter.reset()
+        with self._session.step() if self._session else contextlib.nullcontext():
+            with self._forward_hooks():
+                loss = gpt_loss(self.model, batch)
+            loss.backward()
+        figures: dict[str, Any] = {"peak": self._meter.peak() - base, "loss": float(loss.detach())}
+        if self._session is not None:
+            record = self._session.report()[-1]
+            figures |= {
+                "stall": record.stall_seconds,
+                "offloaded": record.offloaded_bytes,
+                "read": record.read_bytes,
+                "forwarded": record.forwarded_bytes,
+            }
+        return figures
+
+    def close(self) -> None:
+        """Ends session, meter and process group."""
+        self._stack.close()
+
+
+def _checkpoint_layers(model: nn.Module) -> None:
+    for layer in _decoder(model).layers:
+        layer.forward = _checkpointed(layer.forward)
+
+
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def _decoder(model: nn.Module) -> Any:
+    return next(module for name, module in model.named_modules() if name.split(".")[-1] == "decoder")
+
+
+def _save_to(folder: str) -> Callable[[torch.Tensor], Any]:
+    """One file a tensor, as tutorials show it; parameters stay, since the file would be a second copy."""
+    names = (Path(folder) / f"{number}.pt" for number in _count())
+
+    def pack(tensor: torch.Tensor) -> Any:
+        if isinstance(tensor, torch.nn.Parameter) or tensor.numel() == 0:
+            return tensor.detach()
+        file = _File(next(names))
+        torch.save(tensor, file.path)
+        return file
+
+    return pack
+
+
+def _count() -> Iterator[int]:
+    number = 0
+    while True:
+        yield number
+        number += 1
+
+
+class _File:
+    """A file that goes with the object."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __del__(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+def _load(packed: Any) -> torch.Tensor:
+    return torch.load(packed.path) if isinstance(packed, _File) else packed

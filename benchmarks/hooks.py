@@ -1,0 +1,95 @@
+"""What the saved-tensor hooks cost the training thread, per saved tensor, beyond plain autograd.
+
+    python benchmarks/hooks.py
+
+A chain of operations saves one tensor each. The same chain runs plainly, with every tensor kept (it is
+smaller than ``min_tensor_bytes``) and with every tensor offloaded, alternating. The figure is processor time
+of the training thread for pack and unpack together: waiting for the drive is not in it, copies are.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from contextlib import ExitStack, nullcontext
+
+import click
+import torch
+from torch import nn
+
+import tba_offload as tba
+from tba_offload.config import parse_size
+
+SAVED = 64
+LIMITS = {"kept": 5.0, "offloaded": 40.0}
+
+
+class Chain(nn.Module):
+    """A layer whose backward needs ``SAVED`` tensors: each exponential saves its own output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((1,), -1.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(SAVED):
+            x = torch.exp(x)
+            x = x.neg()
+        return x * self.scale
+
+
+def make(min_tensor_bytes: int | None, directory: str, stack: ExitStack) -> tuple[nn.Module, tba.Session | None]:
+    """A chain, offloaded from ``min_tensor_bytes`` on, or plain."""
+    model = nn.Sequential(Chain())
+    if min_tensor_bytes is None:
+        return model, None
+    config = tba.OffloadConfig(
+        min_tensor_bytes=min_tensor_bytes,
+        budget=tba.BudgetConfig(in_flight_bytes=None),
+        store=tba.StoreConfig(kind="file", directories=(directory,)),
+    )
+    return model, stack.enter_context(tba.attach(model, config, layers=list(model), measure_memory=False))
+
+
+def seconds_per_pass(model: nn.Module, session: tba.Session | None, x: torch.Tensor) -> float:
+    """Processor time of this thread for forward and backward."""
+    with session.step() if session else nullcontext():
+        began = time.thread_time()
+        model(x).sum().backward()
+        return time.thread_time() - began
+
+
+@click.command()
+@click.option("--rounds", default=200, show_default=True, help="Passes of each kind.")
+@click.option("--size", default="128KiB", show_default=True, help="Bytes of each saved tensor.")
+@click.option("--directory", default=None, help="Where offloaded bytes go.  [default: a temporary directory]")
+def main(rounds: int, size: str, directory: str | None) -> None:
+    """Measure the cost of pack and unpack."""
+    torch.set_num_threads(1)
+    tba.keep_freed_pages()
+    nbytes = parse_size(size)
+    x = torch.full((nbytes // 4,), 0.5, requires_grad=True)
+    with ExitStack() as stack:
+        place = directory or stack.enter_context(tempfile.TemporaryDirectory())
+        kinds = {
+            "plain": make(None, place, stack),
+            "kept": make(2 * nbytes, place, stack),
+            "offloaded": make(nbytes, place, stack),
+        }
+        times: dict[str, list[float]] = {kind: [] for kind in kinds}
+        for round_ in range(rounds + 5):
+            for kind, (model, session) in kinds.items():
+                seconds = seconds_per_pass(model, session, x)
+                if round_ >= 5:
+                    times[kind].append(seconds)
+    for kind, limit in LIMITS.items():
+        extra = [1e6 * (a - b) / SAVED for a, b in zip(times[kind], times["plain"], strict=True)]
+        low, median, high = statistics.quantiles(extra, n=4)
+        click.echo(
+            f"{kind:10} {median:6.1f} us per saved tensor, quartiles {low:.1f} to {high:.1f} (goal: at most {limit:g})"
+        )
+
+
+if __name__ == "__main__":
+    main()

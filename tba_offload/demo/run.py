@@ -1,0 +1,217 @@
+"""The demo: one GPT trained three ways at once, and what each way costs in memory and time."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig, format_size, load_config
+from tba_offload.demo.race import Entrant, Spread, paired_ratio, race
+from tba_offload.demo.text import write_text
+from tba_offload.demo.trainer import Trainer
+from tba_offload.errors import ConfigError
+from tba_offload.policy import Placement
+
+from tba_offload.report.rok import draw, points
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from tba_offload.megatron.gpt import GptShape
+
+STRATEGIES = ("keep", "recompute", "offload")
+
+WARM_UP = 3
+"""Steps that medians and peaks leave out: the first allocates, the second settles."""
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class DemoSettings:
+    """What the demo trains and where it writes.
+
+    Attributes:
+        shape: The model.
+        batch_sizes: Sequences in a step; one race for each.
+        steps: Steps of each strategy.
+        output: Where the run logs, the picture and the summary go.
+        directories: Where the offloaded bytes go; by default a new directory under ``output``.
+        in_flight_bytes: The window of the offload strategy, at the smallest batch size; it grows with it.
+        policy: YAML file that replaces the policy of the offload strategy.
+        threads: Compute threads of each process; ``None`` for PyTorch's own choice.
+    """
+
+    shape: GptShape
+    batch_sizes: tuple[int, ...]
+    steps: int
+    output: Path
+    directories: tuple[Path, ...] = ()
+    in_flight_bytes: int = 8 * 2**20
+    policy: Path | None = None
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps <= WARM_UP:
+            raise ConfigError(f"steps is {self.steps}, and must be more than the {WARM_UP} that warm up")
+        if not self.batch_sizes or min(self.batch_sizes) < 1:
+            raise ConfigError(f"batch sizes are {self.batch_sizes}, and each must be at least 1")
+
+    @property
+    def total_steps(self) -> int:
+        """Single steps of all races together."""
+        return len(self.batch_sizes) * len(STRATEGIES) * self.steps
+
+
+def run_demo(settings: DemoSettings, *, on_step: Callable[[], object] = lambda: None) -> Figures:
+    """Trains, writes run logs, ``rok.svg``, ``rok.png`` and ``summary.json``, and returns the summary.
+
+    Args:
+        settings: What to do.
+        on_step: Called after every single step.
+
+    Raises:
+        ConfigError: The output directory holds run logs already, or the policy file is wrong.
+        RaceError: A strategy failed.
+    """
+    logs = _claim_output(settings)
+    with tempfile.TemporaryDirectory(prefix="tba-demo-", dir=settings.output) as scratch:
+        text = write_text(Path(scratch) / "text")
+        races = {
+            size: race(_entrants(settings, size, text, Path(scratch), logs), settings.steps, on_step=on_step)
+            for size in settings.batch_sizes
+        }
+    summary = summarize(races)
+    drawn = points(sorted(logs.values()))
+    draw(drawn, settings.output / "rok.svg")
+    draw(drawn, settings.output / "rok.png")
+    (settings.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    return summary
+
+
+def summarize(races: Mapping[int, Mapping[str, Sequence[Figures]]]) -> Figures:
+    """The figures of all races, batch size by batch size.
+
+    Ratios of times are medians of the ratios of single rounds; ``spread`` gives their quartiles.
+
+    Returns:
+        ``batch_sizes``, ``ratios``, ``spread``, ``identical_losses`` and ``measured``.
+    """
+    return {
+        "batch_sizes": {
+            str(size): {name: _strategy(steps) for name, steps in lanes.items()} for size, lanes in races.items()
+        },
+        "ratios": {str(size): _ratios(lanes) for size, lanes in races.items()},
+        "spread": {str(size): _spreads(lanes) for size, lanes in races.items()},
+        "identical_losses": all(
+            [step["loss"] for step in lanes[name]] == [step["loss"] for step in lanes["keep"]]
+            for lanes in races.values()
+            for name in lanes
+        ),
+        "measured": {
+            "activation_peak_bytes": next(iter(races.values()))["keep"][0]["peak_source"],
+            "step_seconds_median": "forward, backward and optimizer, wall clock, median after the warm-up",
+            "warm_up_steps": WARM_UP,
+        },
+    }
+
+
+def _strategy(steps: Sequence[Figures]) -> Figures:
+    counted = steps[WARM_UP:]
+    peaks = [step["activation_peak_bytes"] for step in counted]
+    figures: Figures = {
+        "activation_peak_bytes": max(peaks),
+        "activation_peak_bytes_median": int(statistics.median(peaks)),
+        "resident_peak_bytes": max(step["resident_peak_bytes"] or 0 for step in counted),
+        "step_seconds_median": _median(counted, "whole_step_seconds"),
+        "forward_backward_seconds_median": _median(counted, "seconds"),
+        "tokens_per_second": counted[0]["tokens"] / _median(counted, "whole_step_seconds"),
+        "stall_seconds_median": _median(counted, "stall_seconds"),
+        "losses": [step["loss"] for step in steps],
+    }
+    for name in ("offloaded", "read", "forwarded", "deduplicated", "kept", "given_up", "held", "fallback_kept"):
+        figures[f"{name}_bytes"] = int(_median(counted, f"{name}_bytes"))
+    return figures
+
+
+def _median(steps: Sequence[Figures], name: str) -> float:
+    return statistics.median(step[name] for step in steps)
+
+
+def _ratios(lanes: Mapping[str, Sequence[Figures]]) -> dict[str, float]:
+    peaks = {name: _strategy(steps)["activation_peak_bytes"] for name, steps in lanes.items()}
+    return {
+        "peak_offload_over_keep": peaks["offload"] / peaks["keep"],
+        "peak_offload_over_recompute": peaks["offload"] / peaks["recompute"],
+        **{name: spread["median"] for name, spread in _spreads(lanes).items()},
+    }
+
+
+def _spreads(lanes: Mapping[str, Sequence[Figures]]) -> dict[str, dict[str, float]]:
+    times = {name: [step["whole_step_seconds"] for step in steps[WARM_UP:]] for name, steps in lanes.items()}
+    spreads: dict[str, Spread] = {
+        "time_offload_over_keep": paired_ratio(times["offload"], times["keep"]),
+        "time_offload_over_recompute": paired_ratio(times["offload"], times["recompute"]),
+    }
+    return {name: dataclasses.asdict(spread) for name, spread in spreads.items()}
+
+
+def _claim_output(settings: DemoSettings) -> dict[tuple[int, str], Path]:
+    """The run logs to write; none may exist, or figures of two runs would be mixed."""
+    settings.output.mkdir(parents=True, exist_ok=True)
+    old = sorted(settings.output.glob("*.jsonl"))
+    if old:
+        raise ConfigError(f"{settings.output} holds run logs of another run ({old[0].name}); choose a new directory")
+    return {
+        (size, name): settings.output / f"{name}-b{size}.jsonl"
+        for size in settings.batch_sizes
+        for name in STRATEGIES
+    }
+
+
+def _entrants(
+    settings: DemoSettings, size: int, text: Path, scratch: Path, logs: Mapping[tuple[int, str], Path]
+) -> dict[str, Entrant]:
+    return {
+        name: Entrant(
+            Trainer,
+            {
+                "shape": settings.shape,
+                "text": text,
+                "config": _config(settings, name, size, scratch).to_yaml(),
+                "strategy": name,
+                "batch_size": size,
+                "steps": settings.steps,
+                "run_log": logs[size, name],
+                "threads": settings.threads,
+            },
+        )
+        for name in STRATEGIES
+    }
+
+
+def _config(settings: DemoSettings, name: str, size: int, scratch: Path) -> OffloadConfig:
+    if name == "offload" and settings.policy is not None:
+        return load_config(settings.policy)
+    window = settings.in_flight_bytes * size // min(settings.batch_sizes)
+    return OffloadConfig(
+        default=Placement(name),
+        budget=BudgetConfig(in_flight_bytes=window),
+        store=StoreConfig(kind="file", directories=settings.directories or (scratch,)),
+    )
+
+
+def describe(settings: DemoSettings) -> str:
+    """One line that says what is going to be trained."""
+    shape = settings.shape
+    batches = ", ".join(str(size) for size in settings.batch_sizes)
+    return (
+        f"{shape.style} with {shape.layers} layers of width {shape.hidden}, sequence {shape.sequence}, "
+        f"{shape.dtype}, dropout {shape.dropout}; batch sizes {batches}; {settings.steps} steps of "
+        f"{', '.join(STRATEGIES)} in turn; window {format_size(settings.in_flight_bytes)}"
+    )

@@ -1,0 +1,651 @@
+"""What every store must do; the test of a store subclasses :class:`StoreContract`."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import random
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tba_offload.device import READY, CpuDevice
+from tba_offload.errors import ChecksumError, SessionError, StoreError, StoreFullError
+from tba_offload.store.base import ActivationStore, Extent, IoFuture
+
+CPU = CpuDevice()
+MIB = 1 << 20
+MORE_THAN_THREADS = 8
+"""Transfers of one direction that no store of these tests runs all at once."""
+
+
+class Gate:
+    """An event that is reached when the test says so: it holds I/O threads where the test wants them."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self.reached = threading.Semaphore(0)
+
+    def synchronize(self) -> None:
+        self.reached.release()
+        assert self._open.wait(30)
+
+    def wait(self, stream: Any = None) -> None:
+        raise AssertionError("I/O threads wait for events, not streams")
+
+    def query(self) -> bool:
+        return self._open.is_set()
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def pattern(nbytes: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def at_lead(nbytes: int, lead: int, alignment: int) -> torch.Tensor:
+    """A target whose address is ``lead`` modulo the alignment, with padding of its own, filled with 0xAA."""
+    room = torch.full((nbytes + 3 * alignment,), 0xAA, dtype=torch.uint8)
+    start = (lead - room.data_ptr()) % alignment + alignment
+    return room[start : start + nbytes]
+
+
+def put(store: ActivationStore, data: torch.Tensor) -> Extent:
+    extent = store.reserve(data.nbytes, data.data_ptr())
+    store.write(extent, data, READY).wait(30)
+    return extent
+
+
+def get(store: ActivationStore, extent: Extent, *, padded: bool = True) -> torch.Tensor:
+    target = at_lead(extent.nbytes, extent.lead, store.alignment)
+    store.read(extent, target, READY, padded=padded).wait(30)
+    return target
+
+
+def io_threads() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("tba-"))
+
+
+def descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+class StoreContract:
+    """Subclass it, name the class ``Test…`` and define the three hooks."""
+
+    expression = ""
+    """Python that makes the same store in another process; ``directory`` and ``CPU`` are defined there."""
+
+    def make_store(self, directory: Path, **options: Any) -> ActivationStore:
+        raise NotImplementedError
+
+    def corrupt(self, store: ActivationStore, extent: Extent) -> None:
+        """Changes one byte of the payload of an extent behind the store's back."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[ActivationStore]:
+        with self.make_store(tmp_path) as store:
+            yield store
+
+    # Bytes come back.
+
+    @pytest.mark.parametrize("padded", [True, False])
+    @pytest.mark.parametrize(
+        "nbytes", [1, 63, 511, 512, 513, 4095, 4096, 4097, 65_536, 100_003, MIB, 9 * MIB, 9 * MIB + 1]
+    )
+    def test_bytes_come_back(self, store: ActivationStore, nbytes: int, padded: bool) -> None:
+        data = pattern(nbytes)
+        extent = put(store, data)
+        assert extent.nbytes == nbytes
+        assert extent.offset % 4096 == extent.length % 4096 == 0
+        assert extent.lead + nbytes <= extent.length
+        assert torch.equal(get(store, extent, padded=padded), data)
+
+    @pytest.mark.parametrize("shift", [1, 7, 64, 100, 511, 513, 4095])
+    def test_sources_and_targets_may_lie_anywhere(self, store: ActivationStore, shift: int) -> None:
+        data = pattern(200_000)[shift : shift + 150_001]
+        extent = put(store, data)
+        for place in (0, shift, shift + 1):
+            target = torch.zeros(160_000, dtype=torch.uint8)[place : place + 150_001]
+            store.read(extent, target, READY, padded=False).wait(30)
+            assert torch.equal(target, data)
+
+    @pytest.mark.parametrize("shift", [0, 1, 100])
+    def test_an_unpadded_read_leaves_the_neighbours_alone(self, store: ActivationStore, shift: int) -> None:
+        data = pattern(5001)
+        extent = put(store, data)
+        room = torch.full((20_000,), 0xAA, dtype=torch.uint8)
+        start = (extent.lead - room.data_ptr()) % store.alignment + 4096 + shift
+        store.read(extent, room[start : start + 5001], READY, padded=False).wait(30)
+        assert torch.equal(room[start : start + 5001], data)
+        assert bool((room[:start] == 0xAA).all())
+        assert bool((room[start + 5001 :] == 0xAA).all())
+
+    def test_a_padded_read_needs_room_for_the_padding(self, store: ActivationStore) -> None:
+        data = pattern(5001)
+        extent = put(store, data)
+        tight = torch.empty(5001, dtype=torch.uint8)
+        if store.alignment > 1:
+            with pytest.raises(ValueError, match="no room for padding"):
+                store.read(extent, tight, READY, padded=True)
+        store.read(extent, tight, READY, padded=False).wait(30)
+        assert torch.equal(tight, data)
+
+    def test_a_padded_read_at_another_lead_is_right_too(self, store: ActivationStore) -> None:
+        data = pattern(70_001)
+        extent = put(store, data)
+        target = at_lead(70_001, extent.lead + 3, max(store.alignment, 512))
+        store.read(extent, target, READY, padded=True).wait(30)
+        assert torch.equal(target, data)
+
+    def test_an_extent_can_be_written_and_read_again(self, store: ActivationStore) -> None:
+        extent = put(store, pattern(10_000, seed=1))
+        for seed in (2, 3):
+            data = pattern(10_000, seed)
+            store.write(extent, data, READY).wait(30)
+            assert torch.equal(get(store, extent), data)
+            assert torch.equal(get(store, extent), data)
+
+    def test_several_reads_of_one_extent_overlap(self, store: ActivationStore) -> None:
+        data = pattern(MIB)
+        extent = put(store, data)
+        targets = [at_lead(MIB, extent.lead, store.alignment) for _ in range(6)]
+        for future in [store.read(extent, target, READY, padded=True) for target in targets]:
+            future.wait(30)
+        assert all(torch.equal(target, data) for target in targets)
+
+    def test_a_transfer_starts_after_its_event(self, store: ActivationStore) -> None:
+        data, gate = torch.zeros(5000, dtype=torch.uint8), Gate()
+        extent = store.reserve(5000, data.data_ptr())
+        future = store.write(extent, data, gate)
+        assert gate.reached.acquire(timeout=30)
+        data.fill_(7)  # what the kernel before the event would do
+        gate.open()
+        future.wait(30)
+        assert bool((get(store, extent) == 7).all())
+
+    def test_concurrent_mixed_transfers_with_random_cancels(self, store: ActivationStore) -> None:
+        rng = random.Random(0)
+        stored: list[tuple[Extent, torch.Tensor]] = []
+        for burst in range(12):
+            writes = self._start_writes(store, rng, burst)
+            reads = self._start_reads(store, rng, stored)
+            futures = [write for *_, write in writes] + [read for *_, read in reads]
+            for future in rng.sample(futures, k=len(futures) // 3):
+                future.cancel()
+            stored += self._finish_writes(store, writes)
+            for data, target, read in reads:
+                if not read.cancelled():
+                    read.wait(30)
+                    assert torch.equal(target, data)
+            rng.shuffle(stored)
+            while len(stored) > 20:
+                store.release(stored.pop()[0])
+        assert store.pending() == store.pending_bytes() == 0
+
+    def _start_writes(
+        self, store: ActivationStore, rng: random.Random, burst: int
+    ) -> list[tuple[Extent, torch.Tensor, IoFuture]]:
+        started = []
+        for i in range(10):
+            shift = rng.randrange(600)
+            data = pattern(shift + rng.randrange(1, 300_000), seed=100 * burst + i)[shift:]
+            extent = store.reserve(data.nbytes, data.data_ptr())
+            started.append((extent, data, store.write(extent, data, READY)))
+        return started
+
+    def _start_reads(
+        self, store: ActivationStore, rng: random.Random, stored: list[tuple[Extent, torch.Tensor]]
+    ) -> list[tuple[torch.Tensor, torch.Tensor, IoFuture]]:
+        started = []
+        for extent, data in stored[:10]:
+            target = at_lead(extent.nbytes, extent.lead, store.alignment)
+            started.append((data, target, store.read(extent, target, READY, padded=rng.random() < 0.7)))
+        return started
+
+    def _finish_writes(
+        self, store: ActivationStore, writes: list[tuple[Extent, torch.Tensor, IoFuture]]
+    ) -> list[tuple[Extent, torch.Tensor]]:
+        finished = []
+        for extent, data, write in writes:
+            if write.cancelled():
+                store.release(extent)
+            else:
+                write.wait(30)
+                finished.append((extent, data))
+        return finished
+
+    # Extents are reserved, reused and given back.
+
+    def test_extents_are_reused_within_and_across_steps(self, store: ActivationStore) -> None:
+        marks = []
+        for _ in range(5):
+            extents = []
+            for nbytes in (10_000, 300_000, 5, 64_000, 300_000):
+                data = torch.zeros(nbytes, dtype=torch.uint8)
+                store.release(put(store, data))
+                extents.append(put(store, data))
+            for extent in reversed(extents):
+                get(store, extent)
+                store.release(extent)
+            assert store.used_bytes == 0
+            marks.append(store.high_water_bytes)
+        assert marks[-1] == marks[1] <= 4 * 800_000
+
+    def test_live_extents_do_not_overlap(self, store: ActivationStore) -> None:
+        extents = [store.reserve(nbytes, nbytes) for nbytes in (1, 4096, 5000, 100_000) for _ in range(5)]
+        taken = sorted((e.drive, e.offset, e.offset + e.length) for e in extents)
+        for (drive, _, end), (next_drive, start, _) in zip(taken, taken[1:], strict=False):
+            assert drive != next_drive or end <= start
+        assert store.used_bytes == sum(extent.length for extent in extents)
+
+    def test_capacity_is_a_limit_that_a_release_lifts(self, tmp_path: Path) -> None:
+        with self.make_store(tmp_path, capacity=64 * 4096) as store:
+            assert store.capacity_bytes == 64 * 4096
+            extents = []
+            with pytest.raises(StoreFullError, match="capacity"):
+                while len(extents) < 100:
+                    extents.append(store.reserve(8 * 4096, 0))
+            assert len(extents) == 8
+            store.release(extents[3])
+            assert torch.equal(get(store, put(store, pattern(3 * 4096))), pattern(3 * 4096))
+
+    def test_prepare_grows_up_to_the_capacity(self, tmp_path: Path) -> None:
+        with self.make_store(tmp_path, capacity=64 * 4096) as store:
+            store.prepare(64 * 4096)
+            assert store.used_bytes == 0
+            with pytest.raises(StoreFullError, match="do not fit"):
+                store.prepare(66 * 4096)
+
+    @pytest.mark.parametrize("nbytes", [0, -1])
+    def test_an_extent_holds_something(self, store: ActivationStore, nbytes: int) -> None:
+        with pytest.raises(ValueError, match="at least 1 byte"):
+            store.reserve(nbytes, 0)
+
+    # Wrong use is an error, never a wrong byte.
+
+    def test_released_extents_cannot_be_used(self, store: ActivationStore) -> None:
+        data = pattern(5000)
+        extent = put(store, data)
+        store.release(extent)
+        with pytest.raises(ValueError, match="not reserved"):
+            store.release(extent)
+        with pytest.raises(ValueError, match="not reserved"):
+            store.write(extent, data, READY)
+        with pytest.raises(ValueError, match="not reserved"):
+            store.read(extent, torch.empty(5000, dtype=torch.uint8), READY, padded=False)
+
+    def test_an_older_extent_at_the_same_place_is_not_the_new_one(self, store: ActivationStore) -> None:
+        data = pattern(5000)
+        old = [store.reserve(5000, data.data_ptr()) for _ in range(4)]
+        for extent in old:
+            store.release(extent)
+        new = [store.reserve(5000, data.data_ptr()) for _ in range(4)]
+        assert set(new) == set(old)
+        for extent in old:
+            with pytest.raises(ValueError, match="not reserved"):
+                store.write(extent, data, READY)
+
+    def test_an_extent_that_was_never_written_cannot_be_read(self, store: ActivationStore) -> None:
+        extent = store.reserve(5000, 0)
+        with pytest.raises(ValueError, match="never written"):
+            store.read(extent, torch.empty(5000, dtype=torch.uint8), READY, padded=False)
+
+    def test_a_busy_extent_cannot_be_used(self, store: ActivationStore) -> None:
+        data, gate = pattern(5000), Gate()
+        extent = store.reserve(5000, data.data_ptr())
+        future = store.write(extent, data, gate)
+        with pytest.raises(ValueError, match="has not ended"):
+            store.release(extent)
+        with pytest.raises(ValueError, match="has not ended"):
+            store.write(extent, data, READY)
+        with pytest.raises(ValueError, match="being written"):
+            store.read(extent, torch.empty(5000, dtype=torch.uint8), READY, padded=False)
+        gate.open()
+        future.wait(30)
+        store.release(extent)
+
+    @pytest.mark.parametrize(
+        "tensor",
+        [
+            torch.zeros(4999, dtype=torch.uint8),
+            torch.zeros(5000, dtype=torch.int8),
+            torch.zeros(50, 100, dtype=torch.uint8),
+            torch.zeros(10_000, dtype=torch.uint8)[::2],
+        ],
+        ids=["size", "dtype", "dimensions", "strides"],
+    )
+    def test_tensors_must_fit(self, store: ActivationStore, tensor: torch.Tensor) -> None:
+        extent = put(store, pattern(5000))
+        with pytest.raises(ValueError, match="contiguous 1-D uint8 tensor of 5000 bytes"):
+            store.write(extent, tensor, READY)
+        with pytest.raises(ValueError, match="contiguous 1-D uint8 tensor of 5000 bytes"):
+            store.read(extent, tensor, READY, padded=False)
+
+    def test_an_event_that_fails_fails_the_transfer(self, store: ActivationStore) -> None:
+        class Broken(Gate):
+            def synchronize(self) -> None:
+                raise RuntimeError("device lost")
+
+        data = pattern(5000)
+        extent = store.reserve(5000, data.data_ptr())
+        future = store.write(extent, data, Broken())
+        with pytest.raises(StoreError, match="could not write .*device lost") as caught:
+            future.wait(30)
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        assert future.done()
+        assert not future.cancel()
+        with pytest.raises(ValueError, match="never written"):
+            store.read(extent, data, READY, padded=False)
+        store.release(extent)
+
+    def test_checksums_catch_a_changed_byte(self, tmp_path: Path) -> None:
+        with self.make_store(tmp_path, checksum=True) as store:
+            for nbytes in (1, 5000, 300_001):
+                data = pattern(nbytes)
+                extent = put(store, data)
+                assert torch.equal(get(store, extent), data)
+                assert torch.equal(get(store, extent, padded=False), data)
+                self.corrupt(store, extent)
+                for padded in (True, False):
+                    with pytest.raises(ChecksumError, match="instead of"):
+                        get(store, extent, padded=padded)
+
+    # Futures.
+
+    def test_a_queued_transfer_can_be_cancelled(self, store: ActivationStore) -> None:
+        gate, called = Gate(), []
+        futures = self._gated_writes(store, gate)
+        data = pattern(5000)
+        extent = store.reserve(5000, data.data_ptr())
+        future = store.write(extent, data, gate)
+        future.add_done_callback(called.append)
+        tensor = weakref.ref(data)
+        del data
+        assert tensor() is not None
+        assert future.cancel()
+        assert tensor() is None
+        assert future.cancel()
+        assert future.cancelled()
+        assert future.done()
+        assert store.pending() == len(futures)
+        future.add_done_callback(called.append)
+        store.release(extent)
+        gate.open()
+        for other in futures:
+            other.wait(30)
+        with pytest.raises(StoreError, match="cancelled") as caught:
+            future.wait()
+        assert caught.value.errno == errno.ECANCELED
+        assert called == []
+
+    def test_a_running_transfer_cannot_be_cancelled(self, store: ActivationStore) -> None:
+        gate = Gate()
+        data = pattern(5000)
+        future = store.write(store.reserve(5000, data.data_ptr()), data, gate)
+        assert gate.reached.acquire(timeout=30)
+        assert not future.cancel()
+        assert not future.cancelled()
+        assert not future.done()
+        gate.open()
+        future.wait(30)
+        assert not future.cancel()
+
+    def test_wait_gives_up_in_time_and_the_transfer_goes_on(self, store: ActivationStore) -> None:
+        gate = Gate()
+        data = pattern(5000)
+        extent = store.reserve(5000, data.data_ptr())
+        future = store.write(extent, data, gate)
+        with pytest.raises(TimeoutError):
+            future.wait(0.01)
+        assert store.pending() == 1
+        assert store.pending_bytes() == 5000
+        gate.open()
+        future.wait(30)
+        assert store.pending() == store.pending_bytes() == 0
+        assert torch.equal(get(store, extent), data)
+
+    def test_callbacks_run_once_on_an_io_thread(self, store: ActivationStore) -> None:
+        calls: list[tuple[IoFuture, str]] = []
+        gate = Gate()
+        data = pattern(5000)
+        future = store.write(store.reserve(5000, data.data_ptr()), data, gate)
+        for _ in range(3):
+            future.add_done_callback(lambda done: calls.append((done, threading.current_thread().name)))
+        gate.open()
+        future.wait(30)
+        _eventually(lambda: len(calls) == 3)
+        assert all(done is future and name.startswith("tba-write-") for done, name in calls)
+        future.add_done_callback(lambda done: calls.append((done, threading.current_thread().name)))
+        assert calls[3:] == [(future, threading.current_thread().name)]
+
+    def test_no_callback_is_lost_in_a_race(self, store: ActivationStore) -> None:
+        data = pattern(64)
+        extents = [store.reserve(64, data.data_ptr()) for _ in range(400)]
+        calls: list[IoFuture] = []
+        futures = []
+        for extent in extents:
+            future = store.write(extent, data, READY)
+            future.add_done_callback(calls.append)
+            futures.append(future)
+        for future in futures:
+            future.wait(30)
+        _eventually(lambda: len(calls) >= 400)
+        assert len(calls) == len(set(calls)) == 400
+
+    def test_a_callback_can_free_the_memory_and_release_the_extent(self, store: ActivationStore) -> None:
+        gate, alive = Gate(), []
+        data = pattern(5000)
+        tensor = weakref.ref(data)
+        extent = store.reserve(5000, data.data_ptr())
+        future = store.write(extent, data, gate)
+
+        def finish(done: IoFuture) -> None:
+            store.release(extent)
+            alive.append(tensor())
+
+        future.add_done_callback(finish)
+        del data
+        gate.open()
+        future.wait(30)
+        _eventually(lambda: bool(alive))
+        assert alive == [None]
+        assert store.used_bytes == 0
+
+    def test_a_failed_transfer_lets_go_of_the_tensor(self, store: ActivationStore) -> None:
+        class Broken(Gate):
+            def synchronize(self) -> None:
+                raise RuntimeError("device lost")
+
+        data = pattern(5000)
+        tensor = weakref.ref(data)
+        future = store.write(store.reserve(5000, data.data_ptr()), data, Broken())
+        del data
+        _eventually(future.done)
+        assert isinstance(future.error, StoreError)
+        assert tensor() is None
+
+    def test_a_callback_that_fails_stops_the_store(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hooked: list[BaseException | None] = []
+        monkeypatch.setattr(threading, "excepthook", lambda args: hooked.append(args.exc_value))
+        store = self.make_store(tmp_path)
+        data, gate, reached = pattern(5000), Gate(), []
+        extent = store.reserve(5000, data.data_ptr())
+        future = store.write(extent, data, gate)
+        error = ZeroDivisionError("in a callback")
+
+        def fail(done: IoFuture) -> None:
+            raise error
+
+        future.add_done_callback(fail)
+        future.add_done_callback(reached.append)
+        gate.open()
+        future.wait(30)
+        _eventually(lambda: bool(reached))
+        assert hooked == [error]
+        with pytest.raises(SessionError, match="callback of a transfer failed"):
+            store.write(extent, data, READY)
+        with pytest.raises(ZeroDivisionError, match="in a callback"):
+            store.close()
+        store.close()
+        assert io_threads() == []
+
+    # The end.
+
+    def test_close_is_final_and_idempotent(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path)
+        data = pattern(5000)
+        extent = put(store, data)
+        store.close()
+        store.close()
+        with pytest.raises(SessionError, match="closed"):
+            store.reserve(1, 0)
+        with pytest.raises(SessionError, match="closed"):
+            store.write(extent, data, READY)
+        with pytest.raises(SessionError, match="closed"):
+            store.read(extent, data, READY, padded=False)
+        store.release(extent)
+
+    def test_close_cancels_the_queue_and_waits_for_the_rest(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path)
+        gate = Gate()
+        futures = self._gated_writes(store, gate)
+        assert gate.reached.acquire(timeout=30)
+        closing = threading.Thread(target=store.close)
+        closing.start()
+        _eventually(futures[-1].cancelled)
+        assert closing.is_alive()
+        gate.open()
+        closing.join(30)
+        assert not closing.is_alive()
+        assert all(future.done() for future in futures)
+        assert not futures[0].cancelled()
+        assert io_threads() == []
+
+    def test_close_from_a_callback_is_refused(self, store: ActivationStore) -> None:
+        errors: list[BaseException] = []
+        gate = Gate()
+        data = pattern(5000)
+        future = store.write(store.reserve(5000, data.data_ptr()), data, gate)
+
+        def close(done: IoFuture) -> None:
+            try:
+                store.close()
+            except SessionError as error:
+                errors.append(error)
+
+        future.add_done_callback(close)
+        gate.open()
+        _eventually(lambda: bool(errors))
+        assert "from a callback" in str(errors[0])
+
+    def test_threads_and_descriptors_are_flat(self, tmp_path: Path) -> None:
+        before = descriptors()
+        for _ in range(3):
+            with self.make_store(tmp_path) as store:
+                get(store, put(store, pattern(100_000)), padded=False)
+                assert io_threads()
+            assert io_threads() == []
+            assert descriptors() == before
+
+    def test_a_forgotten_store_ends_its_threads_and_says_so(self, tmp_path: Path) -> None:
+        before = descriptors()
+        with pytest.warns(ResourceWarning, match="was not closed"):
+            self._use_and_forget(tmp_path)
+            gc.collect()
+        _eventually(lambda: io_threads() == [])
+        assert descriptors() == before
+
+    def _use_and_forget(self, directory: Path) -> None:
+        store = self.make_store(directory)
+        put(store, pattern(5000))
+        _eventually(lambda: store.pending() == 0)
+
+    @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+    def test_a_forked_child_is_inert(self, tmp_path: Path) -> None:
+        before = descriptors()
+        store = self.make_store(tmp_path)
+        data, gate = pattern(5000), Gate()
+        extent = put(store, data)
+        running = store.write(store.reserve(5000, data.data_ptr()), data, gate)
+        child = os.fork()
+        if child == 0:
+            os._exit(_in_child(store, extent, data, running, before))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        gate.open()
+        running.wait(30)
+        assert torch.equal(get(store, extent), data)
+        store.close()
+
+    def test_the_interpreter_exits_cleanly_with_io_pending(self, tmp_path: Path) -> None:
+        program = f"""
+            import logging, torch
+            from pathlib import Path
+            from tba_offload.device import READY, CpuDevice
+            from tba_offload.store.file import FileStore
+            from tba_offload.store.host import HostStore
+            from tba_offload.store.striped import StripedStore
+            logging.disable()
+            CPU, directory = CpuDevice(), Path({str(tmp_path)!r})
+            store = {self.expression}
+            data = torch.ones(4 << 20, dtype=torch.uint8)
+            futures = [store.write(store.reserve(data.nbytes, data.data_ptr()), data, READY) for _ in range(40)]
+        """
+        ended = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120
+        )
+        assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+        assert list(tmp_path.iterdir()) == []
+
+    def _gated_writes(self, store: ActivationStore, gate: Gate) -> list[IoFuture]:
+        """More writes than threads, all held at the gate."""
+        data = pattern(5000)
+        extents = [store.reserve(5000, data.data_ptr()) for _ in range(MORE_THAN_THREADS)]
+        return [store.write(extent, data, gate) for extent in extents]
+
+
+def _in_child(
+    store: ActivationStore, extent: Extent, data: torch.Tensor, running: IoFuture, before: set[str]
+) -> int:
+    """What must hold in a forked child; the exit status says how many uses did not raise."""
+    uses: list[Callable[[], object]] = [
+        lambda: store.reserve(1, 0),
+        lambda: store.release(extent),
+        lambda: store.write(extent, data, READY),
+        lambda: store.read(extent, data, READY, padded=False),
+        lambda: store.prepare(4096),
+        lambda: running.wait(5),
+    ]
+    wrong = 0
+    for use in uses:
+        try:
+            use()
+        except SessionError as error:
+            wrong += "forked" not in str(error)
+        except BaseException:
+            wrong += 1
+        else:
+            wrong += 1
+    store.close()
+    return wrong + 10 * (descriptors() != before)
+
+
+def _eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen within 30 s"
+        time.sleep(0.001)

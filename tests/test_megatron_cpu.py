@@ -1,0 +1,209 @@
+"""megatron-core in one process without a GPU."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tba_offload.errors import MissingDependencyError, UnsupportedError
+from tba_offload.megatron import cpu, require_core
+from tba_offload.megatron.cpu import install, seed_all, single_process, training_device
+from tba_offload.megatron.gpt import GptShape, build_gpt, gpt_loss, random_batch
+
+pytestmark = pytest.mark.megatron
+
+SHAPE = GptShape(layers=1, hidden=16, heads=2, sequence=8, vocab=32, dtype="fp32")
+LISTENING = "0A"
+
+
+def one_loss() -> float:
+    with single_process(seed=3):
+        return gpt_loss(build_gpt(SHAPE, seed=0), random_batch(SHAPE, batch_size=2, seed=1)).item()
+
+
+def listening_addresses() -> set[str]:
+    """Addresses, in hexadecimal, on which sockets of this process listen."""
+    links = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    own = {link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:[")}
+    rows = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    ]
+    return {row[1].partition(":")[0] for row in rows if row[9] in own and row[3] == LISTENING}
+
+
+def run_python(code: str) -> None:
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
+
+
+class TestSingleProcess:
+    def test_trains_and_can_be_entered_again(self) -> None:
+        assert one_loss() == one_loss()
+
+    def test_leaves_no_group_behind(self) -> None:
+        from megatron.core import parallel_state
+
+        with single_process():
+            assert parallel_state.get_tensor_model_parallel_world_size() == 1
+        assert not dist.is_initialized()
+        assert not parallel_state.model_parallel_is_initialized()
+
+    def test_leaves_no_group_behind_when_the_body_raises(self) -> None:
+        with pytest.raises(KeyboardInterrupt), single_process():
+            raise KeyboardInterrupt
+        assert not dist.is_initialized()
+
+    def test_listens_on_the_loopback_interface_only_and_not_for_longer(self) -> None:
+        before = listening_addresses()
+        with single_process():
+            during = listening_addresses()
+        assert during - before <= {"0100007F", "00000000000000000000000001000000"}
+        assert during
+        assert listening_addresses() == before
+
+    @pytest.mark.parametrize("before", [None, "eth7"])
+    def test_puts_the_interface_setting_back(
+        self, before: str | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+        if before is not None:
+            monkeypatch.setenv("GLOO_SOCKET_IFNAME", before)
+        with single_process():
+            pass
+        assert os.environ.get("GLOO_SOCKET_IFNAME") == before
+
+    def test_refuses_to_replace_a_process_group(self) -> None:
+        with single_process():
+            with pytest.raises(UnsupportedError, match="already belongs to a process group"):
+                single_process().__enter__()
+            assert dist.is_initialized()
+
+    def test_trains_on_the_cpu_where_there_is_no_gpu(self) -> None:
+        expected = "cuda" if torch.cuda.is_available() else "cpu"
+        assert training_device().type == expected
+        with single_process():
+            assert next(build_gpt(SHAPE, seed=0).parameters()).device.type == expected
+
+
+class TestSeedAll:
+    def test_repeats_every_generator(self) -> None:
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        def draw() -> list[float]:
+            seed_all(11)
+            with get_cuda_rng_tracker().fork():
+                inside = torch.rand(3, device=training_device())
+            return [*inside.tolist(), *torch.rand(3).tolist()]
+
+        with single_process():
+            first, second = draw(), draw()
+        assert first == second
+        assert len(set(first)) == len(first)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the substitutions are for machines without a GPU")
+class TestInstall:
+    def test_again_changes_nothing(self) -> None:
+        from megatron.core.tensor_parallel import random
+
+        def substituted() -> list[object]:
+            names = ("current_device", "manual_seed", "get_rng_state")
+            helpers = (random._get_cuda_rng_state, random._set_cuda_rng_state)
+            filters = list(logging.getLogger(random.__name__).filters)
+            return [*(getattr(torch.cuda, name) for name in names), *helpers, *filters]
+
+        install()
+        first = substituted()
+        install()
+        assert substituted() == first
+
+    def test_refuses_where_there_is_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(cpu, "_replace", lambda *_: pytest.fail("something was replaced"))
+        with pytest.raises(UnsupportedError, match="would hide the GPU"):
+            install()
+
+    def test_a_random_number_region_resumes_its_own_stream(self) -> None:
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        def inside() -> torch.Tensor:
+            with get_cuda_rng_tracker().fork():
+                return torch.rand(4)
+
+        with single_process():
+            seed_all(5)
+            undisturbed = torch.cat([inside(), inside()])
+            seed_all(5)
+            first = inside()
+            torch.rand(100)
+            assert torch.equal(torch.cat([first, inside()]), undisturbed)
+
+    def test_a_random_number_region_leaves_the_outer_stream_alone(self) -> None:
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        with single_process():
+            before = torch.get_rng_state()
+            with get_cuda_rng_tracker().fork():
+                torch.rand(4)
+            assert torch.equal(torch.get_rng_state(), before)
+
+    def test_a_random_number_region_is_silent_and_queues_nothing(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        with single_process():
+            queued = len(torch.cuda._queued_calls)
+            for _ in range(3):
+                with get_cuda_rng_tracker().fork():
+                    torch.rand(4)
+            assert len(torch.cuda._queued_calls) == queued
+        assert not caplog.records
+
+    def test_other_messages_of_the_generators_still_come_through(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        install()
+        logging.getLogger("megatron.core.tensor_parallel.random").warning("something else")
+        assert [record.message for record in caplog.records] == ["something else"]
+
+
+class TestWithoutMegatron:
+    def test_the_package_imports_without_importing_it(self) -> None:
+        run_python(
+            "import sys, tba_offload.megatron.cpu, tba_offload.megatron.gpt, tba_offload.megatron.layers\n"
+            "import tba_offload.demo.text\n"
+            "assert not any(name.partition('.')[0] == 'megatron' for name in sys.modules)"
+        )
+
+    def test_what_needs_it_says_what_to_install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "megatron.core", None)
+        with pytest.raises(MissingDependencyError) as caught:
+            require_core("building a GPT model")
+        assert "building a GPT model needs megatron-core" in str(caught.value)
+        assert "pip install 'tba-offload[megatron]'" in str(caught.value)
+
+    def test_a_model_cannot_be_built(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "megatron.core", None)
+        with pytest.raises(MissingDependencyError):
+            build_gpt(SHAPE, seed=0)
+        with pytest.raises(MissingDependencyError):
+            single_process().__enter__()
+        assert not dist.is_initialized()
+
+    def test_a_broken_installation_is_not_called_missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "megatron.core.models.gpt.gpt_layer_specs", None)
+        with pytest.raises(ModuleNotFoundError, match="gpt_layer_specs") as caught:
+            require_core("a test")
+        assert not isinstance(caught.value, MissingDependencyError)
+
+    def test_importing_it_is_quiet(self) -> None:
+        run_python("from tba_offload.megatron import require_core; require_core('a test')")

@@ -1,0 +1,218 @@
+"""The megatron-core models that the demonstration and the tests train."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from tba_offload.errors import ConfigError
+from tba_offload.megatron.cpu import seed_all, single_process
+from tba_offload.megatron.gpt import (
+    GptShape,
+    build_encoder,
+    build_gpt,
+    causal_mask,
+    gpt_loss,
+    model_flops,
+    random_batch,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
+
+GPT = GptShape(layers=2, hidden=32, heads=4, sequence=16, vocab=64, dtype="fp32", dropout=0.0)
+LLAMA = dataclasses.replace(GPT, style="llama")
+SHAPES = [GPT, LLAMA, dataclasses.replace(GPT, dtype="bf16"), dataclasses.replace(LLAMA, dtype="bf16")]
+
+
+def name_of(shape: GptShape) -> str:
+    return f"{shape.style}-{shape.dtype}"
+
+
+every_shape = pytest.mark.parametrize("shape", SHAPES, ids=name_of)
+
+
+@pytest.fixture
+def megatron() -> Iterator[None]:
+    with single_process(seed=1):
+        yield
+
+
+def bits(model: nn.Module) -> list[bytes]:
+    return [parameter.detach().cpu().view(torch.uint8).numpy().tobytes() for parameter in model.parameters()]
+
+
+class TestBuildGpt:
+    @every_shape
+    def test_is_a_megatron_model_that_starts_at_the_loss_of_a_guess(self, shape: GptShape) -> None:
+        from megatron.core.models.gpt import GPTModel
+
+        model = build_gpt(shape, seed=0)
+        assert any(isinstance(module, GPTModel) for module in model.modules())
+        loss = gpt_loss(model, random_batch(shape, batch_size=2, seed=0))
+        assert loss.dtype == torch.float32
+        assert loss.item() == pytest.approx(math.log(shape.vocab), rel=0.05)
+
+    @every_shape
+    def test_has_the_dtype_that_was_asked_for(self, shape: GptShape) -> None:
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[shape.dtype]
+        assert {parameter.dtype for parameter in build_gpt(shape, seed=0).parameters()} == {dtype}
+
+    @every_shape
+    def test_learns(self, shape: GptShape) -> None:
+        model = build_gpt(shape, seed=0)
+        batch = random_batch(shape, batch_size=2, seed=0)
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        losses = []
+        for _ in range(20):
+            loss = gpt_loss(model, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[-1] < 0.7 * losses[0]
+
+    @every_shape
+    def test_the_seed_decides_the_weights(self, shape: GptShape) -> None:
+        seed_all(1)
+        first = bits(build_gpt(shape, seed=5))
+        seed_all(2)
+        assert bits(build_gpt(shape, seed=5)) == first
+        assert bits(build_gpt(shape, seed=6)) != first
+
+    def test_leaves_the_random_numbers_alone(self) -> None:
+        before = torch.get_rng_state()
+        build_gpt(GPT, seed=0)
+        assert torch.equal(torch.get_rng_state(), before)
+
+    def test_the_styles_are_what_they_say(self) -> None:
+        gpt, llama = (
+            {type(module).__name__ for module in build_gpt(shape, seed=0).modules()} for shape in (GPT, LLAMA)
+        )
+        assert "LayerNorm" in gpt
+        assert "RotaryEmbedding" not in gpt
+        assert "RMSNorm" in llama
+        assert "RotaryEmbedding" in llama
+        biases = [name for name, _ in build_gpt(LLAMA, seed=0).named_parameters() if name.endswith("bias")]
+        assert biases == []
+
+    @pytest.mark.parametrize("shape", [GPT, LLAMA], ids=name_of)
+    def test_does_not_look_ahead(self, shape: GptShape) -> None:
+        model = build_gpt(shape, seed=0)
+        batch = random_batch(shape, batch_size=1, seed=0)
+        batch["loss_mask"][:, 8:] = 0
+        before = gpt_loss(model, batch).item()
+        batch["tokens"][:, 8:] += 1
+        batch["tokens"] %= shape.vocab
+        assert gpt_loss(model, batch).item() == before
+        batch["tokens"][:, 0] += 1
+        batch["tokens"] %= shape.vocab
+        assert gpt_loss(model, batch).item() != before
+
+    def test_drops_out_when_training_only(self) -> None:
+        shape = dataclasses.replace(GPT, dropout=0.5)
+        model = build_gpt(shape, seed=0)
+        batch = random_batch(shape, batch_size=1, seed=0)
+        assert len({gpt_loss(model, batch).item() for _ in range(3)}) == 3
+        model.eval()
+        assert len({gpt_loss(model, batch).item() for _ in range(3)}) == 1
+
+
+class TestBuildEncoder:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_looks_both_ways(self, dtype: torch.dtype) -> None:
+        shape = dataclasses.replace(GPT, dtype="fp32" if dtype == torch.float32 else "bf16")
+        encoder = build_encoder(shape, seed=0)
+        device = next(encoder.parameters()).device
+        hidden = torch.randn(shape.sequence, 1, shape.hidden, device=device).to(dtype).requires_grad_()
+        output = encoder(hidden, None)
+        assert output.shape == hidden.shape
+        assert output.dtype == dtype
+        output[0].float().square().sum().backward()
+        assert hidden.grad is not None
+        assert hidden.grad[-1].any()
+
+    def test_the_seed_decides_the_weights(self) -> None:
+        assert bits(build_encoder(GPT, seed=1)) == bits(build_encoder(GPT, seed=1))
+        assert bits(build_encoder(GPT, seed=1)) != bits(build_encoder(GPT, seed=2))
+
+    def test_has_no_llama_style(self) -> None:
+        with pytest.raises(ConfigError, match="'llama'"):
+            build_encoder(LLAMA, seed=0)
+
+
+class TestModelFlops:
+    @pytest.mark.parametrize(
+        "shape",
+        [GPT, LLAMA, dataclasses.replace(LLAMA, kv_heads=2, ffn=48), dataclasses.replace(GPT, ffn=40)],
+    )
+    def test_is_what_the_model_multiplies(self, shape: GptShape) -> None:
+        model = build_gpt(shape, seed=0)
+        with FlopCounterMode(display=False) as counter:
+            gpt_loss(model, random_batch(shape, batch_size=3, seed=0)).backward()
+        assert model_flops(shape, 3) == counter.get_total_flops()
+
+    def test_is_the_formula_of_the_paper_for_gpt(self) -> None:
+        b, s, layers, h, v = 8, 2048, 24, 2304, 51200
+        shape = GptShape(layers=layers, hidden=h, heads=24, sequence=s, vocab=v)
+        paper_with_recomputation = 96 * b * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
+        recomputation = 2 * b * s * layers * (12 * h**2 + 2 * s * h)
+        assert model_flops(shape, b) == pytest.approx(paper_with_recomputation - recomputation, rel=1e-12)
+
+
+class TestGptShape:
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"layers": 0}, "layers is 0, and must be at least 1"),
+            ({"heads": 0}, "heads is 0, and must be at least 1"),
+            ({"kv_heads": -1}, "kv_heads is -1, and must be at least 1"),
+            ({"heads": 5}, "hidden 32 is not a multiple of heads 5"),
+            ({"kv_heads": 3}, "heads 4 is not a multiple of kv_heads 3"),
+            ({"dtype": "fp16"}, "dtype is 'fp16', and must be one of fp32, bf16"),
+            ({"style": "bert"}, "style is 'bert', and must be one of gpt, llama"),
+            ({"dropout": 1.0}, "dropout is 1.0, and must be at least 0 and below 1"),
+            ({"dropout": math.nan}, "dropout is nan"),
+            ({"style": "llama", "heads": 32}, "an even head size, not 1"),
+        ],
+    )
+    def test_refuses_what_is_no_model(self, change: dict[str, object], message: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            dataclasses.replace(GPT, **change)
+        assert message in str(caught.value)
+
+    def test_fills_in_widths_and_heads(self) -> None:
+        assert (GPT.ffn_width, GPT.key_value_heads) == (128, 4)
+        assert (LLAMA.ffn_width, LLAMA.key_value_heads) == (128, 1)
+        assert dataclasses.replace(LLAMA, hidden=512, heads=8).ffn_width == 1408
+
+
+class TestRandomBatch:
+    def test_has_the_shapes_of_a_real_one(self) -> None:
+        batch = random_batch(GPT, batch_size=3, seed=0)
+        assert {name: tuple(tensor.shape) for name, tensor in batch.items()} == {
+            "tokens": (3, 16),
+            "labels": (3, 16),
+            "position_ids": (3, 16),
+            "attention_mask": (1, 1, 16, 16),
+            "loss_mask": (3, 16),
+        }
+        assert torch.equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
+
+    def test_the_seed_decides_it(self) -> None:
+        first, again, other = (random_batch(GPT, batch_size=2, seed=seed)["tokens"] for seed in (1, 1, 2))
+        assert torch.equal(first, again)
+        assert not torch.equal(first, other)
+
+
+def test_the_causal_mask_forbids_what_lies_ahead() -> None:
+    mask = causal_mask(3)[0, 0].tolist()
+    assert mask == [[False, True, True], [False, False, True], [False, False, False]]

@@ -1,0 +1,330 @@
+"""The layers of Megatron models, and their recomputation bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from tba_offload.errors import UnsupportedError
+from tba_offload.megatron.cpu import seed_all, single_process, training_device
+from tba_offload.megatron.gpt import GptShape, build_encoder, build_gpt, gpt_loss, random_batch
+from tba_offload.megatron.layers import (
+    checkpoint_layer,
+    current_microbatch,
+    find_layers,
+    find_stack,
+    is_megatron,
+)
+from tba_offload.policy import LayerId
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
+
+SHAPE = GptShape(layers=3, hidden=32, heads=4, sequence=16, vocab=64, dropout=0.1)
+SHAPES = [
+    dataclasses.replace(SHAPE, style=style, dtype=dtype)
+    for style in ("gpt", "llama")
+    for dtype in ("fp32", "bf16")
+]
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.style}-{shape.dtype}")
+
+
+@pytest.fixture
+def megatron() -> Iterator[None]:
+    with single_process(seed=1):
+        yield
+
+
+def same_bits(first: list[Tensor], second: list[Tensor]) -> bool:
+    """Equal as integers: 0.0 and -0.0 differ, and a NaN equals itself."""
+    return len(first) == len(second) and all(
+        a.dtype == b.dtype and torch.equal(as_integers(a), as_integers(b))
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+def as_integers(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(INTEGERS[tensor.element_size()])
+
+
+def recompute(layer: nn.Module) -> list[int]:
+    """Makes a layer recompute; returns a list that grows with each run of its forward."""
+    forward, runs = layer.forward, []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        runs.append(len(runs))
+        return forward(*args, **kwargs)
+
+    layer.forward = lambda *args, **kwargs: checkpoint_layer(counted, *args, **kwargs)  # type: ignore[method-assign]
+    return runs
+
+
+def train_step(model: nn.Module, loss_of: Callable[[nn.Module], Tensor], *recomputed: int) -> list[Tensor]:
+    """Loss, gradients and the random state after one step, with some layers recomputed."""
+    layers = find_layers(model)
+    runs = [recompute(layers[number].module) for number in recomputed]
+    seed_all(5)
+    loss = loss_of(model)
+    loss.backward()
+    assert [len(run) for run in runs] == [2] * len(runs)
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert len(gradients) == len(list(model.parameters()))
+    return [loss, *gradients, *random_states()]
+
+
+def random_states() -> list[Tensor]:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    return [torch.get_rng_state(), *get_cuda_rng_tracker().get_states().values()]
+
+
+class TestRecomputeIsBitForBit:
+    @every_shape
+    @pytest.mark.parametrize("recomputed", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
+    def test_of_any_layer(self, shape: GptShape, recomputed: tuple[int, ...]) -> None:
+        batch = random_batch(shape, batch_size=2, seed=2)
+
+        def run(*layers: int) -> list[Tensor]:
+            return train_step(build_gpt(shape, seed=0), lambda model: gpt_loss(model, batch), *layers)
+
+        assert same_bits(run(*recomputed), run())
+
+    def test_of_an_encoder(self) -> None:
+        shape = dataclasses.replace(SHAPE, dtype="fp32")
+        hidden = torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(0)).to(training_device())
+
+        def run(*layers: int) -> list[Tensor]:
+            inputs = hidden.clone().requires_grad_()
+            results = train_step(
+                build_encoder(shape, seed=0), lambda model: model(inputs, None).square().mean(), *layers
+            )
+            assert inputs.grad is not None
+            return [*results, inputs.grad]
+
+        assert same_bits(run(0, 1, 2), run())
+
+    def test_of_layers_that_share_a_context(self) -> None:
+        def run(*layers: int) -> list[Tensor]:
+            return train_step(build_t5(), t5_loss, *layers)
+
+        assert same_bits(run(0, 1, 2, 3), run())
+
+    def test_which_dropout_and_the_comparison_make_hard(self) -> None:
+        batch = random_batch(SHAPE, batch_size=2, seed=2)
+        model = build_gpt(SHAPE, seed=0)
+        seed_all(5)
+        first = gpt_loss(model, batch)
+        assert not same_bits([first], [gpt_loss(model, batch)])
+        assert not same_bits([torch.tensor(0.0)], [torch.tensor(-0.0)])
+        assert same_bits([torch.tensor(torch.nan)], [torch.tensor(torch.nan)])
+
+
+class TestCheckpointLayer:
+    def test_hands_over_only_the_hidden_states(self) -> None:
+        """Masks and rotary tables are shared by all layers: saving them per layer would only cost."""
+        packed: list[Tensor] = []
+        hidden = torch.randn(4, requires_grad=True)
+        with saved_tensors_hooks(
+            lambda tensor: packed.append(tensor) or tensor.detach(), lambda tensor: tensor
+        ):
+            checkpoint_layer(
+                lambda hidden, mask, table: hidden * mask * table, hidden, torch.ones(4), table=torch.ones(4)
+            )
+        assert [tensor.data_ptr() for tensor in packed] == [hidden.data_ptr()]
+
+    def test_holds_no_input_itself(self) -> None:
+        """Or offloading the inputs would free nothing."""
+        hidden = torch.randn(4, requires_grad=True) * 2
+        gone = weakref.ref(hidden.untyped_storage())
+        with saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda tensor: tensor):
+            output, _ = checkpoint_layer(
+                lambda hidden_states, mask: (hidden_states.exp(), None), hidden_states=hidden, mask=None
+            )
+        del hidden
+        assert gone() is None
+        output.sum().backward()
+
+    def test_keeps_the_structure_of_the_output(self) -> None:
+        hidden = torch.randn(4, requires_grad=True)
+        single = checkpoint_layer(lambda x: x * 2, hidden)
+        pair = checkpoint_layer(lambda x: (x * 2, None), hidden)
+        triple = checkpoint_layer(lambda x: (None, x * 2, "setting"), hidden)
+        assert isinstance(single, Tensor)
+        assert isinstance(pair, tuple)
+        assert pair[1] is None
+        assert (triple[0], triple[2]) == (None, "setting")
+        (single + pair[0] + triple[1]).sum().backward()
+        assert hidden.grad is not None
+        assert hidden.grad.tolist() == [6.0] * 4
+
+    def test_hands_arguments_through_as_they_are(self) -> None:
+        hidden, context = torch.randn(4, requires_grad=True), torch.randn(4, requires_grad=True) * 1
+        frozen = torch.randn(4)
+        output, same, untouched = checkpoint_layer(
+            lambda hidden, context, frozen: (hidden * context, context, frozen),
+            hidden,
+            context=context,
+            frozen=frozen,
+        )
+        assert same is context
+        assert untouched is frozen
+        assert not frozen.requires_grad
+        output.sum().backward()
+        assert hidden.grad is not None
+        assert torch.equal(hidden.grad, context)
+
+    def test_passes_arguments_in_their_places(self) -> None:
+        a, b = torch.ones(1, requires_grad=True), torch.full((1,), 2.0, requires_grad=True)
+        output = checkpoint_layer(
+            lambda first, second, *, third, fourth: first - 10 * second + third * fourth,
+            5.0,
+            a,
+            third=b,
+            fourth=7.0,
+        )
+        assert output.item() == 5 - 10 + 14
+        output.backward()
+        assert a.grad is not None
+        assert b.grad is not None
+        assert (a.grad.item(), b.grad.item()) == (-10, 7)
+
+    @pytest.mark.parametrize("grad_enabled", [True, False])
+    def test_runs_the_layer_as_it_is_where_nothing_can_be_recomputed(self, *, grad_enabled: bool) -> None:
+        hidden = torch.randn(4, requires_grad=not grad_enabled)
+        weight = torch.randn(4, requires_grad=True)
+        with torch.set_grad_enabled(grad_enabled):
+            output = checkpoint_layer(lambda hidden: hidden * weight, hidden)
+        assert output.requires_grad == grad_enabled
+        if grad_enabled:
+            output.sum().backward()
+            assert weight.grad is not None
+            assert torch.equal(weight.grad, hidden)
+
+    def test_an_exception_of_the_layer_comes_through(self) -> None:
+        def fail(hidden: Tensor) -> Tensor:
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            checkpoint_layer(fail, torch.ones(1, requires_grad=True))
+
+
+class TestFindLayers:
+    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+    def test_of_a_model(self, dtype: str) -> None:
+        """The bf16 model is wrapped; its names are those of the bare one."""
+        model = build_gpt(dataclasses.replace(SHAPE, dtype=dtype), seed=0)
+        found = find_layers(model)
+        assert [layer.id for layer in found] == [LayerId(n, f"decoder.layers.{n}") for n in range(3)]
+        assert {layer.chunk for layer in found} == {0}
+        modules = dict(model.named_modules())
+        prefix = "module." if dtype == "bf16" else ""
+        assert [layer.module for layer in found] == [modules[f"{prefix}decoder.layers.{n}"] for n in range(3)]
+
+    def test_of_an_encoder_block_alone(self) -> None:
+        found = find_layers(build_encoder(SHAPE, seed=0))
+        assert [layer.id for layer in found] == [LayerId(n, f"layers.{n}") for n in range(3)]
+
+    def test_of_a_model_with_two_stacks(self) -> None:
+        assert [layer.id for layer in find_layers(build_t5())] == [
+            LayerId(0, "encoder.layers.0", "encoder"),
+            LayerId(1, "encoder.layers.1", "encoder"),
+            LayerId(0, "decoder.layers.0", "decoder"),
+            LayerId(1, "decoder.layers.1", "decoder"),
+        ]
+
+    def test_leaves_out_a_layer_within_a_layer(self) -> None:
+        model = build_gpt(dataclasses.replace(SHAPE, dtype="fp32"), seed=0)
+        outer, inner, _ = (layer.module for layer in find_layers(model))
+        outer.helper = inner
+        assert [layer.module for layer in find_layers(outer)] == [outer]
+
+    def test_needs_numbers(self) -> None:
+        model = build_gpt(SHAPE, seed=0)
+        del find_layers(model)[1].module.layer_number
+        with pytest.raises(UnsupportedError, match=r"'module\.decoder\.layers\.1' .* has no layer_number"):
+            find_layers(model)
+
+    def test_finds_none_elsewhere(self) -> None:
+        assert find_layers(nn.Sequential(nn.Linear(2, 2))) == []
+        assert not is_megatron(nn.Sequential(nn.Linear(2, 2)))
+
+
+class TestFindStack:
+    def test_brings_megatrons_own_checkpoint_and_micro_batches(self) -> None:
+        model = build_gpt(SHAPE, seed=0)
+        stack = find_stack([model])
+        assert [layer.id.number for layer in stack.layers] == [0, 1, 2]
+        assert stack.checkpoint is checkpoint_layer
+        assert stack.micro_batch is current_microbatch
+
+    def test_the_schedule_says_which_micro_batch_runs(self) -> None:
+        from megatron.core.pipeline_parallel.schedules import set_current_microbatch
+
+        model = build_gpt(SHAPE, seed=0)
+        layers = [layer.module for layer in find_layers(model)]
+        assert [current_microbatch(layer) for layer in layers] == [None] * 3
+        set_current_microbatch(model, 4)
+        assert [current_microbatch(layer) for layer in layers] == [4] * 3
+
+
+class TestIsMegatron:
+    def test_knows_a_model_and_a_list_of_chunks(self) -> None:
+        model = build_gpt(SHAPE, seed=0)
+        assert is_megatron(model)
+        assert is_megatron([nn.Linear(2, 2), model])
+        assert not is_megatron([])
+
+    def test_does_not_import_megatron(self) -> None:
+        code = (
+            "import sys\n"
+            "from torch import nn\n"
+            "from tba_offload.megatron.layers import find_layers, is_megatron\n"
+            "assert not is_megatron(nn.Linear(2, 2)) and find_layers(nn.Linear(2, 2)) == []\n"
+            "assert not any(name.partition('.')[0] == 'megatron' for name in sys.modules)"
+        )
+        subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
+
+
+def build_t5() -> nn.Module:
+    """A T5 of megatron-core with two layers in each stack; it warns of absent extras."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"megatron\.")
+        from megatron.core.models.T5 import t5_spec
+        from megatron.core.models.T5.t5_model import T5Model
+        from megatron.core.transformer import TransformerConfig
+
+        torch.manual_seed(0)
+        config = TransformerConfig(
+            num_layers=2, hidden_size=16, num_attention_heads=2, use_cpu_initialization=True
+        )
+        model: nn.Module = T5Model(
+            config=config,
+            encoder_config=config,
+            transformer_encoder_layer_spec=t5_spec.get_t5_encoder_with_local_block_spec(2),
+            transformer_decoder_layer_spec=t5_spec.get_t5_decoder_with_local_block_spec(2),
+            vocab_size=32,
+            max_sequence_length=8,
+            pre_process=True,
+            post_process=True,
+        )
+    return model.to(training_device())
+
+
+def t5_loss(model: nn.Module) -> Tensor:
+    tokens = torch.arange(16, device=training_device()).view(2, 8)
+    mask = torch.zeros(2, 1, 8, 8, dtype=torch.bool, device=training_device())
+    losses: Tensor = model(tokens, tokens, mask, mask, mask, lm_labels=tokens)
+    return losses.mean()

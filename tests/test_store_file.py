@@ -1,0 +1,523 @@
+"""The store in a file: on the file system of the tests, on tmpfs, and with every fault that a drive can have."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from store_contract import CPU, READY, StoreContract, at_lead, descriptors, get, pattern, put
+
+from tba_offload.errors import (
+    ConfigError,
+    MissingDependencyError,
+    ShortTransferError,
+    StoreError,
+    StoreFullError,
+)
+from tba_offload.store import directory, open_store, posix
+from tba_offload.store.base import ActivationStore, Extent
+from tba_offload.store.directory import RunFile, open_directory
+from tba_offload.store.file import FileStore
+
+Call = Callable[[int, int, int, int], int]
+
+
+def flip_a_bit(fd: int, offset: int) -> None:
+    """Changes one byte of a file through a descriptor of its own, which does not demand alignment."""
+    other = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+    try:
+        os.pwrite(other, bytes([os.pread(other, 1, offset)[0] ^ 1]), offset)
+        os.fsync(other)
+    finally:
+        os.close(other)
+
+
+class FileStoreContract(StoreContract):
+    options = "slab_bytes=1 << 20"
+
+    @property
+    def expression(self) -> str:  # type: ignore[override]
+        return f"FileStore(directory, device=CPU, {self.options})"
+
+    def make_store(self, directory: Path, **options: Any) -> ActivationStore:
+        return FileStore(directory, device=CPU, slab_bytes=1 << 20, **options)
+
+    def corrupt(self, store: ActivationStore, extent: Extent) -> None:
+        assert isinstance(store, FileStore)
+        flip_a_bit(store._file.fd, extent.offset + extent.lead)
+
+
+class TestFileStore(FileStoreContract):
+    """With direct I/O where the tests' temporary directory has it."""
+
+
+class TestFileStoreOnTmpfs(FileStoreContract):
+    """Without direct I/O."""
+
+    @pytest.fixture
+    def tmp_path(self) -> Iterator[Path]:
+        path = Path(tempfile.mkdtemp(dir="/dev/shm"))
+        yield path
+        shutil.rmtree(path)
+
+
+class TestFileStoreWithStablePages(FileStoreContract):
+    """Ragged writes are staged, in many small pieces."""
+
+    options = "slab_bytes=1 << 16"
+
+    @pytest.fixture(autouse=True)
+    def checksumming_drive(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(posix, "needs_stable_pages", lambda fd: True)
+
+    def make_store(self, directory: Path, **options: Any) -> ActivationStore:
+        return FileStore(directory, device=CPU, slab_bytes=1 << 16, **options)
+
+
+class TestFileStoreWithLargeBlocks(FileStoreContract):
+    """A drive that tells nothing, so that the alignment is a whole block of 4096 bytes."""
+
+    @pytest.fixture(autouse=True)
+    def silent_drive(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(posix, "direct_alignment", lambda fd: None)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[FileStore]:
+    with FileStore(tmp_path, device=CPU) as store:
+        yield store
+
+
+# Nothing is left behind, and nobody can interfere.
+
+
+def test_the_file_is_private_and_has_no_name(store: FileStore, tmp_path: Path) -> None:
+    put(store, pattern(100_000))
+    status = os.fstat(store._file.fd)
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert status.st_nlink == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_directories_are_made_private(tmp_path: Path) -> None:
+    with FileStore(tmp_path / "a" / "b", device=CPU):
+        assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o700
+        assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o700
+
+
+def test_the_run_directory_is_private_while_it_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, int, list[str]]] = []
+    rmdir = os.rmdir
+
+    def look(name: str, *, dir_fd: int) -> None:
+        path = tmp_path / name
+        seen.append((name, stat.S_IMODE(path.stat().st_mode), os.listdir(path)))
+        rmdir(name, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "rmdir", look)
+    for _ in range(2):
+        FileStore(tmp_path, device=CPU).close()
+    assert [(mode, names) for _, mode, names in seen] == [(0o700, []), (0o700, [])]
+    assert seen[0][0] != seen[1][0]
+
+
+def test_a_file_system_that_keeps_names_is_cleaned_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rmdir, calls = os.rmdir, []
+
+    def refuse_once(name: str, *, dir_fd: int) -> None:
+        calls.append(name)
+        if len(calls) == 1:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+        rmdir(name, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "rmdir", refuse_once)
+    with FileStore(tmp_path, device=CPU):
+        assert "a network file system keeps the names" in caplog.text
+        assert [path.name for path in tmp_path.iterdir()] == calls[:1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_own_links_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "drive").mkdir()
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "absolute").symlink_to(tmp_path / "sub")
+    (tmp_path / "sub" / "relative").symlink_to("../drive")
+    tmp_path.chmod(0o1777)
+    fd = open_directory(str(tmp_path / "absolute" / "relative"))
+    try:
+        assert os.path.samestat(os.fstat(fd), (tmp_path / "drive").stat())
+    finally:
+        os.close(fd)
+
+
+def test_a_planted_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "elsewhere")
+    if os.geteuid() == 0:
+        os.lchown(link, 12345, -1)
+    else:
+        monkeypatch.setattr(directory.os, "geteuid", lambda: os.getuid() + 1)
+    open_and_close(tmp_path / "link")  # nobody else may write here, so the link is the owner's choice
+    tmp_path.chmod(0o1777)
+    before = descriptors()
+    with pytest.raises(StoreError, match="another user put it into a directory"):
+        open_directory(str(tmp_path / "link" / "new"))
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    assert descriptors() == before
+
+
+def open_and_close(path: Path) -> None:
+    os.close(open_directory(str(path)))
+
+
+def test_links_in_a_circle_end(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(StoreError, match="one of too many"):
+        FileStore(tmp_path / "a", device=CPU)
+
+
+def test_a_file_is_not_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    before = descriptors()
+    with pytest.raises(StoreError, match="'file' is not a directory"):
+        FileStore(tmp_path / "file", device=CPU)
+    assert descriptors() == before
+
+
+def test_a_replaced_run_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mkdir = os.mkdir
+    monkeypatch.setattr(os, "mkdir", lambda name, mode, *, dir_fd: mkdir(name, 0o777, dir_fd=dir_fd))
+    umask = os.umask(0)
+    try:
+        before = descriptors()
+        with pytest.raises(StoreError, match="somebody replaced the new run directory"):
+            FileStore(tmp_path, device=CPU)
+    finally:
+        os.umask(umask)
+    assert descriptors() == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_without_permission_names_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    before = descriptors()
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(
+        StoreError, match="Permission denied; name a directory that you may write to"
+    ) as caught:
+        FileStore(tmp_path, device=CPU)
+    assert caught.value.errno == errno.EACCES
+    assert caught.value.filename == str(tmp_path)
+    assert descriptors() == before
+
+
+# The path that bytes take.
+
+
+def test_the_path_is_told(store: FileStore, tmp_path: Path) -> None:
+    description = store.description
+    assert description["kind"] == "file"
+    assert description["directory"] == str(tmp_path)
+    assert (description["path"], description["reason"] is None) in {("O_DIRECT", True), ("buffered", False)}
+    assert description["alignment"] == store.alignment
+    assert (description["alignment"] == 1) == (description["path"] == "buffered")
+
+
+def test_tmpfs_is_buffered_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as path, caplog.at_level(logging.INFO):
+        with FileStore(path, device=CPU) as store:
+            assert store.description["path"] == "buffered"
+            assert store.alignment == 1
+    assert f"{path}: buffered I/O instead of direct I/O, because tmpfs lies in memory" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [(0, "does not offer direct I/O"), (8192, "alignment of 8192 bytes"), (3000, "alignment of 3000 bytes")],
+)
+def test_alignments_that_do_not_fit_mean_buffered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: int, reason: str
+) -> None:
+    monkeypatch.setattr(posix, "file_system_magic", lambda fd: 0)
+    monkeypatch.setattr(posix, "direct_alignment", lambda fd: told)
+    with FileStore(tmp_path, device=CPU) as store:
+        assert store.alignment == 1
+        assert reason in str(store.description["reason"])
+        assert torch.equal(get(store, put(store, pattern(5001))), pattern(5001))
+
+
+def test_a_refused_probe_means_buffered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(posix, "file_system_magic", lambda fd: 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(posix, "pwrite", failing(errno.EINVAL))
+        store = FileStore(tmp_path, device=CPU)
+    with store:
+        assert "refuses direct I/O (Invalid argument)" in str(store.description["reason"])
+        assert torch.equal(get(store, put(store, pattern(5001))), pattern(5001))
+
+
+def test_a_failed_probe_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = descriptors()
+    monkeypatch.setattr(posix, "file_system_magic", lambda fd: 0)
+    monkeypatch.setattr(posix, "pwrite", failing(errno.EIO))
+    with pytest.raises(StoreError, match="Input/output error") as caught:
+        FileStore(tmp_path, device=CPU)
+    assert caught.value.errno == errno.EIO
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize("shift", [0, 64, 448, 1])
+def test_writes_and_padded_reads_need_no_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shift: int
+) -> None:
+    monkeypatch.setattr(posix, "needs_stable_pages", lambda fd: False)
+    with FileStore(tmp_path, device=CPU) as store:
+        data = pattern(1_000_000)[shift:]
+        extent = put(store, data)
+        assert torch.equal(get(store, extent), data)
+        assert store.staging_bytes == 0
+
+
+def test_other_transfers_are_staged_in_few_slabs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(posix, "needs_stable_pages", lambda fd: True)
+    with FileStore(tmp_path, device=CPU, writers=2, readers=1, slab_bytes=1 << 16) as store:
+        data = pattern(1_000_001)
+        extents = [store.reserve(data.nbytes, data.data_ptr() + 1) for _ in range(9)]
+        for future in [store.write(extent, data, READY) for extent in extents]:
+            future.wait(30)
+        for extent in extents:
+            assert torch.equal(get(store, extent, padded=False), data)
+        if store.alignment > 1:
+            assert 0 < store.staging_bytes <= 3 << 16
+    assert store.staging_bytes == 0
+
+
+def test_whole_blocks_need_no_padding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(posix, "needs_stable_pages", lambda fd: True)
+    with FileStore(tmp_path, device=CPU) as store:
+        data = at_lead(64 * 4096, 0, 4096).copy_(pattern(64 * 4096))
+        extent = put(store, data)
+        target = at_lead(64 * 4096, 0, 4096)
+        store.read(extent, target, READY, padded=False).wait(30)
+        assert torch.equal(target, data)
+        assert store.staging_bytes == 0
+
+
+# Faults.
+
+
+def failing(number: int) -> Call:
+    def call(fd: int, address: int, nbytes: int, offset: int) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+def limited(call: Call, limit: int) -> Call:
+    """A drive that moves at most ``limit`` bytes a call."""
+    return lambda fd, address, nbytes, offset: call(fd, address, min(nbytes, limit), offset)
+
+
+def interrupted(call: Call) -> Call:
+    """A call that a signal interrupts every other time."""
+    calls: list[int] = []
+
+    def sometimes(fd: int, address: int, nbytes: int, offset: int) -> int:
+        calls.append(offset)
+        if len(calls) % 2:
+            raise InterruptedError(errno.EINTR, "Interrupted system call")
+        return call(fd, address, nbytes, offset)
+
+    return sometimes
+
+
+@pytest.mark.parametrize("limit", [512 + 100, 4096, 65_536 + 511])
+def test_short_transfers_are_continued(store: FileStore, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    limit = max(limit, store.alignment)
+    monkeypatch.setattr(posix, "pwrite", limited(posix.pwrite, limit // store.alignment * store.alignment))
+    monkeypatch.setattr(posix, "pread", limited(posix.pread, limit // store.alignment * store.alignment))
+    data = pattern(300_001)
+    assert torch.equal(get(store, put(store, data)), data)
+
+
+def test_a_ragged_short_transfer_goes_on_at_an_aligned_point() -> None:
+    calls: list[tuple[int, int, int]] = []
+
+    def ragged(fd: int, address: int, nbytes: int, offset: int) -> int:
+        calls.append((address, nbytes, offset))
+        return min(nbytes, 1000)
+
+    assert posix.transfer(ragged, 3, 0x10000, 2048, 4096, 512) == 2048
+    assert calls == [
+        (0x10000, 2048, 4096),
+        (0x10200, 1536, 4608),
+        (0x10400, 1024, 5120),
+        (0x10600, 512, 5632),
+    ]
+
+
+def test_a_transfer_that_advances_less_than_a_block_ends() -> None:
+    assert posix.transfer(lambda *_: 100, 3, 0, 2048, 0, 512) == 0
+
+
+def test_no_call_asks_for_more_than_linux_moves() -> None:
+    asked: list[int] = []
+
+    def huge(fd: int, address: int, nbytes: int, offset: int) -> int:
+        asked.append(nbytes)
+        return nbytes
+
+    assert posix.transfer(huge, 3, 0, 5 << 30, 0, 4096) == 5 << 30
+    assert max(asked) == posix.MAX_TRANSFER == 0x7FFFF000
+
+
+def test_signals_do_not_matter(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(posix, "pwrite", interrupted(posix.pwrite))
+    monkeypatch.setattr(posix, "pread", interrupted(posix.pread))
+    data = pattern(300_001)
+    assert torch.equal(get(store, put(store, data)), data)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_truncated_file_is_a_short_read(store: FileStore, padded: bool) -> None:
+    extent = put(store, pattern(300_001))
+    os.ftruncate(store._file.fd, 8192)
+    with pytest.raises(ShortTransferError, match="read of .* stopped after"):
+        get(store, extent, padded=padded)
+
+
+def test_a_write_that_moves_nothing_is_an_error(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(posix, "pwrite", lambda *_: 0)
+    with pytest.raises(ShortTransferError, match="stopped after 0"):
+        put(store, pattern(5000))
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EROFS])
+def test_drive_errors_keep_their_number(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int
+) -> None:
+    extent = put(store, pattern(5000))
+    monkeypatch.setattr(posix, "pwrite", failing(number))
+    monkeypatch.setattr(posix, "pread", failing(number))
+    for use in (lambda: put(store, pattern(5000)), lambda: get(store, extent)):
+        with pytest.raises(StoreError, match="check the drive") as caught:
+            use()
+        assert caught.value.errno == number
+        assert caught.value.filename == str(tmp_path)
+    monkeypatch.undo()
+    assert torch.equal(get(store, extent), pattern(5000))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_drive_at_the_write_is_a_full_store(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(posix, "pwrite", failing(number))
+    with pytest.raises(StoreFullError, match="bytes are free: free some") as caught:
+        put(store, pattern(5000))
+    assert caught.value.errno == number
+
+
+# Growing.
+
+
+def test_the_file_grows_in_large_steps_within_the_capacity(tmp_path: Path) -> None:
+    with FileStore(tmp_path, capacity=300 << 20, device=CPU) as store:
+        store.reserve(4096, 0)
+        assert os.fstat(store._file.fd).st_size == 256 << 20
+        store.reserve(260 << 20, 0)
+        assert os.fstat(store._file.fd).st_size == 300 << 20
+
+
+def test_a_file_system_without_fallocate_gets_a_sparse_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(posix, "fallocate", unsupported)
+    with FileStore(tmp_path, device=CPU) as store:
+        assert torch.equal(get(store, put(store, pattern(5001))), pattern(5001))
+        assert os.fstat(store._file.fd).st_size == 256 << 20
+
+
+def test_a_nearly_full_drive_gives_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fallocate = posix.fallocate
+
+    def nearly_full(fd: int, offset: int, nbytes: int) -> None:
+        if offset + nbytes > 10 << 20:
+            fallocate(fd, offset, 1 << 20)  # as ext4 does: some blocks, then the error
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fallocate(fd, offset, nbytes)
+
+    monkeypatch.setattr(posix, "fallocate", nearly_full)
+    with FileStore(tmp_path, device=CPU) as store:
+        first = put(store, pattern(9 << 20))
+        for _ in range(2):
+            with pytest.raises(StoreFullError, match="cannot grow .* bytes are free") as caught:
+                store.reserve(2 << 20, 0)
+            assert caught.value.filename == str(tmp_path)
+            assert os.fstat(store._file.fd).st_size == store._file.size
+        assert store.used_bytes == first.length
+        second = put(store, pattern(4096))
+        assert torch.equal(get(store, first), pattern(9 << 20))
+        store.release(first)
+        store.release(second)
+        put(store, pattern(9 << 20))
+
+
+def test_a_growth_that_fails_otherwise_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = RunFile(str(tmp_path), None)
+    try:
+        monkeypatch.setattr(posix, "fallocate", lambda *_: failing(errno.EIO)(0, 0, 0, 0))
+        with pytest.raises(StoreError, match="cannot grow: Input/output error"):
+            file.grow(4096)
+    finally:
+        file.close()
+
+
+# Arguments.
+
+
+@pytest.mark.parametrize("options", [{"writers": 0}, {"readers": 0}, {"capacity": 0}, {"slab_bytes": 0}])
+def test_senseless_sizes_are_refused(tmp_path: Path, options: dict[str, int]) -> None:
+    before = descriptors()
+    with pytest.raises(ValueError, match=r"needs a writer|holds no extent|needs slabs"):
+        FileStore(tmp_path, device=CPU, **options)  # type: ignore[arg-type]
+    assert descriptors() == before
+
+
+def test_open_store_opens_a_file_where_a_directory_is_given(tmp_path: Path) -> None:
+    for kind in ("auto", "file"):
+        with open_store(kind=kind, directories=[tmp_path], device=CPU, readers=1, writers=3) as store:
+            assert isinstance(store, FileStore)
+            assert store.description["writers"] == 3
+            assert store.description["readers"] == 1
+
+
+def test_open_store_explains_what_it_cannot_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'tape' is not one of auto, gds, file, host"):
+        open_store(kind="tape", device=CPU)
+    with pytest.raises(ConfigError, match="at least one directory"):
+        open_store(kind="file", device=CPU)
+    with pytest.raises(MissingDependencyError, match="needs kvikio"):
+        open_store(kind="gds", directories=[tmp_path], device=CPU)

@@ -1,0 +1,111 @@
+"""The store in host memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from store_contract import CPU, StoreContract, get, pattern, put
+
+from tba_offload.device import CpuDevice
+from tba_offload.errors import StoreFullError
+from tba_offload.store import open_store
+from tba_offload.store.base import ActivationStore, Extent
+from tba_offload.store.host import HostStore
+
+
+class TestHostStore(StoreContract):
+    """Slabs so small that most extents cross from one to the next."""
+
+    expression = "HostStore(device=CPU, slab_bytes=1 << 16)"
+
+    def make_store(self, directory: Path, **options: Any) -> ActivationStore:
+        return HostStore(device=CPU, slab_bytes=1 << 16, **options)
+
+    def corrupt(self, store: ActivationStore, extent: Extent) -> None:
+        assert isinstance(store, HostStore)
+        next(store._slabs.parts(extent.offset, 1)).bitwise_xor_(1)
+
+
+def test_description_names_the_path() -> None:
+    with HostStore(1 << 20, device=CPU) as store:
+        assert store.description == {
+            "kind": "host",
+            "path": "memory",
+            "pinned": False,
+            "alignment": 1,
+            "capacity": 1 << 20,
+            "checksum": False,
+        }
+
+
+def test_memory_grows_by_slabs_is_reused_and_freed() -> None:
+    store = HostStore(device=CPU, slab_bytes=1 << 20)
+    assert store.host_bytes == 0
+    for _ in range(3):
+        extents = [put(store, pattern(700_000)) for _ in range(3)]
+        assert store.host_bytes == 3 << 20
+        for extent in extents:
+            store.release(extent)
+    store.close()
+    assert store.host_bytes == 0
+
+
+def test_prepare_allocates_before_the_step() -> None:
+    with HostStore(device=CPU, slab_bytes=1 << 20) as store:
+        store.prepare(5 << 20)
+        assert store.host_bytes == 5 << 20
+        put(store, pattern(3 << 20))
+        assert store.host_bytes == 5 << 20
+
+
+def test_a_small_capacity_takes_a_small_slab() -> None:
+    with HostStore(10_000, device=CPU) as store:
+        assert torch.equal(get(store, put(store, pattern(5000))), pattern(5000))
+        assert store.host_bytes == 12_288
+
+
+def test_pinned_memory_is_allocated_when_the_store_opens() -> None:
+    class Pinning(CpuDevice):
+        pins_memory = True
+
+    with HostStore(3 << 20, device=Pinning(), slab_bytes=1 << 20) as store:
+        assert store.host_bytes == 3 << 20
+
+
+def test_no_more_memory_is_a_full_store_that_goes_on() -> None:
+    class Small(CpuDevice):
+        left = 2
+
+        def host_memory(self, nbytes: int) -> torch.Tensor:
+            if not self.left:
+                raise MemoryError("no more pages")
+            self.left -= 1
+            return super().host_memory(nbytes)
+
+    with HostStore(device=Small(), slab_bytes=1 << 20) as store:
+        extent = put(store, pattern(2 << 20))
+        with pytest.raises(StoreFullError, match="no more pages.*host memory"):
+            store.reserve(1, 0)
+        assert torch.equal(get(store, extent), pattern(2 << 20))
+        store.release(extent)
+        put(store, pattern(1))
+
+
+@pytest.mark.parametrize("slab_bytes", [0, -4096, 5000])
+def test_slabs_are_whole_blocks(slab_bytes: int) -> None:
+    with pytest.raises(ValueError, match="multiple of 4096"):
+        HostStore(device=CPU, slab_bytes=slab_bytes)
+
+
+@pytest.mark.parametrize("kind", ["host", "auto"])
+def test_open_store_without_directories_keeps_bytes_in_memory(kind: str) -> None:
+    with open_store(kind=kind, device=CPU, capacity=1 << 20) as store:
+        assert isinstance(store, HostStore)
+
+
+def test_open_store_does_not_ignore_directories(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="remove the directories"):
+        open_store(kind="host", directories=[tmp_path], device=CPU)

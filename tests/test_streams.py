@@ -1,0 +1,172 @@
+"""Devices: the CPU twin everywhere, CUDA where there is a GPU."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from tba_offload.device import READY, CpuDevice, CudaDevice, device_of
+from tba_offload.errors import UnsupportedError
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+MIB = 1 << 20
+
+
+def test_ready_is_ready() -> None:
+    READY.synchronize()
+    READY.wait()
+    assert READY.query()
+    assert CpuDevice().event() is READY
+
+
+def test_device_of_names_the_twin() -> None:
+    device = device_of("cpu")
+    assert isinstance(device, CpuDevice)
+    assert device.torch_device == torch.device("cpu")
+    assert device.name.startswith("CPU")
+    assert not device.pins_memory
+    device.bind_thread()
+
+
+def test_other_devices_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="'meta' device cannot be offloaded"):
+        device_of("meta")
+
+
+@pytest.mark.parametrize("nbytes", [1, 4097, MIB])
+def test_cpu_copies_bytes_between_any_addresses(nbytes: int) -> None:
+    source = torch.randint(0, 256, (nbytes + 3,), dtype=torch.uint8)[3:]
+    room = torch.zeros(nbytes + 10, dtype=torch.uint8)
+    CpuDevice().copy(room[5 : 5 + nbytes], source, READY)
+    assert torch.equal(room[5 : 5 + nbytes], source)
+    assert not bool(room[:5].any())
+    assert not bool(room[5 + nbytes :].any())
+
+
+def test_cpu_copies_after_the_event() -> None:
+    source, target = torch.zeros(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+
+    class Producer:
+        def synchronize(self) -> None:
+            source.fill_(7)
+
+        def wait(self, stream: Any = None) -> None:
+            raise AssertionError
+
+        def query(self) -> bool:
+            return False
+
+    CpuDevice().copy(target, source, Producer())
+    assert target.tolist() == [7] * 8
+
+
+def test_copies_of_different_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="cannot copy 8 bytes into 7"):
+        CpuDevice().copy(torch.zeros(7, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8), READY)
+
+
+def test_a_copy_does_not_hold_the_interpreter() -> None:
+    source = CpuDevice().host_memory(256 * MIB).fill_(1)
+    target = CpuDevice().host_memory(256 * MIB).fill_(2)
+    copying = threading.Thread(target=CpuDevice().copy, args=(target, source, READY))
+    started = threading.Event()
+    turns = 0
+    copying.start()
+    started.set()
+    while copying.is_alive():
+        turns += 1
+    copying.join()
+    assert turns > 10
+    assert torch.equal(target, source)
+
+
+def test_host_memory_is_whole_pages_outside_malloc() -> None:
+    memory = CpuDevice().host_memory(MIB + 5)
+    assert memory.data_ptr() % mmap.PAGESIZE == 0
+    assert (memory.dtype, memory.shape) == (torch.uint8, (MIB + 5,))
+    memory.fill_(3)
+    address = memory.data_ptr()
+    assert _is_mapped(address)
+    view = memory[5:]
+    del memory
+    gc.collect()
+    assert view[0] == 3
+
+
+def test_host_memory_is_unmapped_with_its_tensor() -> None:
+    size = 512 * MIB
+    before = _mapped_bytes()
+    memory = CpuDevice().host_memory(size)
+    assert _mapped_bytes() >= before + size
+    del memory
+    assert _mapped_bytes() < before + size
+
+
+def _is_mapped(address: int) -> bool:
+    with open("/proc/self/maps") as maps:  # noqa: PTH123
+        ranges = [line.split(" ", 1)[0].split("-") for line in maps]
+    return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
+
+
+def _mapped_bytes() -> int:
+    with open("/proc/self/statm") as statm:  # noqa: PTH123
+        return int(statm.read().split()[0]) * mmap.PAGESIZE
+
+
+@pytest.mark.gpu
+@needs_gpu
+class TestCudaDevice:
+    def test_event_is_that_of_the_current_stream(self) -> None:
+        device = CudaDevice()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(100_000_000)
+            event = device.event()
+        assert not event.query()
+        event.synchronize()
+        assert event.query()
+        assert stream.query()
+
+    @pytest.mark.parametrize("to_gpu", [True, False])
+    def test_copies_wait_for_the_event(self, to_gpu: bool) -> None:
+        device = CudaDevice()
+        on_gpu = torch.zeros(4 * MIB, dtype=torch.uint8, device="cuda")
+        on_host = device.host_memory(4 * MIB).fill_(5)
+        torch.cuda._sleep(100_000_000)
+        on_gpu.fill_(7)
+        source, target = (on_host, on_gpu) if to_gpu else (on_gpu, on_host)
+        expected = 5 if to_gpu else 7
+        thread = threading.Thread(target=self._copy, args=(device, target, source, device.event()))
+        thread.start()
+        thread.join()
+        assert bool((target == expected).all())
+
+    def _copy(self, device: CudaDevice, target: torch.Tensor, source: torch.Tensor, after: Any) -> None:
+        device.bind_thread()
+        device.copy(target, source, after)
+
+    def test_each_thread_has_a_side_stream_of_its_own(self) -> None:
+        device = CudaDevice()
+        streams = [device._side_stream(), device._side_stream()]
+        thread = threading.Thread(target=lambda: streams.append(device._side_stream()))
+        thread.start()
+        thread.join()
+        assert streams[0] == streams[1] != streams[2]
+        assert torch.cuda.default_stream() not in streams
+
+    def test_host_memory_is_pinned(self) -> None:
+        device = CudaDevice()
+        memory = device.host_memory(MIB)
+        assert device.pins_memory
+        assert memory.is_pinned()
+        assert memory.data_ptr() % mmap.PAGESIZE == 0
+
+    def test_device_of_keeps_the_index(self) -> None:
+        device = device_of("cuda:0")
+        assert device.torch_device == torch.device("cuda", 0)
+        assert device.name == torch.cuda.get_device_name(0)
