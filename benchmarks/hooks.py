@@ -39,7 +39,9 @@ class Chain(nn.Module):
         return x * self.scale
 
 
-def make(min_tensor_bytes: int | None, directory: str, stack: ExitStack) -> tuple[nn.Module, tba.Session | None]:
+def make(
+    min_tensor_bytes: int | None, directory: str, stack: ExitStack
+) -> tuple[nn.Module, tba.Session | None]:
     """A chain, offloaded from ``min_tensor_bytes`` on, or plain."""
     model = nn.Sequential(Chain())
     if min_tensor_bytes is None:
@@ -87,7 +89,8 @@ def main(rounds: int, size: str, directory: str | None) -> None:
         extra = [1e6 * (a - b) / SAVED for a, b in zip(times[kind], times["plain"], strict=True)]
         low, median, high = statistics.quantiles(extra, n=4)
         click.echo(
-            f"{kind:10} {median:6.1f} us per saved tensor, quartiles {low:.1f} to {high:.1f} (goal: at most {limit:g})"
+            f"{kind:10} {median:6.1f} us per saved tensor, quartiles {low:.1f} to {high:.1f} "
+            f"(goal: at most {limit:g})"
         )
 
 

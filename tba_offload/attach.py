@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from tba_offload.capture.layers import LayerStack, explicit_layers, find_layers
 from tba_offload.session import ConfigLike, Session, read_config
+
+if TYPE_CHECKING:
+    import os
+
+    from torch import nn
 
 
 def attach(

@@ -9,10 +9,9 @@ import tempfile
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -33,6 +32,7 @@ from tba_offload.store import open_store
 from tba_offload.transfer.offloader import Offloader
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
     from tba_offload.capture.trace import ScopeTrace
@@ -174,7 +174,7 @@ class Session:
             if self._run_log is not None:
                 self._run_log.close()
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -196,7 +196,7 @@ class Session:
         def forward(*args: object, **kwargs: object) -> object:
             return self._run(site, args, kwargs)
 
-        layer.module.forward = forward  # type: ignore[method-assign]
+        layer.module.forward = forward
         return site
 
     def _run(self, site: _Site, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
@@ -257,7 +257,7 @@ class Session:
             if trace.backward_reached(scope):
                 torch.autograd.Variable._execution_engine.queue_callback(trace.backward_ended)
 
-        tensor.register_hook(reached)
+        tensor.register_hook(reached)  # type: ignore[no-untyped-call]
 
     def _warn_outside_step(self, site: _Site) -> None:
         if site.layer.module.training and not self._warned and not self._closed:
@@ -286,7 +286,7 @@ class Session:
             self._meter.reset()
         self._step = step
 
-    def _end(self, step: Step, *, failed: bool) -> None:
+    def _end(self, *, failed: bool) -> None:
         self._step = None
         self.capture.end_step(failed=failed)
         if failed:
@@ -344,7 +344,11 @@ class Session:
         return RunHeader(
             strategy=strategy or self.plan.strategy,
             versions={"torch": torch.__version__, "python": platform.python_version()},
-            hardware={"device": self._device.name, "cpus": os.cpu_count(), "threads": torch.get_num_threads()},
+            hardware={
+                "device": _device_name(self._device.torch_device),
+                "cpus": os.cpu_count(),
+                "threads": torch.get_num_threads(),
+            },
             model={"layers": len(self.layers), **(model_info or {})},
             policy=self.config.to_yaml(),
             store=dict(self.store.description),
@@ -352,7 +356,7 @@ class Session:
 
     def _check_usable(self) -> None:
         if self._inert:
-            raise SessionError("this session belongs to the parent process; attach the model again in the child")
+            raise SessionError("this session belongs to the parent process; attach the model in the child")
         if self._closed:
             raise SessionError("this session is closed; attach the model again")
 
@@ -388,7 +392,7 @@ class Step:
         self._began = 0.0
         self._base = 0
 
-    def __enter__(self) -> Step:
+    def __enter__(self) -> Self:
         session = self._session
         session._begin(self)
         self.gradients_allocated = session._gradients_allocated()
@@ -409,7 +413,7 @@ class Step:
         self.seconds = time.perf_counter() - self._began
         if session._meter is not None:
             self.activation_peak_bytes = max(session._meter.peak() - self._base, 0)
-        session._end(self, failed=kind is not None)
+        session._end(failed=kind is not None)
         if kind is None:
             self.record = session._record(self)
             session._log(self.record)
@@ -439,6 +443,12 @@ def _open_store(config: OffloadConfig, device: Device) -> ActivationStore:
     )
 
 
+def _device_name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return platform.processor() or platform.machine()
+    return torch.get_device_module(device).get_device_name(device)  # type: ignore[no-any-return]
+
+
 def _device_of_model(modules: Sequence[nn.Module]) -> torch.device:
     parameter = next((parameter for module in modules for parameter in module.parameters()), None)
     return parameter.device if parameter is not None else torch.device("cpu")
@@ -450,7 +460,7 @@ def _hooks_are_taken() -> bool:
     Hooks of an outer context (a checkpoint, ``save_on_cpu``) would see nothing of the layer if we pushed
     ours, and under a ``torch.func`` transform pushing any is an error.
     """
-    autograd = torch._C._autograd
+    autograd: Any = torch._C._autograd
     return (
         not autograd._saved_tensors_hooks_is_enabled()
         or autograd._top_saved_tensors_default_hooks(True) is not None  # noqa: FBT003 - positional in C++
@@ -463,7 +473,7 @@ def _uninstall(site: _Site) -> None:
     if getattr(site.forward, "__self__", None) is module:
         del module.forward
     else:
-        module.forward = site.forward  # type: ignore[method-assign]
+        module.forward = site.forward
 
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()

@@ -87,13 +87,17 @@ class Model(nn.Module):
 
     def __init__(self, kind: str, *, layers: int = 4, dropout: float = 0.0) -> None:
         super().__init__()
-        block: Callable[[float], nn.Module] = {"gpt": GptBlock, "llama": LlamaBlock, "encoder": EncoderBlock}[kind]
+        block: Callable[[float], nn.Module] = {"gpt": GptBlock, "llama": LlamaBlock, "encoder": EncoderBlock}[
+            kind
+        ]
         self.embedding = nn.Embedding(VOCAB, HIDDEN)
         self.layers = nn.ModuleList(block(dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(HIDDEN)
         self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
         self.kind = kind
-        angles = torch.outer(torch.arange(SEQUENCE), 1e4 ** -torch.linspace(0, 1, HIDDEN // HEADS // 2)).repeat(1, 2)
+        angles = torch.outer(
+            torch.arange(SEQUENCE), 1e4 ** -torch.linspace(0, 1, HIDDEN // HEADS // 2)
+        ).repeat(1, 2)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
@@ -104,7 +108,9 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
-def make_model(kind: str = "gpt", *, seed: int = 1, dtype: torch.dtype = torch.float32, **sizes: object) -> Model:
+def make_model(
+    kind: str = "gpt", *, seed: int = 1, dtype: torch.dtype = torch.float32, **sizes: object
+) -> Model:
     torch.manual_seed(seed)
     return Model(kind, **sizes).to(dtype)  # type: ignore[arg-type]
 
@@ -152,7 +158,9 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Equal to the last bit: -0 is not +0, and a NaN equals itself."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
+    return torch.equal(
+        a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)
+    )
 
 
 def assert_same_history(found: History, expected: History) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import sysconfig
+import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from tba_offload.demo.text import ByteTokenizer, batches, write_text
 from tba_offload.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from tba_offload.megatron.gpt import Batch
 
 pytestmark = pytest.mark.megatron
@@ -28,14 +31,21 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def documents_of(prefix: Path) -> list[bytes]:
+    """What megatron-core reads; it may warn that it guesses to be the only process."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    dataset = IndexedDataset(str(prefix))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Could not determine rank")
+        dataset = IndexedDataset(str(prefix))
     return [bytes(dataset[index].tolist()) for index in range(len(dataset))]
 
 
+def tensors(batch: Batch) -> dict[str, Tensor]:
+    return cast("dict[str, Tensor]", batch)
+
+
 def as_lists(drawn: list[Batch]) -> list[dict[str, Any]]:
-    return [{name: tensor.tolist() for name, tensor in batch.items()} for batch in drawn]
+    return [{name: tensor.tolist() for name, tensor in tensors(batch).items()} for batch in drawn]
 
 
 def draw(prefix: Path, **changes: int) -> list[Batch]:
@@ -144,7 +154,7 @@ class TestBatches:
         drawn = draw(prefix)
         assert len(drawn) == 3
         for batch in drawn:
-            assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in batch.items()} == {
+            assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors(batch).items()} == {
                 "tokens": ((2, 32), torch.int64),
                 "labels": ((2, 32), torch.int64),
                 "position_ids": ((2, 32), torch.int64),

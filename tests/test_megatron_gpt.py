@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ class TestBuildGpt:
         for _ in range(20):
             loss = gpt_loss(model, batch)
             optimizer.zero_grad()
-            loss.backward()
+            torch.autograd.backward(loss)
             optimizer.step()
             losses.append(loss.item())
         assert losses[-1] < 0.7 * losses[0]
@@ -157,7 +157,8 @@ class TestModelFlops:
     def test_is_what_the_model_multiplies(self, shape: GptShape) -> None:
         model = build_gpt(shape, seed=0)
         with FlopCounterMode(display=False) as counter:
-            gpt_loss(model, random_batch(shape, batch_size=3, seed=0)).backward()
+            loss = gpt_loss(model, random_batch(shape, batch_size=3, seed=0))
+            torch.autograd.backward(loss)
         assert model_flops(shape, 3) == counter.get_total_flops()
 
     def test_is_the_formula_of_the_paper_for_gpt(self) -> None:
@@ -184,7 +185,7 @@ class TestGptShape:
             ({"style": "llama", "heads": 32}, "an even head size, not 1"),
         ],
     )
-    def test_refuses_what_is_no_model(self, change: dict[str, object], message: str) -> None:
+    def test_refuses_what_is_no_model(self, change: dict[str, Any], message: str) -> None:
         with pytest.raises(ConfigError) as caught:
             dataclasses.replace(GPT, **change)
         assert message in str(caught.value)
@@ -198,7 +199,8 @@ class TestGptShape:
 class TestRandomBatch:
     def test_has_the_shapes_of_a_real_one(self) -> None:
         batch = random_batch(GPT, batch_size=3, seed=0)
-        assert {name: tuple(tensor.shape) for name, tensor in batch.items()} == {
+        tensors = cast("dict[str, torch.Tensor]", batch)
+        assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
             "tokens": (3, 16),
             "labels": (3, 16),
             "position_ids": (3, 16),

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 import torch
@@ -62,13 +62,14 @@ def as_integers(tensor: Tensor) -> Tensor:
 
 def recompute(layer: nn.Module) -> list[int]:
     """Makes a layer recompute; returns a list that grows with each run of its forward."""
-    forward, runs = layer.forward, []
+    forward = layer.forward
+    runs: list[int] = []
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         runs.append(len(runs))
         return forward(*args, **kwargs)
 
-    layer.forward = lambda *args, **kwargs: checkpoint_layer(counted, *args, **kwargs)  # type: ignore[method-assign]
+    layer.forward = lambda *args, **kwargs: checkpoint_layer(counted, *args, **kwargs)
     return runs
 
 
@@ -78,7 +79,7 @@ def train_step(model: nn.Module, loss_of: Callable[[nn.Module], Tensor], *recomp
     runs = [recompute(layers[number].module) for number in recomputed]
     seed_all(5)
     loss = loss_of(model)
-    loss.backward()
+    torch.autograd.backward(loss)
     assert [len(run) for run in runs] == [2] * len(runs)
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     assert len(gradients) == len(list(model.parameters()))
@@ -134,16 +135,19 @@ class TestRecomputeIsBitForBit:
 
 class TestCheckpointLayer:
     def test_hands_over_only_the_hidden_states(self) -> None:
-        """Masks and rotary tables are shared by all layers: saving them per layer would only cost."""
-        packed: list[Tensor] = []
+        """Masks and rotary tables are shared by all layers: saving them for each would only cost."""
+        packed: list[int] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            packed.append(tensor.data_ptr())
+            return tensor.detach()
+
         hidden = torch.randn(4, requires_grad=True)
-        with saved_tensors_hooks(
-            lambda tensor: packed.append(tensor) or tensor.detach(), lambda tensor: tensor
-        ):
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
             checkpoint_layer(
-                lambda hidden, mask, table: hidden * mask * table, hidden, torch.ones(4), table=torch.ones(4)
+                lambda x, mask, table: x * mask * table, hidden, torch.ones(4), table=torch.ones(4)
             )
-        assert [tensor.data_ptr() for tensor in packed] == [hidden.data_ptr()]
+        assert packed == [hidden.data_ptr()]
 
     def test_holds_no_input_itself(self) -> None:
         """Or offloading the inputs would free nothing."""
@@ -223,7 +227,7 @@ class TestCheckpointLayer:
 
 class TestFindLayers:
     @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-    def test_of_a_model(self, dtype: str) -> None:
+    def test_of_a_model(self, dtype: Literal["fp32", "bf16"]) -> None:
         """The bf16 model is wrapped; its names are those of the bare one."""
         model = build_gpt(dataclasses.replace(SHAPE, dtype=dtype), seed=0)
         found = find_layers(model)

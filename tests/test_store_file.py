@@ -1,4 +1,4 @@
-"""The store in a file: on the file system of the tests, on tmpfs, and with every fault that a drive can have."""
+"""The store in a file: on the tests' file system, on tmpfs, and with every fault that a drive can have."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -24,9 +24,11 @@ from tba_offload.errors import (
     StoreFullError,
 )
 from tba_offload.store import directory, open_store, posix
-from tba_offload.store.base import ActivationStore, Extent
 from tba_offload.store.directory import RunFile, open_directory
 from tba_offload.store.file import FileStore
+
+if TYPE_CHECKING:
+    from tba_offload.store.base import ActivationStore, Extent
 
 Call = Callable[[int, int, int, int], int]
 
@@ -122,7 +124,7 @@ def test_the_run_directory_is_private_while_it_exists(
 
     def look(name: str, *, dir_fd: int) -> None:
         path = tmp_path / name
-        seen.append((name, stat.S_IMODE(path.stat().st_mode), os.listdir(path)))
+        seen.append((name, stat.S_IMODE(path.stat().st_mode), [file.name for file in path.iterdir()]))
         rmdir(name, dir_fd=dir_fd)
 
     monkeypatch.setattr(os, "rmdir", look)
@@ -401,7 +403,7 @@ def test_signals_do_not_matter(store: FileStore, monkeypatch: pytest.MonkeyPatch
 def test_a_truncated_file_is_a_short_read(store: FileStore, padded: bool) -> None:
     extent = put(store, pattern(300_001))
     os.ftruncate(store._file.fd, 8192)
-    with pytest.raises(ShortTransferError, match="read of .* stopped after"):
+    with pytest.raises(ShortTransferError, match=r"read of .* stopped after"):
         get(store, extent, padded=padded)
 
 
@@ -473,7 +475,7 @@ def test_a_nearly_full_drive_gives_what_it_has(tmp_path: Path, monkeypatch: pyte
     with FileStore(tmp_path, device=CPU) as store:
         first = put(store, pattern(9 << 20))
         for _ in range(2):
-            with pytest.raises(StoreFullError, match="cannot grow .* bytes are free") as caught:
+            with pytest.raises(StoreFullError, match=r"cannot grow .* bytes are free") as caught:
                 store.reserve(2 << 20, 0)
             assert caught.value.filename == str(tmp_path)
             assert os.fstat(store._file.fd).st_size == store._file.size

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -12,8 +11,12 @@ from store_contract import CPU, StoreContract, get, pattern, put
 from tba_offload.device import CpuDevice
 from tba_offload.errors import StoreFullError
 from tba_offload.store import open_store
-from tba_offload.store.base import ActivationStore, Extent
 from tba_offload.store.host import HostStore
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tba_offload.store.base import ActivationStore, Extent
 
 
 class TestHostStore(StoreContract):
@@ -87,7 +90,7 @@ def test_no_more_memory_is_a_full_store_that_goes_on() -> None:
 
     with HostStore(device=Small(), slab_bytes=1 << 20) as store:
         extent = put(store, pattern(2 << 20))
-        with pytest.raises(StoreFullError, match="no more pages.*host memory"):
+        with pytest.raises(StoreFullError, match=r"no more pages.*host memory"):
             store.reserve(1, 0)
         assert torch.equal(get(store, extent), pattern(2 << 20))
         store.release(extent)

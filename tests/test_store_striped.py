@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -16,6 +15,9 @@ from tba_offload.store.base import ActivationStore, Extent
 from tba_offload.store.file import FileStore
 from tba_offload.store.host import HostStore
 from tba_offload.store.striped import StripedStore
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class TestStripedStore(StoreContract):
@@ -80,7 +82,7 @@ def test_a_full_drive_is_passed_over() -> None:
         drives = [store.reserve(8 * 4096, 0).drive for _ in range(9)]
         assert Counter(drives) == {0: 1, 1: 8}
         with pytest.raises(
-            StoreFullError, match="none of 2 drives has room for 1 bytes: .*capacity.*; .*capacity"
+            StoreFullError, match=r"none of 2 drives has room for 1 bytes: .*capacity.*; .*capacity"
         ):
             store.reserve(1, 0)
 

@@ -61,7 +61,8 @@ class Kept:
     def copy_of(cls, tensor: torch.Tensor, view: View) -> Kept:
         """Keeps the elements of a small view without keeping the large storage that it looks at."""
         kept = cls(tensor)
-        kept.tensor = look(tensor.untyped_storage(), view.distinct()).clone(memory_format=torch.contiguous_format)
+        few = look(tensor.untyped_storage(), view.distinct())
+        kept.tensor = few.clone(memory_format=torch.contiguous_format)
         kept.witness = version_witness(tensor)
         kept.spread = view
         kept.address = tensor.data_ptr()
@@ -81,7 +82,12 @@ class Packed:
     __slots__ = ("__weakref__", "address", "handle", "spread", "trace", "version", "view", "witness")
 
     def __init__(
-        self, tensor: torch.Tensor, view: View, handle: Handle, witness: torch.Tensor, trace: ActivationTrace
+        self,
+        tensor: torch.Tensor,
+        view: View,
+        handle: Handle,
+        witness: torch.Tensor,
+        trace: ActivationTrace,
     ) -> None:
         self.handle = handle
         self.view = view
@@ -101,7 +107,9 @@ class Capture:
         budget_bytes: The budget of resident activations that layers placed ``auto`` keep to.
     """
 
-    def __init__(self, offloader: Offloader, *, min_tensor_bytes: int, budget_bytes: int | None = None) -> None:
+    def __init__(
+        self, offloader: Offloader, *, min_tensor_bytes: int, budget_bytes: int | None = None
+    ) -> None:
         self.offloader = offloader
         self.min_tensor_bytes = min_tensor_bytes
         self.budget_bytes = budget_bytes
@@ -213,7 +221,7 @@ class Capture:
         """Puts gathered elements back where their view had them; what lies between them is undefined."""
         lo, hi = view.span()
         room = aligned_bytes(hi - lo, address, 1, self.offloader.device)
-        moved = view.moved(room.storage_offset() - lo)
+        moved = view.moved(int(room.storage_offset()) - lo)
         look(room.untyped_storage(), moved.distinct()).copy_(gathered)
         return look(room.untyped_storage(), moved)
 
@@ -356,25 +364,29 @@ class LayerHooks:
 
     def _gather(self, views: list[Packed], storage: torch.UntypedStorage) -> None:
         """Gives each view a dense storage of its own; the large one is then free to go."""
-        capture = self._capture
         dense: dict[View, tuple[Record, View]] = {}
         for packed in views:
             if packed.view not in dense:
-                tensor = look(storage, packed.view.distinct()).contiguous()
-                capture.offloader.admit(tensor.untyped_storage().nbytes())
-                record, trace = capture.add(tensor.untyped_storage(), self._next_key(), version_witness(tensor))
-                packed.trace = trace
-                dense[packed.view] = record, View.of(tensor)
-                capture.offloader.require(record, tensor.untyped_storage(), *View.of(tensor).span())
+                dense[packed.view] = self._offload_dense(packed, storage)
             record, view = dense[packed.view]
             packed.spread, packed.view = packed.view, view
             packed.handle = self._handle(record, view)
+
+    def _offload_dense(self, packed: Packed, storage: torch.UntypedStorage) -> tuple[Record, View]:
+        """Copies the elements of a view together and queues the write of the copy."""
+        capture = self._capture
+        tensor = look(storage, packed.view.distinct()).contiguous()
+        copy, view = tensor.untyped_storage(), View.of(tensor)
+        capture.offloader.admit(copy.nbytes())
+        record, packed.trace = capture.add(copy, self._next_key(), version_witness(tensor))
+        capture.offloader.require(record, copy, *view.span())
+        return record, view
 
 
 def _check_version(witness: torch.Tensor, version: int, what: object) -> None:
     if witness._version != version:
         raise SavedTensorModifiedError(
-            f"a tensor that backward needs was changed in place after it was saved ({what}): it is at version "
-            f"{witness._version}, saved was version {version}; change a copy instead, or find the operation "
-            "with torch.autograd.set_detect_anomaly(True)"
+            f"a tensor that backward needs was changed in place after it was saved ({what}): it is at "
+            f"version {witness._version}, saved was version {version}; change a copy instead, or find the "
+            "operation with torch.autograd.set_detect_anomaly(True)"
         )

@@ -7,10 +7,12 @@ reference to it stays alive while only C++ holds the storage.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class View(NamedTuple):
@@ -24,7 +26,7 @@ class View(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> View:
         """The view that ``tensor`` is."""
-        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def span(self) -> tuple[int, int]:
         """The range [lo, hi) of storage bytes from the first to the last element."""
@@ -68,7 +70,7 @@ def blank(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 def look(storage: torch.UntypedStorage, view: View) -> torch.Tensor:
     """The tensor that ``view`` makes of ``storage``, sharing its memory."""
     tensor = blank(view.dtype, storage.device).new_empty(0)
-    return tensor.set_(storage, view.offset, view.shape, view.stride)  # type: ignore[call-overload, no-any-return]
+    return tensor.set_(storage, view.offset, view.shape, view.stride)
 
 
 def version_witness(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +83,9 @@ def explicit_layers(model: nn.Module | Sequence[nn.Module], modules: Sequence[nn
         UnsupportedError: One of them is not part of the model, is listed twice, or lies in another one.
     """
     chunks = list(model) if isinstance(model, Sequence) else [model]
-    names = {module: (chunk, name) for chunk, part in enumerate(chunks) for name, module in part.named_modules()}
+    names = {
+        module: (chunk, name) for chunk, part in enumerate(chunks) for name, module in part.named_modules()
+    }
     layers: list[Layer] = []
     for number, module in enumerate(modules):
         if module not in names:
@@ -140,5 +142,9 @@ def first_differentiable(output: object) -> torch.Tensor | None:
     """The first tensor of a layer's output through which gradients will come back."""
     if isinstance(output, torch.Tensor):
         return output if output.requires_grad else None
-    parts = output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
+    parts: Iterable[object] = ()
+    if isinstance(output, dict):
+        parts = output.values()
+    elif isinstance(output, tuple | list):
+        parts = output
     return next((tensor for part in parts if (tensor := first_differentiable(part)) is not None), None)

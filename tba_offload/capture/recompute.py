@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def torch_checkpoint(forward: Callable[..., Any], *args: object, **kwargs: object) -> object:
@@ -14,7 +17,8 @@ def torch_checkpoint(forward: Callable[..., Any], *args: object, **kwargs: objec
 
     The random state is saved and restored, so that dropout draws the same masks. Inputs stay in memory.
     """
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
+    again: Callable[..., object] = partial(checkpoint, use_reentrant=False, preserve_rng_state=True)
+    return again(forward, *args, **kwargs)
 
 
 def is_recomputation() -> bool:

@@ -83,7 +83,7 @@ class Lookahead:
         self._recorded.append(key)
         position = self._position.get(key)
         if position is None:
-            self._expect([key for key in reversed(self._records)])
+            self._expect(list(reversed(self._records)))
             position = self._position.get(key, 0)
         given_up = self._offloader.stats.given_up
         if position >= self._next or given_up != self._given_up:

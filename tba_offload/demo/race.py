@@ -12,13 +12,15 @@ import multiprocessing
 import os
 import statistics
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tba_offload.errors import TbaError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from multiprocessing.connection import Connection
+    from multiprocessing.process import BaseProcess
 
 
 class RaceError(TbaError, RuntimeError):
@@ -192,7 +194,7 @@ def _run_lane(entrant: Entrant, pipe: Connection) -> None:
     except BaseException:
         with contextlib.suppress(BrokenPipeError):
             pipe.send((False, traceback.format_exc()))
-        raise SystemExit(1) from None
+        raise
     finally:
         if runner is not None:
             runner.close()

@@ -16,7 +16,6 @@ from tba_offload.demo.text import write_text
 from tba_offload.demo.trainer import Trainer
 from tba_offload.errors import ConfigError
 from tba_offload.policy import Placement
-
 from tba_offload.report.rok import draw, points
 
 if TYPE_CHECKING:
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
     from tba_offload.megatron.gpt import GptShape
 
 STRATEGIES = ("keep", "recompute", "offload")
+
+_MOVED = ("offloaded", "read", "forwarded", "deduplicated", "kept", "given_up", "held", "fallback_kept")
 
 WARM_UP = 3
 """Steps that medians and peaks leave out: the first allocates, the second settles."""
@@ -104,7 +105,8 @@ def summarize(races: Mapping[int, Mapping[str, Sequence[Figures]]]) -> Figures:
     """
     return {
         "batch_sizes": {
-            str(size): {name: _strategy(steps) for name, steps in lanes.items()} for size, lanes in races.items()
+            str(size): {name: _strategy(steps) for name, steps in lanes.items()}
+            for size, lanes in races.items()
         },
         "ratios": {str(size): _ratios(lanes) for size, lanes in races.items()},
         "spread": {str(size): _spreads(lanes) for size, lanes in races.items()},
@@ -134,13 +136,22 @@ def _strategy(steps: Sequence[Figures]) -> Figures:
         "stall_seconds_median": _median(counted, "stall_seconds"),
         "losses": [step["loss"] for step in steps],
     }
-    for name in ("offloaded", "read", "forwarded", "deduplicated", "kept", "given_up", "held", "fallback_kept"):
+    for name in (
+        "offloaded",
+        "read",
+        "forwarded",
+        "deduplicated",
+        "kept",
+        "given_up",
+        "held",
+        "fallback_kept",
+    ):
         figures[f"{name}_bytes"] = int(_median(counted, f"{name}_bytes"))
     return figures
 
 
 def _median(steps: Sequence[Figures], name: str) -> float:
-    return statistics.median(step[name] for step in steps)
+    return float(statistics.median(step[name] for step in steps))
 
 
 def _ratios(lanes: Mapping[str, Sequence[Figures]]) -> dict[str, float]:
@@ -166,7 +177,9 @@ def _claim_output(settings: DemoSettings) -> dict[tuple[int, str], Path]:
     settings.output.mkdir(parents=True, exist_ok=True)
     old = sorted(settings.output.glob("*.jsonl"))
     if old:
-        raise ConfigError(f"{settings.output} holds run logs of another run ({old[0].name}); choose a new directory")
+        raise ConfigError(
+            f"{settings.output} holds run logs of another run ({old[0].name}); choose a new directory"
+        )
     return {
         (size, name): settings.output / f"{name}-b{size}.jsonl"
         for size in settings.batch_sizes

@@ -6,11 +6,13 @@ can end a document, and UTF-8 never uses 255, so that it can pad: 256 tokens are
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
 import sysconfig
 import tempfile
+import warnings
 from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -195,7 +197,7 @@ def _open_dataset(prefix: Path, *, sequence: int, seed: int, samples: int) -> An
         raise ConfigError(
             f"there is no dataset {prefix}.bin with its {prefix.name}.idx; write_text() makes one"
         )
-    with tempfile.TemporaryDirectory(prefix=".index-", dir=prefix.parent) as index_folder:
+    with _alone(), tempfile.TemporaryDirectory(prefix=".index-", dir=prefix.parent) as index_folder:
         config = GPTDatasetConfig(
             random_seed=seed,
             sequence_length=sequence,
@@ -211,6 +213,14 @@ def _open_dataset(prefix: Path, *, sequence: int, seed: int, samples: int) -> An
         text = GPTDataset.build_low_level_dataset(str(prefix), config)
         documents = np.arange(GPTDataset.numel_low_level_dataset(text), dtype=np.int32)
         return GPTDataset(text, str(prefix), documents, samples, Split.train, config)
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Without a process group megatron-core takes this process for the only one, rightly, but warns of it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Could not determine rank", module=r"megatron\.")
+        yield
 
 
 def _stack(samples: list[dict[str, Tensor]], mask: Tensor) -> Batch:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +14,9 @@ from tba_offload.demo.text import batches
 from tba_offload.device.memory import keep_freed_pages
 from tba_offload.megatron.cpu import single_process
 from tba_offload.megatron.gpt import GptShape, build_gpt, gpt_loss, model_flops
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class Trainer:
@@ -80,13 +82,13 @@ class Trainer:
         began = time.perf_counter()
         with self.session.step(tokens=self._tokens, model_flops=self._flops) as step:
             loss = gpt_loss(self.model, batch)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             step.loss = float(loss.detach())
         del loss
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=False)
         seconds = time.perf_counter() - began
-        return {**dataclasses.asdict(step.record), "whole_step_seconds": seconds}  # type: ignore[call-overload]
+        return {**dataclasses.asdict(self.session.report()[-1]), "whole_step_seconds": seconds}
 
     def close(self) -> None:
         """Closes the session and the process group."""

@@ -11,13 +11,15 @@ import ctypes
 import threading
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tba_offload.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tba_offload.device.streams import Device
 
 CACHE_LINE = 64
@@ -87,6 +89,7 @@ class MemoryMeter(ABC):
     def peak(self) -> int:
         """The most live bytes since :meth:`reset`; stops watching."""
 
+    @abstractmethod
     def close(self) -> None:
         """Ends what the meter started."""
 
@@ -111,14 +114,18 @@ class CudaMeter(MemoryMeter):
         """The allocator's peak."""
         return torch.cuda.max_memory_allocated(self._device)
 
+    def close(self) -> None:
+        """Nothing was started."""
+
 
 class _MallInfo2(ctypes.Structure):
-    _fields_ = [  # noqa: RUF012 - the form that ctypes prescribes
+    _fields_ = tuple(
         (name, ctypes.c_size_t)
         for name in (
-            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
         )
-    ]  # fmt: skip
+    )
 
 
 class MallocMeter(MemoryMeter):
@@ -177,7 +184,7 @@ class MallocMeter(MemoryMeter):
             self._closed.wait(self._period)
 
 
-def _load_mallinfo2() -> ctypes._FuncPointer:  # type: ignore[name-defined]
+def _load_mallinfo2() -> Callable[[], Any]:
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallinfo2"):
         raise UnsupportedError(

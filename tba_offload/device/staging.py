@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import threading
 from contextlib import contextmanager
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from tba_offload.errors import SessionError
@@ -41,8 +40,8 @@ class StagingRing:
         self.slab_bytes = slab_bytes
         self.count = count
         self._device = device
-        self._free: SimpleQueue[torch.Tensor | None] = SimpleQueue()
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._free: list[torch.Tensor] = []
         self._made = 0
         self._closed = False
 
@@ -64,38 +63,27 @@ class StagingRing:
         try:
             yield slab
         finally:
-            self._free.put(slab)
+            with self._changed:
+                if not self._closed:
+                    self._free.append(slab)
+                    self._changed.notify()
 
     def close(self) -> None:
-        """Frees the slabs and wakes whoever waits for one; call it when none is lent."""
-        with self._lock:
+        """Frees the slabs, a lent one when it comes back, and wakes whoever waits for one."""
+        with self._changed:
             self._closed = True
             self._made = 0
-        while True:
-            try:
-                self._free.get_nowait()
-            except Empty:
-                break
-        self._free.put(None)
+            self._free.clear()
+            self._changed.notify_all()
 
     def _acquire(self) -> torch.Tensor:
-        slab = self._take_or_make()
-        if slab is None:
-            slab = self._free.get()
-        if slab is None:
-            self._free.put(None)  # for the next one who waits
-            raise SessionError("the staging ring is closed")
-        return slab
-
-    def _take_or_make(self) -> torch.Tensor | None:
-        """A free slab, or a new one while the ring is not complete."""
-        try:
-            return self._free.get_nowait()
-        except Empty:
-            pass
-        with self._lock:
-            if self._closed or self._made == self.count:
-                return None
-            slab = self._device.host_memory(self.slab_bytes)
-            self._made += 1
-            return slab
+        with self._changed:
+            while not self._closed:
+                if self._free:
+                    return self._free.pop()
+                if self._made < self.count:
+                    slab = self._device.host_memory(self.slab_bytes)
+                    self._made += 1
+                    return slab
+                self._changed.wait()
+        raise SessionError("the staging ring is closed")

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tba_offload.policy import Placement
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tba_offload.policy import LayerId, Policy
+    from tba_offload.policy import LayerId, Placement, Policy
 
 
 @dataclass(frozen=True, slots=True)

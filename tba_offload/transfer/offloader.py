@@ -28,6 +28,8 @@ from tba_offload.errors import StoreError, StoreFullError, TransferError
 from tba_offload.transfer.record import Handle, Piece, Record, Span
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from tba_offload.device.streams import Device, Event
     from tba_offload.store.base import ActivationStore, Extent, IoFuture
 
@@ -258,11 +260,11 @@ class Offloader:
                 raise _transfer_error("keep", record, record.error)
             buffer = span.restored()
             if buffer is None:
-                buffer = self._start_read(record, span)
+                buffer = self._start_read(span)
             shift = span.shift
         self._await(record, span)
         with self._lock:
-            self._unpacked(record, handle, span)
+            self._unpacked(handle, span)
         return buffer, shift
 
     def _forward(self, record: Record, handle: Handle) -> torch.UntypedStorage | None:
@@ -287,11 +289,11 @@ class Offloader:
         if cancelled:
             self._take_back(record, cancelled)
 
-    def _start_read(self, record: Record, span: Span) -> torch.UntypedStorage:
+    def _start_read(self, span: Span) -> torch.UntypedStorage:
         """Submits the reads of a span into a new buffer. Called on the training thread, under the lock."""
         alone = len(span.pieces) == 1
         buffer = aligned_bytes(span.nbytes, span.address, self.store.alignment, self.device)
-        span.shift = buffer.storage_offset() - span.lo
+        span.shift = int(buffer.storage_offset()) - span.lo
         span.buffer = buffer.untyped_storage()
         after = self.device.event()
         for piece in span.pieces:
@@ -315,7 +317,8 @@ class Offloader:
         finally:
             self.stats.stall_seconds += time.perf_counter() - started
 
-    def _unpacked(self, record: Record, handle: Handle, span: Span) -> None:
+    def _unpacked(self, handle: Handle, span: Span) -> None:
+        record = handle.record
         span.reads = []
         if span.charged:
             self._prefetched.pop(span, None)
@@ -361,7 +364,7 @@ class Offloader:
                     continue
                 if self.crowded(span.nbytes):
                     return False
-                self._start_read(record, span)
+                self._start_read(span)
                 span.charged = span.nbytes
                 self._prefetched[span] = record
                 self._add_in_flight(span.charged)
@@ -383,19 +386,23 @@ class Offloader:
 
     def drain(self) -> None:
         """Takes note of the handles that autograd has dropped."""
-        while True:
-            try:
-                record, was_read = self._dropped.get_nowait()
-            except Empty:
-                return
-            with self._lock:
-                record.live -= 1
-                if not was_read:
-                    record.unread -= 1
-                if record.live == 0:
-                    self._release(record)
-                else:
-                    self._loosen_when_read(record)
+        if self._dropped.empty():
+            return
+        with self._lock:
+            for _ in range(self._dropped.qsize()):
+                try:
+                    self._drop(*self._dropped.get_nowait())
+                except Empty:  # another thread was faster
+                    return
+
+    def _drop(self, record: Record, was_read: bool) -> None:  # noqa: FBT001 - as it comes from the queue
+        record.live -= 1
+        if not was_read:
+            record.unread -= 1
+        if record.live == 0:
+            self._release(record)
+        else:
+            self._loosen_when_read(record)
 
     def _release(self, record: Record) -> None:
         """The last handle is gone: nobody will ask for these bytes again."""
@@ -414,7 +421,8 @@ class Offloader:
 
     def _release_extents(self, record: Record) -> None:
         for span in record.spans:
-            for piece, read in zip(span.pieces, span.reads or [None] * len(span.pieces), strict=True):
+            reads: Iterable[IoFuture | None] = span.reads or (None,) * len(span.pieces)
+            for piece, read in zip(span.pieces, reads, strict=True):
                 if piece.extent is None:
                     continue
                 if read is None or read.done() or read.cancel():
@@ -510,7 +518,7 @@ class Offloader:
 def _bytes_of(storage: torch.UntypedStorage, lo: int, hi: int) -> torch.Tensor:
     """Bytes [lo, hi) of a storage as a one-dimensional uint8 tensor that shares them."""
     chunk = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return chunk.set_(storage, lo, (hi - lo,), (1,))  # type: ignore[call-overload, no-any-return]
+    return chunk.set_(storage, lo, (hi - lo,), (1,))
 
 
 def _extent_of(piece: Piece) -> Extent:
@@ -531,6 +539,7 @@ _REMEDIES = {
 
 
 def _transfer_error(what: str, record: Record, cause: BaseException | None) -> TransferError:
-    error = TransferError(f"could not {what} {record.nbytes} bytes of {record.key}: {cause}; {_REMEDIES[what]}")
+    message = f"could not {what} {record.nbytes} bytes of {record.key}: {cause}; {_REMEDIES[what]}"
+    error = TransferError(message)
     error.__cause__ = cause
     return error

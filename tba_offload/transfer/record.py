@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator
     from queue import SimpleQueue
 
     import torch
@@ -121,8 +121,23 @@ class Record:
     """
 
     __slots__ = (
-        "charged", "deferred", "error", "forwarded", "held", "key", "live", "nbytes", "origin", "pinned",
-        "released", "source", "spans", "unread", "version_tensor", "version", "writes",
+        "charged",
+        "deferred",
+        "error",
+        "forwarded",
+        "held",
+        "key",
+        "live",
+        "nbytes",
+        "origin",
+        "pinned",
+        "released",
+        "source",
+        "spans",
+        "unread",
+        "version",
+        "version_tensor",
+        "writes",
     )  # fmt: skip
 
     def __init__(
@@ -189,6 +204,10 @@ class Record:
 
         Spans that the range overlaps are merged with it, because a view must lie in one buffer.
         """
+        if not self.spans:
+            piece = Piece(lo, hi)
+            self.spans = [Span([piece])]
+            return [piece]
         if self.span_over(lo, hi) is not None:
             return []
         touched = sorted(
