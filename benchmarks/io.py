@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tba_offload.device import READY, CpuDevice
-from tba_offload.device.memory import aligned_bytes
+from tba_offload.device.memory import aligned_bytes, keep_freed_pages
 from tba_offload.store.file import FileStore
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 DIRECTIONS = ("write", "read", "mixed")
+THREADS = {"write": "writers", "read": "readers"}
 CPU = CpuDevice()
 
 
@@ -88,7 +90,7 @@ class Driver:
         self._size = size
         self._count = amount // size
         self._depths = depths
-        self._sources = [torch.empty(size, dtype=torch.uint8).fill_(i) for i in range(depths["write"])]
+        self._sources = [torch.empty(size, dtype=torch.uint8).random_() for _ in range(depths["write"])]
         self._ended: SimpleQueue[tuple[str, IoFuture]] = SimpleQueue()
         self._full: list[Extent] = []
 
@@ -105,12 +107,6 @@ class Driver:
         """Reads what was written last while the same amount is written; bytes a second of both together."""
         written: list[Extent] = []
         return self._timed(written, {"write": self._writes(written), "read": self._reads(self._full)})
-
-    def drop(self) -> None:
-        """Gives back the extents that are written."""
-        for extent in self._full:
-            self._store.release(extent)
-        self._full = []
 
     def _timed(self, written: list[Extent], lanes: dict[str, Iterator[IoFuture]]) -> float:
         start = time.perf_counter()
@@ -144,16 +140,150 @@ class Driver:
             yield self._store.write(extent, source, READY)
 
     def _reads(self, extents: list[Extent]) -> Iterator[IoFuture]:
-        ended: list[Extent] = []
         for extent in extents:
-            while ended:
-                self._store.release(ended.pop())
             target = aligned_bytes(extent.nbytes, extent.lead, self._store.alignment, CPU)
             future = self._store.read(extent, target, READY, padded=True)
             del target
-            future.add_done_callback(lambda _, extent=extent: ended.append(extent))  # type: ignore[misc]
+            future.add_done_callback(partial(self._release, extent))
             yield future
-        while self._store.pending():
-            time.sleep(0)
-        for extent in ended:
-            self._store.release(extent)
+
+    def _release(self, extent: Extent, _: IoFuture) -> None:
+        self._store.release(extent)
+
+
+class Fio:
+    """The same transfers by fio, in a file of twice the amount: the first half is written, the second read."""
+
+    def __init__(self, file: Path, amount: int, jobs: dict[str, int], *, direct: bool) -> None:
+        self._file = file
+        self._amount = amount
+        self._jobs = jobs
+        self._direct = direct
+        self._run(["--name=fill", "--rw=write", "--bs=4M", f"--size={2 * amount}"])
+
+    def run(self, direction: str, size: int) -> float:
+        """One run; bytes a second."""
+        names = ("write", "read") if direction == "mixed" else (direction,)
+        return self._run([option for name in names for option in self._job(name, size)])
+
+    def _job(self, name: str, size: int) -> list[str]:
+        count = self._jobs[name]
+        share = self._amount // count // size * size
+        return [
+            f"--name={name}",
+            "--new_group",
+            f"--rw={name}",
+            f"--bs={size}",
+            f"--numjobs={count}",
+            f"--size={share}",
+            f"--offset={0 if name == 'write' else self._amount}",
+            f"--offset_increment={share}",
+        ]
+
+    def _run(self, jobs: list[str]) -> float:
+        shared = [
+            "fio",
+            "--output-format=json",
+            "--ioengine=psync",
+            f"--direct={int(self._direct)}",
+            "--thread",
+            "--group_reporting",
+            "--fallocate=none",
+            f"--filename={self._file}",
+        ]
+        ended = subprocess.run([*shared, *jobs], capture_output=True, text=True, check=True)
+        groups = json.loads(ended.stdout)["jobs"]
+        moved = sum(group[way]["io_bytes"] for group in groups for way in ("read", "write"))
+        seconds = max(group[way]["runtime"] for group in groups for way in ("read", "write")) / 1000
+        return float(moved / seconds)
+
+
+def measure(store: FileStore, fio: Fio, size: int, amount: int, rounds: int) -> list[Result]:
+    """All directions of one size, store and fio in turn."""
+    threads = {name: int(str(store.description[key])) for name, key in THREADS.items()}
+    driver = Driver(store, size, amount, {name: 2 * count for name, count in threads.items()})
+    runs: dict[str, Callable[[], float]] = {"write": driver.write, "mixed": driver.mixed, "read": driver.read}
+    for warm_up in runs.values():
+        warm_up()
+    results = {name: Result(name, size) for name in DIRECTIONS}
+    for turn in range(rounds):
+        for name, run in runs.items():  # in this order each run finds what it reads
+            result = results[name]
+            for ours in (True, False) if turn % 2 else (False, True):
+                rates = result.store if ours else result.fio
+                rates.append(run() if ours else fio.run(name, size))
+    return list(results.values())
+
+
+def compare(arguments: argparse.Namespace) -> tuple[dict[str, object], list[Result]]:
+    """All sizes; prints each as soon as it is known."""
+    amount = arguments.amount * MIB
+    chosen = {name: n for name, n in vars(arguments).items() if name in {"writers", "readers"} and n}
+    results = []
+    with (
+        FileStore(arguments.directory, device=CPU, **chosen) as store,
+        tempfile.TemporaryDirectory(prefix="tba-io-", dir=arguments.directory) as scratch,
+    ):
+        path = store.description
+        jobs = {name: int(str(path[key])) for name, key in THREADS.items()}
+        fio = Fio(Path(scratch) / "fio", amount, jobs, direct=path["path"] == "O_DIRECT")
+        print(f"{store.directory}: {path['path']}, {jobs['write']} writers, {jobs['read']} readers")
+        print("way      extent        store           fio   ratio  (lowest - highest)")
+        for size in arguments.sizes:
+            for result in measure(store, fio, size * MIB, amount, arguments.rounds):
+                results.append(result)
+                print(result, flush=True)
+    return path, results
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("directory", help="a directory on the drive to measure; takes 4 times the amount")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 4, 16, 64], help="extent sizes, MiB")
+    parser.add_argument("--amount", type=int, default=512, help="MiB that each run moves in each direction")
+    parser.add_argument("--rounds", type=int, default=5, help="how often store and fio take turns")
+    parser.add_argument("--writers", type=int, help="threads that write; default: the store's own")
+    parser.add_argument("--readers", type=int, help="threads that read; default: the store's own")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--require", type=float, default=0.0, help="fail if a median ratio is below this")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Returns the exit status."""
+    arguments = parse()
+    if shutil.which("fio") is None:
+        print(
+            "fio is the yardstick and is not installed; try: apt install fio, or dnf install fio",
+            file=sys.stderr,
+        )
+        return 2
+    keep_freed_pages()  # as a session does; fio keeps its buffers, too
+    path, results = compare(arguments)
+    if arguments.json is not None:
+        report = {
+            "store": path,
+            "machine": {"cpus": os.cpu_count(), "kernel": platform.release()},
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "fio": fio_version(),
+            },
+            "amount_bytes": arguments.amount * MIB,
+            "results": [result.as_json() for result in results],
+        }
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    slow = [result for result in results if statistics.median(result.ratios) < arguments.require]
+    for result in slow:
+        print(f"below {arguments.require}: {result}", file=sys.stderr)
+    return 1 if slow else 0
+
+
+def fio_version() -> str:
+    """What fio calls itself."""
+    return subprocess.run(["fio", "--version"], capture_output=True, text=True, check=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -125,3 +125,68 @@ def _writing(path: str | os.PathLike[str]) -> Iterator[None]:
         raise click.ClickException(
             f"{os.fspath(path)}: cannot be written: {error.strerror or error}"
         ) from error
+
+
+_DEMO_HELP = """Train a small Megatron GPT on real text three ways at once and compare them.
+
+    keep, recompute and offload alternate step by step, each in a process of its own. Prints the table, and
+    writes run logs, rok.svg, rok.png and summary.json to the output directory. Needs megatron-core and
+    matplotlib: pip install 'tba-offload[megatron,plots]'.
+    """
+
+
+@main.command(help=_DEMO_HELP)
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("tba-demo"),
+    show_default=True,
+    help="Directory for run logs, pictures and summary.",
+)
+@click.option("--layers", type=click.IntRange(min=1), default=12, show_default=True)
+@click.option("--hidden", type=click.IntRange(min=1), default=768, show_default=True, help="Width.")
+@click.option("--heads", type=click.IntRange(min=1), default=12, show_default=True)
+@click.option("--sequence", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens.")
+@click.option(
+    "--batch-size",
+    "batch_sizes",
+    type=click.IntRange(min=1),
+    multiple=True,
+    default=(2, 4),
+    show_default=True,
+    help="Sequences in a step; may be given several times.",
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(min=4),
+    default=22,
+    show_default=True,
+    help="Steps of each strategy and batch size.",
+)
+@click.option("--dtype", type=click.Choice(["bf16", "fp32"]), default="bf16", show_default=True)
+@click.option("--style", type=click.Choice(["gpt", "llama"]), default="gpt", show_default=True)
+@click.option("--dropout", type=click.FloatRange(0, 1, max_open=True), default=0.1, show_default=True)
+@click.option(
+    "--directory",
+    "directories",
+    type=click.Path(file_okay=False, path_type=Path),
+    multiple=True,
+    help="Where offloaded bytes go, one for each drive.  [default: a directory under the output]",
+)
+@click.option(
+    "--window",
+    default="8MiB",
+    show_default=True,
+    help="Bytes in flight at the smallest batch size; grows with the batch size.",
+)
+@click.option(
+    "--policy",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="YAML file with the policy of the offload strategy.",
+)
+@click.option("--threads", type=click.IntRange(min=1), help="Compute threads of each process.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON and nothing else.")
+def demo(*, as_json: bool, window: str, **options: Any) -> None:
+    from tba_offload.demo.console import run_on_console
+
+    run_on_console(as_json=as_json, window=window, **options)

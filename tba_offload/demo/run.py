@@ -136,16 +136,7 @@ def _strategy(steps: Sequence[Figures]) -> Figures:
         "stall_seconds_median": _median(counted, "stall_seconds"),
         "losses": [step["loss"] for step in steps],
     }
-    for name in (
-        "offloaded",
-        "read",
-        "forwarded",
-        "deduplicated",
-        "kept",
-        "given_up",
-        "held",
-        "fallback_kept",
-    ):
+    for name in _MOVED:
         figures[f"{name}_bytes"] = int(_median(counted, f"{name}_bytes"))
     return figures
 

@@ -539,12 +539,9 @@ def draw(points: Sequence[RokPoint], path: str | os.PathLike[str]) -> None:
     kind = picture_kind(path)
     if len({each.unit for each in points}) != 1:
         raise ConfigError("a ROK curve needs points, all with the same unit of throughput")
-    try:
-        from tba_offload.report import picture
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "matplotlib":
-            raise
-        raise MissingDependencyError("matplotlib", "drawing a ROK curve", extra="plots") from error
+    require_matplotlib()
+    from tba_offload.report import picture
+
     path.write_bytes(picture.rok_curve(points, kind))
 
 
@@ -560,3 +557,17 @@ def picture_kind(path: str | os.PathLike[str]) -> Literal["svg", "png"]:
     if suffix == ".png":
         return "png"
     raise ConfigError(f"{path}: a picture's name must end in .svg or .png")
+
+
+def require_matplotlib() -> None:
+    """Checks that pictures can be drawn, for those who want to know before they work for hours.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib as mpl  # noqa: F401 - whether it can be imported is the question
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        raise MissingDependencyError("matplotlib", "drawing a ROK curve", extra="plots") from error

@@ -1,0 +1,137 @@
+"""The demo on a terminal: a progress bar while it trains, a table at the end."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from tba_offload.config import parse_size
+from tba_offload.demo.run import STRATEGIES, DemoSettings, describe, run_demo
+from tba_offload.errors import TbaError
+from tba_offload.megatron import require_core
+from tba_offload.report.rok import require_matplotlib
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+_WIDTH = 150  # of the table where the output is not a terminal
+
+
+def run_on_console(
+    *,
+    as_json: bool,
+    window: str,
+    output: Path,
+    batch_sizes: tuple[int, ...],
+    steps: int,
+    directories: tuple[Path, ...],
+    policy: Path | None,
+    threads: int | None,
+    **shape: Any,
+) -> None:
+    """Runs the demo with the options of the command line and prints what it found.
+
+    Raises:
+        TbaError: The losses of the strategies differ, or the demo could not run.
+    """
+    require_core("the demo")
+    require_matplotlib()
+    from tba_offload.megatron.gpt import GptShape
+
+    settings = DemoSettings(
+        shape=GptShape(**shape),
+        batch_sizes=tuple(sorted(set(batch_sizes))),
+        steps=steps,
+        output=output,
+        directories=directories,
+        in_flight_bytes=parse_size(window),
+        policy=policy,
+        threads=threads,
+    )
+    if not as_json:
+        click.echo(describe(settings))
+    summary = _with_progress(settings, quiet=as_json)
+    if as_json:
+        click.echo(json.dumps(summary, indent=2))
+    else:
+        _print(summary, settings)
+    if not summary["identical_losses"]:
+        raise TbaError("the losses of the strategies differ: this must not happen, please report it")
+
+
+def _with_progress(settings: DemoSettings, *, quiet: bool) -> dict[str, Any]:
+    console = Console(stderr=True)
+    if quiet:
+        return run_demo(settings)
+    if not console.is_terminal:
+        return run_demo(settings, on_step=_dots(settings.total_steps))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("training", total=settings.total_steps)
+        return run_demo(settings, on_step=lambda: progress.advance(task))
+
+
+def _dots(total: int) -> Callable[[], None]:
+    """A line every tenth of the way, where a bar would fill a log file with control characters."""
+    done = 0
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        if done == total or done % math.ceil(total / 10) == 0:
+            click.echo(f"{done} of {total} steps", err=True)
+
+    return advance
+
+
+def _print(summary: dict[str, Any], settings: DemoSettings) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDTH)
+    console.print(_table(summary))
+    for size, ratios in summary["ratios"].items():
+        spread = summary["spread"][size]["time_offload_over_keep"]
+        click.echo(
+            f"batch size {size}: offload needs {ratios['peak_offload_over_keep']:.3f} x the activation peak of "
+            f"keep and {ratios['peak_offload_over_recompute']:.3f} x that of recompute, "
+            f"{ratios['time_offload_over_keep']:.3f} x the step time of keep "
+            f"(quartiles {spread['low']:.3f} to {spread['high']:.3f}) and "
+            f"{ratios['time_offload_over_recompute']:.3f} x that of recompute"
+        )
+    same = "identical to the last bit" if summary["identical_losses"] else "DIFFERENT"
+    click.echo(f"losses of the {len(STRATEGIES)} strategies over {settings.steps} steps: {same}")
+    click.echo(f"activation peak: {summary['measured']['activation_peak_bytes']}")
+    click.echo(f"curve: {settings.output / 'rok.png'}; figures: {settings.output / 'summary.json'}")
+
+
+def _table(summary: dict[str, Any]) -> Table:
+    table = Table(title="Recompute, offload, keep")
+    heads = "batch|strategy|peak MiB|step s|tokens/s|written|read|forwarded|deduplicated|kept MiB|stall s|last loss"
+    for index, head in enumerate(heads.split("|")):
+        table.add_column(head, justify="left" if index == 1 else "right")
+    for size, lanes in summary["batch_sizes"].items():
+        for name, figures in lanes.items():
+            table.add_row(size, name, *_cells(figures))
+        table.add_section()
+    return table
+
+
+def _cells(figures: dict[str, Any]) -> list[str]:
+    def mib(name: str) -> str:
+        return f"{figures[name] / 2**20:.1f}"
+
+    return [
+        mib("activation_peak_bytes"),
+        f"{figures['step_seconds_median']:.3f}",
+        f"{figures['tokens_per_second']:.0f}",
+        *(mib(f"{what}_bytes") for what in ("offloaded", "read", "forwarded", "deduplicated", "kept")),
+        f"{figures['stall_seconds_median']:.3f}",
+        f"{figures['losses'][-1]:.6f}",
+    ]
