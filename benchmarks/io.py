@@ -2,10 +2,10 @@
 
     python benchmarks/io.py DIRECTORY [--json FILE]
 
-For every extent size and direction the two take turns on the same drive, several times, so that whatever else
-the machine does disturbs both alike. The yardstick is ``fio --ioengine=psync`` with the same block size and as
-many jobs as the store has threads for that direction, on a file that was written before. "mixed" is a write
-and a read of the same amount at once, from the start of the first to the end of the last.
+For every extent size and direction the two take turns on the same drive, several times, so that whatever
+else the machine does disturbs both alike. The yardstick is ``fio --ioengine=psync`` with the same block size
+and as many jobs as the store has threads for that direction, on a file that was written before. "mixed" is a
+write and a read of the same amount at once, from the start of the first to the end of the last.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,6 +37,9 @@ if TYPE_CHECKING:
     from tba_offload.store.base import Extent, IoFuture
 
 MIB = 1 << 20
+IN_FLIGHT = 64 * MIB
+"""Bytes queued in each direction, but at least two transfers a thread."""
+
 DIRECTIONS = ("write", "read", "mixed")
 THREADS = {"write": "writers", "read": "readers"}
 CPU = CpuDevice()
@@ -80,9 +82,8 @@ class Result:
 class Driver:
     """Uses a store the way the offloader does.
 
-    A few transfers of each direction are queued at a time; a callback tells that one has ended. Writes take
-    new extents and come from memory as PyTorch allocates it; reads go into newly allocated buffers and give the
-    extents back.
+    The bytes in flight are bounded; a callback tells that a transfer has ended. Writes take new extents and
+    come from memory as PyTorch allocates it; reads go into newly allocated buffers and give the extents back.
     """
 
     def __init__(self, store: FileStore, size: int, amount: int, depths: dict[str, int]) -> None:
@@ -152,21 +153,28 @@ class Driver:
 
 
 class Fio:
-    """The same transfers by fio, in a file of twice the amount: the first half is written, the second read."""
+    """The same transfers by fio, in the file of the store: elsewhere on the drive may be faster or slower.
 
-    def __init__(self, file: Path, amount: int, jobs: dict[str, int], *, direct: bool) -> None:
-        self._file = file
+    Reads find what the run before has written, as with the store: what a drive or a host behind it remembers
+    of the last writes helps both alike.
+    """
+
+    def __init__(self, store: FileStore, amount: int) -> None:
+        store.prepare(2 * amount)
+        self._file = f"/proc/{os.getpid()}/fd/{store.fileno()}"
         self._amount = amount
-        self._jobs = jobs
-        self._direct = direct
+        self._jobs = threads_of(store)
+        self._direct = store.description["path"] == "O_DIRECT"
         self._run(["--name=fill", "--rw=write", "--bs=4M", f"--size={2 * amount}"])
 
     def run(self, direction: str, size: int) -> float:
         """One run; bytes a second."""
         names = ("write", "read") if direction == "mixed" else (direction,)
-        return self._run([option for name in names for option in self._job(name, size)])
+        return self._run([option for name in names for option in self._job(name, direction, size)])
 
-    def _job(self, name: str, size: int) -> list[str]:
+    def _job(self, name: str, direction: str, size: int) -> list[str]:
+        # "write" fills the first half, "mixed" reads that and fills the second, "read" reads that.
+        first_half = (name, direction) in {("write", "write"), ("read", "mixed")}
         count = self._jobs[name]
         share = self._amount // count // size * size
         return [
@@ -176,7 +184,7 @@ class Fio:
             f"--bs={size}",
             f"--numjobs={count}",
             f"--size={share}",
-            f"--offset={0 if name == 'write' else self._amount}",
+            f"--offset={0 if first_half else self._amount}",
             f"--offset_increment={share}",
         ]
 
@@ -198,10 +206,15 @@ class Fio:
         return float(moved / seconds)
 
 
+def threads_of(store: FileStore) -> dict[str, int]:
+    """How many threads serve each direction."""
+    return {name: int(str(store.description[key])) for name, key in THREADS.items()}
+
+
 def measure(store: FileStore, fio: Fio, size: int, amount: int, rounds: int) -> list[Result]:
     """All directions of one size, store and fio in turn."""
-    threads = {name: int(str(store.description[key])) for name, key in THREADS.items()}
-    driver = Driver(store, size, amount, {name: 2 * count for name, count in threads.items()})
+    depths = {name: max(2 * count, IN_FLIGHT // size) for name, count in threads_of(store).items()}
+    driver = Driver(store, size, amount, depths)
     runs: dict[str, Callable[[], float]] = {"write": driver.write, "mixed": driver.mixed, "read": driver.read}
     for warm_up in runs.values():
         warm_up()
@@ -220,13 +233,9 @@ def compare(arguments: argparse.Namespace) -> tuple[dict[str, object], list[Resu
     amount = arguments.amount * MIB
     chosen = {name: n for name, n in vars(arguments).items() if name in {"writers", "readers"} and n}
     results = []
-    with (
-        FileStore(arguments.directory, device=CPU, **chosen) as store,
-        tempfile.TemporaryDirectory(prefix="tba-io-", dir=arguments.directory) as scratch,
-    ):
-        path = store.description
-        jobs = {name: int(str(path[key])) for name, key in THREADS.items()}
-        fio = Fio(Path(scratch) / "fio", amount, jobs, direct=path["path"] == "O_DIRECT")
+    with FileStore(arguments.directory, device=CPU, **chosen) as store:
+        fio = Fio(store, amount)
+        path, jobs = store.description, threads_of(store)
         print(f"{store.directory}: {path['path']}, {jobs['write']} writers, {jobs['read']} readers")
         print("way      extent        store           fio   ratio  (lowest - highest)")
         for size in arguments.sizes:
@@ -239,10 +248,10 @@ def compare(arguments: argparse.Namespace) -> tuple[dict[str, object], list[Resu
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("directory", help="a directory on the drive to measure; takes 4 times the amount")
+    parser.add_argument("directory", help="a directory on the drive to measure; takes twice the amount")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 4, 16, 64], help="extent sizes, MiB")
     parser.add_argument("--amount", type=int, default=512, help="MiB that each run moves in each direction")
-    parser.add_argument("--rounds", type=int, default=5, help="how often store and fio take turns")
+    parser.add_argument("--rounds", type=int, default=7, help="how often store and fio take turns")
     parser.add_argument("--writers", type=int, help="threads that write; default: the store's own")
     parser.add_argument("--readers", type=int, help="threads that read; default: the store's own")
     parser.add_argument("--json", type=Path, help="write the results to this file")

@@ -24,7 +24,7 @@ from tba_offload.capture.scope import ScopeKey
 from tba_offload.config import OffloadConfig, load_config
 from tba_offload.device.memory import MemoryMeter, ResidentPeak, meter_of
 from tba_offload.device.streams import device_of
-from tba_offload.errors import SessionError
+from tba_offload.errors import ConfigError, SessionError
 from tba_offload.plan.plan import Plan
 from tba_offload.policy import Placement
 from tba_offload.report.run_log import RunHeader, RunLogWriter, StepRecord
@@ -138,7 +138,7 @@ class Session:
         return Step(self, tokens=tokens, model_flops=model_flops)
 
     def apply(self, config: ConfigLike) -> None:
-        """Changes placements between steps; budget and store stay as they are.
+        """Changes the placements between steps; store and budget stay as they are.
 
         Raises:
             SessionError: A step is open, or the session is closed.
@@ -147,7 +147,14 @@ class Session:
         self._check_usable()
         if self._step is not None:
             raise SessionError("placements cannot change inside a step; apply the policy between steps")
-        self.plan = self._plan_of(read_config(config))
+        wanted = read_config(config)
+        if (wanted.store, wanted.budget) != (self.config.store, self.config.budget):
+            raise ConfigError(
+                "store and budget are those that the session was opened with; close it and attach anew",
+                file=wanted.file,
+            )
+        self.plan = self._plan_of(wanted)
+        self.config = wanted
 
     def report(self) -> list[StepRecord]:
         """The records of all steps so far, oldest first."""

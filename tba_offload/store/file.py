@@ -116,6 +116,10 @@ class FileStore(QueuedStore):
         """Host memory that staging slabs take now."""
         return self._ring.allocated_bytes
 
+    def fileno(self) -> int:
+        """The descriptor of the file, for tools that look at it or measure its drive."""
+        return self._file.fd
+
     def close(self) -> None:
         """Ends the store; see :meth:`ActivationStore.close`."""
         try:

@@ -1,0 +1,205 @@
+"""A drive that does what a test tells it to, and sessions that write to it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from tba_offload.attach import attach
+from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig
+from tba_offload.device import CpuDevice
+from tba_offload.store.file import FileStore
+from tba_offload.store.host import HostStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+    from torch import nn
+
+    from tba_offload.device import Event
+    from tba_offload.session import Session
+    from tba_offload.store.base import Extent
+
+CPU = CpuDevice()
+KIB = 1 << 10
+MIB = 1 << 20
+PATIENCE = 20.0
+"""Seconds after which a test stops waiting and fails."""
+
+
+class Direction:
+    """What happens to the writes, the reads or the reservations of a drive.
+
+    Attributes:
+        started: How many have begun.
+        ended: How many are over, failed or not.
+        seconds: How long each takes at least.
+        bytes_per_second: How fast the drive is; ``None`` for as fast as it can.
+    """
+
+    def __init__(self) -> None:
+        self.started = 0
+        self.ended = 0
+        self.seconds = 0.0
+        self.bytes_per_second: float | None = None
+        self._failing: Callable[[int], BaseException | None] = lambda _: None
+        self._changed = threading.Condition()
+        self._gate = threading.Event()
+        self._gate.set()
+        self._turn = threading.Lock()
+
+    def hold(self) -> None:
+        """From now on what begins does not go on."""
+        self._gate.clear()
+
+    def release(self) -> None:
+        """Lets go on what was held."""
+        self._gate.set()
+
+    def fail(self, error: BaseException, *, at: int | None = None) -> None:
+        """Fails the one that starts as number ``at``, from 1, or all from now on."""
+        self._failing = lambda number: error if at is None or number == at else None
+
+    def recover(self) -> None:
+        """Ends :meth:`fail`."""
+        self._failing = lambda _: None
+
+    def wait_started(self, count: int = 1) -> None:
+        """Waits until ``count`` have begun since the drive was made."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.started >= count, PATIENCE)
+
+    @contextmanager
+    def under_way(self, nbytes: int) -> Iterator[None]:
+        """Around one transfer, on the thread that does it."""
+        with self._changed:
+            self.started += 1
+            number = self.started
+            self._changed.notify_all()
+        try:
+            assert self._gate.wait(PATIENCE)
+            self._take_time(nbytes)
+            if (error := self._failing(number)) is not None:
+                raise error
+            yield
+        finally:
+            with self._changed:
+                self.ended += 1
+                self._changed.notify_all()
+
+    def _take_time(self, nbytes: int) -> None:
+        seconds = self.seconds
+        if self.bytes_per_second is not None:
+            seconds += nbytes / self.bytes_per_second
+        if seconds:
+            with self._turn:  # one drive does one thing at a time
+                time.sleep(seconds)
+
+
+class Drive:
+    """Commands for a store: each direction of it can be held back, slowed, made to fail, and is counted."""
+
+    def __init__(self) -> None:
+        self.reservations = Direction()
+        self.writes = Direction()
+        self.reads = Direction()
+
+    def release(self) -> None:
+        """Lets go on everything that was held."""
+        self.writes.release()
+        self.reads.release()
+
+
+class _Driven:
+    """Put before the class of a store: it then obeys a drive."""
+
+    drive: Drive
+
+    def __init__(self, drive: Drive, *arguments: Any, **options: Any) -> None:
+        self.drive = drive
+        super().__init__(*arguments, **options)
+
+    def reserve(self, nbytes: int, address: int) -> Extent:
+        with self.drive.reservations.under_way(nbytes):
+            extent: Extent = super().reserve(nbytes, address)  # type: ignore[misc]
+            return extent
+
+    def _move_out(self, extent: Extent, source: torch.Tensor, after: Event) -> int | None:
+        with self.drive.writes.under_way(extent.nbytes):
+            digest: int | None = super()._move_out(extent, source, after)  # type: ignore[misc]
+            return digest
+
+    def _move_in(self, extent: Extent, target: torch.Tensor, after: Event, *, padded: bool) -> int | None:
+        with self.drive.reads.under_way(extent.nbytes):
+            digest: int | None = super()._move_in(extent, target, after, padded=padded)  # type: ignore[misc]
+            return digest
+
+    def close(self) -> None:
+        self.drive.release()
+        super().close()  # type: ignore[misc]
+
+
+class DrivenHostStore(_Driven, HostStore):
+    """One writer and one reader, so that what is behind a held transfer is queued for certain."""
+
+
+class DrivenFileStore(_Driven, FileStore):
+    """The same with a file."""
+
+
+def host_store(drive: Drive, *, capacity: int | None = None) -> DrivenHostStore:
+    """A store in memory that obeys ``drive``; small slabs, because tests are small."""
+    return DrivenHostStore(drive, capacity, device=CPU, slab_bytes=MIB)
+
+
+def config_for(
+    *, in_flight: int | None = None, capacity: int | None = None, directory: object = None, **settings: Any
+) -> OffloadConfig:
+    """Everything down to 1 KiB is offloaded, to memory unless a directory is given."""
+    settings.setdefault("min_tensor_bytes", KIB)
+    where: dict[str, Any] = (
+        {"kind": "host"} if directory is None else {"kind": "file", "directories": (directory,)}
+    )
+    return OffloadConfig(
+        budget=BudgetConfig(in_flight_bytes=in_flight),
+        store=StoreConfig(capacity=capacity, **where),
+        **settings,
+    )
+
+
+def session_for(
+    model: nn.Module | list[nn.Module],
+    *,
+    drive: Drive | None = None,
+    layers: list[nn.Module] | None = None,
+    measure_memory: bool = False,
+    **settings: Any,
+) -> Session:
+    """Attaches ``model`` with the settings of :func:`config_for`; to a store of ``drive`` if there is one."""
+    config = config_for(**settings)
+    if drive is None:
+        return attach(model, config, layers=layers, measure_memory=measure_memory)
+    store = host_store(drive, capacity=config.store.capacity)
+    with mock.patch("tba_offload.session.open_store", return_value=store):
+        return attach(model, config, layers=layers, measure_memory=measure_memory)
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Polls a condition that another thread makes true."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {PATIENCE:g} s in vain: {what}"
+        time.sleep(0.001)
+
+
+def assert_all_given_back(session: Session) -> None:
+    """No graph is alive any more: no byte may be in flight and no extent taken."""
+    session.offloader.quiesce()
+    wait_until(lambda: session.store.pending() == 0, "transfers are still pending")
+    session.offloader.drain()
+    wait_until(lambda: session.offloader.in_flight == 0, f"{session.offloader.in_flight} bytes in flight")
+    wait_until(lambda: session.store.used_bytes == 0, f"{session.store.used_bytes} bytes of extents")

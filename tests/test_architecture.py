@@ -1,0 +1,156 @@
+"""The house as it is drawn: which part may know which, and what must not be needed to import it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tba_offload
+
+ROOT = Path(tba_offload.__file__).parent
+MODULES = sorted(ROOT.rglob("*.py"))
+
+# Each part may import those listed; errors may be imported by all.
+ALLOWED = {
+    "errors": set(),
+    "policy": set(),
+    "config": {"policy"},
+    "plan": {"policy"},
+    "device": set(),
+    "store": {"device"},
+    "transfer": {"store", "device"},
+    "capture": {"transfer", "device", "policy"},
+    "report": set(),
+    "session": {"capture", "transfer", "store", "device", "plan", "policy", "config", "report"},
+    "megatron": {"session", "capture", "policy"},
+    "attach": {"session", "capture", "megatron"},
+}
+ON_TOP = {"cli", "demo", "__init__", "__main__"}
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imports_of(path: Path) -> set[str]:
+    """Full names of the modules that a file imports, anywhere in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.add(node.module or "")
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_one_way(path: Path) -> None:
+    part = part_of(path)
+    if part in ON_TOP:
+        return
+    names = {name.split(".")[1] for name in imports_of(path) if name.startswith("tba_offload.")}
+    inner = {name for name in names if (ROOT / name).exists() or (ROOT / f"{name}.py").exists()}
+    assert inner - {part, "errors"} <= ALLOWED[part]
+
+
+@pytest.mark.parametrize("part", ["plan", "policy", "report", "config", "errors"])
+def test_these_never_import_torch(part: str) -> None:
+    for path in MODULES:
+        if part_of(path) == part:
+            assert not {name for name in imports_of(path) if name.split(".")[0] == "torch"}, path
+
+
+def test_only_the_megatron_part_imports_megatron() -> None:
+    for path in MODULES:
+        if any(name.split(".")[0] == "megatron" for name in imports_of(path)):
+            # The demo's text is a Megatron dataset, so it is on Megatron's side of the wall.
+            assert part_of(path) == "megatron" or path.name == "text.py", path
+
+
+def test_only_the_device_part_names_torch_cuda() -> None:
+    named = {path for path in MODULES if re.search(r"torch\.cuda", code_of(path))}
+    # The substitutes that let Megatron train on a CPU have to replace names in torch.cuda.
+    assert {part_of(path) for path in named} - {"device"} <= {"megatron"}
+    assert {path.name for path in named if part_of(path) == "megatron"} == {"cpu.py"}
+
+
+def code_of(path: Path) -> str:
+    """A file without its comments and strings."""
+    return ast.unparse(ast.fix_missing_locations(_WithoutStrings().visit(ast.parse(path.read_text()))))
+
+
+class _WithoutStrings(ast.NodeTransformer):
+    def visit_Constant(self, node: ast.Constant) -> ast.Constant:
+        return ast.Constant("") if isinstance(node.value, str) else node
+
+
+BLOCK = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {missing!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Missing())
+"""
+
+
+def run_without(missing: set[str], code: str) -> subprocess.CompletedProcess[str]:
+    """Runs code in a process in which some packages cannot be imported."""
+    script = BLOCK.format(missing=missing) + code
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, check=False
+    )
+
+
+OPTIONAL = {"kvikio", "cupy", "megatron", "transformer_engine", "matplotlib", "cuda"}
+
+
+def test_every_public_name_is_there_without_optional_packages() -> None:
+    code = "import tba_offload as t\nfor name in t.__all__: getattr(t, name)\nassert not t.attach is None"
+    done = run_without(OPTIONAL, code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_policies_and_logs_need_no_torch() -> None:
+    done = run_without(OPTIONAL | {"torch"}, "import tba_offload as t\nt.OffloadConfig()\nt.read_run_log")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "remedy"),
+    [
+        ("import tba_offload.megatron as m; m.require_core('this')", "pip install 'tba-offload[megatron]'"),
+        (
+            "from tba_offload.report.rok import require_matplotlib as r; r()",
+            "pip install 'tba-offload[plots]'",
+        ),
+        (
+            """
+from tba_offload.store import open_store
+from tba_offload.device import device_of
+open_store(kind="gds", directories=["/tmp"], device=device_of("cpu"))
+""",
+            "pip install 'tba-offload[gds-cu12]'",
+        ),
+    ],
+)
+def test_a_missing_package_is_named_with_its_remedy(code: str, remedy: str) -> None:
+    done = run_without(OPTIONAL, code)
+    assert done.returncode == 1
+    assert "MissingDependencyError" in done.stderr
+    assert remedy in done.stderr
+
+
+def test_public_names() -> None:
+    assert len(set(tba_offload.__all__)) == len(tba_offload.__all__) > 20
+    for name in tba_offload.__all__:
+        assert getattr(tba_offload, name).__doc__, name
+    with pytest.raises(AttributeError, match="no_such_name"):
+        tba_offload.no_such_name  # noqa: B018
