@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
+import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import tba_offload as tba
-from tba_offload.device.memory import keep_freed_pages, meter_of
+from tba_offload.config import parse_size
+from tba_offload.demo.race import Entrant, paired_ratio, race
+from tba_offload.device.memory import FAST_ALLOCATOR, keep_freed_pages, meter_of
 from tba_offload.device.streams import device_of
 from tba_offload.megatron.cpu import single_process
 from tba_offload.megatron.gpt import GptShape, build_gpt, gpt_loss, random_batch
@@ -154,3 +162,84 @@ class _File:
 
 def _load(packed: Any) -> torch.Tensor:
     return torch.load(packed.path) if isinstance(packed, _File) else packed
+
+
+SHAPE: dict[str, Any] = {"layers": 12, "hidden": 512, "sequence": 256, "dtype": "bf16", "dropout": 0.0}
+"""What the benchmarks train unless told otherwise; without dropout, whose random states plain
+``torch.utils.checkpoint`` does not know in Megatron's layers. Heads are 64 wide."""
+
+_WARM_UP = 2
+
+
+def lanes(
+    entrants: dict[str, tuple[str, dict[str, Any]]],
+    *,
+    steps: int,
+    batch_size: int,
+    window: str,
+    directory: str | None,
+) -> dict[str, list[dict[str, Any]]]:
+    """Races entrants, name → (way, shape), and returns the figures of every step."""
+    with contextlib.ExitStack() as stack:
+        place = directory or stack.enter_context(tempfile.TemporaryDirectory(prefix="tba-bench-"))
+        runners = {
+            name: Entrant(
+                GptRunner,
+                {
+                    "way": way,
+                    "shape": GptShape(heads=shape["hidden"] // 64, **shape),
+                    "batch_size": batch_size,
+                    "directory": place,
+                    "in_flight_bytes": parse_size(window),
+                },
+                FAST_ALLOCATOR,
+            )
+            for name, (way, shape) in entrants.items()
+        }
+        progress = Progress(console=Console(stderr=True), transient=True)
+        with progress:
+            task = progress.add_task(", ".join(entrants), total=steps * len(entrants))
+            return race(runners, steps, on_step=lambda: progress.advance(task))
+
+
+def report(results: dict[str, list[dict[str, Any]]], *, base: dict[str, str]) -> list[dict[str, Any]]:
+    """One row a lane: peak, time and the ratios to its base."""
+    rows = []
+    for name, steps in results.items():
+        counted, other = steps[_WARM_UP:], results[base[name]][_WARM_UP:]
+        peak, base_peak = (max(step["peak"] for step in each) for each in (counted, other))
+        rows.append(
+            {
+                "name": name,
+                "peak_bytes": peak,
+                "seconds_median": statistics.median(step["seconds"] for step in counted),
+                "peak_ratio": peak / base_peak,
+                "time_ratio": paired_ratio(
+                    [step["seconds"] for step in counted], [step["seconds"] for step in other]
+                ),
+                "same_losses": [step["loss"] for step in steps]
+                == [step["loss"] for step in results[base[name]]],
+            }
+        )
+    return rows
+
+
+def print_table(rows: list[dict[str, Any]], json_file: str | None) -> None:
+    """Prints the rows, and writes them if asked."""
+    table = Table()
+    for head in ("", "peak MiB", "x keep", "step s", "x keep (quartiles)", "losses"):
+        table.add_column(head, justify="left" if not head else "right")
+    for row in rows:
+        table.add_row(
+            row["name"],
+            f"{row['peak_bytes'] / 2**20:.1f}",
+            f"{row['peak_ratio']:.3f}",
+            f"{row['seconds_median']:.3f}",
+            str(row["time_ratio"]),
+            "same bits" if row["same_losses"] else "differ",
+        )
+    console = Console()
+    (console if console.is_terminal else Console(width=110)).print(table)
+    if json_file is not None:
+        plain = [{**row, "time_ratio": dataclasses.asdict(row["time_ratio"])} for row in rows]
+        Path(json_file).write_text(json.dumps(plain, indent=2) + "\n")

@@ -127,15 +127,7 @@ def _writing(path: str | os.PathLike[str]) -> Iterator[None]:
         ) from error
 
 
-_DEMO_HELP = """Train a small Megatron GPT on real text three ways at once and compare them.
-
-    keep, recompute and offload alternate step by step, each in a process of its own. Prints the table, and
-    writes run logs, rok.svg, rok.png and summary.json to the output directory. Needs megatron-core and
-    matplotlib: pip install 'tba-offload[megatron,plots]'.
-    """
-
-
-@main.command(help=_DEMO_HELP)
+@main.command()
 @click.option(
     "--output",
     type=click.Path(file_okay=False, path_type=Path),
@@ -187,6 +179,12 @@ _DEMO_HELP = """Train a small Megatron GPT on real text three ways at once and c
 @click.option("--threads", type=click.IntRange(min=1), help="Compute threads of each process.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON and nothing else.")
 def demo(*, as_json: bool, window: str, **options: Any) -> None:
+    """Train a small Megatron GPT on real text three ways at once and compare them.
+
+    keep, recompute and offload alternate step by step, each in a process of its own. Prints the table, and
+    writes run logs, rok.svg, rok.png and summary.json to the output directory. Needs megatron-core and
+    matplotlib: pip install 'tba-offload[megatron,plots]'.
+    """
     from tba_offload.demo.console import run_on_console
 
     run_on_console(as_json=as_json, window=window, **options)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 CPU = CpuDevice()
 KIB = 1 << 10
 MIB = 1 << 20
-PATIENCE = 20.0
+PATIENCE = 10.0
 """Seconds after which a test stops waiting and fails."""
 
 

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+_HEADS = (
+    *("batch", "strategy", "peak MiB", "step s", "tokens/s"),
+    *("written", "read", "forwarded", "deduplicated", "kept MiB", "stall s", "last loss"),
+)
 _WIDTH = 150  # of the table where the output is not a terminal
 
 
@@ -99,8 +103,8 @@ def _print(summary: dict[str, Any], settings: DemoSettings) -> None:
     for size, ratios in summary["ratios"].items():
         spread = summary["spread"][size]["time_offload_over_keep"]
         click.echo(
-            f"batch size {size}: offload needs {ratios['peak_offload_over_keep']:.3f} x the activation peak of "
-            f"keep and {ratios['peak_offload_over_recompute']:.3f} x that of recompute, "
+            f"batch size {size}: offload needs {ratios['peak_offload_over_keep']:.3f} x the activation peak "
+            f"of keep and {ratios['peak_offload_over_recompute']:.3f} x that of recompute, "
             f"{ratios['time_offload_over_keep']:.3f} x the step time of keep "
             f"(quartiles {spread['low']:.3f} to {spread['high']:.3f}) and "
             f"{ratios['time_offload_over_recompute']:.3f} x that of recompute"
@@ -113,9 +117,8 @@ def _print(summary: dict[str, Any], settings: DemoSettings) -> None:
 
 def _table(summary: dict[str, Any]) -> Table:
     table = Table(title="Recompute, offload, keep")
-    heads = "batch|strategy|peak MiB|step s|tokens/s|written|read|forwarded|deduplicated|kept MiB|stall s|last loss"
-    for index, head in enumerate(heads.split("|")):
-        table.add_column(head, justify="left" if index == 1 else "right")
+    for head in _HEADS:
+        table.add_column(head, justify="left" if head == "strategy" else "right")
     for size, lanes in summary["batch_sizes"].items():
         for name, figures in lanes.items():
             table.add_row(size, name, *_cells(figures))

@@ -14,6 +14,7 @@ from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig, format_
 from tba_offload.demo.race import Entrant, Spread, paired_ratio, race
 from tba_offload.demo.text import write_text
 from tba_offload.demo.trainer import Trainer
+from tba_offload.device.memory import FAST_ALLOCATOR
 from tba_offload.errors import ConfigError
 from tba_offload.policy import Placement
 from tba_offload.report.rok import draw, points
@@ -194,6 +195,7 @@ def _entrants(
                 "run_log": logs[size, name],
                 "threads": settings.threads,
             },
+            FAST_ALLOCATOR,
         )
         for name in STRATEGIES
     }

@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 CACHE_LINE = 64
 """PyTorch aligns CPU allocations to this many bytes; kernels may choose their path by it."""
 
+FAST_ALLOCATOR = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""Environment of a process in which malloc asks for huge pages (glibc 2.35).
+
+Direct I/O pins the pages that it moves, one by one; with huge pages there are 512 times fewer. Compute gains
+too, through the translation buffer. It concerns training on a CPU only.
+"""
+
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _NEVER = 2**31 - 1

@@ -1,0 +1,50 @@
+"""Does the activation peak grow with depth? Models of one width with more and more layers.
+
+    python benchmarks/depth.py
+
+For every depth keep and offload train in processes of their own, single steps alternating. With keep the peak
+grows with the number of layers; with offload it should stay where it is, at the speed of keep.
+"""
+
+from __future__ import annotations
+
+import click
+from gpt_runner import SHAPE, lanes, print_table, report
+
+
+@click.command()
+@click.option("--depth", "depths", type=int, multiple=True, default=(6, 12, 24, 48), show_default=True)
+@click.option("--hidden", default=512, show_default=True)
+@click.option("--sequence", default=256, show_default=True)
+@click.option("--batch-size", default=2, show_default=True)
+@click.option("--steps", default=12, show_default=True, help="Steps of each at every depth.")
+@click.option("--window", default="8MiB", show_default=True, help="Bytes in flight.")
+@click.option("--directory", default=None, help="Where files go.  [default: a temporary directory]")
+@click.option("--json", "json_file", default=None, help="Also write the figures to this file.")
+def main(
+    *,
+    depths: tuple[int, ...],
+    steps: int,
+    batch_size: int,
+    window: str,
+    directory: str | None,
+    json_file: str | None,
+    **shape: int,
+) -> None:
+    """Race keep and offload at every depth."""
+    rows = []
+    for depth in depths:
+        entrants = {
+            f"{way}, {depth} layers": (way, SHAPE | shape | {"layers": depth}) for way in ("keep", "offload")
+        }
+        results = lanes(entrants, steps=steps, batch_size=batch_size, window=window, directory=directory)
+        rows += report(results, base=dict.fromkeys(entrants, f"keep, {depth} layers"))
+    print_table(rows, json_file)
+    peaks = {row["name"]: row["peak_bytes"] for row in rows}
+    for way in ("keep", "offload"):
+        growth = peaks[f"{way}, {depths[-1]} layers"] / peaks[f"{way}, {depths[0]} layers"]
+        click.echo(f"{way}: {depths[-1]} layers need {growth:.2f} x the activation peak of {depths[0]}")
+
+
+if __name__ == "__main__":
+    main()

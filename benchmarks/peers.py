@@ -1,0 +1,35 @@
+"""The same GPT under the ways in which people save activation memory today, and under ours.
+
+    python benchmarks/peers.py
+
+Each way trains in a process of its own; single steps alternate. Peak: live bytes of the allocator during
+forward and backward minus those before. Time: forward, backward and optimizer. Ratios are medians over the
+rounds of the ratio within a round, with quartiles.
+"""
+
+from __future__ import annotations
+
+import click
+from gpt_runner import SHAPE, WAYS, lanes, print_table, report
+
+
+@click.command()
+@click.option("--layers", default=12, show_default=True)
+@click.option("--hidden", default=768, show_default=True)
+@click.option("--sequence", default=256, show_default=True)
+@click.option("--batch-size", default=2, show_default=True)
+@click.option("--steps", default=14, show_default=True, help="Steps of each way.")
+@click.option("--window", default="8MiB", show_default=True, help="Bytes in flight of ours.")
+@click.option("--directory", default=None, help="Where files go.  [default: a temporary directory]")
+@click.option("--json", "json_file", default=None, help="Also write the figures to this file.")
+def main(
+    *, steps: int, window: str, directory: str | None, json_file: str | None, batch_size: int, **shape: int
+) -> None:
+    """Race keep, checkpoint, torch.save hooks, save_on_cpu and offload."""
+    entrants = {way: (way, SHAPE | shape) for way in WAYS}
+    results = lanes(entrants, steps=steps, batch_size=batch_size, window=window, directory=directory)
+    print_table(report(results, base=dict.fromkeys(WAYS, "keep")), json_file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,728 @@
+"""Bytes in motion: ceilings, forwarding, prefetch, failures, and books that balance."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import random
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from harness import CPU, KIB, MIB, PATIENCE, Drive, DrivenHostStore, host_store, wait_until
+
+from tba_offload.capture.identity import version_witness
+from tba_offload.errors import ShortTransferError, StoreError, StoreFullError, TransferError
+from tba_offload.transfer.offloader import Offloader
+from tba_offload.transfer.record import Handle, Record, State
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+SIZE = 64 * KIB
+
+
+@dataclass
+class Saved:
+    """A storage that was packed: all that is left of it are its record, its handles and a copy to compare."""
+
+    record: Record
+    handles: list[Handle]
+    expected: Tensor
+    memory: weakref.ref[torch.UntypedStorage]
+    owner: torch.UntypedStorage | None = None
+
+
+class Bench:
+    """An offloader over a store that obeys a drive."""
+
+    def __init__(self, drive: Drive, store: DrivenHostStore, ceiling: int | None, *, keep: bool) -> None:
+        self.drive = drive
+        self.store = store
+        self.offloader = Offloader(store, CPU, ceiling=ceiling, keep_when_full=keep)
+        self._count = 0
+
+    def save(self, *ranges: tuple[int, int], nbytes: int = SIZE, owned: bool = False) -> Saved:
+        """Packs views of a new storage, as a layer does; nobody else keeps the storage unless it is owned."""
+        self._count += 1
+        generator = torch.Generator().manual_seed(self._count)
+        tensor = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+        storage = tensor.untyped_storage()
+        key = f"layer {self._count} (layers.{self._count}), micro-batch 0"
+        self.offloader.admit(nbytes)
+        record = Record(storage, version_tensor=version_witness(tensor), key=key)
+        handles = [self.add(record, storage, *span) for span in ranges or [(0, nbytes)]]
+        owner = storage if owned else None
+        return Saved(record, handles, tensor.clone(), weakref.ref(storage), owner)
+
+    def add(self, record: Record, storage: torch.UntypedStorage, lo: int, hi: int) -> Handle:
+        handle = self.offloader.handle(record, lo, hi)
+        self.offloader.require(record, storage, lo, hi)
+        return handle
+
+    def fetch(self, saved: Saved, index: int = 0) -> torch.UntypedStorage:
+        """Unpacks a view and compares its bytes."""
+        handle = saved.handles[index]
+        storage, shift = self.offloader.fetch(handle)
+        found = torch.empty(0, dtype=torch.uint8).set_(storage)[handle.lo + shift : handle.hi + shift]
+        assert torch.equal(found, saved.expected[handle.lo : handle.hi])
+        return storage
+
+    def drop(self, *saved: Saved) -> None:
+        """Autograd frees the saved tensors."""
+        for one in saved:
+            one.handles.clear()
+        self.offloader.drain()
+
+    def assert_idle(self) -> None:
+        """Nothing is in flight, nothing is stored, and our own count of resident bytes is back at zero."""
+        self.offloader.quiesce()
+        wait_until(lambda: self.store.pending() == 0, "transfers pending")
+        assert self.offloader.in_flight == 0
+        assert self.store.used_bytes == 0
+        self.offloader.reset_stats()
+        assert self.offloader.stats.own_peak == 0
+
+
+@pytest.fixture
+def drive() -> Drive:
+    return Drive()
+
+
+@pytest.fixture
+def make(drive: Drive) -> Iterator[Callable[..., Bench]]:
+    stores: list[DrivenHostStore] = []
+
+    def make_bench(ceiling: int | None = None, *, capacity: int | None = None, keep: bool = True) -> Bench:
+        stores.append(host_store(drive, capacity=capacity))
+        return Bench(drive, stores[-1], ceiling, keep=keep)
+
+    yield make_bench
+    for store in stores:
+        store.close()
+
+
+@pytest.fixture
+def bench(make: Callable[..., Bench]) -> Bench:
+    return make()
+
+
+def in_thread(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def finish(thread: threading.Thread) -> None:
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
+# The way out and back
+
+
+def test_bytes_leave_memory_and_come_back(bench: Bench) -> None:
+    saved = bench.save()
+    bench.offloader.quiesce()
+    assert saved.record.state is State.STORED
+    assert saved.memory() is None
+    assert bench.offloader.in_flight == 0
+    bench.fetch(saved)
+    stats = bench.offloader.stats
+    assert (stats.offloaded, stats.read, stats.forwarded, stats.held) == (SIZE, SIZE, 0, 0)
+    bench.drop(saved)
+    bench.assert_idle()
+
+
+def test_what_is_being_written_is_forwarded_from_memory(bench: Bench, drive: Drive) -> None:
+    drive.writes.hold()
+    saved = bench.save()
+    drive.writes.wait_started()
+    assert saved.record.state is State.WRITING
+    assert bench.fetch(saved) is saved.memory()
+    stats = bench.offloader.stats
+    assert (stats.forwarded, stats.read, stats.held) == (SIZE, 0, 0)
+    drive.writes.release()
+    bench.drop(saved)
+    bench.assert_idle()
+
+
+def test_a_queued_write_is_taken_back_when_its_bytes_are_forwarded(bench: Bench, drive: Drive) -> None:
+    drive.writes.hold()
+    running = bench.save()
+    drive.writes.wait_started()
+    queued = bench.save()
+    bench.fetch(queued)
+    drive.writes.release()
+    bench.offloader.quiesce()
+    assert drive.writes.started == 1
+    bench.drop(running, queued)
+    bench.assert_idle()
+
+
+def test_a_queued_write_stays_as_long_as_another_view_needs_it(bench: Bench, drive: Drive) -> None:
+    drive.writes.hold()
+    running = bench.save()
+    drive.writes.wait_started()
+    queued = bench.save((0, SIZE), (0, SIZE // 2))
+    bench.fetch(queued)
+    drive.writes.release()
+    bench.offloader.quiesce()
+    assert drive.writes.started == 2
+    assert queued.memory() is None
+    bench.fetch(queued, 1)
+    bench.drop(running, queued)
+    bench.assert_idle()
+
+
+def test_what_somebody_else_keeps_alive_is_forwarded_and_reported(bench: Bench) -> None:
+    saved = bench.save(owned=True)
+    bench.offloader.quiesce()
+    assert bench.fetch(saved) is saved.owner
+    assert saved.record.held
+    assert bench.offloader.stats.held == SIZE
+
+
+# Ranges
+
+
+def test_a_later_view_writes_only_what_is_missing(bench: Bench) -> None:
+    saved = bench.save((0, 6000), (2000, 10_000), (3000, 4000))
+    bench.offloader.quiesce()
+    assert bench.offloader.stats.offloaded == 10_000
+    for index in range(3):
+        bench.fetch(saved, index)
+    assert bench.offloader.stats.read == 10_000
+    bench.drop(saved)
+    bench.assert_idle()
+
+
+def test_distant_views_are_stored_without_what_lies_between(bench: Bench) -> None:
+    saved = bench.save((0, 1000), (SIZE - 1000, SIZE))
+    bench.offloader.quiesce()
+    assert bench.offloader.stats.offloaded == 2000
+    bench.fetch(saved, 1)
+    assert bench.offloader.stats.read == 1000
+    bench.fetch(saved, 0)
+    bench.drop(saved)
+    bench.assert_idle()
+
+
+def test_views_share_one_restored_storage(bench: Bench) -> None:
+    saved = bench.save((0, SIZE), (100, 200))
+    bench.offloader.quiesce()
+    assert bench.fetch(saved, 0) is bench.fetch(saved, 1)
+    assert bench.offloader.stats.read == SIZE
+
+
+def test_a_view_can_come_when_the_first_write_has_ended(bench: Bench) -> None:
+    tensor = torch.zeros(SIZE, dtype=torch.uint8)
+    storage = tensor.untyped_storage()
+    record = Record(storage, version_tensor=version_witness(tensor), key="late")
+    saved = Saved(record, [bench.add(record, storage, 0, 100)], tensor.clone(), weakref.ref(storage))
+    bench.offloader.quiesce()
+    saved.handles.append(bench.add(record, storage, 50, 300))
+    bench.offloader.quiesce()
+    del tensor, storage
+    assert saved.memory() is None
+    bench.fetch(saved, 1)
+    bench.fetch(saved, 0)
+    assert bench.offloader.stats.offloaded == 300
+    bench.drop(saved)
+    bench.assert_idle()
+
+
+# Restored bytes are held while they are needed, and no longer
+
+
+def test_restored_bytes_are_held_until_every_handle_was_unpacked(bench: Bench) -> None:
+    saved = bench.save((0, SIZE), (0, SIZE))
+    bench.offloader.quiesce()
+    restored = weakref.ref(bench.fetch(saved, 0))
+    assert restored() is not None
+    bench.fetch(saved, 1)
+    assert restored() is None
+    assert bench.offloader.stats.read == SIZE
+
+
+def test_a_dropped_handle_is_not_waited_for(bench: Bench) -> None:
+    saved = bench.save((0, SIZE), (0, SIZE))
+    bench.offloader.quiesce()
+    restored = weakref.ref(bench.fetch(saved, 0))
+    del saved.handles[1]
+    bench.offloader.drain()
+    assert restored() is None
+
+
+def test_what_was_unpacked_can_be_unpacked_again(bench: Bench) -> None:
+    saved = bench.save()
+    bench.offloader.quiesce()
+    first = bench.fetch(saved)
+    assert bench.fetch(saved) is first
+    del first
+    bench.fetch(saved)
+    assert bench.offloader.stats.read == 2 * SIZE
+    bench.drop(saved)
+    bench.assert_idle()
+
+
+# The ceiling
+
+
+def test_the_ceiling_is_never_exceeded_while_writes_can_be_waited_for(
+    make: Callable[..., Bench], drive: Drive
+) -> None:
+    bench = make(3 * SIZE)
+    drive.writes.seconds = 0.005
+    saved = [bench.save() for _ in range(12)]
+    stats = bench.offloader.stats
+    assert stats.in_flight_peak <= 3 * SIZE
+    assert stats.stall_seconds > 0.02
+    for one in reversed(saved):
+        bench.fetch(one)
+    bench.drop(*saved)
+    bench.assert_idle()
+
+
+def test_at_the_ceiling_pack_waits_for_a_running_write(make: Callable[..., Bench], drive: Drive) -> None:
+    bench = make(SIZE)
+    drive.writes.hold()
+    first = bench.save()
+    admitted = threading.Event()
+    thread = in_thread(lambda: (bench.offloader.admit(SIZE), admitted.set()))
+    assert not admitted.wait(0.05)
+    drive.writes.release()
+    finish(thread)
+    assert admitted.is_set()
+    bench.drop(first)
+
+
+@pytest.mark.timeout(30)
+def test_nothing_is_waited_for_that_only_the_waiting_thread_can_release(
+    make: Callable[..., Bench], drive: Drive
+) -> None:
+    """What was forwarded stays in flight until backward has used it: no I/O will ever free it."""
+    bench = make(2 * SIZE)
+    drive.writes.hold()
+    running = bench.save(nbytes=SIZE // 2)
+    drive.writes.wait_started()
+    queued = bench.save()
+    bench.offloader.prefetch(queued.record)  # takes the write back
+    drive.writes.release()
+    bench.offloader.quiesce()
+    assert bench.offloader.in_flight == SIZE
+    more = [bench.save() for _ in range(3)]
+    bench.fetch(queued)
+    bench.drop(running, queued, *more)
+    bench.assert_idle()
+
+
+def test_what_is_larger_than_the_ceiling_is_admitted_alone(make: Callable[..., Bench], drive: Drive) -> None:
+    bench = make(SIZE)
+    drive.writes.seconds = 0.01
+    small = bench.save()
+    large = bench.save(nbytes=3 * SIZE)
+    assert bench.offloader.stats.in_flight_peak == 3 * SIZE
+    bench.fetch(large)
+    bench.fetch(small)
+    bench.drop(small, large)
+    bench.assert_idle()
+
+
+def test_a_put_off_decision_does_not_block_the_ceiling(make: Callable[..., Bench]) -> None:
+    bench = make(SIZE)
+    tensor = torch.ones(SIZE, dtype=torch.uint8)
+    record = Record(tensor.untyped_storage(), version_tensor=version_witness(tensor), key="put off")
+    handle = bench.offloader.handle(record, 0, 10)
+    bench.offloader.defer(record, tensor.untyped_storage())
+    other = bench.save()
+    bench.offloader.require(record, tensor.untyped_storage(), 0, 10)
+    bench.offloader.decide(record)
+    del handle
+    bench.drop(other)
+    bench.assert_idle()
+
+
+# Prefetch
+
+
+def store_all(bench: Bench, count: int) -> list[Saved]:
+    saved = [bench.save() for _ in range(count)]
+    bench.offloader.quiesce()
+    return saved
+
+
+def test_the_prefetch_window_is_counted_in_bytes(make: Callable[..., Bench], drive: Drive) -> None:
+    bench = make(3 * SIZE)
+    saved = store_all(bench, 6)
+    accepted = [bench.offloader.prefetch(one.record) for one in saved]
+    assert accepted == [True] * 3 + [False] * 3
+    assert bench.offloader.in_flight == 3 * SIZE
+    drive.reads.wait_started(3)
+    bench.fetch(saved[0])
+    assert bench.offloader.in_flight == 2 * SIZE
+    assert bench.offloader.prefetch(saved[3].record)
+    for one in saved[1:]:
+        bench.fetch(one)
+    assert bench.offloader.stats.read == 6 * SIZE
+    bench.drop(*saved)
+    bench.assert_idle()
+
+
+def test_a_prefetched_activation_is_read_once(bench: Bench, drive: Drive) -> None:
+    (saved,) = store_all(bench, 1)
+    assert bench.offloader.prefetch(saved.record)
+    assert bench.offloader.prefetch(saved.record)
+    bench.fetch(saved)
+    assert bench.offloader.prefetch(saved.record)
+    assert drive.reads.started == 1
+    bench.drop(saved)
+    bench.assert_idle()
+
+
+def test_pack_gives_up_the_prefetch_that_is_needed_last(make: Callable[..., Bench]) -> None:
+    bench = make(2 * SIZE)
+    near, far = store_all(bench, 2)
+    for one in (near, far):
+        assert bench.offloader.prefetch(one.record)
+    wait_until(lambda: bench.store.pending() == 0, "reads pending")
+    new = bench.save()
+    assert bench.offloader.stats.given_up == SIZE
+    assert near.record.state is State.RESIDENT
+    assert far.record.state is State.STORED
+    for one in (new, near, far):
+        bench.fetch(one)
+    bench.drop(new, near, far)
+    bench.assert_idle()
+
+
+def test_a_queued_prefetch_is_given_up_without_a_read(make: Callable[..., Bench], drive: Drive) -> None:
+    bench = make(2 * SIZE)
+    near, far = store_all(bench, 2)
+    drive.reads.hold()
+    for one in (near, far):
+        assert bench.offloader.prefetch(one.record)
+    drive.reads.wait_started()
+    bench.drop(bench.save())
+    drive.reads.release()
+    bench.fetch(near)
+    assert drive.reads.started == 1
+    bench.fetch(far)
+    assert drive.reads.started == 2
+    bench.drop(near, far)
+    bench.assert_idle()
+
+
+def test_what_backward_asks_for_bypasses_the_ceiling(make: Callable[..., Bench], drive: Drive) -> None:
+    bench = make(SIZE)
+    (stored,) = store_all(bench, 1)
+    drive.writes.hold()
+    packed = bench.save()
+    bench.fetch(stored)
+    assert not bench.offloader.prefetch(packed.record) or packed.record.state is State.WRITING
+    drive.writes.release()
+    bench.drop(stored, packed)
+    bench.assert_idle()
+
+
+# The end of handles
+
+
+def test_extents_come_back_when_nothing_was_ever_unpacked(bench: Bench) -> None:
+    saved = store_all(bench, 4)
+    bench.drop(*saved)
+    bench.assert_idle()
+
+
+def test_handles_may_end_in_any_order(bench: Bench) -> None:
+    saved = store_all(bench, 4)
+    for index in (2, 0, 3, 1):
+        bench.fetch(saved[index])
+        bench.drop(saved[index])
+    bench.assert_idle()
+
+
+def test_handles_may_end_in_another_thread(bench: Bench) -> None:
+    saved = store_all(bench, 4)
+    finish(in_thread(lambda: [one.handles.clear() for one in saved]))
+    bench.assert_idle()
+
+
+def test_handles_that_end_in_the_collector_are_noticed(bench: Bench) -> None:
+    (saved,) = store_all(bench, 1)
+    cycle: list[object] = [saved.handles.pop()]
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+    bench.assert_idle()
+
+
+def test_handles_that_end_before_the_write_has_started_take_it_back(bench: Bench, drive: Drive) -> None:
+    drive.writes.hold()
+    running, queued = bench.save(), bench.save()
+    drive.writes.wait_started()
+    bench.drop(running, queued)
+    drive.writes.release()
+    bench.assert_idle()
+    assert drive.writes.started == 1
+
+
+def test_the_extent_of_a_running_read_comes_back_when_the_read_ends(bench: Bench, drive: Drive) -> None:
+    (saved,) = store_all(bench, 1)
+    drive.reads.hold()
+    assert bench.offloader.prefetch(saved.record)
+    drive.reads.wait_started()
+    bench.drop(saved)
+    assert bench.store.used_bytes > 0
+    drive.reads.release()
+    wait_until(lambda: bench.store.used_bytes == 0, "extent not released")
+    bench.assert_idle()
+
+
+def test_one_piece_running_and_one_queued_end_well(bench: Bench, drive: Drive) -> None:
+    drive.writes.hold()
+    saved = bench.save((0, 100), (50, 300))
+    drive.writes.wait_started()
+    bench.drop(saved)
+    drive.writes.release()
+    wait_until(lambda: bench.offloader.in_flight == 0, "still in flight")
+    bench.assert_idle()
+    assert drive.writes.started == 1
+
+
+def test_prefetches_of_a_failed_step_are_dropped(bench: Bench) -> None:
+    saved = store_all(bench, 3)
+    for one in saved:
+        bench.offloader.prefetch(one.record)
+    wait_until(lambda: bench.store.pending() == 0, "reads pending")
+    bench.offloader.abandon_prefetches()
+    assert bench.offloader.in_flight == 0
+    assert all(one.record.state is State.STORED for one in saved)
+
+
+# Storages that are about to be emptied
+
+
+@pytest.mark.parametrize("stage", ["queued", "running", "stored"])
+def test_a_protected_storage_is_emptied_and_filled_again(bench: Bench, drive: Drive, stage: str) -> None:
+    if stage != "stored":
+        drive.writes.hold()
+    if stage == "queued":
+        bench.drop(bench.save())
+        drive.writes.wait_started()
+    saved = bench.save(owned=True)
+    assert saved.owner is not None
+    if stage == "running":
+        drive.writes.wait_started()
+        threading.Timer(0.05, drive.writes.release).start()
+    if stage == "stored":
+        bench.offloader.quiesce()
+    bench.offloader.protect(saved.owner, saved.record)
+    assert (saved.record.state is State.WRITING, bench.store.pending()) == (False, int(stage == "queued"))
+    saved.owner.resize_(0)
+    drive.writes.release()
+    bench.offloader.quiesce()
+    saved.owner.resize_(SIZE)
+    torch.empty(0, dtype=torch.uint8).set_(saved.owner).copy_(saved.expected)
+    bench.fetch(saved)
+    bench.drop(saved)
+    bench.assert_idle()
+
+
+def test_protecting_what_is_stored_does_not_unbalance_the_books(bench: Bench) -> None:
+    for _ in range(3):
+        saved = bench.save(owned=True)
+        assert saved.owner is not None
+        bench.offloader.quiesce()
+        bench.offloader.protect(saved.owner, saved.record)
+        bench.fetch(saved)
+        bench.drop(saved)
+    held = bench.save(owned=True)
+    bench.offloader.reset_stats()
+    assert bench.offloader.stats.own_peak >= bench.offloader.in_flight >= 0
+    bench.drop(held)
+    bench.assert_idle()
+
+
+# A full store
+
+
+def test_a_full_store_keeps_in_memory_and_counts_it(make: Callable[..., Bench]) -> None:
+    bench = make(capacity=2 * SIZE, keep=True)
+    saved = [bench.save() for _ in range(3)]
+    bench.offloader.quiesce()
+    assert bench.offloader.stats.fallback_kept == SIZE
+    assert saved[2].memory() is not None
+    for one in saved:
+        bench.fetch(one)
+    bench.drop(*saved)
+    bench.assert_idle()
+
+
+def test_a_full_store_is_an_error_where_the_policy_says_so(make: Callable[..., Bench]) -> None:
+    bench = make(capacity=SIZE, keep=False)
+    first = bench.save()
+    with pytest.raises(TransferError) as caught:
+        bench.save()
+    assert isinstance(caught.value.__cause__, StoreFullError)
+    for part in ("layer 2 (layers.2)", f"{SIZE} bytes", "on_full: keep"):
+        assert part in str(caught.value)
+    del caught  # its traceback
+    gc.collect()
+    bench.drop(first)
+    bench.assert_idle()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_the_drive_is_full_at_the_third_write(make: Callable[..., Bench], drive: Drive, keep: bool) -> None:
+    bench = make(keep=keep)
+    drive.writes.fail(StoreFullError(errno.ENOSPC, "No space left on device", "/drive"), at=3)
+    saved = [bench.save() for _ in range(5)]
+    wait_until(lambda: bench.store.pending() == 0, "writes pending")
+    if keep:
+        bench.offloader.quiesce()
+        assert bench.offloader.stats.fallback_kept == SIZE
+    else:
+        with pytest.raises(TransferError, match=r"layer 3 \(layers\.3\).*/drive.*on_full: keep"):
+            bench.offloader.quiesce()
+    for one in saved:
+        bench.fetch(one)
+    bench.drop(*saved)
+    bench.assert_idle()
+
+
+def test_what_is_kept_for_want_of_room_is_counted_once(make: Callable[..., Bench], drive: Drive) -> None:
+    bench = make(keep=True)
+    drive.writes.fail(StoreFullError(errno.ENOSPC, "No space left on device", "/drive"))
+    saved = bench.save((0, 1000), (2000, 3000), (5000, 6000))
+    bench.offloader.quiesce()
+    assert bench.offloader.stats.fallback_kept == SIZE
+    bench.drop(saved)
+    bench.assert_idle()
+
+
+def test_the_books_balance_when_a_kept_storage_is_saved_again(make: Callable[..., Bench]) -> None:
+    """A view with gaps of a storage that found no room is put off first and decided later."""
+    bench = make(capacity=4096, keep=True)
+    tensor = torch.ones(SIZE, dtype=torch.uint8)
+    storage = tensor.untyped_storage()
+    record = Record(storage, version_tensor=version_witness(tensor), key="kept")
+    handles = [bench.add(record, storage, 0, SIZE), bench.offloader.handle(record, 0, 10)]
+    bench.offloader.defer(record, storage)
+    bench.offloader.decide(record)
+    for handle in handles:
+        bench.offloader.fetch(handle)
+    handles.clear()
+    del handle
+    bench.assert_idle()
+
+
+# Failures
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        StoreError(errno.EIO, "Input/output error", "/drive/f"),
+        ShortTransferError(errno.EIO, "write of 65536 bytes stopped after 4096", "/drive/f"),
+    ],
+    ids=["EIO", "short"],
+)
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_failed_write_is_raised_once_on_the_training_thread(
+    make: Callable[..., Bench], drive: Drive, keep: bool, failure: StoreError
+) -> None:
+    bench = make(keep=keep)
+    drive.writes.fail(failure, at=2)
+    first, second = bench.save(), bench.save()
+    wait_until(lambda: bench.store.pending() == 0, "writes pending")
+    with pytest.raises(TransferError) as caught:
+        bench.offloader.quiesce()
+    assert caught.value.__cause__ is failure
+    for part in ("could not write", "layer 2 (layers.2), micro-batch 0", "/drive/f", "directories"):
+        assert part in str(caught.value)
+    bench.offloader.raise_failures()
+    bench.fetch(second)  # its memory was kept
+    bench.drop(first, second)
+    bench.assert_idle()
+
+
+@pytest.mark.parametrize("ahead", [True, False], ids=["prefetched", "on demand"])
+def test_a_failed_read_is_raised_where_the_bytes_are_needed(bench: Bench, drive: Drive, ahead: bool) -> None:
+    (saved,) = store_all(bench, 1)
+    failure = ShortTransferError(errno.EIO, "read of 65536 bytes stopped after 4096", "/drive/f")
+    drive.reads.fail(failure)
+    if ahead:
+        assert bench.offloader.prefetch(saved.record)
+        wait_until(lambda: bench.store.pending() == 0, "reads pending")
+    bench.offloader.raise_failures()
+    for _ in range(2):  # garbage is not handed out at the second attempt either
+        with pytest.raises(TransferError) as caught:
+            bench.fetch(saved)
+        assert caught.value.__cause__ is failure
+        for part in ("could not read", "layer 1 (layers.1)", "/drive/f", "check the drive"):
+            assert part in str(caught.value)
+    bench.drop(saved)
+    del caught  # its traceback holds the handle
+    gc.collect()
+    bench.assert_idle()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("interrupted", ["first piece", "second piece"])
+def test_an_interrupt_inside_pack_leaves_nothing_to_wait_for(
+    make: Callable[..., Bench], drive: Drive, interrupted: str
+) -> None:
+    """Ctrl-C can strike between booking a write and queueing it; nobody may wait for that write then."""
+    bench = make(SIZE)
+    drive.reservations.fail(KeyboardInterrupt(), at=1 if interrupted == "first piece" else 2)
+    with pytest.raises(KeyboardInterrupt):
+        bench.save((1000, 2000), (0, 3000))
+    gc.collect()
+    drive.reservations.recover()
+    finish(in_thread(lambda: bench.drop(bench.save(), bench.save())))
+    bench.assert_idle()
+
+
+# Anything, in any order
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_order_of_events_gives_the_same_bytes(
+    make: Callable[..., Bench], drive: Drive, seed: int
+) -> None:
+    chance = random.Random(seed)
+    bench = make(4 * SIZE, capacity=MIB if seed % 2 else None)
+    drive.writes.seconds = drive.reads.seconds = 0.0005
+    alive: list[Saved] = []
+
+    def save() -> None:
+        cuts = sorted(chance.sample(range(SIZE), 4))
+        ranges = [(cuts[0], cuts[2]), (cuts[1], cuts[3])][: chance.randint(1, 2)]
+        alive.append(bench.save(*ranges))
+
+    def fetch() -> None:
+        saved = chance.choice(alive)
+        bench.fetch(saved, chance.randrange(len(saved.handles)))
+
+    def prefetch() -> None:
+        for saved in reversed(alive):
+            if not bench.offloader.prefetch(saved.record):
+                break
+
+    def drop() -> None:
+        bench.drop(alive.pop(chance.randrange(len(alive))))
+
+    for _ in range(250):
+        work = chance.choice([save, save, fetch, fetch, prefetch, drop]) if alive else save
+        work()
+    for saved in reversed(alive):
+        for index in range(len(saved.handles)):
+            bench.fetch(saved, index)
+    bench.drop(*alive)
+    bench.assert_idle()
