@@ -119,6 +119,7 @@ class Capture:
         self.trace = StepTrace()
         self.slow_kept_bytes = 0
         self._records: dict[int, tuple[Record, ActivationTrace]] = {}
+        self._kept: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._learned: dict[tuple[int, int, int], int] = {}
         self._step = 0
 
@@ -133,6 +134,7 @@ class Capture:
     def end_step(self, *, failed: bool) -> None:
         """Forgets the records of the step; those that autograd still holds live on with their handles."""
         self._records.clear()
+        self._kept.clear()
         self.offloader.drain()
         if failed:
             self.lookahead.abandon_step()
@@ -165,6 +167,15 @@ class Capture:
             self.offloader.protect(storage, found[0])
 
     # ---- what to keep ----------------------------------------------------------------------------
+
+    def note_kept(self, storage: torch.UntypedStorage) -> None:
+        """A storage stays in this step: whoever saves it again keeps it too, and counts no activation."""
+        self._kept[storage._cdata] = weakref.ref(storage)
+
+    def is_kept(self, storage: torch.UntypedStorage) -> bool:
+        """Whether :meth:`note_kept` was told of this very storage."""
+        kept = self._kept.get(storage._cdata)
+        return kept is not None and kept() is storage
 
     def is_learned(self, key: ActivationKey, nbytes: int) -> bool:
         """Whether offloading this activation was found to free nothing."""
@@ -272,9 +283,11 @@ class LayerHooks:
             return Kept(tensor)
         view = View.of(tensor)
         found = capture.find(storage)
-        if found is None:
-            return self._pack_new(tensor, storage, view)
-        return self._pack_more(tensor, storage, view, *found)
+        if found is not None:
+            return self._pack_more(tensor, storage, view, *found)
+        if capture.is_kept(storage):
+            return Kept(tensor)
+        return self._pack_new(tensor, storage, view)
 
     def _pack_new(self, tensor: torch.Tensor, storage: torch.UntypedStorage, view: View) -> Kept | Packed:
         """A storage that was not saved before in this step, or has changed since."""
@@ -283,10 +296,10 @@ class LayerHooks:
             return self._keep_small(tensor, storage, view)
         key, nbytes = self._next_key(), storage.nbytes()
         if capture.is_learned(key, nbytes):
-            return self._keep(tensor, key, Fate.LEARNED_KEEP)
+            return self._keep(tensor, storage, key, Fate.LEARNED_KEEP)
         if self._when_slow and capture.keeps_when_slow(nbytes):
             capture.slow_kept_bytes += nbytes
-            return self._keep(tensor, key, Fate.SLOW_KEEP)
+            return self._keep(tensor, storage, key, Fate.SLOW_KEEP)
         capture.offloader.admit(nbytes)
         witness = version_witness(tensor)
         record, trace = capture.add(storage, key, witness)
@@ -324,10 +337,13 @@ class LayerHooks:
         self._count += 1
         return key
 
-    def _keep(self, tensor: torch.Tensor, key: ActivationKey, fate: Fate) -> Kept:
+    def _keep(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: ActivationKey, fate: Fate
+    ) -> Kept:
         trace = self._capture.trace
-        trace.kept_bytes += tensor.untyped_storage().nbytes()
-        trace.saved(key, tensor.untyped_storage().nbytes(), fate)
+        trace.kept_bytes += storage.nbytes()
+        trace.saved(key, storage.nbytes(), fate)
+        self._capture.note_kept(storage)
         return Kept(tensor)
 
     def _keep_small(self, tensor: torch.Tensor, storage: torch.UntypedStorage, view: View) -> Kept:

@@ -81,15 +81,19 @@ class Lookahead:
     def used(self, key: ActivationKey) -> None:
         """Backward used an activation for the first time: read ahead from the one after it."""
         self._recorded.append(key)
-        position = self._position.get(key)
-        if position is None:
+        if key not in self._position and self._is_lost():
             self._expect(list(reversed(self._records)))
-            position = self._position.get(key, 0)
+        position = self._position.get(key)
         given_up = self._offloader.stats.given_up
-        if position >= self._next or given_up != self._given_up:
+        if position is not None and (position >= self._next or given_up != self._given_up):
             self._given_up = given_up
             self._next = position + 1
         self._read_ahead()
+
+    def _is_lost(self) -> bool:
+        """Whether the expected order says little about what was saved in this step."""
+        known = sum(key in self._position for key in self._records)
+        return 2 * known < len(self._records)
 
     def _expect(self, order: list[ActivationKey]) -> None:
         self._expected = order
