@@ -212,7 +212,7 @@ class Capture:
         handle = packed.handle
         record = handle.record
         _check_version(packed.witness, packed.version, record.key)
-        self.offloader.drain()
+        self.offloader.tidy()
         first = not handle.read
         storage, shift = self.offloader.fetch(handle)
         if first:
@@ -270,6 +270,7 @@ class LayerHooks:
         # What was put off has to be settled in any case: nothing else would free its memory.
         for record, views in self._deferred.items():
             self._decide(record, views)
+        self._capture.offloader.flush()
 
     # ---- pack ------------------------------------------------------------------------------------
 

@@ -88,7 +88,8 @@ class Lookahead:
         if position is not None and (position >= self._next or given_up != self._given_up):
             self._given_up = given_up
             self._next = position + 1
-        self._read_ahead()
+        if self._offloader.has_room():
+            self._read_ahead()
 
     def _is_lost(self) -> bool:
         """Whether the expected order says little about what was saved in this step."""

@@ -33,6 +33,18 @@ if TYPE_CHECKING:
     from tba_offload.device.streams import Device, Event
     from tba_offload.store.base import ActivationStore, Extent, IoFuture
 
+BATCH_BYTES = 4 * 2**20
+"""Writes are collected until they come to this many bytes, or the scope ends ..."""
+
+BATCH_SHARE = 0.5
+"""... or this share of the window is in flight."""
+
+DROPS_AT_ONCE = 8
+"""Dropped handles that :meth:`Offloader.tidy` waits for before it takes note of them."""
+
+REFILL_BELOW = 0.75
+"""Reading ahead starts again when less than this share of the window is in flight."""
+
 
 @dataclass(slots=True)
 class TransferStats:
@@ -88,6 +100,8 @@ class Offloader:
         self.in_flight = 0
         self._settled = 0  # bytes kept in memory outside the ceiling: restored for more handles, or kept
         self._departing = 0  # bytes in flight that queued and running writes alone will free
+        self._outbox: list[tuple[Record, Piece]] = []
+        self._outbox_bytes = 0
         self._prefetched: OrderedDict[Span, Record] = OrderedDict()
         self._dropped: SimpleQueue[tuple[Record, bool]] = SimpleQueue()
         self._failures: SimpleQueue[TransferError] = SimpleQueue()
@@ -105,6 +119,13 @@ class Offloader:
         """Whether ``nbytes`` more would exceed the ceiling."""
         return self.ceiling is not None and self.in_flight > 0 and self.in_flight + nbytes > self.ceiling
 
+    def has_room(self) -> bool:
+        """Whether so much of the window is free that reading ahead is worth a start.
+
+        Filling up every few bytes would wake the I/O threads all the time, each time for one transfer.
+        """
+        return self.ceiling is None or self.in_flight <= REFILL_BELOW * self.ceiling
+
     def admit(self, nbytes: int) -> None:
         """Waits until ``nbytes`` more may be in flight, or until waiting cannot help.
 
@@ -113,6 +134,7 @@ class Offloader:
         """
         if not self.crowded(nbytes):
             return
+        self.flush()
         self.drain()
         started = time.perf_counter()
         with self._lock:
@@ -161,10 +183,32 @@ class Offloader:
             self._count_departing(record, -1)
             record.writes += len(missing)
             self._count_departing(record, +1)
-        after = self.device.event()
-        for piece in missing:
-            self._submit(record, storage, piece, after)
+            self._outbox += [(record, piece) for piece in missing]
+            self._outbox_bytes += record.nbytes
+        if self._outbox_bytes >= BATCH_BYTES or self.in_flight >= BATCH_SHARE * (self.ceiling or 0):
+            self.flush()
         return True
+
+    def flush(self) -> None:
+        """Hands the writes that were collected to the store.
+
+        They go in batches, because a hook finds the caches full of the model's data: the first transfer
+        of a batch pays for fetching the code of ten functions, the others find it there.
+
+        Raises:
+            TransferError: The store is full and is not allowed to fall back to memory.
+        """
+        with self._lock:
+            batch = [(record, piece) for record, piece in self._outbox if piece.waiting]
+            self._outbox.clear()
+            self._outbox_bytes = 0
+            for _, piece in batch:
+                piece.waiting = False
+        after = self.device.event()
+        for record, piece in batch:
+            storage = record.source
+            if storage is not None:
+                self._submit(record, storage, piece, after)
 
     def _submit(self, record: Record, storage: torch.UntypedStorage, piece: Piece, after: Event) -> None:
         chunk = _bytes_of(storage, piece.lo, piece.hi)
@@ -215,6 +259,7 @@ class Offloader:
         """Pieces that will never be written: their memory stays until the last handle is gone."""
         for piece in pieces:
             piece.write = None
+            piece.waiting = False
             if piece.extent is not None:
                 self.store.release(piece.extent)
         record.discard(pieces)
@@ -285,7 +330,11 @@ class Offloader:
 
     def _cancel_writes(self, record: Record) -> None:
         """Takes back the writes that have not started; the memory then stays until the handles are gone."""
-        cancelled = {piece for piece in record.pieces() if piece.write is not None and piece.write.cancel()}
+        cancelled = {
+            piece
+            for piece in record.pieces()
+            if piece.waiting or (piece.write is not None and piece.write.cancel())
+        }
         if cancelled:
             self._take_back(record, cancelled)
 
@@ -297,7 +346,7 @@ class Offloader:
         span.buffer = buffer.untyped_storage()
         after = self.device.event()
         for piece in span.pieces:
-            target = buffer[piece.lo - span.lo : piece.hi - span.lo]
+            target = buffer if alone else buffer[piece.lo - span.lo : piece.hi - span.lo]
             # Next to a neighbour in the same buffer the store must not touch the padding.
             read = self.store.read(_extent_of(piece), target, after, padded=alone)
             span.reads.append(read)
@@ -384,6 +433,11 @@ class Offloader:
 
     # ---- ends ------------------------------------------------------------------------------------
 
+    def tidy(self) -> None:
+        """:meth:`drain`, but only when it is worth it; for the hot path."""
+        if self._dropped.qsize() >= DROPS_AT_ONCE:
+            self.drain()
+
     def drain(self) -> None:
         """Takes note of the handles that autograd has dropped."""
         if self._dropped.empty():
@@ -456,6 +510,7 @@ class Offloader:
         Raises:
             TransferError: A transfer failed.
         """
+        self.flush()
         self.drain()
         with self._lock:
             while self._departing:

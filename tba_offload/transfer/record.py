@@ -38,13 +38,14 @@ class Piece:
     piece of its own.
     """
 
-    __slots__ = ("address", "extent", "hi", "lo", "write")
+    __slots__ = ("address", "extent", "hi", "lo", "waiting", "write")
 
     def __init__(self, lo: int, hi: int) -> None:
         self.lo = lo
         self.hi = hi
         self.address = 0  # where it lay; bytes are restored at the same place modulo the alignment
         self.extent: Extent | None = None
+        self.waiting = True  # not handed to the store yet
         self.write: IoFuture | None = None
 
     @property
