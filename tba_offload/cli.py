@@ -167,7 +167,7 @@ def _writing(path: str | os.PathLike[str]) -> Iterator[None]:
 )
 @click.option(
     "--window",
-    default="8MiB",
+    default="10MiB",
     show_default=True,
     help="Bytes in flight at the smallest batch size; grows with the batch size.",
 )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from unittest import mock
 
 from tba_offload.attach import attach
@@ -21,8 +22,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from tba_offload.device import Event
+    from tba_offload.policy import Rule
     from tba_offload.session import Session
     from tba_offload.store.base import Extent
+
+Result = TypeVar("Result")
 
 CPU = CpuDevice()
 KIB = 1 << 10
@@ -157,7 +161,12 @@ def host_store(drive: Drive, *, capacity: int | None = None) -> DrivenHostStore:
 
 
 def config_for(
-    *, in_flight: int | None = None, capacity: int | None = None, directory: object = None, **settings: Any
+    *,
+    in_flight: int | None = None,
+    capacity: int | None = None,
+    directory: object = None,
+    rules: tuple[Rule, ...] = (),
+    **settings: Any,
 ) -> OffloadConfig:
     """Everything down to 1 KiB is offloaded, to memory unless a directory is given."""
     settings.setdefault("min_tensor_bytes", KIB)
@@ -165,6 +174,7 @@ def config_for(
         {"kind": "host"} if directory is None else {"kind": "file", "directories": (directory,)}
     )
     return OffloadConfig(
+        layers=rules,
         budget=BudgetConfig(in_flight_bytes=in_flight),
         store=StoreConfig(capacity=capacity, **where),
         **settings,
@@ -196,9 +206,23 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.001)
 
 
+def in_time(work: Callable[[], Result]) -> Result:
+    """Does the work in another thread, which may hang without this one; returns or raises what it does."""
+    future: Future[Result] = Future()
+
+    def do() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - handed to the caller
+            future.set_exception(error)
+
+    threading.Thread(target=do, daemon=True).start()
+    return future.result(PATIENCE)
+
+
 def assert_all_given_back(session: Session) -> None:
     """No graph is alive any more: no byte may be in flight and no extent taken."""
-    session.offloader.quiesce()
+    in_time(session.offloader.quiesce)
     wait_until(lambda: session.store.pending() == 0, "transfers are still pending")
     session.offloader.drain()
     wait_until(lambda: session.offloader.in_flight == 0, f"{session.offloader.in_flight} bytes in flight")

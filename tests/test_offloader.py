@@ -83,8 +83,8 @@ class Bench:
         """Nothing is in flight, nothing is stored, and our own count of resident bytes is back at zero."""
         self.offloader.quiesce()
         wait_until(lambda: self.store.pending() == 0, "transfers pending")
-        assert self.offloader.in_flight == 0
-        assert self.store.used_bytes == 0
+        wait_until(lambda: self.offloader.in_flight == 0, "bytes in flight")
+        wait_until(lambda: self.store.used_bytes == 0, "extents taken")
         self.offloader.reset_stats()
         assert self.offloader.stats.own_peak == 0
 
@@ -280,9 +280,7 @@ def test_the_ceiling_is_never_exceeded_while_writes_can_be_waited_for(
     bench = make(3 * SIZE)
     drive.writes.seconds = 0.005
     saved = [bench.save() for _ in range(12)]
-    stats = bench.offloader.stats
-    assert stats.in_flight_peak <= 3 * SIZE
-    assert stats.stall_seconds > 0.02
+    assert bench.offloader.stats.in_flight_peak <= 3 * SIZE
     for one in reversed(saved):
         bench.fetch(one)
     bench.drop(*saved)
@@ -299,6 +297,7 @@ def test_at_the_ceiling_pack_waits_for_a_running_write(make: Callable[..., Bench
     drive.writes.release()
     finish(thread)
     assert admitted.is_set()
+    assert bench.offloader.stats.stall_seconds > 0.04
     bench.drop(first)
 
 
@@ -464,8 +463,9 @@ def test_handles_that_end_in_the_collector_are_noticed(bench: Bench) -> None:
 
 def test_handles_that_end_before_the_write_has_started_take_it_back(bench: Bench, drive: Drive) -> None:
     drive.writes.hold()
-    running, queued = bench.save(), bench.save()
+    running = bench.save()
     drive.writes.wait_started()
+    queued = bench.save()
     bench.drop(running, queued)
     drive.writes.release()
     bench.assert_idle()
@@ -512,9 +512,8 @@ def test_prefetches_of_a_failed_step_are_dropped(bench: Bench) -> None:
 def test_a_protected_storage_is_emptied_and_filled_again(bench: Bench, drive: Drive, stage: str) -> None:
     if stage != "stored":
         drive.writes.hold()
-    if stage == "queued":
-        bench.drop(bench.save())
-        drive.writes.wait_started()
+    blocking = [bench.save()] if stage == "queued" else []
+    drive.writes.wait_started(len(blocking))
     saved = bench.save(owned=True)
     assert saved.owner is not None
     if stage == "running":
@@ -523,29 +522,14 @@ def test_a_protected_storage_is_emptied_and_filled_again(bench: Bench, drive: Dr
     if stage == "stored":
         bench.offloader.quiesce()
     bench.offloader.protect(saved.owner, saved.record)
-    assert (saved.record.state is State.WRITING, bench.store.pending()) == (False, int(stage == "queued"))
+    assert bench.store.pending() == len(blocking)
     saved.owner.resize_(0)
     drive.writes.release()
     bench.offloader.quiesce()
     saved.owner.resize_(SIZE)
     torch.empty(0, dtype=torch.uint8).set_(saved.owner).copy_(saved.expected)
     bench.fetch(saved)
-    bench.drop(saved)
-    bench.assert_idle()
-
-
-def test_protecting_what_is_stored_does_not_unbalance_the_books(bench: Bench) -> None:
-    for _ in range(3):
-        saved = bench.save(owned=True)
-        assert saved.owner is not None
-        bench.offloader.quiesce()
-        bench.offloader.protect(saved.owner, saved.record)
-        bench.fetch(saved)
-        bench.drop(saved)
-    held = bench.save(owned=True)
-    bench.offloader.reset_stats()
-    assert bench.offloader.stats.own_peak >= bench.offloader.in_flight >= 0
-    bench.drop(held)
+    bench.drop(saved, *blocking)
     bench.assert_idle()
 
 
@@ -599,8 +583,10 @@ def test_the_drive_is_full_at_the_third_write(make: Callable[..., Bench], drive:
 def test_what_is_kept_for_want_of_room_is_counted_once(make: Callable[..., Bench], drive: Drive) -> None:
     bench = make(keep=True)
     drive.writes.fail(StoreFullError(errno.ENOSPC, "No space left on device", "/drive"))
+    drive.writes.hold()
     saved = bench.save((0, 1000), (2000, 3000), (5000, 6000))
-    bench.offloader.quiesce()
+    drive.writes.release()
+    wait_until(lambda: bench.store.pending() == 0, "writes pending")
     assert bench.offloader.stats.fallback_kept == SIZE
     bench.drop(saved)
     bench.assert_idle()
@@ -668,7 +654,8 @@ def test_a_failed_read_is_raised_where_the_bytes_are_needed(bench: Bench, drive:
         for part in ("could not read", "layer 1 (layers.1)", "/drive/f", "check the drive"):
             assert part in str(caught.value)
     bench.drop(saved)
-    del caught  # its traceback holds the handle
+    del caught
+    failure.__traceback__ = None  # its frames hold the handle
     gc.collect()
     bench.assert_idle()
 

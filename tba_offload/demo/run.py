@@ -54,7 +54,7 @@ class DemoSettings:
     steps: int
     output: Path
     directories: tuple[Path, ...] = ()
-    in_flight_bytes: int = 8 * 2**20
+    in_flight_bytes: int = 10 * 2**20
     policy: Path | None = None
     threads: int | None = None
 

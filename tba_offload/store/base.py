@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from tba_offload.device import Device, Event
 
+_FEW_CORES = 2
 KINDS = ("auto", "gds", "file", "host")
 """The legal kinds of :func:`open_store`."""
 
@@ -302,7 +303,7 @@ def open_store(
             limit but the drives' own.
         checksum: Verify every read against a checksum taken at the write.
         device: The device that activations lie on.
-        readers: Threads that read, for each directory; ``None`` for what suits the kind.
+        readers: Threads that read, for each directory; ``None`` for what suits the machine.
         writers: Threads that write, likewise.
 
     Raises:
@@ -312,12 +313,18 @@ def open_store(
     """
     if kind not in KINDS:
         raise ConfigError(f"store kind {kind!r} is not one of {', '.join(KINDS)}")
-    threads = {name: n for name, n in (("readers", readers), ("writers", writers)) if n is not None}
+    usual = threads_per_direction()
+    threads = {"readers": readers or usual, "writers": writers or usual}
     if kind == "gds":
         raise MissingDependencyError("kvikio", "store kind 'gds'", extra="gds-cu12")
     if kind == "host" or (kind == "auto" and not directories):
         return _open_host(directories, capacity, device, checksum=checksum, threads=threads)
     return _open_files(directories, capacity, device, checksum=checksum, threads=threads)
+
+
+def threads_per_direction() -> int:
+    """Threads that read, or write, on each drive: one is enough for most, and spares the compute cores."""
+    return 1 if len(os.sched_getaffinity(0)) <= _FEW_CORES else 2
 
 
 def _open_host(

@@ -1,0 +1,1199 @@
+"""One test or more for each pitfall that has bitten a project of this kind, by the number it has in the list.
+
+All of them train small modules and compare gradients and inputs' gradients bit for bit with a run to which
+nothing is attached, unless they say otherwise.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import KIB, PATIENCE, Drive, assert_all_given_back, config_for, in_time, session_for, wait_until
+from models import same_bits
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import tba_offload as tba
+from tba_offload.capture.identity import version_witness
+from tba_offload.device import CpuDevice
+from tba_offload.errors import SavedTensorModifiedError, SessionError, TransferError
+from tba_offload.store.host import HostStore
+from tba_offload.transfer.offloader import Offloader
+from tba_offload.transfer.record import Record
+
+if TYPE_CHECKING:
+    from tba_offload.report.run_log import StepRecord
+    from tba_offload.session import Session
+
+WIDTH, INNER, ROWS, LENGTH = 64, 256, 4, 16
+ONE = ROWS * LENGTH * INNER * 4
+"""Bytes of the large activation of a block."""
+
+Mix = Callable[[Tensor], Tensor]
+Work = Callable[["Net", int], object]
+
+
+class Block(nn.Module):
+    """A residual block with one large activation ``h`` of shape (rows, length, inner), given to ``mix``."""
+
+    def __init__(self, mix: Mix = torch.tanh) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.mix = mix
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.mix(self.up(x)))
+
+
+class Net(nn.Module):
+    """A few equal blocks."""
+
+    def __init__(self, block: Callable[[], nn.Module] = Block, layers: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(block() for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def make_net(block: Callable[[], nn.Module] = Block, layers: int = 3) -> Net:
+    torch.manual_seed(0)
+    return Net(block, layers)
+
+
+def make_input(number: int = 0, length: int = LENGTH) -> Tensor:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(ROWS, length, WIDTH, generator=generator).requires_grad_()
+
+
+def forward_backward(net: Net, number: int) -> list[Tensor]:
+    """The usual step; returns what else to compare."""
+    x = make_input(number)
+    loss = net(x).pow(2).mean()
+    loss.backward()
+    assert x.grad is not None
+    return [loss.detach(), x.grad]
+
+
+def gradients(net: nn.Module) -> list[Tensor]:
+    found = [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
+    net.zero_grad(set_to_none=True)
+    return found
+
+
+def run(net: Net, work: Work, session: Session | None, steps: int) -> list[list[Tensor]]:
+    """Every step's results and gradients."""
+    history = []
+    for number in range(steps):
+        torch.manual_seed(number)
+        with session.step() if session is not None else nullcontext():
+            results = work(net, number)
+        history.append([*(results if isinstance(results, list) else []), *gradients(net)])
+    return history
+
+
+def assert_same(found: list[list[Tensor]], expected: list[list[Tensor]]) -> None:
+    for step, (some, others) in enumerate(zip(found, expected, strict=True)):
+        assert some
+        for index, (a, b) in enumerate(zip(some, others, strict=True)):
+            assert same_bits(a, b), f"step {step}, tensor {index}"
+
+
+def assert_transparent(
+    work: Work = forward_backward,
+    block: Callable[[], nn.Module] = Block,
+    *,
+    steps: int = 3,
+    settled: bool = True,
+    **settings: Any,
+) -> list[StepRecord]:
+    """Trains with and without a session; returns the records of the steps.
+
+    Args:
+        work: What a step does.
+        block: Makes a layer.
+        steps: How many steps.
+        settled: Whether everything is in the store when the last layer has run, before backward begins.
+        settings: As for :func:`session_for`.
+    """
+    expected = run(make_net(block), work, None, steps)
+    with attached(block, **settings) as (net, session):
+        if settled:
+            net.layers[-1].register_forward_hook(lambda *_: session.offloader.quiesce())
+        assert_same(run(net, work, session, steps), expected)
+        assert_all_given_back(session)
+        return session.report()
+
+
+def plain(
+    work: Work = forward_backward, block: Callable[[], nn.Module] = Block, steps: int = 1
+) -> list[list[Tensor]]:
+    """What a run without a session gives."""
+    return run(make_net(block), work, None, steps)
+
+
+@contextmanager
+def attached(block: Callable[[], nn.Module] = Block, **settings: Any) -> Iterator[tuple[Net, Session]]:
+    net = make_net(block)
+    with session_for(net, layers=list(net.layers), **settings) as session:
+        yield net, session
+
+
+# 1. Unpack while the write is in flight
+
+
+def test_01_backward_while_all_writes_are_held() -> None:
+    drive = Drive()
+    drive.writes.hold()
+    with attached(drive=drive) as (net, session):
+        assert_same(run(net, forward_backward, session, 2), plain(steps=2))
+        drive.release()
+        assert_all_given_back(session)
+        assert all(record.read_bytes == 0 < record.forwarded_bytes for record in session.report())
+
+
+def test_01_backward_while_some_writes_have_ended_and_one_is_running() -> None:
+    drive = Drive()
+
+    def work(net: Net, number: int) -> list[Tensor]:
+        x = make_input(number)
+        x1 = net.layers[0](x)
+        wait_until(lambda: drive.writes.started == drive.writes.ended, "writes of the first layer")
+        drive.writes.hold()
+        net.layers[2](net.layers[1](x1)).pow(2).mean().backward()
+        drive.writes.release()
+        return [x.grad]  # type: ignore[list-item]
+
+    records = assert_transparent(work, drive=drive, settled=False)
+    assert all(record.read_bytes and record.forwarded_bytes for record in records)
+
+
+# 2. Memory freed or reused before its write completes
+
+
+def test_02_memory_is_not_reused_before_its_write_has_ended() -> None:
+    drive = Drive()
+
+    def work(net: Net, number: int) -> list[Tensor]:
+        x = make_input(number)
+        drive.writes.hold()
+        loss = net(x).pow(2).mean()
+        junk = [torch.full((ROWS, LENGTH, INNER), float("nan")) for _ in range(12)]
+        drive.writes.release()
+        wait_until(lambda: drive.writes.started == drive.writes.ended, "writes")
+        junk += [torch.full((ROWS, LENGTH, INNER), float("nan")) for _ in range(12)]
+        loss.backward()
+        return [x.grad]  # type: ignore[list-item]
+
+    records = assert_transparent(work, drive=drive, settled=False)
+    assert all(record.read_bytes > 3 * ONE for record in records)
+
+
+# 3. Produced on a stream that is not the default one
+
+
+class Later(CpuDevice):
+    """A device whose work is done when the test says so, as that of a busy stream."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+
+    def event(self) -> Any:
+        return self
+
+    def synchronize(self) -> None:
+        assert self.reached.wait(PATIENCE)
+
+
+def test_03_a_write_starts_when_the_producing_stream_has_come_that_far() -> None:
+    device = Later()
+    with HostStore(device=device, slab_bytes=1 << 20) as store:
+        offloader = Offloader(store, device)
+        tensor = torch.zeros(4096, dtype=torch.uint8)
+        storage = tensor.untyped_storage()
+        record = Record(storage, version_tensor=version_witness(tensor), key="late")
+        handle = offloader.handle(record, 0, 4096)
+        offloader.require(record, storage, 0, 4096)
+        tensor.data.fill_(7)  # what the kernel on the stream does in the end
+        device.reached.set()
+        del tensor, storage
+        offloader.quiesce()
+        restored, shift = offloader.fetch(handle)
+        found = torch.empty(0, dtype=torch.uint8).set_(restored)[shift : shift + 4096]
+        assert found.eq(7).all()
+        del handle
+
+
+# 4. Views
+
+
+def strided_then_all(h: Tensor) -> Tensor:
+    return h[..., ::2].pow(2).repeat_interleave(2, -1) + h.pow(2)
+
+
+def all_then_strided(h: Tensor) -> Tensor:
+    return h.pow(2) + h[..., ::2].pow(2).repeat_interleave(2, -1)
+
+
+def transposed(h: Tensor) -> Tensor:
+    t = h.flatten(0, 1).t()
+    return (t * t.roll(1, 0)).t().view_as(h)
+
+
+def overlapping(h: Tensor) -> Tensor:
+    return F.pad(h.unfold(-1, 3, 1).pow(2).sum(-1), (2, 0))
+
+
+def gaps_and_overlaps(h: Tensor) -> Tensor:
+    return h * h.as_strided((8, 300, 3), (2000, 1, 1), 5).pow(2).mean()
+
+
+def interleaved_heads(h: Tensor) -> Tensor:
+    parts = h.view(ROWS, -1, 8, 32).split(8, -1)
+    return torch.cat([part.pow(2) for part in parts], -1).view_as(h)
+
+
+def expanded_and_strided(h: Tensor) -> Tensor:
+    return h * h[:, :1, ::2].pow(2).expand(-1, LENGTH, -1).repeat_interleave(2, -1)
+
+
+VIEWS: dict[str, Mix] = {
+    "chunk": lambda h: torch.cat([h.chunk(2, -1)[0] * h.chunk(2, -1)[1]] * 2, -1),
+    "split": lambda h: torch.cat([part.pow(2) for part in h.split([64, 128, 64], -1)], -1),
+    "interleaved heads": interleaved_heads,
+    "transposed": transposed,
+    "permuted": lambda h: h.permute(2, 0, 1).pow(2).permute(1, 2, 0),
+    "expanded": lambda h: h * h[:, :1].expand_as(h),
+    "expanded and strided": expanded_and_strided,
+    "every other": lambda h: (h[..., ::2] * h[..., 1::2]).repeat_interleave(2, -1),
+    "one in four": lambda h: h + h[..., ::4].pow(2).repeat_interleave(4, -1),
+    "offset": lambda h: F.pad(h[:, 3:] * h[:, 3:], (0, 0, 3, 0)),
+    "overlapping": overlapping,
+    "gaps and overlaps": gaps_and_overlaps,
+    "diagonal": lambda h: h * h.diagonal(dim1=1, dim2=2).pow(2).sum(),
+    "few of many": lambda h: h + h[:, :1, :8].pow(2).sum(),
+    "other dtype": lambda h: h * h.detach().view(torch.int32).bitwise_and(1).float(),
+    "strided, then all": strided_then_all,
+    "all, then strided": all_then_strided,
+}
+
+
+@pytest.mark.parametrize("views", VIEWS)
+@pytest.mark.parametrize("kind", ["host", "file"])
+def test_04_views_of_one_buffer(views: str, kind: str, tmp_path: Any) -> None:
+    directory = tmp_path if kind == "file" else None
+    records = assert_transparent(
+        block=lambda: Block(VIEWS[views]), directory=directory, min_tensor_bytes=256, in_flight=2 * ONE
+    )
+    assert all(record.read_bytes > 0 for record in records)
+
+
+def test_04_what_a_later_view_covers_is_not_written_twice() -> None:
+    with_view = assert_transparent(block=lambda: Block(strided_then_all), steps=1)[0]
+    without = assert_transparent(block=lambda: Block(lambda h: h.pow(2) + 1), steps=1)[0]
+    assert with_view.offloaded_bytes - without.offloaded_bytes <= 3 * ONE // 2  # half, written while unknown
+
+
+# 5. Every kind of tensor
+
+
+class Marked(Tensor):
+    """A subclass."""
+
+
+class Carry(torch.autograd.Function):
+    """Saves a tensor of any kind and looks at it in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, carried: Tensor, look: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(carried)
+        ctx.look, ctx.kind, ctx.layout = look, type(carried), carried.layout
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (carried,) = ctx.saved_tensors
+        assert (type(carried), carried.layout) == (ctx.kind, ctx.layout)
+        return grad * ctx.look(carried).double().mean().to(grad.dtype), None, None
+
+
+def quietly(make: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def made(h: Tensor) -> Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return make(h)
+
+    return made
+
+
+def unaligned(h: Tensor) -> Tensor:
+    return torch.frombuffer(bytearray(b"\x3f" * (4 * 5000 + 1)), dtype=torch.float32, offset=1)
+
+
+def same(carried: Tensor) -> Tensor:
+    return carried
+
+
+def dense(carried: Tensor) -> Tensor:
+    return carried.to_dense()
+
+
+KINDS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "float64": (lambda h: h.double() * 3, same),
+    "float16": (lambda h: h.half() * 3, same),
+    "bfloat16": (lambda h: h.bfloat16() * 3, same),
+    "float8": (lambda h: h.to(torch.float8_e5m2), lambda carried: carried.float()),
+    "int64": (lambda h: h.argsort(-1), same),
+    "uint8": (lambda h: (h > 0).to(torch.uint8), same),
+    "bool": (lambda h: h > 0, same),
+    "complex": (lambda h: torch.complex(h, h + 1), torch.abs),
+    "lazy conjugate": (lambda h: torch.complex(h, h + 1).conj(), torch.imag),
+    "lazy negative": (lambda h: torch.complex(h, h + 1).conj().imag, same),
+    "scalar": (lambda h: h.mean(), same),
+    "no elements": (lambda h: h[:, :0], lambda carried: torch.tensor(carried.numel() + 1.0)),
+    "sparse": (lambda h: h[0].relu().to_sparse(), dense),
+    "compressed sparse": (quietly(lambda h: h[0].relu().to_sparse_csr()), dense),
+    "quantized": (quietly(lambda h: torch.quantize_per_tensor(h, 0.1, 0, torch.qint8)), torch.dequantize),
+    "oneDNN": (lambda h: h.to_mkldnn(), dense),
+    "subclass": (lambda h: (h * 2).as_subclass(Marked), lambda carried: carried.as_subclass(Tensor)),
+    "implicit zeros": (lambda h: torch._efficientzerotensor((5000,)), lambda carried: carried + 1),
+    "unaligned": (unaligned, same),
+    "numpy": (lambda h: torch.from_numpy(h.numpy().copy()), same),
+    "shared": (lambda h: h.clone().share_memory_(), same),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_05_every_kind_of_tensor_is_offloaded_or_left_alone(kind: str) -> None:
+    make, look = KINDS[kind]
+
+    def mix(h: Tensor) -> Tensor:
+        with torch.no_grad():
+            carried = make(h)
+        return Carry.apply(h, carried, look)  # type: ignore[no-any-return,no-untyped-call]
+
+    assert_transparent(block=lambda: Block(mix), steps=2)
+
+
+def test_05_masks_indices_and_mixed_precision() -> None:
+    def mix(h: Tensor) -> Tensor:
+        h = h.masked_fill(h > 1, 0.5).gather(-1, h.argsort(-1))
+        h = (h.bfloat16() * h.half().bfloat16()).float()
+        return torch.view_as_real(torch.view_as_complex(h.unflatten(-1, (-1, 2))).pow(2)).flatten(-2)
+
+    assert_transparent(block=lambda: Block(mix))
+
+
+def test_05_autocast() -> None:
+    def work(net: Net, number: int) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = net(make_input(number)).float().pow(2).mean()
+        loss.backward()
+        return [loss.detach()]
+
+    assert_transparent(work)
+
+
+# 6. The same storage again
+
+
+class Twice(nn.Module):
+    """Saves one storage twice, and hands it to the next layer, which saves it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.exp(self.linear(x) * 0.1)
+        return y * y.pow(2)
+
+
+def test_06_one_storage_saved_twice_and_by_two_layers() -> None:
+    records = assert_transparent(block=Twice)
+    assert all(record.deduplicated_bytes > 0 for record in records)
+
+
+def test_06_one_storage_saved_in_two_micro_batches() -> None:
+    def work(net: Net, number: int) -> list[Tensor]:
+        x = make_input(number)
+        losses = [net(x).pow(2).mean(), net(x).pow(3).mean()]
+        for loss in losses:
+            loss.backward()
+        return [x.grad]  # type: ignore[list-item]
+
+    assert_transparent(work)
+
+
+def test_06_one_module_run_twice_in_one_forward() -> None:
+    def work(net: Net, number: int) -> list[Tensor]:
+        loss = net(net(make_input(number))).pow(2).mean()
+        loss.backward()
+        return [loss.detach()]
+
+    assert_transparent(work)
+
+
+def test_06_an_address_that_is_reused_is_another_activation() -> None:
+    """Each round frees a stored activation, so that the next one gets its address."""
+
+    def work(net: Net, number: int) -> list[Tensor]:
+        seen: list[Tensor] = []
+        for again in range(20):
+            x = make_input(100 * number + again)
+            loss = net.layers[0](x).pow(2).mean()
+            if again % 3:
+                loss.backward()
+                seen.append(x.grad)  # type: ignore[arg-type]
+        return seen
+
+    assert_transparent(work)
+
+
+def test_06_an_alias_with_a_version_of_its_own_is_another_activation() -> None:
+    """``.data`` shares the storage but not the version: what it changes is new content all the same."""
+
+    def mix(h: Tensor) -> Tensor:
+        w = (h.detach() * 0.5).clone()
+        first = h * w
+        alias = w.data
+        alias.add_(1)
+        second = h * alias
+        return first.detach() + second  # only the second needs its saved tensor
+
+    assert_transparent(block=lambda: Block(mix))
+
+
+# 8. Unpack twice, out of order, from another thread, after an exception, or never
+
+
+def backward_twice(net: Net, number: int) -> list[Tensor]:
+    x = make_input(number)
+    loss = net(x).pow(2).mean()
+    loss.backward(retain_graph=True)
+    once = [x.grad.clone(), *(p.grad.clone() for p in net.parameters())]  # type: ignore[union-attr]
+    loss.backward()
+    return [*once, x.grad]  # type: ignore[list-item]
+
+
+def double_backward(net: Net, number: int) -> list[Tensor]:
+    x = make_input(number)
+    (grad,) = torch.autograd.grad(net(x).pow(2).mean(), x, create_graph=True)
+    grad.pow(2).sum().backward()
+    return [grad.detach(), x.grad]  # type: ignore[list-item]
+
+
+def parts_of_a_graph(net: Net, number: int) -> list[Tensor]:
+    x = make_input(number)
+    y1 = net.layers[0](x)
+    y2 = net.layers[1](y1)
+    first = torch.autograd.grad(y2.sum(), y1, retain_graph=True)
+    second = torch.autograd.grad(y1.pow(2).sum(), x, retain_graph=True)
+    net.layers[2](y2).pow(2).mean().backward()
+    return [*first, *second, x.grad]  # type: ignore[list-item]
+
+
+def branches_in_reverse(net: Net, number: int) -> list[Tensor]:
+    x = make_input(number)
+    outputs = [layer(x) for layer in net.layers]
+    for output in outputs:  # first in, first out
+        output.pow(2).mean().backward()
+    return [x.grad]  # type: ignore[list-item]
+
+
+def looked_at_before(net: Net, number: int) -> list[Tensor]:
+    x = make_input(number)
+    hidden = torch.tanh(net.layers[0].up(x))  # type: ignore[operator,union-attr]
+    y = net.layers[0](x)
+    node: Any = y.grad_fn
+    while node.name() != "TanhBackward0":
+        node = node.next_functions[-1 if node.name() == "AddBackward0" else 0][0]
+    peeked = [node._saved_result.clone() for _ in range(2)]
+    y.pow(2).mean().backward()
+    assert same_bits(peeked[0].detach(), hidden.detach())
+    return [*(tensor.detach() for tensor in peeked), x.grad]  # type: ignore[list-item]
+
+
+def in_another_thread(net: Net, number: int) -> list[Tensor]:
+    x = make_input(number)
+    loss = net(x).pow(2).mean()
+    thread = threading.Thread(target=loss.backward, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    return [x.grad]  # type: ignore[list-item]
+
+
+def never(net: Net, number: int) -> list[Tensor]:
+    net(make_input(number + 50))
+    lost = net(make_input(number + 60))
+    kept = forward_backward(net, number)
+    del lost
+    return kept
+
+
+UNPACKS: dict[str, Work] = {
+    "twice": backward_twice,
+    "double backward": double_backward,
+    "parts of a graph": parts_of_a_graph,
+    "in reverse": branches_in_reverse,
+    "looked at before": looked_at_before,
+    "in another thread": in_another_thread,
+    "never": never,
+}
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["stored", "writing"])
+@pytest.mark.parametrize("how", UNPACKS)
+def test_08_unpack(how: str, held: bool) -> None:
+    drive = Drive()
+    if held:
+        drive.writes.seconds = 0.003
+    assert_transparent(UNPACKS[how], drive=drive, in_flight=6 * ONE, settled=not held)
+
+
+def test_08_after_an_exception_in_backward() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            raise ZeroDivisionError
+
+    def work(net: Net, number: int) -> list[Tensor]:
+        x = make_input(number)
+        y = net.layers[0](x)
+        z = net.layers[1](Fails.apply(y))  # type: ignore[no-untyped-call]
+        with pytest.raises(ZeroDivisionError):
+            net.layers[2](z).sum().backward(retain_graph=True)
+        net.zero_grad()
+        y.pow(2).mean().backward()
+        return [x.grad]  # type: ignore[list-item]
+
+    assert_transparent(work)
+
+
+def test_08_backward_in_one_thread_while_another_runs_forward() -> None:
+    def work(net: Net, number: int) -> list[Tensor]:
+        inputs = [make_input(10 * number + index) for index in range(6)]
+        losses = [net(inputs[0]).pow(2).mean()]
+        for x in inputs[1:]:
+            thread = threading.Thread(target=torch.autograd.grad, args=(losses[-1], list(net.parameters())))
+            thread.start()
+            losses.append(net(x).pow(2).mean())
+            thread.join(PATIENCE)
+        losses[-1].backward()
+        return [loss.detach() for loss in losses]
+
+    drive = Drive()
+    drive.writes.seconds = drive.reads.seconds = 0.0005
+    assert_transparent(work, drive=drive, in_flight=3 * ONE, settled=False)
+
+
+# 9. Changed in place
+
+
+class Exposed(nn.Module):
+    """A layer that lets the test touch a tensor that it saved."""
+
+    saved: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.saved = torch.exp(self.linear(x) * 0.1)
+        return self.saved * 2
+
+
+@pytest.mark.parametrize("when", ["before the write", "after the write", "kept"])
+def test_09_changed_in_place_before_backward(when: str) -> None:
+    drive = Drive()
+    threshold = 1 << 30 if when == "kept" else KIB
+
+    def work(net: Net) -> None:
+        loss = net(make_input()).sum()
+        if when == "after the write":
+            wait_until(lambda: drive.writes.started == drive.writes.ended, "writes")
+        with torch.no_grad():
+            net.layers[1].saved[0].add_(1)  # type: ignore[union-attr]
+        loss.backward()
+
+    with attached(Exposed, drive=drive, min_tensor_bytes=threshold) as (net, session):
+        if when == "before the write":
+            drive.writes.hold()
+        with pytest.raises(SavedTensorModifiedError, match="in place") as caught, session.step():
+            work(net)
+        assert when == "kept" or "layer 1 (layers.1), micro-batch 0" in str(caught.value)
+        drive.release()
+        net.zero_grad()
+        assert_same(run(net, forward_backward, session, 1), plain(block=Exposed))
+
+
+def test_09_a_change_that_nobody_asks_for_is_no_error() -> None:
+    def work(net: Net, number: int) -> list[Tensor]:
+        lost = net(make_input(number)).sum()
+        with torch.no_grad():
+            net.layers[1].saved.add_(1)  # type: ignore[union-attr]
+        del lost
+        return forward_backward(net, number)
+
+    assert_transparent(work, block=Exposed)
+
+
+def test_09_operations_that_save_what_they_changed_themselves() -> None:
+    def mix(h: Tensor) -> Tensor:
+        h = torch.relu_(h.clone())
+        h = torch.sigmoid_(h)
+        return F.dropout(h * 1.5, 0.3, inplace=True).tanh_()
+
+    def mix_through_a_view(h: Tensor) -> Tensor:
+        h = h.clone()
+        h[:, ::2].exp_()
+        return h.unsqueeze(0).squeeze(0)
+
+    drive = Drive()
+    drive.writes.seconds = 0.001
+    assert_transparent(block=lambda: Block(mix), drive=drive, settled=False)
+    assert_transparent(block=lambda: Block(mix_through_a_view), drive=drive, settled=False)
+
+
+# 11. What hooks do not see
+
+
+def test_11_keyword_arguments_and_closures_of_a_checkpoint() -> None:
+    def mix(h: Tensor) -> Tensor:
+        twice = h * 2
+        inner = partial(torch.addcmul, value=0.5)
+        return checkpoint(  # type: ignore[no-any-return]
+            lambda x, *, scale: inner(x, scale, twice).tanh(), h, scale=h.sigmoid(), use_reentrant=False
+        )
+
+    assert_transparent(block=lambda: Block(mix))
+
+
+def test_11_tensors_that_a_function_keeps_on_its_context() -> None:
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.x = x.detach()
+            return x * x
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return 2 * grad * ctx.x
+
+    assert_transparent(block=lambda: Block(Square.apply))
+
+
+@pytest.mark.parametrize("threshold", [KIB, 1 << 30], ids=["offloaded", "kept"])
+def test_11a_what_saves_its_own_output_does_not_leak(threshold: int) -> None:
+    """Without a backward pass, and without the cyclic collector."""
+    outputs: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def mix(h: Tensor) -> Tensor:
+        h = h.tanh()
+        outputs.append(weakref.ref(h.untyped_storage()))
+        return h
+
+    with attached(lambda: Block(mix), min_tensor_bytes=threshold) as (net, session):
+        gc.disable()
+        try:
+            with session.step():
+                net(make_input())
+            assert_all_given_back(session)
+            assert [output() is None for output in outputs] == [True] * 3
+        finally:
+            gc.enable()
+
+
+def empty_and_refill(net: Net, number: int) -> list[Tensor]:
+    """What Megatron's ``CheckpointWithoutOutput`` does: frees an output that was saved, computes it again."""
+    x = make_input(number)
+    loss = net(x).pow(2).mean()
+    contents = []
+    for layer in net.layers:
+        contents.append(layer.saved.detach().clone())
+        layer.saved.untyped_storage().resize_(0)  # type: ignore[union-attr,operator]
+    junk = [torch.full_like(content, float("nan")) for content in contents]
+    for layer, content in zip(net.layers, contents, strict=True):
+        layer.saved.untyped_storage().resize_(content.nbytes)  # type: ignore[union-attr,operator]
+        layer.saved.data.copy_(content)  # type: ignore[union-attr]
+    loss.backward()
+    del junk
+    return [x.grad]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("writes", ["held", "slow", "ended"])
+def test_11b_a_storage_that_is_emptied_after_pack_and_filled_again(writes: str) -> None:
+    drive = Drive()
+    drive.writes.seconds = 0.003 if writes == "slow" else 0.0
+
+    def work(net: Net, number: int) -> list[Tensor]:
+        if writes == "held":
+            drive.writes.hold()
+            threading.Timer(0.05, drive.writes.release).start()
+        return empty_and_refill(net, number)
+
+    assert_transparent(work, block=Exposed, drive=drive, settled=writes == "ended")
+
+
+def test_11b_the_method_of_storages_is_restored() -> None:
+    before = torch.UntypedStorage.resize_
+    with attached() as (_, _):
+        assert torch.UntypedStorage.resize_ is not before
+    assert torch.UntypedStorage.resize_ is before
+
+
+class Narrow(nn.Module):
+    """Saves a view of a large storage, of which it needs a share only; shows the large one."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 16 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.step = step
+        self.large: weakref.ref[torch.UntypedStorage] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        self.large = weakref.ref(h.untyped_storage())
+        some = h[..., : WIDTH * self.step : self.step]
+        return x + some.sin()
+
+
+@pytest.mark.parametrize(("step", "threshold"), [(1, KIB), (16, KIB), (1, 64 * KIB), (16, 64 * KIB)])
+def test_11c_a_small_view_does_not_keep_a_large_storage(step: int, threshold: int) -> None:
+    """Dense or with gaps, offloaded or, below the threshold, kept: the large storage goes."""
+    block = partial(Narrow, step)
+    needed = ROWS * LENGTH * WIDTH * 4
+    with attached(block, min_tensor_bytes=threshold) as (net, session):
+        for number, expected in enumerate(plain(block=block, steps=2)):
+            with session.step():
+                x = make_input(number)
+                torch.manual_seed(number)
+                loss = net(x).pow(2).mean()
+                session.offloader.quiesce()
+                assert [layer.large() for layer in net.layers] == [None] * 3  # type: ignore[union-attr,operator]
+                loss.backward()
+            assert_same([[loss.detach(), x.grad, *gradients(net)]], [expected])  # type: ignore[list-item]
+            record = session.report()[-1]
+            assert record.offloaded_bytes <= 3 * 3 * needed
+        del loss
+        assert_all_given_back(session)
+
+
+@pytest.mark.parametrize("transform", ["grad", "vjp", "vmap", "jacrev", "functional_call"])
+def test_11d_a_transform_of_attached_layers_passes_through(transform: str) -> None:
+    def work(net: Net, number: int) -> list[Tensor]:
+        x = make_input(number).detach()
+
+        def loss_of(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+            return torch.func.functional_call(net, parameters, (x,)).pow(2).mean()
+
+        parameters = {name: value.detach() for name, value in net.named_parameters()}
+        if transform == "grad":
+            found = list(torch.func.grad(loss_of)(parameters, x).values())
+        elif transform == "vjp":
+            _, back = torch.func.vjp(lambda x: loss_of(parameters, x), x)
+            found = list(back(torch.tensor(1.0)))
+        elif transform == "vmap":
+            found = [torch.func.vmap(torch.func.grad(loss_of), (None, 0))(parameters, x)["layers.1.up.bias"]]
+        elif transform == "jacrev":
+            found = [torch.func.jacrev(lambda x: loss_of(parameters, x))(x)]
+        else:
+            found = [loss_of(dict(net.named_parameters()), x)]
+            found[0].backward()
+        return [*(tensor.detach() for tensor in found), *forward_backward(net, number)]
+
+    assert_transparent(work)
+
+
+def grad_inside(h: Tensor) -> Tensor:
+    return h + torch.func.grad(lambda x: x.pow(3).sum())(h)
+
+
+def grad_inside_detached(h: Tensor) -> Tensor:
+    return h * torch.func.grad(lambda x: x.pow(3).sum())(h.detach())
+
+
+def vmap_inside(h: Tensor) -> Tensor:
+    return torch.func.vmap(lambda x: x.tanh() * x)(h)
+
+
+def vmapped_grad_inside(h: Tensor) -> Tensor:
+    return torch.func.vmap(torch.func.grad(lambda x: x.pow(3).sum()))(h).tanh()
+
+
+def hooks_disabled_inside(h: Tensor) -> Tensor:
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        h = h.tanh()
+    return h.sin()
+
+
+TRANSFORMS = (grad_inside, grad_inside_detached, vmap_inside, vmapped_grad_inside, hooks_disabled_inside)
+
+
+@pytest.mark.parametrize("mix", TRANSFORMS, ids=lambda mix: mix.__name__)
+def test_11d_a_layer_may_use_transforms_itself(mix: Mix) -> None:
+    assert_transparent(block=lambda: Block(mix))
+
+
+def test_11d_a_compiled_region_in_a_layer() -> None:
+    compiled = torch.compile(lambda h: (h.sin() * h.cos()).tanh() * h, backend="aot_eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        records = assert_transparent(block=lambda: Block(compiled), steps=2)
+    assert all(record.offloaded_bytes > 0 for record in records)
+
+
+def test_11e_the_collector_may_run_finalizers_anywhere() -> None:
+    """Graphs in reference cycles die whenever the collector starts, also while a lock is held."""
+
+    def work(net: Net, number: int) -> list[Tensor]:
+        for again in range(4):
+            cycle: list[object] = [net(make_input(again))]
+            cycle.append(cycle)
+            del cycle
+        return forward_backward(net, number)
+
+    thresholds = gc.get_threshold()
+    gc.set_threshold(3, 2, 2)
+    drive = Drive()
+    drive.writes.seconds = drive.reads.seconds = 0.0002
+    try:
+        assert_transparent(work, drive=drive, in_flight=3 * ONE, settled=False)
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError, SystemExit])
+def test_11e_an_interrupted_layer_leaves_no_hook(error: type[BaseException]) -> None:
+    def mix(h: Tensor) -> Tensor:
+        h = h.tanh() * h[..., ::2].repeat_interleave(2, -1)
+        if strikes:
+            raise error
+        return h
+
+    strikes: list[int] = []
+    expected = plain(block=lambda: Block(mix))
+    with attached(lambda: Block(mix)) as (net, session):
+        strikes.append(1)
+        with pytest.raises(error), session.step():
+            net(make_input())
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        strikes.clear()
+        assert_same(run(net, forward_backward, session, 1), expected)
+        assert_all_given_back(session)
+
+
+def test_11e_an_interrupt_inside_pack_does_not_block_the_next_step() -> None:
+    drive = Drive()
+    with attached(drive=drive, in_flight=2 * ONE) as (net, session):
+        drive.reservations.fail(KeyboardInterrupt(), at=5)
+        with pytest.raises(KeyboardInterrupt), session.step():
+            net(make_input())
+        drive.reservations.recover()
+        assert_same(in_time(lambda: run(net, forward_backward, session, 1)), plain())
+        assert_all_given_back(session)
+
+
+# 12. Hooks in hooks
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_12_a_checkpoint_around_layers(reentrant: bool, dropout: float) -> None:
+    def work(net: Net, number: int) -> list[Tensor]:
+        x = make_input(number)
+        y = checkpoint(lambda x: net.layers[1](net.layers[0](x)), x, use_reentrant=reentrant)
+        net.layers[2](y).pow(2).mean().backward()
+        return [x.grad]  # type: ignore[list-item]
+
+    records = assert_transparent(work, block=lambda: Block(partial(F.dropout, p=dropout)))
+    assert all(record.offloaded_bytes > 0 for record in records)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_12_a_checkpoint_inside_a_layer(reentrant: bool) -> None:
+    def mix(h: Tensor) -> Tensor:
+        def inner(h: Tensor) -> Tensor:
+            return F.dropout(h.tanh().sin(), 0.2).exp()
+
+        return checkpoint(inner, h, use_reentrant=reentrant) * h  # type: ignore[no-any-return]
+
+    records = assert_transparent(block=lambda: Block(mix))
+    assert all(record.offloaded_bytes > 0 for record in records)
+
+
+def test_12_save_on_cpu_around_layers_and_inside() -> None:
+    def mix(h: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            h = h.tanh().sin()
+        return h.exp()
+
+    def work(net: Net, number: int) -> list[Tensor]:
+        x = make_input(number)
+        with torch.autograd.graph.save_on_cpu():
+            y = net.layers[1](net.layers[0](x))
+        net.layers[2](y).pow(2).mean().backward()
+        return [x.grad]  # type: ignore[list-item]
+
+    records = assert_transparent(work, block=lambda: Block(mix))
+    assert all(record.offloaded_bytes > 0 for record in records)
+
+
+def test_12_recomputed_layers_do_not_offload_what_they_save_again() -> None:
+    records = assert_transparent(block=lambda: Block(partial(F.dropout, p=0.2)), default="recompute")
+    assert [(record.recomputed_scopes, record.offloaded_bytes) for record in records] == [(3, 0)] * 3
+
+
+# 13. Schedules
+
+
+def schedule(order: str) -> Work:
+    """``F2 B0``: the forward of micro-batch 2, then the backward of micro-batch 0."""
+
+    def work(net: Net, number: int) -> list[Tensor]:
+        losses: dict[int, Tensor] = {}
+        for word in order.split():
+            index = int(word[1:])
+            if word[0] == "F":
+                losses[index] = net(make_input(10 * number + index)).pow(2).mean()
+            else:
+                losses[index].backward()
+                del losses[index]
+        assert not losses
+        return []
+
+    return work
+
+
+SCHEDULES = {
+    "accumulation": "F0 B0 F1 B1 F2 B2",
+    "all forward, all backward": "F0 F1 F2 F3 B0 B1 B2 B3",
+    "last in, first out": "F0 F1 F2 B2 B1 B0",
+    "1F1B": "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4",
+}
+
+
+@pytest.mark.parametrize("speed", ["fast", "slow"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_13_schedules(name: str, speed: str) -> None:
+    drive = Drive()
+    if speed == "slow":
+        drive.writes.seconds = drive.reads.seconds = 0.001
+    records = assert_transparent(schedule(SCHEDULES[name]), drive=drive, in_flight=3 * ONE, settled=False)
+    assert all(record.in_flight_peak_bytes <= 4 * ONE for record in records)
+
+
+def test_13_the_number_of_micro_batches_changes() -> None:
+    orders = ["F0 B0", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 F1 B0 B1", "F0 F1 F2 B0 B1 B2", "F0 B0"]
+
+    def work(net: Net, number: int) -> list[Tensor]:
+        return schedule(orders[number])(net, number)  # type: ignore[return-value]
+
+    assert_transparent(work, steps=len(orders), in_flight=3 * ONE, settled=False)
+
+
+def interleaved(chunks: list[Net], number: int, order: str) -> None:
+    """Two chunks of a pipeline: ``F10`` is the forward of chunk 1 for micro-batch 0."""
+    inputs: dict[tuple[int, int], Tensor] = {}
+    outputs: dict[tuple[int, int], Tensor] = {}
+    for word in order.split():
+        chunk, index = int(word[1]), int(word[2])
+        here = chunk, index
+        if word[0] == "F":
+            x = outputs[0, index].detach() if chunk else make_input(10 * number + index).detach()
+            inputs[here] = x.requires_grad_()
+            outputs[here] = chunks[chunk](inputs[here])
+        else:
+            output = outputs.pop(here)
+            gradient = inputs[1, index].grad if chunk == 0 else output.detach() * 1e-3
+            output.backward(gradient)
+
+
+@pytest.mark.parametrize("in_flight", [3 * ONE, 30 * ONE])
+def test_13_an_interleaved_pipeline(in_flight: int) -> None:
+    order = "F00 F01 F10 F11 F02 B10 F03 B11 F12 B00 F13 B01 B12 B13 B02 B03"
+    runs = []
+    for attach in (False, True):
+        chunks = [make_net(layers=2), make_net(layers=2)]
+        session = session_for(chunks, in_flight=in_flight) if attach else None  # type: ignore[arg-type]
+        steps = []
+        for number in range(3):
+            with session.step() if session is not None else nullcontext():
+                interleaved(chunks, number, order)
+            steps.append([*gradients(chunks[0]), *gradients(chunks[1])])
+        if session is not None:
+            assert_all_given_back(session)
+            session.close()
+        runs.append(steps)
+    assert_same(runs[1], runs[0])
+
+
+# 14. Between steps, and steps that end early
+
+
+def test_14_evaluation_inside_and_between_steps() -> None:
+    def work(net: Net, number: int) -> list[Tensor]:
+        seen = [net(make_input(99)).detach()]
+        with torch.no_grad():
+            seen.append(net(make_input(98)))
+        with torch.inference_mode():
+            seen.append(net(make_input(97).detach()).clone())
+        return [*(tensor.detach() for tensor in seen), *forward_backward(net, number)]
+
+    expected = plain(work, steps=2)
+    with attached() as (net, session):
+        found = run(net, work, session, 1)
+        net.eval()
+        with torch.no_grad():
+            evaluated = net(make_input(98))
+        assert same_bits(evaluated, expected[0][1])
+        net.train()
+        found += run(net, lambda net, _: work(net, 1), session, 1)
+        assert_all_given_back(session)
+    assert_same(found[1:], [expected[1]])
+
+
+@pytest.mark.parametrize("where", ["forward", "between", "backward"])
+@pytest.mark.parametrize("keeps_graph", [False, True])
+def test_14_after_a_step_that_raises_half_way_the_next_one_works(where: str, keeps_graph: bool) -> None:
+    expected = plain(steps=3)
+    kept: list[Tensor] = []
+
+    def fail(_: Tensor) -> None:
+        raise ZeroDivisionError
+
+    def fail_half_way(net: Net) -> None:
+        y = net.layers[1](net.layers[0](make_input(5)))
+        if keeps_graph:
+            kept.append(y)
+        if where == "forward":
+            raise ZeroDivisionError
+        loss = net.layers[2](y).pow(2).mean()
+        if where == "backward":
+            y.register_hook(fail)
+            loss.backward()
+        raise ZeroDivisionError
+
+    with attached(in_flight=3 * ONE) as (net, session):
+        found = run(net, forward_backward, session, 1)
+        with pytest.raises(ZeroDivisionError), session.step():
+            fail_half_way(net)
+        net.zero_grad()
+        found += run(net, lambda net, _: forward_backward(net, 1), session, 1)
+        found += run(net, lambda net, _: forward_backward(net, 2), session, 1)
+        assert_same(found, expected)
+        assert [record.step for record in session.report()] == [1, 2, 3]
+        kept.clear()
+        gc.collect()
+        assert_all_given_back(session)
+
+
+def test_14_failures_of_a_step_that_was_given_up_do_not_haunt_the_next_one() -> None:
+    """A full drive fails many writes at once; one of them ends the step, the others end with it."""
+    drive = Drive()
+    with attached(drive=drive, on_full="error") as (net, session):
+        drive.writes.fail(tba.StoreFullError(28, "No space left on device", "/drive"))
+        with pytest.raises(TransferError, match="/drive"), session.step():
+            forward_backward(net, 0)
+        wait_until(lambda: session.store.pending() == 0, "writes")
+        drive.writes.recover()
+        net.zero_grad()
+        assert_same(run(net, forward_backward, session, 1), plain())
+
+
+def test_14a_nothing_in_backward_waits_for_bytes_that_only_backward_can_release() -> None:
+    """At the ceiling, with a drive that does not move, backward runs a checkpoint and packs again."""
+
+    def work(net: Net, number: int) -> list[Tensor]:
+        x = make_input(number)
+        drive.writes.hold()
+        y = net.layers[1](net.layers[0](x))
+        checkpoint(net.layers[2], y, use_reentrant=True).pow(2).mean().backward()
+        return [x.grad]  # type: ignore[list-item]
+
+    drive = Drive()
+    expected = plain(work)
+    with attached(drive=drive) as (net, session):
+        assert_same(run(net, work, session, 1), expected)
+        drive.release()
+        at_most = session.report()[0].in_flight_peak_bytes
+    drive = Drive()
+    with attached(drive=drive, in_flight=at_most) as (net, session):
+        assert_same(run(net, work, session, 1), expected)
+        drive.release()
+        assert_all_given_back(session)
+
+
+def test_14a_forward_after_backward_at_the_ceiling_goes_on() -> None:
+    drive = Drive()
+    drive.writes.seconds = 0.0005
+    order = "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5"
+    assert_transparent(schedule(order), drive=drive, in_flight=4 * KIB, settled=False)
+
+
+def test_14b_recompute_placements_cannot_change_inside_a_step() -> None:
+    with attached(rules=(tba.Rule("0", tba.Placement.RECOMPUTE),)) as (net, session):
+        plan = session.plan
+        with session.step():
+            for number in range(2):
+                forward_backward(net, number)
+                with pytest.raises(SessionError, match="between steps"):
+                    session.apply(config_for(default="recompute"))
+        assert session.plan is plan
+        assert session.report()[0].recomputed_scopes == 2
+        with pytest.raises(AttributeError):
+            plan.placements = ()  # type: ignore[misc]
+
+
+# 15. Shapes that change
+
+
+def test_15_shapes_that_change_from_step_to_step() -> None:
+    chance = random.Random(0)
+    lengths = [chance.randint(1, 40) for _ in range(12)]
+
+    def work(net: Net, number: int) -> list[Tensor]:
+        x = make_input(number, lengths[number])
+        net(x).pow(2).mean().backward()
+        return [x.grad]  # type: ignore[list-item]
+
+    assert_transparent(work, steps=len(lengths), in_flight=2 * ONE)
+
+
+def test_15_tokens_routed_to_experts() -> None:
+    """What each expert gets depends on the data; some get nothing."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Linear(WIDTH, 8)
+            self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            flat = x.flatten(0, 1)
+            weight, chosen = self.router(flat * 4).softmax(-1).max(-1)
+            parts = torch.zeros_like(flat)
+            for index, expert in enumerate(self.experts):
+                rows = (chosen == index).nonzero().flatten()
+                parts = parts.index_add(0, rows, expert(flat[rows]).tanh())
+            return x + (parts * weight.unsqueeze(-1)).view_as(x)
+
+    assert_transparent(block=Experts, min_tensor_bytes=64)
