@@ -16,9 +16,9 @@ from gpt_runner import SHAPE, lanes, print_table, report
 @click.option("--depth", "depths", type=int, multiple=True, default=(6, 12, 24, 48), show_default=True)
 @click.option("--hidden", default=768, show_default=True)
 @click.option("--sequence", default=256, show_default=True)
-@click.option("--batch-size", default=2, show_default=True)
+@click.option("--batch-size", default=4, show_default=True)
 @click.option("--steps", default=10, show_default=True, help="Steps of each at every depth.")
-@click.option("--window", default="10MiB", show_default=True, help="Bytes in flight.")
+@click.option("--window", default="16MiB", show_default=True, help="Bytes in flight.")
 @click.option("--directory", default=None, help="Where files go.  [default: a temporary directory]")
 @click.option("--json", "json_file", default=None, help="Also write the figures to this file.")
 def main(
@@ -35,7 +35,8 @@ def main(
     rows = []
     for depth in depths:
         entrants = {
-            f"{way}, {depth} layers": (way, SHAPE | shape | {"layers": depth}) for way in ("keep", "offload")
+            f"{way}, {depth} layers": (way, SHAPE | shape | {"layers": depth, "dropout": 0.1})
+            for way in ("keep", "offload")
         }
         results = lanes(entrants, steps=steps, batch_size=batch_size, window=window, directory=directory)
         rows += report(results, base=dict.fromkeys(entrants, f"keep, {depth} layers"))

@@ -29,6 +29,7 @@ import torch
 
 from tba_offload.device import READY, CpuDevice
 from tba_offload.device.memory import CACHE_LINE
+from tba_offload.store.base import threads_per_direction
 from tba_offload.store.file import FileStore
 
 if TYPE_CHECKING:
@@ -87,8 +88,8 @@ class Result:
 class Driver:
     """Uses a store the way the offloader does.
 
-    The bytes in flight are bounded; a callback tells that a transfer has ended. Writes take new extents, reads
-    give them back. Memory is aligned as PyTorch aligns it, to 64 bytes.
+    The bytes in flight are bounded; a callback tells that a transfer has ended. Writes take new extents,
+    reads give them back. Memory is aligned as PyTorch aligns it, to 64 bytes.
 
     There is a buffer for each thread and no more, as in fio: one that is used again and again stays in the
     processor's cache, which activations do not, and that alone is worth up to a third of the rate. And they
@@ -246,9 +247,10 @@ def measure(store: FileStore, fio: Fio, size: int, amount: int, rounds: int) -> 
 def compare(arguments: argparse.Namespace) -> tuple[dict[str, object], list[Result]]:
     """All sizes; prints each as soon as it is known."""
     amount = arguments.amount * MIB
-    chosen = {name: n for name, n in vars(arguments).items() if name in {"writers", "readers"} and n}
     results = []
-    with FileStore(arguments.directory, device=CPU, **chosen) as store:
+    with FileStore(
+        arguments.directory, device=CPU, writers=arguments.writers, readers=arguments.readers
+    ) as store:
         fio = Fio(store, amount)
         path, jobs = store.description, threads_of(store)
         print(f"{store.directory}: {path['path']}, {jobs['write']} writers, {jobs['read']} readers")
@@ -262,13 +264,14 @@ def compare(arguments: argparse.Namespace) -> tuple[dict[str, object], list[Resu
 
 def parse() -> argparse.Namespace:
     """The command line."""
+    usual = threads_per_direction()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("directory", help="a directory on the drive to measure; takes twice the amount")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 4, 16, 64], help="extent sizes, MiB")
     parser.add_argument("--amount", type=int, default=512, help="MiB that each run moves in each direction")
     parser.add_argument("--rounds", type=int, default=7, help="how often store and fio take turns")
-    parser.add_argument("--writers", type=int, help="threads that write; default: the store's own")
-    parser.add_argument("--readers", type=int, help="threads that read; default: the store's own")
+    parser.add_argument("--writers", type=int, default=usual, help="threads that write")
+    parser.add_argument("--readers", type=int, default=usual, help="threads that read")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--require", type=float, default=0.0, help="fail if a median ratio is below this")
     return parser.parse_args()

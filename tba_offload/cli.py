@@ -151,7 +151,7 @@ def _writing(path: str | os.PathLike[str]) -> Iterator[None]:
 @click.option(
     "--steps",
     type=click.IntRange(min=4),
-    default=22,
+    default=20,
     show_default=True,
     help="Steps of each strategy and batch size.",
 )

@@ -277,7 +277,9 @@ class LayerHooks:
     def pack(self, tensor: torch.Tensor) -> Kept | Packed:
         """Decides what becomes of a saved tensor and queues its write."""
         capture = self._capture
-        if torch._C._current_graph_task_id() != -1 or not is_understood(tensor, capture.device):
+        if type(tensor) is torch.nn.Parameter or torch._C._current_graph_task_id() != -1:
+            return Kept(tensor)
+        if not is_understood(tensor, capture.device):
             return Kept(tensor)
         storage = tensor.untyped_storage()
         if storage in capture.static:

@@ -103,10 +103,10 @@ def is_understood(tensor: torch.Tensor, device: torch.device) -> bool:
 
 
 class StaticStorages:
-    """The storages that live as long as the model: parameters, gradients, buffers.
+    """The storages that live as long as the model: parameters, Megatron's gradients, buffers.
 
     Membership is by storage, so views and transposes of a parameter and the flat buffers that Megatron
-    keeps parameters and gradients in are members too.
+    keeps parameters and gradients (``main_grad``) in are members too.
     """
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class StaticStorages:
 
 def _static_tensors(module: torch.nn.Module) -> Iterable[torch.Tensor]:
     for parameter in module.parameters():
-        yield from _with_storage(parameter, parameter.grad, getattr(parameter, "main_grad", None))
+        yield from _with_storage(parameter, getattr(parameter, "main_grad", None))
     yield from _with_storage(*module.buffers())
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import platform
 import threading
 from abc import ABC, abstractmethod
 from typing import Any, Protocol
@@ -59,11 +58,6 @@ class Device(ABC):
     pins_memory: bool
     """Whether :meth:`host_memory` is pinned, so that allocating it blocks the device."""
 
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """What the hardware calls itself."""
-
     @abstractmethod
     def event(self) -> Event:
         """The point that the calling thread's current stream has been given work up to."""
@@ -99,11 +93,6 @@ class CpuDevice(Device):
     torch_device = torch.device("cpu")
     pins_memory = False
 
-    @property
-    def name(self) -> str:
-        """The architecture of the processor."""
-        return f"CPU ({platform.machine()})"
-
     def event(self) -> Event:
         """The event that is always ready."""
         return READY
@@ -133,11 +122,6 @@ class CudaDevice(Device):
     def __init__(self, index: int | None = None) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self._local = threading.local()
-
-    @property
-    def name(self) -> str:
-        """The model of the GPU."""
-        return torch.cuda.get_device_name(self.torch_device)
 
     def event(self) -> Event:
         """An event recorded on the calling thread's current stream of this device."""

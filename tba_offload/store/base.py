@@ -314,7 +314,10 @@ def open_store(
     if kind not in KINDS:
         raise ConfigError(f"store kind {kind!r} is not one of {', '.join(KINDS)}")
     usual = threads_per_direction()
-    threads = {"readers": readers or usual, "writers": writers or usual}
+    threads = {
+        "readers": usual if readers is None else readers,
+        "writers": usual if writers is None else writers,
+    }
     if kind == "gds":
         raise MissingDependencyError("kvikio", "store kind 'gds'", extra="gds-cu12")
     if kind == "host" or (kind == "auto" and not directories):
