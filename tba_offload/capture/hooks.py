@@ -284,6 +284,9 @@ class LayerHooks:
         storage = tensor.untyped_storage()
         if storage in capture.static:
             return Kept(tensor)
+        if storage.nbytes() < capture.min_tensor_bytes:
+            capture.trace.kept_bytes += storage.nbytes()
+            return Kept(tensor)
         view = View.of(tensor)
         found = capture.find(storage)
         if found is not None:
@@ -296,7 +299,7 @@ class LayerHooks:
         """A storage that was not saved before in this step, or has changed since."""
         capture = self._capture
         if view.distinct_bytes() < capture.min_tensor_bytes:
-            return self._keep_small(tensor, storage, view)
+            return self._keep_small(tensor, view)
         key, nbytes = self._next_key(), storage.nbytes()
         if capture.is_learned(key, nbytes):
             return self._keep(tensor, storage, key, Fate.LEARNED_KEEP)
@@ -349,12 +352,9 @@ class LayerHooks:
         self._capture.note_kept(storage)
         return Kept(tensor)
 
-    def _keep_small(self, tensor: torch.Tensor, storage: torch.UntypedStorage, view: View) -> Kept:
-        """Keeps a small tensor; of a large storage only what it needs, or all of it would stay."""
-        capture = self._capture
-        capture.trace.kept_bytes += view.distinct_bytes()
-        if storage.nbytes() < capture.min_tensor_bytes:
-            return Kept(tensor)
+    def _keep_small(self, tensor: torch.Tensor, view: View) -> Kept:
+        """Keeps what a small view needs of its large storage, or all of the storage would stay."""
+        self._capture.trace.kept_bytes += view.distinct_bytes()
         return Kept.copy_of(tensor, view)
 
     # ---- strided views ---------------------------------------------------------------------------

@@ -291,7 +291,7 @@ class QueuedStore(ActivationStore):
     def read(self, extent: Extent, target: torch.Tensor, after: Event, *, padded: bool) -> IoFuture:
         """Queues a read; see :meth:`ActivationStore.read`."""
         _check_tensor(extent, target)
-        if padded and self.alignment > 1:
+        if padded and self.alignment > 1 and target.is_cpu:
             self._check_padding(target)
         self._check_process()
         with self._lock:

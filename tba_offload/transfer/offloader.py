@@ -34,10 +34,7 @@ if TYPE_CHECKING:
     from tba_offload.store.base import ActivationStore, Extent, IoFuture
 
 BATCH_BYTES = 4 * 2**20
-"""Writes are collected until they come to this many bytes, or the scope ends ..."""
-
-BATCH_SHARE = 0.5
-"""... or this share of the window is in flight."""
+"""Writes are collected until they come to this many bytes, or to a quarter of the window."""
 
 DROPS_AT_ONCE = 8
 """Dropped handles that :meth:`Offloader.tidy` waits for before it takes note of them."""
@@ -102,6 +99,7 @@ class Offloader:
         self._departing = 0  # bytes in flight that queued and running writes alone will free
         self._outbox: list[tuple[Record, Piece]] = []
         self._outbox_bytes = 0
+        self._batch_bytes = min(BATCH_BYTES, ceiling // 4) if ceiling is not None else BATCH_BYTES
         self._prefetched: OrderedDict[Span, Record] = OrderedDict()
         self._dropped: SimpleQueue[tuple[Record, bool]] = SimpleQueue()
         self._failures: SimpleQueue[TransferError] = SimpleQueue()
@@ -185,7 +183,7 @@ class Offloader:
             self._count_departing(record, +1)
             self._outbox += [(record, piece) for piece in missing]
             self._outbox_bytes += record.nbytes
-        if self._outbox_bytes >= BATCH_BYTES or self.in_flight >= BATCH_SHARE * (self.ceiling or 0):
+        if self._outbox_bytes >= self._batch_bytes:
             self.flush()
         return True
 
