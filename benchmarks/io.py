@@ -18,6 +18,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -85,14 +86,54 @@ class Result:
         )
 
 
+class Lane:
+    """Transfers of one direction, of which a bounded number is queued.
+
+    The main thread comes by when half of them have moved, as a training thread does between two kernels, and
+    queues more.
+    """
+
+    def __init__(self, transfers: Iterator[IoFuture], depth: int, calls: SimpleQueue[Lane]) -> None:
+        self._transfers = transfers
+        self._depth = depth
+        self._calls = calls
+        self._lock = threading.Lock()
+        self._in_flight = 0
+        self._low = depth // 2
+        self._error: BaseException | None = None
+
+    def refill(self) -> bool:
+        """Queues transfers; whether more of them will end."""
+        while self._in_flight < self._depth and self._low:
+            future = next(self._transfers, None)
+            with self._lock:
+                if future is None:
+                    self._low = 0  # call at the end only
+                else:
+                    self._in_flight += 1
+            if future is not None:
+                future.add_done_callback(self._ended)
+        if self._error is not None:
+            raise self._error
+        return self._in_flight > 0
+
+    def _ended(self, future: IoFuture) -> None:
+        with self._lock:
+            self._in_flight -= 1
+            self._error = self._error or future.error
+            low = self._in_flight == self._low
+        if low:
+            self._calls.put(self)
+
+
 class Driver:
     """Uses a store the way the offloader does.
 
-    The bytes in flight are bounded; a callback tells that a transfer has ended. Writes take new extents,
-    reads give them back. Memory is aligned as PyTorch aligns it, to 64 bytes.
+    The bytes in flight are bounded. Writes take new extents, reads give them back. Memory is aligned as
+    PyTorch aligns it, to 64 bytes.
 
     There is a buffer for each thread and no more, as in fio: one that is used again and again stays in the
-    processor's cache, which activations do not, and that alone is worth up to a third of the rate. And they
+    processor's cache, which activations do not, and that alone can be worth a third of the rate. And they
     are mapped anew for every round, as in fio: the physical pages that a buffer gets matter as much.
     """
 
@@ -104,7 +145,6 @@ class Driver:
         self._depths = {name: max(2 * count, IN_FLIGHT // size) for name, count in threads.items()}
         self._sources = [self._buffer() for _ in range(threads["write"])]
         self._targets = [self._buffer() for _ in range(threads["read"])]
-        self._ended: SimpleQueue[tuple[str, IoFuture]] = SimpleQueue()
         self._full: list[Extent] = []
 
     def _buffer(self) -> torch.Tensor:
@@ -133,22 +173,14 @@ class Driver:
         self._full = written
         return len(lanes) * self._count * self._size / seconds
 
-    def _drive(self, lanes: dict[str, Iterator[IoFuture]]) -> None:
-        running = sum(
-            self._start(name, lane) for name, lane in lanes.items() for _ in range(self._depths[name])
-        )
-        while running:
-            name, future = self._ended.get()
-            future.wait()
-            running += self._start(name, lanes[name]) - 1
-
-    def _start(self, name: str, lane: Iterator[IoFuture]) -> int:
-        """Queues the next transfer of a lane; how many that were."""
-        future = next(lane, None)
-        if future is None:
-            return 0
-        future.add_done_callback(lambda ended: self._ended.put((name, ended)))
-        return 1
+    def _drive(self, transfers: dict[str, Iterator[IoFuture]]) -> None:
+        calls: SimpleQueue[Lane] = SimpleQueue()
+        lanes = {Lane(lane, self._depths[name], calls) for name, lane in transfers.items()}
+        active = {lane for lane in lanes if lane.refill()}
+        while active:
+            lane = calls.get()
+            if not lane.refill():
+                active.discard(lane)
 
     def _writes(self, written: list[Extent]) -> Iterator[IoFuture]:
         for i in range(self._count):

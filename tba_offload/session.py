@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
-from tba_offload.capture import resize
+from tba_offload.capture import resize, transforms
 from tba_offload.capture.hooks import Capture, LayerHooks
 from tba_offload.capture.layers import Layer, LayerStack, check_disjoint, first_differentiable
 from tba_offload.capture.recompute import is_recomputation
@@ -117,6 +117,7 @@ class Session:
         self._run_log = RunLogWriter(run_log, self._header(strategy, model_info)) if run_log else None
         self._sites = [self._install(index, layer) for index, layer in enumerate(stack.layers)]
         resize.watch(self.capture)
+        transforms.watch()
         _open_sessions.add(self)
 
     # ---- for users -------------------------------------------------------------------------------
@@ -169,6 +170,7 @@ class Session:
         for site in self._sites:
             _uninstall(site)
         resize.unwatch(self.capture)
+        transforms.unwatch()
         if not self._inert:
             self._shut_down()
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 from unittest import mock
 
-from tba_offload.attach import attach
+import tba_offload as tba
 from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig
 from tba_offload.device import CpuDevice
 from tba_offload.store.file import FileStore
@@ -192,10 +192,10 @@ def session_for(
     """Attaches ``model`` with the settings of :func:`config_for`; to a store of ``drive`` if there is one."""
     config = config_for(**settings)
     if drive is None:
-        return attach(model, config, layers=layers, measure_memory=measure_memory)
+        return tba.attach(model, config, layers=layers, measure_memory=measure_memory)
     store = host_store(drive, capacity=config.store.capacity)
     with mock.patch("tba_offload.session.open_store", return_value=store):
-        return attach(model, config, layers=layers, measure_memory=measure_memory)
+        return tba.attach(model, config, layers=layers, measure_memory=measure_memory)
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:

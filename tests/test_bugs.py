@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import random
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -171,6 +172,7 @@ def test_01_backward_while_some_writes_have_ended_and_one_is_running() -> None:
     def work(net: Net, number: int) -> list[Tensor]:
         x = make_input(number)
         x1 = net.layers[0](x)
+        time.sleep(0.05)  # without a session nothing is ever written
         wait_until(lambda: drive.writes.started == drive.writes.ended, "writes of the first layer")
         drive.writes.hold()
         net.layers[2](net.layers[1](x1)).pow(2).mean().backward()
@@ -304,7 +306,7 @@ def test_04_views_of_one_buffer(views: str, kind: str, tmp_path: Any) -> None:
 def test_04_what_a_later_view_covers_is_not_written_twice() -> None:
     with_view = assert_transparent(block=lambda: Block(strided_then_all), steps=1)[0]
     without = assert_transparent(block=lambda: Block(lambda h: h.pow(2) + 1), steps=1)[0]
-    assert with_view.offloaded_bytes - without.offloaded_bytes <= 3 * ONE // 2  # half, written while unknown
+    assert with_view.offloaded_bytes == without.offloaded_bytes
 
 
 # 5. Every kind of tensor
@@ -340,7 +342,8 @@ def quietly(make: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 def unaligned(h: Tensor) -> Tensor:
-    return torch.frombuffer(bytearray(b"\x3f" * (4 * 5000 + 1)), dtype=torch.float32, offset=1)
+    buffer = bytearray(b"\0") + bytearray(h.numpy().tobytes())
+    return torch.frombuffer(buffer, dtype=torch.float32, offset=1)
 
 
 def same(carried: Tensor) -> Tensor:
@@ -514,13 +517,21 @@ def branches_in_reverse(net: Net, number: int) -> list[Tensor]:
     return [x.grad]  # type: ignore[list-item]
 
 
+def find_node(tensor: Tensor, name: str) -> Any:
+    """The node of the graph with that name that is nearest to ``tensor``."""
+    nodes: list[Any] = [tensor.grad_fn]
+    for node in nodes:
+        if node.name() == name:
+            return node
+        nodes += [function for function, _ in node.next_functions if function is not None]
+    raise LookupError(name)
+
+
 def looked_at_before(net: Net, number: int) -> list[Tensor]:
     x = make_input(number)
     hidden = torch.tanh(net.layers[0].up(x))  # type: ignore[operator,union-attr]
     y = net.layers[0](x)
-    node: Any = y.grad_fn
-    while node.name() != "TanhBackward0":
-        node = node.next_functions[-1 if node.name() == "AddBackward0" else 0][0]
+    node = find_node(y, "TanhBackward0")
     peeked = [node._saved_result.clone() for _ in range(2)]
     y.pow(2).mean().backward()
     assert same_bits(peeked[0].detach(), hidden.detach())
@@ -658,8 +669,7 @@ def test_09_a_change_that_nobody_asks_for_is_no_error() -> None:
 
 def test_09_operations_that_save_what_they_changed_themselves() -> None:
     def mix(h: Tensor) -> Tensor:
-        h = torch.relu_(h.clone())
-        h = torch.sigmoid_(h)
+        h = torch.sigmoid_(torch.relu_(h.clone()) * 2)
         return F.dropout(h * 1.5, 0.3, inplace=True).tanh_()
 
     def mix_through_a_view(h: Tensor) -> Tensor:

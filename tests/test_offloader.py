@@ -63,6 +63,7 @@ class Bench:
     def add(self, record: Record, storage: torch.UntypedStorage, lo: int, hi: int) -> Handle:
         handle = self.offloader.handle(record, lo, hi)
         self.offloader.require(record, storage, lo, hi)
+        self.offloader.flush()
         return handle
 
     def fetch(self, saved: Saved, index: int = 0) -> torch.UntypedStorage:
@@ -500,7 +501,7 @@ def test_prefetches_of_a_failed_step_are_dropped(bench: Bench) -> None:
     for one in saved:
         bench.offloader.prefetch(one.record)
     wait_until(lambda: bench.store.pending() == 0, "reads pending")
-    bench.offloader.abandon_prefetches()
+    bench.offloader.abandon()
     assert bench.offloader.in_flight == 0
     assert all(one.record.state is State.STORED for one in saved)
 
@@ -670,8 +671,8 @@ def test_an_interrupt_inside_pack_leaves_nothing_to_wait_for(
     drive.reservations.fail(KeyboardInterrupt(), at=1 if interrupted == "first piece" else 2)
     with pytest.raises(KeyboardInterrupt):
         bench.save((1000, 2000), (0, 3000))
-    gc.collect()
     drive.reservations.recover()
+    gc.collect()  # the error, its traceback and what its frames hold
     finish(in_thread(lambda: bench.drop(bench.save(), bench.save())))
     bench.assert_idle()
 

@@ -6,8 +6,12 @@ import errno
 import logging
 import os
 import shutil
+import signal
 import stat
+import subprocess
+import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +20,7 @@ import pytest
 import torch
 from store_contract import CPU, READY, StoreContract, at_lead, descriptors, get, pattern, put
 
+from tba_offload.device import CudaDevice
 from tba_offload.errors import (
     ConfigError,
     MissingDependencyError,
@@ -108,6 +113,24 @@ def test_the_file_is_private_and_has_no_name(store: FileStore, tmp_path: Path) -
     assert stat.S_IMODE(status.st_mode) == 0o600
     assert status.st_nlink == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "neighbour").write_bytes(b"untouched")
+    program = f"""
+        import os, signal, torch
+        from tba_offload.device import READY, CpuDevice
+        from tba_offload.store.file import FileStore
+        store = FileStore({str(tmp_path)!r}, device=CpuDevice())
+        data = torch.ones(4 << 20, dtype=torch.uint8)
+        for _ in range(20):
+            store.write(store.reserve(data.nbytes, data.data_ptr()), data, READY)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, timeout=120)
+    assert ended.returncode == -signal.SIGKILL
+    assert [path.name for path in tmp_path.iterdir()] == ["neighbour"]
+    assert (tmp_path / "neighbour").read_bytes() == b"untouched"
 
 
 def test_missing_directories_are_made_private(tmp_path: Path) -> None:
@@ -324,6 +347,21 @@ def test_whole_blocks_need_no_padding(tmp_path: Path, monkeypatch: pytest.Monkey
         assert store.staging_bytes == 0
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("nbytes", [1, 4097, 5_000_001])
+def test_gpu_memory_goes_through_slabs(tmp_path: Path, nbytes: int) -> None:
+    device = CudaDevice()
+    with FileStore(tmp_path, device=device, slab_bytes=1 << 20, checksum=True) as store:
+        data = pattern(nbytes).cuda()
+        extent = store.reserve(nbytes, data.data_ptr())
+        store.write(extent, data, device.event()).wait(30)
+        target = torch.zeros_like(data)
+        store.read(extent, target, device.event(), padded=True).wait(30)
+        assert torch.equal(target, data)
+        assert store.staging_bytes > 0
+
+
 # Faults.
 
 
@@ -514,6 +552,15 @@ def test_open_store_opens_a_file_where_a_directory_is_given(tmp_path: Path) -> N
             assert isinstance(store, FileStore)
             assert store.description["writers"] == 3
             assert store.description["readers"] == 1
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (64, 2)])
+def test_open_store_spares_few_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, threads: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    with open_store(directories=[tmp_path], device=CPU) as store:
+        assert (store.description["writers"], store.description["readers"]) == (threads, threads)
 
 
 def test_open_store_explains_what_it_cannot_do(tmp_path: Path) -> None:

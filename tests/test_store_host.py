@@ -8,7 +8,7 @@ import pytest
 import torch
 from store_contract import CPU, StoreContract, get, pattern, put
 
-from tba_offload.device import CpuDevice
+from tba_offload.device import CpuDevice, CudaDevice
 from tba_offload.errors import StoreFullError
 from tba_offload.store import open_store
 from tba_offload.store.host import HostStore
@@ -112,3 +112,17 @@ def test_open_store_without_directories_keeps_bytes_in_memory(kind: str) -> None
 def test_open_store_does_not_ignore_directories(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="remove the directories"):
         open_store(kind="host", directories=[tmp_path], device=CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_gpu_memory_goes_through_pinned_slabs() -> None:
+    device = CudaDevice()
+    with HostStore(16 << 20, device=device, slab_bytes=1 << 20, checksum=True) as store:
+        assert store.description["pinned"]
+        data = pattern(5_000_001).cuda()
+        extent = store.reserve(data.nbytes, data.data_ptr())
+        store.write(extent, data, device.event()).wait(30)
+        target = torch.zeros_like(data)
+        store.read(extent, target, device.event(), padded=False).wait(30)
+        assert torch.equal(target, data)

@@ -28,7 +28,6 @@ def test_device_of_names_the_twin() -> None:
     device = device_of("cpu")
     assert isinstance(device, CpuDevice)
     assert device.torch_device == torch.device("cpu")
-    assert device.name.startswith("CPU")
     assert not device.pins_memory
     device.bind_thread()
 
@@ -74,10 +73,8 @@ def test_a_copy_does_not_hold_the_interpreter() -> None:
     source = CpuDevice().host_memory(256 * MIB).fill_(1)
     target = CpuDevice().host_memory(256 * MIB).fill_(2)
     copying = threading.Thread(target=CpuDevice().copy, args=(target, source, READY))
-    started = threading.Event()
     turns = 0
     copying.start()
-    started.set()
     while copying.is_alive():
         turns += 1
     copying.join()
@@ -169,4 +166,3 @@ class TestCudaDevice:
     def test_device_of_keeps_the_index(self) -> None:
         device = device_of("cuda:0")
         assert device.torch_device == torch.device("cuda", 0)
-        assert device.name == torch.cuda.get_device_name(0)

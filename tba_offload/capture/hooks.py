@@ -138,7 +138,7 @@ class Capture:
         self.offloader.drain()
         if failed:
             self.lookahead.abandon_step()
-            self.offloader.abandon_prefetches()
+            self.offloader.abandon()
 
     # ---- records ---------------------------------------------------------------------------------
 
@@ -369,7 +369,11 @@ class LayerHooks:
     def _decide(self, record: Record, references: list[weakref.ref[Packed]]) -> None:
         """Writes the span of the views that were put off, or gathers them if they need little of it."""
         offloader = self._capture.offloader
-        alive = [packed for reference in references if (packed := reference()) is not None]
+        alive = [
+            packed
+            for reference in references
+            if (packed := reference()) is not None and record.span_over(*packed.view.span()) is None
+        ]
         storage = record.source
         if alive and storage is not None and not record.pinned:
             spans = [packed.view.span() for packed in alive]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -87,7 +88,8 @@ def version_witness(tensor: torch.Tensor) -> torch.Tensor:
 def is_understood(tensor: torch.Tensor, device: torch.device) -> bool:
     """Whether a saved tensor is a plain strided one on ``device`` that can be rebuilt from its bytes.
 
-    Subclasses, sparse, quantized and functorch tensors, lazy conjugates and empty tensors are not.
+    Subclasses, sparse, quantized and functorch tensors, lazy conjugates, empty tensors, implicit zeros and
+    elements that straddle their alignment are not.
     """
     kind = type(tensor)
     return (
@@ -96,14 +98,22 @@ def is_understood(tensor: torch.Tensor, device: torch.device) -> bool:
         and tensor.device == device
         and tensor.numel() > 0
         and not tensor.is_quantized
+        and not tensor.is_nested
         and not tensor.is_conj()
         and not tensor.is_neg()
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and _is_addressable(tensor)
     )
 
 
+def _is_addressable(tensor: torch.Tensor) -> bool:
+    """Whether its bytes are in memory, where restored ones can be: tensors of implicit zeros are nowhere."""
+    address = tensor.data_ptr()
+    return address != 0 and address % tensor.itemsize == 0
+
+
 class StaticStorages:
-    """The storages that live as long as the model: parameters, Megatron's gradients, buffers.
+    """The storages that live as long as the model: parameters, gradients, buffers.
 
     Membership is by storage, so views and transposes of a parameter and the flat buffers that Megatron
     keeps parameters and gradients (``main_grad``) in are members too.
@@ -128,11 +138,11 @@ class StaticStorages:
 
 def _static_tensors(module: torch.nn.Module) -> Iterable[torch.Tensor]:
     for parameter in module.parameters():
-        yield from _with_storage(parameter, getattr(parameter, "main_grad", None))
+        yield from _with_storage(parameter, parameter.grad, getattr(parameter, "main_grad", None))
     yield from _with_storage(*module.buffers())
 
 
 def _with_storage(*tensors: object) -> Iterable[torch.Tensor]:
     for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+        if isinstance(tensor, torch.Tensor) and not is_lazy(tensor) and tensor.layout is torch.strided:
             yield tensor

@@ -103,6 +103,7 @@ class Offloader:
         self._prefetched: OrderedDict[Span, Record] = OrderedDict()
         self._dropped: SimpleQueue[tuple[Record, bool]] = SimpleQueue()
         self._failures: SimpleQueue[TransferError] = SimpleQueue()
+        self._epoch = 0  # failures of records from before the last abandoned step concern nobody
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
 
@@ -132,28 +133,39 @@ class Offloader:
         """
         if not self.crowded(nbytes):
             return
-        self.flush()
         self.drain()
         started = time.perf_counter()
-        with self._lock:
-            while self.crowded(nbytes):
-                if self._departing:
-                    self._changed.wait()
-                elif not self._give_up_farthest():
-                    break
-            self.stats.stall_seconds += time.perf_counter() - started
+        while self._make_room(nbytes):
+            pass
+        self.stats.stall_seconds += time.perf_counter() - started
         self.raise_failures()
+
+    def _make_room(self, nbytes: int) -> bool:
+        """One attempt to get below the ceiling; whether another one makes sense."""
+        self.flush()  # also what another thread collected: its writes must be under way to be waited for
+        with self._lock:
+            if not self.crowded(nbytes):
+                return False
+            if self._outbox:
+                return True
+            if self._departing:
+                self._changed.wait()
+                return True
+            return self._give_up_farthest()
 
     def defer(self, record: Record, storage: torch.UntypedStorage) -> None:
         """Holds the memory of ``record`` until :meth:`decide`: what to write is not known yet."""
         with self._lock:
-            record.source = storage
-            record.deferred = True
-            self._charge(record)
+            if not record.pinned:
+                record.source = storage
+                record.deferred = True
+                self._charge(record)
 
     def decide(self, record: Record) -> None:
         """Ends :meth:`defer`: what had to be written was required meanwhile."""
         with self._lock:
+            if not record.deferred:
+                return
             self._count_departing(record, -1)
             record.deferred = False
             self._count_departing(record, +1)
@@ -176,6 +188,7 @@ class Offloader:
             missing = record.claim(lo, hi)
             if not missing:
                 return False
+            record.epoch = self._epoch
             record.source = storage
             self._charge(record)
             self._count_departing(record, -1)
@@ -183,6 +196,7 @@ class Offloader:
             self._count_departing(record, +1)
             self._outbox += [(record, piece) for piece in missing]
             self._outbox_bytes += record.nbytes
+            self._changed.notify_all()
         if self._outbox_bytes >= self._batch_bytes:
             self.flush()
         return True
@@ -203,10 +217,25 @@ class Offloader:
             for _, piece in batch:
                 piece.waiting = False
         after = self.device.event()
-        for record, piece in batch:
+        for done, (record, piece) in enumerate(batch):
             storage = record.source
-            if storage is not None:
+            if storage is None:
+                continue
+            try:
                 self._submit(record, storage, piece, after)
+            except BaseException:
+                # An interrupt, or a full store: nobody may wait for writes that will never start.
+                self._abandon(batch[done:])
+                raise
+
+    def _abandon(self, batch: list[tuple[Record, Piece]]) -> None:
+        """Writes that were collected and will not be handed to the store."""
+        with self._lock:
+            for record, piece in batch:
+                if piece.write is None and any(piece is other for other in record.pieces()):
+                    self._take_back(record, {piece})
+                    self._settle(record)
+            self._changed.notify_all()
 
     def _submit(self, record: Record, storage: torch.UntypedStorage, piece: Piece, after: Event) -> None:
         chunk = _bytes_of(storage, piece.lo, piece.hi)
@@ -246,11 +275,12 @@ class Offloader:
         if record.released:
             self._settle(record)
             return
-        self._keep(record)
+        newly_kept = self._keep(record)
         if isinstance(error, StoreFullError) and self.keep_when_full:
-            self.stats.fallback_kept += record.nbytes
-        else:
-            record.error = error
+            self.stats.fallback_kept += record.nbytes if newly_kept else 0
+            return
+        record.error = error
+        if record.epoch == self._epoch:
             self._failures.put(_transfer_error("write", record, error))
 
     def _take_back(self, record: Record, pieces: set[Piece]) -> None:
@@ -265,11 +295,17 @@ class Offloader:
         record.writes -= len(pieces)
         record.pinned = True
 
-    def _keep(self, record: Record) -> None:
-        """A pinned record no longer counts as in flight: it is kept, or in use by backward."""
-        if record.charged:
-            self._uncharge(record)
-            self._settled += record.nbytes
+    def _keep(self, record: Record) -> bool:
+        """A pinned record no longer counts as in flight: it is kept, or in use by backward.
+
+        Returns:
+            Whether it did until now.
+        """
+        if not record.charged:
+            return False
+        self._uncharge(record)
+        self._settled += record.nbytes
+        return True
 
     def _settle(self, record: Record) -> None:
         """Frees memory, or extents, that no transfer and no handle needs any more."""
@@ -497,6 +533,8 @@ class Offloader:
             self._cancel_writes(record)
             record.source = storage
             self._count_departing(record, -1)
+            if not record.pinned and not record.charged:
+                self._settled += record.nbytes
             record.pinned = True
             running = [piece.write for piece in record.pieces() if piece.write is not None]
         for write in running:
@@ -515,9 +553,13 @@ class Offloader:
                 self._changed.wait()
         self.raise_failures()
 
-    def abandon_prefetches(self) -> None:
-        """Drops everything that was read ahead and not asked for, as after a step that failed."""
+    def abandon(self) -> None:
+        """Gives a step up that failed: drops what was read ahead, and its other failures with it."""
+        self.flush()
         self.drain()
+        with self._lock:
+            self._epoch += 1
+            self._failures = SimpleQueue()
         with self._lock:
             while self._give_up_farthest():
                 pass

@@ -124,6 +124,7 @@ class Record:
     __slots__ = (
         "charged",
         "deferred",
+        "epoch",
         "error",
         "forwarded",
         "held",
@@ -164,6 +165,7 @@ class Record:
         self.released = False
         self.forwarded = False
         self.held = False
+        self.epoch = 0
         self.error: BaseException | None = None
 
     @property

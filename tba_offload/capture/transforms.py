@@ -1,0 +1,52 @@
+"""Steps aside for code that forbids saved-tensor hooks.
+
+A ``torch.func`` transform raises if any saved-tensor hooks are active where it starts. A layer that uses one
+inside its forward would therefore fail only because it is offloaded. While a session is open, our hooks are
+taken off the stack for as long as they are forbidden; what is saved meanwhile stays in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tba_offload.capture.hooks import LayerHooks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_autograd: Any = torch._C._autograd
+_original = torch.autograd.graph.disable_saved_tensors_hooks
+_watchers = 0
+
+
+@contextlib.contextmanager
+def _disable_without_ours(error_message: str) -> Iterator[None]:
+    top = _autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003 - positional in C++
+    if top is None or not isinstance(getattr(top[0], "__self__", None), LayerHooks):
+        with _original(error_message):
+            yield
+        return
+    _autograd._pop_saved_tensors_default_hooks()
+    try:
+        with _original(error_message):
+            yield
+    finally:
+        _autograd._push_saved_tensors_default_hooks(*top)
+
+
+def watch() -> None:
+    """From now on transforms inside offloaded layers work."""
+    global _watchers  # noqa: PLW0603 - PyTorch's function is one for the process
+    _watchers += 1
+    torch.autograd.graph.disable_saved_tensors_hooks = _disable_without_ours
+
+
+def unwatch() -> None:
+    """Ends :func:`watch`; with the last one PyTorch's own function is back."""
+    global _watchers  # noqa: PLW0603
+    _watchers -= 1
+    if not _watchers:
+        torch.autograd.graph.disable_saved_tensors_hooks = _original

@@ -1,0 +1,370 @@
+"""Long runs, forks and sudden ends: nothing grows and nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import pytest
+import torch
+from harness import KIB, PATIENCE, assert_all_given_back, session_for
+from models import History, Model, assert_same_history, loss_of, make_model, make_tokens, same_bits, train
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import tba_offload as tba
+from tba_offload.device.memory import MallocMeter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tba_offload.session import Session
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
+TESTS = Path(__file__).parent
+
+
+# A thousand steps
+
+
+def open_files() -> dict[str, str]:
+    """Descriptors of this process, and what they are open on."""
+    links = {link.name: link for link in Path("/proc/self/fd").iterdir()}
+    return {name: str(link.readlink()) for name, link in links.items() if link.is_symlink()}
+
+
+class Footprint(NamedTuple):
+    """What the operating system, the allocator and the interpreter say about this process and a session."""
+
+    descriptors: int
+    threads: int
+    live_bytes: int
+    resident_bytes: int
+    extents: int
+    high_water: int
+    objects: Counter[str]
+
+
+def footprint(session: Session) -> Footprint:
+    gc.collect()
+    session.offloader.quiesce()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return Footprint(
+        descriptors=len(open_files()),
+        threads=len(list(Path("/proc/self/task").iterdir())),
+        live_bytes=MallocMeter().live(),
+        resident_bytes=pages * os.sysconf("SC_PAGESIZE"),
+        extents=session.store.used_bytes,
+        high_water=session.store.high_water_bytes,
+        objects=own_objects(),
+    )
+
+
+def own_objects() -> Counter[str]:
+    """How many objects of each of our classes are alive; a record per step is what ``report`` promises."""
+    kinds = (type(thing) for thing in gc.get_objects())
+    names = Counter(kind.__name__ for kind in kinds if str(kind.__module__).startswith("tba_offload"))
+    del names["StepRecord"]
+    return names
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def short_steps(model: nn.Module, session: Session, steps: int) -> None:
+    """Lengths change, every tenth step fails, every seventh has two micro-batches."""
+    for number in range(steps):
+        try:
+            with session.step():
+                for _ in range(2 if number % 7 == 0 else 1):
+                    loss = model(torch.ones(8 + number % 13, 16)).sum()
+                    if number % 10 == 9:
+                        raise ZeroDivisionError
+                    loss.backward()
+        except ZeroDivisionError:
+            pass
+        model.zero_grad()
+
+
+def test_a_thousand_steps_leave_everything_as_it_was(tmp_path: Path) -> None:
+    model = Small()
+    with session_for(model, directory=tmp_path, in_flight=8 * KIB, min_tensor_bytes=256) as session:
+        short_steps(model, session, 200)
+        before = footprint(session)
+        for _ in range(4):
+            short_steps(model, session, 200)
+        after = footprint(session)
+        assert session.report()[-1].offloaded_bytes > 0
+    for same in ("descriptors", "threads", "extents", "high_water", "objects"):
+        assert getattr(after, same) == getattr(before, same), same
+    assert before.extents == 0
+    assert after.live_bytes - before.live_bytes < 1 << 20
+    assert after.resident_bytes - before.resident_bytes < 8 << 20
+
+
+def test_steps_leave_no_work_for_the_cyclic_collector() -> None:
+    """Large trainings switch the collector off and run it by hand, rarely."""
+    model = Small()
+    with session_for(model, in_flight=8 * KIB, min_tensor_bytes=256) as session:
+        short_steps(model, session, 20)
+        gc.collect()
+        gc.disable()
+        try:
+            before = own_objects()
+            short_steps(model, session, 20)
+            session.offloader.quiesce()
+            grown = own_objects() - before
+        finally:
+            gc.enable()
+    assert not grown
+
+
+def test_a_closed_session_leaves_no_thread_and_no_descriptor(tmp_path: Path) -> None:
+    model = Small()
+    train_once = lambda: short_steps(model, session, 2)  # noqa: E731
+    with session_for(model, directory=tmp_path, measure_memory=True) as session:
+        train_once()  # what PyTorch starts of its own stays
+    before = set(threading.enumerate()), open_files()
+    with session_for(model, directory=tmp_path, measure_memory=True) as session:
+        train_once()
+    assert (set(threading.enumerate()), open_files()) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+# Sudden ends
+
+
+def start(script: str, directory: Path) -> subprocess.Popen[str]:
+    """Runs a script with a trained model ``model``, and a session over a file in ``directory``."""
+    prelude = """
+        import sys, torch
+        from harness import session_for
+        from models import make_model, loss_of, make_tokens, train
+        torch.set_num_threads(1)
+        model = make_model(layers=2)
+        session = session_for(model, directory=sys.argv[1], in_flight=1 << 20)
+    """
+    source = textwrap.dedent(prelude) + textwrap.dedent(script)
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", source, os.fspath(directory)],
+        env={**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_nothing_is_left_after_a_kill(tmp_path: Path) -> None:
+    neighbour = tmp_path / "neighbour"
+    neighbour.write_text("of another run")
+    script = """
+        with session.step():
+            loss = loss_of(model, make_tokens(0))
+            session.offloader.quiesce()
+            print(session.store.used_bytes, flush=True)
+            sys.stdin.read()
+    """
+    process = start(script, tmp_path)
+    with process:
+        assert process.stdout is not None
+        assert int(process.stdout.readline()) > 0
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == [neighbour]
+
+
+ENDS = {
+    "inside a step": """
+        session.step().__enter__()
+        losses = [loss_of(model, make_tokens(number)) for number in range(4)]
+    """,
+    "after a step": """
+        train(model, session, steps=1)
+    """,
+    "sys.exit inside a step": """
+        with session.step():
+            loss = loss_of(model, make_tokens(0))
+            sys.exit(0)
+    """,
+    "between forward and backward": """
+        with session.step():
+            loss = loss_of(model, make_tokens(0))
+        print(loss.item())
+    """,
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_interpreter_exits_cleanly_with_io_pending(end: str, tmp_path: Path) -> None:
+    output, errors = (process := start(ENDS[end], tmp_path)).communicate(timeout=120)
+    assert (process.returncode, errors) == (0, ""), output
+    assert list(tmp_path.iterdir()) == []
+
+
+# Forks
+
+
+def in_child(work: Callable[[], Any]) -> Any:
+    """Forks, does the work in the child, and gives back what it returned."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        do_and_exit(work, writer)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        told = pipe.read()
+    os.waitpid(child, 0)
+    assert told, "the child hung"
+    result = pickle.loads(told)
+    if isinstance(result, AssertionError):
+        raise result
+    return result
+
+
+def do_and_exit(work: Callable[[], Any], writer: int) -> NoReturn:
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(int(PATIENCE))  # ends a child that hangs
+    torch.set_num_threads(1)  # the threads of the parent's pool do not exist here
+    outcome: object = AssertionError("interrupted")
+    try:
+        outcome = work()
+    except BaseException:  # noqa: BLE001 - told to the parent
+        outcome = AssertionError(traceback.format_exc())
+    finally:
+        os.write(writer, pickle.dumps(outcome))
+        os._exit(0)
+
+
+def files_in(directory: Path) -> list[str]:
+    """Open files, deleted ones among them, that lie in a directory."""
+    return [target for target in open_files().values() if target.startswith(os.fspath(directory))]
+
+
+@pytest.fixture
+def model() -> Model:
+    return make_model(layers=2)
+
+
+def step_with_fork(
+    model: Model, session: Session | None, work: Callable[[], object]
+) -> tuple[list[Tensor], object]:
+    """A step in the middle of which a child is forked; the gradients, and what the child returned."""
+    loss = loss_of(model, make_tokens(0))
+    if session is not None:
+        session.offloader.quiesce()
+    result = in_child(work)
+    loss.backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None], result
+
+
+def test_a_forked_child_holds_no_descriptor_and_the_parent_goes_on(model: Model, tmp_path: Path) -> None:
+    expected, _ = step_with_fork(model, None, lambda: None)
+    model.zero_grad()
+    with session_for(model, directory=tmp_path, in_flight=1 << 20) as session:
+        with session.step():
+            assert files_in(tmp_path)
+            found, in_the_child = step_with_fork(model, session, lambda: files_in(tmp_path))
+        assert in_the_child == []
+        assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+        assert session.report()[0].read_bytes > 0
+        assert_all_given_back(session)
+
+
+def plain_gradients(model: Model) -> list[Tensor]:
+    model.zero_grad()
+    loss_of(model, make_tokens(1)).backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_a_forked_child_trains_plainly(model: Model) -> None:
+    def in_the_child() -> list[bytes]:
+        return [gradient.numpy().tobytes() for gradient in plain_gradients(model)]
+
+    torch.set_num_threads(1)
+    expected = in_the_child()
+    model.zero_grad()
+    with session_for(model) as session, session.step():
+        _, found = step_with_fork(model, session, in_the_child)
+    torch.set_num_threads(2)
+    assert found == expected
+
+
+def refused(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except tba.SessionError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_a_forked_child_cannot_use_the_session(model: Model) -> None:
+    with session_for(model) as session, session.step():
+        loss = loss_of(model, make_tokens(0))
+        session.offloader.quiesce()
+        steps = in_child(lambda: refused(session.step().__enter__))
+        assert "parent process" in steps
+        assert "attach" in steps
+        assert "forked" in in_child(lambda: refused(loss.backward))
+        assert in_child(session.close) is None
+        loss.backward()
+
+
+def test_a_child_forked_while_the_books_are_locked_does_not_hang(model: Model) -> None:
+    """An I/O thread may hold the lock at the fork; in the child nobody will ever release it."""
+    with session_for(model) as session, session.step():
+        loss = loss_of(model, make_tokens(0))
+        session.offloader.quiesce()
+        with session.offloader._lock:
+            assert in_child(lambda: plain_gradients(model) and session.close()) is None
+            assert "forked" in in_child(lambda: refused(loss.backward))
+        loss.backward()
+
+
+class Tokens(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Tensor:
+        return make_tokens(index, batch=1)[0]
+
+
+def train_with_workers(model: Model, session: Session | None) -> History:
+    history = History()
+    loader = DataLoader(Tokens(), batch_size=2, num_workers=2, multiprocessing_context="fork")
+    for tokens in loader:
+        with session.step() if session is not None else torch.enable_grad():
+            loss = loss_of(model, tokens)
+            loss.backward()
+        history.losses.append(loss.detach())
+        history.gradients += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+    return history
+
+
+def test_workers_of_a_data_loader(model: Model, tmp_path: Path) -> None:
+    expected = train_with_workers(model, None)
+    with session_for(model, directory=tmp_path) as session:
+        train(model, None, steps=0)
+        assert_same_history(train_with_workers(model, session), expected)
+        assert_all_given_back(session)

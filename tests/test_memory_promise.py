@@ -1,0 +1,238 @@
+"""The promise: resident activations ≤ kept + ceiling + 1.2 largest scopes, at every moment and any depth.
+
+What is resident is not asked from the offloader. A dispatch mode sees every storage that PyTorch makes on the
+training thread, restored buffers and temporaries and gradients of activations among them, and follows it with
+a weak reference; the allocator's own figure is compared over depth.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from harness import KIB, Drive, assert_all_given_back, session_for
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import tba_offload as tba
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tba_offload.session import Session
+
+WIDTH, ROWS = 64, 1024
+ONE = ROWS * WIDTH * 4
+"""Bytes of one activation: 256 KiB."""
+CEILING = 4 * ONE
+SLOW = 400e6
+"""Bytes a second; the layers save several times as many."""
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that were made in this context and are still alive, whoever holds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for storage in self._unknown((args, kwargs)):  # parameters, gradients, inputs
+            self._storages[storage._cdata] = weakref.ref(storage)
+        result = function(*args, **kwargs)
+        for storage in self._unknown(result):
+            self._count(storage)
+        return result
+
+    def _unknown(self, tree: object) -> Iterator[torch.UntypedStorage]:
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                known = self._storages.get(storage._cdata)
+                if known is None or known() is not storage:
+                    yield storage
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        nbytes = storage.nbytes()
+
+        def died(_: object) -> None:
+            self.live -= nbytes
+
+        self._storages[storage._cdata] = weakref.ref(storage, died)
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+
+
+class Chain(nn.Module):
+    """A layer that saves sixteen activations of the same size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        for _ in range(15):
+            h = torch.tanh(h)
+        return h
+
+
+class Heads(nn.Module):
+    """A layer that saves its largest activation in strided parts, so that the write waits for its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 12 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(x).split(WIDTH, -1)
+        h = parts[0]
+        for part in parts[1:]:
+            h = torch.tanh(h * part)
+        return self.out(h)
+
+
+class Stack(nn.Module):
+    def __init__(self, block: Callable[[], nn.Module], depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(block() for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def make_stack(block: Callable[[], nn.Module], depth: int) -> Stack:
+    """Gradients are there from the start: they do not count as activations."""
+    torch.manual_seed(0)
+    stack = Stack(block, depth)
+    for parameter in stack.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return stack
+
+
+def accumulate(stack: Stack, order: str) -> None:
+    """``F`` is the forward of the next micro-batch, ``B`` the backward of the oldest."""
+    losses: list[Tensor] = []
+    for letter in order:
+        if letter == "F":
+            losses.append(stack(torch.ones(ROWS, WIDTH)).sum())
+        else:
+            losses.pop(0).backward()
+
+
+def peak_of(stack: Stack, session: Session | None, order: str = "FB") -> int:
+    """The most live bytes in one step."""
+    with LiveBytes() as bytes_, session.step() if session is not None else nullcontext():
+        accumulate(stack, order)
+    return bytes_.peak
+
+
+def scope_bytes(block: Callable[[], nn.Module]) -> int:
+    """What one layer keeps alive after its forward, without offloading."""
+    layer = make_stack(block, 1).layers[0]
+    x = torch.ones(ROWS, WIDTH, requires_grad=True)
+    with LiveBytes() as bytes_:
+        output = layer(x)
+    assert output.requires_grad
+    return bytes_.live
+
+
+def slow_drive(direction: str) -> Drive:
+    drive = Drive()
+    for name in ("writes", "reads") if direction == "both" else (direction,):
+        getattr(drive, name).bytes_per_second = SLOW
+    return drive
+
+
+@pytest.mark.parametrize("block", [Chain, Heads])
+@pytest.mark.parametrize("direction", ["writes", "reads", "both"])
+def test_resident_activations_keep_to_the_promise(block: type[nn.Module], direction: str) -> None:
+    scope = scope_bytes(block)
+    stack = make_stack(block, 6)
+    assert peak_of(stack, None) > 5 * scope
+    with session_for(stack, drive=slow_drive(direction), in_flight=CEILING) as session:
+        for _ in range(2):  # the first step has no recorded order yet
+            peak = peak_of(stack, session)
+            kept = session.report()[-1].kept_bytes
+            assert kept < ONE
+            assert peak <= kept + CEILING + 1.2 * scope
+        assert_all_given_back(session)
+
+
+@pytest.mark.parametrize("order", ["FFFBBB", "FFBFBFBB"], ids=["accumulation", "1F1B"])
+def test_the_promise_holds_for_several_graphs_at_once(order: str) -> None:
+    scope = scope_bytes(Chain)
+    stack = make_stack(Chain, 3)
+    with session_for(stack, drive=slow_drive("both"), in_flight=CEILING) as session:
+        for _ in range(2):
+            assert peak_of(stack, session, order) <= CEILING + 1.2 * scope
+        assert_all_given_back(session)
+
+
+def test_kept_layers_count_beside_the_promise() -> None:
+    scope = scope_bytes(Chain)
+    stack = make_stack(Chain, 5)
+    rules = (tba.Rule("1,3", tba.Placement.KEEP),)
+    with session_for(stack, drive=slow_drive("both"), in_flight=CEILING, rules=rules) as session:
+        for _ in range(2):
+            assert 2 * scope < peak_of(stack, session) <= 2 * scope + CEILING + 1.2 * scope
+
+
+def test_an_activation_larger_than_the_ceiling_is_in_flight_alone() -> None:
+    stack = make_stack(Chain, 4)
+    with session_for(stack, drive=slow_drive("both"), in_flight=ONE // 2) as session:
+        peak = peak_of(stack, session)
+        assert session.report()[0].in_flight_peak_bytes <= ONE
+        assert peak <= 1.2 * scope_bytes(Chain)
+
+
+def test_what_found_no_room_is_counted_as_kept() -> None:
+    scope = scope_bytes(Chain)
+    stack = make_stack(Chain, 5)
+    with session_for(stack, drive=slow_drive("both"), in_flight=CEILING, capacity=2 * scope) as session:
+        for _ in range(2):
+            peak = peak_of(stack, session)
+            kept = session.report()[-1].fallback_kept_bytes
+            assert kept > 2 * scope
+            assert peak <= kept + CEILING + 1.2 * scope
+
+
+@pytest.mark.parametrize("block", [Chain, Heads])
+def test_the_peak_does_not_grow_with_depth(block: type[nn.Module]) -> None:
+    """By the storages that are alive, and by the allocator."""
+    live, allocated = {}, {}
+    for depth in (4, 16):
+        stack = make_stack(block, depth)
+        drive = slow_drive("writes")
+        with session_for(stack, drive=drive, in_flight=CEILING, measure_memory=True) as session:
+            peak_of(stack, session)
+            live[depth] = peak_of(stack, session)
+            with session.step() as step:
+                accumulate(stack, "FB")
+            assert step.activation_peak_bytes is not None
+            assert step.gradients_allocated
+            allocated[depth] = step.activation_peak_bytes
+    assert live[16] <= 1.15 * live[4]
+    assert allocated[16] <= 1.15 * allocated[4]
+    assert CEILING // 2 < allocated[16] <= CEILING + 1.2 * scope_bytes(block)
+
+
+def test_restored_bytes_are_freed_as_backward_goes() -> None:
+    """After backward nothing of the step is left but the loss."""
+    stack = make_stack(Chain, 4)
+    with session_for(stack, drive=slow_drive("both"), in_flight=CEILING) as session:
+        with LiveBytes() as bytes_, session.step():
+            loss = stack(torch.ones(ROWS, WIDTH)).sum()
+            loss.backward()
+            assert bytes_.live <= 64 * KIB

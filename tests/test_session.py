@@ -1,0 +1,585 @@
+"""What people touch: attach, steps, records, run logs, changes between steps, and mistakes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+import threading
+import warnings
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from harness import KIB, Drive, assert_all_given_back, config_for, session_for
+from models import assert_same_history, loss_of, make_model, make_tokens, same_bits, train
+from torch import Tensor, nn
+
+import tba_offload as tba
+from tba_offload.report.run_log import read_run_log
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from models import Model
+
+
+@pytest.fixture
+def model() -> Model:
+    return make_model(layers=3)
+
+
+def one_step(session: tba.Session, model: nn.Module, number: int = 0) -> tba.StepRecord:
+    with session.step() as step:
+        loss_of(model, make_tokens(number)).backward()
+    model.zero_grad()
+    assert step.record is not None
+    return step.record
+
+
+def refill(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+
+# Records
+
+
+def test_a_step_has_a_record(model: Model) -> None:
+    refill(model)
+    model.layers[-1].register_forward_hook(lambda *_: session.offloader.quiesce())
+    with session_for(model, in_flight=1 << 20, measure_memory=True) as session:
+        with session.step(tokens=128, model_flops=1e9) as step:
+            assert step.record is None
+            loss = loss_of(model, make_tokens(0))
+            loss.backward()
+            step.loss = loss.item()
+        record = step.record
+    assert record is not None
+    assert (record.step, record.tokens, record.model_flops, record.loss) == (1, 128, 1e9, loss.item())
+    assert record.seconds > (record.forward_seconds or 0) + (record.backward_seconds or 0) > 0
+    assert record.stall_seconds is not None
+    assert 0 <= record.stall_seconds < record.seconds
+    assert record.gradients_allocated
+    assert record.scopes == 3
+    assert 0 < record.read_bytes <= record.offloaded_bytes
+    assert 0 < record.in_flight_peak_bytes <= 1 << 20
+    assert (record.own_peak_bytes or 0) >= record.in_flight_peak_bytes
+    assert (record.activation_peak_bytes or 0) > 100 * KIB
+    assert "mallinfo2" in (record.peak_source or "")
+    assert (record.resident_peak_bytes or 0) > record.activation_peak_bytes  # type: ignore[operator]
+
+
+def test_report_lists_the_steps_that_ended(model: Model) -> None:
+    with session_for(model) as session:
+        assert session.report() == []
+        first = one_step(session, model)
+        with pytest.raises(ZeroDivisionError), session.step() as failed:
+            raise ZeroDivisionError
+        second = one_step(session, model)
+        assert failed.record is None
+        assert session.report() == [first, second]
+        assert [record.step for record in session.report()] == [1, 2]
+    assert session.report() == [first, second]
+
+
+def test_without_measuring_there_is_no_figure(model: Model) -> None:
+    with session_for(model, measure_memory=False) as session:
+        record = one_step(session, model)
+    assert (record.activation_peak_bytes, record.peak_source) == (None, None)
+
+
+def test_tokens_and_flops_may_be_told_inside_the_step(model: Model) -> None:
+    with session_for(model) as session:
+        with session.step() as step:
+            loss_of(model, make_tokens(0)).backward()
+            step.tokens, step.model_flops = 7, 8.0
+        assert step.record is not None
+        assert (step.record.tokens, step.record.model_flops) == (7, 8.0)
+
+
+def test_the_run_log_holds_every_step(model: Model, tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "run.jsonl"
+    config = config_for(rules=(tba.Rule("0", tba.Placement.KEEP),))
+    with tba.attach(model, config, run_log=path, model_info={"name": "small"}) as session:
+        train(model, session, steps=2)
+        log = read_run_log(path)  # while it is being written
+        assert list(log.steps) == session.report()
+        one_step(session, model)
+    log = read_run_log(path)
+    assert not log.truncated
+    assert list(log.steps) == session.report()
+    assert len(log.steps) == 3
+    assert log.header.strategy == "mixed"
+    assert log.header.model == {"layers": 3, "name": "small"}
+    assert log.header.store["kind"] == "host"
+    assert log.header.versions["torch"] == torch.__version__
+    assert tba.OffloadConfig.from_yaml(log.header.policy or "") == config
+
+
+def test_the_strategy_has_a_name(model: Model, tmp_path: Path) -> None:
+    for placement in ("keep", "offload", "recompute"):
+        with tba.attach(model, config_for(default=placement), run_log=tmp_path / placement):
+            pass
+        assert read_run_log(tmp_path / placement).header.strategy == placement
+    with tba.attach(model, config_for(), run_log=tmp_path / "named", strategy="mine"):
+        pass
+    assert read_run_log(tmp_path / "named").header.strategy == "mine"
+
+
+# Policies
+
+
+def test_a_policy_may_be_a_file(model: Model, tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(
+        "default: offload\n"
+        "layers:\n"
+        "  - {match: '0', placement: recompute}\n"
+        "  - {match: 'layers.2', placement: keep}\n"
+        "store: {kind: host}\n"
+        "min_tensor_bytes: 1KiB\n"
+    )
+    with tba.attach(model, policy) as session:
+        assert session.plan.placements == (tba.Placement.RECOMPUTE, tba.Placement.OFFLOAD, tba.Placement.KEEP)
+        assert one_step(session, model).recomputed_scopes == 1
+
+
+def test_a_rule_that_matches_nothing_names_its_line(model: Model, tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("layers:\n  - {match: '0', placement: keep}\n  - {match: 'lm.*', placement: keep}\n")
+    with pytest.raises(tba.ConfigError, match=r"policy\.yaml:3: .*lm"):
+        tba.attach(model, policy)
+    assert "forward" not in vars(model.layers[0])
+
+
+def test_nothing_is_left_attached_when_the_store_cannot_be_opened(model: Model, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(tba.StoreError):
+        session_for(model, directory=tmp_path / "file")
+    assert "forward" not in vars(model.layers[0])
+    threads = threading.active_count()
+    (tmp_path / "log").write_text("something")
+    with pytest.raises(tba.RunLogError):
+        tba.attach(model, config_for(), run_log=tmp_path / "log")
+    assert threading.active_count() == threads
+
+
+def test_apply_changes_placements_between_steps(model: Model) -> None:
+    with session_for(model) as session:
+        assert one_step(session, model).recomputed_scopes == 0
+        session.apply(config_for(default="recompute"))
+        assert one_step(session, model).recomputed_scopes == 3
+        session.apply(config_for(default="keep"))
+        record = one_step(session, model)
+        assert (record.recomputed_scopes, record.offloaded_bytes, record.forwarded_bytes) == (0, 0, 0)
+
+
+def test_apply_is_refused_inside_a_step(model: Model) -> None:
+    with session_for(model) as session:
+        plan = session.plan
+        with session.step(), pytest.raises(tba.SessionError, match="between steps"):
+            session.apply(config_for(default="keep"))
+        assert session.plan is plan
+
+
+def test_apply_refuses_a_rule_that_matches_nothing_and_keeps_the_plan(model: Model) -> None:
+    with session_for(model) as session:
+        plan = session.plan
+        with pytest.raises(tba.ConfigError, match="99"):
+            session.apply(config_for(rules=(tba.Rule("99", tba.Placement.KEEP),)))
+        assert session.plan is plan
+
+
+@pytest.mark.parametrize(
+    "changed", [{"in_flight": 123 * KIB}, {"capacity": 123 * KIB}], ids=["budget", "store"]
+)
+def test_apply_refuses_another_store_or_budget(model: Model, changed: dict[str, Any]) -> None:
+    with session_for(model) as session:
+        with pytest.raises(tba.ConfigError, match="attach"):
+            session.apply(config_for(**changed))
+
+
+def test_an_applied_threshold_takes_effect(model: Model) -> None:
+    with session_for(model) as session:
+        session.apply(config_for(min_tensor_bytes=1 << 30))
+        record = one_step(session, model)
+    assert (record.offloaded_bytes, record.forwarded_bytes) == (0, 0)
+    assert record.kept_bytes > 0
+
+
+def test_an_applied_on_full_takes_effect(model: Model) -> None:
+    with session_for(model, capacity=8 * KIB) as session:
+        assert one_step(session, model).fallback_kept_bytes > 0
+        session.apply(config_for(capacity=8 * KIB, on_full="error"))
+        with pytest.raises(tba.TransferError):
+            one_step(session, model)
+
+
+def test_an_applied_on_slow_takes_effect(model: Model) -> None:
+    drive = Drive()
+    drive.writes.seconds = 0.002
+    with session_for(model, drive=drive, in_flight=128 * KIB) as session:
+        assert one_step(session, model).fallback_kept_bytes == 0
+        session.apply(config_for(in_flight=128 * KIB, on_slow="keep"))
+        assert one_step(session, model).fallback_kept_bytes > 0
+
+
+# Mistakes
+
+
+def test_steps_do_not_nest(model: Model) -> None:
+    with session_for(model) as session:
+        with session.step():
+            with pytest.raises(tba.SessionError, match="another step"), session.step():
+                raise AssertionError("unreachable")
+            loss_of(model, make_tokens(0)).backward()
+        assert len(session.report()) == 1
+
+
+def test_a_closed_session_refuses_to_work(model: Model) -> None:
+    session = session_for(model)
+    session.close()
+    for action in (session.step().__enter__, lambda: session.apply(config_for())):
+        with pytest.raises(tba.SessionError, match=r"closed.*attach"):
+            action()
+
+
+def test_training_outside_of_a_step_is_warned_about_once(model: Model) -> None:
+    with session_for(model) as session:
+        with pytest.warns(UserWarning, match=r"with session\.step\(\)") as caught:
+            loss_of(model, make_tokens(0)).backward()
+        assert len(caught) == 1
+        loss_of(model, make_tokens(0)).backward()
+        one_step(session, model)
+
+
+def test_evaluating_outside_of_a_step_is_not_warned_about(model: Model) -> None:
+    with session_for(model):
+        with torch.no_grad():
+            loss_of(model, make_tokens(0))
+        model.eval()
+        loss_of(model, make_tokens(0))
+
+
+def test_a_backward_after_the_step_or_after_the_session(model: Model) -> None:
+    """After the step all is there; after the session what was stored is gone, and that is said."""
+    with session_for(model) as session:
+        with session.step():
+            losses = [loss_of(model, make_tokens(0)) for _ in range(2)]
+            session.offloader.quiesce()
+        losses[0].backward()
+        found = [parameter.grad for parameter in model.parameters()]
+    plain = make_model(layers=3)
+    loss_of(plain, make_tokens(0)).backward()
+    assert all(same_bits(a, b.grad) for a, b in zip(found, plain.parameters(), strict=True))  # type: ignore[arg-type]
+    with pytest.raises(tba.TbaError, match="closed"):
+        losses[1].backward()
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (lambda model: [nn.Linear(1, 1)], "not a module of the model"),
+        (lambda model: [model.layers[0], model.layers[0]], "same module"),
+        (lambda model: [model.layers[0], model.layers[0].qkv], "lie in each other"),
+    ],
+)
+def test_layers_that_cannot_be(model: Model, layers: Any, message: str) -> None:
+    with pytest.raises(tba.UnsupportedError, match=message):
+        tba.attach(model, config_for(), layers=layers(model))
+
+
+def test_attach_is_a_function_whatever_was_imported_before() -> None:
+    """A module of the same name must not take the place of the function."""
+    script = (
+        "import pkgutil, importlib, tba_offload as tba\n"
+        "names = [m.name for m in pkgutil.iter_modules(tba.__path__) if m.name != '__main__']\n"
+        "for name in names: importlib.import_module(f'tba_offload.{name}')\n"
+        "assert [name for name in tba.__all__ if type(getattr(tba, name)) is type(tba)] == []\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_a_model_without_layers_says_what_to_do() -> None:
+    with pytest.raises(tba.UnsupportedError, match=r"attach\(model, config, layers="):
+        tba.attach(nn.Linear(2, 2))
+
+
+def test_a_model_cannot_be_attached_twice(model: Model) -> None:
+    with session_for(model) as session:
+        with pytest.raises(tba.SessionError, match="attached already"):
+            session_for(model)
+        one_step(session, model)
+    with session_for(model) as again:
+        one_step(again, model)
+
+
+# The model is given back as it was
+
+
+def test_close_gives_the_layers_back(model: Model) -> None:
+    own = model.layers[1].forward
+    model.layers[1].forward = other = lambda x: own(x) * 1  # type: ignore[method-assign]
+    before = [dict(vars(layer)) for layer in model.layers]
+    session = session_for(model)
+    one_step(session, model)
+    session.close()
+    session.close()
+    assert [dict(vars(layer)) for layer in model.layers] == before
+    assert model.layers[1].forward is other
+    assert "forward" not in vars(model.layers[0])
+
+
+def test_close_leaves_no_hook_on_the_model(model: Model) -> None:
+    with session_for(model) as session:
+        one_step(session, model)
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        assert not module._backward_hooks
+    for parameter in model.parameters():
+        assert not parameter._backward_hooks
+
+
+def test_a_leaf_that_a_layer_hands_through_gathers_no_hooks() -> None:
+    class Skip(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    layers = nn.ModuleList([Skip(), Skip()])
+    prompt = nn.Parameter(torch.ones(4))
+    with session_for(layers) as session:
+        for _ in range(3):
+            with session.step():
+                layers[1](layers[0](prompt)).sum().backward()
+    assert not prompt._backward_hooks
+
+
+def test_a_copy_of_an_attached_model_is_a_model_of_its_own(model: Model) -> None:
+    """As for moving averages of the weights: the copy must compute with its own parameters."""
+    with session_for(model) as session:
+        one_step(session, model)
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in twin.layers.parameters():
+                parameter.mul_(0.5)
+        reference = make_model(layers=3)
+        reference.load_state_dict(twin.state_dict())
+        with torch.no_grad():
+            assert same_bits(loss_of(twin, make_tokens(0)), loss_of(reference, make_tokens(0)))
+        loss_of(twin, make_tokens(0)).backward()  # no warning: no session is attached to it
+        one_step(session, model)
+    loss_of(twin, make_tokens(0)).backward()
+
+
+def test_an_attached_model_can_be_saved(model: Model) -> None:
+    with session_for(model) as session:
+        one_step(session, model)
+        assert set(model.state_dict()) == set(make_model(layers=3).state_dict())
+        twin = pickle.loads(pickle.dumps(model))
+        with torch.no_grad():
+            assert same_bits(loss_of(twin, make_tokens(0)), loss_of(model, make_tokens(0)))
+
+
+# Models of all kinds
+
+
+def test_two_sessions_on_two_models_at_once(tmp_path: Path) -> None:
+    first, second = make_model(layers=2), make_model("llama", layers=3)
+    expected = train(make_model(layers=2)), train(make_model("llama", layers=3))
+    with session_for(first, directory=tmp_path) as one, session_for(second, in_flight=256 * KIB) as other:
+        with one.step(), other.step():  # open at the same time, and crosswise
+            losses = loss_of(first, make_tokens(0)), loss_of(second, make_tokens(1))
+            losses[0].backward()
+            losses[1].backward()
+        first.zero_grad()
+        second.zero_grad()
+        assert_same_history(train(first, one), expected[0])
+        assert_same_history(train(second, other), expected[1])
+        assert_all_given_back(one)
+        assert_all_given_back(other)
+
+
+def test_layers_may_be_named(model: Model) -> None:
+    with session_for(model, layers=[model.layers[2], model.layers[0]]) as session:
+        assert [layer.id for layer in session.layers] == [
+            tba.LayerId(0, "layers.2"),
+            tba.LayerId(1, "layers.0"),
+        ]
+        assert one_step(session, model).scopes == 2
+        assert "forward" not in vars(model.layers[1])
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def train_sequential(session_of: Any) -> list[Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 32), nn.Sequential(*(Block() for _ in range(3))), nn.Linear(32, 1))
+    session = session_of(net)
+    gradients = []
+    for _ in range(3):
+        with session.step() if session is not None else nullcontext():
+            net(torch.ones(16, 8)).sum().backward()
+        gradients += [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
+    if session is not None:
+        assert [layer.id.name for layer in session.layers] == ["1.0", "1.1", "1.2"]
+        assert session.report()[-1].scopes == 3
+        session.close()
+    return gradients
+
+
+def test_a_sequential_model() -> None:
+    expected, found = train_sequential(lambda net: None), train_sequential(session_for)
+    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def hugging_face(kind: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "use_cache": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if kind == "llama":
+            config = transformers.LlamaConfig(
+                **sizes,
+                hidden_size=64,
+                intermediate_size=172,
+                num_hidden_layers=3,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                max_position_embeddings=64,
+            )
+            return transformers.LlamaForCausalLM(config)  # type: ignore[no-any-return]
+        config = transformers.GPT2Config(
+            **sizes, n_embd=64, n_layer=3, n_head=4, n_positions=64, bos_token_id=0
+        )
+        return transformers.GPT2LMHeadModel(config)  # type: ignore[no-any-return]
+
+
+def train_hugging_face(kind: str, *, attach: bool) -> tuple[list[Tensor], list[tba.StepRecord], list[str]]:
+    model = hugging_face(kind)
+    session = session_for(model, in_flight=256 * KIB) if attach else None
+    results: list[Tensor] = []
+    for number in range(3):
+        torch.manual_seed(number)  # dropout
+        tokens = make_tokens(number, batch=2)
+        with session.step() if session is not None else nullcontext():
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+        results += [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+        model.zero_grad()
+    if session is None:
+        return results, [], []
+    assert_all_given_back(session)
+    session.close()
+    return results, session.report(), [layer.id.name for layer in session.layers]
+
+
+@pytest.mark.parametrize(("kind", "name"), [("llama", "model.layers"), ("gpt2", "transformer.h")])
+def test_a_hugging_face_model(kind: str, name: str) -> None:
+    expected, _, _ = train_hugging_face(kind, attach=False)
+    found, records, layers = train_hugging_face(kind, attach=True)
+    assert layers == [f"{name}.{index}" for index in range(3)]
+    assert all(record.scopes == 3 and record.offloaded_bytes > 0 for record in records)
+    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_model_with_lazy_parameters() -> None:
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.LazyLinear(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.linear(x))
+
+    net = nn.ModuleList([Lazy(), Lazy()])
+    with session_for(net, layers=list(net)) as session:
+        for _ in range(2):
+            with session.step() as step:
+                net[1](net[0](torch.ones(64, 8))).sum().backward()
+            assert step.record is not None
+
+
+# What somebody else keeps alive (pitfall 10)
+
+
+class Cached(nn.Module):
+    """A layer with a table that it keeps alive itself, saved once or twice, and an activation of its own."""
+
+    def __init__(self, saves: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.saves = saves
+        self.table: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.table:
+            self.table.append(torch.rand(256, 64))
+        h = self.linear(x)
+        for _ in range(self.saves):
+            h = h * self.table[0]
+        return torch.tanh(h)
+
+
+TABLE = 256 * 64 * 4
+
+
+def cached_steps(saves: int, steps: int) -> list[tba.StepRecord]:
+    torch.manual_seed(0)
+    net = nn.ModuleList(Cached(saves) for _ in range(2))
+    with session_for(net) as session:
+        for _ in range(steps):
+            with session.step():
+                hidden = net[1](net[0](torch.ones(256, 64))) * 1
+                session.offloader.quiesce()
+                hidden.sum().backward()
+        assert_all_given_back(session)
+        return session.report()
+
+
+@pytest.mark.parametrize("saves", [1, 2])
+def test_what_somebody_else_keeps_is_found_out_and_no_longer_offloaded(saves: int) -> None:
+    first, *later = cached_steps(saves, steps=4)
+    assert first.held_bytes == 2 * TABLE
+    for record in later:
+        assert record.held_bytes == 0
+        assert record.kept_bytes - first.kept_bytes == 2 * TABLE
+        assert first.offloaded_bytes - record.offloaded_bytes == 2 * TABLE
+
+
+def test_what_was_learned_is_put_to_the_test_again() -> None:
+    records = cached_steps(1, steps=80)
+    held = [record.step for record in records if record.held_bytes]
+    assert held[0] == 1
+    assert 2 <= len(held) <= 4
+
+
+def test_a_slow_drive_makes_auto_keep_and_offload_wait(model: Model) -> None:
+    def kept_and_stalled(default: str) -> tuple[int, float]:
+        drive = Drive()
+        drive.writes.seconds = 0.002
+        with session_for(model, drive=drive, in_flight=128 * KIB, default=default) as session:
+            record = one_step(session, model)
+        return record.fallback_kept_bytes, record.stall_seconds or 0.0
+
+    kept, stalled = kept_and_stalled("auto")
+    assert kept > 0
+    assert stalled < 0.01
+    kept, stalled = kept_and_stalled("offload")
+    assert kept == 0
+    assert stalled > 0.01
