@@ -34,7 +34,7 @@ from tba_offload.errors import (
 )
 
 if TYPE_CHECKING:
-    from tba_offload.attach import attach
+    from tba_offload.attachment import attach
     from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig, load_config
     from tba_offload.device.memory import keep_freed_pages
     from tba_offload.policy import LayerId, Placement, Policy, Rule
@@ -55,7 +55,7 @@ _HOMES = {
     "Step": "tba_offload.session",
     "StepRecord": "tba_offload.report.run_log",
     "StoreConfig": "tba_offload.config",
-    "attach": "tba_offload.attach",
+    "attach": "tba_offload.attachment",
     "keep_freed_pages": "tba_offload.device.memory",
     "load_config": "tba_offload.config",
     "read_run_log": "tba_offload.report.run_log",

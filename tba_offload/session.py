@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import platform
@@ -87,6 +88,7 @@ class Session:
         everywhere: Sequence[Layer] | None = None,
     ) -> None:
         check_disjoint(stack.layers)
+        _check_unattached(stack.layers)
         self.config = config
         self.layers = stack.layers
         self._stack = stack
@@ -114,7 +116,12 @@ class Session:
         self._closed = False
         self._inert = False
         self._warned = False
-        self._run_log = RunLogWriter(run_log, self._header(strategy, model_info)) if run_log else None
+        try:
+            header = self._header(strategy, model_info)
+            self._run_log = RunLogWriter(run_log, header) if run_log is not None else None
+        except BaseException:
+            self.store.close()
+            raise
         self._sites = [self._install(index, layer) for index, layer in enumerate(stack.layers)]
         resize.watch(self.capture)
         transforms.watch()
@@ -156,6 +163,8 @@ class Session:
             )
         self.plan = self._plan_of(wanted)
         self.config = wanted
+        self.capture.min_tensor_bytes = wanted.min_tensor_bytes
+        self.offloader.keep_when_full = wanted.on_full == "keep"
 
     def report(self) -> list[StepRecord]:
         """The records of all steps so far, oldest first."""
@@ -199,13 +208,7 @@ class Session:
     def _install(self, index: int, layer: Layer) -> _Site:
         """Puts the session in front of a layer's forward."""
         site = _Site(layer, index, layer.module.forward)
-
-        # A wrapper rather than module hooks: its ``finally`` also runs on KeyboardInterrupt.
-        @functools.wraps(site.forward)
-        def forward(*args: object, **kwargs: object) -> object:
-            return self._run(site, args, kwargs)
-
-        layer.module.forward = forward
+        layer.module.forward = _AttachedForward(self, site)
         return site
 
     def _run(self, site: _Site, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
@@ -258,7 +261,7 @@ class Session:
     def _watch_backward(self, output: object, scope: ScopeTrace) -> None:
         """Notes when backward comes back to the layer."""
         tensor = first_differentiable(output)
-        if tensor is None:
+        if tensor is None or tensor.grad_fn is None:  # a leaf would keep the hook
             return
         trace = self.capture.trace
 
@@ -373,6 +376,7 @@ class Session:
         """In a forked child: its locks, threads and descriptors are those of the parent."""
         self._inert = True
         self._step = None
+        self.offloader.become_inert()
 
 
 class Step:
@@ -476,10 +480,48 @@ def _hooks_are_taken() -> bool:
     )
 
 
+class _AttachedForward:
+    """Stands in front of a layer's forward.
+
+    A callable rather than module hooks, because its ``finally`` also runs on KeyboardInterrupt. Copies and
+    pickles of the layer get the layer's own forward: a session belongs to one model.
+    """
+
+    def __init__(self, session: Session, site: _Site) -> None:
+        self._session = session
+        self._site = site
+        functools.update_wrapper(self, site.forward)
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        return self._session._run(self._site, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> object:
+        if not _is_method_of(self._site):
+            return copy.deepcopy(self._site.forward, memo)
+        module = self._site.layer.module
+        return type(module).forward.__get__(memo.get(id(module), module))
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return getattr, (self._site.layer.module, "forward")
+
+
+def _check_unattached(layers: Sequence[Layer]) -> None:
+    for layer in layers:
+        if isinstance(layer.module.forward, _AttachedForward):
+            raise SessionError(
+                f"layer {layer.id.number} ({layer.id.name}) is attached already; close that session first"
+            )
+
+
+def _is_method_of(site: _Site) -> bool:
+    """Whether the layer's forward is its class's, not something that stood on the instance."""
+    return getattr(site.forward, "__self__", None) is site.layer.module
+
+
 def _uninstall(site: _Site) -> None:
     """Puts the layer's own forward back: the class's method, or what stood on the instance."""
     module = site.layer.module
-    if getattr(site.forward, "__self__", None) is module:
+    if _is_method_of(site):
         del module.forward
     else:
         module.forward = site.forward

@@ -28,7 +28,7 @@ ALLOWED = {
     "report": set(),
     "session": {"capture", "transfer", "store", "device", "plan", "policy", "config", "report"},
     "megatron": {"session", "capture", "policy"},
-    "attach": {"session", "capture", "megatron"},
+    "attachment": {"session", "capture", "megatron"},
 }
 ON_TOP = {"cli", "demo", "__init__", "__main__"}
 

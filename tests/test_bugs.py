@@ -172,8 +172,7 @@ def test_01_backward_while_some_writes_have_ended_and_one_is_running() -> None:
     def work(net: Net, number: int) -> list[Tensor]:
         x = make_input(number)
         x1 = net.layers[0](x)
-        time.sleep(0.05)  # without a session nothing is ever written
-        wait_until(lambda: drive.writes.started == drive.writes.ended, "writes of the first layer")
+        wait_for_writes(drive)
         drive.writes.hold()
         net.layers[2](net.layers[1](x1)).pow(2).mean().backward()
         drive.writes.release()
@@ -181,6 +180,14 @@ def test_01_backward_while_some_writes_have_ended_and_one_is_running() -> None:
 
     records = assert_transparent(work, drive=drive, settled=False)
     assert all(record.read_bytes and record.forwarded_bytes for record in records)
+
+
+def wait_for_writes(drive: Drive) -> None:
+    """Waits until no write has started for a while and none is running; without a session there are none."""
+    before = -1
+    while not before == drive.writes.started == drive.writes.ended:
+        before = drive.writes.started
+        time.sleep(0.05)
 
 
 # 2. Memory freed or reused before its write completes
@@ -195,7 +202,7 @@ def test_02_memory_is_not_reused_before_its_write_has_ended() -> None:
         loss = net(x).pow(2).mean()
         junk = [torch.full((ROWS, LENGTH, INNER), float("nan")) for _ in range(12)]
         drive.writes.release()
-        wait_until(lambda: drive.writes.started == drive.writes.ended, "writes")
+        wait_for_writes(drive)
         junk += [torch.full((ROWS, LENGTH, INNER), float("nan")) for _ in range(12)]
         loss.backward()
         return [x.grad]  # type: ignore[list-item]
@@ -918,6 +925,7 @@ def test_11e_an_interrupt_inside_pack_does_not_block_the_next_step() -> None:
         with pytest.raises(KeyboardInterrupt), session.step():
             net(make_input())
         drive.reservations.recover()
+        gc.collect()  # the error, its traceback and what its frames hold
         assert_same(in_time(lambda: run(net, forward_backward, session, 1)), plain())
         assert_all_given_back(session)
 
@@ -1122,8 +1130,9 @@ def test_14_failures_of_a_step_that_was_given_up_do_not_haunt_the_next_one() -> 
     with attached(drive=drive, on_full="error") as (net, session):
         drive.writes.fail(tba.StoreFullError(28, "No space left on device", "/drive"))
         with pytest.raises(TransferError, match="/drive"), session.step():
-            forward_backward(net, 0)
-        wait_until(lambda: session.store.pending() == 0, "writes")
+            y = net(make_input(0))
+            wait_until(lambda: session.store.pending() == 0, "writes")
+            y.pow(2).mean().backward()
         drive.writes.recover()
         net.zero_grad()
         assert_same(run(net, forward_backward, session, 1), plain())

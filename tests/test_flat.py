@@ -127,7 +127,7 @@ def test_steps_leave_no_work_for_the_cyclic_collector() -> None:
     """Large trainings switch the collector off and run it by hand, rarely."""
     model = Small()
     with session_for(model, in_flight=8 * KIB, min_tensor_bytes=256) as session:
-        short_steps(model, session, 20)
+        short_steps(model, session, 40)
         gc.collect()
         gc.disable()
         try:

@@ -220,7 +220,7 @@ def test_an_applied_on_full_takes_effect(model: Model) -> None:
 
 def test_an_applied_on_slow_takes_effect(model: Model) -> None:
     drive = Drive()
-    drive.writes.seconds = 0.002
+    drive.writes.seconds = 0.01
     with session_for(model, drive=drive, in_flight=128 * KIB) as session:
         assert one_step(session, model).fallback_kept_bytes == 0
         session.apply(config_for(in_flight=128 * KIB, on_slow="keep"))
@@ -572,7 +572,7 @@ def test_what_was_learned_is_put_to_the_test_again() -> None:
 def test_a_slow_drive_makes_auto_keep_and_offload_wait(model: Model) -> None:
     def kept_and_stalled(default: str) -> tuple[int, float]:
         drive = Drive()
-        drive.writes.seconds = 0.002
+        drive.writes.seconds = 0.01
         with session_for(model, drive=drive, in_flight=128 * KIB, default=default) as session:
             record = one_step(session, model)
         return record.fallback_kept_bytes, record.stall_seconds or 0.0

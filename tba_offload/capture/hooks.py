@@ -254,10 +254,12 @@ class LayerHooks:
         self._when_slow = when_slow
         self._count = 0
         self._deferred: dict[Record, list[weakref.ref[Packed]]] = {}
-        self._hooks = saved_tensors_hooks(self.pack, capture.unpack)
+        self._hooks: saved_tensors_hooks | None = None
 
     def __enter__(self) -> None:
         self._capture.offloader.raise_failures()
+        # Made here and dropped on exit, because it refers back to this object.
+        self._hooks = saved_tensors_hooks(self.pack, self._capture.unpack)
         self._hooks.__enter__()
 
     def __exit__(
@@ -266,7 +268,9 @@ class LayerHooks:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._hooks.__exit__(kind, error, traceback)
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            hooks.__exit__(kind, error, traceback)
         # What was put off has to be settled in any case: nothing else would free its memory.
         for record, views in self._deferred.items():
             self._decide(record, views)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tba_offload.device.memory import aligned_bytes
-from tba_offload.errors import StoreError, StoreFullError, TransferError
+from tba_offload.errors import SessionError, StoreError, StoreFullError, TransferError
 from tba_offload.transfer.record import Handle, Piece, Record, Span
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ class Offloader:
         self._prefetched: OrderedDict[Span, Record] = OrderedDict()
         self._dropped: SimpleQueue[tuple[Record, bool]] = SimpleQueue()
         self._failures: SimpleQueue[TransferError] = SimpleQueue()
+        self._inert = False
         self._epoch = 0  # failures of records from before the last abandoned step concern nobody
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -117,6 +118,10 @@ class Offloader:
     def crowded(self, nbytes: int) -> bool:
         """Whether ``nbytes`` more would exceed the ceiling."""
         return self.ceiling is not None and self.in_flight > 0 and self.in_flight + nbytes > self.ceiling
+
+    def _fits(self, nbytes: int) -> bool:
+        """Whether the window can hold so much at all; what is larger comes on demand, not ahead."""
+        return self.ceiling is None or nbytes <= self.ceiling
 
     def has_room(self) -> bool:
         """Whether so much of the window is free that reading ahead is worth a start.
@@ -329,6 +334,11 @@ class Offloader:
         Raises:
             TransferError: The bytes could not be written or read.
         """
+        if self._inert:
+            raise SessionError(
+                f"{handle.record.key} was saved before this process was forked; only the parent can go "
+                "backward through that graph, not a forked child"
+            )
         record = handle.record
         with self._lock:
             memory = self._forward(record, handle)
@@ -445,7 +455,7 @@ class Offloader:
             for span in record.spans:
                 if span.restored() is not None:
                     continue
-                if self.crowded(span.nbytes):
+                if self.crowded(span.nbytes) or not self._fits(span.nbytes):
                     return False
                 self._start_read(span)
                 span.charged = span.nbytes
@@ -468,13 +478,16 @@ class Offloader:
     # ---- ends ------------------------------------------------------------------------------------
 
     def tidy(self) -> None:
-        """:meth:`drain`, but only when it is worth it; for the hot path."""
-        if self._dropped.qsize() >= DROPS_AT_ONCE:
+        """:meth:`drain`, but only when it is worth it; for the hot path.
+
+        Handles of records that hold memory until the last of them is gone are never put off.
+        """
+        if self._settled or self._dropped.qsize() >= DROPS_AT_ONCE:
             self.drain()
 
     def drain(self) -> None:
         """Takes note of the handles that autograd has dropped."""
-        if self._dropped.empty():
+        if self._inert or self._dropped.empty():
             return
         with self._lock:
             for _ in range(self._dropped.qsize()):
@@ -575,6 +588,10 @@ class Offloader:
         except Empty:
             return
         raise error
+
+    def become_inert(self) -> None:
+        """In a forked child: the lock may be held for ever, and threads and descriptors are the parent's."""
+        self._inert = True
 
     def reset_stats(self) -> TransferStats:
         """Starts new :attr:`stats` and returns the old ones."""
