@@ -25,7 +25,7 @@ from tba_offload.capture.scope import ScopeKey
 from tba_offload.config import OffloadConfig, load_config
 from tba_offload.device.memory import MemoryMeter, ResidentPeak, meter_of
 from tba_offload.device.streams import device_of
-from tba_offload.errors import ConfigError, SessionError
+from tba_offload.errors import ConfigError, SessionError, TransferError
 from tba_offload.plan.plan import Plan
 from tba_offload.policy import Placement
 from tba_offload.report.run_log import RunHeader, RunLogWriter, StepRecord
@@ -287,7 +287,7 @@ class Session:
         if self._step is not None:
             raise SessionError("another step of this session is still open")
         self.offloader.drain()
-        self.offloader.raise_failures()
+        self._raise_failures()
         self.capture.static.refresh(self._modules)
         self.capture.begin_step()
         for site in self._sites:
@@ -303,8 +303,16 @@ class Session:
         self.capture.end_step(failed=failed)
         if failed:
             return
-        self.offloader.raise_failures()
+        self._raise_failures()
         self._steps += 1
+
+    def _raise_failures(self) -> None:
+        """The first failed transfer ends the step; those that failed with it must not end the next one."""
+        try:
+            self.offloader.raise_failures()
+        except TransferError:
+            self.offloader.abandon()
+            raise
 
     def _record(self, step: Step) -> StepRecord:
         """What the step was like, from the meters, the trace and the offloader's books."""

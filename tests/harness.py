@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 CPU = CpuDevice()
 KIB = 1 << 10
 MIB = 1 << 20
-PATIENCE = 10.0
+PATIENCE = 30.0
 """Seconds after which a test stops waiting and fails."""
 
 

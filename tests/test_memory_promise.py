@@ -91,14 +91,14 @@ class Heads(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 12 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = self.qkv(x).split(WIDTH, -1)
-        h = parts[0]
-        for part in parts[1:]:
-            h = torch.tanh(h * part)
-        return self.out(h)
+        q, k, v = self.qkv(x).split(WIDTH, -1)
+        h = q * k * v
+        for _ in range(13):
+            h = torch.tanh(h)
+        return h
 
 
 class Stack(nn.Module):

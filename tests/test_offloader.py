@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from harness import CPU, KIB, MIB, PATIENCE, Drive, DrivenHostStore, host_store, wait_until
+from harness import CPU, KIB, MIB, PATIENCE, Drive, DrivenHostStore, host_store, in_time, wait_until
 
 from tba_offload.capture.identity import version_witness
 from tba_offload.errors import ShortTransferError, StoreError, StoreFullError, TransferError
@@ -675,6 +675,36 @@ def test_an_interrupt_inside_pack_leaves_nothing_to_wait_for(
     gc.collect()  # the error, its traceback and what its frames hold
     finish(in_thread(lambda: bench.drop(bench.save(), bench.save())))
     bench.assert_idle()
+
+
+@pytest.mark.parametrize("reason", ["interrupt", "full store"])
+@pytest.mark.parametrize("at", [1, 3, 5])
+def test_a_batch_that_is_cut_short_leaves_nothing_to_wait_for(
+    make: Callable[..., Bench], drive: Drive, reason: str, at: int
+) -> None:
+    """Writes are handed over in batches; those behind the one that fails will never be handed over."""
+    bench = make(keep=False)
+    interrupt = reason == "interrupt"
+    drive.reservations.fail(
+        KeyboardInterrupt() if interrupt else StoreFullError(errno.ENOSPC, "full", "/drive"), at=at
+    )
+    batch = [torch.full((SIZE,), number, dtype=torch.uint8) for number in range(5)]
+    records = [Record(t.untyped_storage(), version_tensor=version_witness(t), key="batch") for t in batch]
+    handles = [bench.offloader.handle(record, 0, SIZE) for record in records]
+    with pytest.raises(KeyboardInterrupt if interrupt else TransferError):
+        for record, tensor in zip(records, batch, strict=True):
+            bench.offloader.require(record, tensor.untyped_storage(), 0, SIZE)
+        bench.offloader.flush()
+    batch.clear()
+    del tensor
+    for number, handle in enumerate(handles):
+        storage, shift = bench.offloader.fetch(handle)
+        assert set(torch.empty(0, dtype=torch.uint8).set_(storage)[shift : shift + SIZE].tolist()) == {number}
+    handles.clear()
+    records.clear()
+    del handle, record, storage
+    gc.collect()
+    in_time(bench.assert_idle)
 
 
 # Anything, in any order

@@ -568,11 +568,11 @@ class Offloader:
 
     def abandon(self) -> None:
         """Gives a step up that failed: drops what was read ahead, and its other failures with it."""
-        self.flush()
-        self.drain()
         with self._lock:
             self._epoch += 1
             self._failures = SimpleQueue()
+        self.flush()
+        self.drain()
         with self._lock:
             while self._give_up_farthest():
                 pass
