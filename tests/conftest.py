@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import time
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def pytest_configure() -> None:
@@ -16,3 +24,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    """Whatever a test opened it closes; a failure must not spread to the tests that follow."""
+    yield
+    deadline = time.monotonic() + 5
+    while _own_threads() and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    if left := _own_threads():
+        from tba_offload.store import queued
+
+        queued._close_all()
+        pytest.fail(f"threads are left: {left}")
+
+
+def _own_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("tba-")]

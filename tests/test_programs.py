@@ -127,9 +127,10 @@ def change_what_may_be_saved(pool: list[Tensor], chance: random.Random) -> Tenso
 
 
 SAFE: list[Operation] = [
-    times, times, product, curve, curve, square, normal, drop, copy, part, every_other, turned, spread, windows,
-    mask, sorted_rows, half, add_in_place, curve_in_place, change_a_part,
-]  # fmt: skip
+    *(times, times, product, curve, curve, square, normal, drop, copy, mask, sorted_rows, half),
+    *(part, every_other, turned, spread, windows),
+    *(add_in_place, curve_in_place, change_a_part),
+]
 
 
 class Program(nn.Module):
@@ -202,14 +203,22 @@ def test_a_program_gives_the_same_bits(seed: int) -> None:
 def test_a_program_that_changes_saved_tensors_fails_the_same_way(seed: int) -> None:
     operations = [*SAFE, *[change_what_may_be_saved] * 2]
     layers = make_layers(seed, operations)
-    try:
-        expected = run(make_layers(seed, operations), None, 2)
-    except RuntimeError as error:
-        assert "modified by an inplace operation" in str(error)
-        with session_over(layers, seed) as session, pytest.raises(RuntimeError, match="in place"):
-            run(layers, session, 2)
-        return
+    expected = run_or_error(make_layers(seed, operations))
     with session_over(layers, seed) as session:
+        if isinstance(expected, RuntimeError):
+            with pytest.raises(RuntimeError, match="in place"):
+                run(layers, session, 2)
+            return
         found = run(layers, session, 2)
         assert_all_given_back(session)
     assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def run_or_error(layers: nn.ModuleList) -> list[Tensor] | RuntimeError:
+    """What two steps give without a session, or that PyTorch found a saved tensor changed."""
+    try:
+        return run(layers, None, 2)
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        return error
