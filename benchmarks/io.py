@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tba_offload.device import READY, CpuDevice
-from tba_offload.device.memory import CACHE_LINE
+from tba_offload.device.ranges import CACHE_LINE, ByteRange
 from tba_offload.store.base import threads_per_direction
 from tba_offload.store.file import FileStore
 
@@ -187,12 +187,12 @@ class Driver:
             source = self._sources[i % len(self._sources)]
             extent = self._store.reserve(self._size, source.data_ptr())
             written.append(extent)
-            yield self._store.write(extent, source, READY)
+            yield self._store.write(extent, ByteRange.of(source), READY)
 
     def _reads(self, extents: list[Extent]) -> Iterator[IoFuture]:
         for i, extent in enumerate(extents):
             target = self._targets[i % len(self._targets)]
-            future = self._store.read(extent, target, READY, padded=True)
+            future = self._store.read(extent, ByteRange.of(target), READY, padded=True)
             future.add_done_callback(partial(self._release, extent))
             yield future
 

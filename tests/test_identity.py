@@ -78,7 +78,7 @@ def test_a_view_is_rebuilt_from_its_storage(tensor: Tensor) -> None:
 def test_the_span_reaches_from_the_first_to_the_last_byte(tensor: Tensor) -> None:
     touched = elements_of(tensor)
     itemsize = tensor.dtype.itemsize
-    assert View.of(tensor).span() == (min(touched) * itemsize, (max(touched) + 1) * itemsize)
+    assert View.of(tensor).footprint()[:2] == (min(touched) * itemsize, (max(touched) + 1) * itemsize)
 
 
 @given(strided_views())
@@ -87,7 +87,7 @@ def test_what_expand_repeats_counts_once(tensor: Tensor) -> None:
     once = look(tensor.untyped_storage(), view.distinct())
     assert elements_of(once) == elements_of(tensor)
     assert once.dim() == tensor.dim()
-    assert view.distinct_bytes() == once.numel() * tensor.dtype.itemsize
+    assert view.footprint().distinct == once.numel() * tensor.dtype.itemsize
     assert same_elements(once.expand(tensor.shape), tensor)
 
 
@@ -95,7 +95,7 @@ def test_what_expand_repeats_counts_once(tensor: Tensor) -> None:
 @given(strided_views(), st.integers(0, 5))
 def test_a_view_moves_with_its_bytes(tensor: Tensor, places: int) -> None:
     view = View.of(tensor)
-    lo, hi = view.span()
+    lo, hi, _ = view.footprint()
     start = places * tensor.dtype.itemsize
     elsewhere = torch.zeros(start + hi - lo, dtype=torch.uint8)
     everything = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())

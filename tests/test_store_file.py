@@ -20,7 +20,7 @@ import pytest
 import torch
 from store_contract import CPU, READY, StoreContract, at_lead, descriptors, get, pattern, put
 
-from tba_offload.device import CudaDevice
+from tba_offload.device import ByteRange, CudaDevice
 from tba_offload.errors import (
     ConfigError,
     MissingDependencyError,
@@ -119,12 +119,12 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "neighbour").write_bytes(b"untouched")
     program = f"""
         import os, signal, torch
-        from tba_offload.device import READY, CpuDevice
+        from tba_offload.device import ByteRange, CpuDevice, READY
         from tba_offload.store.file import FileStore
         store = FileStore({str(tmp_path)!r}, device=CpuDevice())
         data = torch.ones(4 << 20, dtype=torch.uint8)
         for _ in range(20):
-            store.write(store.reserve(data.nbytes, data.data_ptr()), data, READY)
+            store.write(store.reserve(data.nbytes, data.data_ptr()), ByteRange.of(data), READY)
         os.kill(os.getpid(), signal.SIGKILL)
     """
     ended = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, timeout=120)
@@ -327,7 +327,7 @@ def test_other_transfers_are_staged_in_few_slabs(tmp_path: Path, monkeypatch: py
     with FileStore(tmp_path, device=CPU, writers=2, readers=1, slab_bytes=1 << 16) as store:
         data = pattern(1_000_001)
         extents = [store.reserve(data.nbytes, data.data_ptr() + 1) for _ in range(9)]
-        for future in [store.write(extent, data, READY) for extent in extents]:
+        for future in [store.write(extent, ByteRange.of(data), READY) for extent in extents]:
             future.wait(30)
         for extent in extents:
             assert torch.equal(get(store, extent, padded=False), data)
@@ -342,7 +342,7 @@ def test_whole_blocks_need_no_padding(tmp_path: Path, monkeypatch: pytest.Monkey
         data = at_lead(64 * 4096, 0, 4096).copy_(pattern(64 * 4096))
         extent = put(store, data)
         target = at_lead(64 * 4096, 0, 4096)
-        store.read(extent, target, READY, padded=False).wait(30)
+        store.read(extent, ByteRange.of(target), READY, padded=False).wait(30)
         assert torch.equal(target, data)
         assert store.staging_bytes == 0
 
@@ -355,9 +355,9 @@ def test_gpu_memory_goes_through_slabs(tmp_path: Path, nbytes: int) -> None:
     with FileStore(tmp_path, device=device, slab_bytes=1 << 20, checksum=True) as store:
         data = pattern(nbytes).cuda()
         extent = store.reserve(nbytes, data.data_ptr())
-        store.write(extent, data, device.event()).wait(30)
+        store.write(extent, ByteRange.of(data), device.event()).wait(30)
         target = torch.zeros_like(data)
-        store.read(extent, target, device.event(), padded=True).wait(30)
+        store.read(extent, ByteRange.of(target), device.event(), padded=True).wait(30)
         assert torch.equal(target, data)
         assert store.staging_bytes > 0
 

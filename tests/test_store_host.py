@@ -8,7 +8,7 @@ import pytest
 import torch
 from store_contract import CPU, StoreContract, get, pattern, put
 
-from tba_offload.device import CpuDevice, CudaDevice
+from tba_offload.device import ByteRange, CpuDevice, CudaDevice
 from tba_offload.errors import StoreFullError
 from tba_offload.store import open_store
 from tba_offload.store.host import HostStore
@@ -122,7 +122,7 @@ def test_gpu_memory_goes_through_pinned_slabs() -> None:
         assert store.description["pinned"]
         data = pattern(5_000_001).cuda()
         extent = store.reserve(data.nbytes, data.data_ptr())
-        store.write(extent, data, device.event()).wait(30)
+        store.write(extent, ByteRange.of(data), device.event()).wait(30)
         target = torch.zeros_like(data)
-        store.read(extent, target, device.event(), padded=False).wait(30)
+        store.read(extent, ByteRange.of(target), device.event(), padded=False).wait(30)
         assert torch.equal(target, data)

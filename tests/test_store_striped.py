@@ -9,6 +9,7 @@ import pytest
 import torch
 from store_contract import CPU, READY, Gate, StoreContract, descriptors, get, io_threads, pattern, put
 
+from tba_offload.device import ByteRange
 from tba_offload.errors import ConfigError, StoreError, StoreFullError
 from tba_offload.store import open_store
 from tba_offload.store.base import ActivationStore, Extent
@@ -39,7 +40,7 @@ class TestStripedStore(StoreContract):
         data[-1] ^= 1
         drive = store.stores[extent.drive]
         digest = drive._leases[extent.offset].digest  # type: ignore[attr-defined]
-        store.write(extent, data, READY).wait(30)
+        store.write(extent, ByteRange.of(data), READY).wait(30)
         drive._leases[extent.offset].digest = digest  # type: ignore[attr-defined]
 
 
@@ -60,7 +61,7 @@ def test_the_drive_with_the_least_to_do_is_chosen() -> None:
         futures = []
         for gate, nbytes in zip(gates, (30_000, 10_000, 20_000), strict=True):
             extent = store.reserve(nbytes, 0)
-            futures.append(store.write(extent, pattern(nbytes), gate))
+            futures.append(store.write(extent, ByteRange.of(pattern(nbytes)), gate))
         by_bytes = {extent_bytes: drive for drive, extent_bytes in enumerate(_pending(store))}
         assert [store.reserve(1, 0).drive for _ in range(4)] == [by_bytes[10_000]] * 4
         assert store.pending() == 3

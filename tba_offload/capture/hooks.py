@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from tba_offload.capture.identity import StaticStorages, View, is_understood, look, version_witness
+from tba_offload.capture.identity import Footprint, StaticStorages, View, is_understood, look, version_witness
 from tba_offload.capture.scope import ActivationKey, Lookahead, ScopeKey
 from tba_offload.capture.trace import ActivationTrace, Fate, StepTrace
-from tba_offload.device.memory import aligned_bytes
+from tba_offload.device.ranges import aligned_range
 from tba_offload.errors import SavedTensorModifiedError
 from tba_offload.transfer.record import Handle, Record
 
@@ -230,11 +230,11 @@ class Capture:
 
     def _spread(self, gathered: torch.Tensor, view: View, address: int) -> torch.Tensor:
         """Puts gathered elements back where their view had them; what lies between them is undefined."""
-        lo, hi = view.span()
-        room = aligned_bytes(hi - lo, address, 1, self.offloader.device)
-        moved = view.moved(int(room.storage_offset()) - lo)
-        look(room.untyped_storage(), moved.distinct()).copy_(gathered)
-        return look(room.untyped_storage(), moved)
+        lo, hi, _ = view.footprint()
+        room = aligned_range(hi - lo, address, 1, self.offloader.device)
+        moved = view.moved(room.start - lo)
+        look(room.storage, moved.distinct()).copy_(gathered)
+        return look(room.storage, moved)
 
 
 class LayerHooks:
@@ -302,8 +302,9 @@ class LayerHooks:
     def _pack_new(self, tensor: torch.Tensor, storage: torch.UntypedStorage, view: View) -> Kept | Packed:
         """A storage that was not saved before in this step, or has changed since."""
         capture = self._capture
-        if view.distinct_bytes() < capture.min_tensor_bytes:
-            return self._keep_small(tensor, view)
+        footprint = view.footprint()
+        if footprint.distinct < capture.min_tensor_bytes:
+            return self._keep_small(tensor, view, footprint)
         key, nbytes = self._next_key(), storage.nbytes()
         if capture.is_learned(key, nbytes):
             return self._keep(tensor, storage, key, Fate.LEARNED_KEEP)
@@ -313,7 +314,8 @@ class LayerHooks:
         capture.offloader.admit(nbytes)
         witness = version_witness(tensor)
         record, trace = capture.add(storage, key, witness)
-        return self._queue(Packed(tensor, view, self._handle(record, view), witness, trace), record, storage)
+        handle = capture.offloader.handle(record, footprint.lo, footprint.hi)
+        return self._queue(Packed(tensor, view, handle, witness, trace), record, storage, footprint)
 
     def _pack_more(
         self,
@@ -325,22 +327,23 @@ class LayerHooks:
     ) -> Packed:
         """Another view of a storage that has a record: only what it lacks is written."""
         capture = self._capture
-        capture.trace.deduplicated_bytes += view.distinct_bytes()
-        packed = Packed(tensor, view, self._handle(record, view), version_witness(tensor), trace)
-        return self._queue(packed, record, storage)
+        footprint = view.footprint()
+        capture.trace.deduplicated_bytes += footprint.distinct
+        handle = capture.offloader.handle(record, footprint.lo, footprint.hi)
+        packed = Packed(tensor, view, handle, version_witness(tensor), trace)
+        return self._queue(packed, record, storage, footprint)
 
-    def _queue(self, packed: Packed, record: Record, storage: torch.UntypedStorage) -> Packed:
-        lo, hi = packed.handle.lo, packed.handle.hi
+    def _queue(
+        self, packed: Packed, record: Record, storage: torch.UntypedStorage, footprint: Footprint
+    ) -> Packed:
+        lo, hi, distinct = footprint
         if record.span_over(lo, hi) is not None:
             return packed
-        if packed.view.distinct_bytes() < DENSE_FROM * (hi - lo):
+        if distinct < DENSE_FROM * (hi - lo):
             self._defer(packed, record, storage)
         else:
             self._capture.offloader.require(record, storage, lo, hi)
         return packed
-
-    def _handle(self, record: Record, view: View) -> Handle:
-        return self._capture.offloader.handle(record, *view.span())
 
     def _next_key(self) -> ActivationKey:
         key = ActivationKey(self._key, self._count)
@@ -356,9 +359,9 @@ class LayerHooks:
         self._capture.note_kept(storage)
         return Kept(tensor)
 
-    def _keep_small(self, tensor: torch.Tensor, view: View) -> Kept:
+    def _keep_small(self, tensor: torch.Tensor, view: View, footprint: Footprint) -> Kept:
         """Keeps what a small view needs of its large storage, or all of the storage would stay."""
-        self._capture.trace.kept_bytes += view.distinct_bytes()
+        self._capture.trace.kept_bytes += footprint.distinct
         return Kept.copy_of(tensor, view)
 
     # ---- strided views ---------------------------------------------------------------------------
@@ -376,13 +379,13 @@ class LayerHooks:
         alive = [
             packed
             for reference in references
-            if (packed := reference()) is not None and record.span_over(*packed.view.span()) is None
+            if (packed := reference()) is not None
+            and record.span_over(packed.handle.lo, packed.handle.hi) is None
         ]
         storage = record.source
         if alive and storage is not None and not record.pinned:
-            spans = [packed.view.span() for packed in alive]
-            lo, hi = min(lo for lo, _ in spans), max(hi for _, hi in spans)
-            needed = sum(view.distinct_bytes() for view in {packed.view for packed in alive})
+            lo, hi = min(packed.handle.lo for packed in alive), max(packed.handle.hi for packed in alive)
+            needed = sum(view.footprint().distinct for view in {packed.view for packed in alive})
             if needed < GATHER_BELOW * (hi - lo):
                 self._gather(alive, storage)
             else:
@@ -397,7 +400,8 @@ class LayerHooks:
                 dense[packed.view] = self._offload_dense(packed, storage)
             record, view = dense[packed.view]
             packed.spread, packed.view = packed.view, view
-            packed.handle = self._handle(record, view)
+            lo, hi, _ = view.footprint()
+            packed.handle = self._capture.offloader.handle(record, lo, hi)
 
     def _offload_dense(self, packed: Packed, storage: torch.UntypedStorage) -> tuple[Record, View]:
         """Copies the elements of a view together and queues the write of the copy."""
@@ -406,7 +410,8 @@ class LayerHooks:
         copy, view = tensor.untyped_storage(), View.of(tensor)
         capture.offloader.admit(copy.nbytes())
         record, packed.trace = capture.add(copy, self._next_key(), version_witness(tensor))
-        capture.offloader.require(record, copy, *view.span())
+        lo, hi, _ = view.footprint()
+        capture.offloader.require(record, copy, lo, hi)
         return record, view
 
 

@@ -16,6 +16,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
+class Footprint(NamedTuple):
+    """Which bytes of a storage a view needs.
+
+    Attributes:
+        lo: Offset of its first element.
+        hi: End of its last element.
+        distinct: Bytes of its elements, those that ``expand`` repeats counted once.
+    """
+
+    lo: int
+    hi: int
+    distinct: int
+
+
 class View(NamedTuple):
     """How a tensor looks at its storage; ``offset`` and ``stride`` count elements, as in PyTorch."""
 
@@ -27,15 +41,17 @@ class View(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> View:
         """The view that ``tensor`` is."""
-        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())  # type: ignore[arg-type]
 
-    def span(self) -> tuple[int, int]:
-        """The range [lo, hi) of storage bytes from the first to the last element."""
-        reach = 1
+    def footprint(self) -> Footprint:
+        """The bytes of the storage that the view needs."""
+        reach, count = 0, 1
         for size, stride in zip(self.shape, self.stride, strict=True):
-            reach += (size - 1) * stride
+            if stride:
+                reach += (size - 1) * stride
+                count *= size
         itemsize = self.dtype.itemsize
-        return self.offset * itemsize, (self.offset + reach) * itemsize
+        return Footprint(self.offset * itemsize, (self.offset + reach + 1) * itemsize, count * itemsize)
 
     def distinct(self) -> View:
         """The same view without the repetitions of ``expand``."""
@@ -44,17 +60,9 @@ class View(NamedTuple):
         sizes = zip(self.shape, self.stride, strict=True)
         return self._replace(shape=tuple(size if stride else 1 for size, stride in sizes))
 
-    def distinct_bytes(self) -> int:
-        """Bytes of the elements, those that ``expand`` repeats counted once."""
-        count = 1
-        for size, stride in zip(self.shape, self.stride, strict=True):
-            if stride:
-                count *= size
-        return count * self.dtype.itemsize
-
     def moved(self, nbytes: int) -> View:
         """The same view of a storage in which everything lies ``nbytes`` further on."""
-        return self._replace(offset=self.offset + nbytes // self.dtype.itemsize)
+        return View(self.dtype, self.shape, self.stride, self.offset + nbytes // self.dtype.itemsize)
 
 
 _blank: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""Memory of the device: aligned buffers, and how many bytes are live.
+"""Memory of the device: how malloc treats it, and how many bytes are live.
 
 Two meters with one interface tell the activation peak of a step. On CUDA it comes from the statistics of
 the caching allocator. On a CPU it comes from malloc's own count of live bytes (``mallinfo2``), which a
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
     from tba_offload.device.streams import Device
 
-CACHE_LINE = 64
-"""PyTorch aligns CPU allocations to this many bytes; kernels may choose their path by it."""
-
 FAST_ALLOCATOR = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """Environment of a process in which malloc asks for huge pages (glibc 2.35).
 
@@ -35,30 +32,6 @@ too, through the translation buffer. It concerns training on a CPU only.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _NEVER = 2**31 - 1
-
-
-def aligned_bytes(nbytes: int, address: int, alignment: int, device: Device) -> torch.Tensor:
-    """Uninitialized bytes that lie at the same place as ``address`` modulo the alignment.
-
-    The same alignment serves two ends. Direct I/O can fill the buffer without a copy, because the store
-    kept the bytes at that lead. And a kernel that picks its code path by the alignment of its operands
-    picks the same one for restored data, so that results stay equal to the last bit.
-
-    Args:
-        nbytes: Payload in bytes.
-        address: Where the bytes lay originally.
-        alignment: What the store asks for, a power of two.
-        device: Where to allocate.
-
-    Returns:
-        A uint8 tensor of shape (nbytes,). Its storage extends to the alignment boundary on both sides.
-    """
-    alignment = max(alignment, CACHE_LINE)
-    lead = address % alignment
-    padded = -(-(lead + nbytes) // alignment) * alignment
-    room = torch.empty(padded + alignment - CACHE_LINE, dtype=torch.uint8, device=device.torch_device)
-    start = -room.data_ptr() % alignment + lead
-    return room[start : start + nbytes]
 
 
 def keep_freed_pages() -> bool:

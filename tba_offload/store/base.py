@@ -11,8 +11,7 @@ import errno
 import os
 from _thread import allocate_lock
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from tba_offload.errors import ConfigError, MissingDependencyError, StoreError
 
@@ -20,24 +19,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
-    import torch
-
-    from tba_offload.device import Device, Event
+    from tba_offload.device import ByteRange, Device, Event
 
 _FEW_CORES = 2
 KINDS = ("auto", "gds", "file", "host")
 """The legal kinds of :func:`open_store`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """A byte range of a store that holds the bytes of one tensor.
+class Extent(NamedTuple):
+    """A byte range of a store that holds one range of bytes of a storage.
 
     Attributes:
         offset: Where the range starts, bytes; a multiple of 4096.
         length: Bytes of the range; a multiple of 4096.
-        nbytes: Bytes of the tensor.
-        lead: The tensor's bytes start at ``offset + lead``; less than the store's alignment.
+        nbytes: Bytes that it holds.
+        lead: They start at ``offset + lead``; less than the store's alignment.
         drive: Which store of a striped store the range lies in; 0 elsewhere.
     """
 
@@ -159,10 +155,10 @@ class IoFuture:
 class ActivationStore(ABC):
     """A place outside device memory for the bytes of activations.
 
-    ``source`` and ``target`` of a transfer are contiguous 1-D uint8 tensors of exactly ``extent.nbytes``
-    bytes, on any device. The caller keeps their memory untouched until the future is done. The store holds a
-    reference while the transfer is queued or running and drops it before it runs the callbacks, so that a
-    callback can free the memory.
+    ``source`` and ``target`` of a transfer are ranges of exactly ``extent.nbytes`` bytes, on any device. The
+    caller keeps their memory untouched until the future is done. The store holds a reference while the
+    transfer is queued or running and drops it before it runs the callbacks, so that a callback can free the
+    memory.
 
     Use it as a context manager or call :meth:`close`. In a forked child it is inert: its descriptors are
     closed there and every use raises ``SessionError``.
@@ -194,10 +190,10 @@ class ActivationStore(ABC):
 
     @abstractmethod
     def reserve(self, nbytes: int, address: int) -> Extent:
-        """Takes an extent for a tensor.
+        """Takes an extent for a range of bytes.
 
         Args:
-            nbytes: Bytes of the tensor, at least 1.
+            nbytes: Length of the range, at least 1.
             address: Address of its first byte. A write from an address that is congruent to it modulo the
                 alignment, and a read into one, can go without a copy.
 
@@ -217,7 +213,7 @@ class ActivationStore(ABC):
         """
 
     @abstractmethod
-    def write(self, extent: Extent, source: torch.Tensor, after: Event) -> IoFuture:
+    def write(self, extent: Extent, source: ByteRange, after: Event) -> IoFuture:
         """Queues a write of a whole extent.
 
         Args:
@@ -226,12 +222,12 @@ class ActivationStore(ABC):
             after: The write starts when this point of the device's work is reached.
 
         Raises:
-            ValueError: The extent is released or busy, or the tensor does not fit it.
+            ValueError: The extent is released or busy, or the range does not fit it.
             SessionError: The store is closed, or this is a forked child.
         """
 
     @abstractmethod
-    def read(self, extent: Extent, target: torch.Tensor, after: Event, *, padded: bool) -> IoFuture:
+    def read(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> IoFuture:
         """Queues a read of a whole extent; several reads of one extent may overlap.
 
         Args:
@@ -243,7 +239,7 @@ class ActivationStore(ABC):
                 address modulo the alignment, the read goes without a copy.
 
         Raises:
-            ValueError: The extent is released, being written, or was never written; the tensor does not fit
+            ValueError: The extent is released, being written, or was never written; the range does not fit
                 it; or ``padded`` is set and the storage has no room for the padding.
             SessionError: The store is closed, or this is a forked child.
         """
@@ -254,7 +250,7 @@ class ActivationStore(ABC):
 
     @abstractmethod
     def pending_bytes(self) -> int:
-        """Bytes of the tensors whose transfers are queued or running."""
+        """Bytes whose transfers are queued or running."""
 
     @abstractmethod
     def prepare(self, nbytes: int) -> None:

@@ -33,7 +33,7 @@ from tba_offload.store.queued import QueuedStore
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tba_offload.device import Device, Event
+    from tba_offload.device import ByteRange, Device, Event
     from tba_offload.store.base import Extent
 
 logger = logging.getLogger(__name__)
@@ -127,62 +127,62 @@ class FileStore(QueuedStore):
         finally:
             self._ring.close()
 
-    def _move_out(self, extent: Extent, source: torch.Tensor, after: Event) -> int | None:
+    def _move_out(self, extent: Extent, source: ByteRange, after: Event) -> int | None:
         if not self._writes_directly(extent, source):
             return self._move_out_staged(extent, source, after)
         after.synchronize()
         hasher = self._hasher()
-        address = source.data_ptr()
+        address = source.address
         if hasher is not None:
             hasher.update(posix.view(address, extent.nbytes))
         self._put(extent, address - extent.lead, 0, self._span(extent))
         return None if hasher is None else hasher.intdigest()
 
-    def _move_in(self, extent: Extent, target: torch.Tensor, after: Event, *, padded: bool) -> int | None:
+    def _move_in(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> int | None:
         if not self._reads_directly(extent, target, padded=padded):
             return self._move_in_staged(extent, target, after)
         after.synchronize()
         hasher = self._hasher()
-        address = target.data_ptr()
+        address = target.address
         self._get(extent, address - extent.lead, 0, self._span(extent))
         if hasher is None:
             return None
         hasher.update(posix.view(address, extent.nbytes))
         return hasher.intdigest()
 
-    def _move_out_staged(self, extent: Extent, source: torch.Tensor, after: Event) -> int | None:
-        hasher = self._hasher()
+    def _move_out_staged(self, extent: Extent, source: ByteRange, after: Event) -> int | None:
+        hasher, data = self._hasher(), source.tensor()
         with self._ring.borrow() as slab:
             for piece in _pieces(extent, self._span(extent), self._ring.slab_bytes):
                 payload = slab[piece.lo : piece.hi]
-                self._device.copy(payload, source[piece.at : piece.at + payload.numel()], after)
+                self._device.copy(payload, data[piece.at : piece.at + payload.numel()], after)
                 if hasher is not None:
                     hasher.update(posix.view(payload.data_ptr(), payload.numel()))
                 self._put(extent, slab.data_ptr(), piece.start, piece.length)
         return None if hasher is None else hasher.intdigest()
 
-    def _move_in_staged(self, extent: Extent, target: torch.Tensor, after: Event) -> int | None:
-        hasher = self._hasher()
+    def _move_in_staged(self, extent: Extent, target: ByteRange, after: Event) -> int | None:
+        hasher, data = self._hasher(), target.tensor()
         with self._ring.borrow() as slab:
             for piece in _pieces(extent, self._span(extent), self._ring.slab_bytes):
                 self._get(extent, slab.data_ptr(), piece.start, piece.length)
                 payload = slab[piece.lo : piece.hi]
                 if hasher is not None:
                     hasher.update(posix.view(payload.data_ptr(), payload.numel()))
-                self._device.copy(target[piece.at : piece.at + payload.numel()], payload, after)
+                self._device.copy(data[piece.at : piece.at + payload.numel()], payload, after)
         return None if hasher is None else hasher.intdigest()
 
     def _span(self, extent: Extent) -> int:
         """Bytes of the extent that are moved: lead, payload and padding up to the alignment."""
         return round_up(extent.lead + extent.nbytes, self.alignment)
 
-    def _writes_directly(self, extent: Extent, source: torch.Tensor) -> bool:
-        if not source.is_cpu or source.data_ptr() % self.alignment != extent.lead:
+    def _writes_directly(self, extent: Extent, source: ByteRange) -> bool:
+        if not source.on_host or source.address % self.alignment != extent.lead:
             return False
         return self._span(extent) == extent.nbytes or not self._stable_pages
 
-    def _reads_directly(self, extent: Extent, target: torch.Tensor, *, padded: bool) -> bool:
-        if not target.is_cpu or target.data_ptr() % self.alignment != extent.lead:
+    def _reads_directly(self, extent: Extent, target: ByteRange, *, padded: bool) -> bool:
+        if not target.on_host or target.address % self.alignment != extent.lead:
             return False
         return self._span(extent) == extent.nbytes or padded
 

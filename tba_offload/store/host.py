@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from tba_offload.device import Device, Event
+    from tba_offload.device import ByteRange, Device, Event
     from tba_offload.store.base import Extent
 
 SLAB_BYTES = 64 << 20
@@ -136,22 +136,22 @@ class HostStore(QueuedStore):
         """Host memory that the store takes now."""
         return self._slabs.allocated_bytes
 
-    def _move_out(self, extent: Extent, source: torch.Tensor, after: Event) -> int | None:
-        hasher = self._hasher()
+    def _move_out(self, extent: Extent, source: ByteRange, after: Event) -> int | None:
+        hasher, data = self._hasher(), source.tensor()
         at = 0
         for part in self._slabs.parts(extent.offset, extent.nbytes):
-            self._device.copy(part, source[at : at + part.numel()], after)
+            self._device.copy(part, data[at : at + part.numel()], after)
             at += part.numel()
             if hasher is not None:
                 hasher.update(posix.view(part.data_ptr(), part.numel()))
         return None if hasher is None else hasher.intdigest()
 
-    def _move_in(self, extent: Extent, target: torch.Tensor, after: Event, *, padded: bool) -> int | None:  # noqa: ARG002
-        hasher = self._hasher()
+    def _move_in(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> int | None:  # noqa: ARG002
+        hasher, data = self._hasher(), target.tensor()
         at = 0
         for part in self._slabs.parts(extent.offset, extent.nbytes):
             if hasher is not None:
                 hasher.update(posix.view(part.data_ptr(), part.numel()))
-            self._device.copy(target[at : at + part.numel()], part, after)
+            self._device.copy(data[at : at + part.numel()], part, after)
             at += part.numel()
         return None if hasher is None else hasher.intdigest()

@@ -18,8 +18,6 @@ from contextlib import ExitStack
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-
 from tba_offload.errors import ChecksumError, MissingDependencyError, SessionError, StoreError, StoreFullError
 from tba_offload.store.base import ActivationStore, Extent, IoFuture
 from tba_offload.store.extents import BLOCK, ExtentAllocator, round_up
@@ -27,7 +25,7 @@ from tba_offload.store.extents import BLOCK, ExtentAllocator, round_up
 if TYPE_CHECKING:
     import xxhash
 
-    from tba_offload.device import Device, Event
+    from tba_offload.device import ByteRange, Device, Event
 
 
 class Backing(Protocol):
@@ -59,17 +57,17 @@ class _Lease:
 class Transfer(IoFuture):
     """A future that is also the job in the queue: one object a transfer.
 
-    ``store``, ``tensor`` and ``after`` are dropped as soon as the outcome is certain, so neither the queue
+    ``store``, ``memory`` and ``after`` are dropped as soon as the outcome is certain, so neither the queue
     nor somebody who keeps the future keeps memory alive.
     """
 
-    __slots__ = ("after", "lease", "padded", "store", "tensor", "writes")
+    __slots__ = ("after", "lease", "memory", "padded", "store", "writes")
 
     def __init__(
         self,
         store: QueuedStore,
         lease: _Lease,
-        tensor: torch.Tensor,
+        memory: ByteRange,
         after: Event,
         *,
         writes: bool,
@@ -78,22 +76,22 @@ class Transfer(IoFuture):
         super().__init__()
         self.store: QueuedStore | None = store
         self.lease = lease
-        self.tensor: torch.Tensor | None = tensor
+        self.memory: ByteRange | None = memory
         self.after: Event | None = after
         self.writes = writes
         self.padded = padded
 
     def run(self) -> None:
         """Moves the bytes; on an I/O thread that has claimed the transfer."""
-        store, tensor, after = self.store, self.tensor, self.after
-        if store is None or tensor is None or after is None:
+        store, memory, after = self.store, self.memory, self.after
+        if store is None or memory is None or after is None:
             raise RuntimeError("a transfer can run only once")
         error: StoreError | None = None
         try:
-            store._move(self, tensor, after)
+            store._move(self, memory, after)
         except BaseException as failure:  # noqa: BLE001 - every failure reaches whoever waits
             error = store._as_store_error(failure, self)
-        del tensor, after
+        del memory, after
         self._forget(store, succeeded=error is None)
         self._conclude(error)
         while self._callbacks:
@@ -103,7 +101,7 @@ class Transfer(IoFuture):
                 store._callback_failed(failure)
 
     def _forget(self, store: QueuedStore, *, succeeded: bool) -> None:
-        self.store = self.tensor = self.after = None
+        self.store = self.memory = self.after = None
         store._settle(self, succeeded=succeeded)
 
     def _drop(self) -> None:
@@ -219,11 +217,11 @@ class QueuedStore(ActivationStore):
     # What a backend supplies.
 
     @abstractmethod
-    def _move_out(self, extent: Extent, source: torch.Tensor, after: Event) -> int | None:
+    def _move_out(self, extent: Extent, source: ByteRange, after: Event) -> int | None:
         """Writes on an I/O thread; returns the checksum of the bytes, ``None`` if checksums are off."""
 
     @abstractmethod
-    def _move_in(self, extent: Extent, target: torch.Tensor, after: Event, *, padded: bool) -> int | None:
+    def _move_in(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> int | None:
         """Reads on an I/O thread; returns the checksum of the bytes, ``None`` if checksums are off."""
 
     def _hasher(self) -> xxhash.xxh3_64 | None:
@@ -275,9 +273,9 @@ class QueuedStore(ActivationStore):
             del self._leases[extent.offset]
             self._space.free(extent.offset, extent.length)
 
-    def write(self, extent: Extent, source: torch.Tensor, after: Event) -> IoFuture:
+    def write(self, extent: Extent, source: ByteRange, after: Event) -> IoFuture:
         """Queues a write; see :meth:`ActivationStore.write`."""
-        _check_tensor(extent, source)
+        _check_fits(extent, source)
         self._check_process()
         with self._lock:
             self._check_open()
@@ -288,10 +286,10 @@ class QueuedStore(ActivationStore):
             lease.written = False
             return self._submit(Transfer(self, lease, source, after, writes=True, padded=False))
 
-    def read(self, extent: Extent, target: torch.Tensor, after: Event, *, padded: bool) -> IoFuture:
+    def read(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> IoFuture:
         """Queues a read; see :meth:`ActivationStore.read`."""
-        _check_tensor(extent, target)
-        if padded and self.alignment > 1 and target.is_cpu:
+        _check_fits(extent, target)
+        if padded and self.alignment > 1 and target.on_host:
             self._check_padding(target)
         self._check_process()
         with self._lock:
@@ -308,7 +306,7 @@ class QueuedStore(ActivationStore):
         return self._pending
 
     def pending_bytes(self) -> int:
-        """Bytes of the tensors whose transfers are queued or running."""
+        """Bytes whose transfers are queued or running."""
         return self._pending_bytes
 
     def prepare(self, nbytes: int) -> None:
@@ -375,11 +373,10 @@ class QueuedStore(ActivationStore):
                 "it, not a forked child"
             )
 
-    def _check_padding(self, target: torch.Tensor) -> None:
-        lead = target.data_ptr() % self.alignment
-        start = target.storage_offset()
-        end = round_up(lead + target.nbytes, self.alignment) - lead + start
-        if start < lead or end > target.untyped_storage().nbytes():
+    def _check_padding(self, target: ByteRange) -> None:
+        lead = target.address % self.alignment
+        end = round_up(lead + target.nbytes, self.alignment) - lead + target.start
+        if target.start < lead or end > target.storage.nbytes():
             raise ValueError(
                 f"the target's storage has no room for padding to multiples of {self.alignment} bytes; "
                 "allocate it larger or pass padded=False"
@@ -387,13 +384,13 @@ class QueuedStore(ActivationStore):
 
     # On the I/O threads.
 
-    def _move(self, transfer: Transfer, tensor: torch.Tensor, after: Event) -> None:
+    def _move(self, transfer: Transfer, memory: ByteRange, after: Event) -> None:
         self._device.bind_thread()
         lease = transfer.lease
         if transfer.writes:
-            lease.digest = self._move_out(lease.extent, tensor, after)
+            lease.digest = self._move_out(lease.extent, memory, after)
             return
-        digest = self._move_in(lease.extent, tensor, after, padded=transfer.padded)
+        digest = self._move_in(lease.extent, memory, after, padded=transfer.padded)
         if digest != lease.digest:
             raise ChecksumError(
                 errno.EIO,
@@ -415,7 +412,7 @@ class QueuedStore(ActivationStore):
                 lease.reading -= 1
 
     def _as_store_error(self, failure: BaseException, transfer: Transfer) -> StoreError:
-        """The error as waiters get it; the frames in its traceback let go of the tensor and of the store."""
+        """The error as waiters get it; the frames in its traceback let go of the memory and of the store."""
         if failure.__traceback__ is not None:
             failure.__traceback__ = failure.__traceback__.tb_next  # the frame of run(), which goes on
             traceback.clear_frames(failure.__traceback__)
@@ -439,17 +436,9 @@ class QueuedStore(ActivationStore):
             self._backing.abandon()
 
 
-def _check_tensor(extent: Extent, tensor: torch.Tensor) -> None:
-    if (
-        tensor.dtype is not torch.uint8
-        or tensor.dim() != 1
-        or tensor.numel() != extent.nbytes
-        or not tensor.is_contiguous()
-    ):
-        raise ValueError(
-            f"a transfer of {extent} takes a contiguous 1-D uint8 tensor of {extent.nbytes} bytes, not "
-            f"{tensor.dtype} of shape {tuple(tensor.shape)}"
-        )
+def _check_fits(extent: Extent, memory: ByteRange) -> None:
+    if memory.nbytes != extent.nbytes:
+        raise ValueError(f"a transfer of {extent} takes {extent.nbytes} bytes, not {memory.nbytes}")
 
 
 def _checksum_type() -> type[xxhash.xxh3_64]:

@@ -13,9 +13,7 @@ from tba_offload.store.base import ActivationStore, Extent, IoFuture
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
-
-    from tba_offload.device import Event
+    from tba_offload.device import ByteRange, Event
 
 
 class StripedStore(ActivationStore):
@@ -83,11 +81,11 @@ class StripedStore(ActivationStore):
         """Gives an extent back; see :meth:`ActivationStore.release`."""
         self._store_of(extent).release(extent)
 
-    def write(self, extent: Extent, source: torch.Tensor, after: Event) -> IoFuture:
+    def write(self, extent: Extent, source: ByteRange, after: Event) -> IoFuture:
         """Queues a write; see :meth:`ActivationStore.write`."""
         return self._store_of(extent).write(extent, source, after)
 
-    def read(self, extent: Extent, target: torch.Tensor, after: Event, *, padded: bool) -> IoFuture:
+    def read(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> IoFuture:
         """Queues a read; see :meth:`ActivationStore.read`."""
         return self._store_of(extent).read(extent, target, after, padded=padded)
 
@@ -96,7 +94,7 @@ class StripedStore(ActivationStore):
         return sum(store.pending() for store in self.stores)
 
     def pending_bytes(self) -> int:
-        """Bytes of the tensors whose transfers are queued or running on all drives."""
+        """Bytes whose transfers are queued or running on all drives."""
         return sum(store.pending_bytes() for store in self.stores)
 
     def prepare(self, nbytes: int) -> None:

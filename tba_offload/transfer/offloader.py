@@ -21,14 +21,14 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-import torch
-
-from tba_offload.device.memory import aligned_bytes
+from tba_offload.device.ranges import ByteRange, aligned_range
 from tba_offload.errors import SessionError, StoreError, StoreFullError, TransferError
 from tba_offload.transfer.record import Handle, Piece, Record, Span
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    import torch
 
     from tba_offload.device.streams import Device, Event
     from tba_offload.store.base import ActivationStore, Extent, IoFuture
@@ -243,18 +243,18 @@ class Offloader:
             self._changed.notify_all()
 
     def _submit(self, record: Record, storage: torch.UntypedStorage, piece: Piece, after: Event) -> None:
-        chunk = _bytes_of(storage, piece.lo, piece.hi)
+        source = ByteRange(storage, piece.lo, piece.nbytes)
         try:
-            extent = self.store.reserve(piece.nbytes, chunk.data_ptr())
+            extent = self.store.reserve(source.nbytes, source.address)
         except StoreFullError as error:
             with self._lock:
                 self._unwritten(record, piece, error)
             self.raise_failures()
             return
         piece.extent = extent
-        piece.address = chunk.data_ptr()
-        piece.write = future = self.store.write(extent, chunk, after)
-        del chunk
+        piece.address = source.address
+        piece.write = future = self.store.write(extent, source, after)
+        del source, storage
         future.add_done_callback(partial(self._written, record, piece))
 
     def _written(self, record: Record, piece: Piece, future: IoFuture) -> None:
@@ -385,12 +385,12 @@ class Offloader:
     def _start_read(self, span: Span) -> torch.UntypedStorage:
         """Submits the reads of a span into a new buffer. Called on the training thread, under the lock."""
         alone = len(span.pieces) == 1
-        buffer = aligned_bytes(span.nbytes, span.address, self.store.alignment, self.device)
-        span.shift = int(buffer.storage_offset()) - span.lo
-        span.buffer = buffer.untyped_storage()
+        room = aligned_range(span.nbytes, span.address, self.store.alignment, self.device)
+        span.shift = room.start - span.lo
+        span.buffer = room.storage
         after = self.device.event()
         for piece in span.pieces:
-            target = buffer if alone else buffer[piece.lo - span.lo : piece.hi - span.lo]
+            target = room if alone else room.part(piece.lo - span.lo, piece.nbytes)
             # Next to a neighbour in the same buffer the store must not touch the padding.
             read = self.store.read(_extent_of(piece), target, after, padded=alone)
             span.reads.append(read)
@@ -625,12 +625,6 @@ class Offloader:
         stats = self.stats
         stats.in_flight_peak = max(stats.in_flight_peak, self.in_flight)
         stats.own_peak = max(stats.own_peak, self.in_flight + self._settled)
-
-
-def _bytes_of(storage: torch.UntypedStorage, lo: int, hi: int) -> torch.Tensor:
-    """Bytes [lo, hi) of a storage as a one-dimensional uint8 tensor that shares them."""
-    chunk = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return chunk.set_(storage, lo, (hi - lo,), (1,))
 
 
 def _extent_of(piece: Piece) -> Extent:
