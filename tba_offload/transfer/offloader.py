@@ -16,13 +16,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from tba_offload.device.ranges import ByteRange, aligned_range
 from tba_offload.errors import SessionError, StoreError, StoreFullError, TransferError
+from tba_offload.transfer.books import Books, TransferStats
 from tba_offload.transfer.record import Handle, Piece, Record, Span
 
 if TYPE_CHECKING:
@@ -38,36 +38,6 @@ BATCH_BYTES = 4 * 2**20
 
 DROPS_AT_ONCE = 8
 """Dropped handles that :meth:`Offloader.tidy` waits for before it takes note of them."""
-
-REFILL_BELOW = 0.75
-"""Reading ahead starts again when less than this share of the window is in flight."""
-
-
-@dataclass(slots=True)
-class TransferStats:
-    """What moved since the last reset, in bytes unless the name says otherwise.
-
-    Attributes:
-        offloaded: Written to the store.
-        read: Read from the store.
-        forwarded: Handed over from memory without a read.
-        given_up: Prefetches dropped to make room.
-        held: Offloaded in vain: somebody else kept the storage until backward asked for it.
-        fallback_kept: Kept in memory because the store was full.
-        stall_seconds: Time that the training thread waited for I/O.
-        in_flight_peak: Most bytes in flight.
-        own_peak: Most bytes that the offloader itself kept in memory: in flight, restored, kept.
-    """
-
-    offloaded: int = 0
-    read: int = 0
-    forwarded: int = 0
-    given_up: int = 0
-    held: int = 0
-    fallback_kept: int = 0
-    stall_seconds: float = 0.0
-    in_flight_peak: int = 0
-    own_peak: int = 0
 
 
 class Offloader:
@@ -91,12 +61,8 @@ class Offloader:
     ) -> None:
         self.store = store
         self.device = device
-        self.ceiling = ceiling
         self.keep_when_full = keep_when_full
-        self.stats = TransferStats()
-        self.in_flight = 0
-        self._settled = 0  # bytes kept in memory outside the ceiling: restored for more handles, or kept
-        self._departing = 0  # bytes in flight that queued and running writes alone will free
+        self._books = Books(ceiling)
         self._outbox: list[tuple[Record, Piece]] = []
         self._outbox_bytes = 0
         self._batch_bytes = min(BATCH_BYTES, ceiling // 4) if ceiling is not None else BATCH_BYTES
@@ -108,6 +74,24 @@ class Offloader:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
 
+    @property
+    def stats(self) -> TransferStats:
+        """What moved since :meth:`reset_stats`."""
+        return self._books.stats
+
+    @property
+    def in_flight(self) -> int:
+        """Bytes in flight now."""
+        return self._books.in_flight
+
+    def crowded(self, nbytes: int) -> bool:
+        """Whether ``nbytes`` more would exceed the ceiling."""
+        return self._books.crowded(nbytes)
+
+    def has_room(self) -> bool:
+        """Whether so much of the window is free that reading ahead is worth a start."""
+        return self._books.has_room()
+
     # ---- from pack -------------------------------------------------------------------------------
 
     def handle(self, record: Record, lo: int, hi: int) -> Handle:
@@ -115,28 +99,13 @@ class Offloader:
         with self._lock:
             return Handle(record, lo, hi, self._dropped)
 
-    def crowded(self, nbytes: int) -> bool:
-        """Whether ``nbytes`` more would exceed the ceiling."""
-        return self.ceiling is not None and self.in_flight > 0 and self.in_flight + nbytes > self.ceiling
-
-    def _fits(self, nbytes: int) -> bool:
-        """Whether the window can hold so much at all; what is larger comes on demand, not ahead."""
-        return self.ceiling is None or nbytes <= self.ceiling
-
-    def has_room(self) -> bool:
-        """Whether so much of the window is free that reading ahead is worth a start.
-
-        Filling up every few bytes would wake the I/O threads all the time, each time for one transfer.
-        """
-        return self.ceiling is None or self.in_flight <= REFILL_BELOW * self.ceiling
-
     def admit(self, nbytes: int) -> None:
         """Waits until ``nbytes`` more may be in flight, or until waiting cannot help.
 
         Raises:
             TransferError: A transfer failed meanwhile.
         """
-        if not self.crowded(nbytes):
+        if not self._books.crowded(nbytes):
             return
         self.drain()
         started = time.perf_counter()
@@ -149,11 +118,11 @@ class Offloader:
         """One attempt to get below the ceiling; whether another one makes sense."""
         self.flush()  # also what another thread collected: its writes must be under way to be waited for
         with self._lock:
-            if not self.crowded(nbytes):
+            if not self._books.crowded(nbytes):
                 return False
             if self._outbox:
                 return True
-            if self._departing:
+            if self._books.departing:
                 self._changed.wait()
                 return True
             return self._give_up_farthest()
@@ -164,16 +133,14 @@ class Offloader:
             if not record.pinned:
                 record.source = storage
                 record.deferred = True
-                self._charge(record)
+                self._books.charge(record)
 
     def decide(self, record: Record) -> None:
         """Ends :meth:`defer`: what had to be written was required meanwhile."""
         with self._lock:
             if not record.deferred:
                 return
-            self._count_departing(record, -1)
-            record.deferred = False
-            self._count_departing(record, +1)
+            self._books.change(record, deferred=False)
             self._settle(record)
 
     def require(self, record: Record, storage: torch.UntypedStorage, lo: int, hi: int) -> bool:
@@ -195,10 +162,8 @@ class Offloader:
                 return False
             record.epoch = self._epoch
             record.source = storage
-            self._charge(record)
-            self._count_departing(record, -1)
-            record.writes += len(missing)
-            self._count_departing(record, +1)
+            self._books.charge(record)
+            self._books.change(record, writes=len(missing))
             self._outbox += [(record, piece) for piece in missing]
             self._outbox_bytes += record.nbytes
             self._changed.notify_all()
@@ -265,14 +230,9 @@ class Offloader:
                 self._unwritten(record, piece, future.error)
             else:
                 self.stats.offloaded += piece.nbytes
-                self._write_ended(record)
+                self._books.change(record, writes=-1)
+                self._settle(record)
             self._changed.notify_all()
-
-    def _write_ended(self, record: Record) -> None:
-        self._count_departing(record, -1)
-        record.writes -= 1
-        self._count_departing(record, +1)
-        self._settle(record)
 
     def _unwritten(self, record: Record, piece: Piece, error: BaseException) -> None:
         """A piece could not be written: its memory stays, and the policy says whether that is an error."""
@@ -280,7 +240,7 @@ class Offloader:
         if record.released:
             self._settle(record)
             return
-        newly_kept = self._keep(record)
+        newly_kept = self._books.keep(record)
         if isinstance(error, StoreFullError) and self.keep_when_full:
             self.stats.fallback_kept += record.nbytes if newly_kept else 0
             return
@@ -296,21 +256,7 @@ class Offloader:
             if piece.extent is not None:
                 self.store.release(piece.extent)
         record.discard(pieces)
-        self._count_departing(record, -1)
-        record.writes -= len(pieces)
-        record.pinned = True
-
-    def _keep(self, record: Record) -> bool:
-        """A pinned record no longer counts as in flight: it is kept, or in use by backward.
-
-        Returns:
-            Whether it did until now.
-        """
-        if not record.charged:
-            return False
-        self._uncharge(record)
-        self._settled += record.nbytes
-        return True
+        self._books.change(record, writes=-len(pieces), pinned=True)
 
     def _settle(self, record: Record) -> None:
         """Frees memory, or extents, that no transfer and no handle needs any more."""
@@ -321,7 +267,7 @@ class Offloader:
         elif record.pinned or record.source is None:
             return
         record.source = None
-        self._uncharge(record)
+        self._books.uncharge(record)
 
     # ---- from unpack -----------------------------------------------------------------------------
 
@@ -413,10 +359,7 @@ class Offloader:
     def _unpacked(self, handle: Handle, span: Span) -> None:
         record = handle.record
         span.reads = []
-        if span.charged:
-            self._prefetched.pop(span, None)
-            self._add_in_flight(-span.charged)
-            span.charged = 0
+        self._forget_prefetch(span)
         if not handle.read:
             self._mark_read(record, handle)
         self._loosen_when_read(record)
@@ -425,7 +368,7 @@ class Offloader:
         handle.read = True
         record.unread -= 1
         if not record.unread and record.pinned:
-            self._keep(record)
+            self._books.keep(record)
 
     def _loosen_when_read(self, record: Record) -> None:
         """Every live handle was unpacked once: from now on only autograd keeps restored data alive."""
@@ -455,13 +398,18 @@ class Offloader:
             for span in record.spans:
                 if span.restored() is not None:
                     continue
-                if self.crowded(span.nbytes) or not self._fits(span.nbytes):
+                if not self._books.may_be_read_ahead(span.nbytes):
                     return False
                 self._start_read(span)
-                span.charged = span.nbytes
                 self._prefetched[span] = record
-                self._add_in_flight(span.charged)
+                self._books.charge_span(span)
             return True
+
+    def _forget_prefetch(self, span: Span) -> None:
+        """A span that was read ahead is in use, or will not be."""
+        if span.charged:
+            self._prefetched.pop(span, None)
+            self._books.uncharge_span(span)
 
     def _give_up_farthest(self) -> bool:
         """Drops the prefetched span that is needed last and whose read is not running."""
@@ -469,9 +417,7 @@ class Offloader:
             if span.arrived() or (len(span.reads) == 1 and span.reads[0].cancel()):
                 del self._prefetched[span]
                 span.forget()
-                self._add_in_flight(-span.charged)
-                self.stats.given_up += span.charged
-                span.charged = 0
+                self.stats.given_up += self._books.uncharge_span(span)
                 return True
         return False
 
@@ -482,7 +428,7 @@ class Offloader:
 
         Handles of records that hold memory until the last of them is gone are never put off.
         """
-        if self._settled or self._dropped.qsize() >= DROPS_AT_ONCE:
+        if self._books.settled or self._dropped.qsize() >= DROPS_AT_ONCE:
             self.drain()
 
     def drain(self) -> None:
@@ -510,14 +456,11 @@ class Offloader:
         record.released = True
         record.deferred = False
         for span in record.spans:
-            if span.charged:
-                self._prefetched.pop(span, None)
-                self._add_in_flight(-span.charged)
-                span.charged = 0
+            self._forget_prefetch(span)
         if record.writes:
             self._cancel_writes(record)
         if record.pinned and not record.charged:
-            self._settled -= record.nbytes
+            self._books.settled -= record.nbytes
         self._settle(record)
 
     def _release_extents(self, record: Record) -> None:
@@ -545,10 +488,9 @@ class Offloader:
                 return
             self._cancel_writes(record)
             record.source = storage
-            self._count_departing(record, -1)
             if not record.pinned and not record.charged:
-                self._settled += record.nbytes
-            record.pinned = True
+                self._books.settled += record.nbytes
+            self._books.change(record, pinned=True)
             running = [piece.write for piece in record.pieces() if piece.write is not None]
         for write in running:
             write.wait()
@@ -562,7 +504,7 @@ class Offloader:
         self.flush()
         self.drain()
         with self._lock:
-            while self._departing:
+            while self._books.departing:
                 self._changed.wait()
         self.raise_failures()
 
@@ -596,35 +538,7 @@ class Offloader:
     def reset_stats(self) -> TransferStats:
         """Starts new :attr:`stats` and returns the old ones."""
         with self._lock:
-            old, self.stats = self.stats, TransferStats()
-            self.stats.in_flight_peak = self.in_flight
-            self.stats.own_peak = self.in_flight + self._settled
-        return old
-
-    # ---- books, under the lock -------------------------------------------------------------------
-
-    def _charge(self, record: Record) -> None:
-        if not record.charged:
-            record.charged = record.nbytes
-            self._add_in_flight(record.charged)
-            self._count_departing(record, +1)
-
-    def _uncharge(self, record: Record) -> None:
-        if record.charged:
-            self._count_departing(record, -1)
-            self._add_in_flight(-record.charged)
-            record.charged = 0
-
-    def _count_departing(self, record: Record, sign: int) -> None:
-        """Adds or removes a record from the bytes that its writes alone will free."""
-        if record.writes and not record.deferred and not record.pinned:
-            self._departing += sign * record.charged
-
-    def _add_in_flight(self, nbytes: int) -> None:
-        self.in_flight += nbytes
-        stats = self.stats
-        stats.in_flight_peak = max(stats.in_flight_peak, self.in_flight)
-        stats.own_peak = max(stats.own_peak, self.in_flight + self._settled)
+            return self._books.reset_stats()
 
 
 def _extent_of(piece: Piece) -> Extent:

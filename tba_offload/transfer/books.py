@@ -1,0 +1,160 @@
+"""Which bytes are in memory on the offloader's account, and what moved: plain sums, no I/O.
+
+The lock that protects the books belongs to the offloader.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tba_offload.transfer.record import Record, Span
+
+REFILL_BELOW = 0.75
+"""Reading ahead starts again when less than this share of the window is in flight."""
+
+
+@dataclass(slots=True)
+class TransferStats:
+    """What moved since the last reset, in bytes unless the name says otherwise.
+
+    Attributes:
+        offloaded: Written to the store.
+        read: Read from the store.
+        forwarded: Handed over from memory without a read.
+        given_up: Prefetches dropped to make room.
+        held: Offloaded in vain: somebody else kept the storage until backward asked for it.
+        fallback_kept: Kept in memory because the store was full.
+        stall_seconds: Time that the training thread waited for I/O.
+        in_flight_peak: Most bytes in flight.
+        own_peak: Most bytes that the offloader itself kept in memory: in flight, restored, kept.
+    """
+
+    offloaded: int = 0
+    read: int = 0
+    forwarded: int = 0
+    given_up: int = 0
+    held: int = 0
+    fallback_kept: int = 0
+    stall_seconds: float = 0.0
+    in_flight_peak: int = 0
+    own_peak: int = 0
+
+
+class Books:
+    """The sums that the ceiling is held by.
+
+    Args:
+        ceiling: Most bytes in flight; ``None`` for no limit.
+
+    Attributes:
+        in_flight: Bytes packed and not yet freed, and bytes whose read was submitted and that were not yet
+            unpacked.
+        departing: Those among them that queued and running writes alone will free.
+        settled: Bytes kept in memory outside the ceiling, because they could not be written or because
+            backward uses them.
+        stats: What moved.
+    """
+
+    def __init__(self, ceiling: int | None) -> None:
+        self.ceiling = ceiling
+        self.in_flight = 0
+        self.departing = 0
+        self.settled = 0
+        self.stats = TransferStats()
+
+    # ---- the window ------------------------------------------------------------------------------
+
+    def crowded(self, nbytes: int) -> bool:
+        """Whether ``nbytes`` more would exceed the ceiling; what is larger than it goes alone."""
+        return self.ceiling is not None and self.in_flight > 0 and self.in_flight + nbytes > self.ceiling
+
+    def may_be_read_ahead(self, nbytes: int) -> bool:
+        """Whether the window has room for so much; what it can never hold is read on demand."""
+        return self.ceiling is None or self.in_flight + nbytes <= self.ceiling
+
+    def has_room(self) -> bool:
+        """Whether so much of the window is free that reading ahead is worth a start.
+
+        Filling up every few bytes would wake the I/O threads all the time, each time for one transfer.
+        """
+        return self.ceiling is None or self.in_flight <= REFILL_BELOW * self.ceiling
+
+    # ---- records ---------------------------------------------------------------------------------
+
+    def charge(self, record: Record) -> None:
+        """The memory of a record is in flight from now on."""
+        if not record.charged:
+            record.charged = record.nbytes
+            self._add_in_flight(record.charged)
+            self._count_departing(record, +1)
+
+    def uncharge(self, record: Record) -> None:
+        """It is no longer."""
+        if record.charged:
+            self._count_departing(record, -1)
+            self._add_in_flight(-record.charged)
+            record.charged = 0
+
+    def keep(self, record: Record) -> bool:
+        """A pinned record no longer counts as in flight: it is kept, or in use by backward.
+
+        Returns:
+            Whether it did until now.
+        """
+        if not record.charged:
+            return False
+        self.uncharge(record)
+        self.settled += record.nbytes
+        return True
+
+    def change(
+        self, record: Record, *, writes: int = 0, deferred: bool | None = None, pinned: bool | None = None
+    ) -> None:
+        """Changes what tells whether writes alone will free a record.
+
+        Args:
+            record: The record.
+            writes: How many more writes are queued or running than before.
+            deferred: New value of the attribute.
+            pinned: New value of the attribute.
+        """
+        self._count_departing(record, -1)
+        record.writes += writes
+        if deferred is not None:
+            record.deferred = deferred
+        if pinned is not None:
+            record.pinned = pinned
+        self._count_departing(record, +1)
+
+    # ---- spans read ahead ------------------------------------------------------------------------
+
+    def charge_span(self, span: Span) -> None:
+        """The buffer of a span is in flight from the submission of its read on."""
+        span.charged = span.nbytes
+        self._add_in_flight(span.charged)
+
+    def uncharge_span(self, span: Span) -> int:
+        """It was unpacked, or dropped; returns the bytes that counted."""
+        charged, span.charged = span.charged, 0
+        self._add_in_flight(-charged)
+        return charged
+
+    # ---- sums ------------------------------------------------------------------------------------
+
+    def reset_stats(self) -> TransferStats:
+        """Starts new :attr:`stats` and returns the old ones."""
+        old, self.stats = self.stats, TransferStats()
+        self._add_in_flight(0)
+        return old
+
+    def _count_departing(self, record: Record, sign: int) -> None:
+        if record.writes and not record.deferred and not record.pinned:
+            self.departing += sign * record.charged
+
+    def _add_in_flight(self, nbytes: int) -> None:
+        self.in_flight += nbytes
+        stats = self.stats
+        stats.in_flight_peak = max(stats.in_flight_peak, self.in_flight)
+        stats.own_peak = max(stats.own_peak, self.in_flight + self.settled)
