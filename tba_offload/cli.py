@@ -167,18 +167,16 @@ def _writing(path: str | os.PathLike[str]) -> Iterator[None]:
 )
 @click.option(
     "--window",
-    default="10MiB",
-    show_default=True,
-    help="Bytes in flight at the smallest batch size; grows with the batch size.",
+    help="Bytes in flight at the smallest batch size; grows with the batch size.  [default: 10MiB]",
 )
 @click.option(
     "--policy",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="YAML file with the policy of the offload strategy.",
+    help="YAML file with the policy of the offload strategy; its budget replaces --window.",
 )
 @click.option("--threads", type=click.IntRange(min=1), help="Compute threads of each process.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON and nothing else.")
-def demo(*, as_json: bool, window: str, **options: Any) -> None:
+def demo(*, as_json: bool, window: str | None, **options: Any) -> None:
     """Train a small Megatron GPT on real text three ways at once and compare them.
 
     keep, recompute and offload alternate step by step, each in a process of its own. Prints the table, and

@@ -93,6 +93,9 @@ def _limit(value: object) -> int | None:
     return None if value is None else _bytes(value) or None
 
 
+_BLOCK = 4096
+"""Extents are multiples of this many bytes."""
+
 _Limit = Annotated[int | None, BeforeValidator(_limit)]
 _Threshold = Annotated[int, BeforeValidator(_bytes)]
 
@@ -136,12 +139,19 @@ class BudgetConfig:
     """Hard ceilings in bytes. Sizes are whole bytes or text with a unit; 0 and None mean no limit.
 
     Attributes:
-        activation_bytes: Activations resident on the device.
+        activation_bytes: Activations of offloaded layers resident on the device. Layers placed ``auto`` keep
+            to it when the drive is slow; and no more than this is ever in flight.
         in_flight_bytes: Activations that are being written, or read back and not yet used.
     """
 
     activation_bytes: _Limit = None
     in_flight_bytes: _Limit = 256 * 2**20
+
+    @property
+    def ceiling(self) -> int | None:
+        """Most bytes in flight: the lower of the two limits."""
+        limits = [limit for limit in (self.activation_bytes, self.in_flight_bytes) if limit is not None]
+        return min(limits, default=None)
 
 
 @_settings
@@ -149,10 +159,10 @@ class StoreConfig:
     """Where offloaded bytes go.
 
     Attributes:
-        kind: ``gds`` (GPUDirect Storage), ``file``, ``host`` (memory of the host), or ``auto``: the
-            fastest that works here.
+        kind: ``file``, ``host`` (memory of the host), ``auto``, which is ``file``, or ``gds`` (GPUDirect
+            Storage).
         directories: One per drive; extents are spread over them. ``~`` is expanded, relative ones start
-            at the working directory. If empty, the session makes a temporary directory.
+            at the working directory. If empty, the system's directory for temporary files.
         capacity: Bytes that the store may hold at most; 0 and None mean as much as there is room for.
         checksum: Whether bytes that are read are compared with those written.
     """
@@ -173,6 +183,16 @@ class StoreConfig:
                 raise ConfigError(f"{str(directory)!r} is given twice; name each directory once")
             seen.add(directory.absolute())
         return directories
+
+    @pydantic.field_validator("capacity")
+    @classmethod
+    def _holds_an_extent(cls, capacity: int | None, info: ValidationInfo) -> int | None:
+        least = _BLOCK * max(len(info.data.get("directories", ())), 1)
+        if capacity is not None and capacity < least:
+            raise ConfigError(
+                f"{capacity} bytes hold no extent; the least is {least} bytes, 4 KiB a directory"
+            )
+        return capacity
 
 
 @_settings

@@ -100,7 +100,7 @@ class Session:
         self.offloader = Offloader(
             self.store,
             self._device,
-            ceiling=config.budget.in_flight_bytes,
+            ceiling=config.budget.ceiling,
             keep_when_full=config.on_full == "keep",
         )
         self.capture = Capture(
@@ -108,7 +108,7 @@ class Session:
             min_tensor_bytes=config.min_tensor_bytes,
             budget_bytes=config.budget.activation_bytes,
         )
-        self._meter: MemoryMeter | None = meter_of(self._device) if measure_memory else None
+        self._meter: MemoryMeter | None = None
         self._resident = ResidentPeak()
         self._steps = 0
         self._step: Step | None = None
@@ -116,10 +116,14 @@ class Session:
         self._closed = False
         self._inert = False
         self._warned = False
+        self._warned_left_alone = False
         try:
+            self._meter = meter_of(self._device) if measure_memory else None
             header = self._header(strategy, model_info)
             self._run_log = RunLogWriter(run_log, header) if run_log is not None else None
         except BaseException:
+            if self._meter is not None:
+                self._meter.close()
             self.store.close()
             raise
         self._sites = [self._install(index, layer) for index, layer in enumerate(stack.layers)]
@@ -153,7 +157,7 @@ class Session:
             ConfigError: The policy is wrong or asks for another store or budget.
         """
         self._check_usable()
-        if self._step is not None:
+        if self._open_step() is not None:
             raise SessionError("placements cannot change inside a step; apply the policy between steps")
         wanted = read_config(config)
         if (wanted.store, wanted.budget) != (self.config.store, self.config.budget):
@@ -171,9 +175,15 @@ class Session:
         return list(self._records)
 
     def close(self) -> None:
-        """Gives the model back as it was, closes the store and the run log. May be called twice."""
+        """Gives the model back as it was, closes the store and the run log. May be called twice.
+
+        Raises:
+            SessionError: A step is open.
+        """
         if self._closed:
             return
+        if self._open_step() is not None:
+            raise SessionError("a session cannot be closed inside one of its steps")
         self._closed = True
         _open_sessions.discard(self)
         for site in self._sites:
@@ -239,10 +249,22 @@ class Session:
         if placement is Placement.RECOMPUTE:
             return self._stack.checkpoint(site.forward, *args, **kwargs)
         if _hooks_are_taken():
-            self.capture.trace.left_alone += 1
+            self._leave_alone(site)
             return site.forward(*args, **kwargs)
         with LayerHooks(self.capture, scope.key, when_slow=self._keeps_when_slow(placement)):
             return site.forward(*args, **kwargs)
+
+    def _leave_alone(self, site: _Site) -> None:
+        """A layer runs inside somebody else's hooks, where ours cannot be."""
+        self.capture.trace.left_alone += 1
+        if not self._warned_left_alone:
+            self._warned_left_alone = True
+            warnings.warn(
+                f"layer {site.layer.id.number} ({site.layer.id.name}) runs inside saved-tensor hooks or a "
+                "transform of somebody else (a checkpoint, save_on_cpu, torch.func), so it is not offloaded; "
+                "switch that off, or place the layer keep. the run log counts left_alone_scopes",
+                stacklevel=6,
+            )
 
     def _keeps_when_slow(self, placement: Placement) -> bool:
         """``offload`` waits for a slow drive unless told otherwise, ``auto`` keeps."""
@@ -284,7 +306,7 @@ class Session:
 
     def _begin(self, step: Step) -> None:
         self._check_usable()
-        if self._step is not None:
+        if self._open_step() is not None:
             raise SessionError("another step of this session is still open")
         self.offloader.drain()
         self._raise_failures()
@@ -296,7 +318,14 @@ class Session:
         self._resident.reset()
         if self._meter is not None:
             self._meter.reset()
+        step.measure_base()
         self._step = step
+
+    def _open_step(self) -> Step | None:
+        """The step that is open; one whose end was interrupted is ended now."""
+        if self._step is not None and self._step.left:
+            self._end(failed=True)
+        return self._step
 
     def _end(self, *, failed: bool) -> None:
         self._step = None
@@ -343,6 +372,7 @@ class Session:
             given_up_bytes=stats.given_up,
             held_bytes=stats.held,
             fallback_kept_bytes=stats.fallback_kept + self.capture.slow_kept_bytes,
+            left_alone_scopes=trace.left_alone,
         )
 
     def _log(self, record: StepRecord) -> None:
@@ -397,6 +427,7 @@ class Step:
         record: The :class:`StepRecord`, once the block has ended without an exception.
         seconds: Duration of the block.
         activation_peak_bytes: Peak of live bytes in the block minus those live when it began.
+        left: Whether its block has ended.
         gradients_allocated: Whether every gradient existed when the block began; otherwise those that
             backward allocates count as activations.
     """
@@ -410,17 +441,21 @@ class Step:
         self.seconds = 0.0
         self.activation_peak_bytes: int | None = None
         self.gradients_allocated = False
+        self.left = False
         self._began = 0.0
         self._base = 0
 
     def __enter__(self) -> Self:
+        self._session._begin(self)
+        return self
+
+    def measure_base(self) -> None:
+        """What the figures of the step are differences to; the session calls it when it is ready."""
         session = self._session
-        session._begin(self)
         self.gradients_allocated = session._gradients_allocated()
         if session._meter is not None:
             self._base = session._meter.live()
         self._began = time.perf_counter()
-        return self
 
     def __exit__(
         self,
@@ -428,12 +463,17 @@ class Step:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self.left = True
         session = self._session
         if session._inert:
             return
-        self.seconds = time.perf_counter() - self._began
-        if session._meter is not None:
-            self.activation_peak_bytes = max(session._meter.peak() - self._base, 0)
+        try:
+            self.seconds = time.perf_counter() - self._began
+            if session._meter is not None:
+                self.activation_peak_bytes = max(session._meter.peak() - self._base, 0)
+        except BaseException:
+            session._end(failed=True)
+            raise
         session._end(failed=kind is not None)
         if kind is None:
             self.record = session._record(self)
@@ -529,6 +569,8 @@ def _is_method_of(site: _Site) -> bool:
 def _uninstall(site: _Site) -> None:
     """Puts the layer's own forward back: the class's method, or what stood on the instance."""
     module = site.layer.module
+    if not isinstance(module.forward, _AttachedForward):
+        return  # somebody wrapped it since; ours stays below and passes everything through
     if _is_method_of(site):
         del module.forward
     else:

@@ -127,33 +127,60 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().reshape(-1, VOCAB), tokens[:, 1:].reshape(-1))
 
 
+def numbered_loss(model: nn.Module, number: int) -> Tensor:
+    return loss_of(model, make_tokens(number))
+
+
 @dataclass
 class History:
-    """Everything that must not change: losses, gradients of every step, the parameters at the end."""
+    """What must not change: losses and gradients of every step, parameters and random states at the end."""
 
     losses: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
     parameters: list[Tensor] = field(default_factory=list)
+    random_states: list[Tensor] = field(default_factory=list)
 
     def tensors(self) -> Iterator[Tensor]:
-        yield from (*self.losses, *self.gradients, *self.parameters)
+        yield from (*self.losses, *self.gradients, *self.parameters, *self.random_states)
 
 
-def train(model: nn.Module, session: object = None, *, steps: int = 3, micro_batches: int = 1) -> History:
-    """A few steps of Adam; ``session.step()`` around forward and backward if there is a session."""
+def train(
+    model: nn.Module,
+    session: object = None,
+    *,
+    steps: int = 3,
+    micro_batches: int = 1,
+    before_step: Callable[[int], object] | None = None,
+    loss: Callable[[nn.Module, int], Tensor] = numbered_loss,
+    seed: Callable[[int], object] = torch.manual_seed,
+) -> History:
+    """A few steps of Adam; ``session.step()`` around forward and backward if there is a session.
+
+    Args:
+        model: The model.
+        session: The session that is attached to it.
+        steps: How many steps.
+        micro_batches: Whose gradients are summed in a step.
+        before_step: Called with the number of each step.
+        loss: Of a model on the micro-batch with a number.
+        seed: Seeds all random number generators.
+    """
     history = History()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    torch.manual_seed(7)
+    seed(7)
     for step in range(steps):
+        if before_step is not None:
+            before_step(step)
         with session.step() if session is not None else nullcontext():  # type: ignore[attr-defined]
             for micro_batch in range(micro_batches):
-                loss = loss_of(model, make_tokens(100 * step + micro_batch)) / micro_batches
-                loss.backward()
-                history.losses.append(loss.detach())
+                result = loss(model, 100 * step + micro_batch) / micro_batches
+                result.backward()
+                history.losses.append(result.detach())
         history.gradients += [parameter.grad.clone() for parameter in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()
     history.parameters = [parameter.detach().clone() for parameter in model.parameters()]
+    history.random_states = [torch.get_rng_state()]
     return history
 
 

@@ -220,7 +220,7 @@ class Later(CpuDevice):
     def __init__(self) -> None:
         self.reached = threading.Event()
 
-    def event(self) -> Any:
+    def event(self, stream: Any = None) -> Any:
         return self
 
     def synchronize(self) -> None:
@@ -814,6 +814,7 @@ def test_11c_a_small_view_does_not_keep_a_large_storage(step: int, threshold: in
         assert_all_given_back(session)
 
 
+@pytest.mark.filterwarnings("ignore:layer . .* runs inside saved-tensor hooks:UserWarning")
 @pytest.mark.parametrize("transform", ["grad", "vjp", "vmap", "jacrev", "functional_call"])
 def test_11d_a_transform_of_attached_layers_passes_through(transform: str) -> None:
     def work(net: Net, number: int) -> list[Tensor]:
@@ -933,6 +934,7 @@ def test_11e_an_interrupt_inside_pack_does_not_block_the_next_step() -> None:
 # 12. Hooks in hooks
 
 
+@pytest.mark.filterwarnings("ignore:layer . .* runs inside saved-tensor hooks:UserWarning")
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_12_a_checkpoint_around_layers(reentrant: bool, dropout: float) -> None:
@@ -958,6 +960,7 @@ def test_12_a_checkpoint_inside_a_layer(reentrant: bool) -> None:
     assert all(record.offloaded_bytes > 0 for record in records)
 
 
+@pytest.mark.filterwarnings("ignore:layer . .* runs inside saved-tensor hooks:UserWarning")
 def test_12_save_on_cpu_around_layers_and_inside() -> None:
     def mix(h: Tensor) -> Tensor:
         with torch.autograd.graph.save_on_cpu():

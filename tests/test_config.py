@@ -208,7 +208,7 @@ _LIMITS = st.none() | st.integers(1, 2**50)
             StoreConfig,
             kind=st.sampled_from(["auto", "gds", "file"]),
             directories=st.sets(st.sampled_from(["/a b", "no", "1", "/ü", "x: y", "- z", "null"])).map(tuple),
-            capacity=_LIMITS,
+            capacity=st.none() | st.integers(1 << 20, 1 << 50),
             checksum=st.booleans(),
         ),
         on_full=st.sampled_from(["keep", "error"]),

@@ -1,15 +1,17 @@
 """The promise: resident activations ≤ kept + ceiling + 1.2 largest scopes, at every moment and any depth.
 
 What is resident is not asked from the offloader. A dispatch mode sees every storage that PyTorch makes on the
-training thread, restored buffers and temporaries and gradients of activations among them, and follows it with
-a weak reference; the allocator's own figure is compared over depth.
+training thread, temporaries and gradients of activations among them, and follows it with a weak reference;
+buffers for restored bytes are counted where they are allocated; the allocator's own figure is compared over
+depth.
 """
 
 from __future__ import annotations
 
 import weakref
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack, nullcontext
+from typing import TYPE_CHECKING, Any, Self
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import tba_offload as tba
+from tba_offload.device.ranges import ByteRange, aligned_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,6 +44,22 @@ class LiveBytes(TorchDispatchMode):
         self.live = 0
         self.peak = 0
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._patches = ExitStack()
+
+    def __enter__(self) -> Self:
+        for place in ("transfer.offloader", "capture.hooks"):
+            self._patches.enter_context(mock.patch(f"tba_offload.{place}.aligned_range", self._allocate))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._patches.close()
+        super().__exit__(*error)
+
+    def _allocate(self, *arguments: Any) -> ByteRange:
+        found = aligned_range(*arguments)
+        self._count(found.storage)
+        return found
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

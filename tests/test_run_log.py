@@ -56,6 +56,7 @@ RECORD = StepRecord(
     given_up_bytes=8,
     held_bytes=9,
     fallback_kept_bytes=10,
+    left_alone_scopes=11,
     predicted_peak_bytes=11,
     predicted_seconds=1.3,
 )

@@ -133,10 +133,16 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "neighbour").read_bytes() == b"untouched"
 
 
-def test_missing_directories_are_made_private(tmp_path: Path) -> None:
-    with FileStore(tmp_path / "a" / "b", device=CPU):
+def test_a_missing_directory_is_made_private(tmp_path: Path) -> None:
+    with FileStore(tmp_path / "a", device=CPU):
         assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o700
-        assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o700
+
+
+def test_a_path_that_leads_nowhere_is_not_made(tmp_path: Path) -> None:
+    """It is mistyped, or its drive is not mounted, and bytes would go to another one."""
+    with pytest.raises(StoreError, match="'drive' does not exist; create it, or mount its drive"):
+        FileStore(tmp_path / "drive" / "offload", device=CPU)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_run_directory_is_private_while_it_exists(

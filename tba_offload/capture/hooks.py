@@ -11,12 +11,20 @@ from __future__ import annotations
 
 import weakref
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from tba_offload.capture.identity import Footprint, StaticStorages, View, is_understood, look, version_witness
+from tba_offload.capture.identity import (
+    Footprint,
+    StaticStorages,
+    View,
+    is_understood,
+    look,
+    shares_version,
+    version_witness,
+)
 from tba_offload.capture.scope import ActivationKey, Lookahead, ScopeKey
 from tba_offload.capture.trace import ActivationTrace, Fate, StepTrace
 from tba_offload.device.ranges import aligned_range
@@ -135,20 +143,34 @@ class Capture:
         """Forgets the records of the step; those that autograd still holds live on with their handles."""
         self._records.clear()
         self._kept.clear()
+        if failed:
+            self._pop_left_hooks()
         self.offloader.drain()
         if failed:
             self.lookahead.abandon_step()
             self.offloader.abandon()
 
+    def _pop_left_hooks(self) -> None:
+        """An interrupt may have struck just before a layer popped its hooks."""
+        autograd: Any = torch._C._autograd
+        while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:  # noqa: FBT003
+            layer_hooks = getattr(top[0], "__self__", None)
+            if not isinstance(layer_hooks, LayerHooks) or layer_hooks.capture is not self:
+                return
+            autograd._pop_saved_tensors_default_hooks()
+
     # ---- records ---------------------------------------------------------------------------------
 
-    def find(self, storage: torch.UntypedStorage) -> tuple[Record, ActivationTrace] | None:
-        """The record of a storage that was saved before and has not changed since."""
+    def find(
+        self, storage: torch.UntypedStorage, tensor: torch.Tensor
+    ) -> tuple[Record, ActivationTrace] | None:
+        """The record of a storage that was saved before, if ``tensor`` can tell that it has not changed."""
         found = self._records.get(storage._cdata)
         # The address may belong to another storage by now; the weak reference tells.
         if found is None or found[0].origin() is not storage or not found[0].is_current():
             return None
-        return found
+        # Behind a counter of its own a tensor may have been changed without this record's noticing.
+        return found if shares_version(found[0].version_tensor, tensor) else None
 
     def add(
         self, storage: torch.UntypedStorage, key: ActivationKey, witness: torch.Tensor
@@ -246,10 +268,10 @@ class LayerHooks:
         when_slow: Whether activations may be kept when the ceiling of bytes in flight is reached.
     """
 
-    __slots__ = ("_capture", "_count", "_deferred", "_hooks", "_key", "_when_slow")
+    __slots__ = ("_count", "_deferred", "_hooks", "_key", "_when_slow", "capture")
 
     def __init__(self, capture: Capture, key: ScopeKey, *, when_slow: bool) -> None:
-        self._capture = capture
+        self.capture = capture
         self._key = key
         self._when_slow = when_slow
         self._count = 0
@@ -257,9 +279,9 @@ class LayerHooks:
         self._hooks: saved_tensors_hooks | None = None
 
     def __enter__(self) -> None:
-        self._capture.offloader.raise_failures()
+        self.capture.offloader.raise_failures()
         # Made here and dropped on exit, because it refers back to this object.
-        self._hooks = saved_tensors_hooks(self.pack, self._capture.unpack)
+        self._hooks = saved_tensors_hooks(self.pack, self.capture.unpack)
         self._hooks.__enter__()
 
     def __exit__(
@@ -271,16 +293,18 @@ class LayerHooks:
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
             hooks.__exit__(kind, error, traceback)
+        if kind is not None and not issubclass(kind, Exception):
+            self.capture.offloader.repair()
         # What was put off has to be settled in any case: nothing else would free its memory.
         for record, views in self._deferred.items():
             self._decide(record, views)
-        self._capture.offloader.flush()
+        self.capture.offloader.flush()
 
     # ---- pack ------------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor) -> Kept | Packed:
         """Decides what becomes of a saved tensor and queues its write."""
-        capture = self._capture
+        capture = self.capture
         if type(tensor) is torch.nn.Parameter or torch._C._current_graph_task_id() != -1:
             return Kept(tensor)
         if not is_understood(tensor, capture.device):
@@ -292,7 +316,7 @@ class LayerHooks:
             capture.trace.kept_bytes += storage.nbytes()
             return Kept(tensor)
         view = View.of(tensor)
-        found = capture.find(storage)
+        found = capture.find(storage, tensor)
         if found is not None:
             return self._pack_more(tensor, storage, view, *found)
         if capture.is_kept(storage):
@@ -301,7 +325,7 @@ class LayerHooks:
 
     def _pack_new(self, tensor: torch.Tensor, storage: torch.UntypedStorage, view: View) -> Kept | Packed:
         """A storage that was not saved before in this step, or has changed since."""
-        capture = self._capture
+        capture = self.capture
         footprint = view.footprint()
         if footprint.distinct < capture.min_tensor_bytes:
             return self._keep_small(tensor, view, footprint)
@@ -326,9 +350,10 @@ class LayerHooks:
         trace: ActivationTrace,
     ) -> Packed:
         """Another view of a storage that has a record: only what it lacks is written."""
-        capture = self._capture
+        capture = self.capture
         footprint = view.footprint()
-        capture.trace.deduplicated_bytes += footprint.distinct
+        if record.span_over(footprint.lo, footprint.hi) is not None:
+            capture.trace.deduplicated_bytes += footprint.distinct
         handle = capture.offloader.handle(record, footprint.lo, footprint.hi)
         packed = Packed(tensor, view, handle, version_witness(tensor), trace)
         return self._queue(packed, record, storage, footprint)
@@ -342,7 +367,7 @@ class LayerHooks:
         if distinct < DENSE_FROM * (hi - lo):
             self._defer(packed, record, storage)
         else:
-            self._capture.offloader.require(record, storage, lo, hi)
+            self.capture.offloader.require(record, storage, lo, hi)
         return packed
 
     def _next_key(self) -> ActivationKey:
@@ -353,15 +378,15 @@ class LayerHooks:
     def _keep(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: ActivationKey, fate: Fate
     ) -> Kept:
-        trace = self._capture.trace
+        trace = self.capture.trace
         trace.kept_bytes += storage.nbytes()
         trace.saved(key, storage.nbytes(), fate)
-        self._capture.note_kept(storage)
+        self.capture.note_kept(storage)
         return Kept(tensor)
 
     def _keep_small(self, tensor: torch.Tensor, view: View, footprint: Footprint) -> Kept:
         """Keeps what a small view needs of its large storage, or all of the storage would stay."""
-        self._capture.trace.kept_bytes += footprint.distinct
+        self.capture.trace.kept_bytes += footprint.distinct
         return Kept.copy_of(tensor, view)
 
     # ---- strided views ---------------------------------------------------------------------------
@@ -370,12 +395,12 @@ class LayerHooks:
         """Puts a view with gaps off to the end of the scope: others may need what lies in the gaps."""
         if record not in self._deferred:
             self._deferred[record] = []
-            self._capture.offloader.defer(record, storage)
+            self.capture.offloader.defer(record, storage)
         self._deferred[record].append(weakref.ref(packed))
 
     def _decide(self, record: Record, references: list[weakref.ref[Packed]]) -> None:
         """Writes the span of the views that were put off, or gathers them if they need little of it."""
-        offloader = self._capture.offloader
+        offloader = self.capture.offloader
         alive = [
             packed
             for reference in references
@@ -401,11 +426,11 @@ class LayerHooks:
             record, view = dense[packed.view]
             packed.spread, packed.view = packed.view, view
             lo, hi, _ = view.footprint()
-            packed.handle = self._capture.offloader.handle(record, lo, hi)
+            packed.handle = self.capture.offloader.handle(record, lo, hi)
 
     def _offload_dense(self, packed: Packed, storage: torch.UntypedStorage) -> tuple[Record, View]:
         """Copies the elements of a view together and queues the write of the copy."""
-        capture = self._capture
+        capture = self.capture
         tensor = look(storage, packed.view.distinct()).contiguous()
         copy, view = tensor.untyped_storage(), View.of(tensor)
         capture.offloader.admit(copy.nbytes())

@@ -7,6 +7,7 @@ reference to it stays alive while only C++ holds the storage.
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -93,6 +94,22 @@ def version_witness(tensor: torch.Tensor) -> torch.Tensor:
     return witness
 
 
+def shares_version(witness: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether two tensors have one version counter, so that a change of one is seen at the other.
+
+    Tensors that share a storage need not share the counter: ``.data`` and ``from_numpy`` give a new one.
+    PyTorch offers no question for that, so the counter is moved and moved back.
+    """
+    version = witness._version
+    if tensor._version != version:
+        return False
+    torch._C._autograd._unsafe_set_version_counter((witness,), (version + 1,))
+    try:
+        return tensor._version != version
+    finally:
+        torch._C._autograd._unsafe_set_version_counter((witness,), (version,))
+
+
 def is_understood(tensor: torch.Tensor, device: torch.device) -> bool:
     """Whether a saved tensor is a plain strided one on ``device`` that can be rebuilt from its bytes.
 
@@ -128,20 +145,20 @@ class StaticStorages:
     """
 
     def __init__(self) -> None:
-        self._addresses: frozenset[int] = frozenset()
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def refresh(self, modules: Iterable[torch.nn.Module]) -> None:
         """Reads the storages anew; between steps, because optimizers may replace them."""
-        self._addresses = frozenset(
-            tensor.untyped_storage()._cdata for module in modules for tensor in _static_tensors(module)
-        )
+        storages = (tensor.untyped_storage() for module in modules for tensor in _static_tensors(module))
+        self._storages = {storage._cdata: weakref.ref(storage) for storage in storages}
 
     def __contains__(self, storage: torch.UntypedStorage) -> bool:
-        # The model keeps these storages alive during the step, so their addresses cannot be reused.
-        return storage._cdata in self._addresses
+        found = self._storages.get(storage._cdata)
+        # A gradient may be freed during the step, and its address belong to an activation.
+        return found is not None and found() is storage
 
     def __len__(self) -> int:
-        return len(self._addresses)
+        return len(self._storages)
 
 
 def _static_tensors(module: torch.nn.Module) -> Iterable[torch.Tensor]:

@@ -61,6 +61,8 @@ def find_layers(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
         UnsupportedError: No such list; the layers have to be named.
     """
     chunks = list(model) if isinstance(model, Sequence) else [model]
+    if not chunks:
+        raise UnsupportedError("there is no model to attach to: the list of its chunks is empty")
     found = [(chunk, name, blocks) for chunk, part in enumerate(chunks) for name, blocks in _stacks(part)]
     if not found:
         raise UnsupportedError(
@@ -117,10 +119,10 @@ def _stacks(model: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
     """The outermost lists of at least two blocks of one class that have parameters."""
     inside: list[str] = []
     for name, module in model.named_modules():
-        if any(name.startswith(f"{outer}.") for outer in inside):
+        if any(name.startswith(outer) for outer in inside):
             continue
         if isinstance(module, nn.ModuleList | nn.Sequential) and _are_equal_blocks(list(module)):
-            inside.append(name)
+            inside.append(f"{name}." if name else "")
             yield name or type(module).__name__, list(module)
 
 

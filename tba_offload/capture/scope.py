@@ -93,8 +93,9 @@ class Lookahead:
 
     def _is_lost(self) -> bool:
         """Whether the expected order says little about what was saved in this step."""
-        known = sum(key in self._position for key in self._records)
-        return 2 * known < len(self._records)
+        saved = list(self._records)  # another thread may be saving
+        known = sum(key in self._position for key in saved)
+        return 2 * known < len(saved)
 
     def _expect(self, order: list[ActivationKey]) -> None:
         self._expected = order

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from tba_offload.config import parse_size
 from tba_offload.demo.run import STRATEGIES, DemoSettings, describe, run_demo
-from tba_offload.errors import TbaError
+from tba_offload.errors import ConfigError, TbaError
 from tba_offload.megatron import require_core
 from tba_offload.report.rok import require_matplotlib
 
@@ -31,7 +31,7 @@ _WIDTH = 150  # of the table where the output is not a terminal
 def run_on_console(
     *,
     as_json: bool,
-    window: str,
+    window: str | None,
     output: Path,
     batch_sizes: tuple[int, ...],
     steps: int,
@@ -43,8 +43,11 @@ def run_on_console(
     """Runs the demo with the options of the command line and prints what it found.
 
     Raises:
+        ConfigError: Options that contradict each other.
         TbaError: The losses of the strategies differ, or the demo could not run.
     """
+    if window is not None and policy is not None:
+        raise ConfigError("--window has no effect with --policy; set budget.in_flight_bytes in the policy")
     require_core("the demo")
     require_matplotlib()
     from tba_offload.megatron.gpt import GptShape
@@ -55,7 +58,7 @@ def run_on_console(
         steps=steps,
         output=output,
         directories=directories,
-        in_flight_bytes=parse_size(window),
+        in_flight_bytes=parse_size(window or "10MiB"),
         policy=policy,
         threads=threads,
     )
@@ -121,13 +124,15 @@ def _table(summary: dict[str, Any]) -> Table:
         table.add_column(head, justify="left" if head == "strategy" else "right")
     for size, lanes in summary["batch_sizes"].items():
         for name, figures in lanes.items():
-            table.add_row(size, name, *_cells(figures))
+            table.add_row(size, name, *_cells(name, figures))
         table.add_section()
     return table
 
 
-def _cells(figures: dict[str, Any]) -> list[str]:
+def _cells(strategy: str, figures: dict[str, Any]) -> list[str]:
     def mib(name: str) -> str:
+        if strategy != "offload" and name != "activation_peak_bytes":
+            return ""  # such layers run without hooks, nothing is known of them
         return f"{figures[name] / 2**20:.1f}"
 
     return [

@@ -141,7 +141,9 @@ def _started(entrants: Mapping[str, Entrant]) -> Iterator[dict[str, _Lane]]:
                 lane.answer()
             except EOFError:
                 lane.process.join(timeout=10)
-                raise RaceError(f"{lane.name}: its process ended with {lane.process.exitcode}") from None
+                raise RaceError(
+                    f"{lane.name}: its process ended with status {lane.process.exitcode}"
+                ) from None
         yield lanes
     finally:
         for lane in lanes.values():
@@ -186,8 +188,8 @@ def _run_lane(entrant: Entrant, pipe: Connection) -> None:
         pipe.send((True, None))
         while pipe.recv() == "step":
             pipe.send((True, runner.step()))
-        runner.close()
-        runner = None
+        ending, runner = runner, None
+        ending.close()
         pipe.send((True, None))
     except EOFError:
         pass  # the race is over, for whatever reason

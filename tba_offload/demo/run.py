@@ -16,7 +16,8 @@ from tba_offload.demo.text import write_text
 from tba_offload.demo.trainer import Trainer
 from tba_offload.device.memory import FAST_ALLOCATOR
 from tba_offload.errors import ConfigError
-from tba_offload.policy import Placement
+from tba_offload.plan.plan import Plan
+from tba_offload.policy import LayerId, Placement
 from tba_offload.report.rok import draw, points
 
 if TYPE_CHECKING:
@@ -81,19 +82,47 @@ def run_demo(settings: DemoSettings, *, on_step: Callable[[], object] = lambda: 
         ConfigError: The output directory holds run logs already, or the policy file is wrong.
         RaceError: A strategy failed.
     """
+    policy = _read_policy(settings)
     logs = _claim_output(settings)
-    with tempfile.TemporaryDirectory(prefix="tba-demo-", dir=settings.output) as scratch:
-        text = write_text(Path(scratch) / "text")
-        races = {
-            size: race(_entrants(settings, size, text, Path(scratch), logs), settings.steps, on_step=on_step)
-            for size in settings.batch_sizes
-        }
+    try:
+        races = _race_all(settings, policy, logs, on_step)
+    except BaseException:
+        for log in logs.values():  # half of a comparison is none, and would be in the way of the next
+            log.unlink(missing_ok=True)
+        raise
     summary = summarize(races)
     drawn = points(sorted(logs.values()))
     draw(drawn, settings.output / "rok.svg")
     draw(drawn, settings.output / "rok.png")
     (settings.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     return summary
+
+
+def _race_all(
+    settings: DemoSettings,
+    policy: OffloadConfig | None,
+    logs: Mapping[tuple[int, str], Path],
+    on_step: Callable[[], object],
+) -> dict[int, dict[str, list[Figures]]]:
+    with tempfile.TemporaryDirectory(prefix="tba-demo-", dir=settings.output) as scratch:
+        text = write_text(Path(scratch) / "text")
+        races = {}
+        for size in settings.batch_sizes:
+            configs = {name: _config(settings, policy, name, size, Path(scratch)) for name in STRATEGIES}
+            races[size] = race(
+                _entrants(settings, configs, size, text, logs), settings.steps, on_step=on_step
+            )
+        return races
+
+
+def _read_policy(settings: DemoSettings) -> OffloadConfig | None:
+    """The policy file, held against the layers that the model is going to have."""
+    if settings.policy is None:
+        return None
+    config = load_config(settings.policy)
+    ids = [LayerId(number, f"decoder.layers.{number}", "decoder") for number in range(settings.shape.layers)]
+    Plan.from_policy(config.policy, ids)
+    return config
 
 
 def summarize(races: Mapping[int, Mapping[str, Sequence[Figures]]]) -> Figures:
@@ -166,7 +195,10 @@ def _spreads(lanes: Mapping[str, Sequence[Figures]]) -> dict[str, dict[str, floa
 
 def _claim_output(settings: DemoSettings) -> dict[tuple[int, str], Path]:
     """The run logs to write; none may exist, or figures of two runs would be mixed."""
-    settings.output.mkdir(parents=True, exist_ok=True)
+    try:
+        settings.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the output directory {settings.output}: {error.strerror}") from error
     old = sorted(settings.output.glob("*.jsonl"))
     if old:
         raise ConfigError(
@@ -180,7 +212,11 @@ def _claim_output(settings: DemoSettings) -> dict[tuple[int, str], Path]:
 
 
 def _entrants(
-    settings: DemoSettings, size: int, text: Path, scratch: Path, logs: Mapping[tuple[int, str], Path]
+    settings: DemoSettings,
+    configs: Mapping[str, OffloadConfig],
+    size: int,
+    text: Path,
+    logs: Mapping[tuple[int, str], Path],
 ) -> dict[str, Entrant]:
     return {
         name: Entrant(
@@ -188,7 +224,7 @@ def _entrants(
             {
                 "shape": settings.shape,
                 "text": text,
-                "config": _config(settings, name, size, scratch).to_yaml(),
+                "config": config.to_yaml(),
                 "strategy": name,
                 "batch_size": size,
                 "steps": settings.steps,
@@ -197,13 +233,18 @@ def _entrants(
             },
             FAST_ALLOCATOR,
         )
-        for name in STRATEGIES
+        for name, config in configs.items()
     }
 
 
-def _config(settings: DemoSettings, name: str, size: int, scratch: Path) -> OffloadConfig:
-    if name == "offload" and settings.policy is not None:
-        return load_config(settings.policy)
+def _config(
+    settings: DemoSettings, policy: OffloadConfig | None, name: str, size: int, scratch: Path
+) -> OffloadConfig:
+    if name == "offload" and policy is not None:
+        directories = settings.directories or policy.store.directories
+        if not directories and policy.store.kind != "host":
+            directories = (scratch,)
+        return dataclasses.replace(policy, store=dataclasses.replace(policy.store, directories=directories))
     window = settings.in_flight_bytes * size // min(settings.batch_sizes)
     return OffloadConfig(
         default=Placement(name),

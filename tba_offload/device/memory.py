@@ -122,6 +122,7 @@ class MallocMeter(MemoryMeter):
         self._mallinfo2 = _load_mallinfo2()
         self.source = f"mallinfo2, sampled every {period * 1e3:g} ms"
         self._period = period
+        self._lock = threading.Lock()
         self._peak = 0
         self._watching = threading.Event()
         self._closed = threading.Event()
@@ -134,7 +135,8 @@ class MallocMeter(MemoryMeter):
 
     def reset(self) -> None:
         """Takes a first sample and lets the thread take the others."""
-        self._peak = self.live()
+        with self._lock:
+            self._peak = self.live()
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="tba-memory", daemon=True)
             self._thread.start()
@@ -155,7 +157,8 @@ class MallocMeter(MemoryMeter):
             self._thread = None
 
     def _sample(self) -> None:
-        self._peak = max(self._peak, self.live())
+        with self._lock:  # or a sample from before a reset could come after it
+            self._peak = max(self._peak, self.live())
 
     def _watch(self) -> None:
         while not self._closed.is_set():

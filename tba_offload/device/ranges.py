@@ -53,7 +53,13 @@ class ByteRange:
         return self.storage.device.type == "cpu"
 
     def part(self, start: int, nbytes: int) -> ByteRange:
-        """``nbytes`` of this range from its byte ``start`` on."""
+        """``nbytes`` of this range from its byte ``start`` on.
+
+        Raises:
+            ValueError: It does not have so many.
+        """
+        if start < 0 or nbytes < 0 or start + nbytes > self.nbytes:
+            raise ValueError(f"bytes {start} to {start + nbytes} are not within {self.nbytes}")
         return ByteRange(self.storage, self.start + start, nbytes)
 
     def tensor(self) -> torch.Tensor:

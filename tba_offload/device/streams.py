@@ -11,11 +11,14 @@ import ctypes
 import mmap
 import threading
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from tba_offload.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from tba_offload.device.ranges import ByteRange
 
 
 class Event(Protocol):
@@ -59,8 +62,16 @@ class Device(ABC):
     """Whether :meth:`host_memory` is pinned, so that allocating it blocks the device."""
 
     @abstractmethod
-    def event(self) -> Event:
-        """The point that the calling thread's current stream has been given work up to."""
+    def stream(self) -> Any:
+        """The calling thread's current stream; ``None`` where there are none."""
+
+    @abstractmethod
+    def event(self, stream: Any = None) -> Event:
+        """The point that a stream, by default the calling thread's, has been given work up to."""
+
+    @abstractmethod
+    def use(self, memory: ByteRange, stream: Any) -> None:
+        """Keeps memory that was allocated on another stream from being reused before ``stream`` is done."""
 
     @abstractmethod
     def bind_thread(self) -> None:
@@ -93,9 +104,16 @@ class CpuDevice(Device):
     torch_device = torch.device("cpu")
     pins_memory = False
 
-    def event(self) -> Event:
+    def stream(self) -> None:
+        """There are no streams."""
+        return
+
+    def event(self, stream: object = None) -> Event:  # noqa: ARG002 - the twin has streams
         """The event that is always ready."""
         return READY
+
+    def use(self, memory: ByteRange, stream: object) -> None:
+        """Does nothing: what was called is done."""
 
     def bind_thread(self) -> None:
         """Does nothing: every thread runs on the CPU."""
@@ -123,11 +141,19 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self._local = threading.local()
 
-    def event(self) -> Event:
-        """An event recorded on the calling thread's current stream of this device."""
+    def stream(self) -> torch.cuda.Stream:
+        """The calling thread's current stream of this device."""
+        return torch.cuda.current_stream(self.torch_device)
+
+    def event(self, stream: torch.cuda.Stream | None = None) -> Event:
+        """An event recorded on a stream, by default the calling thread's current one."""
         event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.torch_device))
+        event.record(self.stream() if stream is None else stream)
         return event
+
+    def use(self, memory: ByteRange, stream: torch.cuda.Stream) -> None:
+        """Tells the caching allocator that ``stream`` reads the memory."""
+        memory.tensor().record_stream(stream)
 
     def bind_thread(self) -> None:
         """Sets the calling thread's current device: threads start on device 0."""

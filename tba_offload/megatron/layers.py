@@ -105,7 +105,8 @@ def checkpoint_layer(forward: Callable[..., Output], /, *args: Any, **kwargs: An
     to it and is seen by saved-tensor hooks; everything else (masks, rotary tables, settings) is closed
     over, as it is shared between layers and frees nothing.
 
-    Without a tensor that requires a gradient, or without gradients, it just runs the layer.
+    Without gradients it just runs the layer. An input without a gradient, as frozen embeddings give, gets one
+    that nobody reads: Megatron's checkpoint would otherwise not be part of the graph.
 
     Args:
         forward: The layer's own forward.
@@ -117,6 +118,9 @@ def checkpoint_layer(forward: Callable[..., Output], /, *args: Any, **kwargs: An
     """
     given: _Arguments = dict(enumerate(args)) | kwargs
     inputs = {key: value for key, value in given.items() if _requires_grad(value)}
+    if not inputs and _trains(forward):
+        inputs = {key: value.detach().requires_grad_() for key, value in given.items() if _is_real(value)}
+        inputs = dict(itertools.islice(inputs.items(), 1))  # the hidden states come first
     if not inputs or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     # The closure must not hold the inputs, or whoever offloads them could free nothing.
@@ -170,6 +174,16 @@ def _place(origin: Any, made: Iterator[Tensor], given: _Arguments) -> Any:
     if origin is _MADE:
         return next(made)
     return given[origin.key] if isinstance(origin, _Argument) else origin
+
+
+def _trains(forward: Callable[..., Any]) -> bool:
+    """Whether the layer has a parameter that is trained, as far as its forward tells."""
+    layer = getattr(forward, "__self__", None)
+    return not isinstance(layer, nn.Module) or any(p.requires_grad for p in layer.parameters())
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _requires_grad(value: Any) -> bool:

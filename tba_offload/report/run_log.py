@@ -83,7 +83,7 @@ class StepRecord:
     None always means *not measured* or *not known*, never zero.
 
     Attributes:
-        step: Number of the step within the session, from 0.
+        step: Number of the step within the session, from 1.
         seconds: Wall-clock time of the whole ``with session.step()`` block.
         forward_seconds: Time spent in forward passes.
         backward_seconds: Time spent in backward passes.
@@ -93,7 +93,8 @@ class StepRecord:
         loss: The loss, exactly as the caller gave it; may be NaN or infinite.
         activation_peak_bytes: Peak device memory minus the base, read from the allocator.
         peak_source: How ``activation_peak_bytes`` was measured, such as ``"cuda allocator"``.
-        own_peak_bytes: Peak of the activations resident on the device by our own books.
+        own_peak_bytes: Peak of the resident activations of captured layers by our own books. Layers that
+            are placed keep or recompute run without hooks, and nothing is known of them.
         resident_peak_bytes: Peak resident set of the process as the operating system counts it (VmHWM).
         gradients_allocated: Whether all gradients existed when the base was read. If not, their memory is
             part of ``activation_peak_bytes``.
@@ -101,7 +102,7 @@ class StepRecord:
         read_bytes: Bytes read back from the store.
         forwarded_bytes: Bytes handed to backward from memory, without a read, because they were still there.
         deduplicated_bytes: Bytes not written because the same storage was offloaded already.
-        kept_bytes: Bytes of activations that stayed on the device, for whatever reason.
+        kept_bytes: Bytes that captured layers kept because they are small, not understood, or held elsewhere.
         recomputed_scopes: Scopes that were recomputed in backward.
         scopes: Scopes that ran: one for each layer, micro-batch and model chunk.
         in_flight_peak_bytes: Most bytes in flight at one time: packed and not yet freed, plus read ahead and
@@ -109,6 +110,7 @@ class StepRecord:
         given_up_bytes: Prefetches given up, to be read on demand instead.
         held_bytes: Bytes offloaded in vain, because something else kept their storage alive.
         fallback_kept_bytes: Bytes kept although the plan said offload: store full or drive too slow.
+        left_alone_scopes: Executions of layers inside somebody else's saved-tensor hooks, not captured.
         predicted_peak_bytes: What the plan predicted for the activation peak; None before there is a plan.
         predicted_seconds: What the plan predicted for ``seconds``; None before there is a plan.
         extra: Keys that this version does not know; written back as they were read.
@@ -140,6 +142,7 @@ class StepRecord:
     given_up_bytes: int = 0
     held_bytes: int = 0
     fallback_kept_bytes: int = 0
+    left_alone_scopes: int = 0
     predicted_peak_bytes: int | None = None
     predicted_seconds: float | None = None
     extra: Json = field(default_factory=dict)

@@ -8,12 +8,13 @@ store; each gives an :class:`IoFuture`.
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 from _thread import allocate_lock
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Self
 
-from tba_offload.errors import ConfigError, MissingDependencyError, StoreError
+from tba_offload.errors import ConfigError, MissingDependencyError, StoreError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -213,13 +214,23 @@ class ActivationStore(ABC):
         """
 
     @abstractmethod
-    def write(self, extent: Extent, source: ByteRange, after: Event) -> IoFuture:
+    def write(
+        self,
+        extent: Extent,
+        source: ByteRange,
+        after: Event,
+        *,
+        done: Callable[[IoFuture], object] | None = None,
+    ) -> IoFuture:
         """Queues a write of a whole extent.
+
+        If this raises, an interrupt included, no transfer is queued or running that would not call ``done``.
 
         Args:
             extent: Where to; no other transfer of it may be queued or running.
             source: The bytes.
             after: The write starts when this point of the device's work is reached.
+            done: Called as by :meth:`IoFuture.add_done_callback`, and known before the write can start.
 
         Raises:
             ValueError: The extent is released or busy, or the range does not fit it.
@@ -305,6 +316,7 @@ def open_store(
     Raises:
         ConfigError: An unknown kind, a directory given twice, or directories that do not go with the kind.
         MissingDependencyError: "gds" without kvikio.
+        UnsupportedError: "gds" with kvikio.
         StoreError: A directory cannot be used.
     """
     if kind not in KINDS:
@@ -315,10 +327,20 @@ def open_store(
         "writers": usual if writers is None else writers,
     }
     if kind == "gds":
-        raise MissingDependencyError("kvikio", "store kind 'gds'", extra="gds-cu12")
+        _refuse_gds()
     if kind == "host" or (kind == "auto" and not directories):
         return _open_host(directories, capacity, device, checksum=checksum, threads=threads)
     return _open_files(directories, capacity, device, checksum=checksum, threads=threads)
+
+
+def _refuse_gds() -> NoReturn:
+    try:
+        importlib.import_module("kvikio")
+    except ImportError as error:
+        raise MissingDependencyError("kvikio", "store kind 'gds'", extra="gds-cu12") from error
+    raise UnsupportedError(
+        "store kind 'gds' is not implemented yet; use 'file', which needs no GPUDirect Storage"
+    )
 
 
 def threads_per_direction() -> int:

@@ -169,7 +169,10 @@ class RunFile:
 
 
 def open_directory(path: str) -> int:
-    """Opens a directory, creating what is missing with mode 0700.
+    """Opens a directory; if only the last part of the path is missing, it is created with mode 0700.
+
+    More than that is not created: a path that leads nowhere is likely mistyped, or on a drive that is not
+    mounted.
 
     Symbolic links are followed, except one that another user has put into a directory that everybody may
     write to.
@@ -178,7 +181,8 @@ def open_directory(path: str) -> int:
         A descriptor that serves as ``dir_fd``.
 
     Raises:
-        StoreError: A link on the way is not to be trusted, or there are too many.
+        StoreError: A part of the path does not exist, a link on the way is not to be trusted, or there are
+            too many.
         OSError: The directory cannot be reached or created.
     """
     names = [*reversed(Path(path).expanduser().absolute().parts[1:])]
@@ -188,7 +192,7 @@ def open_directory(path: str) -> int:
         while names:
             name = names.pop()
             try:
-                below = _enter(here, name)
+                below = _enter(here, name, path, create=not names)
             except NotADirectoryError:
                 links += 1
                 target = Path(_read_link(here, name, path, links))
@@ -204,10 +208,14 @@ def open_directory(path: str) -> int:
     return here
 
 
-def _enter(here: int, name: str) -> int:
+def _enter(here: int, name: str, path: str, *, create: bool) -> int:
     try:
         return os.open(name, _SEARCH, dir_fd=here)
     except FileNotFoundError:
+        if not create:
+            raise StoreError(
+                errno.ENOENT, f"{name!r} does not exist; create it, or mount its drive", path
+            ) from None
         with suppress(FileExistsError):  # another process may be faster
             os.mkdir(name, 0o700, dir_fd=here)
         return os.open(name, _SEARCH, dir_fd=here)

@@ -10,11 +10,12 @@ import atexit
 import errno
 import os
 import threading
+import time
 import traceback
 import warnings
 import weakref
 from abc import abstractmethod
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,9 +24,15 @@ from tba_offload.store.base import ActivationStore, Extent, IoFuture
 from tba_offload.store.extents import BLOCK, ExtentAllocator, round_up
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import xxhash
 
     from tba_offload.device import ByteRange, Device, Event
+
+
+_PATIENCE_AT_FORK = 10.0
+"""Seconds that a fork waits for running reads."""
 
 
 class Backing(Protocol):
@@ -65,7 +72,6 @@ class Transfer(IoFuture):
 
     def __init__(
         self,
-        store: QueuedStore,
         lease: _Lease,
         memory: ByteRange,
         after: Event,
@@ -74,7 +80,7 @@ class Transfer(IoFuture):
         padded: bool,
     ) -> None:
         super().__init__()
-        self.store: QueuedStore | None = store
+        self.store: QueuedStore | None = None  # until the store counts it as pending
         self.lease = lease
         self.memory: ByteRange | None = memory
         self.after: Event | None = after
@@ -125,9 +131,11 @@ class _Lane:
 
     def __init__(self, name: str, count: int) -> None:
         self.jobs: SimpleQueue[Transfer | None] = SimpleQueue()
+        self.busy = [threading.Lock() for _ in range(count)]
+        """Each held while its thread moves bytes."""
         self.threads = [
-            threading.Thread(target=_serve, args=(self.jobs,), name=f"tba-{name}-{i}", daemon=True)
-            for i in range(count)
+            threading.Thread(target=_serve, args=(self.jobs, busy), name=f"tba-{name}-{i}", daemon=True)
+            for i, busy in enumerate(self.busy)
         ]
         for thread in self.threads:
             thread.start()
@@ -153,11 +161,12 @@ class _Lane:
             thread.join()
 
 
-def _serve(jobs: SimpleQueue[Transfer | None]) -> None:
+def _serve(jobs: SimpleQueue[Transfer | None], busy: threading.Lock) -> None:
     """The life of an I/O thread."""
     while (job := jobs.get()) is not None:
-        if job.claim():
-            job.run()
+        with busy:
+            if job.claim():
+                job.run()
         del job
 
 
@@ -247,19 +256,30 @@ class QueuedStore(ActivationStore):
         lead = address % self.alignment
         length = round_up(lead + nbytes, BLOCK)
         self._check_process()
+        offset = None
+        try:
+            with self._lock:
+                self._check_open()
+                offset = self._space.allocate(length)
+                if offset is not None:
+                    extent = Extent(offset, length, nbytes, lead, self._drive)
+                    self._leases[offset] = _Lease(extent)
+                    return extent
+        except BaseException:
+            if offset is not None:  # an interrupt: nobody would know of the extent
+                self._free(offset, length)
+            raise
+        raise StoreFullError(
+            errno.ENOSPC,
+            f"{length} bytes do not fit: {self._space.used} of the store's capacity of "
+            f"{self.capacity_bytes} bytes are taken; raise store.capacity or offload less",
+            self.name,
+        )
+
+    def _free(self, offset: int, length: int) -> None:
         with self._lock:
-            self._check_open()
-            offset = self._space.allocate(length)
-            if offset is None:
-                raise StoreFullError(
-                    errno.ENOSPC,
-                    f"{length} bytes do not fit: {self._space.used} of the store's capacity of "
-                    f"{self.capacity_bytes} bytes are taken; raise store.capacity or offload less",
-                    self.name,
-                )
-            extent = Extent(offset, length, nbytes, lead, self._drive)
-            self._leases[offset] = _Lease(extent)
-        return extent
+            self._leases.pop(offset, None)
+            self._space.free(offset, length)
 
     def release(self, extent: Extent) -> None:
         """Gives an extent back; see :meth:`ActivationStore.release`."""
@@ -273,18 +293,18 @@ class QueuedStore(ActivationStore):
             del self._leases[extent.offset]
             self._space.free(extent.offset, extent.length)
 
-    def write(self, extent: Extent, source: ByteRange, after: Event) -> IoFuture:
+    def write(
+        self,
+        extent: Extent,
+        source: ByteRange,
+        after: Event,
+        *,
+        done: Callable[[IoFuture], object] | None = None,
+    ) -> IoFuture:
         """Queues a write; see :meth:`ActivationStore.write`."""
         _check_fits(extent, source)
         self._check_process()
-        with self._lock:
-            self._check_open()
-            lease = self._lease(extent)
-            if lease.writing or lease.reading:
-                raise ValueError(f"{extent} cannot be written: another transfer of it has not ended")
-            lease.writing = True
-            lease.written = False
-            return self._submit(Transfer(self, lease, source, after, writes=True, padded=False))
+        return self._queue(extent, source, after, writes=True, padded=False, done=done)
 
     def read(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> IoFuture:
         """Queues a read; see :meth:`ActivationStore.read`."""
@@ -292,14 +312,7 @@ class QueuedStore(ActivationStore):
         if padded and self.alignment > 1 and target.on_host:
             self._check_padding(target)
         self._check_process()
-        with self._lock:
-            self._check_open()
-            lease = self._lease(extent)
-            if not lease.written:
-                state = "is being written" if lease.writing else "was never written"
-                raise ValueError(f"{extent} cannot be read: it {state}")
-            lease.reading += 1
-            return self._submit(Transfer(self, lease, target, after, writes=False, padded=padded))
+        return self._queue(extent, target, after, writes=False, padded=padded, done=None)
 
     def pending(self) -> int:
         """Transfers that are queued or running."""
@@ -342,13 +355,60 @@ class QueuedStore(ActivationStore):
         if self._callback_error is not None:
             raise self._callback_error
 
-    # On the training thread, the lock held.
+    # On the training thread.
 
-    def _submit(self, transfer: Transfer) -> Transfer:
+    def _queue(
+        self,
+        extent: Extent,
+        memory: ByteRange,
+        after: Event,
+        *,
+        writes: bool,
+        padded: bool,
+        done: Callable[[IoFuture], object] | None,
+    ) -> Transfer:
+        transfer = None
+        try:
+            with self._lock:
+                lease = self._idle_lease(extent, writes=writes)
+                transfer = Transfer(lease, memory, after, writes=writes, padded=padded)
+                if done is not None:
+                    transfer.add_done_callback(done)
+                self._count(transfer)
+                self._lanes[0 if writes else 1].jobs.put(transfer)
+                return transfer
+        except BaseException:
+            # An interrupt: it must not run without its owner's knowing; if it runs already, it shall end.
+            if transfer is not None and not transfer.cancel():
+                with suppress(StoreError):
+                    transfer.wait()
+            raise
+
+    def _count(self, transfer: Transfer) -> None:
+        """Takes note of a transfer that is about to be queued; the lock is held.
+
+        There is no call between the lines, so no interrupt can fall between them.
+        """
+        lease, nbytes = transfer.lease, transfer.lease.extent.nbytes
+        if transfer.writes:
+            lease.writing = True
+            lease.written = False
+        else:
+            lease.reading += 1
         self._pending += 1
-        self._pending_bytes += transfer.lease.extent.nbytes
-        self._lanes[0 if transfer.writes else 1].jobs.put(transfer)
-        return transfer
+        self._pending_bytes += nbytes
+        transfer.store = self
+
+    def _idle_lease(self, extent: Extent, *, writes: bool) -> _Lease:
+        """The lease of an extent that may be written, or read, now."""
+        self._check_open()
+        lease = self._lease(extent)
+        if writes and (lease.writing or lease.reading):
+            raise ValueError(f"{extent} cannot be written: another transfer of it has not ended")
+        if not writes and not lease.written:
+            state = "is being written" if lease.writing else "was never written"
+            raise ValueError(f"{extent} cannot be read: it {state}")
+        return lease
 
     def _lease(self, extent: Extent) -> _Lease:
         lease = self._leases.get(extent.offset)
@@ -469,11 +529,35 @@ def _close_all() -> None:
             stack.callback(store.close)
 
 
+_held_at_fork: list[threading.Lock] = []
+
+
+def _before_fork() -> None:
+    """Lets no read run during a fork.
+
+    Direct I/O into private memory must not overlap with one: before Linux 6.3 the bytes may arrive in a page
+    that copy-on-write has given to the child. A drive that hangs shall not hang the fork too.
+    """
+    deadline = time.monotonic() + _PATIENCE_AT_FORK
+    reading = [busy for store in list(_open_stores) for busy in store._lanes[1].busy]
+    _held_at_fork.extend(
+        busy for busy in reading if busy.acquire(timeout=max(deadline - time.monotonic(), 0))
+    )
+
+
+def _after_fork_in_parent() -> None:
+    while _held_at_fork:
+        _held_at_fork.pop().release()
+
+
 def _after_fork_in_child() -> None:
+    _held_at_fork.clear()
     for store in list(_open_stores):
         store._abandon()
     _open_stores.clear()
 
 
 atexit.register(_close_all)
-os.register_at_fork(after_in_child=_after_fork_in_child)
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
+)

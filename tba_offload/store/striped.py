@@ -11,7 +11,7 @@ from tba_offload.errors import StoreFullError
 from tba_offload.store.base import ActivationStore, Extent, IoFuture
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from tba_offload.device import ByteRange, Event
 
@@ -81,9 +81,16 @@ class StripedStore(ActivationStore):
         """Gives an extent back; see :meth:`ActivationStore.release`."""
         self._store_of(extent).release(extent)
 
-    def write(self, extent: Extent, source: ByteRange, after: Event) -> IoFuture:
+    def write(
+        self,
+        extent: Extent,
+        source: ByteRange,
+        after: Event,
+        *,
+        done: Callable[[IoFuture], object] | None = None,
+    ) -> IoFuture:
         """Queues a write; see :meth:`ActivationStore.write`."""
-        return self._store_of(extent).write(extent, source, after)
+        return self._store_of(extent).write(extent, source, after, done=done)
 
     def read(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> IoFuture:
         """Queues a read; see :meth:`ActivationStore.read`."""

@@ -6,10 +6,8 @@ The lock that protects the books belongs to the offloader.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from tba_offload.transfer.record import Record, Span
+from tba_offload.transfer.record import Record, Span
 
 REFILL_BELOW = 0.75
 """Reading ahead starts again when less than this share of the window is in flight."""
@@ -63,6 +61,8 @@ class Books:
         self.departing = 0
         self.settled = 0
         self.stats = TransferStats()
+        # Entered before and removed after the attribute says so: see recount().
+        self._charged: dict[Record | Span, None] = {}
 
     # ---- the window ------------------------------------------------------------------------------
 
@@ -86,6 +86,7 @@ class Books:
     def charge(self, record: Record) -> None:
         """The memory of a record is in flight from now on."""
         if not record.charged:
+            self._charged[record] = None
             record.charged = record.nbytes
             self._add_in_flight(record.charged)
             self._count_departing(record, +1)
@@ -96,6 +97,7 @@ class Books:
             self._count_departing(record, -1)
             self._add_in_flight(-record.charged)
             record.charged = 0
+            self._charged.pop(record, None)
 
     def keep(self, record: Record) -> bool:
         """A pinned record no longer counts as in flight: it is kept, or in use by backward.
@@ -132,6 +134,7 @@ class Books:
 
     def charge_span(self, span: Span) -> None:
         """The buffer of a span is in flight from the submission of its read on."""
+        self._charged[span] = None
         span.charged = span.nbytes
         self._add_in_flight(span.charged)
 
@@ -139,6 +142,7 @@ class Books:
         """It was unpacked, or dropped; returns the bytes that counted."""
         charged, span.charged = span.charged, 0
         self._add_in_flight(-charged)
+        self._charged.pop(span, None)
         return charged
 
     # ---- sums ------------------------------------------------------------------------------------
@@ -148,6 +152,21 @@ class Books:
         old, self.stats = self.stats, TransferStats()
         self._add_in_flight(0)
         return old
+
+    def records(self) -> list[Record]:
+        """The records whose memory is in flight."""
+        return [charged for charged in self._charged if isinstance(charged, Record)]
+
+    def recount(self) -> None:
+        """Makes the sums anew from what is charged, after an interrupt that may have fallen between two."""
+        for charged in list(self._charged):
+            if not charged.charged:
+                del self._charged[charged]
+        self.in_flight = sum(charged.charged for charged in self._charged)
+        self.departing = 0
+        for record in self.records():
+            record.writes = sum(piece.pending for piece in record.pieces())
+            self._count_departing(record, +1)
 
     def _count_departing(self, record: Record, sign: int) -> None:
         if record.writes and not record.deferred and not record.pinned:

@@ -164,7 +164,10 @@ class Offloader:
             record.source = storage
             self._books.charge(record)
             self._books.change(record, writes=len(missing))
-            self._outbox += [(record, piece) for piece in missing]
+            stream = self.device.stream()
+            for piece in missing:
+                piece.stream = stream
+                self._outbox.append((record, piece))
             self._outbox_bytes += record.nbytes
             self._changed.notify_all()
         if self._outbox_bytes >= self._batch_bytes:
@@ -186,45 +189,45 @@ class Offloader:
             self._outbox_bytes = 0
             for _, piece in batch:
                 piece.waiting = False
-        after = self.device.event()
-        for done, (record, piece) in enumerate(batch):
-            storage = record.source
-            if storage is None:
-                continue
-            try:
-                self._submit(record, storage, piece, after)
-            except BaseException:
-                # An interrupt, or a full store: nobody may wait for writes that will never start.
-                self._abandon(batch[done:])
-                raise
-
-    def _abandon(self, batch: list[tuple[Record, Piece]]) -> None:
-        """Writes that were collected and will not be handed to the store."""
-        with self._lock:
+        try:
+            # Each write starts behind the work of the stream that produced its bytes.
+            after = {stream: self.device.event(stream) for stream in {piece.stream for _, piece in batch}}
             for record, piece in batch:
-                if piece.write is None and any(piece is other for other in record.pieces()):
-                    self._take_back(record, {piece})
-                    self._settle(record)
+                self._submit(record, piece, after[piece.stream])
+        except BaseException:
+            # An interrupt, or a full store: nobody may wait for writes that will never start.
+            with self._lock:
+                for record, _ in batch:
+                    self._give_up_writes(record)
+            raise
+
+    def _give_up_writes(self, record: Record) -> None:
+        """Takes back what was collected of a record and never came to the store."""
+        lost = {piece for piece in record.pieces() if piece.pending and piece.write is None}
+        if lost:
+            self._take_back(record, lost)
+            self._settle(record)
             self._changed.notify_all()
 
-    def _submit(self, record: Record, storage: torch.UntypedStorage, piece: Piece, after: Event) -> None:
+    def _submit(self, record: Record, piece: Piece, after: Event) -> None:
+        storage = record.source
+        if storage is None or not piece.pending:
+            return
         source = ByteRange(storage, piece.lo, piece.nbytes)
+        piece.address = source.address
+        done = partial(self._written, record, piece)
         try:
-            extent = self.store.reserve(source.nbytes, source.address)
-        except StoreFullError as error:
+            piece.extent = self.store.reserve(source.nbytes, source.address)
+            piece.write = self.store.write(piece.extent, source, after, done=done)
+        except StoreError as error:
             with self._lock:
                 self._unwritten(record, piece, error)
             self.raise_failures()
-            return
-        piece.extent = extent
-        piece.address = source.address
-        piece.write = future = self.store.write(extent, source, after)
-        del source, storage
-        future.add_done_callback(partial(self._written, record, piece))
 
     def _written(self, record: Record, piece: Piece, future: IoFuture) -> None:
         """Runs on an I/O thread when a write has ended."""
         with self._lock:
+            piece.pending = False
             piece.write = None
             if future.error is not None:
                 self._unwritten(record, piece, future.error)
@@ -252,7 +255,7 @@ class Offloader:
         """Pieces that will never be written: their memory stays until the last handle is gone."""
         for piece in pieces:
             piece.write = None
-            piece.waiting = False
+            piece.waiting = piece.pending = False
             if piece.extent is not None:
                 self.store.release(piece.extent)
         record.discard(pieces)
@@ -297,7 +300,10 @@ class Offloader:
             if buffer is None:
                 buffer = self._start_read(span)
             shift = span.shift
+            self._prefetched.pop(span, None)  # another thread that needs room must not take it away
         self._await(record, span)
+        if (stream := self.device.stream()) != span.stream:
+            self.device.use(ByteRange(buffer, 0, buffer.nbytes()), stream)
         with self._lock:
             self._unpacked(handle, span)
         return buffer, shift
@@ -332,16 +338,21 @@ class Offloader:
         """Submits the reads of a span into a new buffer. Called on the training thread, under the lock."""
         alone = len(span.pieces) == 1
         room = aligned_range(span.nbytes, span.address, self.store.alignment, self.device)
-        span.shift = room.start - span.lo
-        span.buffer = room.storage
         after = self.device.event()
-        for piece in span.pieces:
-            target = room if alone else room.part(piece.lo - span.lo, piece.nbytes)
-            # Next to a neighbour in the same buffer the store must not touch the padding.
-            read = self.store.read(_extent_of(piece), target, after, padded=alone)
-            span.reads.append(read)
+        reads: list[IoFuture] = []
+        try:
+            for piece in span.pieces:
+                target = room if alone else room.part(piece.lo - span.lo, piece.nbytes)
+                # Next to a neighbour in the same buffer the store must not touch the padding.
+                reads.append(self.store.read(_extent_of(piece), target, after, padded=alone))
+        except BaseException:
+            # The buffer must not be taken for one that holds the bytes.
+            for read in reads:
+                read.cancel()
+            raise
+        span.restores_into(room, reads, self.device.stream())
         self.stats.read += span.nbytes
-        return span.buffer
+        return room.storage
 
     def _await(self, record: Record, span: Span) -> None:
         """Waits for the reads of a span; the time is a stall."""
@@ -407,8 +418,8 @@ class Offloader:
 
     def _forget_prefetch(self, span: Span) -> None:
         """A span that was read ahead is in use, or will not be."""
+        self._prefetched.pop(span, None)
         if span.charged:
-            self._prefetched.pop(span, None)
             self._books.uncharge_span(span)
 
     def _give_up_farthest(self) -> bool:
@@ -488,7 +499,7 @@ class Offloader:
                 return
             self._cancel_writes(record)
             record.source = storage
-            if not record.pinned and not record.charged:
+            if not self._books.keep(record) and not record.pinned:
                 self._books.settled += record.nbytes
             self._books.change(record, pinned=True)
             running = [piece.write for piece in record.pieces() if piece.write is not None]
@@ -513,11 +524,24 @@ class Offloader:
         with self._lock:
             self._epoch += 1
             self._failures = SimpleQueue()
-        self.flush()
+        self.repair()
         self.drain()
         with self._lock:
             while self._give_up_farthest():
                 pass
+
+    def repair(self) -> None:
+        """After an interrupt, which may have struck between any two operations of the training thread.
+
+        Writes that never came to the store are taken back, and the books are made anew from the records.
+        """
+        with self._lock:
+            self._outbox.clear()
+            self._outbox_bytes = 0
+            for record in self._books.records():
+                self._give_up_writes(record)
+            self._books.recount()
+            self._changed.notify_all()
 
     def raise_failures(self) -> None:
         """Raises the error of a transfer that failed on an I/O thread, if there is one.
@@ -551,15 +575,17 @@ def _release_after(store: ActivationStore, extent: Extent, _: IoFuture) -> None:
     store.release(extent)
 
 
+_FULL = "free space or choose another directory under store.directories, or set on_full: keep"
 _REMEDIES = {
-    "write": "free space or choose another directory under store.directories, or set on_full: keep",
+    "write": "check the drive and the system log, or choose another directory under store.directories",
     "read": "check the drive with its own tools; training cannot go on without these bytes",
     "keep": "an earlier transfer of this activation failed; see the first error",
 }
 
 
 def _transfer_error(what: str, record: Record, cause: BaseException | None) -> TransferError:
-    message = f"could not {what} {record.nbytes} bytes of {record.key}: {cause}; {_REMEDIES[what]}"
+    remedy = _FULL if isinstance(cause, StoreFullError) else _REMEDIES[what]
+    message = f"could not {what} {record.nbytes} bytes of {record.key}: {cause}; {remedy}"
     error = TransferError(message)
     error.__cause__ = cause
     return error

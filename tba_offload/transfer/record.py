@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from tba_offload.device.ranges import ByteRange
     from tba_offload.store.base import Extent, IoFuture
 
 
@@ -38,14 +39,16 @@ class Piece:
     piece of its own.
     """
 
-    __slots__ = ("address", "extent", "hi", "lo", "waiting", "write")
+    __slots__ = ("address", "extent", "hi", "lo", "pending", "stream", "waiting", "write")
 
     def __init__(self, lo: int, hi: int) -> None:
         self.lo = lo
         self.hi = hi
         self.address = 0  # where it lay; bytes are restored at the same place modulo the alignment
         self.extent: Extent | None = None
+        self.stream: object = None  # of the device, on which the bytes were produced
         self.waiting = True  # not handed to the store yet
+        self.pending = True  # neither written nor given up
         self.write: IoFuture | None = None
 
     @property
@@ -57,7 +60,7 @@ class Piece:
 class Span:
     """Bytes [lo, hi) of a storage without a gap, restored into one buffer that all views of it share."""
 
-    __slots__ = ("buffer", "charged", "hi", "lo", "pieces", "reads", "shift", "weak")
+    __slots__ = ("buffer", "charged", "hi", "lo", "pieces", "reads", "shift", "stream", "weak")
 
     def __init__(self, pieces: list[Piece]) -> None:
         self.pieces = pieces
@@ -66,6 +69,7 @@ class Span:
         self.buffer: torch.UntypedStorage | None = None
         self.weak: weakref.ref[torch.UntypedStorage] | None = None
         self.shift = 0  # byte b of the original storage is byte b + shift of the buffer
+        self.stream: object = None  # of the device, on which the buffer was allocated
         self.reads: list[IoFuture] = []
         self.charged = 0
 
@@ -84,6 +88,13 @@ class Span:
         if self.buffer is not None:
             return self.buffer
         return self.weak() if self.weak is not None else None
+
+    def restores_into(self, room: ByteRange, reads: list[IoFuture], stream: object) -> None:
+        """The bytes are on their way into ``room``, allocated on ``stream``."""
+        self.stream = stream
+        self.shift = room.start - self.lo
+        self.buffer = room.storage
+        self.reads = reads
 
     def arrived(self) -> bool:
         """Whether no read of this span is under way."""
@@ -247,7 +258,10 @@ class Handle:
         record.unread += 1
 
     def __del__(self) -> None:
-        self._dropped.put((self.record, self.read))
+        try:  # noqa: SIM105 - a context manager costs more than the rest
+            self._dropped.put((self.record, self.read))
+        except AttributeError:  # an interrupt struck before it was anything
+            pass
 
 
 def _gaps(spans: list[Span], lo: int, hi: int) -> Iterator[tuple[int, int]]:

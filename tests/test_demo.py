@@ -1,0 +1,464 @@
+"""The demo: one tiny real run through the command line, its figures by hand, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from click.testing import CliRunner
+
+from tba_offload import cli
+from tba_offload.config import OffloadConfig
+from tba_offload.demo.race import RaceError
+from tba_offload.demo.run import STRATEGIES, WARM_UP, DemoSettings, describe, run_demo, summarize
+from tba_offload.errors import ConfigError
+from tba_offload.megatron.gpt import GptShape
+from tba_offload.policy import Placement
+from tba_offload.report.run_log import RunHeader, RunLogWriter, StepRecord, read_run_log
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from click.testing import Result
+
+    from tba_offload.demo.race import Entrant
+
+pytestmark = pytest.mark.megatron
+
+TINY = (
+    "--layers",
+    "2",
+    "--hidden",
+    "32",
+    "--heads",
+    "2",
+    "--sequence",
+    "32",
+    "--steps",
+    "4",
+    "--threads",
+    "1",
+)
+SHAPE = GptShape(layers=2, hidden=32, heads=2, sequence=32)
+POLICY = """\
+default: offload
+layers:
+  - match: 1
+    placement: keep
+store:
+  kind: host
+min_tensor_bytes: 1KiB
+"""
+MOVED = ("offloaded", "read", "forwarded", "deduplicated", "kept", "given_up", "held", "fallback_kept")
+RATIOS = {f"{what}_offload_over_{other}" for what in ("peak", "time") for other in ("keep", "recompute")}
+TIMES = {"time_offload_over_keep", "time_offload_over_recompute"}
+FIGURES = {
+    *("activation_peak_bytes", "activation_peak_bytes_median", "resident_peak_bytes"),
+    *("step_seconds_median", "forward_backward_seconds_median", "stall_seconds_median"),
+    *("tokens_per_second", "losses"),
+    *(f"{name}_bytes" for name in MOVED),
+}
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.main, arguments)
+
+
+def assert_structure(summary: dict[str, Any], *sizes: str) -> None:
+    """Every figure that is promised, and no other."""
+    assert set(summary) == {"batch_sizes", "ratios", "spread", "identical_losses", "measured"}
+    assert list(summary["batch_sizes"]) == list(summary["ratios"]) == list(summary["spread"]) == list(sizes)
+    for size in sizes:
+        assert tuple(summary["batch_sizes"][size]) == STRATEGIES
+        assert all(set(figures) == FIGURES for figures in summary["batch_sizes"][size].values())
+        assert set(summary["ratios"][size]) == RATIOS
+        assert set(summary["spread"][size]) == TIMES
+        for spread in summary["spread"][size].values():
+            assert set(spread) == {"median", "low", "high"}
+    assert set(summary["measured"]) == {"activation_peak_bytes", "step_seconds_median", "warm_up_steps"}
+
+
+# A real run
+
+
+@dataclass(frozen=True)
+class Run:
+    result: Result
+    output: Path
+    policy: Path
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        summary: dict[str, Any] = json.loads((self.output / "summary.json").read_text())
+        return summary
+
+    def log(self, strategy: str) -> Path:
+        return self.output / f"{strategy}-b2.jsonl"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Three processes train a GPT on the text of the standard library, the last with a policy file."""
+    directory = tmp_path_factory.mktemp("demo")
+    policy = directory / "policy.yaml"
+    policy.write_text(POLICY)
+    output = directory / "new" / "output"
+    arguments = ("demo", *TINY, "--batch-size", "2", "--output", str(output), "--policy", str(policy))
+    run = Run(call(*arguments), output, policy)
+    assert run.result.exit_code == 0, run.result.output
+    assert multiprocessing.active_children() == []
+    return run
+
+
+def test_a_run_leaves_logs_pictures_and_figures_and_nothing_else(finished: Run) -> None:
+    assert {path.name for path in finished.output.iterdir()} == {
+        *(f"{name}-b2.jsonl" for name in STRATEGIES),
+        *("rok.svg", "rok.png", "summary.json"),
+    }
+    assert (finished.output / "rok.svg").read_bytes().startswith(b"<?xml")
+    assert (finished.output / "rok.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_summary_has_every_figure(finished: Run) -> None:
+    assert_structure(finished.summary, "2")
+    for figures in finished.summary["batch_sizes"]["2"].values():
+        assert figures["activation_peak_bytes"] >= figures["activation_peak_bytes_median"] > 0
+        assert figures["step_seconds_median"] >= figures["forward_backward_seconds_median"] > 0
+        assert len(figures["losses"]) == 4
+
+
+def test_the_strategies_have_the_same_losses(finished: Run) -> None:
+    keep, recompute, offload = (
+        finished.summary["batch_sizes"]["2"][name]["losses"] for name in ("keep", "recompute", "offload")
+    )
+    assert keep == recompute == offload
+    assert len(set(keep)) == 4
+    assert finished.summary["identical_losses"] is True
+
+
+def test_the_summary_is_that_of_the_run_logs(finished: Run) -> None:
+    for name in STRATEGIES:
+        figures, log = finished.summary["batch_sizes"]["2"][name], read_run_log(finished.log(name))
+        assert log.header.strategy == name
+        assert log.header.model["batch_size"] == 2
+        assert {key: log.header.model[key] for key in ("layers", "hidden", "heads", "sequence")} == {
+            "layers": 2,
+            "hidden": 32,
+            "heads": 2,
+            "sequence": 32,
+        }
+        assert log.header.hardware["threads"] == 1
+        assert [step.loss for step in log.steps] == figures["losses"]
+        counted = log.steps[WARM_UP:]
+        assert max(step.activation_peak_bytes or 0 for step in counted) == figures["activation_peak_bytes"]
+        assert {step.peak_source for step in log.steps} == {
+            finished.summary["measured"]["activation_peak_bytes"]
+        }
+        assert all(step.gradients_allocated for step in log.steps)
+        assert {step.tokens for step in log.steps} == {64}
+
+
+def test_each_strategy_did_what_it_is_called(finished: Run) -> None:
+    keep, recompute, offload = (read_run_log(finished.log(name)).steps for name in STRATEGIES)
+    assert [step.recomputed_scopes for step in (keep[-1], recompute[-1], offload[-1])] == [0, 2, 0]
+    assert [step.scopes for step in (keep[-1], recompute[-1], offload[-1])] == [2, 2, 2]
+    assert all(step.offloaded_bytes == 0 for step in (*keep, *recompute))
+    assert all(step.offloaded_bytes > 0 for step in offload)
+
+
+def test_the_policy_file_is_that_of_the_offload_strategy_alone(finished: Run) -> None:
+    policies = {
+        name: OffloadConfig.from_yaml(read_run_log(finished.log(name)).header.policy or "")
+        for name in STRATEGIES
+    }
+    assert policies["offload"] == OffloadConfig.from_yaml(POLICY)
+    assert {name: policies[name].default.value for name in STRATEGIES} == {name: name for name in STRATEGIES}
+    assert policies["keep"].layers == policies["recompute"].layers == ()
+    offload = read_run_log(finished.log("offload"))
+    assert offload.header.store["kind"] == "host"
+    assert read_run_log(finished.log("keep")).header.store["kind"] == "file"
+    # Nothing in so small a model reaches the default of 64 KiB.
+    assert all(step.offloaded_bytes > 0 for step in offload.steps)
+
+
+def test_the_console_says_what_was_run_and_found(finished: Run) -> None:
+    text = finished.result.stdout
+    assert text.startswith(
+        "gpt with 2 layers of width 32, sequence 32, bf16, dropout 0.1; batch sizes 2; 4 steps"
+    )
+    assert all(f" {name} " in text for name in STRATEGIES)
+    assert "losses of the 3 strategies over 4 steps: identical to the last bit\n" in text
+    assert f"activation peak: {finished.summary['measured']['activation_peak_bytes']}\n" in text
+    assert f"curve: {finished.output / 'rok.png'}; figures: {finished.output / 'summary.json'}\n" in text
+    ratio = finished.summary["ratios"]["2"]["peak_offload_over_keep"]
+    assert f"batch size 2: offload needs {ratio:.3f} x the activation peak of keep" in text
+    assert finished.result.stderr.splitlines() == [f"{done} of 12 steps" for done in range(2, 13, 2)]
+
+
+def test_rok_reads_the_run_logs(finished: Run) -> None:
+    logs = [str(finished.log(name)) for name in STRATEGIES]
+    result = call("rok", "--json", *logs, "--warmup", str(WARM_UP))
+    assert result.exit_code == 0, result.output
+    points = json.loads(result.stdout)["points"]
+    assert [point["strategy"] for point in points] == list(STRATEGIES)
+    assert [point["activation_peak_bytes"] for point in points] == [
+        finished.summary["batch_sizes"]["2"][name]["activation_peak_bytes_median"] for name in STRATEGIES
+    ]
+
+
+def test_an_output_with_run_logs_is_not_mixed_with_another_run(finished: Run) -> None:
+    before = {path: path.read_bytes() for path in finished.output.iterdir()}
+    result = call("demo", *TINY, "--output", str(finished.output))
+    assert_one_line(
+        result, 1, f"{finished.output} holds run logs of another run (keep-b2.jsonl); choose a new directory"
+    )
+    assert {path: path.read_bytes() for path in finished.output.iterdir()} == before
+
+
+# Races that did not take place
+
+
+def figures(seconds: float, peak: int, loss: float = 1.0, **others: Any) -> dict[str, Any]:
+    moved = {f"{name}_bytes": 0 for name in MOVED}
+    return {
+        "activation_peak_bytes": peak,
+        "peak_source": "nowhere",
+        "resident_peak_bytes": None,
+        "whole_step_seconds": seconds,
+        "seconds": seconds / 2,
+        "stall_seconds": 0.0,
+        "tokens": 64,
+        "loss": loss,
+        **moved,
+        **others,
+    }
+
+
+WARM = [figures(1000.0, 10**9, loss=float(number)) for number in range(WARM_UP)]
+
+
+def fake_race(rounds: dict[str, list[dict[str, Any]]], seen: list[dict[str, Any]]) -> Callable[..., Any]:
+    """A race that hands out figures, and writes the run logs that the entrants would have written."""
+
+    def race(
+        entrants: Mapping[str, Entrant], steps: int, *, on_step: Callable[[], object]
+    ) -> dict[str, list[dict[str, Any]]]:
+        for name, entrant in entrants.items():
+            seen.append(dict(entrant.arguments) | {"environment": dict(entrant.environment)})
+            with RunLogWriter(entrant.arguments["run_log"], RunHeader(strategy=name)) as log:
+                for step in range(steps):
+                    on_step()
+                    log.write(StepRecord(step=step, seconds=1.0, tokens=64, activation_peak_bytes=2**20))
+        return rounds
+
+    return race
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The arguments of the entrants of races that are only played."""
+    seen: list[dict[str, Any]] = []
+    rounds = {name: [*WARM, figures(1.0, 100)] for name in STRATEGIES}
+    monkeypatch.setattr("tba_offload.demo.run.race", fake_race(rounds, seen))
+    monkeypatch.setattr("tba_offload.demo.run.write_text", lambda directory: directory)
+    return seen
+
+
+def test_summary_by_hand() -> None:
+    lanes = {
+        "keep": [*WARM, figures(1.0, 100), figures(2.0, 400), figures(2.0, 300)],
+        "recompute": [*WARM, figures(2.0, 50), figures(4.0, 40), figures(4.0, 45)],
+        "offload": [
+            *WARM,
+            figures(2.0, 10, offloaded_bytes=7, resident_peak_bytes=5),
+            figures(3.0, 20, offloaded_bytes=9, resident_peak_bytes=6),
+            figures(8.0, 12, offloaded_bytes=9),
+        ],
+    }
+    summary = summarize({2: lanes})
+    assert_structure(summary, "2")
+    keep, offload = summary["batch_sizes"]["2"]["keep"], summary["batch_sizes"]["2"]["offload"]
+    assert (keep["activation_peak_bytes"], keep["activation_peak_bytes_median"]) == (400, 300)
+    assert (keep["step_seconds_median"], keep["forward_backward_seconds_median"]) == (2.0, 1.0)
+    assert keep["tokens_per_second"] == 32.0
+    assert (offload["offloaded_bytes"], offload["resident_peak_bytes"]) == (9, 6)
+    assert keep["losses"] == [0.0, 1.0, 2.0, 1.0, 1.0, 1.0]  # of all steps, those of the warm-up too
+    assert summary["ratios"]["2"] == {
+        "peak_offload_over_keep": 20 / 400,
+        "peak_offload_over_recompute": 20 / 50,
+        "time_offload_over_keep": 2.0,  # of 2, 1.5 and 4
+        "time_offload_over_recompute": 1.0,  # of 1, 0.75 and 2
+    }
+    assert summary["spread"]["2"] == {
+        "time_offload_over_keep": {"median": 2.0, "low": 1.75, "high": 3.0},
+        "time_offload_over_recompute": {"median": 1.0, "low": 0.875, "high": 1.5},
+    }
+    assert summary["identical_losses"] is True
+    assert summary["measured"]["warm_up_steps"] == WARM_UP
+
+
+@pytest.mark.parametrize("strategy", ["recompute", "offload"])
+@pytest.mark.parametrize("step", [0, WARM_UP])
+def test_one_loss_that_differs_in_the_last_bit_is_found(strategy: str, step: int) -> None:
+    lanes = {name: [dict(one) for one in (*WARM, figures(1.0, 100))] for name in STRATEGIES}
+    assert summarize({2: lanes})["identical_losses"] is True
+    lanes[strategy][step]["loss"] += 2.0**-50
+    assert summarize({1: dict.fromkeys(STRATEGIES, lanes["keep"]), 2: lanes})["identical_losses"] is False
+
+
+def test_losses_that_differ_are_an_error_on_the_console(
+    seen: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rounds = {name: [*WARM, figures(1.0, 100, loss=float(name == "keep"))] for name in STRATEGIES}
+    monkeypatch.setattr("tba_offload.demo.run.race", fake_race(rounds, seen))
+    result = call("demo", *TINY, "--batch-size", "1", "--output", str(tmp_path / "out"))
+    assert result.exit_code == 1
+    assert "losses of the 3 strategies over 4 steps: DIFFERENT" in result.stdout
+    message = "Error: the losses of the strategies differ: this must not happen, please report it"
+    assert result.stderr.splitlines()[-1] == message
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["identical_losses"] is False
+
+
+def test_json_is_the_summary_and_nothing_else(seen: list[dict[str, Any]], tmp_path: Path) -> None:
+    options = ("--batch-size", "4", "--batch-size", "1", "--batch-size", "4", "--json")
+    result = call("demo", *TINY, *options, "--output", str(tmp_path / "out"))
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    assert result.stdout == (tmp_path / "out" / "summary.json").read_text()
+    assert_structure(json.loads(result.stdout), "1", "4")
+    assert [(one["batch_size"], one["strategy"]) for one in seen] == [
+        (size, name) for size in (1, 4) for name in STRATEGIES
+    ]
+
+
+def test_without_a_policy_all_layers_do_the_same_in_a_window_that_grows(
+    seen: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    drives = (tmp_path / "a", tmp_path / "b")
+    arguments = [argument for drive in drives for argument in ("--directory", str(drive))]
+    sizes = ("--batch-size", "2", "--batch-size", "6", "--window", "3MiB")
+    result = call("demo", *TINY, *sizes, *arguments, "--output", str(tmp_path / "out"))
+    assert result.exit_code == 0
+    for one in seen:
+        config = OffloadConfig.from_yaml(one["config"])
+        assert (config.default, config.layers) == (Placement(one["strategy"]), ())
+        assert config.budget.in_flight_bytes == 3 * 2**20 * one["batch_size"] // 2
+        assert (config.store.kind, config.store.directories) == ("file", drives)
+        assert one["environment"] == {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+        assert (one["shape"], one["steps"], one["threads"]) == (SHAPE, 4, 1)
+
+
+def test_offloaded_bytes_go_to_a_directory_of_their_own_that_is_removed(
+    seen: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    settings = DemoSettings(shape=SHAPE, batch_sizes=(1,), steps=4, output=tmp_path / "out")
+    steps: list[None] = []
+    run_demo(settings, on_step=lambda: steps.append(None))
+    assert len(steps) == settings.total_steps == 12
+    (directory,) = {OffloadConfig.from_yaml(one["config"]).store.directories for one in seen}
+    assert [path.parent for path in directory] == [settings.output]
+    assert not directory[0].exists()
+
+
+def test_a_strategy_that_fails_leaves_no_scratch(
+    seen: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def race(*_: object, **__: object) -> None:
+        raise RaceError("offload: its process ended with status -9")
+
+    monkeypatch.setattr("tba_offload.demo.run.race", race)
+    result = call("demo", *TINY, "--json", "--output", str(tmp_path / "out"))
+    assert_one_line(result, 1, "offload: its process ended with status -9")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+# What it refuses
+
+
+def assert_one_line(result: Result, status: int, message: str) -> None:
+    """Exit status, one line that says what is wrong, and no traceback."""
+    assert result.exit_code == status
+    assert isinstance(result.exception, SystemExit)  # click ended it; nothing else came through
+    *usage, line = result.stderr.splitlines()
+    assert line.startswith("Error: ")
+    assert message in line
+    assert all(line.startswith(("Usage: ", "Try ")) for line in usage if line)
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--dtype", "fp64"), "'fp64' is not one of 'bf16', 'fp32'"),
+        (("--style", "bert"), "'bert' is not one of 'gpt', 'llama'"),
+        (("--layers", "0"), "0 is not in the range x>=1"),
+        (("--batch-size", "0"), "0 is not in the range x>=1"),
+        (("--sequence", "-1"), "-1 is not in the range x>=1"),
+        (("--threads", "0"), "0 is not in the range x>=1"),
+        (("--steps", "3"), "3 is not in the range x>=4"),
+        (("--dropout", "1"), "1.0 is not in the range 0<=x<1"),
+        (("--policy", "no-such-policy.yaml"), "File 'no-such-policy.yaml' does not exist"),
+        (("--policy", "."), "File '.' is a directory"),
+        (("--nonsense",), "No such option"),
+    ],
+)
+def test_a_wrong_option_has_exit_status_2(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    result = call("demo", "--output", str(tmp_path / "out"), *arguments)
+    assert_one_line(result, 2, message)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("option", ["--output", "--directory"])
+def test_a_file_where_a_directory_must_be(option: str, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("mine")
+    result = call("demo", "--output", str(tmp_path / "out"), option, str(path))
+    assert_one_line(result, 2, f"Directory '{path}' is a file")
+    assert path.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--hidden", "100"), "no such model: hidden 100 is not a multiple of heads 12"),
+        (("--hidden", "36", "--style", "llama"), "rotary positions need an even head size, not 3"),
+        (("--window", "10"), "'10' has no unit; write one of "),
+        (("--window", "much"), "'much' is not a size; write a number and a unit"),
+    ],
+)
+def test_what_makes_no_run_is_one_line(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    assert_one_line(call("demo", "--output", str(tmp_path / "out"), *arguments), 1, message)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wrong_policy_is_named_with_its_line(seen: list[dict[str, Any]], tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("default: offload\nbudgt: 1GiB\n")
+    result = call("demo", *TINY, "--json", "--output", str(tmp_path / "out"), "--policy", str(policy))
+    assert_one_line(result, 1, f"{policy}:2: budgt: unknown key")
+    assert seen == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "sizes", "message"),
+    [
+        (3, (1,), "steps is 3, and must be more than the 3 that warm up"),
+        (4, (), r"batch sizes are \(\), and each must be at least 1"),
+        (4, (2, 0), r"batch sizes are \(2, 0\), and each must be at least 1"),
+    ],
+)
+def test_settings_that_make_no_run(steps: int, sizes: tuple[int, ...], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DemoSettings(shape=SHAPE, batch_sizes=sizes, steps=steps, output=tmp_path)
+
+
+def test_one_line_says_what_is_trained(tmp_path: Path) -> None:
+    settings = DemoSettings(shape=SHAPE, batch_sizes=(2, 4), steps=20, output=tmp_path)
+    assert describe(settings) == (
+        "gpt with 2 layers of width 32, sequence 32, bf16, dropout 0.1; batch sizes 2, 4; "
+        "20 steps of keep, recompute, offload in turn; window 10MiB"
+    )

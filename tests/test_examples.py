@@ -1,0 +1,279 @@
+"""The examples and the README say nothing that does not work."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from models import loss_of, make_model, make_tokens, same_bits
+from torch import Tensor, nn
+
+import tba_offload as tba
+from tba_offload import cli
+from tba_offload.capture.layers import Layer, LayerStack, find_layers
+from tba_offload.config import OffloadConfig, StoreConfig, load_config
+from tba_offload.policy import LayerId
+from tba_offload.session import Session
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+POLICIES = sorted((ROOT / "examples" / "policies").glob("*.yaml"))
+SCRIPTS = sorted([*(ROOT / "examples").rglob("*.sh"), *(ROOT / "tests").rglob("*.sh")])
+WIDTH = 64
+
+every_policy = pytest.mark.parametrize("path", POLICIES, ids=lambda path: path.stem)
+
+
+def code_blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+# A model that the example policies speak of
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Stack(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class DecoderOnly(nn.Module):
+    """Its 24 layers are called as those of Megatron's GPT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = Stack(24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(x)
+
+    def stack(self) -> LayerStack:
+        return find_layers(self)
+
+
+class EncoderDecoder(nn.Module):
+    """Two stacks of 12 layers, which count on their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = Stack(12), Stack(12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.encoder(x))
+
+    def stack(self) -> LayerStack:
+        return LayerStack(
+            tuple(
+                Layer(LayerId(number, f"{name}.layers.{number}", name), block)
+                for name in ("encoder", "decoder")
+                for number, block in enumerate(getattr(self, name).layers)
+            )
+        )
+
+
+def model_for(path: Path) -> DecoderOnly | EncoderDecoder:
+    torch.manual_seed(1)
+    return EncoderDecoder() if path.stem == "encoder_decoder" else DecoderOnly()
+
+
+def local(config: OffloadConfig, directory: Path) -> OffloadConfig:
+    """The same with its drives here."""
+    drives = [directory / str(number) for number in range(len(config.store.directories))]
+    for drive in drives:
+        drive.mkdir()
+    return dataclasses.replace(config, store=dataclasses.replace(config.store, directories=tuple(drives)))
+
+
+def forward_and_backward(model: nn.Module, size: int) -> list[Tensor]:
+    """Loss and gradients with activations of ``size`` bytes."""
+    x = torch.randn(size // 4 // WIDTH, WIDTH, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    loss = model(x).square().mean()
+    loss.backward()
+    assert x.grad is not None
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return [loss.detach(), x.grad, *(gradient for gradient in gradients if gradient is not None)]
+
+
+# Policies
+
+
+@every_policy
+def test_a_policy_takes_effect_and_changes_no_bit(path: Path, tmp_path: Path) -> None:
+    config = local(load_config(path), tmp_path)
+    size = config.min_tensor_bytes  # smaller activations stay in memory
+    expected = forward_and_backward(model_for(path), size)
+    model = model_for(path)
+    with Session(model.stack(), [model], config, measure_memory=False) as session:
+        placements = [placement.value for placement in session.plan.placements]
+        for rule in config.layers:
+            assert rule.placement.value in placements
+        with session.step() as step:
+            found = forward_and_backward(model, size)
+    assert len(found) == len(expected) == 2 + 2 * 24
+    assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
+
+    record = step.record
+    assert record is not None
+    assert record.scopes == 24
+    assert record.recomputed_scopes == placements.count("recompute")
+    # What a layer saves: its input and what tanh returned, one activation each.
+    travelling = placements.count("offload") + placements.count("auto")
+    assert travelling * size <= record.offloaded_bytes + record.forwarded_bytes
+    assert record.offloaded_bytes <= 2 * travelling * size
+    assert record.fallback_kept_bytes == 0
+
+
+def test_policies_of_every_placement_are_among_the_examples() -> None:
+    used = {load_config(path).default for path in POLICIES}
+    used |= {rule.placement for path in POLICIES for rule in load_config(path).layers}
+    assert used == set(tba.Placement)
+
+
+@every_policy
+def test_a_policy_explains_itself(path: Path) -> None:
+    assert path.read_text(encoding="utf-8").startswith("# ")
+
+
+# Scripts
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_script_is_bash(script: Path) -> None:
+    done = subprocess.run(["bash", "-n", str(script)], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_no_script_is_overlooked() -> None:
+    assert {"quickstart.sh", "setup.sh", "run.sh"} <= {script.name for script in SCRIPTS}
+
+
+@pytest.mark.parametrize("script", ["examples/quickstart.sh", "tests/run.sh"])
+def test_scripts_ask_for_extras_that_exist(script: str) -> None:
+    (extras,) = re.findall(r"^setup_venv (\S+)$", (ROOT / script).read_text(), re.MULTILINE)
+    assert set(extras.split(",")) <= known_extras()
+
+
+def test_the_quickstart_names_only_what_the_program_has() -> None:
+    text = (ROOT / "examples" / "quickstart.sh").read_text()
+    commands = re.findall(r"tba-offload (.*)", text)
+    named = {command.split()[0].strip("`,.") for command in commands}
+    assert named == {"demo"}
+    options = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", text)) - {"-euo"}
+    assert "--output" in options
+    assert options <= known_options("demo")
+
+
+# README
+
+
+def known_extras() -> set[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return set(project["optional-dependencies"])
+
+
+def known_options(command: str) -> set[str]:
+    parameters = cli.main.commands[command].params
+    return {"-h", "--help", *(name for one in parameters for name in (*one.opts, *one.secondary_opts))}
+
+
+def commands_in_readme() -> Iterator[list[str]]:
+    """Words after ``tba-offload``, in running text and in blocks of bash."""
+    running = re.sub(r"^```.*?^```", "", README, flags=re.MULTILINE | re.DOTALL)
+    quoted = [text for text in re.findall(r"`([^`]+)`", running) if text.startswith("tba-offload ")]
+    typed = [
+        line.strip().removeprefix(".venv/bin/")
+        for block in (*code_blocks("bash"), *code_blocks("console"), *code_blocks("sh"))
+        for line in block.splitlines()
+    ]
+    for text in (*quoted, *(line for line in typed if line.startswith("tba-offload "))):
+        yield shlex.split(text, comments=True)[1:]
+
+
+def test_every_yaml_in_the_readme_is_a_policy_that_takes_effect() -> None:
+    blocks = code_blocks("yaml")
+    assert blocks
+    for text in blocks:
+        config = OffloadConfig.from_yaml(text, file="README.md")
+        layers = [layer.id for layer in DecoderOnly().stack().layers]
+        placements = config.policy.resolve(layers)
+        assert {rule.placement for rule in config.layers} <= set(placements.values())
+        assert OffloadConfig.from_yaml(config.to_yaml()) == config
+
+
+def test_every_command_in_the_readme_exists() -> None:
+    commands = list(commands_in_readme())
+    assert {words[0] for words in commands} >= {"demo", "rok"}
+    for words in commands:
+        assert words[0] in cli.main.commands
+        options = {word.partition("=")[0] for word in words[1:] if re.match(r"--?[a-z]", word)}
+        assert options <= known_options(words[0]), words
+
+
+def test_the_python_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = [compile(text, "README.md", "exec") for text in code_blocks("python")]
+    assert len(blocks) == 1
+    config = OffloadConfig(store=StoreConfig(kind="host"), min_tensor_bytes=1024)
+    (tmp_path / "policy.yaml").write_text(config.to_yaml())
+    monkeypatch.chdir(tmp_path)
+
+    class Trained(nn.Module):
+        """Returns its loss, as the example's model does."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = make_model(layers=2)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return loss_of(self.inner, tokens)
+
+    model = Trained()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    printed: list[tuple[object, ...]] = []
+    names = {"model": model, "optimizer": optimizer, "data": [make_tokens(1), make_tokens(2)]}
+    exec(blocks[0], {**names, "print": lambda *values: printed.append(values)})
+    assert len(printed) == 2
+    assert all(peak > 0 and stall >= 0 for peak, stall in printed)  # type: ignore[operator]
+    assert not all(
+        same_bits(one, parameter.detach()) for one, parameter in zip(before, model.parameters(), strict=True)
+    )
+
+
+def test_what_the_readme_points_at_exists() -> None:
+    linked = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
+    scripts = re.findall(r"^bash (\S+)", "\n".join(code_blocks("bash")), re.MULTILINE)
+    programs = re.findall(r"`(?:python )?(?:benchmarks/)?(\w+\.py)[^`]*`", README)
+    assert linked
+    assert scripts
+    assert programs
+    for path in (*linked, *scripts, *(f"benchmarks/{name}" for name in programs)):
+        assert (ROOT / path).exists(), path
+
+
+def test_extras_in_the_readme_exist() -> None:
+    (line,) = re.findall(r"^pip install tba-offload +# add (.*)$", README, re.MULTILINE)
+    assert set(re.findall(r"\[([\w-]+)\]", line)) <= known_extras()

@@ -1,0 +1,293 @@
+"""Finding the layers of a model, and naming them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import session_for
+from models import make_model
+from torch import Tensor, nn
+
+import tba_offload as tba
+from tba_offload.capture.layers import (
+    Layer,
+    LayerStack,
+    check_disjoint,
+    explicit_layers,
+    find_layers,
+    first_differentiable,
+)
+from tba_offload.capture.recompute import torch_checkpoint
+from tba_offload.errors import UnsupportedError
+from tba_offload.policy import LayerId
+
+
+class Block(nn.Module):
+    """A layer: a module that is made of others."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class OtherBlock(Block):
+    """Another kind of layer."""
+
+
+class Parameterless(nn.Module):
+    """Made of others, without anything to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout()
+
+
+class Parts(nn.Module):
+    """Modules under the names given."""
+
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+
+def blocks(count: int, kind: type[nn.Module] = Block, *arguments: int) -> nn.ModuleList:
+    return nn.ModuleList(kind(*arguments) for _ in range(count))
+
+
+def found(stack: LayerStack) -> list[tuple[int, str, int]]:
+    return [(layer.id.number, layer.id.name, layer.chunk) for layer in stack.layers]
+
+
+# Finding
+
+
+def test_the_blocks_of_a_list_are_the_layers() -> None:
+    model = Parts(embedding=nn.Embedding(4, 4), layers=blocks(3), norm=nn.LayerNorm(4))
+    stack = find_layers(model)
+    assert found(stack) == [(0, "layers.0", 0), (1, "layers.1", 0), (2, "layers.2", 0)]
+    assert [layer.module for layer in stack.layers] == list(model.layers)
+    assert {layer.id.stack for layer in stack.layers} == {None}
+
+
+def test_what_is_found_recomputes_and_counts_as_plain_torch_does() -> None:
+    stack = find_layers(Parts(layers=blocks(2)))
+    assert stack.checkpoint is torch_checkpoint
+    assert stack.micro_batch is None
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama", "encoder"])
+def test_layers_of_the_models_that_people_train(kind: str) -> None:
+    assert found(find_layers(make_model(kind, layers=5))) == [(n, f"layers.{n}", 0) for n in range(5)]
+
+
+def test_a_list_deep_inside_has_its_whole_name() -> None:
+    model = Parts(module=Parts(model=Parts(decoder=Parts(layers=blocks(2)))))
+    assert [layer.id.name for layer in find_layers(model).layers] == [
+        "module.model.decoder.layers.0",
+        "module.model.decoder.layers.1",
+    ]
+
+
+def test_a_sequential_counts_as_a_list() -> None:
+    assert [layer.id.name for layer in find_layers(Parts(body=nn.Sequential(*blocks(2)))).layers] == [
+        "body.0",
+        "body.1",
+    ]
+
+
+def test_a_model_that_is_the_list_itself_lends_its_class_for_a_name() -> None:
+    model = nn.Sequential(Block(), Block())
+    assert found(find_layers(model)) == [(0, "Sequential.0", 0), (1, "Sequential.1", 0)]
+
+
+def test_the_list_with_most_parameters_decides_the_kind() -> None:
+    model = Parts(small=blocks(5, OtherBlock), large=blocks(2, Block, 32), more=blocks(3, OtherBlock))
+    assert found(find_layers(model)) == [(0, "large.0", 0), (1, "large.1", 0)]
+
+
+def test_several_lists_of_one_kind_are_numbered_through() -> None:
+    model = Parts(encoder=Parts(layers=blocks(2)), decoder=Parts(layers=blocks(3, Block, 16)))
+    assert found(find_layers(model)) == [
+        (0, "encoder.layers.0", 0),
+        (1, "encoder.layers.1", 0),
+        (2, "decoder.layers.0", 0),
+        (3, "decoder.layers.1", 0),
+        (4, "decoder.layers.2", 0),
+    ]
+
+
+def test_lists_within_layers_are_not_layers() -> None:
+    model = Parts(layers=nn.ModuleList(Parts(heads=blocks(2), linear=nn.Linear(4, 4)) for _ in range(3)))
+    assert [layer.id.name for layer in find_layers(model).layers] == ["layers.0", "layers.1", "layers.2"]
+
+
+def test_names_that_begin_alike_are_not_inside_each_other() -> None:
+    model = Parts(layers=blocks(2), layers_too=blocks(2))
+    assert [layer.id.name for layer in find_layers(model).layers] == [
+        "layers.0",
+        "layers.1",
+        "layers_too.0",
+        "layers_too.1",
+    ]
+
+
+def test_chunks_of_an_interleaved_pipeline_are_numbered_through() -> None:
+    chunks = [Parts(layers=blocks(2)), Parts(layers=blocks(3))]
+    stack = find_layers(chunks)
+    assert found(stack) == [
+        (0, "layers.0", 0),
+        (1, "layers.1", 0),
+        (2, "layers.0", 1),
+        (3, "layers.1", 1),
+        (4, "layers.2", 1),
+    ]
+    assert [layer.module for layer in stack.layers] == [*chunks[0].layers, *chunks[1].layers]
+
+
+def test_a_chunk_without_layers_has_none() -> None:
+    assert found(find_layers([Parts(embedding=nn.Linear(4, 4)), Parts(layers=blocks(2))])) == [
+        (0, "layers.0", 1),
+        (1, "layers.1", 1),
+    ]
+
+
+# None found
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Linear(4, 4),
+        Parts(layers=nn.ModuleList()),
+        Parts(layers=blocks(1)),
+        Parts(layers=nn.ModuleList([Block(), OtherBlock()])),
+        Parts(layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(4))),
+        Parts(layers=blocks(2, Parameterless)),
+        Parts(layers=nn.ModuleDict({"0": Block(), "1": Block()})),
+    ],
+    ids=["no list", "empty", "one block", "mixed", "no blocks", "no parameters", "dict"],
+)
+def test_a_model_without_equal_blocks_says_what_to_do(model: nn.Module) -> None:
+    message = (
+        rf"^found no ModuleList of equal blocks in {type(model).__name__}; "
+        r"name the layers: attach\(model, config, layers=\[\.\.\.\]\)$"
+    )
+    with pytest.raises(UnsupportedError, match=message):
+        find_layers(model)
+    with pytest.raises(UnsupportedError, match=message):
+        tba.attach(model, tba.OffloadConfig(store=tba.StoreConfig(kind="host")))
+
+
+def test_what_the_message_says_works() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    with pytest.raises(UnsupportedError, match="name the layers"):
+        session_for(model)
+    with session_for(model, layers=[model[0], model[2]]) as session:
+        assert [layer.id.name for layer in session.layers] == ["0", "2"]
+
+
+# Naming
+
+
+def test_named_layers_are_numbered_in_the_order_given() -> None:
+    model = Parts(first=Block(), second=nn.Linear(4, 4), third=Parts(deep=OtherBlock()))
+    stack = explicit_layers(model, [model.third.deep, model.first])
+    assert found(stack) == [(0, "third.deep", 0), (1, "first", 0)]
+    assert [layer.module for layer in stack.layers] == [model.third.deep, model.first]
+
+
+def test_the_whole_model_can_be_one_layer() -> None:
+    model = Block()
+    assert found(explicit_layers(model, [model])) == [(0, "Block", 0)]
+
+
+def test_no_layers_can_be_named() -> None:
+    assert explicit_layers(Block(), []).layers == ()
+
+
+def test_named_layers_know_their_chunk() -> None:
+    chunks = [Parts(layers=blocks(2)), Parts(layers=blocks(2))]
+    assert found(explicit_layers(chunks, [chunks[1].layers[0], chunks[0].layers[1]])) == [
+        (0, "layers.0", 1),
+        (1, "layers.1", 0),
+    ]
+
+
+def test_a_layer_of_another_model_is_refused() -> None:
+    model = Parts(layers=blocks(2))
+    with pytest.raises(UnsupportedError, match=r"^layer 1 \(Linear\) is not a module of the model$"):
+        explicit_layers(model, [model.layers[0], nn.Linear(4, 4)])
+
+
+# Disjoint
+
+
+def refusal(first: int, first_name: str, second: int, second_name: str) -> str:
+    return (
+        rf"^layer {first} \({first_name}\) and layer {second} \({second_name}\) "
+        "are the same module or lie in each other$"
+    )
+
+
+def test_a_layer_listed_twice_is_refused() -> None:
+    model = Parts(a=Block(), b=Block())
+    with pytest.raises(UnsupportedError, match=refusal(2, "a", 0, "a")):
+        explicit_layers(model, [model.a, model.b, model.a])
+
+
+def test_layers_in_each_other_are_refused_in_either_order() -> None:
+    model = Parts(a=Parts(inner=Parts(block=Block())), b=Block())
+    with pytest.raises(UnsupportedError, match=refusal(2, "a.inner.block", 0, "a")):
+        explicit_layers(model, [model.a, model.b, model.a.inner.block])
+    with pytest.raises(UnsupportedError, match=refusal(1, "a", 0, "a.inner.block")):
+        explicit_layers(model, [model.a.inner.block, model.a])
+
+
+def test_layers_may_share_a_module() -> None:
+    shared = nn.LayerNorm(4)
+    model = Parts(a=Parts(block=Block(), norm=shared), b=Parts(block=Block(), norm=shared))
+    assert len(explicit_layers(model, [model.a, model.b]).layers) == 2
+
+
+def test_what_layers_share_cannot_be_a_layer_too() -> None:
+    shared = Block()
+    model = Parts(a=Parts(block=shared), b=Parts(block=shared))
+    for modules in ([model.a, model.b, shared], [shared, model.a], [model.a, shared, model.b]):
+        with pytest.raises(UnsupportedError, match="lie in each other"):
+            explicit_layers(model, modules)
+
+
+def test_a_block_that_is_used_several_times_cannot_be_attached() -> None:
+    model = Parts(layers=nn.ModuleList([Block()] * 3))
+    with pytest.raises(UnsupportedError, match=refusal(1, r"layers\.1", 0, r"layers\.0")):
+        session_for(model)
+
+
+def test_found_layers_are_disjoint() -> None:
+    check_disjoint(find_layers([make_model(layers=2), make_model(layers=3)]).layers)
+    check_disjoint(())
+    check_disjoint([Layer(LayerId(0, "a"), Block())])
+
+
+# The tensor through which gradients come back
+
+
+def test_the_first_output_that_needs_a_gradient() -> None:
+    plain, first, second = torch.zeros(1), *(torch.zeros(1, requires_grad=True) for _ in range(2))
+    for output in (
+        first,
+        (first, second),
+        [plain, first, second],
+        (plain, None, "text", (plain, [first]), second),
+        {"plain": plain, "hidden": {"states": (first,)}, "more": second},
+    ):
+        assert first_differentiable(output) is first
+
+
+@pytest.mark.parametrize("output", [None, 3, "text", (), [], {}, torch.zeros(1), (torch.zeros(1), {"a": 1})])
+def test_outputs_through_which_none_comes_back(output: object) -> None:
+    assert first_differentiable(output) is None
