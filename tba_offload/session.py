@@ -211,6 +211,8 @@ class Session:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if kind is not None and self._step is not None:
+            self._end(failed=True)  # an interrupt struck before the step could end itself
         self.close()
 
     # ---- the layers ------------------------------------------------------------------------------

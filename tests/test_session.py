@@ -583,3 +583,27 @@ def test_a_slow_drive_makes_auto_keep_and_offload_wait(model: Model) -> None:
     kept, stalled = kept_and_stalled("offload")
     assert kept == 0
     assert stalled > 0.01
+
+
+def test_a_session_cannot_be_closed_inside_its_step(model: Model) -> None:
+    with session_for(model) as session:
+        with session.step(), pytest.raises(tba.SessionError, match="inside one of its steps"):
+            session.close()
+        one_step(session, model)
+
+
+def test_an_interrupt_at_the_very_end_of_a_step_closes_the_session(model: Model) -> None:
+    with pytest.raises(KeyboardInterrupt), session_for(model) as session:
+        session.step().__enter__()
+        raise KeyboardInterrupt
+    with pytest.raises(tba.SessionError, match="is closed"):
+        one_step(session, model)
+
+
+def test_a_forward_that_was_wrapped_later_is_left_in_place(model: Model) -> None:
+    session = session_for(model)
+    attached = model.layers[0].forward
+    model.layers[0].forward = wrapped = lambda x: attached(x) * 1  # type: ignore[method-assign]
+    session.close()
+    assert model.layers[0].forward is wrapped
+    assert "forward" not in vars(model.layers[1])
