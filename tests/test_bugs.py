@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -487,7 +488,52 @@ def test_06_an_alias_with_a_version_of_its_own_is_another_activation() -> None:
     assert_transparent(block=lambda: Block(mix))
 
 
+def test_06_an_alias_that_changes_after_the_write_is_another_activation() -> None:
+    settle: list[Callable[[], None]] = []
+
+    def mix(h: Tensor) -> Tensor:
+        w = (h.detach() * 0.5).clone()
+        first = h * w
+        for wait in settle:
+            wait()
+        alias = w.data
+        alias.add_(1)
+        return first.detach() + h * alias
+
+    expected = plain(block=lambda: Block(mix))
+    with attached(block=lambda: Block(mix)) as (net, session):
+        settle.append(session.offloader.quiesce)
+        assert_same(run(net, forward_backward, session, 1), expected)
+
+
 # 8. Unpack twice, out of order, from another thread, after an exception, or never
+
+
+def test_08_a_read_that_could_not_start_is_not_taken_for_one_that_ended() -> None:
+    """The buffer was allocated, nothing came into it; the next attempt has to read."""
+
+    def work(net: Net, number: int) -> list[Tensor]:
+        x = make_input(number)
+        loss = net(x).pow(2).mean()
+        if not refuse:
+            loss.backward(retain_graph=True)
+            return [loss.detach(), x.grad]  # type: ignore[list-item]
+        session.offloader.quiesce()
+        with mock.patch.object(session.store, "read", side_effect=KeyboardInterrupt):
+            for _ in range(2):
+                with pytest.raises(KeyboardInterrupt):
+                    loss.backward(retain_graph=True)
+                net.zero_grad()
+                x.grad = None
+        loss.backward(retain_graph=True)
+        return [loss.detach(), x.grad]  # type: ignore[list-item]
+
+    refuse = False
+    expected = plain(work)
+    with attached(drive=Drive()) as (net, session):
+        refuse = True
+        assert_same(run(net, work, session, 1), expected)
+        assert session.report()[0].read_bytes > 0
 
 
 def backward_twice(net: Net, number: int) -> list[Tensor]:

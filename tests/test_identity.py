@@ -15,7 +15,14 @@ from models import same_bits
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tba_offload.capture.identity import StaticStorages, View, is_understood, look, version_witness
+from tba_offload.capture.identity import (
+    StaticStorages,
+    View,
+    is_understood,
+    look,
+    shares_version,
+    version_witness,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -292,3 +299,28 @@ def test_parameters_without_a_strided_storage_do_not_matter() -> None:
     module.sparse = nn.Parameter(torch.eye(3).to_sparse())
     module.lazy = nn.LazyLinear(3)
     assert len(static_of(module)) == 0
+
+
+def test_a_storage_at_the_address_of_a_freed_gradient_is_not_static() -> None:
+    linear = torch.nn.Linear(8, 8)
+    linear.weight.grad = torch.zeros(8, 8)
+    static = StaticStorages()
+    static.refresh([linear])
+    address = linear.weight.grad.untyped_storage()._cdata
+    assert linear.weight.grad.untyped_storage() in static
+    linear.weight.grad = None
+    others = []
+    while not others or others[-1]._cdata != address:
+        others.append(torch.zeros(8, 8).untyped_storage())
+        assert len(others) < 10_000, "the address was not used again"
+    assert others[-1] not in static
+
+
+def test_which_tensors_share_a_version() -> None:
+    tensor = torch.zeros(4)
+    witness = version_witness(tensor)
+    for other in (tensor, tensor[1:], tensor.detach(), tensor.view(2, 2)):
+        assert shares_version(witness, other)
+    for other in (tensor.data, torch.from_numpy(tensor.numpy()), torch.zeros(4)):
+        assert not shares_version(witness, other)
+    assert tensor._version == witness._version == 0
