@@ -120,7 +120,7 @@ def test_a_thousand_steps_leave_everything_as_it_was(tmp_path: Path) -> None:
         for _ in range(4):
             short_steps(model, session, 200)
         after = footprint(session)
-        assert session.report()[-1].offloaded_bytes > 0
+        assert sum(record.offloaded_bytes for record in session.report()) > 0
     for same in ("descriptors", "threads", "extents", "high_water"):
         assert getattr(after, same) == getattr(before, same), same
     assert before.extents == 0
