@@ -20,6 +20,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # The one place that decides it: what is marked ``gpu`` runs wherever there is one.
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -354,7 +354,6 @@ def test_whole_blocks_need_no_padding(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("nbytes", [1, 4097, 5_000_001])
 def test_gpu_memory_goes_through_slabs(tmp_path: Path, nbytes: int) -> None:
     device = CudaDevice()

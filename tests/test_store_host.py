@@ -115,7 +115,6 @@ def test_open_store_does_not_ignore_directories(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_gpu_memory_goes_through_pinned_slabs() -> None:
     device = CudaDevice()
     with HostStore(16 << 20, device=device, slab_bytes=1 << 20, checksum=True) as store:

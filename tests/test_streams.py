@@ -13,7 +13,6 @@ import torch
 from tba_offload.device import READY, CpuDevice, CudaDevice, device_of
 from tba_offload.errors import UnsupportedError
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 MIB = 1 << 20
 
 
@@ -116,7 +115,6 @@ def _mapped_bytes() -> int:
 
 
 @pytest.mark.gpu
-@needs_gpu
 class TestCudaDevice:
     def test_event_is_that_of_the_current_stream(self) -> None:
         device = CudaDevice()
