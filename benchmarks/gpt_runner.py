@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tba_offload as tba
 from tba_offload.config import parse_size
-from tba_offload.demo.race import Entrant, paired_ratio, race
+from tba_offload.demo.race import Entrant, measures_memory, paired_ratio, race
 from tba_offload.device.memory import FAST_ALLOCATOR, keep_freed_pages, meter_of
 from tba_offload.device.streams import device_of
 from tba_offload.megatron.cpu import single_process
@@ -84,23 +84,26 @@ class GptRunner:
             self._forward_hooks = lambda: saved_tensors_hooks(_save_to(folder), _load)
 
     def step(self) -> dict[str, Any]:
-        """One step; its time in seconds, activation peak in bytes, loss, and what was moved."""
+        """One step: seconds, loss, what was moved and, in some steps, the activation peak in bytes."""
         batch = random_batch(self._shape, batch_size=self._batch_size, seed=self._count)
-        self._count += 1
+        measure_memory, self._count = measures_memory(self._count), self._count + 1
         began = time.perf_counter()
+        if measure_memory:
+            self._meter.reset()
+            base = self._meter.live()
         figures = self._forward_backward(batch)
+        if measure_memory:
+            figures["peak"] = self._meter.peak() - base
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=False)
         return {"seconds": time.perf_counter() - began, **figures}
 
     def _forward_backward(self, batch: Any) -> dict[str, Any]:
-        base = self._meter.live()
-        self._meter.reset()
         with self._session.step() if self._session else contextlib.nullcontext():
             with self._forward_hooks():
                 loss = gpt_loss(self.model, batch)
             loss.backward()
-        figures: dict[str, Any] = {"peak": self._meter.peak() - base, "loss": float(loss.detach())}
+        figures: dict[str, Any] = {"loss": float(loss.detach())}
         if self._session is not None:
             record = self._session.report()[-1]
             figures |= {
@@ -166,7 +169,9 @@ def _load(packed: Any) -> torch.Tensor:
 
 SHAPE: dict[str, Any] = {"layers": 12, "hidden": 512, "sequence": 256, "dtype": "bf16", "dropout": 0.0}
 """What the benchmarks train unless told otherwise; without dropout, whose random states plain
-``torch.utils.checkpoint`` does not know in Megatron's layers. Heads are 64 wide."""
+``torch.utils.checkpoint`` does not know in Megatron's layers."""
+
+HEAD_WIDTH = 128
 
 _WARM_UP = 2
 
@@ -187,7 +192,7 @@ def lanes(
                 GptRunner,
                 {
                     "way": way,
-                    "shape": GptShape(heads=shape["hidden"] // 64, **shape),
+                    "shape": GptShape(heads=shape["hidden"] // HEAD_WIDTH, **shape),
                     "batch_size": batch_size,
                     "directory": place,
                     "in_flight_bytes": parse_size(window),
@@ -206,22 +211,25 @@ def report(results: dict[str, list[dict[str, Any]]], *, base: dict[str, str]) ->
     """One row a lane: peak, time and the ratios to its base."""
     rows = []
     for name, steps in results.items():
-        counted, other = steps[_WARM_UP:], results[base[name]][_WARM_UP:]
-        peak, base_peak = (max(step["peak"] for step in each) for each in (counted, other))
+        other = results[base[name]]
+        peak, base_peak = (max(step.get("peak", 0) for step in each[_WARM_UP:]) for each in (steps, other))
+        seconds, base_seconds = _seconds(steps), _seconds(other)
         rows.append(
             {
                 "name": name,
                 "peak_bytes": peak,
-                "seconds_median": statistics.median(step["seconds"] for step in counted),
+                "seconds_median": statistics.median(seconds),
                 "peak_ratio": peak / base_peak,
-                "time_ratio": paired_ratio(
-                    [step["seconds"] for step in counted], [step["seconds"] for step in other]
-                ),
-                "same_losses": [step["loss"] for step in steps]
-                == [step["loss"] for step in results[base[name]]],
+                "time_ratio": paired_ratio(seconds, base_seconds),
+                "same_losses": [step["loss"] for step in steps] == [step["loss"] for step in other],
             }
         )
     return rows
+
+
+def _seconds(steps: list[dict[str, Any]]) -> list[float]:
+    """Times of the steps after the warm-up in which nothing was sampled."""
+    return [step["seconds"] for step in steps[_WARM_UP:] if "peak" not in step]
 
 
 def print_table(rows: list[dict[str, Any]], json_file: str | None) -> None:

@@ -15,7 +15,7 @@ from gpt_runner import SHAPE, WAYS, lanes, print_table, report
 
 @click.command()
 @click.option("--layers", default=12, show_default=True)
-@click.option("--hidden", default=768, show_default=True)
+@click.option("--hidden", default=1024, show_default=True)
 @click.option("--sequence", default=256, show_default=True)
 @click.option("--batch-size", default=2, show_default=True)
 @click.option("--steps", default=14, show_default=True, help="Steps of each way.")

@@ -37,7 +37,8 @@ def attach(
         run_log: Path of the run log to write.
         strategy: Label of the run in ROK plots.
         model_info: What the run log says about the model: name, sizes, batch size.
-        measure_memory: Whether to measure the activation peak of each step.
+        measure_memory: Whether to measure the activation peak of steps that do not say so themselves. On CUDA
+            that is free; on a CPU a thread samples, which takes part of a core.
 
     Returns:
         The session. Close it, or use it as a context manager.

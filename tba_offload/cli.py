@@ -136,21 +136,21 @@ def _writing(path: str | os.PathLike[str]) -> Iterator[None]:
     help="Directory for run logs, pictures and summary.",
 )
 @click.option("--layers", type=click.IntRange(min=1), default=12, show_default=True)
-@click.option("--hidden", type=click.IntRange(min=1), default=768, show_default=True, help="Width.")
-@click.option("--heads", type=click.IntRange(min=1), default=12, show_default=True)
+@click.option("--hidden", type=click.IntRange(min=1), default=896, show_default=True, help="Width.")
+@click.option("--heads", type=click.IntRange(min=1), default=7, show_default=True)
 @click.option("--sequence", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens.")
 @click.option(
     "--batch-size",
     "batch_sizes",
     type=click.IntRange(min=1),
     multiple=True,
-    default=(2, 4),
+    default=(2, 3),
     show_default=True,
     help="Sequences in a step; may be given several times.",
 )
 @click.option(
     "--steps",
-    type=click.IntRange(min=4),
+    type=click.IntRange(min=5),
     default=20,
     show_default=True,
     help="Steps of each strategy and batch size.",

@@ -66,7 +66,8 @@ class Session:
         run_log: Where to write the run log; ``None`` for none.
         strategy: Label of this run in ROK plots; by default the placement that all layers share.
         model_info: What the run log's header says about the model.
-        measure_memory: Whether to measure the activation peak of each step.
+        measure_memory: Whether to measure the activation peak of steps that do not say so themselves. On CUDA
+            that is free; on a CPU a thread samples, which takes part of a core.
         everywhere: The layers of all ranks, by which rules are judged; by default those of this process.
 
     Raises:
@@ -108,6 +109,7 @@ class Session:
             min_tensor_bytes=config.min_tensor_bytes,
             budget_bytes=config.budget.activation_bytes,
         )
+        self._measure_memory = measure_memory
         self._meter: MemoryMeter | None = None
         self._resident = ResidentPeak()
         self._steps = 0
@@ -118,7 +120,8 @@ class Session:
         self._warned = False
         self._warned_left_alone = False
         try:
-            self._meter = meter_of(self._device) if measure_memory else None
+            if measure_memory:
+                self._meter = meter_of(self._device)
             header = self._header(strategy, model_info)
             self._run_log = RunLogWriter(run_log, header) if run_log is not None else None
         except BaseException:
@@ -133,12 +136,19 @@ class Session:
 
     # ---- for users -------------------------------------------------------------------------------
 
-    def step(self, *, tokens: int | None = None, model_flops: float | None = None) -> Step:
+    def step(
+        self,
+        *,
+        tokens: int | None = None,
+        model_flops: float | None = None,
+        measure_memory: bool | None = None,
+    ) -> Step:
         """One training step: any number of micro-batches, forward and backward.
 
         Args:
             tokens: Tokens that the step trains on, for the run log.
             model_flops: Algorithmic FLOPs of the step; recomputed ones do not count.
+            measure_memory: Whether to measure the activation peak; by default what :func:`attach` was told.
 
         Returns:
             A context manager. After its block ``record`` holds the :class:`StepRecord`.
@@ -146,8 +156,12 @@ class Session:
         Raises:
             SessionError: On entering, if the session is closed, another step is open, or this is a
                 forked child.
+            UnsupportedError: The memory of this device cannot be measured.
         """
-        return Step(self, tokens=tokens, model_flops=model_flops)
+        wanted = self._measure_memory if measure_memory is None else measure_memory
+        if wanted and self._meter is None:
+            self._meter = meter_of(self._device)
+        return Step(self, tokens=tokens, model_flops=model_flops, meter=self._meter if wanted else None)
 
     def apply(self, config: ConfigLike) -> None:
         """Changes the placements between steps; store and budget stay as they are.
@@ -318,8 +332,6 @@ class Session:
             site.runs = 0
         self.offloader.reset_stats()
         self._resident.reset()
-        if self._meter is not None:
-            self._meter.reset()
         step.measure_base()
         self._step = step
 
@@ -359,7 +371,7 @@ class Session:
             model_flops=step.model_flops,
             loss=step.loss,
             activation_peak_bytes=step.activation_peak_bytes,
-            peak_source=self._meter.source if self._meter is not None else None,
+            peak_source=step.meter.source if step.meter is not None else None,
             own_peak_bytes=stats.own_peak + trace.kept_bytes,
             resident_peak_bytes=self._resident.read(),
             gradients_allocated=step.gradients_allocated,
@@ -428,14 +440,23 @@ class Step:
         model_flops: Likewise.
         record: The :class:`StepRecord`, once the block has ended without an exception.
         seconds: Duration of the block.
+        meter: Measures its memory; ``None`` if that is not wanted.
         activation_peak_bytes: Peak of live bytes in the block minus those live when it began.
         left: Whether its block has ended.
         gradients_allocated: Whether every gradient existed when the block began; otherwise those that
             backward allocates count as activations.
     """
 
-    def __init__(self, session: Session, *, tokens: int | None, model_flops: float | None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        *,
+        tokens: int | None,
+        model_flops: float | None,
+        meter: MemoryMeter | None,
+    ) -> None:
         self._session = session
+        self.meter = meter
         self.tokens = tokens
         self.model_flops = model_flops
         self.loss: float | None = None
@@ -453,10 +474,10 @@ class Step:
 
     def measure_base(self) -> None:
         """What the figures of the step are differences to; the session calls it when it is ready."""
-        session = self._session
-        self.gradients_allocated = session._gradients_allocated()
-        if session._meter is not None:
-            self._base = session._meter.live()
+        self.gradients_allocated = self._session._gradients_allocated()
+        if self.meter is not None:
+            self.meter.reset()
+            self._base = self.meter.live()
         self._began = time.perf_counter()
 
     def __exit__(
@@ -471,8 +492,8 @@ class Step:
             return
         try:
             self.seconds = time.perf_counter() - self._began
-            if session._meter is not None:
-                self.activation_peak_bytes = max(session._meter.peak() - self._base, 0)
+            if self.meter is not None:
+                self.activation_peak_bytes = max(self.meter.peak() - self._base, 0)
         except BaseException:
             session._end(failed=True)
             raise

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from tba_offload import cli
 from tba_offload.config import OffloadConfig
-from tba_offload.demo.race import RaceError
+from tba_offload.demo.race import RaceError, measures_memory
 from tba_offload.demo.run import STRATEGIES, WARM_UP, DemoSettings, describe, run_demo, summarize
 from tba_offload.errors import ConfigError
 from tba_offload.megatron.gpt import GptShape
@@ -39,7 +39,7 @@ TINY = (
     "--sequence",
     "32",
     "--steps",
-    "4",
+    "5",
     "--threads",
     "1",
 )
@@ -79,7 +79,10 @@ def assert_structure(summary: dict[str, Any], *sizes: str) -> None:
         assert set(summary["spread"][size]) == TIMES
         for spread in summary["spread"][size].values():
             assert set(spread) == {"median", "low", "high"}
-    assert set(summary["measured"]) == {"activation_peak_bytes", "step_seconds_median", "warm_up_steps"}
+    assert set(summary["measured"]) == {
+        *("activation_peak_bytes", "activation_peak_steps"),
+        *("step_seconds_median", "warm_up_steps"),
+    }
 
 
 # A real run
@@ -128,7 +131,7 @@ def test_the_summary_has_every_figure(finished: Run) -> None:
     for figures in finished.summary["batch_sizes"]["2"].values():
         assert figures["activation_peak_bytes"] >= figures["activation_peak_bytes_median"] > 0
         assert figures["step_seconds_median"] >= figures["forward_backward_seconds_median"] > 0
-        assert len(figures["losses"]) == 4
+        assert len(figures["losses"]) == 5
 
 
 def test_the_strategies_have_the_same_losses(finished: Run) -> None:
@@ -136,7 +139,7 @@ def test_the_strategies_have_the_same_losses(finished: Run) -> None:
         finished.summary["batch_sizes"]["2"][name]["losses"] for name in ("keep", "recompute", "offload")
     )
     assert keep == recompute == offload
-    assert len(set(keep)) == 4
+    assert len(set(keep)) == 5
     assert finished.summary["identical_losses"] is True
 
 
@@ -155,9 +158,11 @@ def test_the_summary_is_that_of_the_run_logs(finished: Run) -> None:
         assert [step.loss for step in log.steps] == figures["losses"]
         counted = log.steps[WARM_UP:]
         assert max(step.activation_peak_bytes or 0 for step in counted) == figures["activation_peak_bytes"]
-        assert {step.peak_source for step in log.steps} == {
-            finished.summary["measured"]["activation_peak_bytes"]
-        }
+        sources = {step.peak_source for step in counted if step.activation_peak_bytes is not None}
+        assert sources == {finished.summary["measured"]["activation_peak_bytes"]}
+        assert [step.activation_peak_bytes is None for step in log.steps] == [
+            not measures_memory(round_) for round_ in range(len(log.steps))
+        ]
         assert all(step.gradients_allocated for step in log.steps)
         assert {step.tokens for step in log.steps} == {64}
 
@@ -188,15 +193,15 @@ def test_the_policy_file_is_that_of_the_offload_strategy_alone(finished: Run) ->
 def test_the_console_says_what_was_run_and_found(finished: Run) -> None:
     text = finished.result.stdout
     assert text.startswith(
-        "gpt with 2 layers of width 32, sequence 32, bf16, dropout 0.1; batch sizes 2; 4 steps"
+        "gpt with 2 layers of width 32, sequence 32, bf16, dropout 0.1; batch sizes 2; 5 steps"
     )
     assert all(f" {name} " in text for name in STRATEGIES)
-    assert "losses of the 3 strategies over 4 steps: identical to the last bit\n" in text
+    assert "losses of the 3 strategies over 5 steps: identical to the last bit\n" in text
     assert f"activation peak: {finished.summary['measured']['activation_peak_bytes']}\n" in text
     assert f"curve: {finished.output / 'rok.png'}; figures: {finished.output / 'summary.json'}\n" in text
     ratio = finished.summary["ratios"]["2"]["peak_offload_over_keep"]
     assert f"batch size 2: offload needs {ratio:.3f} x the activation peak of keep" in text
-    assert finished.result.stderr.splitlines() == [f"{done} of 12 steps" for done in range(2, 13, 2)]
+    assert finished.result.stderr.splitlines() == [f"{done} of 15 steps" for done in (*range(2, 15, 2), 15)]
 
 
 def test_rok_reads_the_run_logs(finished: Run) -> None:
@@ -222,7 +227,7 @@ def test_an_output_with_run_logs_is_not_mixed_with_another_run(finished: Run) ->
 # Races that did not take place
 
 
-def figures(seconds: float, peak: int, loss: float = 1.0, **others: Any) -> dict[str, Any]:
+def figures(seconds: float, peak: int | None, loss: float = 1.0, **others: Any) -> dict[str, Any]:
     moved = {f"{name}_bytes": 0 for name in MOVED}
     return {
         "activation_peak_bytes": peak,
@@ -238,7 +243,9 @@ def figures(seconds: float, peak: int, loss: float = 1.0, **others: Any) -> dict
     }
 
 
-WARM = [figures(1000.0, 10**9, loss=float(number)) for number in range(WARM_UP)]
+WARM = [figures(1000.0, None, loss=float(number)) for number in range(WARM_UP)]
+PLAYED = [*WARM, figures(1000.0, 100), figures(1.0, None)]
+"""The least that makes a summary: one step measures memory, one time."""
 
 
 def fake_race(rounds: dict[str, list[dict[str, Any]]], seen: list[dict[str, Any]]) -> Callable[..., Any]:
@@ -262,21 +269,31 @@ def fake_race(rounds: dict[str, list[dict[str, Any]]], seen: list[dict[str, Any]
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The arguments of the entrants of races that are only played."""
     seen: list[dict[str, Any]] = []
-    rounds = {name: [*WARM, figures(1.0, 100)] for name in STRATEGIES}
+    rounds = dict.fromkeys(STRATEGIES, PLAYED)
     monkeypatch.setattr("tba_offload.demo.run.race", fake_race(rounds, seen))
     monkeypatch.setattr("tba_offload.demo.run.write_text", lambda directory: directory)
     return seen
 
 
+def measured(*peaks: int) -> list[dict[str, Any]]:
+    """Steps that measured memory; how long they took must not matter."""
+    return [figures(500.0, peak, offloaded_bytes=9) for peak in peaks]
+
+
+def timed(*seconds: float) -> list[dict[str, Any]]:
+    return [figures(each, None) for each in seconds]
+
+
 def test_summary_by_hand() -> None:
     lanes = {
-        "keep": [*WARM, figures(1.0, 100), figures(2.0, 400), figures(2.0, 300)],
-        "recompute": [*WARM, figures(2.0, 50), figures(4.0, 40), figures(4.0, 45)],
+        "keep": [*WARM, *measured(100, 400, 300), *timed(1.0, 2.0, 2.0)],
+        "recompute": [*WARM, *measured(50, 40, 45), *timed(2.0, 4.0, 4.0)],
         "offload": [
             *WARM,
-            figures(2.0, 10, offloaded_bytes=7, resident_peak_bytes=5),
-            figures(3.0, 20, offloaded_bytes=9, resident_peak_bytes=6),
-            figures(8.0, 12, offloaded_bytes=9),
+            *measured(10, 20, 12),
+            figures(2.0, None, offloaded_bytes=7, resident_peak_bytes=5),
+            figures(3.0, None, offloaded_bytes=9, resident_peak_bytes=6),
+            figures(8.0, None, offloaded_bytes=9),
         ],
     }
     summary = summarize({2: lanes})
@@ -286,7 +303,7 @@ def test_summary_by_hand() -> None:
     assert (keep["step_seconds_median"], keep["forward_backward_seconds_median"]) == (2.0, 1.0)
     assert keep["tokens_per_second"] == 32.0
     assert (offload["offloaded_bytes"], offload["resident_peak_bytes"]) == (9, 6)
-    assert keep["losses"] == [0.0, 1.0, 2.0, 1.0, 1.0, 1.0]  # of all steps, those of the warm-up too
+    assert keep["losses"] == [0.0, 1.0, 2.0, *[1.0] * 6]  # of all steps, those of the warm-up too
     assert summary["ratios"]["2"] == {
         "peak_offload_over_keep": 20 / 400,
         "peak_offload_over_recompute": 20 / 50,
@@ -304,7 +321,7 @@ def test_summary_by_hand() -> None:
 @pytest.mark.parametrize("strategy", ["recompute", "offload"])
 @pytest.mark.parametrize("step", [0, WARM_UP])
 def test_one_loss_that_differs_in_the_last_bit_is_found(strategy: str, step: int) -> None:
-    lanes = {name: [dict(one) for one in (*WARM, figures(1.0, 100))] for name in STRATEGIES}
+    lanes = {name: [dict(one) for one in PLAYED] for name in STRATEGIES}
     assert summarize({2: lanes})["identical_losses"] is True
     lanes[strategy][step]["loss"] += 2.0**-50
     assert summarize({1: dict.fromkeys(STRATEGIES, lanes["keep"]), 2: lanes})["identical_losses"] is False
@@ -313,11 +330,11 @@ def test_one_loss_that_differs_in_the_last_bit_is_found(strategy: str, step: int
 def test_losses_that_differ_are_an_error_on_the_console(
     seen: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    rounds = {name: [*WARM, figures(1.0, 100, loss=float(name == "keep"))] for name in STRATEGIES}
+    rounds = {name: [*PLAYED[:-1], figures(1.0, None, loss=float(name == "keep"))] for name in STRATEGIES}
     monkeypatch.setattr("tba_offload.demo.run.race", fake_race(rounds, seen))
     result = call("demo", *TINY, "--batch-size", "1", "--output", str(tmp_path / "out"))
     assert result.exit_code == 1
-    assert "losses of the 3 strategies over 4 steps: DIFFERENT" in result.stdout
+    assert "losses of the 3 strategies over 5 steps: DIFFERENT" in result.stdout
     message = "Error: the losses of the strategies differ: this must not happen, please report it"
     assert result.stderr.splitlines()[-1] == message
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["identical_losses"] is False
@@ -349,16 +366,16 @@ def test_without_a_policy_all_layers_do_the_same_in_a_window_that_grows(
         assert config.budget.in_flight_bytes == 3 * 2**20 * one["batch_size"] // 2
         assert (config.store.kind, config.store.directories) == ("file", drives)
         assert one["environment"] == {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-        assert (one["shape"], one["steps"], one["threads"]) == (SHAPE, 4, 1)
+        assert (one["shape"], one["steps"], one["threads"]) == (SHAPE, 5, 1)
 
 
 def test_offloaded_bytes_go_to_a_directory_of_their_own_that_is_removed(
     seen: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    settings = DemoSettings(shape=SHAPE, batch_sizes=(1,), steps=4, output=tmp_path / "out")
+    settings = DemoSettings(shape=SHAPE, batch_sizes=(1,), steps=5, output=tmp_path / "out")
     steps: list[None] = []
     run_demo(settings, on_step=lambda: steps.append(None))
-    assert len(steps) == settings.total_steps == 12
+    assert len(steps) == settings.total_steps == 15
     (directory,) = {OffloadConfig.from_yaml(one["config"]).store.directories for one in seen}
     assert [path.parent for path in directory] == [settings.output]
     assert not directory[0].exists()
@@ -399,7 +416,7 @@ def assert_one_line(result: Result, status: int, message: str) -> None:
         (("--batch-size", "0"), "0 is not in the range x>=1"),
         (("--sequence", "-1"), "-1 is not in the range x>=1"),
         (("--threads", "0"), "0 is not in the range x>=1"),
-        (("--steps", "3"), "3 is not in the range x>=4"),
+        (("--steps", "3"), "3 is not in the range x>=5"),
         (("--dropout", "1"), "1.0 is not in the range 0<=x<1"),
         (("--policy", "no-such-policy.yaml"), "File 'no-such-policy.yaml' does not exist"),
         (("--policy", "."), "File '.' is a directory"),
@@ -424,7 +441,7 @@ def test_a_file_where_a_directory_must_be(option: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--hidden", "100"), "no such model: hidden 100 is not a multiple of heads 12"),
+        (("--hidden", "100"), "no such model: hidden 100 is not a multiple of heads 7"),
         (("--hidden", "36", "--style", "llama"), "rotary positions need an even head size, not 3"),
         (("--window", "10"), "'10' has no unit; write one of "),
         (("--window", "much"), "'much' is not a size; write a number and a unit"),
@@ -446,9 +463,10 @@ def test_a_wrong_policy_is_named_with_its_line(seen: list[dict[str, Any]], tmp_p
 @pytest.mark.parametrize(
     ("steps", "sizes", "message"),
     [
-        (3, (1,), "steps is 3, and must be more than the 3 that warm up"),
-        (4, (), r"batch sizes are \(\), and each must be at least 1"),
-        (4, (2, 0), r"batch sizes are \(2, 0\), and each must be at least 1"),
+        (3, (1,), "steps is 3: too few for 3 that warm up, one that measures memory, one for time"),
+        (4, (1,), "steps is 4: too few"),
+        (5, (), r"batch sizes are \(\), and each must be at least 1"),
+        (5, (2, 0), r"batch sizes are \(2, 0\), and each must be at least 1"),
     ],
 )
 def test_settings_that_make_no_run(steps: int, sizes: tuple[int, ...], message: str, tmp_path: Path) -> None:

@@ -135,6 +135,11 @@ def test_a_step_time_that_cannot_be_is_an_error(seconds: float) -> None:
         rok.point(run([seconds]))
 
 
+def test_steps_that_measured_memory_do_not_count_for_the_time_if_there_are_others() -> None:
+    assert rok.point(run([1, 1, 9, 3, 5, 9], peaks=[None, None, 7, None, None, 8])).step_seconds == 4
+    assert rok.point(run([1, 1, 9, 3, 5, 9], peaks=[7] * 6)).step_seconds == 7
+
+
 def test_an_activation_peak_must_have_been_measured() -> None:
     assert rok.point(run([1, 1, 1], peaks=[9, None, 7])).activation_peak_bytes == 7
     with pytest.raises(RunLogError, match="no activation peak was measured in the 2 counted steps"):

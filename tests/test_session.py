@@ -91,6 +91,16 @@ def test_without_measuring_there_is_no_figure(model: Model) -> None:
     assert (record.activation_peak_bytes, record.peak_source) == (None, None)
 
 
+def test_each_step_may_say_whether_to_measure(model: Model) -> None:
+    with session_for(model, measure_memory=False) as session:
+        for wanted in (True, False, None):
+            with session.step(measure_memory=wanted):
+                loss_of(model, make_tokens(0)).backward()
+    peaks = [record.activation_peak_bytes for record in session.report()]
+    assert (peaks[0] or 0) > 0
+    assert peaks[1:] == [None, None]
+
+
 def test_tokens_and_flops_may_be_told_inside_the_step(model: Model) -> None:
     with session_for(model) as session:
         with session.step() as step:

@@ -60,7 +60,8 @@ class Kept:
     __slots__ = ("address", "spread", "tensor", "version", "witness")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = self.witness = tensor.detach()
+        # A parameter has no graph that it could keep alive.
+        self.tensor = self.witness = tensor if type(tensor) is torch.nn.Parameter else tensor.detach()
         self.version = tensor._version
         self.spread: View | None = None
         self.address = 0
@@ -237,9 +238,10 @@ class Capture:
         self.offloader.tidy()
         first = not handle.read
         storage, shift = self.offloader.fetch(handle)
+        # Before the I/O threads are woken: this call lets go of the GIL, and they would take it.
+        tensor = look(storage, packed.view, shift)
         if first:
             self._used(packed, record)
-        tensor = look(storage, packed.view.moved(shift))
         return tensor if packed.spread is None else self._spread(tensor, packed.spread, packed.address)
 
     def _used(self, packed: Packed, record: Record) -> None:

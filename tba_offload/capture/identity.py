@@ -77,10 +77,18 @@ def blank(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return found
 
 
-def look(storage: torch.UntypedStorage, view: View) -> torch.Tensor:
-    """The tensor that ``view`` makes of ``storage``, sharing its memory."""
-    tensor = blank(view.dtype, storage.device).new_empty(0)
-    return tensor.set_(storage, view.offset, view.shape, view.stride)
+def look(storage: torch.UntypedStorage, view: View, shift: int = 0) -> torch.Tensor:
+    """The tensor that ``view`` makes of ``storage``, sharing its memory.
+
+    Args:
+        storage: The bytes.
+        view: How to look at them.
+        shift: Everything lies this many bytes further on than the view says.
+    """
+    # A new tensor with a version counter of its own, made without a way through the dispatcher.
+    tensor = blank(view.dtype, storage.device).data
+    offset = view.offset + shift // view.dtype.itemsize if shift else view.offset
+    return tensor.set_(storage, offset, view.shape, view.stride)
 
 
 def version_witness(tensor: torch.Tensor) -> torch.Tensor:
@@ -126,14 +134,16 @@ def is_understood(tensor: torch.Tensor, device: torch.device) -> bool:
         and not tensor.is_nested
         and not tensor.is_conj()
         and not tensor.is_neg()
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and _is_addressable(tensor)
     )
 
 
 def _is_addressable(tensor: torch.Tensor) -> bool:
     """Whether its bytes are in memory, where restored ones can be: tensors of implicit zeros are nowhere."""
-    address = tensor.data_ptr()
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:  # functorch's wrappers have no storage
+        return False
     return address != 0 and address % tensor.itemsize == 0
 
 

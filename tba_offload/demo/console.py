@@ -58,7 +58,7 @@ def run_on_console(
         steps=steps,
         output=output,
         directories=directories,
-        in_flight_bytes=parse_size(window or "10MiB"),
+        **({} if window is None else {"in_flight_bytes": parse_size(window)}),
         policy=policy,
         threads=threads,
     )

@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tba_offload.errors import TbaError
 
+MEASURE_EVERY = 4
+"""Memory is measured in every fourth round."""
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from multiprocessing.connection import Connection
@@ -70,6 +73,14 @@ class Spread:
 
     def __str__(self) -> str:
         return f"{self.median:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
+def measures_memory(round_: int) -> bool:
+    """Whether memory is measured in a round, counted from 0.
+
+    Its time then says little: on a CPU the sampling takes part of a core from the computation.
+    """
+    return round_ % MEASURE_EVERY == MEASURE_EVERY - 1
 
 
 def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Spread:

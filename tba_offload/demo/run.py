@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig, format_size, load_config
-from tba_offload.demo.race import Entrant, Spread, paired_ratio, race
+from tba_offload.demo.race import MEASURE_EVERY, Entrant, Spread, measures_memory, paired_ratio, race
 from tba_offload.demo.text import write_text
 from tba_offload.demo.trainer import Trainer
 from tba_offload.device.memory import FAST_ALLOCATOR
@@ -60,8 +60,11 @@ class DemoSettings:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        if self.steps <= WARM_UP:
-            raise ConfigError(f"steps is {self.steps}, and must be more than the {WARM_UP} that warm up")
+        if len({measures_memory(round_) for round_ in range(WARM_UP, self.steps)}) < 2:
+            raise ConfigError(
+                f"steps is {self.steps}: too few for {WARM_UP} that warm up, one that measures memory, "
+                "one for time"
+            )
         if not self.batch_sizes or min(self.batch_sizes) < 1:
             raise ConfigError(f"batch sizes are {self.batch_sizes}, and each must be at least 1")
 
@@ -146,7 +149,8 @@ def summarize(races: Mapping[int, Mapping[str, Sequence[Figures]]]) -> Figures:
             for name in lanes
         ),
         "measured": {
-            "activation_peak_bytes": next(iter(races.values()))["keep"][0]["peak_source"],
+            "activation_peak_bytes": _measured(next(iter(races.values()))["keep"])[0]["peak_source"],
+            "activation_peak_steps": f"every {MEASURE_EVERY}th, whose time does not count",
             "step_seconds_median": "forward, backward and optimizer, wall clock, median after the warm-up",
             "warm_up_steps": WARM_UP,
         },
@@ -154,21 +158,31 @@ def summarize(races: Mapping[int, Mapping[str, Sequence[Figures]]]) -> Figures:
 
 
 def _strategy(steps: Sequence[Figures]) -> Figures:
-    counted = steps[WARM_UP:]
-    peaks = [step["activation_peak_bytes"] for step in counted]
+    counted, timed = steps[WARM_UP:], _timed(steps)
+    peaks = [step["activation_peak_bytes"] for step in _measured(steps)]
     figures: Figures = {
         "activation_peak_bytes": max(peaks),
         "activation_peak_bytes_median": int(statistics.median(peaks)),
         "resident_peak_bytes": max(step["resident_peak_bytes"] or 0 for step in counted),
-        "step_seconds_median": _median(counted, "whole_step_seconds"),
-        "forward_backward_seconds_median": _median(counted, "seconds"),
-        "tokens_per_second": counted[0]["tokens"] / _median(counted, "whole_step_seconds"),
-        "stall_seconds_median": _median(counted, "stall_seconds"),
+        "step_seconds_median": _median(timed, "whole_step_seconds"),
+        "forward_backward_seconds_median": _median(timed, "seconds"),
+        "tokens_per_second": timed[0]["tokens"] / _median(timed, "whole_step_seconds"),
+        "stall_seconds_median": _median(timed, "stall_seconds"),
         "losses": [step["loss"] for step in steps],
     }
     for name in _MOVED:
         figures[f"{name}_bytes"] = int(_median(counted, f"{name}_bytes"))
     return figures
+
+
+def _measured(steps: Sequence[Figures]) -> list[Figures]:
+    """The counted steps in which memory was measured."""
+    return [step for step in steps[WARM_UP:] if step["activation_peak_bytes"] is not None]
+
+
+def _timed(steps: Sequence[Figures]) -> list[Figures]:
+    """The other ones: nothing was sampled, so their time is that of the training."""
+    return [step for step in steps[WARM_UP:] if step["activation_peak_bytes"] is None]
 
 
 def _median(steps: Sequence[Figures], name: str) -> float:
@@ -185,7 +199,7 @@ def _ratios(lanes: Mapping[str, Sequence[Figures]]) -> dict[str, float]:
 
 
 def _spreads(lanes: Mapping[str, Sequence[Figures]]) -> dict[str, dict[str, float]]:
-    times = {name: [step["whole_step_seconds"] for step in steps[WARM_UP:]] for name, steps in lanes.items()}
+    times = {name: [step["whole_step_seconds"] for step in _timed(steps)] for name, steps in lanes.items()}
     spreads: dict[str, Spread] = {
         "time_offload_over_keep": paired_ratio(times["offload"], times["keep"]),
         "time_offload_over_recompute": paired_ratio(times["offload"], times["recompute"]),

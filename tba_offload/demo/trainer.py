@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import tba_offload as tba
+from tba_offload.demo.race import measures_memory
 from tba_offload.demo.text import batches
 from tba_offload.device.memory import keep_freed_pages
 from tba_offload.megatron.cpu import single_process
@@ -17,6 +18,9 @@ from tba_offload.megatron.gpt import GptShape, build_gpt, gpt_loss, model_flops
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+_LR_WARM_UP = 10
+"""Steps until the learning rate is reached."""
 
 
 class Trainer:
@@ -52,6 +56,7 @@ class Trainer:
             torch.set_num_threads(threads)
         self._flops = model_flops(shape, batch_size)
         self._tokens = shape.sequence * batch_size
+        self._round = 0
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(single_process(seed=seed))
         self.model = build_gpt(shape, seed=seed)
@@ -59,6 +64,9 @@ class Trainer:
             text, sequence=shape.sequence, batch_size=batch_size, seed=seed, samples=steps * batch_size
         )
         self._optimizer = torch.optim.Adam(self.model.parameters(), lr=3e-4, fused=True)
+        self._schedule = torch.optim.lr_scheduler.LinearLR(
+            self._optimizer, start_factor=1 / _LR_WARM_UP, total_iters=_LR_WARM_UP
+        )
         for parameter in self.model.parameters():
             # Allocated before the first step, or they would count as activations there.
             parameter.grad = torch.zeros_like(parameter)
@@ -79,13 +87,17 @@ class Trainer:
     def step(self) -> dict[str, Any]:
         """Forward, backward and update; the figures of the step record, and the time of all three."""
         batch = next(self._batches)
+        measure_memory, self._round = measures_memory(self._round), self._round + 1
         began = time.perf_counter()
-        with self.session.step(tokens=self._tokens, model_flops=self._flops) as step:
+        with self.session.step(
+            tokens=self._tokens, model_flops=self._flops, measure_memory=measure_memory
+        ) as step:
             loss = gpt_loss(self.model, batch)
             loss.backward()  # type: ignore[no-untyped-call]
             step.loss = float(loss.detach())
         del loss
         self._optimizer.step()
+        self._schedule.step()
         self._optimizer.zero_grad(set_to_none=False)
         seconds = time.perf_counter() - began
         return {**dataclasses.asdict(self.session.report()[-1]), "whole_step_seconds": seconds}

@@ -46,7 +46,7 @@ class RokPoint:
         activation_peak_bytes: The largest activation peak of the counted steps, bytes.
         throughput: Work of a step (median) divided by the median step time, in ``unit``.
         unit: ``"FLOP/s"``: algorithmic operations, recomputation not counted; or ``"tokens/s"``.
-        step_seconds: Median time of the counted steps.
+        step_seconds: Median time of the counted steps, see :func:`point`.
         step_seconds_quartiles: Lower and upper quartile of those times.
         steps: How many steps were counted.
         source: The run log.
@@ -111,7 +111,8 @@ def point(run_log: RunLog, *, warmup: int | None = None, unit: Unit | None = Non
 
     The first steps are skipped: caches, the allocator and the plan are still warming up. Of the others, the
     activation peak is the *largest* (that is what has to fit in memory), and the throughput comes from the
-    *median* step time (one hiccup of the machine must not count).
+    *median* step time (one hiccup of the machine must not count). If memory was measured in some of them
+    only, the times come from the others: measuring may cost time.
 
     Args:
         run_log: The run.
@@ -128,7 +129,7 @@ def point(run_log: RunLog, *, warmup: int | None = None, unit: Unit | None = Non
     if unit not in known:
         raise RunLogError(f"{run_log.path}: {unit} cannot be told; only {' and '.join(known)} can")
     peak, peak_source = _peak(run_log.path, steps)
-    seconds = [step.seconds for step in steps]
+    seconds = _seconds(steps)
     median = statistics.median(seconds)
     header = run_log.header
     return RokPoint(
@@ -162,6 +163,11 @@ def _counted(run_log: RunLog, warmup: int | None) -> Sequence[StepRecord]:
                 f"{run_log.path}: step {step.step} took {step.seconds} seconds; is the log damaged?"
             )
     return steps
+
+
+def _seconds(steps: Sequence[StepRecord]) -> list[float]:
+    undisturbed = [step.seconds for step in steps if step.activation_peak_bytes is None]
+    return undisturbed or [step.seconds for step in steps]
 
 
 def _default_warmup(steps: int) -> int:

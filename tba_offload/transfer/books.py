@@ -175,5 +175,7 @@ class Books:
     def _add_in_flight(self, nbytes: int) -> None:
         self.in_flight += nbytes
         stats = self.stats
-        stats.in_flight_peak = max(stats.in_flight_peak, self.in_flight)
-        stats.own_peak = max(stats.own_peak, self.in_flight + self.settled)
+        if self.in_flight > stats.in_flight_peak:
+            stats.in_flight_peak = self.in_flight
+        if self.in_flight + self.settled > stats.own_peak:
+            stats.own_peak = self.in_flight + self.settled

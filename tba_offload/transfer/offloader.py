@@ -73,6 +73,7 @@ class Offloader:
         self._epoch = 0  # failures of records from before the last abandoned step concern nobody
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
+        self._waiting = 0
 
     @property
     def stats(self) -> TransferStats:
@@ -123,7 +124,7 @@ class Offloader:
             if self._outbox:
                 return True
             if self._books.departing:
-                self._changed.wait()
+                self._wait()
                 return True
             return self._give_up_farthest()
 
@@ -169,7 +170,7 @@ class Offloader:
                 piece.stream = stream
                 self._outbox.append((record, piece))
             self._outbox_bytes += record.nbytes
-            self._changed.notify_all()
+            self._notify()
         if self._outbox_bytes >= self._batch_bytes:
             self.flush()
         return True
@@ -207,7 +208,7 @@ class Offloader:
         if lost:
             self._take_back(record, lost)
             self._settle(record)
-            self._changed.notify_all()
+            self._notify()
 
     def _submit(self, record: Record, piece: Piece, after: Event) -> None:
         storage = record.source
@@ -235,7 +236,7 @@ class Offloader:
                 self.stats.offloaded += piece.nbytes
                 self._books.change(record, writes=-1)
                 self._settle(record)
-            self._changed.notify_all()
+            self._notify()
 
     def _unwritten(self, record: Record, piece: Piece, error: BaseException) -> None:
         """A piece could not be written: its memory stays, and the policy says whether that is an error."""
@@ -328,7 +329,8 @@ class Offloader:
         """Takes back the writes that have not started; the memory then stays until the handles are gone."""
         cancelled = {
             piece
-            for piece in record.pieces()
+            for span in record.spans
+            for piece in span.pieces
             if piece.waiting or (piece.write is not None and piece.write.cancel())
         }
         if cancelled:
@@ -516,8 +518,21 @@ class Offloader:
         self.drain()
         with self._lock:
             while self._books.departing:
-                self._changed.wait()
+                self._wait()
         self.raise_failures()
+
+    def _wait(self) -> None:
+        """Waits for the next change of the books; the lock is held, and let go of meanwhile."""
+        self._waiting += 1
+        try:
+            self._changed.wait()
+        finally:
+            self._waiting -= 1
+
+    def _notify(self) -> None:
+        """Wakes who waits for a change; mostly nobody does, and asking a condition variable takes a while."""
+        if self._waiting:
+            self._changed.notify_all()
 
     def abandon(self) -> None:
         """Gives a step up that failed: drops what was read ahead, and its other failures with it."""
@@ -541,7 +556,7 @@ class Offloader:
             for record in self._books.records():
                 self._give_up_writes(record)
             self._books.recount()
-            self._changed.notify_all()
+            self._notify()
 
     def raise_failures(self) -> None:
         """Raises the error of a transfer that failed on an I/O thread, if there is one.

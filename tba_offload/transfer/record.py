@@ -63,9 +63,9 @@ class Span:
     __slots__ = ("buffer", "charged", "hi", "lo", "pieces", "reads", "shift", "stream", "weak")
 
     def __init__(self, pieces: list[Piece]) -> None:
-        self.pieces = pieces
-        self.lo = min(piece.lo for piece in pieces)
-        self.hi = max(piece.hi for piece in pieces)
+        self.pieces = pieces  # in order, without a gap
+        self.lo = pieces[0].lo
+        self.hi = pieces[-1].hi
         self.buffer: torch.UntypedStorage | None = None
         self.weak: weakref.ref[torch.UntypedStorage] | None = None
         self.shift = 0  # byte b of the original storage is byte b + shift of the buffer
@@ -235,6 +235,9 @@ class Record:
 
     def discard(self, pieces: set[Piece]) -> None:
         """Forgets pieces that were never written; what remains of a span is split where they lay."""
+        if len(self.spans) == 1 and pieces.issuperset(self.spans[0].pieces):
+            self.spans = []
+            return
         kept = ([piece for piece in span.pieces if piece not in pieces] for span in self.spans)
         self.spans = [Span(run) for rest in kept for run in _runs(rest)]
 
