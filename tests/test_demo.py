@@ -49,6 +49,8 @@ default: offload
 layers:
   - match: 1
     placement: keep
+budget:
+  in_flight_bytes: 32KiB
 store:
   kind: host
 min_tensor_bytes: 1KiB
@@ -442,7 +444,7 @@ def test_a_file_where_a_directory_must_be(option: str, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("--hidden", "100"), "no such model: hidden 100 is not a multiple of heads 7"),
-        (("--hidden", "36", "--style", "llama"), "rotary positions need an even head size, not 3"),
+        (("--hidden", "63", "--style", "llama"), "rotary positions need an even head size, not 9"),
         (("--window", "10"), "'10' has no unit; write one of "),
         (("--window", "much"), "'much' is not a size; write a number and a unit"),
     ],

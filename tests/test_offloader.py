@@ -45,6 +45,7 @@ class Bench:
         self.drive = drive
         self.store = store
         self.offloader = Offloader(store, CPU, ceiling=ceiling, keep_when_full=keep)
+        self.eager = True
         self._count = 0
 
     def save(self, *ranges: tuple[int, int], nbytes: int = SIZE, owned: bool = False) -> Saved:
@@ -63,7 +64,8 @@ class Bench:
     def add(self, record: Record, storage: torch.UntypedStorage, lo: int, hi: int) -> Handle:
         handle = self.offloader.handle(record, lo, hi)
         self.offloader.require(record, storage, lo, hi)
-        self.offloader.flush()
+        if self.eager:
+            self.offloader.flush()
         return handle
 
     def fetch(self, saved: Saved, index: int = 0) -> torch.UntypedStorage:
@@ -269,6 +271,62 @@ def test_what_was_unpacked_can_be_unpacked_again(bench: Bench) -> None:
     bench.fetch(saved)
     assert bench.offloader.stats.read == 2 * SIZE
     bench.drop(saved)
+    bench.assert_idle()
+
+
+# What is held back
+
+
+def test_what_was_saved_last_is_not_written_while_the_window_has_room(make: Callable[..., Bench]) -> None:
+    bench = make(16 * SIZE)
+    bench.eager = False
+    saved = [bench.save() for _ in range(7)]
+    bench.offloader.end_scope()
+    assert bench.store.used_bytes == 0
+    saved.append(bench.save())
+    wait_until(lambda: bench.offloader.stats.offloaded == 4 * SIZE, "the older half is not written")
+    assert [one.record.state for one in saved] == [State.STORED] * 4 + [State.WRITING] * 4
+    for one in reversed(saved):
+        bench.fetch(one)
+    stats = bench.offloader.stats
+    assert (stats.offloaded, stats.read, stats.forwarded) == (4 * SIZE, 4 * SIZE, 4 * SIZE)
+    bench.drop(*saved)
+    bench.assert_idle()
+
+
+def test_without_a_window_everything_is_written_at_the_end_of_its_scope(make: Callable[..., Bench]) -> None:
+    bench = make(None)
+    bench.eager = False
+    saved = bench.save()
+    assert bench.store.used_bytes == 0
+    bench.offloader.end_scope()
+    wait_until(lambda: saved.record.state is State.STORED, "not written")
+    bench.drop(saved)
+    bench.assert_idle()
+
+
+def test_what_is_held_back_makes_room_at_the_ceiling(make: Callable[..., Bench], drive: Drive) -> None:
+    bench = make(4 * SIZE)
+    bench.eager = False
+    drive.writes.seconds = 0.002
+    saved = [bench.save() for _ in range(4)]
+    large = bench.save(nbytes=4 * SIZE)
+    assert bench.offloader.stats.in_flight_peak <= 4 * SIZE
+    for one in (large, *reversed(saved)):
+        bench.fetch(one)
+    bench.drop(large, *saved)
+    bench.assert_idle()
+
+
+def test_what_is_dropped_while_it_is_held_back_is_never_written(make: Callable[..., Bench]) -> None:
+    bench = make(16 * SIZE)
+    bench.eager = False
+    for _ in range(3):  # more in all than may be held back
+        saved = [bench.save() for _ in range(4)]
+        bench.drop(*saved)
+        assert all(one.memory() is None for one in saved)
+    bench.offloader.quiesce()
+    assert bench.offloader.stats.offloaded == 0
     bench.assert_idle()
 
 

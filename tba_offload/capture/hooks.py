@@ -300,7 +300,7 @@ class LayerHooks:
         # What was put off has to be settled in any case: nothing else would free its memory.
         for record, views in self._deferred.items():
             self._decide(record, views)
-        self.capture.offloader.flush()
+        self.capture.offloader.end_scope()
 
     # ---- pack ------------------------------------------------------------------------------------
 

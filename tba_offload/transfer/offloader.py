@@ -36,6 +36,12 @@ if TYPE_CHECKING:
 BATCH_BYTES = 4 * 2**20
 """Writes are collected until they come to this many bytes, or to a quarter of the window."""
 
+HELD_BACK = 0.25
+"""This share of the window is not written before it is needed for something else.
+
+What was saved last is needed first: if backward comes for it before the window fills, it never travels.
+"""
+
 DROPS_AT_ONCE = 8
 """Dropped handles that :meth:`Offloader.tidy` waits for before it takes note of them."""
 
@@ -63,9 +69,10 @@ class Offloader:
         self.device = device
         self.keep_when_full = keep_when_full
         self._books = Books(ceiling)
-        self._outbox: list[tuple[Record, Piece]] = []
+        self._outbox: dict[Piece, Record] = {}
         self._outbox_bytes = 0
         self._batch_bytes = min(BATCH_BYTES, ceiling // 4) if ceiling is not None else BATCH_BYTES
+        self._held_back_bytes = int(HELD_BACK * ceiling) if ceiling is not None else 0
         self._prefetched: OrderedDict[Span, Record] = OrderedDict()
         self._dropped: SimpleQueue[tuple[Record, bool]] = SimpleQueue()
         self._failures: SimpleQueue[TransferError] = SimpleQueue()
@@ -168,28 +175,36 @@ class Offloader:
             stream = self.device.stream()
             for piece in missing:
                 piece.stream = stream
-                self._outbox.append((record, piece))
-            self._outbox_bytes += record.nbytes
+                self._outbox[piece] = record
+                self._outbox_bytes += piece.nbytes
             self._notify()
-        if self._outbox_bytes >= self._batch_bytes:
-            self.flush()
+        if self._outbox_bytes >= self._held_back_bytes + self._batch_bytes:
+            self.flush(self._held_back_bytes)
         return True
 
-    def flush(self) -> None:
-        """Hands the writes that were collected to the store.
+    def end_scope(self) -> None:
+        """A scope has saved everything; without a window nothing is held back."""
+        if not self._held_back_bytes:
+            self.flush()
+
+    def flush(self, held_back: int = 0) -> None:
+        """Hands the writes that were collected to the store, oldest first.
 
         They go in batches, because a hook finds the caches full of the model's data: the first transfer
         of a batch pays for fetching the code of ten functions, the others find it there.
 
+        Args:
+            held_back: So many bytes, the latest, may stay behind.
+
         Raises:
             TransferError: The store is full and is not allowed to fall back to memory.
         """
+        batch: list[tuple[Record, Piece]] = []
         with self._lock:
-            batch = [(record, piece) for record, piece in self._outbox if piece.waiting]
-            self._outbox.clear()
-            self._outbox_bytes = 0
-            for _, piece in batch:
-                piece.waiting = False
+            while self._outbox and self._outbox_bytes > held_back:
+                piece = next(iter(self._outbox))
+                batch.append((self._outbox[piece], piece))
+                self._take_out(piece)
         try:
             # Each write starts behind the work of the stream that produced its bytes.
             after = {stream: self.device.event(stream) for stream in {piece.stream for _, piece in batch}}
@@ -201,6 +216,12 @@ class Offloader:
                 for record, _ in batch:
                     self._give_up_writes(record)
             raise
+
+    def _take_out(self, piece: Piece) -> None:
+        """The write of a piece no longer waits to be handed over."""
+        piece.waiting = False
+        del self._outbox[piece]
+        self._outbox_bytes -= piece.nbytes
 
     def _give_up_writes(self, record: Record) -> None:
         """Takes back what was collected of a record and never came to the store."""
@@ -256,7 +277,9 @@ class Offloader:
         """Pieces that will never be written: their memory stays until the last handle is gone."""
         for piece in pieces:
             piece.write = None
-            piece.waiting = piece.pending = False
+            piece.pending = False
+            if piece.waiting:
+                self._take_out(piece)
             if piece.extent is not None:
                 self.store.release(piece.extent)
         record.discard(pieces)
@@ -551,6 +574,8 @@ class Offloader:
         Writes that never came to the store are taken back, and the books are made anew from the records.
         """
         with self._lock:
+            for piece in list(self._outbox):
+                piece.waiting = False
             self._outbox.clear()
             self._outbox_bytes = 0
             for record in self._books.records():
