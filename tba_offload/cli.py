@@ -186,3 +186,18 @@ def demo(*, as_json: bool, window: str | None, **options: Any) -> None:
     from tba_offload.demo.console import run_on_console
 
     run_on_console(as_json=as_json, window=window, **options)
+
+
+@main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--cpu", is_flag=True, help="Train on the CPU, with gloo; for trying things out.")
+@click.argument("script", metavar="SCRIPT")
+@click.argument("arguments", metavar="[ARGUMENTS]...", nargs=-1, type=click.UNPROCESSED)
+def launch(*, cpu: bool, script: str, arguments: tuple[str, ...]) -> None:
+    """Run an untouched Megatron-LM training script with offloading.
+
+    SCRIPT is the pretrain_gpt.py of a checkout; among its ARGUMENTS are the flags that begin with --tba-, see
+    its own --help. For several processes: torchrun ... -m tba_offload.megatron.launch SCRIPT ARGUMENTS.
+    """
+    from tba_offload.megatron.launch import CPU, launch
+
+    launch([*([CPU] if cpu else []), script, *arguments])

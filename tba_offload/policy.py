@@ -128,10 +128,14 @@ class Policy:
                 numbers where several stacks count their own.
         """
         self._check(layers if everywhere is None else everywhere)
-        return {index: self._placement_of(layer) for index, layer in enumerate(layers)}
+        return {index: self.explain(layer)[0] for index, layer in enumerate(layers)}
 
-    def _placement_of(self, layer: LayerId) -> Placement:
-        return next((rule.placement for rule in self.rules if rule.matches(layer)), self.default)
+    def explain(self, layer: LayerId) -> tuple[Placement, str]:
+        """The placement of a layer, and why: the rule that gives it, or ``default``."""
+        for rule in self.rules:
+            if rule.matches(layer):
+                return rule.placement, f"rule {rule}"
+        return self.default, "default"
 
     def _check(self, everywhere: Sequence[LayerId]) -> None:
         """Raises for the first rule that cannot take effect."""

@@ -10,6 +10,7 @@ import tempfile
 import time
 import warnings
 import weakref
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -27,7 +28,7 @@ from tba_offload.device.memory import MemoryMeter, ResidentPeak, meter_of
 from tba_offload.device.streams import device_of
 from tba_offload.errors import ConfigError, SessionError, TransferError
 from tba_offload.plan.plan import Plan
-from tba_offload.policy import Placement
+from tba_offload.policy import LayerId, Placement
 from tba_offload.report.run_log import RunHeader, RunLogWriter, StepRecord
 from tba_offload.store import open_store
 from tba_offload.transfer.offloader import Offloader
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from tba_offload.store.base import ActivationStore
 
 ConfigLike = OffloadConfig | str | os.PathLike[str] | None
+
+_REMEMBERED_STEPS = 10_000
 
 
 @dataclass(slots=True)
@@ -86,7 +89,7 @@ class Session:
         strategy: str | None = None,
         model_info: Mapping[str, object] | None = None,
         measure_memory: bool = True,
-        everywhere: Sequence[Layer] | None = None,
+        everywhere: Sequence[LayerId] | None = None,
     ) -> None:
         check_disjoint(stack.layers)
         _check_unattached(stack.layers)
@@ -94,7 +97,9 @@ class Session:
         self.layers = stack.layers
         self._stack = stack
         self._modules = tuple(modules)
-        self._everywhere = [layer.id for layer in everywhere or stack.layers]
+        self._everywhere = (
+            list(everywhere) if everywhere is not None else [layer.id for layer in stack.layers]
+        )
         self.plan = self._plan_of(config)
         self._device = device_of(_device_of_model(modules))
         self.store = _open_store(config, self._device)
@@ -114,7 +119,7 @@ class Session:
         self._resident = ResidentPeak()
         self._steps = 0
         self._step: Step | None = None
-        self._records: list[StepRecord] = []
+        self._records: deque[StepRecord] = deque(maxlen=_REMEMBERED_STEPS)
         self._closed = False
         self._inert = False
         self._warned = False
@@ -131,7 +136,7 @@ class Session:
             raise
         self._sites = [self._install(index, layer) for index, layer in enumerate(stack.layers)]
         resize.watch(self.capture)
-        transforms.watch()
+        transforms.watch(self.capture)
         _open_sessions.add(self)
 
     # ---- for users -------------------------------------------------------------------------------
@@ -185,7 +190,7 @@ class Session:
         self.offloader.keep_when_full = wanted.on_full == "keep"
 
     def report(self) -> list[StepRecord]:
-        """The records of all steps so far, oldest first."""
+        """The records of the steps so far, oldest first; of the last 10,000, the run log has all."""
         return list(self._records)
 
     def close(self) -> None:
@@ -203,7 +208,7 @@ class Session:
         for site in self._sites:
             _uninstall(site)
         resize.unwatch(self.capture)
-        transforms.unwatch()
+        transforms.unwatch(self.capture)
         if not self._inert:
             self._shut_down()
 
@@ -332,6 +337,8 @@ class Session:
             site.runs = 0
         self.offloader.reset_stats()
         self._resident.reset()
+        if self._meter is not None:
+            self._meter.peak()  # an interrupted step may have left it watching
         step.measure_base()
         self._step = step
 
@@ -352,6 +359,7 @@ class Session:
     def _raise_failures(self) -> None:
         """The first failed transfer ends the step; those that failed with it must not end the next one."""
         try:
+            self.offloader.flush()  # a graph that outlives its step shall not keep memory
             self.offloader.raise_failures()
         except TransferError:
             self.offloader.abandon()
@@ -396,7 +404,7 @@ class Session:
 
     def _gradients_allocated(self) -> bool:
         parameters = (parameter for module in self._modules for parameter in module.parameters())
-        return all(parameter.grad is not None for parameter in parameters if parameter.requires_grad)
+        return all(_has_gradient(parameter) for parameter in parameters if parameter.requires_grad)
 
     # ---- wiring ----------------------------------------------------------------------------------
 
@@ -525,6 +533,11 @@ def _open_store(config: OffloadConfig, device: Device) -> ActivationStore:
         checksum=config.store.checksum,
         device=device,
     )
+
+
+def _has_gradient(parameter: nn.Parameter) -> bool:
+    """Whether the memory of its gradient exists; Megatron's lies in a buffer of its own."""
+    return parameter.grad is not None or getattr(parameter, "main_grad", None) is not None
 
 
 def _device_name(device: torch.device) -> str:

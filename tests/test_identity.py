@@ -281,6 +281,15 @@ def test_flat_buffers_are_static_through_what_lies_in_them() -> None:
     assert len(static) == 2
 
 
+def test_a_wrapper_may_have_attributes_named_like_the_methods() -> None:
+    """Megatron's DistributedDataParallel has a list ``buffers``."""
+    module = nn.Sequential(nn.BatchNorm1d(4))
+    module.buffers = module.parameters = []  # type: ignore[assignment,method-assign]
+    static = static_of(module)
+    norm = module[0]
+    assert all(tensor.untyped_storage() in static for tensor in (norm.weight, norm.running_mean))
+
+
 def test_static_storages_of_all_chunks_count_and_are_read_anew() -> None:
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     static = static_of(first, second)

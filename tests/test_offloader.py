@@ -281,7 +281,7 @@ def test_what_was_saved_last_is_not_written_while_the_window_has_room(make: Call
     bench = make(16 * SIZE)
     bench.eager = False
     saved = [bench.save() for _ in range(7)]
-    bench.offloader.end_scope()
+    bench.offloader.end_scope(at_once=False)
     assert bench.store.used_bytes == 0
     saved.append(bench.save())
     wait_until(lambda: bench.offloader.stats.offloaded == 4 * SIZE, "the older half is not written")
@@ -299,7 +299,7 @@ def test_without_a_window_everything_is_written_at_the_end_of_its_scope(make: Ca
     bench.eager = False
     saved = bench.save()
     assert bench.store.used_bytes == 0
-    bench.offloader.end_scope()
+    bench.offloader.end_scope(at_once=False)
     wait_until(lambda: saved.record.state is State.STORED, "not written")
     bench.drop(saved)
     bench.assert_idle()
@@ -327,6 +327,56 @@ def test_what_is_dropped_while_it_is_held_back_is_never_written(make: Callable[.
         assert all(one.memory() is None for one in saved)
     bench.offloader.quiesce()
     assert bench.offloader.stats.offloaded == 0
+    bench.assert_idle()
+
+
+def test_a_part_of_a_storage_that_is_held_back_counts_with_all_the_memory_that_it_holds(
+    make: Callable[..., Bench],
+) -> None:
+    bench = make(16 * SIZE)
+    bench.eager = False
+    saved = [bench.save((0, 8), (16, 24)) for _ in range(8)]
+    wait_until(lambda: bench.offloader.in_flight == 4 * SIZE, "the older half keeps its memory")
+    bench.drop(*saved)
+    bench.assert_idle()
+
+
+@pytest.mark.timeout(30)
+def test_a_write_that_is_taken_back_wakes_who_waits_for_it(make: Callable[..., Bench], drive: Drive) -> None:
+    bench = make(2 * SIZE)
+    drive.writes.hold()
+    running, queued = bench.save(nbytes=SIZE // 2), bench.save()
+    drive.writes.wait_started()
+    thread = in_thread(bench.offloader.quiesce)
+    wait_until(lambda: bench.offloader._waiting == 1, "nobody waits")
+    bench.drop(queued)
+    drive.writes.release()
+    finish(thread)
+    bench.drop(running)
+    bench.assert_idle()
+
+
+@pytest.mark.timeout(30)
+def test_a_deferred_view_of_what_is_being_written_leaves_the_sums_right(make: Callable[..., Bench]) -> None:
+    bench = make(4 * SIZE)
+    bench.eager = False
+    saved = bench.save((0, 16))
+    storage = saved.memory()
+    assert storage is not None
+    bench.offloader.defer(saved.record, storage)
+    bench.offloader.decide(saved.record)
+    del storage
+    bench.offloader.quiesce()
+    assert bench.offloader._books.departing == 0
+    bench.drop(saved)
+    again = bench.save((0, 16))
+    storage = again.memory()
+    assert storage is not None
+    bench.offloader.defer(again.record, storage)
+    del storage
+    bench.drop(again)  # before it was decided
+    bench.offloader.quiesce()
+    assert bench.offloader._books.departing == 0
     bench.assert_idle()
 
 

@@ -72,6 +72,15 @@ def test_a_step_has_a_record(model: Model) -> None:
     assert (record.resident_peak_bytes or 0) > record.activation_peak_bytes  # type: ignore[operator]
 
 
+def test_gradients_in_a_buffer_of_megatron_are_allocated(model: Model) -> None:
+    with session_for(model) as session:
+        assert not one_step(session, model).gradients_allocated
+        for parameter in model.parameters():
+            parameter.grad = None
+            parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
+        assert one_step(session, model).gradients_allocated
+
+
 def test_report_lists_the_steps_that_ended(model: Model) -> None:
     with session_for(model) as session:
         assert session.report() == []

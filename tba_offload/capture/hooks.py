@@ -61,7 +61,8 @@ class Kept:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # A parameter has no graph that it could keep alive.
-        self.tensor = self.witness = tensor if type(tensor) is torch.nn.Parameter else tensor.detach()
+        alone = type(tensor) is torch.nn.Parameter and tensor.is_leaf
+        self.tensor = self.witness = tensor if alone else tensor.detach()
         self.version = tensor._version
         self.spread: View | None = None
         self.address = 0
@@ -300,7 +301,7 @@ class LayerHooks:
         # What was put off has to be settled in any case: nothing else would free its memory.
         for record, views in self._deferred.items():
             self._decide(record, views)
-        self.capture.offloader.end_scope()
+        self.capture.offloader.end_scope(at_once=self._when_slow)
 
     # ---- pack ------------------------------------------------------------------------------------
 
@@ -369,8 +370,12 @@ class LayerHooks:
         if distinct < DENSE_FROM * (hi - lo):
             self._defer(packed, record, storage)
         else:
-            self.capture.offloader.require(record, storage, lo, hi)
+            self._require(record, storage, lo, hi)
         return packed
+
+    def _require(self, record: Record, storage: torch.UntypedStorage, lo: int, hi: int) -> None:
+        # Whoever keeps what a slow drive does not take must not take for slow what was never given to it.
+        self.capture.offloader.require(record, storage, lo, hi, at_once=self._when_slow)
 
     def _next_key(self) -> ActivationKey:
         key = ActivationKey(self._key, self._count)
@@ -416,7 +421,7 @@ class LayerHooks:
             if needed < GATHER_BELOW * (hi - lo):
                 self._gather(alive, storage)
             else:
-                offloader.require(record, storage, lo, hi)
+                self._require(record, storage, lo, hi)
         offloader.decide(record)
 
     def _gather(self, views: list[Packed], storage: torch.UntypedStorage) -> None:
@@ -438,7 +443,7 @@ class LayerHooks:
         capture.offloader.admit(copy.nbytes())
         record, packed.trace = capture.add(copy, self._next_key(), version_witness(tensor))
         lo, hi, _ = view.footprint()
-        capture.offloader.require(record, copy, lo, hi)
+        self._require(record, copy, lo, hi)
         return record, view
 
 

@@ -172,9 +172,10 @@ class StaticStorages:
 
 
 def _static_tensors(module: torch.nn.Module) -> Iterable[torch.Tensor]:
-    for parameter in module.parameters():
+    # By the class's methods: Megatron's data-parallel wrapper has an attribute ``buffers`` of its own.
+    for parameter in torch.nn.Module.parameters(module):
         yield from _with_storage(parameter, parameter.grad, getattr(parameter, "main_grad", None))
-    yield from _with_storage(*module.buffers())
+    yield from _with_storage(*torch.nn.Module.buffers(module))
 
 
 def _with_storage(*tensors: object) -> Iterable[torch.Tensor]:

@@ -94,10 +94,3 @@ class StepTrace:
     def forward_seconds(self) -> float:
         """Time inside the layers' forward, summed."""
         return sum(s.forward_ended - s.forward_began for s in self.scopes if s.forward_ended is not None)
-
-    def largest_scope_bytes(self) -> int:
-        """Bytes that the scope with the most saved bytes saved."""
-        totals: dict[ScopeKey, int] = {}
-        for activation in self.activations:
-            totals[activation.key.scope] = totals.get(activation.key.scope, 0) + activation.nbytes
-        return max(totals.values(), default=0)

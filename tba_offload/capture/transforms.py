@@ -8,18 +8,19 @@ taken off the stack for as long as they are forbidden; what is saved meanwhile s
 from __future__ import annotations
 
 import contextlib
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tba_offload.capture.hooks import LayerHooks
+from tba_offload.capture.hooks import Capture, LayerHooks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _autograd: Any = torch._C._autograd
 _original = torch.autograd.graph.disable_saved_tensors_hooks
-_watchers = 0
+_captures: weakref.WeakSet[Capture] = weakref.WeakSet()
 
 
 @contextlib.contextmanager
@@ -37,16 +38,14 @@ def _disable_without_ours(error_message: str) -> Iterator[None]:
         _autograd._push_saved_tensors_default_hooks(*top)
 
 
-def watch() -> None:
-    """From now on transforms inside offloaded layers work."""
-    global _watchers  # noqa: PLW0603 - PyTorch's function is one for the process
-    _watchers += 1
+def watch(capture: Capture) -> None:
+    """From now on transforms inside the layers of ``capture`` work."""
+    _captures.add(capture)
     torch.autograd.graph.disable_saved_tensors_hooks = _disable_without_ours
 
 
-def unwatch() -> None:
+def unwatch(capture: Capture) -> None:
     """Ends :func:`watch`; with the last one PyTorch's own function is back."""
-    global _watchers  # noqa: PLW0603
-    _watchers -= 1
-    if not _watchers:
+    _captures.discard(capture)
+    if not _captures:
         torch.autograd.graph.disable_saved_tensors_hooks = _original

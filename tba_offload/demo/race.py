@@ -108,7 +108,8 @@ def race(
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     with _started(entrants) as lanes:
         for round_ in range(rounds):
-            shift = round_ % len(names)
+            # Rounds that measure memory must not all start with the same one.
+            shift = (round_ + round_ // MEASURE_EVERY) % len(names)
             for name in names[shift:] + names[:shift]:
                 results[name].append(lanes[name].ask("step"))
                 on_step()

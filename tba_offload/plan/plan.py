@@ -38,7 +38,3 @@ class Plan:
         """One word for run logs: the placement that all layers share, or ``mixed``."""
         used = set(self.placements)
         return used.pop().value if len(used) == 1 else "mixed"
-
-    def uses(self, *placements: Placement) -> bool:
-        """Whether any layer has one of these placements."""
-        return not set(placements).isdisjoint(self.placements)

@@ -43,12 +43,12 @@ class RokPoint:
     Attributes:
         strategy: The run's label; points with equal labels form a line.
         batch_size: Sequences a step; None where the log's model does not say.
-        activation_peak_bytes: The largest activation peak of the counted steps, bytes.
+        activation_peak_bytes: The largest activation peak that a counted step measured, bytes.
         throughput: Work of a step (median) divided by the median step time, in ``unit``.
         unit: ``"FLOP/s"``: algorithmic operations, recomputation not counted; or ``"tokens/s"``.
         step_seconds: Median time of the counted steps, see :func:`point`.
         step_seconds_quartiles: Lower and upper quartile of those times.
-        steps: How many steps were counted.
+        steps: How many times were counted.
         source: The run log.
         peak_source: How the activation peak was measured; None where the log does not say.
         gradients_allocated: Whether, in every counted step, gradients existed before the base was read. If
@@ -129,18 +129,19 @@ def point(run_log: RunLog, *, warmup: int | None = None, unit: Unit | None = Non
     if unit not in known:
         raise RunLogError(f"{run_log.path}: {unit} cannot be told; only {' and '.join(known)} can")
     peak, peak_source = _peak(run_log.path, steps)
-    seconds = _seconds(steps)
+    timed = _timed(steps)
+    seconds = [step.seconds for step in timed]
     median = statistics.median(seconds)
     header = run_log.header
     return RokPoint(
         strategy=header.strategy,
         batch_size=_batch_size(header.model.get("batch_size")),
         activation_peak_bytes=peak,
-        throughput=statistics.median(_work(steps, unit)) / median,
+        throughput=statistics.median(_work(timed, unit)) / median,
         unit=unit,
         step_seconds=median,
         step_seconds_quartiles=_quartiles(seconds),
-        steps=len(steps),
+        steps=len(timed),
         source=str(run_log.path),
         peak_source=peak_source,
         gradients_allocated=all(step.gradients_allocated for step in steps),
@@ -165,9 +166,9 @@ def _counted(run_log: RunLog, warmup: int | None) -> Sequence[StepRecord]:
     return steps
 
 
-def _seconds(steps: Sequence[StepRecord]) -> list[float]:
-    undisturbed = [step.seconds for step in steps if step.activation_peak_bytes is None]
-    return undisturbed or [step.seconds for step in steps]
+def _timed(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:
+    """The steps whose time counts."""
+    return [step for step in steps if step.activation_peak_bytes is None] or steps
 
 
 def _default_warmup(steps: int) -> int:

@@ -37,7 +37,7 @@ BATCH_BYTES = 4 * 2**20
 """Writes are collected until they come to this many bytes, or to a quarter of the window."""
 
 HELD_BACK = 0.25
-"""This share of the window is not written before it is needed for something else.
+"""This share of the window is not written before it is needed for something else; a batch more may wait.
 
 What was saved last is needed first: if backward comes for it before the window fills, it never travels.
 """
@@ -140,7 +140,7 @@ class Offloader:
         with self._lock:
             if not record.pinned:
                 record.source = storage
-                record.deferred = True
+                self._books.change(record, deferred=True)
                 self._books.charge(record)
 
     def decide(self, record: Record) -> None:
@@ -151,10 +151,19 @@ class Offloader:
             self._books.change(record, deferred=False)
             self._settle(record)
 
-    def require(self, record: Record, storage: torch.UntypedStorage, lo: int, hi: int) -> bool:
+    def require(
+        self, record: Record, storage: torch.UntypedStorage, lo: int, hi: int, *, at_once: bool = False
+    ) -> bool:
         """Makes sure that bytes [lo, hi) of ``storage`` are written or about to be.
 
         Only what no earlier view covers is written.
+
+        Args:
+            record: The record of ``storage``.
+            storage: The bytes.
+            lo: First byte.
+            hi: End of the last one.
+            at_once: Nothing is held back.
 
         Returns:
             Whether anything had to be written.
@@ -170,21 +179,24 @@ class Offloader:
                 return False
             record.epoch = self._epoch
             record.source = storage
+            if not record.writes:
+                missing[0].weight = record.nbytes
             self._books.charge(record)
             self._books.change(record, writes=len(missing))
             stream = self.device.stream()
             for piece in missing:
                 piece.stream = stream
                 self._outbox[piece] = record
-                self._outbox_bytes += piece.nbytes
+                self._outbox_bytes += piece.weight
             self._notify()
-        if self._outbox_bytes >= self._held_back_bytes + self._batch_bytes:
-            self.flush(self._held_back_bytes)
+        held_back = 0 if at_once else self._held_back_bytes
+        if self._outbox_bytes >= held_back + self._batch_bytes:
+            self.flush(held_back)
         return True
 
-    def end_scope(self) -> None:
-        """A scope has saved everything; without a window nothing is held back."""
-        if not self._held_back_bytes:
+    def end_scope(self, *, at_once: bool) -> None:
+        """A scope has saved everything; without a window nothing is held back, nor if ``at_once``."""
+        if at_once or not self._held_back_bytes:
             self.flush()
 
     def flush(self, held_back: int = 0) -> None:
@@ -201,9 +213,11 @@ class Offloader:
         """
         batch: list[tuple[Record, Piece]] = []
         with self._lock:
-            while self._outbox and self._outbox_bytes > held_back:
-                piece = next(iter(self._outbox))
-                batch.append((self._outbox[piece], piece))
+            for piece, record in list(self._outbox.items()):
+                # What weighs nothing goes with the piece before it: together they hold their memory.
+                if held_back and piece.weight and self._outbox_bytes <= held_back:
+                    break
+                batch.append((record, piece))
                 self._take_out(piece)
         try:
             # Each write starts behind the work of the stream that produced its bytes.
@@ -220,8 +234,8 @@ class Offloader:
     def _take_out(self, piece: Piece) -> None:
         """The write of a piece no longer waits to be handed over."""
         piece.waiting = False
-        del self._outbox[piece]
-        self._outbox_bytes -= piece.nbytes
+        if self._outbox.pop(piece, None) is not None:  # an interrupt may have kept it from getting there
+            self._outbox_bytes -= piece.weight
 
     def _give_up_writes(self, record: Record) -> None:
         """Takes back what was collected of a record and never came to the store."""
@@ -229,7 +243,6 @@ class Offloader:
         if lost:
             self._take_back(record, lost)
             self._settle(record)
-            self._notify()
 
     def _submit(self, record: Record, piece: Piece, after: Event) -> None:
         storage = record.source
@@ -284,6 +297,7 @@ class Offloader:
                 self.store.release(piece.extent)
         record.discard(pieces)
         self._books.change(record, writes=-len(pieces), pinned=True)
+        self._notify()
 
     def _settle(self, record: Record) -> None:
         """Frees memory, or extents, that no transfer and no handle needs any more."""
@@ -346,6 +360,8 @@ class Offloader:
             self._mark_read(record, handle)
         if not record.unread and record.writes:
             self._cancel_writes(record)
+            if record.pinned:
+                self._books.keep(record)
         return memory
 
     def _cancel_writes(self, record: Record) -> None:
@@ -423,7 +439,16 @@ class Offloader:
 
         Returns:
             Whether the next record may be tried: ``False`` means that the window is full.
+
+        Raises:
+            TransferError: To make room, something was written that the store had no room for.
         """
+        if self._read_ahead(record):
+            return True
+        self.flush()  # what is held back is needed later than this record, or it would have been taken out
+        return False
+
+    def _read_ahead(self, record: Record) -> bool:
         with self._lock:
             if record.released or not record.unread:
                 return True
@@ -490,7 +515,7 @@ class Offloader:
     def _release(self, record: Record) -> None:
         """The last handle is gone: nobody will ask for these bytes again."""
         record.released = True
-        record.deferred = False
+        self._books.change(record, deferred=False)
         for span in record.spans:
             self._forget_prefetch(span)
         if record.writes:
@@ -537,12 +562,19 @@ class Offloader:
         Raises:
             TransferError: A transfer failed.
         """
-        self.flush()
         self.drain()
-        with self._lock:
-            while self._books.departing:
-                self._wait()
+        while self._is_departing():
+            pass
         self.raise_failures()
+
+    def _is_departing(self) -> bool:
+        """Waits for one change if anything is to be written; whether there was."""
+        self.flush()  # also what another thread saved meanwhile
+        with self._lock:
+            if self._books.departing and not self._outbox:
+                self._wait()
+                return True
+            return bool(self._outbox)
 
     def _wait(self) -> None:
         """Waits for the next change of the books; the lock is held, and let go of meanwhile."""

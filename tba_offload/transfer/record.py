@@ -39,7 +39,7 @@ class Piece:
     piece of its own.
     """
 
-    __slots__ = ("address", "extent", "hi", "lo", "pending", "stream", "waiting", "write")
+    __slots__ = ("address", "extent", "hi", "lo", "pending", "stream", "waiting", "weight", "write")
 
     def __init__(self, lo: int, hi: int) -> None:
         self.lo = lo
@@ -48,6 +48,7 @@ class Piece:
         self.extent: Extent | None = None
         self.stream: object = None  # of the device, on which the bytes were produced
         self.waiting = True  # not handed to the store yet
+        self.weight = 0  # bytes of memory that wait with it; the first piece of a record has them all
         self.pending = True  # neither written nor given up
         self.write: IoFuture | None = None
 

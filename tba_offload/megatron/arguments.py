@@ -1,0 +1,193 @@
+"""The flags of Megatron-LM's training scripts: one argparse group, and what it makes of the policy file.
+
+Flags begin with ``--tba-`` and override the file. Offloading is on when any of them is given. What cannot go
+together with it is refused when the command line is read, before a process group or a model exists.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tba_offload.config import OffloadConfig, load_config, parse_size
+from tba_offload.errors import ConfigError
+from tba_offload.policy import Placement
+from tba_offload.store.base import KINDS
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """A setting of Megatron that does not go together with offloading.
+
+    Attributes:
+        name: The attribute of Megatron's arguments; a release that lacks it has no such setting.
+        taken: Whether a value of it is in the way.
+        flag: What to change on the command line.
+        why: Why.
+    """
+
+    name: str
+    taken: Callable[[Any], bool]
+    flag: str
+    why: str
+
+
+CONFLICTS = (
+    Conflict(
+        "recompute_granularity",
+        lambda value: value == "full",
+        "--recompute-granularity full",
+        "it recomputes whole layers on its own; place layers recompute in the policy instead",
+    ),
+    Conflict("cpu_offloading", bool, "--cpu-offloading", "it moves the same activations"),
+    Conflict(
+        "cpu_offloading_num_layers", bool, "--cpu-offloading-num-layers", "it moves the same activations"
+    ),
+    Conflict(
+        "fine_grained_activation_offloading",
+        bool,
+        "--fine-grained-activation-offloading",
+        "it moves the same activations",
+    ),
+    Conflict("enable_cuda_graph", bool, "--enable-cuda-graph", "a graph fixes the addresses of activations"),
+    Conflict(
+        "external_cuda_graph", bool, "--external-cuda-graph", "a graph fixes the addresses of activations"
+    ),
+    Conflict(
+        "cuda_graph_impl",
+        lambda value: value not in {None, "none"},
+        "--cuda-graph-impl",
+        "a graph fixes the addresses of activations",
+    ),
+    Conflict(
+        "overlap_moe_expert_parallel_comm",
+        bool,
+        "--overlap-moe-expert-parallel-comm",
+        "it runs layers in pieces that belong to different micro-batches",
+    ),
+    Conflict("delay_wgrad_compute", bool, "--delay-wgrad-compute", "it uses activations outside of backward"),
+    Conflict("use_megatron_fsdp", bool, "--use-megatron-fsdp", "it is not supported yet"),
+    Conflict("use_custom_fsdp", bool, "--use-custom-fsdp", "it is not supported yet"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds the flags to Megatron's parser, which from then on refuses what does not go together with them."""
+    group = parser.add_argument_group(
+        "activation offloading (tba-offload)",
+        "On when any of these flags is given; flags override the policy.",
+    )
+    group.add_argument("--tba-policy", metavar="FILE", help="Policy in YAML.")
+    group.add_argument(
+        "--tba-placement",
+        choices=[placement.value for placement in Placement],
+        help="Placement of layers that no rule of the policy matches.",
+    )
+    group.add_argument(
+        "--tba-directory",
+        metavar="DIR",
+        nargs="+",
+        help="Where offloaded bytes go, one directory for each drive; ranks of a node share them out.",
+    )
+    group.add_argument(
+        "--tba-activation-bytes", metavar="SIZE", help="Most bytes of resident activations, such as 12GiB."
+    )
+    group.add_argument("--tba-in-flight-bytes", metavar="SIZE", help="Most bytes in flight, such as 1GiB.")
+    group.add_argument("--tba-store", choices=KINDS, help="Kind of store.")
+    group.add_argument(
+        "--tba-checksum",
+        action="store_true",
+        default=None,
+        help="Compare bytes that are read with those written.",
+    )
+    group.add_argument(
+        "--tba-run-log",
+        metavar="FILE",
+        help="Run log; with several ranks each has its own, FILE.rank0.jsonl.",
+    )
+    _check_when_read(parser)
+    return parser
+
+
+def is_on(arguments: argparse.Namespace) -> bool:
+    """Whether any of the flags was given."""
+    return any(value is not None for name, value in vars(arguments).items() if name.startswith("tba_"))
+
+
+def config_of(arguments: argparse.Namespace) -> OffloadConfig:
+    """The policy file with the flags on top.
+
+    Raises:
+        ConfigError: File or flags are wrong.
+    """
+    config = OffloadConfig() if arguments.tba_policy is None else load_config(Path(arguments.tba_policy))
+    if arguments.tba_placement is not None:
+        config = dataclasses.replace(config, default=Placement(arguments.tba_placement))
+    budget = _given(
+        activation_bytes=_size("--tba-activation-bytes", arguments.tba_activation_bytes),
+        in_flight_bytes=_size("--tba-in-flight-bytes", arguments.tba_in_flight_bytes),
+    )
+    store = _given(
+        kind=arguments.tba_store,
+        directories=_paths(arguments.tba_directory),
+        checksum=arguments.tba_checksum,
+    )
+    return dataclasses.replace(
+        config,
+        budget=dataclasses.replace(config.budget, **budget),
+        store=dataclasses.replace(config.store, **store),
+    )
+
+
+def refuse_conflicts(arguments: argparse.Namespace) -> None:
+    """Checks Megatron's own settings.
+
+    Raises:
+        ConfigError: One of them does not go together with offloading; the message names its flag.
+    """
+    for conflict in CONFLICTS:
+        if conflict.taken(getattr(arguments, conflict.name, None)):
+            raise ConfigError(
+                f"activation offloading does not go together with {conflict.flag}: {conflict.why}; remove "
+                f"{conflict.flag.partition(' ')[0]}, or the --tba- flags"
+            )
+
+
+def _check_when_read(parser: argparse.ArgumentParser) -> None:
+    """Every way of reading the command line ends in this method of the parser."""
+    parse = parser.parse_known_args
+
+    def parse_and_check(*args: Any, **kwargs: Any) -> tuple[argparse.Namespace, list[str]]:
+        arguments, rest = parse(*args, **kwargs)
+        if is_on(arguments):
+            try:
+                config_of(arguments)
+                refuse_conflicts(arguments)
+            except ConfigError as error:
+                parser.error(str(error))
+        return arguments, rest
+
+    parser.parse_known_args = parse_and_check  # type: ignore[method-assign,assignment]
+
+
+def _given(**values: object) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _size(flag: str, text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise ConfigError(f"{flag}: {error}") from None
+
+
+def _paths(directories: Sequence[str] | None) -> tuple[Path, ...] | None:
+    return None if directories is None else tuple(Path(directory) for directory in directories)

@@ -1,0 +1,64 @@
+"""Runs an untouched Megatron-LM training script with offloading.
+
+::
+
+    torchrun --nproc-per-node 8 -m tba_offload.megatron.launch pretrain_gpt.py ... --tba-policy policy.yaml
+
+``tba-offload launch pretrain_gpt.py ...`` is the same for one process. The checkout that the script lies in
+is the one that is imported.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tba_offload.errors import ConfigError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+CPU = "--cpu"
+"""First argument: train on the CPU, with gloo; for trying things out."""
+
+
+def launch(arguments: Sequence[str]) -> None:
+    """Runs a script as ``__main__``, with its arguments.
+
+    Args:
+        arguments: ``--cpu`` if wanted, the script, and its arguments.
+
+    Raises:
+        ConfigError: There is no such script.
+        MissingDependencyError: The script's checkout, or the installed megatron-core, has no
+            ``megatron.training``.
+        UnsupportedError: ``--cpu`` where there is a GPU.
+    """
+    on_cpu = list(arguments[:1]) == [CPU]
+    script, *rest = arguments[on_cpu:] or [""]
+    path = Path(script)
+    if not path.is_file():
+        raise ConfigError(f"there is no script {script!r}; name pretrain_gpt.py of a Megatron-LM checkout")
+    sys.argv = [str(path), *rest]
+    sys.path.insert(0, str(path.resolve().parent))
+    if on_cpu:
+        from tba_offload.megatron.cpu_scripts import install_for_scripts
+
+        install_for_scripts()
+    from tba_offload.megatron.training import install
+
+    try:
+        install()
+    except ModuleNotFoundError as error:
+        if error.name not in {"megatron", "megatron.core", "megatron.training"}:
+            raise
+        raise MissingDependencyError(
+            "megatron-core", f"{path.name}: megatron.training", extra="megatron"
+        ) from error
+    runpy.run_path(str(path), run_name="__main__")
+
+
+if __name__ == "__main__":
+    launch(sys.argv[1:])

@@ -1,0 +1,131 @@
+"""The flags of the training scripts: what they mean, and what they refuse."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig
+from tba_offload.errors import ConfigError
+from tba_offload.megatron.arguments import CONFLICTS, add_arguments, config_of, is_on, refuse_conflicts
+from tba_offload.policy import Placement, Rule
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GIB = 2**30
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """A parser as Megatron makes it, with some of its own flags."""
+    parser = argparse.ArgumentParser("pretrain_gpt.py", allow_abbrev=False)
+    parser.add_argument("--num-layers", type=int)
+    parser.add_argument("--recompute-granularity", choices=["full", "selective"])
+    parser.add_argument("--cpu-offloading", action="store_true")
+    parser.add_argument("--cuda-graph-impl", default="none")
+    return add_arguments(parser)
+
+
+def read(*flags: str) -> argparse.Namespace:
+    return make_parser().parse_args(flags)
+
+
+def test_without_a_flag_nothing_is_on() -> None:
+    assert not is_on(read("--num-layers", "4", "--recompute-granularity", "full", "--cpu-offloading"))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--tba-placement", "offload"),
+        ("--tba-directory", "/mnt/a", "/mnt/b"),
+        ("--tba-activation-bytes", "12GiB"),
+        ("--tba-in-flight-bytes", "1GiB"),
+        ("--tba-store", "host"),
+        ("--tba-checksum",),
+        ("--tba-run-log", "run.jsonl"),
+    ],
+    ids=lambda flags: flags[0],
+)
+def test_any_flag_turns_it_on(flags: tuple[str, ...]) -> None:
+    assert is_on(read(*flags))
+
+
+def test_flags_alone_make_a_policy(tmp_path: Path) -> None:
+    directories = [str(tmp_path / name) for name in "ab"]
+    flags = read(
+        *("--tba-placement", "auto", "--tba-activation-bytes", "12GiB", "--tba-in-flight-bytes", "1GiB"),
+        *("--tba-store", "file", "--tba-checksum", "--tba-directory", *directories),
+    )
+    assert config_of(flags) == OffloadConfig(
+        default=Placement.AUTO,
+        budget=BudgetConfig(activation_bytes=12 * GIB, in_flight_bytes=GIB),
+        store=StoreConfig(kind="file", directories=tuple(directories), checksum=True),
+    )
+
+
+def test_flags_override_the_file_and_leave_the_rest(tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(
+        "default: recompute\nlayers:\n  - match: 0-3\n    placement: keep\n"
+        "budget:\n  in_flight_bytes: 2GiB\n  activation_bytes: 8GiB\nmin_tensor_bytes: 1MiB\n"
+    )
+    config = config_of(
+        read("--tba-policy", str(policy), "--tba-placement", "offload", "--tba-in-flight-bytes", "1GiB")
+    )
+    assert (config.default, config.layers) == (Placement.OFFLOAD, (Rule("0-3", Placement.KEEP),))
+    assert config.budget == BudgetConfig(activation_bytes=8 * GIB, in_flight_bytes=GIB)
+    assert (config.min_tensor_bytes, config.file) == (2**20, str(policy))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--tba-policy", "{tmp}/none.yaml"), "none.yaml"),
+        (("--tba-in-flight-bytes", "1000"), "--tba-in-flight-bytes: '1000' has no unit"),
+        (("--tba-activation-bytes", "much"), "--tba-activation-bytes: 'much' is not a size"),
+        (("--tba-directory", "/a", "/a"), "'/a' is given twice"),
+        (("--tba-store", "host", "--tba-directory", "/a"), "these have no effect with kind: host"),
+        (("--tba-store", "tape"), "invalid choice: 'tape'"),
+        (("--tba-placement", "offload", "--recompute-granularity", "full"), "--recompute-granularity full"),
+        (("--tba-checksum", "--cpu-offloading"), "remove --cpu-offloading, or the --tba- flags"),
+        (("--tba-checksum", "--cuda-graph-impl", "local"), "--cuda-graph-impl"),
+    ],
+)
+def test_what_cannot_be_is_refused_when_the_command_line_is_read(
+    flags: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        read(*(flag.replace("{tmp}", str(tmp_path)) for flag in flags))
+    assert stopped.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_selective_recomputation_and_graphs_that_are_off_are_welcome() -> None:
+    flags = (
+        "--tba-placement",
+        "offload",
+        "--recompute-granularity",
+        "selective",
+        "--cuda-graph-impl",
+        "none",
+    )
+    assert is_on(read(*flags))
+
+
+@pytest.mark.parametrize("conflict", CONFLICTS, ids=lambda conflict: conflict.name)
+def test_each_conflict_names_the_flag_to_change(conflict: object) -> None:
+    refuse_conflicts(argparse.Namespace())  # a release that knows none of them
+    in_the_way: dict[str, object] = {"recompute_granularity": "full", "cuda_graph_impl": "local"}
+    name, flag = conflict.name, conflict.flag  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=flag):
+        refuse_conflicts(argparse.Namespace(**{name: in_the_way.get(name, True)}))
+    refuse_conflicts(argparse.Namespace(**{name: None}))
+
+
+def test_the_group_is_in_the_help() -> None:
+    text = make_parser().format_help()
+    assert "activation offloading (tba-offload)" in text
+    assert "--tba-in-flight-bytes SIZE" in text
