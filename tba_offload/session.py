@@ -337,7 +337,7 @@ class Session:
             site.runs = 0
         self.offloader.reset_stats()
         self._resident.reset()
-        if self._meter is not None:
+        if self._meter is not None and step.meter is None:
             self._meter.peak()  # an interrupted step may have left it watching
         step.measure_base()
         self._step = step

@@ -127,7 +127,7 @@ class TestInstall:
 
     def test_refuses_where_there_is_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(cpu, "_replace", lambda *_: pytest.fail("something was replaced"))
+        monkeypatch.setattr(cpu, "replace", lambda *_: pytest.fail("something was replaced"))
         with pytest.raises(UnsupportedError, match="would hide the GPU"):
             install()
 

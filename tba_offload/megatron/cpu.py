@@ -21,14 +21,14 @@ from tba_offload.megatron import require_core
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_CPU = torch.device("cpu")
+CPU = torch.device("cpu")
 
 
 def training_device() -> torch.device:
     """The device that megatron-core trains on in this process: the current GPU, else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
-    return _CPU
+    return CPU
 
 
 def install() -> None:
@@ -129,7 +129,7 @@ def _loopback_only() -> Iterator[None]:
 
 def _current_device() -> None:
     """Parameters, masks and buffers are created on the current CUDA device; without one, asking raises."""
-    _replace(torch.cuda, "current_device", _cpu)
+    replace(torch.cuda, "current_device", _cpu)
 
 
 def _public_generator() -> None:
@@ -137,8 +137,8 @@ def _public_generator() -> None:
 
     On a CPU dropout draws from the CPU's generator, so that is the one to seed and to read.
     """
-    _replace(torch.cuda, "manual_seed", _seed_generator)
-    _replace(torch.cuda, "get_rng_state", _get_state)
+    replace(torch.cuda, "manual_seed", _seed_generator)
+    replace(torch.cuda, "get_rng_state", _get_state)
 
 
 def _private_generator() -> None:
@@ -149,8 +149,8 @@ def _private_generator() -> None:
     """
     from megatron.core.tensor_parallel import random
 
-    _replace(random, "_get_cuda_rng_state", _get_state)
-    _replace(random, "_set_cuda_rng_state", _set_state)
+    replace(random, "_get_cuda_rng_state", _get_state)
+    replace(random, "_set_cuda_rng_state", _set_state)
 
 
 def _quiet_generator() -> None:
@@ -168,12 +168,13 @@ _SUBSTITUTIONS: tuple[Callable[[], None], ...] = (
 )
 
 
-def _replace(owner: object, name: str, value: object) -> None:
+def replace(owner: object, name: str, value: object) -> None:
+    """Puts a substitute in the place of what ``owner`` calls ``name``."""
     setattr(owner, name, value)
 
 
 def _cpu() -> torch.device:
-    return _CPU
+    return CPU
 
 
 def _seed_generator(seed: int) -> None:

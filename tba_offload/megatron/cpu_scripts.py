@@ -18,12 +18,10 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 import torch.distributed as dist
 
-from tba_offload.megatron.cpu import install
+from tba_offload.megatron.cpu import CPU, install, replace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-_CPU = torch.device("cpu")
 
 _FACTORIES = (
     *("tensor", "as_tensor", "empty", "zeros", "ones", "full", "rand", "randn", "randint", "arange", "eye"),
@@ -47,7 +45,7 @@ def install_for_scripts() -> None:
 
 def _no_compilation() -> None:
     """Fused functions are compiled by torch.compile, which needs a compiler and minutes."""
-    _replace(torch, "compile", _uncompiled)
+    replace(torch, "compile", _uncompiled)
 
 
 def _no_triton_kernels() -> None:
@@ -64,44 +62,44 @@ def _one_device() -> None:
     real = torch.cuda.is_available
     starting = {"initialize_megatron", "parse_and_validate_args", "validate_args"}
     # For these functions only: for others, yes would mean the way of the GPU.
-    _replace(torch.cuda, "is_available", lambda: sys._getframe(1).f_code.co_name in starting or real())
-    _replace(torch.cuda, "device_count", lambda: 1)
+    replace(torch.cuda, "is_available", lambda: sys._getframe(1).f_code.co_name in starting or real())
+    replace(torch.cuda, "device_count", lambda: 1)
     properties = types.SimpleNamespace(
         major=9, minor=0, name="cpu", total_memory=16 << 30, multi_processor_count=1
     )
-    _replace(torch.cuda, "get_device_properties", lambda *_: properties)
-    _replace(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    _replace(torch.cuda, "get_device_name", lambda *_: "cpu")
-    _replace(torch.cuda, "mem_get_info", lambda *_: (8 << 30, 16 << 30))
+    replace(torch.cuda, "get_device_properties", lambda *_: properties)
+    replace(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    replace(torch.cuda, "get_device_name", lambda *_: "cpu")
+    replace(torch.cuda, "mem_get_info", lambda *_: (8 << 30, 16 << 30))
 
 
 def _cpu_literals() -> None:
     """Tensors are created on, and moved to, a device that is written into the code as "cuda"."""
     for name in _FACTORIES:
-        _replace(torch, name, _on_cpu(getattr(torch, name)))
+        replace(torch, name, _on_cpu(getattr(torch, name)))
     for owner in (torch.Tensor, torch.nn.Module):
-        _replace(owner, "cuda", lambda self, *_, **__: self)
-        _replace(owner, "to", _moved_to_cpu(owner.to))
-    _replace(torch.Tensor, "pin_memory", lambda self, *_, **__: self)
+        replace(owner, "cuda", lambda self, *_, **__: self)
+        replace(owner, "to", _moved_to_cpu(owner.to))
+    replace(torch.Tensor, "pin_memory", lambda self, *_, **__: self)
 
 
 def _no_streams() -> None:
     """Streams, events and synchronisation: on a CPU everything is done when its call returns."""
     for name in ("synchronize", "set_device", "set_stream", "empty_cache", "ipc_collect"):
-        _replace(torch.cuda, name, _nothing_named(name))
+        replace(torch.cuda, name, _nothing_named(name))
     for name in ("reset_peak_memory_stats", "reset_max_memory_allocated"):
-        _replace(torch.cuda, name, _nothing_named(name))
-    _replace(torch.cuda, "manual_seed_all", _nothing_named("manual_seed_all"))
+        replace(torch.cuda, name, _nothing_named(name))
+    replace(torch.cuda, "manual_seed_all", _nothing_named("manual_seed_all"))
     stream = _Stream()
-    _replace(torch.cuda, "Stream", _Stream)
-    _replace(torch.cuda, "Event", _Event)
-    _replace(torch.cuda, "current_stream", lambda *_: stream)
-    _replace(torch.cuda, "default_stream", lambda *_: stream)
-    _replace(torch.cuda, "stream", lambda *_: contextlib.nullcontext())
-    _replace(torch.cuda, "is_current_stream_capturing", lambda: False)
-    _replace(torch.cuda.nvtx, "range_push", _nothing_named("range_push"))
-    _replace(torch.cuda.nvtx, "range_pop", _nothing_named("range_pop"))
-    _replace(torch.Tensor, "record_stream", _nothing_named("record_stream"))
+    replace(torch.cuda, "Stream", _Stream)
+    replace(torch.cuda, "Event", _Event)
+    replace(torch.cuda, "current_stream", lambda *_: stream)
+    replace(torch.cuda, "default_stream", lambda *_: stream)
+    replace(torch.cuda, "stream", lambda *_: contextlib.nullcontext())
+    replace(torch.cuda, "is_current_stream_capturing", lambda: False)
+    replace(torch.cuda.nvtx, "range_push", _nothing_named("range_push"))
+    replace(torch.cuda.nvtx, "range_pop", _nothing_named("range_pop"))
+    replace(torch.Tensor, "record_stream", _nothing_named("record_stream"))
 
 
 def _cuda_types() -> None:
@@ -113,7 +111,7 @@ def _cuda_types() -> None:
             return original(self, dtype, *args, **kwargs)
         return original(self).replace("torch.", "torch.cuda.", 1)
 
-    _replace(torch.Tensor, "type", type_)
+    replace(torch.Tensor, "type", type_)
 
 
 def _parallel_norm() -> None:
@@ -131,7 +129,7 @@ def _parallel_norm() -> None:
             parameter.sequence_parallel = parallel
         return module
 
-    _replace(norm, "__new__", new)
+    replace(norm, "__new__", new)
 
 
 def _kept_sends() -> None:
@@ -141,8 +139,8 @@ def _kept_sends() -> None:
     def isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return send(tensor.detach().clone(), *args, **kwargs)
 
-    _replace(dist, "isend", isend)
-    _replace(dist.distributed_c10d, "isend", isend)
+    replace(dist, "isend", isend)
+    replace(dist.distributed_c10d, "isend", isend)
 
 
 def _host_splits() -> None:
@@ -150,7 +148,7 @@ def _host_splits() -> None:
     utilities = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     if not hasattr(utilities, "te_general_gemm"):
-        _replace(utilities, "te_general_gemm", None)
+        replace(utilities, "te_general_gemm", None)
     original = getattr(utilities, "maybe_move_tensor_to_cpu", None)
     if original is None:
         return
@@ -160,8 +158,8 @@ def _host_splits() -> None:
             return tensor.numpy()
         return original(tensor, as_numpy, record_stream)
 
-    _replace(utilities, "maybe_move_tensor_to_cpu", moved)
-    _replace(dispatcher, "maybe_move_tensor_to_cpu", moved)
+    replace(utilities, "maybe_move_tensor_to_cpu", moved)
+    replace(dispatcher, "maybe_move_tensor_to_cpu", moved)
 
 
 def _prebuilt_helpers() -> None:
@@ -177,14 +175,14 @@ def _prebuilt_helpers() -> None:
             spec.loader.exec_module(module)
             sys.modules[name] = module
     utilities = importlib.import_module("megatron.core.datasets.utils")
-    _replace(utilities, "compile_helpers", _nothing_named("compile_helpers"))
+    replace(utilities, "compile_helpers", _nothing_named("compile_helpers"))
 
 
 def _no_fused_kernels() -> None:
     """Start-up asks nvcc for its version before it builds kernels that are not used (0.16)."""
     with contextlib.suppress(ImportError):
         kernels = importlib.import_module("megatron.legacy.fused_kernels")
-        _replace(kernels, "load", _nothing_named("load"))
+        replace(kernels, "load", _nothing_named("load"))
 
 
 _SUBSTITUTIONS: tuple[Callable[[], None], ...] = (
@@ -204,7 +202,7 @@ class _Stream:
     """A stream on which everything is done."""
 
     cuda_stream = 0
-    device = _CPU
+    device = CPU
 
     def __init__(self, *_: object, **__: object) -> None:
         pass
@@ -258,10 +256,6 @@ class _Event:
         return (later._time - self._time) * 1e3
 
 
-def _replace(owner: Any, name: str, value: object) -> None:
-    setattr(owner, name, value)
-
-
 def _nothing_named(name: str) -> Callable[..., None]:
     """A new function each time: PyTorch's compiler insists that no two names share one."""
 
@@ -294,7 +288,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> Any:
         if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = _CPU
+            kwargs["device"] = CPU
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         return factory(*args, **kwargs)
@@ -306,9 +300,9 @@ def _moved_to_cpu(to: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(to)
     def move(self: Any, *args: Any, **kwargs: Any) -> Any:
         if args and _is_cuda(args[0]):
-            args = (_CPU, *args[1:])
+            args = (CPU, *args[1:])
         if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = _CPU
+            kwargs["device"] = CPU
         return to(self, *args, **kwargs)
 
     return move

@@ -445,7 +445,8 @@ class Offloader:
         """
         if self._read_ahead(record):
             return True
-        self.flush()  # what is held back is needed later than this record, or it would have been taken out
+        if self._outbox:
+            self.flush()  # it is needed later than this record, or it would have been taken out
         return False
 
     def _read_ahead(self, record: Record) -> bool:
