@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 import re
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
@@ -96,6 +97,23 @@ def _limit(value: object) -> int | None:
 _BLOCK = 4096
 """Extents are multiples of this many bytes."""
 
+
+def _seconds(value: object) -> float | None:
+    """A time limit of which 0 means that there is none."""
+    number = value
+    if isinstance(value, str):
+        try:
+            number = float(value)
+        except ValueError:
+            number = None
+    elif value is None:
+        return None
+    if not isinstance(number, int | float) or isinstance(number, bool) or not 0 <= number < math.inf:
+        raise ConfigError(f"{value!r} is not a time; write seconds, such as 300, or 0 for no limit")
+    return float(number) or None
+
+
+_Seconds = Annotated[float | None, BeforeValidator(_seconds)]
 _Limit = Annotated[int | None, BeforeValidator(_limit)]
 _Threshold = Annotated[int, BeforeValidator(_bytes)]
 
@@ -165,12 +183,16 @@ class StoreConfig:
             at the working directory. If empty, the system's directory for temporary files.
         capacity: Bytes that the store may hold at most; 0 and None mean as much as there is room for.
         checksum: Whether bytes that are read are compared with those written.
+        stall_seconds: A wait for the drive during which nothing moves is named in a warning after a tenth of
+            this time and is an error at its end; 0 and None mean never. Collective operations of other ranks
+            time out after ten minutes unless told otherwise, so it should be less.
     """
 
     kind: Literal["auto", "gds", "file", "host"] = "auto"
     directories: tuple[_Directory, ...] = ()
     capacity: _Limit = None
     checksum: Annotated[bool, Strict()] = False
+    stall_seconds: _Seconds = 300.0
 
     @pydantic.field_validator("directories")
     @classmethod
@@ -254,6 +276,7 @@ class OffloadConfig:
                 "directories": [str(directory) for directory in self.store.directories],
                 "capacity": _size_word(self.store.capacity),
                 "checksum": self.store.checksum,
+                "stall_seconds": self.store.stall_seconds or 0,
             },
             "on_full": self.on_full,
             "on_slow": self.on_slow,

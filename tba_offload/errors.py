@@ -9,6 +9,7 @@
     ├── SavedTensorModifiedError (RuntimeError)  a saved tensor was changed in place before backward
     ├── TransferError (RuntimeError)          offloading of one activation failed; names layer and remedy
     ├── SessionError (RuntimeError)           the session was used out of order, closed, or after a fork
+    ├── PatchError (RuntimeError)             a Megatron-LM checkout cannot be patched, and why
     ├── RunLogError (ValueError)              a run log cannot be read
     └── StoreError (OSError)                  the store could not move bytes
         ├── StoreFullError                    no room: capacity reached or drive full
@@ -72,6 +73,10 @@ class TransferError(TbaError, RuntimeError):
 
 class SessionError(TbaError, RuntimeError):
     """A session was used out of order, after it was closed, or in a forked child."""
+
+
+class PatchError(TbaError, RuntimeError):
+    """A Megatron-LM checkout is unknown, has changes of its own, or does not fit its patch."""
 
 
 class RunLogError(TbaError, ValueError):

@@ -56,6 +56,23 @@ class _Site:
     runs: int = 0
 
 
+@dataclass(frozen=True)
+class World:
+    """The ranks that a model is spread over, as one of them sees them.
+
+    Attributes:
+        layers: The layers of all ranks: by them the rules of a policy are judged.
+        rank: This one.
+        ranks: How many there are.
+        run: A word that all of them share, by which their run logs are put together; ``None`` if alone.
+    """
+
+    layers: tuple[LayerId, ...]
+    rank: int = 0
+    ranks: int = 1
+    run: str | None = None
+
+
 class Session:
     """Offloading for one model; made by :func:`tba_offload.attach`.
 
@@ -71,7 +88,7 @@ class Session:
         model_info: What the run log's header says about the model.
         measure_memory: Whether to measure the activation peak of steps that do not say so themselves. On CUDA
             that is free; on a CPU a thread samples, which takes part of a core.
-        everywhere: The layers of all ranks, by which rules are judged; by default those of this process.
+        world: The other ranks that the model is spread over; by default there are none.
 
     Raises:
         ConfigError: A rule of the policy takes no effect.
@@ -89,7 +106,7 @@ class Session:
         strategy: str | None = None,
         model_info: Mapping[str, object] | None = None,
         measure_memory: bool = True,
-        everywhere: Sequence[LayerId] | None = None,
+        world: World | None = None,
     ) -> None:
         check_disjoint(stack.layers)
         _check_unattached(stack.layers)
@@ -97,9 +114,7 @@ class Session:
         self.layers = stack.layers
         self._stack = stack
         self._modules = tuple(modules)
-        self._everywhere = (
-            list(everywhere) if everywhere is not None else [layer.id for layer in stack.layers]
-        )
+        self._world = world or World(layers=tuple(layer.id for layer in stack.layers))
         self.plan = self._plan_of(config)
         self._device = device_of(_device_of_model(modules))
         self.store = _open_store(config, self._device)
@@ -108,6 +123,7 @@ class Session:
             self._device,
             ceiling=config.budget.ceiling,
             keep_when_full=config.on_full == "keep",
+            stall_limit=config.store.stall_seconds,
         )
         self.capture = Capture(
             self.offloader,
@@ -410,11 +426,23 @@ class Session:
 
     def _plan_of(self, config: OffloadConfig) -> Plan:
         ids = [layer.id for layer in self.layers]
-        return Plan.from_policy(config.policy, ids, self._everywhere)
+        return Plan.from_policy(config.policy, ids, self._world.layers)
+
+    def _explained(self) -> dict[str, object]:
+        """The placement of every layer of the model, on whatever rank, and why."""
+        policy = self.config.policy
+        explained: dict[str, object] = {}
+        for layer in self._world.layers:
+            placement, why = policy.explain(layer)
+            explained[layer.name] = {"layer": layer.number, "placement": placement.value, "why": why}
+        return explained
 
     def _header(self, strategy: str | None, model_info: Mapping[str, object] | None) -> RunHeader:
         return RunHeader(
             strategy=strategy or self.plan.strategy,
+            run=self._world.run,
+            rank=self._world.rank,
+            ranks=self._world.ranks,
             versions={"torch": torch.__version__, "python": platform.python_version()},
             hardware={
                 "device": _device_name(self._device.torch_device),
@@ -423,6 +451,7 @@ class Session:
             },
             model={"layers": len(self.layers), **(model_info or {})},
             policy=self.config.to_yaml(),
+            plan=self._explained(),
             store=dict(self.store.description),
         )
 

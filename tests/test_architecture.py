@@ -27,7 +27,7 @@ ALLOWED = {
     "capture": {"transfer", "device", "policy"},
     "report": set(),
     "session": {"capture", "transfer", "store", "device", "plan", "policy", "config", "report"},
-    "megatron": {"session", "capture", "store", "policy", "config"},
+    "megatron": {"session", "capture", "store", "policy", "config", "report"},
     "attachment": {"session", "capture", "megatron"},
 }
 ON_TOP = {"cli", "demo", "__init__", "__main__"}

@@ -25,6 +25,8 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 UNITS = "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"
 TOP_KEYS = "default, layers, budget, store, on_full, on_slow, min_tensor_bytes"
 PLACEMENTS = "'keep', 'offload', 'recompute' or 'auto'"
+STORE_KEYS = "kind, directories, capacity, checksum, stall_seconds"
+NO_TIME = "not a time; write seconds, such as 300, or 0 for no limit"
 EXAMPLES = Path(__file__).parents[1] / "examples" / "policies"
 
 FULL = """\
@@ -43,6 +45,7 @@ store:
   directories: [/mnt/nvme0/tba, relative]
   capacity: 1.5 GB
   checksum: true
+  stall_seconds: 60
 on_full: error
 on_slow: keep
 min_tensor_bytes: 0
@@ -155,6 +158,7 @@ def test_every_key_is_read() -> None:
             directories=(Path("/mnt/nvme0/tba"), Path("relative")),
             capacity=15 * 10**8,
             checksum=True,
+            stall_seconds=60,
         ),
         on_full="error",
         on_slow="keep",
@@ -166,7 +170,7 @@ def test_defaults() -> None:
     config = OffloadConfig()
     assert (config.default, config.layers, config.on_full, config.on_slow) == ("offload", (), "keep", None)
     assert (config.budget.activation_bytes, config.budget.in_flight_bytes) == (None, 256 * MIB)
-    assert dataclasses.astuple(config.store) == ("auto", (), None, False)
+    assert dataclasses.astuple(config.store) == ("auto", (), None, False, 300.0)
     assert config.min_tensor_bytes == 64 * KIB
 
 
@@ -210,6 +214,7 @@ _LIMITS = st.none() | st.integers(1, 2**50)
             directories=st.sets(st.sampled_from(["/a b", "no", "1", "/ü", "x: y", "- z", "null"])).map(tuple),
             capacity=st.none() | st.integers(1 << 20, 1 << 50),
             checksum=st.booleans(),
+            stall_seconds=st.none() | st.floats(0, 1e6),
         ),
         on_full=st.sampled_from(["keep", "error"]),
         on_slow=st.sampled_from([None, "wait", "keep"]),
@@ -234,11 +239,14 @@ def test_any_configuration_survives_yaml(config: OffloadConfig) -> None:
         ("on_full: {a: b}", "1: on_full: must be 'keep' or 'error', not {'a': 'b'}"),
         ("on_slow: fast", "1: on_slow: must be 'wait' or 'keep', not 'fast'"),
         ("store:\n  kind: hots", "2: store.kind: must be 'auto', 'gds', 'file' or 'host', not 'hots'"),
+        ("store:\n  stall_seconds: soon", f"2: store.stall_seconds: 'soon' is {NO_TIME}"),
+        ("store:\n  stall_seconds: -1", f"2: store.stall_seconds: '-1' is {NO_TIME}"),
+        ("store:\n  stall_seconds: inf", f"2: store.stall_seconds: 'inf' is {NO_TIME}"),
         ("store:\n  checksum: yes", "2: store.checksum: must be true or false, not 'yes'"),
         ("store:\n  directories: /mnt", "2: store.directories: must be a list, not '/mnt'"),
         (
             "store: [a]",
-            "1: store: must be a mapping with the keys kind, directories, capacity, checksum, not ['a']",
+            f"1: store: must be a mapping with the keys {STORE_KEYS}, not ['a']",
         ),
         ("layers: {match: 1}", "1: layers: must be a list, not {'match': '1'}"),
         ("layers:\n- 0-3", "2: layers[0]: must be a mapping with the keys match, placement, not '0-3'"),

@@ -5,6 +5,7 @@ The scripts of Megatron-LM itself are not part of a package: those are run by ha
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from test_cli import environment
 
+from tba_offload.megatron.training import CURVES
 from tba_offload.report.run_log import read_run_log
 
 if TYPE_CHECKING:
@@ -22,12 +24,27 @@ pytestmark = pytest.mark.megatron
 STEPS = 3
 CHECKOUT = {
     "megatron/training/__init__.py": """
+        from megatron.training.global_vars import get_args, set_args
+        """,
+    "megatron/training/global_vars.py": """
         _args = None
         def get_args():
             return _args
         def set_args(args):
             global _args
             _args = args
+        class Writer:
+            def __init__(self, name):
+                self.name = name
+            def add_scalar(self, tag, value, iteration):
+                print(self.name, iteration, tag, value)
+            def log(self, figures, iteration):
+                for tag, value in figures.items():
+                    print(self.name, iteration, tag, value)
+        def get_tensorboard_writer():
+            return Writer("board") if _args.writers else None
+        def get_wandb_writer():
+            return Writer("wandb") if _args.writers else None
         """,
     "megatron/training/arguments.py": """
         import argparse
@@ -35,6 +52,8 @@ CHECKOUT = {
             parser.add_argument("--recompute-granularity", choices=["full", "selective"])
             parser.add_argument("--seq-length", type=int, default=32)
             parser.add_argument("--global-batch-size", type=int, default=4)
+            parser.add_argument("--writers", action="store_true")
+            parser.add_argument("--tensorboard-log-interval", type=int, default=1)
             return parser
         def parse_args():
             return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args()
@@ -76,6 +95,7 @@ CHECKOUT = {
                 model, optimizer, _ = setup_model_and_optimizer()
                 run = get_forward_backward_func()
                 for step in range(steps):
+                    args.curr_iteration = step
                     losses = run(model=model, seed=step, forward_only=False)
                     optimizer.step()
                     optimizer.zero_grad()
@@ -155,6 +175,53 @@ def test_losses_are_the_same_and_steps_are_logged(
         assert (step.tokens, step.model_flops, step.scopes, step.recomputed_scopes) == (128, 4000, 6, 2)
         assert step.offloaded_bytes > 0
     assert sorted(tmp_path.iterdir()) == [policy, log]
+
+
+def test_the_writers_of_megatron_get_the_main_figures(script: Path, tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    flags = ("--tba-store", "host", "--tba-run-log", str(log), "--writers", "--tensorboard-log-interval", "2")
+    finished = run("-m", "tba_offload", "launch", str(script), *flags)
+    assert finished.returncode == 0, finished.stderr
+    lines = [line.split() for line in finished.stdout.splitlines() if line.startswith(("board", "wandb"))]
+    (step,) = [step for step in read_run_log(log).steps if step.step == 2]
+    for writer in ("board", "wandb"):
+        drawn = {tag: float(value) for name, _, tag, value in lines if name == writer}
+        assert drawn == {f"tba-offload/{name}": float(getattr(step, name)) for name in CURVES}
+    assert {iteration for _, iteration, *_ in lines} == {"2"}  # the other two are not logged by Megatron
+
+
+CALLS = "from tba_offload.megatron.training import attach_model, stepping"
+PATCHED = {
+    "arguments": (
+        "return parser\n",
+        "from tba_offload.megatron.arguments import add_arguments; return add_arguments(parser)\n",
+    ),
+    "training": (
+        "model, optimizer, _ = setup_model_and_optimizer()\n        run = get_forward_backward_func()\n",
+        f"{CALLS}; model, optimizer, _ = setup_model_and_optimizer(); attach_model(model)\n"
+        + 8 * " "
+        + "run = stepping(get_forward_backward_func())\n",
+    ),
+}
+"""What a patch changes, for the checkout above."""
+
+
+def test_a_patched_script_needs_no_launcher_and_may_have_it(
+    script: Path, plain: list[str], tmp_path: Path
+) -> None:
+    """What a patch adds, and the launcher's wrappers above it: one session, one step a call."""
+    root = tmp_path / "patched"
+    shutil.copytree(script.parent, root)
+    for name, (old, new) in PATCHED.items():
+        path = root / f"megatron/training/{name}.py"
+        assert old in path.read_text()
+        path.write_text(path.read_text().replace(old, new))
+    for name, door in {"alone": (), **DOORS}.items():
+        log = tmp_path / f"{name}.jsonl"
+        flags = ("--tba-store", "host", "--tba-in-flight-bytes", "64KiB", "--tba-run-log", str(log))
+        finished = run(*door, str(root / script.name), *flags)
+        assert (finished.returncode, figures(finished.stdout)) == (0, plain), finished.stderr
+        assert [step.scopes for step in read_run_log(log).steps] == [6] * STEPS
 
 
 def test_without_flags_the_launcher_changes_nothing(script: Path, plain: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+import tba_offload as tba
 from tba_offload.errors import UnsupportedError
 from tba_offload.megatron.cpu import seed_all, single_process, training_device
 from tba_offload.megatron.gpt import GptShape, build_encoder, build_gpt, gpt_loss, random_batch
@@ -24,7 +26,7 @@ from tba_offload.megatron.layers import (
     find_stack,
     is_megatron,
 )
-from tba_offload.policy import LayerId
+from tba_offload.policy import LayerId, Placement, Rule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -264,6 +266,96 @@ class TestFindLayers:
     def test_finds_none_elsewhere(self) -> None:
         assert find_layers(nn.Sequential(nn.Linear(2, 2))) == []
         assert not is_megatron(nn.Sequential(nn.Linear(2, 2)))
+
+
+class Mixer(nn.Module):
+    """In the place of Mamba's own mixer, whose kernels need a GPU."""
+
+    def __init__(self, config: object, *, d_model: int, **_: object) -> None:
+        super().__init__()
+        self.gate = nn.Linear(d_model, d_model)
+
+    def forward(self, hidden_states: Tensor, **_: object) -> tuple[Tensor, None]:
+        return self.gate(hidden_states).sigmoid() * hidden_states, None
+
+
+def build_mamba() -> nn.Module:
+    """Three layers of megatron-core's MambaLayer."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"megatron\.")
+        from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+        from megatron.core.process_groups_config import ProcessGroupCollection
+        from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+        from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    config: Any = find_layers(build_gpt(dataclasses.replace(SHAPE, dtype="fp32"), seed=0))[0].module.config
+    parts = MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=Mixer, mamba_bda=get_bias_dropout_add)
+    groups = ProcessGroupCollection()
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.decoder = nn.Module()
+    model.decoder.layers = nn.ModuleList(
+        MambaLayer(config, parts, layer_number=number, pg_collection=groups) for number in (1, 2, 3)
+    )
+    return model
+
+
+class TestMamba:
+    def test_its_layers_are_found(self) -> None:
+        model = build_mamba()
+        assert is_megatron(model)
+        assert [layer.id for layer in find_layers(model)] == [
+            LayerId(number, f"decoder.layers.{number}") for number in range(3)
+        ]
+
+    def test_every_placement_gives_the_same_bits(self) -> None:
+        def train(config: tba.OffloadConfig | None) -> list[Tensor]:
+            model: Any = build_mamba()
+            with tba.attach(model, config) if config else contextlib.nullcontext() as session:
+                seed_all(3)
+                with session.step() if session else contextlib.nullcontext():
+                    hidden = torch.randn(8, 2, 32, requires_grad=True)
+                    output = hidden
+                    for layer in model.decoder.layers:
+                        output = layer(output, None)
+                    output.square().sum().backward()
+                if session:
+                    record = session.report()[-1]
+                    assert (record.scopes, record.recomputed_scopes) == (3, 1)
+                    assert record.offloaded_bytes + record.forwarded_bytes > 0
+            return [output, hidden.grad, *(parameter.grad for parameter in model.parameters())]
+
+        rules = (Rule("0", Placement.RECOMPUTE), Rule("1", Placement.KEEP))
+        config = tba.OffloadConfig(layers=rules, store=tba.StoreConfig(kind="host"), min_tensor_bytes=64)
+        assert same_bits(train(config), train(None))
+
+
+class TestReducedPrecision:
+    @pytest.mark.parametrize("precision", ["fp8", "fp4"])
+    def test_its_layers_are_recomputed_by_transformer_engine(
+        self, precision: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Megatron's own checkpoint would let the second forward move the scaling factors once more."""
+        from megatron.core import parallel_state, tensor_parallel
+        from megatron.core.extensions import transformer_engine
+
+        calls: list[tuple[object, ...]] = []
+
+        def te_checkpoint(run: Any, *settings: Any) -> Any:
+            *settings, hidden = settings
+            calls.append(tuple(settings))
+            return tensor_parallel.checkpoint(run, False, hidden)
+
+        monkeypatch.setattr(transformer_engine, "te_checkpoint", te_checkpoint)
+        layer = find_layers(build_gpt(dataclasses.replace(SHAPE, dtype="fp32"), seed=0))[0].module
+        monkeypatch.setattr(layer.config, precision, "hybrid")
+        hidden = torch.randn(16, 2, 32, requires_grad=True)
+        forward = nn.Linear(32, 32)
+        forward.config = layer.config
+        output = checkpoint_layer(forward.forward, hidden)
+        output.sum().backward()
+        group = parallel_state.get_tensor_model_parallel_group()
+        assert calls == [(False, tensor_parallel.get_cuda_rng_tracker, group)]
 
 
 class TestFindStack:

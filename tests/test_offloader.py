@@ -41,10 +41,18 @@ class Saved:
 class Bench:
     """An offloader over a store that obeys a drive."""
 
-    def __init__(self, drive: Drive, store: DrivenHostStore, ceiling: int | None, *, keep: bool) -> None:
+    def __init__(
+        self,
+        drive: Drive,
+        store: DrivenHostStore,
+        ceiling: int | None,
+        *,
+        keep: bool,
+        stall_limit: float | None,
+    ) -> None:
         self.drive = drive
         self.store = store
-        self.offloader = Offloader(store, CPU, ceiling=ceiling, keep_when_full=keep)
+        self.offloader = Offloader(store, CPU, ceiling=ceiling, keep_when_full=keep, stall_limit=stall_limit)
         self.eager = True
         self._count = 0
 
@@ -101,9 +109,15 @@ def drive() -> Drive:
 def make(drive: Drive) -> Iterator[Callable[..., Bench]]:
     stores: list[DrivenHostStore] = []
 
-    def make_bench(ceiling: int | None = None, *, capacity: int | None = None, keep: bool = True) -> Bench:
+    def make_bench(
+        ceiling: int | None = None,
+        *,
+        capacity: int | None = None,
+        keep: bool = True,
+        stall_limit: float | None = None,
+    ) -> Bench:
         stores.append(host_store(drive, capacity=capacity))
-        return Bench(drive, stores[-1], ceiling, keep=keep)
+        return Bench(drive, stores[-1], ceiling, keep=keep, stall_limit=stall_limit)
 
     yield make_bench
     for store in stores:
@@ -766,6 +780,54 @@ def test_a_failed_read_is_raised_where_the_bytes_are_needed(bench: Bench, drive:
     del caught
     failure.__traceback__ = None  # its frames hold the handle
     gc.collect()
+    bench.assert_idle()
+
+
+# A drive that stops
+
+
+def test_a_wait_for_a_stuck_write_is_named_and_then_an_error(
+    make: Callable[..., Bench], drive: Drive
+) -> None:
+    bench = make(SIZE, stall_limit=0.2)
+    drive.writes.hold()
+    saved = bench.save()
+    drive.writes.wait_started()
+    named = r"nothing has moved for 0\.02 s: 65536 bytes wait to be written, first layer 1 .*, at host memory"
+    with (
+        pytest.warns(RuntimeWarning, match=named),
+        pytest.raises(TransferError, match=r"nothing has moved for 0\.2 s: .*store\.stall_seconds"),
+    ):
+        bench.offloader.admit(SIZE)
+    drive.writes.release()
+    bench.fetch(saved)
+    bench.drop(saved)
+    bench.assert_idle()
+
+
+def test_a_wait_for_a_stuck_read_is_named_and_then_an_error(make: Callable[..., Bench], drive: Drive) -> None:
+    bench = make(stall_limit=0.2)
+    (saved,) = store_all(bench, 1)
+    drive.reads.hold()
+    with (
+        pytest.warns(RuntimeWarning, match="65536 bytes wait to be read, first layer 1 "),
+        pytest.raises(TransferError, match="check the drive"),
+    ):
+        bench.fetch(saved)
+    drive.reads.release()
+    bench.fetch(saved)
+    bench.drop(saved)
+    bench.assert_idle()
+
+
+def test_a_slow_drive_that_moves_is_waited_for(make: Callable[..., Bench], drive: Drive) -> None:
+    """The limit counts from the last transfer that ended, not from the beginning of the wait."""
+    bench = make(8 * SIZE, stall_limit=10 * 0.15)
+    drive.writes.bytes_per_second = SIZE / 0.05
+    saved = [bench.save() for _ in range(8)]
+    bench.offloader.admit(8 * SIZE)  # longer than the 0.15 s after which a standstill is named
+    assert bench.offloader.stats.stall_seconds > 0.15
+    bench.drop(*saved)
     bench.assert_idle()
 
 

@@ -136,6 +136,12 @@ def test_the_run_log_holds_every_step(model: Model, tmp_path: Path) -> None:
     assert log.header.store["kind"] == "host"
     assert log.header.versions["torch"] == torch.__version__
     assert tba.OffloadConfig.from_yaml(log.header.policy or "") == config
+    placed = {
+        number: (said["layer"], said["placement"]) for number, said in enumerate(log.header.plan.values())
+    }
+    assert placed == {0: (0, "keep"), 1: (1, "offload"), 2: (2, "offload")}
+    assert list(log.header.plan) == [layer.id.name for layer in session.layers]
+    assert [said["why"] for said in log.header.plan.values()] == ["rule '0'", "default", "default"]
 
 
 def test_the_strategy_has_a_name(model: Model, tmp_path: Path) -> None:

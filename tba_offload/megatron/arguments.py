@@ -78,7 +78,12 @@ CONFLICTS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the flags to Megatron's parser, which from then on refuses what does not go together with them."""
+    """Adds the flags to Megatron's parser, which from then on refuses what does not go together with them.
+
+    A parser that has them already stays as it is.
+    """
+    if "--tba-policy" in parser._option_string_actions:
+        return parser
     group = parser.add_argument_group(
         "activation offloading (tba-offload)",
         "On when any of these flags is given; flags override the policy.",

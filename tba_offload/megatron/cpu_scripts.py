@@ -3,6 +3,9 @@
 ``tba_offload.megatron.cpu`` is enough for a model and its layers. The scripts, the schedules and the
 optimizers assume more; each function below replaces one of these assumptions, and says why. For trying things
 out and for tests: it is refused where a GPU is present.
+
+``python -m tba_offload.megatron.cpu_scripts SCRIPT ARGUMENTS`` runs a script so and changes nothing else: for
+checkouts that are patched, and for comparisons.
 """
 
 from __future__ import annotations
@@ -317,3 +320,11 @@ def _installed_helpers() -> str | None:
         for file in Path(directory).glob("megatron/core/datasets/helpers_cpp*.so"):
             return str(file)
     return None
+
+
+if __name__ == "__main__":
+    from tba_offload.megatron.launch import enter, run
+
+    entered = enter(sys.argv[1:])
+    install_for_scripts()
+    run(entered)

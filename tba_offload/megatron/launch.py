@@ -37,12 +37,7 @@ def launch(arguments: Sequence[str]) -> None:
         UnsupportedError: ``--cpu`` where there is a GPU.
     """
     on_cpu = list(arguments[:1]) == [CPU]
-    script, *rest = arguments[on_cpu:] or [""]
-    path = Path(script)
-    if not path.is_file():
-        raise ConfigError(f"there is no script {script!r}; name pretrain_gpt.py of a Megatron-LM checkout")
-    sys.argv = [str(path), *rest]
-    sys.path.insert(0, str(path.resolve().parent))
+    path = enter(arguments[on_cpu:])
     if on_cpu:
         from tba_offload.megatron.cpu_scripts import install_for_scripts
 
@@ -57,7 +52,30 @@ def launch(arguments: Sequence[str]) -> None:
         raise MissingDependencyError(
             "megatron-core", f"{path.name}: megatron.training", extra="megatron"
         ) from error
-    runpy.run_path(str(path), run_name="__main__")
+    run(path)
+
+
+def enter(arguments: Sequence[str]) -> Path:
+    """Sets the command line and the module path as if a script had been started with its arguments.
+
+    Returns:
+        The script.
+
+    Raises:
+        ConfigError: There is no such script.
+    """
+    script, *rest = arguments or [""]
+    path = Path(script)
+    if not path.is_file():
+        raise ConfigError(f"there is no script {script!r}; name pretrain_gpt.py of a Megatron-LM checkout")
+    sys.argv = [str(path), *rest]
+    sys.path.insert(0, str(path.resolve().parent))
+    return path
+
+
+def run(script: Path) -> None:
+    """Runs a script that was entered as ``__main__``."""
+    runpy.run_path(str(script), run_name="__main__")
 
 
 if __name__ == "__main__":

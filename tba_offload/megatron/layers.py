@@ -38,10 +38,8 @@ def is_megatron(model: nn.Module | Sequence[nn.Module]) -> bool:
 
     megatron-core is not imported for the answer: where nobody has imported it, nothing is Megatron's.
     """
-    layer_type = _layer_type()
-    return layer_type is not None and any(
-        isinstance(module, layer_type) for chunk in _chunks(model) for module in chunk.modules()
-    )
+    layer_types = _layer_types()
+    return any(isinstance(module, layer_types) for chunk in _chunks(model) for module in chunk.modules())
 
 
 def find_stack(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
@@ -57,7 +55,7 @@ def find_stack(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
 
 
 def find_layers(model: nn.Module | Sequence[nn.Module]) -> list[Layer]:
-    """Finds the transformer layers of a model, as this rank holds it.
+    """Finds the transformer and Mamba layers of a model, as this rank holds it.
 
     Numbers count from 0 over all pipeline stages and model chunks. Names are those of the bare model
     (``decoder.layers.7``), without wrappers such as ``Float16Module`` and with the global number in
@@ -74,13 +72,11 @@ def find_layers(model: nn.Module | Sequence[nn.Module]) -> list[Layer]:
     Raises:
         UnsupportedError: A layer does not know its number.
     """
-    layer_type = _layer_type()
-    if layer_type is None:
-        return []
+    layer_types = _layer_types()
     found = [
         Layer(_identify(name, module), module, index)
         for index, chunk in enumerate(_chunks(model))
-        for name, module in _outermost(chunk, layer_type)
+        for name, module in _outermost(chunk, layer_types)
     ]
     if _numbers_are_ambiguous(found):
         return found
@@ -101,9 +97,10 @@ def checkpoint_layer(forward: Callable[..., Output], /, *args: Any, **kwargs: An
     """Runs a layer and keeps only its inputs: backward runs it a second time, with the same numbers.
 
     This is ``tensor_parallel.checkpoint``, which repeats the random numbers of Megatron's random number
-    regions too. What requires a gradient (the hidden states, the context of a cross attention) is handed
-    to it and is seen by saved-tensor hooks; everything else (masks, rotary tables, settings) is closed
-    over, as it is shared between layers and frees nothing.
+    regions too; in FP8 and FP4 it is that of Transformer Engine, which also repeats the scaling factors.
+    What requires a gradient (the hidden states, the context of a cross attention) is handed to it and is
+    seen by saved-tensor hooks; everything else (masks, rotary tables, settings) is closed over, as it is
+    shared between layers and frees nothing.
 
     Without gradients it just runs the layer. An input without a gradient, as frozen embeddings give, gets one
     that nobody reads: Megatron's checkpoint would otherwise not be part of the graph.
@@ -135,8 +132,6 @@ def _checkpoint(forward: Callable[..., Any], inputs: _Arguments, closed_over: _A
     An argument that the layer hands through (the context of a decoder) stays the same tensor in the
     same graph: its gradients are summed in the order in which they would be without recomputation.
     """
-    from megatron.core import tensor_parallel
-
     names = tuple(inputs)
     layout: list[Any] = []
     is_tuple = True
@@ -150,11 +145,24 @@ def _checkpoint(forward: Callable[..., Any], inputs: _Arguments, closed_over: _A
         layout[:] = [_origin(value, given) for value in values]
         return tuple(value for value, origin in zip(values, layout, strict=True) if origin is _MADE)
 
-    distribute_inputs = False  # over the tensor-parallel group: another way to save their memory
-    made = iter(tensor_parallel.checkpoint(run, distribute_inputs, *inputs.values()))
+    made = iter(_checkpoint_of(forward)(run, *inputs.values()))
     given = closed_over | inputs
     output = tuple(_place(origin, made, given) for origin in layout)
     return output if is_tuple else output[0]
+
+
+def _checkpoint_of(forward: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
+    """The checkpoint that Megatron itself would use for the layer: it depends on the precision."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    distribute_inputs = False  # over the tensor-parallel group: another way to save their memory
+    config = getattr(getattr(forward, "__self__", None), "config", None)
+    if not (getattr(config, "fp8", None) or getattr(config, "fp4", None)):
+        return lambda run, *inputs: tensor_parallel.checkpoint(run, distribute_inputs, *inputs)
+    from megatron.core.extensions.transformer_engine import te_checkpoint
+
+    tracker, group = tensor_parallel.get_cuda_rng_tracker, parallel_state.get_tensor_model_parallel_group()
+    return lambda run, *inputs: te_checkpoint(run, distribute_inputs, tracker, group, *inputs)
 
 
 def _call(forward: Callable[..., Any], given: _Arguments) -> Any:
@@ -194,17 +202,23 @@ def _chunks(model: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]:
     return [model] if isinstance(model, nn.Module) else model
 
 
-def _layer_type() -> type[nn.Module] | None:
-    """The base class of megatron-core's layers, if megatron-core is in use at all."""
-    module = sys.modules.get("megatron.core.transformer.transformer_layer")
-    return getattr(module, "BaseTransformerLayer", None)
+_LAYER_TYPES = {
+    "megatron.core.transformer.transformer_layer": "BaseTransformerLayer",
+    "megatron.core.ssm.mamba_layer": "MambaLayer",
+}
 
 
-def _outermost(chunk: nn.Module, layer_type: type[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+def _layer_types() -> tuple[type[nn.Module], ...]:
+    """The base classes of megatron-core's layers, those that are in use at all."""
+    found = (getattr(sys.modules.get(module), name, None) for module, name in _LAYER_TYPES.items())
+    return tuple(layer_type for layer_type in found if layer_type is not None)
+
+
+def _outermost(chunk: nn.Module, layer_types: tuple[type[nn.Module], ...]) -> Iterator[tuple[str, nn.Module]]:
     outer = None
     for name, module in chunk.named_modules():
         inside = outer is not None and name.startswith(outer)
-        if not inside and isinstance(module, layer_type):
+        if not inside and isinstance(module, layer_types):
             outer = f"{name}." if name else ""
             yield name, module
 

@@ -1,8 +1,10 @@
 """Puts a session into Megatron-LM's training loop, from outside and for every release.
 
-Three names of ``megatron.training`` are wrapped: the function that adds its arguments (the flags), the one
-that builds model and optimizer (the session attaches), and the one that gives the schedule (each call of a
-schedule that goes backward is a step). A training script then runs untouched.
+There are three places: where arguments are added (the flags), where model and optimizer are built (the
+session attaches), and where the schedule is chosen (each call of it that goes backward is a step). The
+launcher wraps the three functions of ``megatron.training`` by :func:`install`, and the script runs untouched;
+a patched checkout calls :func:`add_arguments`, :func:`attach_model` and :func:`stepping` itself. Both may
+come together.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import atexit
 import dataclasses
 import functools
 import os
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +25,8 @@ from rich.table import Table
 from tba_offload.errors import ConfigError
 from tba_offload.megatron.arguments import add_arguments, config_of, is_on
 from tba_offload.megatron.layers import find_stack
-from tba_offload.session import Session
+from tba_offload.report.ranks import path_of_rank
+from tba_offload.session import Session, World
 
 if TYPE_CHECKING:
     import argparse
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
 
     from tba_offload.config import OffloadConfig
     from tba_offload.policy import LayerId, Policy
+    from tba_offload.report.run_log import StepRecord
 
 
 def install() -> None:
@@ -46,55 +51,70 @@ def install() -> None:
     if hasattr(training, _MARK):
         return
     setattr(training, _MARK, True)
-    integration = _Integration()
     _wrap(arguments, "add_megatron_arguments", lambda add: lambda parser: add_arguments(add(parser)))
-    _wrap(training, "setup_model_and_optimizer", integration.attaching)
-    _wrap(training, "get_forward_backward_func", integration.stepping)
+    _wrap(training, "setup_model_and_optimizer", _attaching)
+    _wrap(training, "get_forward_backward_func", lambda get: lambda *a, **k: stepping(get(*a, **k)))
+
+
+def attach_model(model: nn.Module | Sequence[nn.Module]) -> None:
+    """Attaches the session of this process, if a flag asks for one; once.
+
+    Args:
+        model: The chunks of this rank, as ``setup_model_and_optimizer`` returns them.
+
+    Raises:
+        ConfigError: A rule takes no effect on any rank, or the ranks were given different policies.
+        StoreError: A directory cannot be used.
+    """
+    from megatron.training.global_vars import get_args
+
+    global _session  # noqa: PLW0603 - Megatron trains one model in a process
+    arguments = get_args()
+    if is_on(arguments) and _session is None:
+        _session = open_session(model, arguments)
+        atexit.register(_session.close)
+
+
+def stepping(schedule: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes every call of a schedule that goes backward a step of the session.
+
+    Args:
+        schedule: What ``get_forward_backward_func`` returns; one that steps already is returned as it is.
+    """
+    if hasattr(schedule, _MARK):
+        return schedule
+
+    @functools.wraps(schedule)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if _session is None or kwargs.get("forward_only", False):
+            return schedule(*args, **kwargs)
+        with _session.step(**_work_of_a_step()) as step:
+            losses = schedule(*args, **kwargs)
+            step.loss = _mean_loss(losses)
+        if step.record is not None:
+            draw_curves(step.record)
+        return losses
+
+    setattr(run, _MARK, True)
+    return run
 
 
 _MARK = "_tba_offload"
+_session: Session | None = None
 
 
-class _Integration:
-    """The session of this process, from the moment there is a model."""
+def _attaching(setup: Callable[..., Any]) -> Callable[..., Any]:
+    def setup_and_attach(*args: Any, **kwargs: Any) -> Any:
+        made = setup(*args, **kwargs)
+        attach_model(made[0])
+        return made
 
-    def __init__(self) -> None:
-        self.session: Session | None = None
+    return setup_and_attach
 
-    def attaching(self, setup: Callable[..., Any]) -> Callable[..., Any]:
-        """Attaches a session to the model that ``setup`` builds."""
 
-        def setup_and_attach(*args: Any, **kwargs: Any) -> Any:
-            made = setup(*args, **kwargs)
-            from megatron.training import get_args
-
-            arguments = get_args()
-            if is_on(arguments) and self.session is None:
-                self.session = open_session(made[0], arguments)
-                atexit.register(self.session.close)
-            return made
-
-        return setup_and_attach
-
-    def stepping(self, get_schedule: Callable[..., Any]) -> Callable[..., Any]:
-        """Makes every call of the schedule that trains a step."""
-
-        def get_stepping_schedule(*args: Any, **kwargs: Any) -> Any:
-            return self._stepping(get_schedule(*args, **kwargs))
-
-        return get_stepping_schedule
-
-    def _stepping(self, schedule: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(schedule)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if self.session is None or kwargs.get("forward_only", False):
-                return schedule(*args, **kwargs)
-            with self.session.step(**_work_of_a_step()) as step:
-                losses = schedule(*args, **kwargs)
-                step.loss = _mean_loss(losses)
-            return losses
-
-        return run
+def _wrap(module: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+    original = getattr(module, name)
+    setattr(module, name, functools.wraps(original)(wrapper(original)))
 
 
 def open_session(model: nn.Module | Sequence[nn.Module], arguments: argparse.Namespace) -> Session:
@@ -111,7 +131,7 @@ def open_session(model: nn.Module | Sequence[nn.Module], arguments: argparse.Nam
     chunks: list[nn.Module] = list(model) if isinstance(model, Sequence) else [model]
     config = config_of(arguments)
     stack = find_stack(chunks)
-    everywhere = _layers_of_all_ranks([layer.id for layer in stack.layers], config)
+    world = _world_of([layer.id for layer in stack.layers], config)
     session = Session(
         stack,
         chunks,
@@ -119,10 +139,10 @@ def open_session(model: nn.Module | Sequence[nn.Module], arguments: argparse.Nam
         run_log=_run_log_of_rank(arguments.tba_run_log),
         strategy=None,
         model_info=_model_info(arguments),
-        everywhere=everywhere,
+        world=world,
     )
-    if _rank() == 0:
-        _print_plan(config.policy, everywhere)
+    if world.rank == 0:
+        _print_plan(config.policy, world.layers)
     return session
 
 
@@ -137,21 +157,24 @@ def _ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _layers_of_all_ranks(own: list[LayerId], config: OffloadConfig) -> list[LayerId]:
-    """The layers of the whole model, and a check that all ranks place them alike."""
-    said: list[Any] = [None] * _ranks()
+def _world_of(own: list[LayerId], config: OffloadConfig) -> World:
+    """What the ranks tell each other: their layers, and a check that all place them alike."""
+    mine = (own, config.to_yaml(), uuid.uuid4().hex)
+    said: list[Any] = [mine] * _ranks()
     if dist.is_initialized():
-        dist.all_gather_object(said, (own, config.to_yaml()))
-    else:
-        said = [(own, config.to_yaml())]
-    for rank, (_, text) in enumerate(said):
-        if text != said[0][1]:
+        dist.all_gather_object(said, mine)
+    _, first, run = said[0]
+    for rank, (_, text, _) in enumerate(said):
+        if text != first:
             raise ConfigError(
                 f"rank {rank} was given another policy than rank 0, but the ranks of a model must agree; is "
                 "the policy file the same on every node?"
             )
-    layers = {layer for layers, _ in said for layer in layers}
-    return sorted(layers, key=lambda layer: (layer.stack or "", layer.number))
+    layers = sorted(
+        {layer for layers, *_ in said for layer in layers},
+        key=lambda layer: (layer.stack or "", layer.number),
+    )
+    return World(tuple(layers), _rank(), len(said), run if len(said) > 1 else None)
 
 
 def _config_of_rank(config: OffloadConfig) -> OffloadConfig:
@@ -165,11 +188,7 @@ def _config_of_rank(config: OffloadConfig) -> OffloadConfig:
 def _run_log_of_rank(path: str | None) -> Path | None:
     if path is None:
         return None
-    name = Path(path)
-    if _ranks() == 1:
-        return name
-    stem = name.name.removesuffix(".jsonl")
-    return name.with_name(f"{stem}.rank{_rank()}.jsonl")
+    return Path(path) if _ranks() == 1 else path_of_rank(path, _rank())
 
 
 # What a step is
@@ -178,7 +197,8 @@ def _run_log_of_rank(path: str | None) -> Path | None:
 def _work_of_a_step() -> dict[str, Any]:
     """Tokens and operations of one step: this rank's share of the global batch."""
     from megatron.core.num_microbatches_calculator import get_current_global_batch_size
-    from megatron.training import get_args, training
+    from megatron.training import training
+    from megatron.training.global_vars import get_args
 
     arguments, batch = get_args(), get_current_global_batch_size()
     share = _ranks()
@@ -226,6 +246,35 @@ def _print_plan(policy: Policy, layers: Sequence[LayerId]) -> None:
     Console(width=100).print(table)
 
 
-def _wrap(module: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-    original = getattr(module, name)
-    setattr(module, name, functools.wraps(original)(wrapper(original)))
+CURVES = (
+    "activation_peak_bytes",
+    "own_peak_bytes",
+    "in_flight_peak_bytes",
+    "offloaded_bytes",
+    "read_bytes",
+    "forwarded_bytes",
+    "kept_bytes",
+    "fallback_kept_bytes",
+    "stall_seconds",
+)
+"""Figures of a step that Megatron's TensorBoard and W&B writers get, under ``tba-offload/``."""
+
+
+def draw_curves(record: StepRecord) -> None:
+    """Hands the main figures of a step to Megatron's own writers, where this rank has them.
+
+    They come at the iteration under which Megatron logs the loss of the step, as often as its own curves.
+    """
+    from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
+
+    arguments, board, wandb = get_args(), get_tensorboard_writer(), get_wandb_writer()
+    iteration = getattr(arguments, "curr_iteration", record.step - 1) + 1
+    if (not board and not wandb) or iteration % arguments.tensorboard_log_interval:
+        return
+    known = {f"tba-offload/{name}": getattr(record, name) for name in CURVES}
+    figures = {name: value for name, value in known.items() if value is not None}
+    if board:
+        for name, value in figures.items():
+            board.add_scalar(name, value, iteration)
+    if wandb:
+        wandb.log(figures, iteration)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from tba_offload.errors import ConfigError, MissingDependencyError, RunLogError
-from tba_offload.report.run_log import read_run_log
+from tba_offload.report.ranks import read_runs
 
 if TYPE_CHECKING:
     import os
@@ -83,19 +83,20 @@ class RokPoint:
 
 
 def points(paths: Iterable[str | os.PathLike[str]], *, warmup: int | None = None) -> list[RokPoint]:
-    """Read run logs, one point each, all with the same unit of throughput.
+    """Read run logs, one point a run, all with the same unit of throughput.
 
     The unit is FLOP/s where every log has FLOPs, else tokens/s.
 
     Args:
-        paths: The run logs.
+        paths: The run logs; those of the ranks of one run give one point, see
+            :func:`tba_offload.report.ranks.merged`.
         warmup: Steps to skip at the start of each, see :func:`point`.
 
     Raises:
         RunLogError: A log cannot be read or lacks what a point needs.
         ConfigError: ``warmup`` is negative.
     """
-    logs = [read_run_log(path) for path in paths]
+    logs = read_runs(paths)
     units = [_units(log.path, _counted(log, warmup)) for log in logs]
     common = [unit for unit in get_args(Unit) if all(unit in known for known in units)]
     if not common:

@@ -51,12 +51,16 @@ class RunHeader:
     Attributes:
         strategy: A free label, such as ``"offload"``. Runs with equal labels form one line of a ROK curve.
         schema: Number of the log's schema.
+        run: The same word in the logs of all ranks of one run; None where there is only one.
+        rank: The rank that this log is of.
+        ranks: How many ranks the run has, each with a log of its own.
         started: When the run started, ISO 8601 in UTC.
         versions: Package name to version.
         hardware: The machine, free form.
         model: The model, free form: for example name, layers, hidden, batch_size, sequence. ``batch_size``
             (sequences a step) is what orders the points of a ROK curve.
         policy: The policy as YAML, None where there was none.
+        plan: Name of a layer to its number, its placement, and why; of all ranks.
         store: The store: kind, the I/O path that each directory really used, alignment, and so on.
         notes: Whatever else belongs to the run.
         extra: Keys that this version does not know; written back as they were read.
@@ -66,11 +70,15 @@ class RunHeader:
 
     strategy: str
     schema: int = SCHEMA
+    run: str | None = None
+    rank: int = 0
+    ranks: int = 1
     started: str = field(default_factory=_now)
     versions: Json = field(default_factory=dict)
     hardware: Json = field(default_factory=dict)
     model: Json = field(default_factory=dict)
     policy: str | None = None
+    plan: Json = field(default_factory=dict)
     store: Json = field(default_factory=dict)
     notes: Json = field(default_factory=dict)
     extra: Json = field(default_factory=dict)

@@ -256,6 +256,10 @@ class ActivationStore(ABC):
         """
 
     @abstractmethod
+    def place(self, extent: Extent) -> str:
+        """Where an extent lies, for messages: the directory, or what else the store is."""
+
+    @abstractmethod
     def pending(self) -> int:
         """Transfers that are queued or running; one whose future is done no longer counts."""
 

@@ -239,6 +239,10 @@ class QueuedStore(ActivationStore):
 
     # What callers see.
 
+    def place(self, extent: Extent) -> str:  # noqa: ARG002 - a store without parts is one place
+        """The name of this store; see :meth:`ActivationStore.place`."""
+        return self.name
+
     @property
     def used_bytes(self) -> int:
         """Bytes that extents take now, padding included."""

@@ -96,6 +96,10 @@ class StripedStore(ActivationStore):
         """Queues a read; see :meth:`ActivationStore.read`."""
         return self._store_of(extent).read(extent, target, after, padded=padded)
 
+    def place(self, extent: Extent) -> str:
+        """The store that the extent lies in; see :meth:`ActivationStore.place`."""
+        return self._store_of(extent).place(extent)
+
     def pending(self) -> int:
         """Transfers that are queued or running on all drives."""
         return sum(store.pending() for store in self.stores)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from tba_offload.device.ranges import ByteRange, aligned_range
 from tba_offload.errors import SessionError, StoreError, StoreFullError, TransferError
 from tba_offload.transfer.books import Books, TransferStats
+from tba_offload.transfer.patience import Patience
 from tba_offload.transfer.record import Handle, Piece, Record, Span
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class Offloader:
         ceiling: Most bytes in flight; ``None`` for no limit.
         keep_when_full: Whether a full store means keeping the activation in memory (counted in
             :attr:`stats`) instead of a :class:`~tba_offload.errors.TransferError`.
+        stall_limit: Seconds after which a wait during which nothing moved is an error; ``None`` for never.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Offloader:
         *,
         ceiling: int | None = None,
         keep_when_full: bool = True,
+        stall_limit: float | None = None,
     ) -> None:
         self.store = store
         self.device = device
@@ -81,6 +84,7 @@ class Offloader:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._waiting = 0
+        self._patience = Patience(stall_limit)
 
     @property
     def stats(self) -> TransferStats:
@@ -111,7 +115,7 @@ class Offloader:
         """Waits until ``nbytes`` more may be in flight, or until waiting cannot help.
 
         Raises:
-            TransferError: A transfer failed meanwhile.
+            TransferError: A transfer failed meanwhile, or nothing moved for too long.
         """
         if not self._books.crowded(nbytes):
             return
@@ -401,8 +405,8 @@ class Offloader:
             return
         started = time.perf_counter()
         try:
-            for read in span.reads:
-                read.wait()
+            for piece, read in zip(span.pieces, span.reads, strict=True):
+                self._await_transfer(read, "read", record, piece)
         except StoreError as error:
             raise _transfer_error("read", record, error) from error
         finally:
@@ -553,9 +557,9 @@ class Offloader:
             if not self._books.keep(record) and not record.pinned:
                 self._books.settled += record.nbytes
             self._books.change(record, pinned=True)
-            running = [piece.write for piece in record.pieces() if piece.write is not None]
-        for write in running:
-            write.wait()
+            running = [(piece, piece.write) for piece in record.pieces() if piece.write is not None]
+        for piece, write in running:
+            self._await_transfer(write, "write", record, piece)
 
     def quiesce(self) -> None:
         """Waits until every write has ended or was taken back, and accounts for dropped handles.
@@ -581,9 +585,33 @@ class Offloader:
         """Waits for the next change of the books; the lock is held, and let go of meanwhile."""
         self._waiting += 1
         try:
-            self._changed.wait()
+            self._patience.wait(self._changed.wait, self._describe_writes)
         finally:
             self._waiting -= 1
+
+    def _await_transfer(self, transfer: IoFuture, what: str, record: Record, piece: Piece) -> None:
+        if not transfer.done():
+            self._patience.wait(
+                partial(_has_ended, transfer), lambda: self._describe(what, record, piece, piece.nbytes)
+            )
+        transfer.wait()
+
+    def _describe_writes(self) -> str:
+        """What is being written, by its oldest piece; the lock is held."""
+        running = [
+            (record, piece)
+            for record in self._books.records()
+            for piece in record.pieces()
+            if piece.write is not None
+        ]
+        if not running:
+            return "no write is under way"
+        record, piece = running[0]
+        return self._describe("write", record, piece, sum(piece.nbytes for _, piece in running))
+
+    def _describe(self, what: str, record: Record, piece: Piece, nbytes: int) -> str:
+        place = self.store.place(piece.extent) if piece.extent is not None else "the store"
+        return f"{nbytes} bytes wait to be {_PAST[what]}, first {record.key}, at {place}"
 
     def _notify(self) -> None:
         """Wakes who waits for a change; mostly nobody does, and asking a condition variable takes a while."""
@@ -644,11 +672,23 @@ def _extent_of(piece: Piece) -> Extent:
     return piece.extent
 
 
+def _has_ended(transfer: IoFuture, timeout: float | None) -> bool:
+    """Waits for a transfer; one that failed has ended too."""
+    try:
+        transfer.wait(timeout)
+    except TimeoutError:
+        return False
+    except StoreError:
+        return True
+    return True
+
+
 def _release_after(store: ActivationStore, extent: Extent, _: IoFuture) -> None:
     store.release(extent)
 
 
 _FULL = "free space or choose another directory under store.directories, or set on_full: keep"
+_PAST = {"read": "read", "write": "written"}
 _REMEDIES = {
     "write": "check the drive and the system log, or choose another directory under store.directories",
     "read": "check the drive with its own tools; training cannot go on without these bytes",

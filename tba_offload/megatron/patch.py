@@ -1,0 +1,152 @@
+"""Patches a Megatron-LM checkout, so that its own scripts have the flags without a launcher.
+
+There is a patch for each known release. It is applied by ``git apply``, which changes all files or none and
+needs no repository.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tba_offload.errors import PatchError
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+RELEASES = {"core_v0.16.1": "0.16", "core_v0.19.0": "0.19", "main": "0.20"}
+"""Name of a release to the version that its ``megatron/core/package_info.py`` begins with."""
+
+_VERSION_FILE = Path("megatron/core/package_info.py")
+_NUMBER = re.compile(r"^(MAJOR|MINOR|PATCH) *= *(\d+)", re.MULTILINE)
+_TARGET = re.compile(r"^\+\+\+ b/(.+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """A Megatron-LM tree of a known release.
+
+    Attributes:
+        directory: Its root.
+        release: The name of the release.
+    """
+
+    directory: Path
+    release: str
+
+    @classmethod
+    def at(cls, directory: str | os.PathLike[str]) -> Checkout:
+        """Finds out which release lies in a directory.
+
+        Raises:
+            PatchError: None, or one that there is no patch for.
+        """
+        root = Path(directory)
+        try:
+            text = (root / _VERSION_FILE).read_text(encoding="utf-8")
+        except OSError as error:
+            raise PatchError(
+                f"{root} is no Megatron-LM checkout: {_VERSION_FILE} cannot be read ({error.strerror})"
+            ) from None
+        numbers = dict(_NUMBER.findall(text))
+        version = ".".join(numbers.get(part, "?") for part in ("MAJOR", "MINOR", "PATCH"))
+        for release, beginning in RELEASES.items():
+            if version.startswith(f"{beginning}."):
+                return cls(root, release)
+        raise PatchError(
+            f"{root} is Megatron-LM {version}, and there are patches for {', '.join(RELEASES)} only; use "
+            "tba-offload launch, which changes no file"
+        )
+
+    def is_patched(self) -> bool:
+        """Whether the patch is in."""
+        return self._applies("--reverse")
+
+    def patch(self, *, check: bool = False) -> bool:
+        """Puts the patch in.
+
+        Args:
+            check: Change nothing.
+
+        Returns:
+            Whether it was not in before.
+
+        Raises:
+            PatchError: The files are not those of the release.
+        """
+        if self.is_patched():
+            return False
+        changed = self._own_changes()
+        if changed:
+            raise PatchError(
+                f"{self.directory}: {', '.join(changed)} differs from what is committed; commit or stash it "
+                "first"
+            )
+        if not self._applies():
+            raise PatchError(
+                f"{self.directory}: the patch for {self.release} does not fit, so these are not its files; "
+                "use tba-offload launch, which changes no file"
+            )
+        if not check:
+            self._git_apply()
+        return True
+
+    def unpatch(self, *, check: bool = False) -> bool:
+        """Takes the patch out again.
+
+        Args:
+            check: Change nothing.
+
+        Returns:
+            Whether it was in.
+
+        Raises:
+            PatchError: The lines of the patch were changed since, or only some of them are there.
+        """
+        if not self.is_patched():
+            if not self._applies():
+                raise PatchError(
+                    f"{self.directory}: the lines of the patch for {self.release} are not there as they were "
+                    "put in; take them out by hand, they begin with '# tba-offload:'"
+                )
+            return False
+        if not check:
+            self._git_apply("--reverse")
+        return True
+
+    def _applies(self, *options: str) -> bool:
+        with self._patch() as patch:
+            return self._git("apply", "--check", *options, str(patch)).returncode == 0
+
+    def _git_apply(self, *options: str) -> None:
+        with self._patch() as patch:
+            done = self._git("apply", "--whitespace=nowarn", *options, str(patch))
+        if done.returncode:
+            raise PatchError(f"{self.directory}: git apply failed: {done.stderr.strip()}")
+
+    def _own_changes(self) -> list[str]:
+        """Files of the patch that differ from what is committed, where there is a repository."""
+        with self._patch() as patch:
+            targets = _TARGET.findall(patch.read_text(encoding="utf-8"))
+        status = self._git("status", "--porcelain", "--untracked-files=no", "--", *targets)
+        return [line[3:] for line in status.stdout.splitlines()] if status.returncode == 0 else []
+
+    def _patch(self) -> AbstractContextManager[Path]:
+        return as_file(files(__package__) / "patches" / self.release / "tba-offload.patch")
+
+    def _git(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        git = shutil.which("git")
+        if git is None:
+            raise PatchError("patching a checkout needs git, which is not installed")
+        # A repository that the checkout merely lies in is not asked.
+        root = self.directory.resolve()
+        environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(root.parent), "LC_ALL": "C"}
+        return subprocess.run(  # noqa: S603 - no shell, and the arguments are ours
+            [git, *arguments], cwd=root, env=environment, capture_output=True, text=True, check=False
+        )

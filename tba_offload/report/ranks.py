@@ -1,0 +1,120 @@
+"""One run on several ranks: their run logs become one."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tba_offload.errors import RunLogError
+from tba_offload.report.run_log import RunLog, StepRecord, read_run_log
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterable, Sequence
+
+_RANK = re.compile(r"\.rank(\d+)(?=\.jsonl$)")
+
+
+def path_of_rank(path: str | os.PathLike[str], rank: int) -> Path:
+    """The run log of one rank, of a run that logs to ``path``: ``run.rank3.jsonl`` for ``run.jsonl``."""
+    name = Path(path)
+    return name.with_name(f"{name.name.removesuffix('.jsonl')}.rank{rank}.jsonl")
+
+
+def paths_of_ranks(path: str | os.PathLike[str]) -> list[Path]:
+    """The run logs that stand for ``path``: itself, or where it does not exist those of its ranks."""
+    name = Path(path)
+    if name.exists():
+        return [name]
+    stem = name.name.removesuffix(".jsonl")
+    ranks = [found for found in name.parent.glob("*.jsonl") if _RANK.sub("", found.name) == f"{stem}.jsonl"]
+    return sorted(ranks, key=_rank) or [name]
+
+
+def read_runs(paths: Iterable[str | os.PathLike[str]]) -> list[RunLog]:
+    """Reads run logs; those of the ranks of one run become one.
+
+    Args:
+        paths: Run logs. Where ``run.jsonl`` does not exist, it stands for ``run.rank0.jsonl``,
+            ``run.rank1.jsonl``, …
+
+    Raises:
+        RunLogError: A log cannot be read, or the log of a rank is missing.
+    """
+    groups: dict[object, list[RunLog]] = defaultdict(list)
+    for path in paths:
+        for found in paths_of_ranks(path):
+            log = read_run_log(found)
+            groups[log.header.run or object()].append(log)  # a run without a name stands for itself
+    return [merged(logs) for logs in groups.values()]
+
+
+def merged(logs: Sequence[RunLog]) -> RunLog:
+    """One log for all ranks of a run.
+
+    Work and bytes moved are sums over the ranks. Times are those of the slowest rank and peaks those of the
+    fullest, because a step is over when all ranks are, and every rank has a device of its own.
+
+    Args:
+        logs: One for each rank, at least one.
+
+    Raises:
+        RunLogError: A rank has no log, or two.
+    """
+    logs = sorted(logs, key=lambda log: log.header.rank)
+    first = logs[0]
+    ranks = [log.header.rank for log in logs]
+    if ranks != list(range(first.header.ranks)):
+        missing = sorted(set(range(first.header.ranks)) - set(ranks))
+        what = f"that of rank {missing[0]} is missing" if missing else "one rank has two"
+        raise RunLogError(f"{first.path}: a run of {first.header.ranks} ranks has as many logs, and {what}")
+    if len(logs) == 1:
+        return first
+    steps = zip(*(log.steps for log in logs), strict=False)  # the last step may be missing from some
+    return replace(
+        first,
+        path=first.path.with_name(_RANK.sub("", first.path.name)),
+        steps=tuple(_merged_step(records) for records in steps),
+        truncated=any(log.truncated for log in logs),
+    )
+
+
+def _merged_step(records: Sequence[StepRecord]) -> StepRecord:
+    return StepRecord(**{name: _merge(name, records, how) for name, how in _HOW.items()})
+
+
+def _merge(name: str, records: Sequence[StepRecord], how: Callable[[list[Any]], Any]) -> Any:
+    known = [value for record in records if (value := getattr(record, name)) is not None]
+    return how(known) if known else None
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _first(values: list[Any]) -> Any:
+    return values[0]
+
+
+def _how(name: str) -> Callable[[list[Any]], Any]:
+    """How the values of a field become one."""
+    special: dict[str, Callable[[list[Any]], Any]] = {
+        "step": _first,
+        "peak_source": _first,
+        "loss": _mean,
+        "gradients_allocated": all,
+    }
+    if name in special:
+        return special[name]
+    return max if "seconds" in name or "peak" in name else sum
+
+
+_HOW = {item.name: _how(item.name) for item in fields(StepRecord) if item.name != "extra"}
+
+
+def _rank(path: Path) -> int:
+    found = _RANK.search(path.name)
+    return int(found[1]) if found else 0

@@ -1,0 +1,192 @@
+"""Patching a checkout: only the files of a known release, only once, and back again."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tba_offload.cli import main
+from tba_offload.errors import PatchError
+from tba_offload.megatron import patch as patching
+from tba_offload.megatron.patch import RELEASES, Checkout
+
+PATCHES = Path(patching.__file__).parent / "patches"
+VERSION = 'MAJOR = {}\nMINOR = {}\nPATCH = 0\nPRE_RELEASE = ""\n'
+
+
+def originals(release: str) -> dict[str, str]:
+    """The lines of each file that a patch stands between, as they are before it; the rest does not matter."""
+    files: dict[str, str] = {}
+    name = ""
+    for line in (PATCHES / release / "tba-offload.patch").read_text().splitlines():
+        if line.startswith("+++ b/"):
+            name = line.removeprefix("+++ b/")
+            files[name] = ""
+        elif line.startswith("@@"):
+            start = int(line.split()[1].removeprefix("-").split(",")[0])
+            files[name] += "#\n" * (start - 1 - files[name].count("\n"))
+        elif line.startswith(" ") and name:
+            files[name] += line[1:] + "\n"
+    return files
+
+
+def git(root: Path, *arguments: str) -> str:
+    identity = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    done = subprocess.run(
+        ["git", *identity, *arguments], cwd=root, capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+def contents(root: Path) -> dict[str, str]:
+    return {str(path.relative_to(root)): path.read_text() for path in root.rglob("*.py")}
+
+
+@pytest.fixture(params=RELEASES)
+def tree(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Files of a release as far as its patch sees them, without a repository."""
+    release: str = request.param
+    root = tmp_path / "Megatron-LM"
+    for name, text in originals(release).items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (root / "megatron/core").mkdir(parents=True)
+    (root / "megatron/core/package_info.py").write_text(VERSION.format(*RELEASES[release].split(".")))
+    return root
+
+
+@pytest.fixture
+def checkout(tree: Path) -> Path:
+    return commit(tree)
+
+
+def commit(root: Path) -> Path:
+    git(root, "init", "-q")
+    git(root, "add", ".")
+    git(root, "commit", "-qm", "release")
+    return root
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_a_patch_goes_in_once_and_comes_out_again(committed: bool, tree: Path) -> None:
+    root = commit(tree) if committed else tree
+    before = contents(root)
+    found = Checkout.at(root)
+    assert found.patch(check=True)
+    assert contents(root) == before
+    assert found.patch()
+    after = contents(root)
+    assert {name for name in after if after[name] != before[name]} == {
+        "megatron/training/arguments.py",
+        "megatron/training/training.py",
+    }
+    assert not found.patch()
+    assert contents(root) == after
+    assert found.unpatch(check=True)
+    assert contents(root) == after
+    assert found.unpatch()
+    assert not found.unpatch()
+    assert contents(root) == before
+
+
+def test_what_a_patch_adds_says_why(tree: Path) -> None:
+    before = contents(tree)
+    Checkout.at(tree).patch()
+    added = [
+        line
+        for name, text in contents(tree).items()
+        for line in text.splitlines()
+        if line.strip() and line not in before[name].splitlines()
+    ]
+    assert sum(line.strip().startswith("# tba-offload: ") for line in added) == 3
+    assert len(added) == 9
+    compiled = [line.strip() for line in added if "import" in line]
+    for line in compiled:
+        exec(line, {})  # the names that a checkout calls are there
+
+
+def test_uncommitted_changes_are_refused(checkout: Path) -> None:
+    path = checkout / "megatron/training/arguments.py"
+    path.write_text(path.read_text() + "# mine\n")
+    before = contents(checkout)
+    with pytest.raises(PatchError, match=r"megatron/training/arguments\.py differs from what is committed"):
+        Checkout.at(checkout).patch()
+    assert contents(checkout) == before
+
+
+def test_changes_elsewhere_do_not_matter(checkout: Path) -> None:
+    (checkout / "megatron/core/package_info.py").write_text(
+        (checkout / "megatron/core/package_info.py").read_text() + "# mine\n"
+    )
+    assert Checkout.at(checkout).patch()
+
+
+def test_other_files_are_refused(tree: Path) -> None:
+    path = tree / "megatron/training/arguments.py"
+    path.write_text("# another file\n")
+    before = contents(tree)
+    with pytest.raises(PatchError, match="does not fit"):
+        Checkout.at(tree).patch()
+    assert contents(tree) == before
+
+
+def test_a_tree_inside_another_repository_is_judged_by_itself(tree: Path) -> None:
+    git(tree.parent, "init", "-q")  # in which all its files are untracked
+    before = contents(tree)
+    assert Checkout.at(tree).patch()
+    assert contents(tree) != before
+
+
+def test_lines_that_were_changed_are_not_taken_out(tree: Path) -> None:
+    found = Checkout.at(tree)
+    found.patch()
+    path = tree / "megatron/training/arguments.py"
+    path.write_text(path.read_text().replace("# tba-offload: ", "# mine: "))
+    before = contents(tree)
+    with pytest.raises(PatchError, match="take them out by hand"):
+        found.unpatch()
+    assert contents(tree) == before
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        (None, "is no Megatron-LM checkout"),
+        (VERSION.format(0, 12), "is Megatron-LM 0.12.0, and there are patches for core_v0.16.1"),
+        ("", "is Megatron-LM ?.?.?"),
+    ],
+)
+def test_an_unknown_tree_is_refused(version: str | None, message: str, tmp_path: Path) -> None:
+    if version is not None:
+        (tmp_path / "megatron/core").mkdir(parents=True)
+        (tmp_path / "megatron/core/package_info.py").write_text(version)
+    with pytest.raises(PatchError) as caught:
+        Checkout.at(tmp_path)
+    assert message in str(caught.value)
+
+
+def test_without_git_it_says_so(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(PatchError, match="needs git"):
+        Checkout.at(tree).patch()
+
+
+def test_the_command_says_what_it_did(tree: Path) -> None:
+    def run(*arguments: str) -> tuple[int, str]:
+        done = CliRunner().invoke(main, ["patch", str(tree), *arguments])
+        return done.exit_code, done.output.rpartition(": ")[2].strip()
+
+    assert run("--check") == (0, "can be patched")
+    assert run() == (0, "patched")
+    assert run() == (0, "is patched already")
+    assert run("--check") == (0, "is patched already")
+    assert run("--reverse", "--check") == (0, "the patch can be taken out")
+    assert run("--reverse") == (0, "patch taken out")
+    assert run("--reverse") == (0, "is not patched")
+    done = CliRunner().invoke(main, ["patch", str(tree / "megatron")])
+    assert done.exit_code == 1
+    assert "is no Megatron-LM checkout" in done.output

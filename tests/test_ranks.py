@@ -1,0 +1,114 @@
+"""The run logs of several ranks, put together."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+import pytest
+from click.testing import CliRunner
+
+from tba_offload.cli import main
+from tba_offload.errors import RunLogError
+from tba_offload.report import rok
+from tba_offload.report.ranks import merged, path_of_rank, paths_of_ranks, read_runs
+from tba_offload.report.run_log import RunHeader, RunLogWriter, StepRecord, read_run_log
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GIB = 2**30
+
+
+def write(
+    path: Path, rank: int, ranks: int = 2, *, steps: int = 3, run: str | None = "one", **more: object
+) -> Path:
+    """The log of one rank; rank 1 is slower and has less in memory than rank 0, and knows the loss."""
+    header = RunHeader(strategy="offload", run=run, rank=rank, ranks=ranks, model={"batch_size": 4})
+    with RunLogWriter(path, header) as writer:
+        for step in range(1, steps + 1):
+            record = StepRecord(
+                step=step,
+                seconds=1.0 + rank,
+                stall_seconds=0.5 - 0.25 * rank,
+                loss=float(step) if rank else None,
+                tokens=100,
+                model_flops=1e12,
+                activation_peak_bytes=(2 - rank) * GIB,
+                peak_source="cuda allocator",
+                gradients_allocated=rank == 0,
+                offloaded_bytes=1000,
+                in_flight_peak_bytes=10 + rank,
+                scopes=4,
+            )
+            writer.write(record)
+    return path
+
+
+@pytest.fixture
+def two_ranks(tmp_path: Path) -> list[Path]:
+    return [write(path_of_rank(tmp_path / "run.jsonl", rank), rank) for rank in (1, 0)]
+
+
+def test_a_step_is_as_slow_as_its_slowest_rank_and_as_full_as_its_fullest(two_ranks: list[Path]) -> None:
+    (log,) = read_runs(two_ranks)
+    assert (log.path.name, log.header.rank, len(log.steps)) == ("run.jsonl", 0, 3)
+    step = log.steps[1]
+    assert (step.step, step.seconds, step.stall_seconds, step.loss) == (2, 2.0, 0.5, 2.0)
+    assert (step.tokens, step.model_flops, step.offloaded_bytes, step.scopes) == (200, 2e12, 2000, 8)
+    assert (step.activation_peak_bytes, step.in_flight_peak_bytes) == (2 * GIB, 11)
+    assert (step.peak_source, step.gradients_allocated) == ("cuda allocator", False)
+    assert step.backward_seconds is None
+
+
+def test_every_field_of_a_step_survives_a_merge() -> None:
+    """A field that is added to the record later must not get lost here."""
+    values = {item.name: 1 for item in fields(StepRecord) if item.name not in {"extra", "peak_source"}}
+    record = StepRecord(**values, peak_source="x")
+    from tba_offload.report.ranks import _merged_step
+
+    both = _merged_step([record, record])
+    assert all(getattr(both, name) in (1, 2) for name in values)
+    assert both.peak_source == "x"
+
+
+def test_a_run_of_ranks_is_one_point(two_ranks: list[Path]) -> None:
+    (point,) = rok.points(two_ranks)
+    assert point.activation_peak_bytes == 2 * GIB
+    assert point.throughput == 2e12 / 2.0
+    assert point.source.endswith("run.jsonl")
+
+
+def test_the_name_of_the_run_stands_for_its_ranks(two_ranks: list[Path], tmp_path: Path) -> None:
+    write(tmp_path / "running.rank0.jsonl", 0, run="another")  # a longer name is another run
+    (tmp_path / "run.rank9.txt").touch()
+    assert paths_of_ranks(tmp_path / "run.jsonl") == sorted(two_ranks)
+    done = CliRunner().invoke(main, ["rok", str(tmp_path / "run.jsonl"), "--csv", "-"])
+    assert done.exit_code == 0, done.output
+    assert done.output.splitlines()[1].startswith(f"offload,4,{2 * GIB},cuda allocator,False,{1e12}")
+
+
+def test_the_ranks_of_two_runs_are_kept_apart(tmp_path: Path) -> None:
+    paths = [write(tmp_path / f"{run}{rank}.jsonl", rank, run=run) for run in "ab" for rank in (0, 1)]
+    assert len(rok.points(paths)) == 2
+
+
+def test_logs_of_single_processes_are_left_alone(tmp_path: Path) -> None:
+    paths = [write(tmp_path / name, 0, 1, run=None) for name in ("a.jsonl", "b.jsonl")]
+    assert read_runs(paths) == [read_run_log(path) for path in paths]
+
+
+def test_a_rank_that_stopped_a_step_earlier_ends_the_run(tmp_path: Path) -> None:
+    paths = [write(tmp_path / f"{rank}.jsonl", rank, steps=3 - rank) for rank in (0, 1)]
+    (log,) = read_runs(paths)
+    assert [step.step for step in log.steps] == [1, 2]
+
+
+def test_a_missing_or_doubled_rank_is_an_error(two_ranks: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(RunLogError, match="that of rank 0 is missing"):
+        read_runs(two_ranks[:1])
+    again = write(tmp_path / "again.jsonl", 0)
+    with pytest.raises(RunLogError, match="one rank has two"):
+        merged([read_run_log(path) for path in [*two_ranks, again]])
+    with pytest.raises(RunLogError, match=r"none\.jsonl: the run log cannot be read"):
+        read_runs([tmp_path / "none.jsonl"])
