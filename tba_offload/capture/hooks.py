@@ -311,7 +311,7 @@ class LayerHooks:
         if type(tensor) is torch.nn.Parameter or torch._C._current_graph_task_id() != -1:
             return Kept(tensor)
         if not is_understood(tensor, capture.device):
-            return Kept(tensor)
+            return self._keep_odd(tensor)
         storage = tensor.untyped_storage()
         if storage in capture.static:
             return Kept(tensor)
@@ -389,6 +389,12 @@ class LayerHooks:
         trace.kept_bytes += storage.nbytes()
         trace.saved(key, storage.nbytes(), fate)
         self.capture.note_kept(storage)
+        return Kept(tensor)
+
+    def _keep_odd(self, tensor: torch.Tensor) -> Kept:
+        """Keeps what is not understood; a parameter of such a kind is no activation."""
+        if not (tensor.is_leaf and tensor.requires_grad):
+            self.capture.trace.kept_bytes += tensor.numel() * tensor.itemsize
         return Kept(tensor)
 
     def _keep_small(self, tensor: torch.Tensor, view: View, footprint: Footprint) -> Kept:
