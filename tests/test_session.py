@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from harness import KIB, Drive, assert_all_given_back, config_for, session_for
+from harness import KIB, Drive, assert_all_given_back, config_for, session_for, wait_until
 from models import assert_same_history, loss_of, make_model, make_tokens, same_bits, train
 from torch import Tensor, nn
 
@@ -592,6 +592,19 @@ def test_what_was_learned_is_put_to_the_test_again() -> None:
     held = [record.step for record in records if record.held_bytes]
     assert held[0] == 1
     assert 2 <= len(held) <= 4
+
+
+@pytest.mark.parametrize(("placement", "at_once"), [("offload", False), ("auto", True)])
+def test_only_offload_holds_writes_back(model: Model, placement: str, at_once: bool) -> None:
+    """A full window means a slow drive to ``auto``: the drive must have been given everything by then."""
+    drive = Drive()
+    with session_for(model, drive=drive, in_flight=64 << 20, default=placement) as session, session.step():
+        loss = loss_of(model, make_tokens(0))
+        if at_once:
+            wait_until(lambda: drive.writes.started > 0, "nothing is written")
+        assert (session.offloader._outbox_bytes == 0) is at_once
+        assert (drive.writes.started > 0) is at_once
+        loss.backward()
 
 
 def test_a_slow_drive_makes_auto_keep_and_offload_wait(model: Model) -> None:

@@ -74,6 +74,7 @@ CONFLICTS = (
     Conflict("delay_wgrad_compute", bool, "--delay-wgrad-compute", "it uses activations outside of backward"),
     Conflict("use_megatron_fsdp", bool, "--use-megatron-fsdp", "it is not supported yet"),
     Conflict("use_custom_fsdp", bool, "--use-custom-fsdp", "it is not supported yet"),
+    Conflict("use_torch_fsdp2", bool, "--use-torch-fsdp2", "it is not supported yet"),
 )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import multiprocessing.spawn
 import sys
 import time
 import types
@@ -188,6 +189,18 @@ def _no_fused_kernels() -> None:
         replace(kernels, "load", _nothing_named("load"))
 
 
+def _substituting_children() -> None:
+    """Checkpoints are written by processes that start anew: they need all of this, but not the script."""
+    prepare = multiprocessing.spawn.get_preparation_data
+
+    def prepared(name: str) -> dict[str, Any]:
+        data = prepare(name)
+        data.pop("init_main_from_path", None)
+        return data | {"init_main_from_name": "tba_offload.megatron.cpu_scripts"}
+
+    replace(multiprocessing.spawn, "get_preparation_data", prepared)
+
+
 _SUBSTITUTIONS: tuple[Callable[[], None], ...] = (
     _one_device,
     _cpu_literals,
@@ -198,6 +211,7 @@ _SUBSTITUTIONS: tuple[Callable[[], None], ...] = (
     _host_splits,
     _prebuilt_helpers,
     _no_fused_kernels,
+    _substituting_children,
 )
 
 
@@ -328,3 +342,5 @@ if __name__ == "__main__":
     entered = enter(sys.argv[1:])
     install_for_scripts()
     run(entered)
+elif __name__ == "__mp_main__":  # a process that one with the substitutions has started
+    install_for_scripts()

@@ -137,7 +137,6 @@ def open_session(model: nn.Module | Sequence[nn.Module], arguments: argparse.Nam
         chunks,
         _config_of_rank(config),
         run_log=_run_log_of_rank(arguments.tba_run_log),
-        strategy=None,
         model_info=_model_info(arguments),
         world=world,
     )
