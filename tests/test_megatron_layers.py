@@ -25,6 +25,7 @@ from tba_offload.megatron.layers import (
     find_layers,
     find_stack,
     is_megatron,
+    shorten,
 )
 from tba_offload.policy import LayerId, Placement, Rule
 
@@ -330,6 +331,50 @@ class TestMamba:
         assert same_bits(train(config), train(None))
 
 
+def build_mtp() -> nn.Module:
+    """A GPT with two layers that predict further tokens."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"megatron\.")
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+
+        plain = find_layers(build_gpt(dataclasses.replace(SHAPE, dtype="fp32"), seed=0))[0].module
+        config: Any = dataclasses.replace(plain.config, mtp_num_layers=2)  # type: ignore[type-var]
+        spec = get_gpt_layer_local_spec()
+        further = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
+        torch.manual_seed(0)
+        return GPTModel(config, spec, vocab_size=64, max_sequence_length=16, mtp_block_spec=further)
+
+
+class TestMultiTokenPrediction:
+    def test_its_layers_are_found(self) -> None:
+        """Releases number them differently: on from the decoder's, or from 0 in a stack of their own."""
+        ids = [layer.id for layer in find_layers(build_mtp())]
+        assert [id_.name for id_ in ids[:3]] == [f"decoder.layers.{number}" for number in range(3)]
+        assert [id_.name.rpartition(".")[0] for id_ in ids[3:]] == ["mtp.layers.0", "mtp.layers.1"]
+        assert len({(id_.stack, id_.number) for id_ in ids}) == 5
+
+    def test_every_placement_gives_the_same_bits(self) -> None:
+        def train(config: tba.OffloadConfig | None) -> list[Tensor]:
+            model: Any = build_mtp()
+            tokens = torch.arange(32).view(2, 16)
+            positions = torch.arange(16).expand(2, -1)
+            mask = torch.ones(1, 1, 16, 16, dtype=torch.bool).triu(1)
+            with tba.attach(model, config) if config else contextlib.nullcontext() as session:
+                seed_all(3)
+                with session.step() if session else contextlib.nullcontext():
+                    losses = model(tokens, positions, mask, labels=tokens, loss_mask=torch.ones(2, 16))
+                    losses.mean().backward()
+                if session:
+                    record = session.report()[-1]
+                    assert (record.scopes, record.recomputed_scopes) == (5, 1)
+            return [losses, *(parameter.grad for parameter in model.parameters())]
+
+        rules = (Rule("mtp.layers.0.*", Placement.RECOMPUTE), Rule("*.layers.1", Placement.KEEP))
+        config = tba.OffloadConfig(layers=rules, store=tba.StoreConfig(kind="host"), min_tensor_bytes=64)
+        assert same_bits(train(config), train(None))
+
+
 class TestReducedPrecision:
     @pytest.mark.parametrize("precision", ["fp8", "fp4"])
     def test_its_layers_are_recomputed_by_transformer_engine(
@@ -356,6 +401,29 @@ class TestReducedPrecision:
         output.sum().backward()
         group = parallel_state.get_tensor_model_parallel_group()
         assert calls == [(False, tensor_parallel.get_cuda_rng_tracker, group)]
+
+
+class TestShorten:
+    def test_stacks_are_named_where_numbers_of_any_rank_are_ambiguous(self) -> None:
+        """One pipeline stage has the encoder only, another the decoder only."""
+        encoder = [LayerId(number, f"encoder.layers.{number}", "encoder") for number in range(2)]
+        decoder = [LayerId(number, f"decoder.layers.{number}", "decoder") for number in range(2)]
+        assert shorten(encoder, encoder + decoder) == encoder
+        assert shorten(decoder[:1], decoder) == [LayerId(0, "decoder.layers.0")]
+
+    def test_the_stack_of_a_stage_asks_all_ranks(self) -> None:
+        model = build_gpt(SHAPE, seed=0)
+        elsewhere = LayerId(1, "encoder.layers.1", "encoder")
+        asked: list[list[LayerId]] = []
+
+        def gather(own: list[LayerId]) -> list[LayerId]:
+            asked.append(own)
+            return [*own, elsewhere]
+
+        stack = find_stack(model, gather)
+        own = [LayerId(number, f"decoder.layers.{number}", "decoder") for number in range(3)]
+        assert [layer.id for layer in stack.layers] == own
+        assert asked == [own]
 
 
 class TestFindStack:

@@ -117,6 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="FILE",
         help="Run log; with several ranks each has its own, FILE.rank0.jsonl.",
     )
+    _make_help_printable(parser)
     _check_when_read(parser)
     return parser
 
@@ -163,6 +164,17 @@ def refuse_conflicts(arguments: argparse.Namespace) -> None:
                 f"activation offloading does not go together with {conflict.flag}: {conflict.why}; remove "
                 f"{conflict.flag.partition(' ')[0]}, or the --tba- flags"
             )
+
+
+def _make_help_printable(parser: argparse.ArgumentParser) -> None:
+    """Megatron-LM 0.19 has a bare per cent sign in a help text, for which argparse prints no help at all."""
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        if action.help:
+            try:
+                formatter._expand_help(action)
+            except (KeyError, TypeError, ValueError):
+                action.help = action.help.replace("%", "%%")
 
 
 def _check_when_read(parser: argparse.ArgumentParser) -> None:

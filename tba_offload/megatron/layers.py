@@ -42,16 +42,23 @@ def is_megatron(model: nn.Module | Sequence[nn.Module]) -> bool:
     return any(isinstance(module, layer_types) for chunk in _chunks(model) for module in chunk.modules())
 
 
-def find_stack(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
+def find_stack(
+    model: nn.Module | Sequence[nn.Module], gather: Callable[[list[LayerId]], Sequence[LayerId]] | None = None
+) -> LayerStack:
     """The layers of a Megatron model, with Megatron's checkpoint and the micro-batches of its schedules.
 
     Args:
         model: The model or the list of its chunks on this rank, wrapped or not.
+        gather: Tells the layers of all ranks from those of this one; by default there are no others.
 
     Raises:
         UnsupportedError: A layer does not know its number.
     """
-    return LayerStack(tuple(find_layers(model)), checkpoint=checkpoint_layer, micro_batch=current_microbatch)
+    found = _identified(model)
+    own = [layer.id for layer in found]
+    ids = shorten(own, gather(own) if gather is not None else own)
+    layers = tuple(replace(layer, id=short) for layer, short in zip(found, ids, strict=True))
+    return LayerStack(layers, checkpoint=checkpoint_layer, micro_batch=current_microbatch)
 
 
 def find_layers(model: nn.Module | Sequence[nn.Module]) -> list[Layer]:
@@ -72,15 +79,34 @@ def find_layers(model: nn.Module | Sequence[nn.Module]) -> list[Layer]:
     Raises:
         UnsupportedError: A layer does not know its number.
     """
+    return list(find_stack(model).layers)
+
+
+def shorten(layers: Sequence[LayerId], everywhere: Sequence[LayerId]) -> list[LayerId]:
+    """Leaves out the names of stacks where numbers say enough.
+
+    Multi-token prediction counts on where the decoder ends; the stacks of T5 both count from 0.
+
+    Args:
+        layers: Layers with their stacks.
+        everywhere: Those of all ranks: no stage of a pipeline may see both stacks.
+    """
+    stacks: dict[int, set[str | None]] = defaultdict(set)
+    for layer in everywhere:
+        stacks[layer.number].add(layer.stack)
+    if any(len(names) > 1 for names in stacks.values()):
+        return list(layers)
+    return [replace(layer, stack=None) for layer in layers]
+
+
+def _identified(model: nn.Module | Sequence[nn.Module]) -> list[Layer]:
+    """The layers with the names of their stacks."""
     layer_types = _layer_types()
-    found = [
+    return [
         Layer(_identify(name, module), module, index)
         for index, chunk in enumerate(_chunks(model))
         for name, module in _outermost(chunk, layer_types)
     ]
-    if _numbers_are_ambiguous(found):
-        return found
-    return [replace(layer, id=replace(layer.id, stack=None)) for layer in found]
 
 
 def current_microbatch(layer: nn.Module) -> int | None:
@@ -242,11 +268,3 @@ def _unwrapped(name: str) -> list[str]:
     """The parts of a module's name after the wrappers that stand in front of it."""
     parts = name.split(".")
     return list(itertools.dropwhile(_WRAPPERS.__contains__, parts))
-
-
-def _numbers_are_ambiguous(found: list[Layer]) -> bool:
-    """Multi-token prediction counts on where the decoder ends; the stacks of T5 both count from 0."""
-    stacks: dict[int, set[str | None]] = defaultdict(set)
-    for layer in found:
-        stacks[layer.id.number].add(layer.id.stack)
-    return any(len(names) > 1 for names in stacks.values())

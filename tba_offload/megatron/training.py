@@ -16,7 +16,7 @@ import os
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from rich.console import Console
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from tba_offload.config import OffloadConfig
     from tba_offload.policy import LayerId, Policy
     from tba_offload.report.run_log import StepRecord
+
+
+_Item = TypeVar("_Item")
 
 
 def install() -> None:
@@ -130,7 +133,7 @@ def open_session(model: nn.Module | Sequence[nn.Module], arguments: argparse.Nam
     """
     chunks: list[nn.Module] = list(model) if isinstance(model, Sequence) else [model]
     config = config_of(arguments)
-    stack = find_stack(chunks)
+    stack = find_stack(chunks, _of_all_ranks)
     world = _world_of([layer.id for layer in stack.layers], config)
     session = Session(
         stack,
@@ -156,24 +159,27 @@ def _ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def _of_all_ranks(own: list[_Item]) -> list[_Item]:
+    """What each rank has, in the order of the ranks; every rank must come here."""
+    if not dist.is_initialized():
+        return own
+    gathered: list[list[_Item]] = [[]] * _ranks()
+    dist.all_gather_object(gathered, own)
+    return [each for part in gathered for each in part]
+
+
 def _world_of(own: list[LayerId], config: OffloadConfig) -> World:
     """What the ranks tell each other: their layers, and a check that all place them alike."""
-    mine = (own, config.to_yaml(), uuid.uuid4().hex)
-    said: list[Any] = [mine] * _ranks()
-    if dist.is_initialized():
-        dist.all_gather_object(said, mine)
-    _, first, run = said[0]
-    for rank, (_, text, _) in enumerate(said):
-        if text != first:
+    policies = _of_all_ranks([config.to_yaml()])
+    for rank, policy in enumerate(policies):
+        if policy != policies[0]:
             raise ConfigError(
                 f"rank {rank} was given another policy than rank 0, but the ranks of a model must agree; is "
                 "the policy file the same on every node?"
             )
-    layers = sorted(
-        {layer for layers, *_ in said for layer in layers},
-        key=lambda layer: (layer.stack or "", layer.number),
-    )
-    return World(tuple(layers), _rank(), len(said), run if len(said) > 1 else None)
+    layers = sorted(set(_of_all_ranks(own)), key=lambda layer: (layer.stack or "", layer.number))
+    run = _of_all_ranks([uuid.uuid4().hex])[0]
+    return World(tuple(layers), _rank(), _ranks(), run if _ranks() > 1 else None)
 
 
 def _config_of_rank(config: OffloadConfig) -> OffloadConfig:
