@@ -1,0 +1,268 @@
+"""Training on several ranks through megatron-core's own schedules: bit for bit the same with a session.
+
+The ranks are processes that talk over the loopback interface; what they do is in ``megatron_ranks``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import megatron_ranks
+import pytest
+import torch
+from megatron_ranks import MICRO_BATCH, SEQUENCE, STEPS, Job, Layout
+from test_cli import environment
+
+from tba_offload.report.ranks import path_of_rank
+from tba_offload.report.run_log import read_run_log
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tba_offload.report.run_log import RunLog, StepRecord
+
+pytestmark = pytest.mark.megatron
+
+FOUR = ("0", "1", "2", "3")
+STAGES = (("0", "1"), ("2", "3"))
+ENCODER_AND_DECODER = ("encoder:0", "encoder:1", "decoder:0", "decoder:1")
+
+LAYOUTS = {
+    "one process": Layout((FOUR,), micro_batches=(3, 3, 3)),
+    "growing batch": Layout((FOUR,), micro_batches=(2, 4, 6)),
+    "attention recomputed by Megatron": Layout(STAGES, recompute_attention=True),
+    "llama": Layout((FOUR,), model="llama", tensor=2, bf16=True),
+    "tensor": Layout((FOUR,), tensor=2),
+    "tensor and sequence": Layout((FOUR,), tensor=2, sequence_parallel=True),
+    "pipeline": Layout(STAGES),
+    "pipeline, many micro-batches": Layout(STAGES, micro_batches=(6, 6, 6)),
+    "interleaved pipeline": Layout((("0", "2"), ("1", "3")), chunks=2, micro_batches=(4, 4, 4)),
+    "uneven pipeline": Layout((("0",), ("1", "2", "3")), division="Et|tttL", micro_batches=(4, 4, 4)),
+    "second token": Layout(
+        (
+            ("decoder.layers.0", "decoder.layers.1"),
+            ("decoder.layers.2", "decoder.layers.3", "mtp.layers.0.*"),
+        ),
+        model="mtp",
+        micro_batches=(4, 4, 4),
+    ),
+    "distributed optimizer": Layout((FOUR,), data=2, distributed_optimizer=True, bf16=True),
+    "experts": Layout((FOUR,), model="moe", data=2, expert=2),
+    "experts and tensor": Layout((FOUR,), model="moe", tensor=2, expert=2, sequence_parallel=True),
+    "bert": Layout((FOUR,), model="bert", tensor=2),
+    "bert in a pipeline": Layout(STAGES, model="bert"),
+    "t5": Layout((ENCODER_AND_DECODER,), model="t5", tensor=2),
+    "pipeline and tensor": Layout(STAGES, tensor=2, micro_batches=(4, 4, 4)),
+}
+
+MIXED = ("recompute", "offload", "keep", "auto")
+"""Of the first four layers; what follows them begins anew."""
+
+
+def placements(variant: str, layout: Layout) -> dict[str, str]:
+    """Layer → placement, for the layers of all ranks."""
+    layers = sorted((layer for stage in layout.stages for layer in stage), key=_in_order)
+    wanted = MIXED if variant == "mixed" else [variant]
+    return dict(zip(layers, itertools.cycle(wanted), strict=False))
+
+
+def _in_order(layer: str) -> tuple[bool, str]:
+    return not layer.startswith("encoder"), layer
+
+
+VARIANTS = ("keep", "offload", "recompute", "mixed")
+
+
+def policy_of(variant: str, layout: Layout) -> str:
+    """Everything that reasonably can be is written, and little may be in memory."""
+    rules = ""
+    if variant == "mixed":
+        rules = "layers:\n" + "".join(
+            f'  - match: "{layer}"\n    placement: {placement}\n'
+            for layer, placement in placements(variant, layout).items()
+        )
+    default = "offload" if variant == "mixed" else variant
+    return f"default: {default}\n{rules}budget:\n  in_flight_bytes: 32KiB\nmin_tensor_bytes: 1KiB\n"
+
+
+def make_job(layout: Layout, directory: Path) -> Job:
+    """A policy, a run log and directories for each variant."""
+    variants: dict[str, list[str] | None] = {"plain": None}
+    for variant in VARIANTS:
+        policy = directory / f"{variant}.yaml"
+        policy.write_text(policy_of(variant, layout))
+        drives = [directory / f"{variant}-drive{number}" for number in range(2)]
+        variants[variant] = [
+            *("--tba-policy", str(policy), "--tba-store", "file"),
+            *("--tba-run-log", str(directory / f"{variant}.jsonl")),
+            *("--tba-directory", *map(str, drives)),
+        ]
+        for drive in drives:
+            drive.mkdir()
+    return Job(layout, variants, str(directory))
+
+
+@dataclass
+class Crew:
+    """The process that forks the ranks.
+
+    Attributes:
+        process: It; its answers come line by line.
+        complaints: The file of what it says otherwise.
+    """
+
+    process: subprocess.Popen[str]
+    complaints: Path
+
+    def run(self, job: Job) -> None:
+        """Does a job, and fails where a rank does."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{job.save()}\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            pytest.fail(self.complaints.read_text()[-4000:])
+        statuses = json.loads(answer)
+        if any(status != 0 for status in statuses):
+            said = [job.output(rank).read_text()[-4000:] for rank in range(job.layout.ranks)]
+            pytest.fail(f"the ranks ended with {statuses}\n" + "\n---\n".join(said))
+
+
+@pytest.fixture(scope="module")
+def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
+    """Imports once for all tests; whatever happens, no process is left."""
+    complaints = tmp_path_factory.mktemp("crew") / "complaints.txt"
+    with (
+        complaints.open("wb") as output,
+        subprocess.Popen(
+            [sys.executable, megatron_ranks.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            env=environment() | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            text=True,
+            start_new_session=True,
+        ) as process,
+    ):
+        try:
+            yield Crew(process, complaints)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)  # the ranks too
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_training_is_the_same_bit_for_bit(name: str, crew: Crew, tmp_path: Path) -> None:
+    layout = LAYOUTS[name]
+    job = make_job(layout, tmp_path)
+    crew.run(job)
+    for rank in range(layout.ranks):
+        plain = torch.load(job.results("plain", rank))
+        check_plain(layout, rank, plain)
+        for variant in VARIANTS:
+            check_same(f"{variant} on rank {rank}", plain, torch.load(job.results(variant, rank)))
+    for variant in VARIANTS:
+        logs = read_logs(job, variant)
+        for rank, log in enumerate(logs):
+            check_header(layout, variant, log)
+            history = torch.load(job.results(variant, rank))
+            check_steps(layout, placements(variant, layout), rank, log, history)
+    left = [file for drive in tmp_path.glob("*-drive*") for file in drive.iterdir()]
+    assert left == []
+
+
+def check_plain(layout: Layout, rank: int, plain: dict[str, Any]) -> None:
+    """The baseline is a training run worth comparing with."""
+    is_last = layout.stage_of(rank) == layout.pipeline - 1
+    counts = layout.micro_batches if is_last else (0, 0, 0)
+    assert [len(step) for step in plain["losses"]] == list(counts)
+    assert [len(step) for step in plain["evaluations"]] == list(counts)
+    if is_last:
+        assert len({number for step in plain["losses"] for each in step for number in each}) > STEPS
+        assert plain["evaluations"][0] != plain["evaluations"][-1]
+    kinds = Counter(name.split()[0] for name in plain["tensors"])
+    assert kinds["gradient"] == STEPS * kinds["parameter"] > 0
+    assert kinds["random"] > 1
+
+
+def check_same(where: str, plain: dict[str, Any], other: dict[str, Any]) -> None:
+    for name in ("losses", "evaluations", "norms"):
+        assert other[name] == plain[name], f"{where}: {name}"
+    assert other["tensors"].keys() == plain["tensors"].keys()
+    for name, tensor in plain["tensors"].items():
+        assert torch.equal(other["tensors"][name], tensor), f"{where}: {name}"
+
+
+def read_logs(job: Job, variant: str) -> list[RunLog]:
+    path, ranks = Path(job.directory) / f"{variant}.jsonl", job.layout.ranks
+    if ranks == 1:
+        return [read_run_log(path)]
+    logs = [read_run_log(path_of_rank(path, rank)) for rank in range(ranks)]
+    assert [(log.header.rank, log.header.ranks) for log in logs] == [(rank, ranks) for rank in range(ranks)]
+    assert len({log.header.run for log in logs}) == 1
+    return logs
+
+
+def check_header(layout: Layout, variant: str, log: RunLog) -> None:
+    """Every rank knows the placement of the layers of all."""
+    wanted = placements(variant, layout)
+    assert len(log.header.plan) == len(wanted)
+    for name, entry in log.header.plan.items():
+        (layer,) = spellings(name, entry["layer"]) & wanted.keys()
+        assert entry["placement"] == wanted[layer]
+
+
+def spellings(name: str, number: int) -> set[str]:
+    """What a policy may call a layer: its number, alone or within a stack, its name or what is above it."""
+    stack, above = name.partition(".")[0], name.rpartition(".")[0]
+    return {str(number), f"{stack}:{number}", name, f"{above}.*"}
+
+
+def check_steps(
+    layout: Layout, wanted: dict[str, str], rank: int, log: RunLog, history: dict[str, Any]
+) -> None:
+    """Layers ran as often as they should, and went where they should; evaluations left no trace."""
+    own = Counter(wanted[layer] for layer in layout.stages[layout.stage_of(rank)])
+    assert len(log.steps) == STEPS
+    trained = sum(layout.micro_batches) * (own.total() + own["recompute"])
+    evaluated = sum(layout.micro_batches) * own.total()
+    assert history["runs"] == trained + evaluated
+    for step, count, reported in zip(log.steps, layout.micro_batches, history["losses"], strict=True):
+        assert step.scopes == own.total() * count
+        assert step.recomputed_scopes == own["recompute"] * count
+        assert step.tokens == count * MICRO_BATCH * layout.data * SEQUENCE / layout.ranks
+        assert step.loss == mean_loss(layout, reported)
+        assert step.left_alone_scopes == 0
+        check_transfers(step, own)
+
+
+def mean_loss(layout: Layout, reported: list[list[str]]) -> float | None:
+    if not reported:
+        return None
+    numbers = [[float.fromhex(number) for number in each] for each in reported]
+    means = [each[0] if layout.model == "bert" else each[0] / each[1] for each in numbers]
+    return sum(means) / len(means)
+
+
+def check_transfers(step: StepRecord, own: Counter[str]) -> None:
+    """Where several layers are offloaded, what they save is more than may be in flight."""
+    moved = step.offloaded_bytes + step.forwarded_bytes
+    if own["offload"] > 1:
+        assert step.offloaded_bytes > 0
+        assert step.read_bytes > 0
+    if own["offload"]:
+        assert moved > 0
+        assert step.fallback_kept_bytes == 0 or own["auto"]
+    elif own["auto"]:
+        assert moved + step.fallback_kept_bytes > 0
+    else:
+        assert (moved, step.read_bytes, step.fallback_kept_bytes) == (0, 0, 0)
