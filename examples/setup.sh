@@ -3,40 +3,54 @@
 # Without an NVIDIA GPU a CPU build of torch is installed, which spares gigabytes of CUDA libraries.
 # PYTHON picks the interpreter (3.11 or later), TORCH_VERSION the version of torch.
 
+VENV=.venv
 TORCH_VERSION=${TORCH_VERSION:-2.13.0}
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 
+# find_python MINOR CANDIDATES...: the first that is Python 3.MINOR or later
 find_python() {
-    local candidate
-    for candidate in "${PYTHON:-}" python3.11 python3 python3.12 python3.13 python; do
-        if [ -n "$candidate" ] && "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    local minor=$1 candidate
+    shift
+    for candidate in "${PYTHON:-}" "$@"; do
+        if [ -n "$candidate" ] &&
+            "$candidate" -c "import sys; sys.exit(sys.version_info < (3, $minor))" 2>/dev/null; then
             echo "$candidate"
             return
         fi
     done
-    echo "needs Python 3.11 or later; name it with PYTHON=/path/to/python" >&2
+    echo "needs Python 3.$minor or later; name it with PYTHON=/path/to/python" >&2
     return 1
 }
 
 install_torch() {
-    if .venv/bin/python -c 'import torch' 2>/dev/null; then
+    local pip="$VENV/bin/pip install --quiet"
+    if "$VENV/bin/python" -c 'import torch' 2>/dev/null; then
         return
     fi
     if nvidia-smi >/dev/null 2>&1; then
-        .venv/bin/pip install --quiet "torch>=$TORCH_VERSION"
+        $pip "torch>=$TORCH_VERSION"
     else
-        .venv/bin/pip install --quiet "torch==$TORCH_VERSION+cpu" 2>/dev/null ||
-            .venv/bin/pip install --quiet "torch==$TORCH_VERSION+cpu" --index-url "$TORCH_CPU_INDEX"
+        $pip "torch==$TORCH_VERSION+cpu" 2>/dev/null ||
+            $pip "torch==$TORCH_VERSION+cpu" --index-url "$TORCH_CPU_INDEX" 2>/dev/null ||
+            { echo "found no CPU build, so that torch brings its CUDA libraries" >&2 && $pip "torch==$TORCH_VERSION"; }
     fi
 }
 
-# setup_venv EXTRAS: from the root of the checkout, e.g. setup_venv megatron,plots
+# setup_venv EXTRAS [REQUIREMENTS...]: from the root of the checkout, e.g. setup_venv megatron,plots; makes $VENV
 setup_venv() {
-    if [ ! -x .venv/bin/python ]; then
-        echo "creating .venv" >&2
-        "$(find_python)" -m venv .venv
+    local extras=$1 done_by
+    shift
+    # pip takes its time to find that nothing is to be done.
+    done_by="$extras $* $TORCH_VERSION $(cksum <pyproject.toml)"
+    if [ "$(cat "$VENV/installed" 2>/dev/null)" = "$done_by" ]; then
+        return
     fi
-    echo "installing torch and tba-offload[$1]" >&2
+    if [ ! -x "$VENV/bin/python" ]; then
+        echo "creating $VENV" >&2
+        "$(find_python 11 python3.11 python3 python3.12 python3.13 python)" -m venv "$VENV"
+    fi
+    echo "installing torch and tba-offload[$extras]" >&2
     install_torch
-    .venv/bin/pip install --quiet --editable ".[$1]"
+    "$VENV/bin/pip" install --quiet --editable ".[$extras]" "$@"
+    echo "$done_by" >"$VENV/installed"
 }

@@ -129,3 +129,14 @@ def test_the_group_is_in_the_help() -> None:
     text = make_parser().format_help()
     assert "activation offloading (tba-offload)" in text
     assert "--tba-in-flight-bytes SIZE" in text
+
+
+def test_a_help_text_that_argparse_cannot_print_hides_no_flag() -> None:
+    parser = argparse.ArgumentParser("pretrain_gpt.py")
+    parser.add_argument("--of-megatron", help=argparse.SUPPRESS)
+    parser.add_argument("--factor", type=float, default=1.1, help="Headroom (default %(default)s).")
+    parser._actions[-2].help = "Headroom (1.10 = 10%)."
+    text = add_arguments(parser).format_help()
+    assert "Headroom (1.10 = 10%)." in text
+    assert "Headroom (default 1.1)." in text
+    assert "--tba-in-flight-bytes SIZE" in text

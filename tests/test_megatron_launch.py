@@ -257,6 +257,8 @@ def test_what_is_no_script_of_megatron_is_one_line(tmp_path: Path) -> None:
     assert finished.stderr.startswith("Error: there is no script")
     alone = tmp_path / "alone.py"
     alone.write_text("raise SystemExit(7)\n")
+    (tmp_path / "megatron").mkdir()  # hides that of the package, which has megatron.training from 0.19
+    (tmp_path / "megatron" / "__init__.py").touch()
     finished = run("-m", "tba_offload", "launch", str(alone))
     assert finished.returncode == 1
     assert "megatron.training" in finished.stderr

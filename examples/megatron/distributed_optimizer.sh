@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Data parallel with the distributed optimizer: 7 billion parameters on 8 GPUs.
+#
+# Parameters, gradients and a share of the optimizer fill most of a GPU. Activations get what is left, and the
+# policy spends it: it offloads, and keeps instead of waiting while there is room.
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+GPUS_PER_NODE=${GPUS_PER_NODE:-8}
+POLICY=${POLICY:-$POLICIES/no_slowdown.yaml}
+
+train \
+    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather \
+    --num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 \
+    --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights \
+    --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0 \
+    --seq-length 4096 --max-position-embeddings 4096 \
+    --micro-batch-size 2 --global-batch-size 256 \
+    --train-iters 100000 --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-iters 2000 \
+    --weight-decay 0.1 --clip-grad 1.0 --bf16 \
+    --eval-interval 1000 --eval-iters 10 --log-interval 10

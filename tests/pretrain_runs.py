@@ -1,0 +1,178 @@
+"""Runs of ``pretrain_tiny.py``, each in processes of its own on the loopback interface."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import pytest
+from test_cli import environment
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+SCRIPT = Path(__file__).with_name("pretrain_tiny.py")
+PATIENCE = 280.0
+"""Seconds after which the processes of a run are killed and the test fails."""
+
+STEPS = 4
+TINY = (
+    *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"),
+    *("--seq-length", "32", "--max-position-embeddings", "32", "--micro-batch-size", "2"),
+    *("--train-iters", str(STEPS), "--lr", "1e-3", "--log-interval", "1"),
+    *("--eval-iters", "1", "--eval-interval", "2"),
+)
+"""The sizes of every run; evaluation has one iteration, of a global batch."""
+
+ON_A_CPU = (
+    *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "127", "--split", "90,5,5"),
+    *("--transformer-impl", "local", "--distributed-backend", "gloo", "--use-cpu-initialization"),
+    *("--num-workers", "0", "--no-persist-layer-norm", "--no-masked-softmax-fusion"),
+    "--no-gradient-accumulation-fusion",
+)
+"""No data, no tokenizer, no GPU, no kernels of Apex or Transformer Engine."""
+
+PLAIN = ("-m", "tba_offload.megatron.cpu_scripts")
+OFFLOADING = ("-m", "tba_offload.megatron.launch", "--cpu")
+
+
+def _has_training() -> bool:
+    try:
+        return importlib.util.find_spec("megatron.training") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+needs_training = pytest.mark.skipif(
+    not _has_training(),
+    reason="needs megatron.training, which megatron-core carries from 0.19, for Python 3.12",
+)
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process, and the file that it writes to."""
+
+    process: subprocess.Popen[bytes]
+    output: TextIO
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a run ended.
+
+    Attributes:
+        status: The highest exit status of its processes.
+        output: What all of them wrote.
+    """
+
+    status: int
+    output: str
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one rank computed: see ``pretrain_tiny.py``."""
+
+    losses: list[tuple[str, int, str]]
+    parameters: dict[str, str]
+
+    def of(self, kind: str) -> list[tuple[int, str]]:
+        """Iteration and loss of the micro-batches of ``train`` or ``valid``."""
+        return [(iteration, loss) for name, iteration, loss in self.losses if name == kind]
+
+
+def figures(directory: Path) -> list[Figures]:
+    """Those of all ranks."""
+    found: list[Any] = [json.loads(path.read_text()) for path in sorted(directory.glob("rank*.json"))]
+    return [Figures([tuple(loss) for loss in each["losses"]], each["parameters"]) for each in found]
+
+
+def train(
+    how: Sequence[str], directory: Path, *flags: str, ranks: int = 1, batch: int = 4, says: str = ""
+) -> list[Figures]:
+    """A run that must succeed.
+
+    Args:
+        how: ``PLAIN`` or ``OFFLOADING``.
+        directory: Where the ranks write their figures.
+        flags: Of the script, beside those that make it small.
+        ranks: How many processes.
+        batch: Global batch size; 0 leaves it to the flags.
+        says: What must be among the output.
+    """
+    size = ("--global-batch-size", str(batch)) if batch else ()
+    finished = run(how, *TINY, *size, *ON_A_CPU, "--figures", str(directory), *flags, ranks=ranks)
+    assert finished.status == 0, finished.output[-5000:]
+    assert says in finished.output
+    found = figures(directory)
+    assert len(found) == ranks
+    return found
+
+
+def run(how: Sequence[str], *flags: str, ranks: int = 1) -> Finished:
+    """Starts the script once for each rank and waits for all of them."""
+    port = str(free_port())
+    commands = [[sys.executable, *how, str(SCRIPT), *flags]] * ranks
+    groups = [
+        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        for rank in range(ranks)
+    ]
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return wait_for([start(command, group | here) for command, group in zip(commands, groups, strict=True)])
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start(command: Sequence[str], variables: Mapping[str, str]) -> Child:
+    """A child at the head of a process group of its own, so that none of its children is left."""
+    own = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - a pipe that nobody reads would hold it up
+    process = subprocess.Popen(
+        command,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env=environment() | own | dict(variables),
+        start_new_session=True,
+    )
+    return Child(process, output)
+
+
+def wait_for(children: Sequence[Child]) -> Finished:
+    """Waits until all have ended or one has failed, and kills what is left."""
+    deadline = time.monotonic() + PATIENCE
+    try:
+        while time.monotonic() < deadline:
+            ended = [child.process.poll() for child in children]
+            if None not in ended or any(ended):
+                break
+            time.sleep(0.05)
+    finally:
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.process.pid, signal.SIGKILL)
+        statuses = [child.process.wait() for child in children]
+    return Finished(max(abs(status) for status in statuses), "".join(map(written, children)))
+
+
+def written(child: Child) -> str:
+    """Everything that a child wrote."""
+    with child.output as output:
+        output.seek(0)
+        return output.read()

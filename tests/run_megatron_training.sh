@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Runs the tests of Megatron's own training loop in .venv312, which it makes. Arguments go to pytest.
+#
+# megatron-core carries megatron.training from 0.19, for which it asks for Python 3.12. It is found on PATH, among
+# the versions of pyenv, or by uv; PYTHON names another.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. examples/setup.sh
+VENV=.venv312
+
+pythons=(python3.12)
+if command -v pyenv >/dev/null; then
+    pythons+=("$(pyenv root)"/versions/3.12*/bin/python)
+fi
+if command -v uv >/dev/null; then
+    pythons+=("$(uv python find 3.12 2>/dev/null || true)")
+fi
+PYTHON=$(find_python 12 "${pythons[@]}")
+
+setup_venv dev,scripts megatron-core==0.19.2
+.venv312/bin/python -m pytest tests/test_megatron_*.py "$@"

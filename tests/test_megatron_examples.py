@@ -1,0 +1,118 @@
+"""The scripts and policies of ``examples/megatron``, each at a size that a CPU can train.
+
+The training script is ours, see ``pretrain_tiny.py``; every script is run with the flags and without.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pretrain_runs import SCRIPT, Figures, figures, free_port, needs_training, start, wait_for
+
+from tba_offload.config import load_config
+from tba_offload.report.ranks import read_runs
+
+pytestmark = pytest.mark.megatron
+
+EXAMPLES = Path(__file__).parents[1] / "examples" / "megatron"
+SCRIPTS = sorted(path for path in EXAMPLES.glob("*.sh") if path.name != "common.sh")
+POLICIES = sorted((EXAMPLES / "policies").glob("*.yaml"))
+
+SMALL = (
+    *("--num-layers", "4", "--hidden-size", "64", "--ffn-hidden-size", "128", "--num-attention-heads", "4"),
+    *("--micro-batch-size", "2", "--global-batch-size", "8", "--train-iters", "2"),
+    *("--lr-warmup-iters", "0", "--eval-interval", "2", "--eval-iters", "1", "--log-interval", "1"),
+)
+SHORT = ("--seq-length", "128", "--max-position-embeddings", "128")
+LONG = ("--seq-length", "512", "--max-position-embeddings", "512")
+"""So that the matrices of attention are larger than the smallest tensors that the policy offloads."""
+
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "single_gpu": (1, SHORT),
+    "tensor_sequence_parallel": (2, ("--tensor-model-parallel-size", "2", *LONG)),
+    "pipeline_interleaved": (2, ("--pipeline-model-parallel-size", "2", *SHORT)),
+    "distributed_optimizer": (2, LONG),
+    "mixture_of_experts": (2, ("--expert-model-parallel-size", "2", *LONG)),
+}
+"""Processes, and what is smaller beside the model."""
+
+
+def train(name: str, figures_directory: Path, **variables: str) -> list[Figures]:
+    """Runs a script to its end."""
+    ranks, smaller = LAYOUTS[name]
+    command = ["bash", str(EXAMPLES / f"{name}.sh"), str(SCRIPT), *SMALL, *smaller]
+    here = {
+        "CPU": "1",
+        "GPUS_PER_NODE": str(ranks),
+        "MASTER_PORT": str(free_port()),
+        "PYTHON": sys.executable,
+    }
+    child = start([*command, "--figures", str(figures_directory)], here | variables)
+    finished = wait_for([child])
+    assert finished.status == 0, finished.output[-5000:]
+    return figures(figures_directory)
+
+
+def policy_of(name: str) -> Path:
+    """The policy that a script takes unless told otherwise."""
+    text = (EXAMPLES / f"{name}.sh").read_text()
+    (policy,) = re.findall(r"^POLICY=\$\{POLICY:-\$POLICIES/(\S+)\}$", text, re.MULTILINE)
+    return EXAMPLES / "policies" / policy
+
+
+@needs_training
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_script_trains_as_it_does_without_offloading(name: str, tmp_path: Path) -> None:
+    drives = [tmp_path / "drive0", tmp_path / "drive1"]
+    for drive in drives:
+        drive.mkdir()
+    expected = train(name, tmp_path / "expected", PLAIN="1")
+    found = train(
+        name,
+        tmp_path / "found",
+        DIRECTORIES=" ".join(str(drive) for drive in drives),
+        RUN_LOG=str(tmp_path / "run.jsonl"),
+    )
+    assert found == expected
+    assert len(found) == LAYOUTS[name][0]
+    assert any(rank.losses for rank in found)
+    assert [list(drive.iterdir()) for drive in drives] == [[], []]
+    (log,) = read_runs([tmp_path / "run.jsonl"])
+    assert [step.offloaded_bytes + step.forwarded_bytes > 0 for step in log.steps] == [True, True]
+    default = load_config(policy_of(name)).default.value
+    assert [layer["placement"] for layer in log.header.plan.values()] == [default] * 4
+
+
+def test_every_script_and_every_policy_is_run() -> None:
+    assert {path.stem for path in SCRIPTS} == set(LAYOUTS)
+    assert {policy_of(name) for name in LAYOUTS} == set(POLICIES)
+
+
+@pytest.mark.parametrize("path", POLICIES, ids=lambda path: path.stem)
+def test_a_policy_explains_every_setting(path: Path) -> None:
+    load_config(path)
+    first, *lines = path.read_text().splitlines()
+    assert first.startswith("# ")
+    settings = [line for line in lines if re.match(r"\s*\w+: \S", line)]
+    assert len(settings) >= 4
+    assert [line for line in settings if "# " not in line] == []
+
+
+def test_a_script_without_a_checkout_says_what_is_missing() -> None:
+    script = str(EXAMPLES / "single_gpu.sh")
+    done = subprocess.run(["bash", script, "--bf16"], capture_output=True, text=True, check=False, env={})
+    assert done.returncode == 1
+    assert f"name a checkout of Megatron-LM: {script} /path/to/Megatron-LM" in done.stderr
+
+
+def test_the_readme_names_every_script_and_policy_and_nothing_else() -> None:
+    text = (EXAMPLES / "README.md").read_text()
+    assert set(re.findall(r"`(\w+\.sh)`", text)) == {path.name for path in SCRIPTS}
+    assert set(re.findall(r"`(\w+\.yaml)`", text)) == {path.name for path in POLICIES}
+    variables = set(re.findall(r"\$\{?([A-Z_]+):", (EXAMPLES / "common.sh").read_text())) | {"GPUS_PER_NODE"}
+    assert set(re.findall(r"`([A-Z_]+)(?:=1)?`", text)) <= variables

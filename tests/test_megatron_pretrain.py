@@ -1,0 +1,250 @@
+"""A training script on ``megatron.training`` of the installed package: data, evaluation, checkpoints, reruns.
+
+Losses of micro-batches and digests of parameters are compared, with a run of the same script to which nothing
+is attached.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from click.testing import CliRunner
+from pretrain_runs import (
+    OFFLOADING,
+    ON_A_CPU,
+    PLAIN,
+    STEPS,
+    TINY,
+    Figures,
+    needs_training,
+    run,
+    train,
+)
+
+from tba_offload.cli import main
+from tba_offload.report.run_log import RunLog, read_run_log
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(900), needs_training]
+
+LAYERS = 4
+TOKENS = 64
+"""In a micro-batch."""
+PLACEMENTS = {
+    "offload": {},
+    "recompute": {0: "recompute", 1: "recompute", 2: "recompute", 3: "recompute"},
+    "mixed": {1: "recompute", 3: "keep"},
+}
+"""Layers that are not offloaded."""
+
+
+def tba_flags(directory: Path, placement: str = "mixed") -> tuple[str, ...]:
+    """Small activations travel too, or none of this model would; the run log is ``run.jsonl``."""
+    directory.mkdir(exist_ok=True)
+    (directory / "drive").mkdir(exist_ok=True)
+    rules = "".join(
+        f"  - match: {layer}\n    placement: {name}\n" for layer, name in PLACEMENTS[placement].items()
+    )
+    policy = directory / "policy.yaml"
+    policy.write_text(
+        f"layers:{' []' * (not rules)}\n{rules}budget:\n  in_flight_bytes: 64KiB\nmin_tensor_bytes: 1KiB\n"
+    )
+    return (
+        *("--tba-policy", str(policy), "--tba-directory", str(directory / "drive"), "--tba-checksum"),
+        *("--tba-run-log", str(directory / "run.jsonl")),
+    )
+
+
+def offload(
+    directory: Path, *flags: str, placement: str = "mixed", batch: int = 4, says: str = ""
+) -> tuple[Figures, RunLog]:
+    """A run of one rank with the flags, and its run log."""
+    own = tba_flags(directory, placement)
+    (found,) = train(OFFLOADING, directory / "figures", *flags, *own, batch=batch, says=says)
+    assert list((directory / "drive").iterdir()) == []
+    return found, read_run_log(directory / "run.jsonl")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Figures:
+    (found,) = train(PLAIN, tmp_path_factory.mktemp("plain"))
+    assert len(found.of("train")) == 2 * STEPS
+    # Twice on the way, then once with each of the other splits; two micro-batches each.
+    assert [iteration for iteration, _ in found.of("valid")] == [2, 2, *[STEPS] * 6]
+    assert len(set(found.losses)) == len(found.losses)
+    return found
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_training_and_evaluation_are_those_of_the_plain_run(
+    placement: str, plain: Figures, tmp_path: Path
+) -> None:
+    found, log = offload(tmp_path, placement=placement)
+    assert found == plain
+    assert [step.step for step in log.steps] == [1, 2, 3, 4]  # evaluations are none
+    recomputed = sum(name == "recompute" for name in PLACEMENTS[placement].values())
+    for step in log.steps:
+        assert (step.scopes, step.recomputed_scopes) == (2 * LAYERS, 2 * recomputed)
+        assert (step.offloaded_bytes > 0) is (placement != "recompute")
+    losses = [float.fromhex(loss) / TOKENS for _, loss in plain.of("train")]
+    means = [sum(pair) / 2 for pair in zip(losses[::2], losses[1::2], strict=True)]
+    assert [step.loss for step in log.steps] == means
+
+
+def test_the_header_of_the_run_log_says_what_every_layer_does_and_why(tmp_path: Path) -> None:
+    _, log = offload(tmp_path, "--exit-interval", "1")
+    assert log.header.plan == {
+        "decoder.layers.0": {"layer": 0, "placement": "offload", "why": "default"},
+        "decoder.layers.1": {"layer": 1, "placement": "recompute", "why": "rule '1' (line 2)"},
+        "decoder.layers.2": {"layer": 2, "placement": "offload", "why": "default"},
+        "decoder.layers.3": {"layer": 3, "placement": "keep", "why": "rule '3' (line 4)"},
+    }
+
+
+def test_curves_stand_at_the_iterations_of_megatron(plain: Figures, tmp_path: Path) -> None:
+    board = tmp_path / "board"
+    found, log = offload(tmp_path / "run", "--tensorboard-dir", str(board), "--tensorboard-log-interval", "2")
+    assert found == plain
+    curves = read_curves(board)
+    assert [iteration for iteration, _ in curves["lm loss"]] == [2, 4]
+    steps = [(step.step, step) for step in log.steps if step.step in {2, 4}]
+    for name in ("offloaded_bytes", "stall_seconds", "activation_peak_bytes", "kept_bytes"):
+        expected = [(number, torch.tensor(float(getattr(step, name))).item()) for number, step in steps]
+        assert curves[f"tba-offload/{name}"] == expected
+
+
+def read_curves(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    """Iteration and value of every point; TensorBoard stores them in single precision."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what TensorBoard uses of others
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(directory))
+        events.Reload()
+        return {
+            tag: [(point.step, point.value) for point in events.Scalars(tag)]
+            for tag in events.Tags()["scalars"]
+        }
+
+
+# Checkpoints
+
+HALF = STEPS // 2
+REPEATABLE = ("--hidden-dropout", "0")
+"""Without a GPU the data loaders draw from the generator that hidden dropout draws from, once a process: one
+that resumes has drawn once more. Dropout within attention has a generator of its own, which is part of the
+checkpoint."""
+
+SAVINGS: dict[str, tuple[tuple[str, ...], str]] = {
+    "save": ((), "successfully saved checkpoint"),
+    "async-save": (
+        ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore"),
+        "scheduled an async checkpoint save",
+    ),
+}
+"""Flags, and what Megatron says when it saves so."""
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Figures:
+    (found,) = train(PLAIN, tmp_path_factory.mktemp("uninterrupted"), *REPEATABLE)
+    return found
+
+
+@pytest.mark.parametrize("saving", SAVINGS)
+def test_a_run_that_is_resumed_ends_as_the_one_that_was_not_interrupted(
+    saving: str, uninterrupted: Figures, tmp_path: Path
+) -> None:
+    """Every step is saved; if asynchronously, while the next one trains."""
+    how, says = SAVINGS[saving]
+    checkpoints = (*REPEATABLE, "--save", str(tmp_path / "checkpoints"), "--save-interval", "1", *how)
+    first, log = offload(tmp_path / "first", *checkpoints, "--exit-interval", str(HALF), says=says)
+    assert len(log.steps) == HALF
+    board = tmp_path / "board"
+    resume = ("--load", str(tmp_path / "checkpoints"), "--tensorboard-dir", str(board))
+    second, log = offload(tmp_path / "second", *checkpoints, *resume, placement="offload", says=says)
+    assert len(log.steps) == STEPS - HALF
+    assert first.losses + second.losses == uninterrupted.losses
+    assert first.parameters != second.parameters == uninterrupted.parameters
+    curves = read_curves(board)
+    for name in ("lm loss", "tba-offload/offloaded_bytes"):
+        assert [iteration for iteration, _ in curves[name]] == [HALF + 1, STEPS]
+
+
+# Steps that are not simply one after the other
+
+
+def test_a_step_that_megatron_doubts_is_run_again_and_counts_twice(plain: Figures, tmp_path: Path) -> None:
+    found, log = offload(tmp_path, "--suspect-iteration", "3")
+    again = [loss for loss in plain.of("train") if loss[0] == 3]
+    expected = plain.of("train")
+    expected[6:6] = again
+    assert found.of("train") == expected
+    assert found.of("valid") == plain.of("valid")
+    assert found.parameters == plain.parameters
+    assert len(log.steps) == STEPS + 1
+    third, fourth = log.steps[2:4]
+    assert (third.loss, third.scopes) == (fourth.loss, fourth.scopes)
+
+
+def test_the_batch_may_grow(tmp_path: Path) -> None:
+    """From one micro-batch to two, after two steps."""
+    schedule = ("--step-batch-size-schedule", f"0:2 {2 * TOKENS}:4")
+    (expected,) = train(PLAIN, tmp_path / "plain", *schedule, batch=0)
+    found, log = offload(tmp_path / "run", *schedule, batch=0)
+    assert [iteration for iteration, _ in expected.of("train")] == [1, 2, 3, 3, 4, 4]
+    assert found == expected
+    assert [step.tokens for step in log.steps] == [TOKENS, TOKENS, 2 * TOKENS, 2 * TOKENS]
+    assert [step.scopes for step in log.steps] == [LAYERS, LAYERS, 2 * LAYERS, 2 * LAYERS]
+    flops = [step.model_flops for step in log.steps]
+    assert flops[0] == flops[1] == flops[2] / 2 == flops[3] / 2
+
+
+# Several ranks
+
+
+def test_the_run_logs_of_two_ranks_are_one_point(tmp_path: Path) -> None:
+    layout = ("--pipeline-model-parallel-size", "2")
+    expected = train(PLAIN, tmp_path / "plain", *layout, ranks=2)
+    run_log = tmp_path / "run" / "run.jsonl"
+    found = train(OFFLOADING, tmp_path / "figures", *layout, *tba_flags(tmp_path / "run"), ranks=2)
+    assert found == expected
+    assert [len(rank.losses) > 0 for rank in found] == [False, True]
+    logs = [read_run_log(run_log.with_name(f"run.rank{rank}.jsonl")) for rank in range(2)]
+    assert logs[0].header.plan == logs[1].header.plan
+    assert len(logs[0].header.plan) == LAYERS
+    assert [log.header.rank for log in logs] == [0, 1]
+    done = CliRunner().invoke(main, ["rok", str(run_log), "--csv", "-"])
+    assert done.exit_code == 0, done.output
+    assert len(done.output.splitlines()) == 2
+
+
+# The command line
+
+
+def test_the_flags_are_in_the_help() -> None:
+    finished = run(OFFLOADING, "--help")
+    assert finished.status == 0
+    assert "activation offloading (tba-offload)" in finished.output
+    assert "--tba-in-flight-bytes SIZE" in finished.output
+
+
+def test_a_flag_that_is_in_the_way_is_named_before_training(tmp_path: Path) -> None:
+    wrong = (
+        "--recompute-granularity",
+        "full",
+        "--recompute-method",
+        "uniform",
+        "--recompute-num-layers",
+        "1",
+    )
+    figures = ("--figures", str(tmp_path / "figures"))
+    finished = run(OFFLOADING, *TINY, *ON_A_CPU, *figures, *wrong, *tba_flags(tmp_path))
+    assert finished.status == 2
+    assert "does not go together with --recompute-granularity full" in " ".join(finished.output.split())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["drive", "policy.yaml"]
