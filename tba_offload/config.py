@@ -181,7 +181,8 @@ class StoreConfig:
             Storage).
         directories: One per drive; extents are spread over them. ``~`` is expanded, relative ones start
             at the working directory. If empty, the system's directory for temporary files.
-        capacity: Bytes that the store may hold at most; 0 and None mean as much as there is room for.
+        capacity: Bytes that the store of one process may hold at most; 0 and None mean as much as there is
+            room for.
         checksum: Whether bytes that are read are compared with those written.
         stall_seconds: A wait for the drive during which nothing moves is named in a warning after a tenth of
             this time and is an error at its end; 0 and None mean never. Collective operations of other ranks

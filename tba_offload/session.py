@@ -439,7 +439,7 @@ class Session:
 
     def _header(self, strategy: str | None, model_info: Mapping[str, object] | None) -> RunHeader:
         return RunHeader(
-            strategy=strategy or self.plan.strategy,
+            strategy=strategy or Plan.from_policy(self.config.policy, self._world.layers).strategy,
             run=self._world.run,
             rank=self._world.rank,
             ranks=self._world.ranks,
@@ -449,7 +449,7 @@ class Session:
                 "cpus": os.cpu_count(),
                 "threads": torch.get_num_threads(),
             },
-            model={"layers": len(self.layers), **(model_info or {})},
+            model={"layers": len(self._world.layers), **(model_info or {})},
             policy=self.config.to_yaml(),
             plan=self._explained(),
             store=dict(self.store.description),

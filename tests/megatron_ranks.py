@@ -40,7 +40,7 @@ STEPS = 3
 HIDDEN, HEADS, SEQUENCE, VOCAB, MICRO_BATCH = 32, 4, 16, 64, 2
 EVALUATION = 1000
 """Stands for the number of an iteration where the model is evaluated."""
-JOB_SECONDS = 150
+JOB_SECONDS = 240
 """Ranks that take longer are killed."""
 
 

@@ -60,7 +60,8 @@ CHECKOUT = {
         """,
     "megatron/training/training.py": """
         import torch
-        from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+        from megatron.core.num_microbatches_calculator import (
+            destroy_num_microbatches_calculator, init_num_microbatches_calculator)
         from megatron.training import get_args
         from tba_offload.megatron.cpu import single_process
         from tba_offload.megatron.gpt import GptShape, build_gpt, gpt_loss, random_batch
@@ -102,6 +103,7 @@ CHECKOUT = {
                     print("loss", *(each["lm loss"].item().hex() for each in losses))
                     print("validation", *(each["lm loss"].item().hex() for each in
                                           run(model=model, seed=99, forward_only=True)))
+                destroy_num_microbatches_calculator()
         """,
     "pretrain.py": f"""
         from megatron.training import set_args
@@ -222,6 +224,23 @@ def test_a_patched_script_needs_no_launcher_and_may_have_it(
         finished = run(*door, str(root / script.name), *flags)
         assert (finished.returncode, figures(finished.stdout)) == (0, plain), finished.stderr
         assert [step.scopes for step in read_run_log(log).steps] == [6] * STEPS
+
+
+def test_a_second_model_in_the_process_gets_a_session_of_its_own(script: Path, tmp_path: Path) -> None:
+    """As where training is started anew after a failure, without a new process."""
+    twice = script.with_name("twice.py")
+    twice.write_text(
+        script.read_text().replace(f"pretrain({STEPS})", f"pretrain({STEPS}); pretrain({STEPS})")
+    )
+    log = tmp_path / "run.jsonl"
+    finished = run(
+        "-m", "tba_offload", "launch", str(twice), "--tba-store", "host", "--tba-run-log", str(log)
+    )
+    assert finished.returncode == 0, finished.stderr
+    for path in (log, tmp_path / "run.2.jsonl"):
+        assert [step.scopes for step in read_run_log(path).steps] == [6] * STEPS
+    both = figures(finished.stdout)
+    assert both[: len(both) // 2] == both[len(both) // 2 :]
 
 
 def test_without_flags_the_launcher_changes_nothing(script: Path, plain: list[str]) -> None:

@@ -199,7 +199,12 @@ def check_same(where: str, plain: dict[str, Any], other: dict[str, Any]) -> None
         assert other[name] == plain[name], f"{where}: {name}"
     assert other["tensors"].keys() == plain["tensors"].keys()
     for name, tensor in plain["tensors"].items():
-        assert torch.equal(other["tensors"][name], tensor), f"{where}: {name}"
+        assert torch.equal(bits(other["tensors"][name]), bits(tensor)), f"{where}: {name}"
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes: 0.0 and -0.0 differ, and a NaN equals itself."""
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
 def read_logs(job: Job, variant: str) -> list[RunLog]:
@@ -246,11 +251,13 @@ def check_steps(
 
 
 def mean_loss(layout: Layout, reported: list[list[str]]) -> float | None:
+    """The mean of means, or the sum over all tokens: as the training loop of Megatron does it."""
     if not reported:
         return None
     numbers = [[float.fromhex(number) for number in each] for each in reported]
-    means = [each[0] if layout.model == "bert" else each[0] / each[1] for each in numbers]
-    return sum(means) / len(means)
+    if layout.model == "bert":
+        return sum(each[0] for each in numbers) / len(numbers)
+    return sum(each[0] for each in numbers) / sum(each[1] for each in numbers)
 
 
 def check_transfers(step: StepRecord, own: Counter[str]) -> None:

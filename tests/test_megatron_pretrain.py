@@ -6,6 +6,7 @@ is attached.
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from pretrain_runs import (
 )
 
 from tba_offload.cli import main
+from tba_offload.megatron.arguments import CONFLICTS
 from tba_offload.report.run_log import RunLog, read_run_log
 
 if TYPE_CHECKING:
@@ -248,3 +250,12 @@ def test_a_flag_that_is_in_the_way_is_named_before_training(tmp_path: Path) -> N
     assert finished.status == 2
     assert "does not go together with --recompute-granularity full" in " ".join(finished.output.split())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["drive", "policy.yaml"]
+
+
+def test_every_conflict_is_a_setting_of_some_release() -> None:
+    """A flag that is renamed must not slip through."""
+    text = run(OFFLOADING, "--help").output
+    known = {name.replace("-", "_") for name in re.findall(r"--([a-z0-9-]+)", text)}
+    older = {"use_custom_fsdp"}
+    settings_only = {"cpu_offloading"}  # of the model's configuration, without a flag
+    assert {conflict.name for conflict in CONFLICTS} - known <= older | settings_only

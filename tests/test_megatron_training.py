@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from tba_offload.config import OffloadConfig, StoreConfig
-from tba_offload.errors import ConfigError
+from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig
+from tba_offload.errors import ConfigError, StoreError, TbaError, UnsupportedError
 from tba_offload.megatron import training
 from tba_offload.policy import LayerId, Placement
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @pytest.mark.parametrize(
@@ -25,49 +30,132 @@ from tba_offload.policy import LayerId, Placement
         ("abc", 1, ["abc"]),
     ],
 )
-def test_ranks_of_a_node_share_out_its_drives(
-    drives: str, ranks: int, shares: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_of_a_node_share_out_its_drives(drives: str, ranks: int, shares: list[str]) -> None:
     config = OffloadConfig(
         store=StoreConfig(kind="file", directories=tuple(f"/mnt/{name}" for name in drives))
     )
     for rank, share in enumerate(shares):
-        monkeypatch.setenv("LOCAL_RANK", str(rank))
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-        own = training._config_of_rank(config)
+        own = training._config_of_rank(config, rank, ranks)
         assert own.store.directories == tuple(Path(f"/mnt/{name}") for name in share)
         assert (own.store.kind, own.default) == (config.store.kind, config.default)
 
 
-def test_ranks_with_different_policies_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = OffloadConfig()
-    other = OffloadConfig(default=Placement.RECOMPUTE)
+@pytest.fixture
+def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """This process as one of several; ``said`` is what each of them says in each collective, in turn."""
 
-    def of_all_ranks(own: list[object]) -> list[object]:
-        return [*own, other.to_yaml() if own == [config.to_yaml()] else own[0]]
+    def pretend(rank: int, *said: list[Any]) -> None:
+        answers = iter(said)
 
-    monkeypatch.setattr(training, "_of_all_ranks", of_all_ranks)
+        def of_all_ranks(own: list[Any]) -> list[Any]:
+            answer = list(next(answers, own * ranks))
+            return [
+                each for part in [own if part is ... else part for part in answer] for each in _listed(part)
+            ]
+
+        ranks = max(len(said[0]), 2) if said else 2
+        monkeypatch.setattr(training, "_of_all_ranks", of_all_ranks)
+        monkeypatch.setattr(training, "_rank", lambda: rank)
+        monkeypatch.setattr(training, "_ranks", lambda: ranks)
+
+    return pretend
+
+
+def _listed(part: Any) -> list[Any]:
+    return part if isinstance(part, list) else [part]
+
+
+FIRST, SECOND = (LayerId(number, f"decoder.layers.{number}") for number in range(2))
+
+
+def test_ranks_with_different_placements_are_refused(as_rank: Callable[..., None]) -> None:
+    as_rank(0, [..., OffloadConfig(default=Placement.RECOMPUTE).to_yaml()])
     with pytest.raises(ConfigError, match="rank 1 was given another policy than rank 0"):
-        training._world_of([LayerId(0, "decoder.layers.0")], config)
+        training._world_of([FIRST], OffloadConfig())
 
 
-def test_the_world_has_the_layers_of_all_ranks_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = (LayerId(number, f"decoder.layers.{number}") for number in range(2))
+def test_nodes_may_have_different_drives_and_budgets(as_rank: Callable[..., None]) -> None:
+    as_rank(0, [..., OffloadConfig().to_yaml()])
+    config = OffloadConfig(
+        store=StoreConfig(kind="file", directories=("/here",)), budget=BudgetConfig(in_flight_bytes=1 << 20)
+    )
+    assert training._world_of([FIRST], config).layers == (FIRST,)
 
-    def of_all_ranks(own: list[object]) -> list[object]:
-        return [second, *own] if own == [first] else own * 2
 
-    monkeypatch.setattr(training, "_of_all_ranks", of_all_ranks)
-    monkeypatch.setattr(training, "_ranks", lambda: 2)
-    world = training._world_of([first], OffloadConfig())
-    assert (world.layers, world.rank, world.ranks) == ((first, second), 0, 2)
-    assert world.run
+def test_the_world_has_the_layers_of_all_ranks_in_order(as_rank: Callable[..., None]) -> None:
+    as_rank(1, [..., ...], [[SECOND], ...], ["one", "two"])
+    world = training._world_of([FIRST], OffloadConfig())
+    assert (world.layers, world.rank, world.ranks, world.run) == ((FIRST, SECOND), 1, 2, "one")
+
+
+def test_stacks_come_in_the_order_of_the_model(as_rank: Callable[..., None]) -> None:
+    encoder, decoder = (LayerId(0, f"{name}.layers.0", name) for name in ("encoder", "decoder"))
+    as_rank(0, [..., ...], [[encoder], [decoder]], ["one", "two"])
+    assert training._world_of([encoder], OffloadConfig()).layers == (encoder, decoder)
+
+
+def test_a_model_without_layers_is_refused(as_rank: Callable[..., None]) -> None:
+    as_rank(0, [..., ...], [[], []])
+    with pytest.raises(UnsupportedError, match="on any rank"):
+        training._world_of([], OffloadConfig())
 
 
 def test_a_process_alone_has_no_others() -> None:
-    layer = LayerId(0, "decoder.layers.0")
-    world = training._world_of([layer], OffloadConfig())
-    assert (world.layers, world.rank, world.ranks, world.run) == ((layer,), 0, 1, None)
+    world = training._world_of([FIRST], OffloadConfig())
+    assert (world.layers, world.rank, world.ranks, world.run) == ((FIRST,), 0, 1, None)
+    assert training._place_in_node() == (0, 1)
+
+
+def test_the_place_in_a_node_follows_from_the_hosts(as_rank: Callable[..., None]) -> None:
+    """Not from the environment: not every launcher says how many ranks a node has."""
+    as_rank(3, ["a", "a", "b", "b", "b"])
+    assert training._place_in_node() == (1, 3)
+
+
+def test_a_rank_that_fails_lets_all_fail(as_rank: Callable[..., None]) -> None:
+    as_rank(0, [None, "rank 1 on b: no such drive"])
+    with (
+        pytest.raises(TbaError, match="could not start on rank 1 on b: no such drive"),
+        training._failing_together(),
+    ):
+        pass
+    said: list[list[str | None]] = []
+    as_rank(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "_of_all_ranks", lambda own: said.append(own) or own)
+        with pytest.raises(StoreError, match="full"), training._failing_together():
+            raise StoreError("the drive is full")
+    assert "the drive is full" in str(said)
+
+
+@pytest.mark.parametrize(
+    ("configured", "minutes", "later", "expected"),
+    [
+        (300.0, 10, None, 300.0),
+        (300.0, 2, None, 60.0),
+        (300.0, 10, 30, 15.0),
+        (None, 2, None, None),
+        (300.0, None, None, 300.0),
+    ],
+)
+def test_a_standstill_ends_well_before_a_collective_times_out(
+    configured: float | None, minutes: int | None, later: int | None, expected: float | None
+) -> None:
+    arguments = argparse.Namespace(
+        distributed_timeout_minutes=minutes, distributed_timeout_seconds_after_init=later
+    )
+    config = OffloadConfig(store=StoreConfig(stall_seconds=configured))
+    assert training._patient(config, arguments).store.stall_seconds == expected
+
+
+def test_a_run_that_goes_on_gets_a_run_log_of_its_own(as_rank: Callable[..., None], tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    assert training._free_run_log(None) is None
+    assert training._free_run_log(str(log)) == log
+    log.write_text("{}")
+    assert training._free_run_log(str(log)) == tmp_path / "run.2.jsonl"
+    as_rank(1, [1, 3])  # another rank has left two
+    assert training._free_run_log(str(log)) == tmp_path / "run.3.rank1.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -80,6 +168,10 @@ def test_a_process_alone_has_no_others() -> None:
         ([{"lm loss": torch.tensor([6.0, 3.0])}], 2.0),  # a sum, and the number of tokens in it
         ([{"lm loss": (torch.tensor(6.0), torch.tensor(3.0))}], 2.0),
         ([{"lm loss": 1.5}, {}], 1.5),
+        ([{"lm loss": torch.tensor([6.0, 3.0])}, {"lm loss": torch.tensor([2.0, 1.0])}], 2.0),
+        ([{"lm loss": torch.tensor([6.0, 1.0])}, {"lm loss": torch.tensor([2.0, 3.0])}], 2.0),  # not 3.3
+        ([{"lm loss": torch.tensor([6.0, 3.0])}, {"lm loss": torch.tensor([0.0, 0.0])}], 2.0),
+        ([{"lm loss": torch.tensor([0.0, 0.0])}], None),
     ],
 )
 def test_the_loss_of_a_step(losses: object, mean: float | None) -> None:

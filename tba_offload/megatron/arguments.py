@@ -6,6 +6,7 @@ together with it is refused when the command line is read, before a process grou
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,6 @@ from tba_offload.policy import Placement
 from tba_offload.store.base import KINDS
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Callable, Sequence
 
 
@@ -71,6 +71,16 @@ CONFLICTS = (
         "--overlap-moe-expert-parallel-comm",
         "it runs layers in pieces that belong to different micro-batches",
     ),
+    Conflict(
+        "overlap_dispatch_backward_with_experts_wgrad",
+        bool,
+        "--overlap-dispatch-backward-with-experts-wgrad",
+        "it uses activations outside of backward",
+    ),
+    Conflict("moe_paged_stash", bool, "--moe-paged-stash", "it moves the same activations"),
+    Conflict(
+        "yaml_cfg", bool, "--yaml-cfg", "it makes Megatron ignore the command line, these flags included"
+    ),
     Conflict("delay_wgrad_compute", bool, "--delay-wgrad-compute", "it uses activations outside of backward"),
     Conflict("use_megatron_fsdp", bool, "--use-megatron-fsdp", "it is not supported yet"),
     Conflict("use_custom_fsdp", bool, "--use-custom-fsdp", "it is not supported yet"),
@@ -108,14 +118,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument("--tba-store", choices=KINDS, help="Kind of store.")
     group.add_argument(
         "--tba-checksum",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
         default=None,
         help="Compare bytes that are read with those written.",
     )
     group.add_argument(
         "--tba-run-log",
         metavar="FILE",
-        help="Run log; with several ranks each has its own, FILE.rank0.jsonl.",
+        help="Run log, such as run.jsonl; of several ranks each has its own, run.rank0.jsonl and so on. A "
+        "run that finds it used takes run.2.jsonl.",
     )
     _make_help_printable(parser)
     _check_when_read(parser)
@@ -188,7 +199,8 @@ def _check_when_read(parser: argparse.ArgumentParser) -> None:
                 config_of(arguments)
                 refuse_conflicts(arguments)
             except ConfigError as error:
-                parser.error(str(error))
+                # Not error(), which prints a usage of thousands of lines first.
+                parser.exit(2, f"{parser.prog}: error: {error}\n")
         return arguments, rest
 
     parser.parse_known_args = parse_and_check  # type: ignore[method-assign,assignment]

@@ -10,31 +10,33 @@ come together.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import functools
-import os
+import socket
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from tba_offload.errors import ConfigError
+from tba_offload.config import OffloadConfig
+from tba_offload.errors import ConfigError, TbaError, UnsupportedError
 from tba_offload.megatron.arguments import add_arguments, config_of, is_on
 from tba_offload.megatron.layers import find_stack
-from tba_offload.report.ranks import path_of_rank
+from tba_offload.report.ranks import first_free_number, numbered, path_of_rank
 from tba_offload.session import Session, World
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import nn
 
-    from tba_offload.config import OffloadConfig
     from tba_offload.policy import LayerId, Policy
     from tba_offload.report.run_log import StepRecord
 
@@ -60,7 +62,7 @@ def install() -> None:
 
 
 def attach_model(model: nn.Module | Sequence[nn.Module]) -> None:
-    """Attaches the session of this process, if a flag asks for one; once.
+    """Attaches the session of this process, if a flag asks for one; once for each model.
 
     Args:
         model: The chunks of this rank, as ``setup_model_and_optimizer`` returns them.
@@ -71,11 +73,15 @@ def attach_model(model: nn.Module | Sequence[nn.Module]) -> None:
     """
     from megatron.training.global_vars import get_args
 
-    global _session  # noqa: PLW0603 - Megatron trains one model in a process
-    arguments = get_args()
-    if is_on(arguments) and _session is None:
-        _session = open_session(model, arguments)
-        atexit.register(_session.close)
+    global _session, _chunks
+    arguments, chunks = get_args(), _as_list(model)
+    if not is_on(arguments) or (_session is not None and _chunks == chunks):
+        return
+    if _session is not None:  # training was started anew in this process
+        atexit.unregister(_session.close)
+        _session.close()
+    _session, _chunks = open_session(chunks, arguments), chunks
+    atexit.register(_session.close)
 
 
 def stepping(schedule: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,6 +110,7 @@ def stepping(schedule: Callable[..., Any]) -> Callable[..., Any]:
 
 _MARK = "_tba_offload"
 _session: Session | None = None
+_chunks: list[nn.Module] = []
 
 
 def _attaching(setup: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,7 +128,7 @@ def _wrap(module: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
 
 
 def open_session(model: nn.Module | Sequence[nn.Module], arguments: argparse.Namespace) -> Session:
-    """Attaches to the model chunks of this rank, as the flags say.
+    """Attaches to the model chunks of this rank, as the flags say; all ranks must do it, or none.
 
     Args:
         model: What Megatron built on this rank.
@@ -129,23 +136,28 @@ def open_session(model: nn.Module | Sequence[nn.Module], arguments: argparse.Nam
 
     Raises:
         ConfigError: A rule takes no effect on any rank, or the ranks were given different policies.
+        UnsupportedError: No rank has a layer.
+        TbaError: It failed on another rank, which the message names.
         StoreError: A directory cannot be used.
     """
-    chunks: list[nn.Module] = list(model) if isinstance(model, Sequence) else [model]
-    config = config_of(arguments)
+    chunks, config = _as_list(model), config_of(arguments)
     stack = find_stack(chunks, _of_all_ranks)
     world = _world_of([layer.id for layer in stack.layers], config)
-    session = Session(
-        stack,
-        chunks,
-        _config_of_rank(config),
-        run_log=_run_log_of_rank(arguments.tba_run_log),
-        model_info=_model_info(arguments),
-        world=world,
-    )
+    own = _patient(_config_of_rank(config, *_place_in_node()), arguments)
+    run_log = _free_run_log(arguments.tba_run_log)
+    with contextlib.ExitStack() as undo:
+        with _failing_together():
+            session = undo.enter_context(
+                Session(stack, chunks, own, run_log=run_log, model_info=_model_info(arguments), world=world)
+            )
+        undo.pop_all()
     if world.rank == 0:
         _print_plan(config.policy, world.layers)
     return session
+
+
+def _as_list(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    return list(model) if isinstance(model, Sequence) else [model]
 
 
 # What the ranks share
@@ -169,31 +181,79 @@ def _of_all_ranks(own: list[_Item]) -> list[_Item]:
 
 
 def _world_of(own: list[LayerId], config: OffloadConfig) -> World:
-    """What the ranks tell each other: their layers, and a check that all place them alike."""
-    policies = _of_all_ranks([config.to_yaml()])
-    for rank, policy in enumerate(policies):
-        if policy != policies[0]:
+    """What the ranks tell each other: their layers, and a check that all place them alike.
+
+    Directories and budgets may differ from node to node, placements may not: ranks that share a layer have
+    to recompute it together.
+    """
+    placements = OffloadConfig(default=config.default, layers=config.layers).to_yaml()
+    for rank, others in enumerate(_of_all_ranks([placements])):
+        if others != placements:
             raise ConfigError(
-                f"rank {rank} was given another policy than rank 0, but the ranks of a model must agree; is "
-                "the policy file the same on every node?"
+                f"rank {rank} was given another policy than rank {_rank()}, but the ranks of a model must "
+                "agree; is the policy file the same on every node?"
             )
-    layers = sorted(set(_of_all_ranks(own)), key=lambda layer: (layer.stack or "", layer.number))
+    layers = _of_all_ranks(own)
+    if not layers:
+        raise UnsupportedError("found no transformer layers of megatron-core in the model, on any rank")
+    stacks = list(dict.fromkeys(layer.stack for layer in layers))
+    layers = sorted(set(layers), key=lambda layer: (stacks.index(layer.stack), layer.number))
     run = _of_all_ranks([uuid.uuid4().hex])[0]
     return World(tuple(layers), _rank(), _ranks(), run if _ranks() > 1 else None)
 
 
-def _config_of_rank(config: OffloadConfig) -> OffloadConfig:
+@contextlib.contextmanager
+def _failing_together() -> Iterator[None]:
+    """If one rank fails in the block all do, or the others would wait for it in vain.
+
+    Raises:
+        TbaError: It failed on another rank.
+    """
+    failure: TbaError | OSError | None = None
+    try:
+        yield
+    except (TbaError, OSError) as error:
+        failure = error
+    said = f"rank {_rank()} on {socket.gethostname()}: {failure}" if failure is not None else None
+    failures = [each for each in _of_all_ranks([said]) if each is not None]
+    if failure is not None:
+        raise failure
+    if failures:
+        raise TbaError(f"activation offloading could not start on {failures[0]}")
+
+
+def _place_in_node() -> tuple[int, int]:
+    """Which of the ranks of its node this one is, and how many there are."""
+    hosts = _of_all_ranks([socket.gethostname()])
+    neighbours = [rank for rank, host in enumerate(hosts) if host == hosts[_rank()]]
+    return neighbours.index(_rank()), len(neighbours)
+
+
+def _config_of_rank(config: OffloadConfig, rank: int, ranks: int) -> OffloadConfig:
     """Ranks of a node share out its drives: each gets as many as there are for it, at least one."""
     directories = config.store.directories
-    rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     own = directories[rank::ranks] or directories[rank % len(directories) :][:1] if directories else ()
     return dataclasses.replace(config, store=dataclasses.replace(config.store, directories=own))
 
 
-def _run_log_of_rank(path: str | None) -> Path | None:
+def _patient(config: OffloadConfig, arguments: argparse.Namespace) -> OffloadConfig:
+    """Gives a standstill half the time, at most, after which collective operations of other ranks give up."""
+    minutes = getattr(arguments, "distributed_timeout_minutes", None)
+    later = getattr(arguments, "distributed_timeout_seconds_after_init", None)
+    limits = [seconds / 2 for seconds in (minutes and 60 * minutes, later) if seconds]
+    if config.store.stall_seconds is None or not limits:
+        return config
+    stall_seconds = min(config.store.stall_seconds, *limits)
+    return dataclasses.replace(config, store=dataclasses.replace(config.store, stall_seconds=stall_seconds))
+
+
+def _free_run_log(path: str | None) -> Path | None:
+    """The run log of this rank; with a number where a run that this one goes on from has left one."""
     if path is None:
         return None
-    return Path(path) if _ranks() == 1 else path_of_rank(path, _rank())
+    own = (lambda name: path_of_rank(name, _rank())) if _ranks() > 1 else Path
+    number = max(_of_all_ranks([first_free_number(path, own)]))
+    return own(numbered(path, number))
 
 
 # What a step is
@@ -214,21 +274,25 @@ def _work_of_a_step() -> dict[str, Any]:
 
 
 def _mean_loss(losses: Any) -> float | None:
-    """The mean loss of the micro-batches, where this pipeline stage has it."""
-    values = [_loss_of(each) for each in losses] if isinstance(losses, list) else []
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    """The loss of a step as Megatron counts it, of the micro-batches of this rank.
 
-
-def _loss_of(reduced: Any) -> float | None:
-    """What a loss function reports: a mean, or a sum and the number of tokens in it."""
-    value = next(iter(reduced.values()), None) if isinstance(reduced, dict) else None
-    if value is None:
+    A loss function reports a mean, or a sum and the number of tokens in it. None where the stage has no loss,
+    or no token counts.
+    """
+    reported = [_numbers(each) for each in losses if each] if isinstance(losses, list) else []
+    if not reported:
         return None
-    if isinstance(value, (tuple, list)):
-        value = value[0] / value[1]
-    numbers = value.detach().flatten().tolist() if hasattr(value, "detach") else [float(value)]
-    return numbers[0] / numbers[1] if len(numbers) > 1 else float(numbers[0])
+    if len(reported[0]) == 1:
+        return sum(mean for (mean,) in reported) / len(reported)
+    total, tokens = (sum(column) for column in zip(*reported, strict=True))
+    return total / tokens if tokens else None
+
+
+def _numbers(reported: dict[str, Any]) -> list[float]:
+    """What a loss function reports first."""
+    value = next(iter(reported.values()))
+    parts = value if isinstance(value, (tuple, list)) else [value]
+    return [number for part in parts for number in torch.as_tensor(part).detach().flatten().tolist()]
 
 
 def _model_info(arguments: argparse.Namespace) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import defaultdict
 from dataclasses import fields, replace
@@ -22,6 +23,21 @@ def path_of_rank(path: str | os.PathLike[str], rank: int) -> Path:
     """The run log of one rank, of a run that logs to ``path``: ``run.rank3.jsonl`` for ``run.jsonl``."""
     name = Path(path)
     return name.with_name(f"{name.name.removesuffix('.jsonl')}.rank{rank}.jsonl")
+
+
+def numbered(path: str | os.PathLike[str], number: int) -> Path:
+    """The run log of the run that is this in number: ``run.jsonl``, then ``run.2.jsonl``."""
+    name = Path(path)
+    return name if number == 1 else name.with_name(f"{name.name.removesuffix('.jsonl')}.{number}.jsonl")
+
+
+def first_free_number(path: str | os.PathLike[str], own: Callable[[Path], Path]) -> int:
+    """The first number under which nothing was logged yet; ``own`` gives the file of one rank."""
+    return next(number for number in itertools.count(1) if not _is_used(own(numbered(path, number))))
+
+
+def _is_used(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
 
 
 def paths_of_ranks(path: str | os.PathLike[str]) -> list[Path]:

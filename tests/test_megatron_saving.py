@@ -1,0 +1,87 @@
+"""Checkpoints that are saved by a forked process while training goes on."""
+
+from __future__ import annotations
+
+import functools
+import time
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import tba_offload as tba
+from tba_offload.megatron.cpu import seed_all, single_process
+from tba_offload.megatron.gpt import GptShape, build_gpt, gpt_loss, random_batch
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor, nn
+
+pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")]
+
+SHAPE = GptShape(layers=3, hidden=32, heads=4, sequence=16, vocab=64, dropout=0.1)
+STEPS = 4
+
+
+def save(path: Path, state: dict[str, Tensor]) -> None:
+    """In the forked process; it takes longer than a step."""
+    time.sleep(0.3)
+    torch.save(state, path)
+
+
+def start_saving(model: nn.Module, path: Path) -> Any:
+    """What megatron-core does with ``--async-save``: a fork, in the middle of training."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest, TemporalAsyncCaller
+
+    state = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    caller = TemporalAsyncCaller()
+    caller.schedule_async_call(AsyncRequest(functools.partial(save, path, state), (), []))
+    return caller
+
+
+def train(directory: Path, config: tba.OffloadConfig | None) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Losses and parameters, and what was saved after the second step."""
+    with single_process(seed=1):
+        model = build_gpt(SHAPE, seed=0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        seed_all(3)
+        losses, caller = [], None
+        with tba.attach(model, config) if config else nullcontext() as session:
+            for number in range(STEPS):
+                with session.step() if session else nullcontext():
+                    loss = gpt_loss(model, random_batch(SHAPE, batch_size=2, seed=number))
+                    loss.backward()
+                losses.append(loss.detach())
+                optimizer.step()
+                optimizer.zero_grad()
+                if number == 1:
+                    caller = start_saving(model, directory / "saved.pt")
+            assert caller.is_current_async_call_done(blocking=True)
+            if session:
+                assert all(record.offloaded_bytes and record.read_bytes for record in session.report())
+        parameters = [parameter.detach().clone() for parameter in model.parameters()]
+    return [*losses, *parameters], torch.load(directory / "saved.pt")
+
+
+def test_training_and_the_checkpoint_are_those_of_the_plain_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)  # megatron-core waits for the GPU first
+    plain, plain_saved = train(tmp_path, None)
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    (tmp_path / "saved.pt").unlink()
+    config = tba.OffloadConfig(
+        budget=tba.BudgetConfig(in_flight_bytes=32 << 10),
+        store=tba.StoreConfig(kind="file", directories=(str(drive),)),
+        min_tensor_bytes=1 << 10,
+    )
+    found, saved = train(tmp_path, config)
+    assert all(map(torch.equal, found, plain))
+    assert saved.keys() == plain_saved.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in plain_saved.items())
+    assert not torch.equal(next(iter(saved.values())), found[STEPS])  # training went on meanwhile
+    assert list(drive.iterdir()) == []
