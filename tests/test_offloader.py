@@ -545,6 +545,7 @@ def test_what_backward_asks_for_bypasses_the_ceiling(make: Callable[..., Bench],
     (stored,) = store_all(bench, 1)
     drive.writes.hold()
     packed = bench.save()
+    drive.writes.wait_started(2)  # a write that has not started would be taken back
     bench.fetch(stored)
     assert not bench.offloader.prefetch(packed.record) or packed.record.state is State.WRITING
     drive.writes.release()
