@@ -23,6 +23,12 @@ data_arguments() {
     echo "${DATA:---mock-data --tokenizer-type NullTokenizer --vocab-size 32000 --split 98,1,1}"
 }
 
+# What all examples have in common.
+training_arguments() {
+    echo --lr-decay-style cosine --weight-decay 0.1 --clip-grad 1.0 --bf16 \
+        --eval-interval 1000 --eval-iters 10 --log-interval 10
+}
+
 # What Megatron needs where there is no GPU, no Transformer Engine and no Apex.
 cpu_arguments() {
     echo --transformer-impl local --distributed-backend gloo --use-cpu-initialization --num-workers 0 \
@@ -62,5 +68,5 @@ train() {
     exec "${PYTHON:-python}" -m torch.distributed.run --nproc-per-node "$GPUS_PER_NODE" \
         --nnodes "${NNODES:-1}" --node-rank "${NODE_RANK:-0}" \
         --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}" \
-        "${how[@]}" $(data_arguments) "$@" ${CPU:+$(cpu_arguments)} "${offloading[@]}" "${OVERRIDES[@]}"
+        "${how[@]}" $(data_arguments) $(training_arguments) "$@" ${CPU:+$(cpu_arguments)} "${offloading[@]}" "${OVERRIDES[@]}"
 }

@@ -16,6 +16,4 @@ train \
     --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0 \
     --seq-length 4096 --max-position-embeddings 4096 \
     --micro-batch-size 2 --global-batch-size 256 \
-    --train-iters 100000 --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-iters 2000 \
-    --weight-decay 0.1 --clip-grad 1.0 --bf16 \
-    --eval-interval 1000 --eval-iters 10 --log-interval 10
+    --train-iters 100000 --lr 3e-4 --min-lr 3e-5 --lr-warmup-iters 2000

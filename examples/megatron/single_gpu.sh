@@ -12,6 +12,4 @@ train \
     --num-layers 24 --hidden-size 2048 --num-attention-heads 16 \
     --seq-length 2048 --max-position-embeddings 2048 \
     --micro-batch-size 8 --global-batch-size 256 \
-    --train-iters 100000 --lr 2e-4 --min-lr 2e-5 --lr-decay-style cosine --lr-warmup-iters 1000 \
-    --weight-decay 0.1 --clip-grad 1.0 --bf16 \
-    --eval-interval 1000 --eval-iters 10 --log-interval 10
+    --train-iters 100000 --lr 2e-4 --min-lr 2e-5 --lr-warmup-iters 1000

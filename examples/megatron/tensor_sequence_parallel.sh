@@ -15,6 +15,4 @@ train \
     --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0 \
     --seq-length 32768 --max-position-embeddings 32768 \
     --micro-batch-size 1 --global-batch-size 32 \
-    --train-iters 20000 --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine --lr-warmup-iters 500 \
-    --weight-decay 0.1 --clip-grad 1.0 --bf16 \
-    --eval-interval 1000 --eval-iters 10 --log-interval 10
+    --train-iters 20000 --lr 1e-4 --min-lr 1e-5 --lr-warmup-iters 500
