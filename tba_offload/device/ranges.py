@@ -47,11 +47,6 @@ class ByteRange:
         start = int(tensor.storage_offset()) * tensor.itemsize
         return cls(tensor.untyped_storage(), start, tensor.nbytes)
 
-    @property
-    def on_host(self) -> bool:
-        """Whether a system call can reach the bytes."""
-        return self.storage.device.type == "cpu"
-
     def part(self, start: int, nbytes: int) -> ByteRange:
         """``nbytes`` of this range from its byte ``start`` on.
 

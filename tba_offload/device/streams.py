@@ -11,6 +11,7 @@ import ctypes
 import mmap
 import threading
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -18,6 +19,8 @@ import torch
 from tba_offload.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tba_offload.device.ranges import ByteRange
 
 
@@ -69,6 +72,10 @@ class Device(ABC):
     def event(self, stream: Any = None) -> Event:
         """The point that a stream, by default the calling thread's, has been given work up to."""
 
+    def is_host(self, memory: ByteRange) -> bool:
+        """Whether a system call can reach the bytes."""
+        return memory.storage.device.type == "cpu"
+
     @abstractmethod
     def use(self, memory: ByteRange, stream: Any) -> None:
         """Keeps memory that was allocated on another stream from being reused before ``stream`` is done."""
@@ -76,6 +83,10 @@ class Device(ABC):
     @abstractmethod
     def bind_thread(self) -> None:
         """Makes this the current device of the calling thread; every I/O thread calls it."""
+
+    @abstractmethod
+    def aside(self) -> AbstractContextManager[None]:
+        """Around work of an I/O thread: it gets a stream of its own, and is done at the end of the block."""
 
     @abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> None:
@@ -118,6 +129,10 @@ class CpuDevice(Device):
     def bind_thread(self) -> None:
         """Does nothing: every thread runs on the CPU."""
 
+    def aside(self) -> AbstractContextManager[None]:
+        """Does nothing: there are no streams."""
+        return nullcontext()
+
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> None:
         """Copies with ``memmove``, which neither holds the GIL nor wakes PyTorch's thread pool."""
         after.synchronize()
@@ -159,18 +174,23 @@ class CudaDevice(Device):
         """Sets the calling thread's current device: threads start on device 0."""
         torch.cuda.set_device(self.torch_device)
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Switches to the calling thread's side stream and waits for that stream only."""
+        stream = self._side_stream()
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
+
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> None:
         """Copies on the calling thread's side stream and waits for that stream only."""
-        if target.is_cpu and source.is_cpu:
-            after.synchronize()
-            _copy_on_host(target, source)
-            return
-        stream = self._side_stream()
         # Waiting here, on the host, orders the copy for any kind of event; the thread has nothing else to do.
         after.synchronize()
-        with torch.cuda.stream(stream):
+        if target.is_cpu and source.is_cpu:
+            _copy_on_host(target, source)
+            return
+        with self.aside():
             target.copy_(source, non_blocking=True)
-        stream.synchronize()
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """Pins host memory; PyTorch rounds it up to a power of two."""

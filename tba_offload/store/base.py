@@ -8,13 +8,12 @@ store; each gives an :class:`IoFuture`.
 from __future__ import annotations
 
 import errno
-import importlib
 import os
 from _thread import allocate_lock
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
-from tba_offload.errors import ConfigError, MissingDependencyError, StoreError, UnsupportedError
+from tba_offload.errors import ConfigError, StoreError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -319,8 +318,8 @@ def open_store(
 
     Raises:
         ConfigError: An unknown kind, a directory given twice, or directories that do not go with the kind.
-        MissingDependencyError: "gds" without kvikio.
-        UnsupportedError: "gds" with kvikio.
+        MissingDependencyError: "gds" without kvikio, or a checksum without xxhash.
+        UnsupportedError: "gds" for activations on the CPU.
         StoreError: A directory cannot be used.
     """
     if kind not in KINDS:
@@ -330,21 +329,9 @@ def open_store(
         "readers": usual if readers is None else readers,
         "writers": usual if writers is None else writers,
     }
-    if kind == "gds":
-        _refuse_gds()
     if kind == "host" or (kind == "auto" and not directories):
         return _open_host(directories, capacity, device, checksum=checksum, threads=threads)
-    return _open_files(directories, capacity, device, checksum=checksum, threads=threads)
-
-
-def _refuse_gds() -> NoReturn:
-    try:
-        importlib.import_module("kvikio")
-    except ImportError as error:
-        raise MissingDependencyError("kvikio", "store kind 'gds'", extra="gds-cu12") from error
-    raise UnsupportedError(
-        "store kind 'gds' is not implemented yet; use 'file', which needs no GPUDirect Storage"
-    )
+    return _open_files(directories, capacity, device, kind=kind, checksum=checksum, threads=threads)
 
 
 def threads_per_direction() -> int:
@@ -372,18 +359,25 @@ def _open_files(
     capacity: int | None,
     device: Device,
     *,
+    kind: str,
     checksum: bool,
     threads: dict[str, int],
 ) -> ActivationStore:
     from tba_offload.store.file import FileStore
+    from tba_offload.store.gds import GdsStore, import_kvikio
     from tba_offload.store.striped import StripedStore
 
-    paths = _distinct(directories)
+    paths = _distinct(directories, kind)
     share = None if capacity is None else capacity // len(paths)
-    stores: list[FileStore] = []
+    make = GdsStore if kind == "gds" else FileStore
+    if kind == "gds":
+        import_kvikio()
+        if device.torch_device.type == "cpu":
+            raise UnsupportedError("store kind 'gds' moves GPU memory; on a CPU use 'file'")
+    stores: list[GdsStore | FileStore] = []
     try:
         for drive, path in enumerate(paths):
-            store = FileStore(path, capacity=share, device=device, checksum=checksum, drive=drive, **threads)
+            store = make(path, capacity=share, device=device, checksum=checksum, drive=drive, **threads)
             stores.append(store)
     except BaseException:
         for store in stores:
@@ -392,14 +386,14 @@ def _open_files(
     return stores[0] if len(stores) == 1 else StripedStore(stores)
 
 
-def _distinct(directories: Sequence[str | os.PathLike[str]]) -> list[str]:
+def _distinct(directories: Sequence[str | os.PathLike[str]], kind: str) -> list[str]:
     """The directories as paths.
 
     Raises:
         ConfigError: There is none, or two are the same place.
     """
     if not directories:
-        raise ConfigError("store kind 'file' needs at least one directory")
+        raise ConfigError(f"store kind {'file' if kind == 'auto' else kind!r} needs at least one directory")
     paths = [os.fspath(directory) for directory in directories]
     seen: dict[str, str] = {}
     for path in paths:

@@ -177,12 +177,12 @@ class FileStore(QueuedStore):
         return round_up(extent.lead + extent.nbytes, self.alignment)
 
     def _writes_directly(self, extent: Extent, source: ByteRange) -> bool:
-        if not source.on_host or source.address % self.alignment != extent.lead:
+        if not self._device.is_host(source) or source.address % self.alignment != extent.lead:
             return False
         return self._span(extent) == extent.nbytes or not self._stable_pages
 
     def _reads_directly(self, extent: Extent, target: ByteRange, *, padded: bool) -> bool:
-        if not target.on_host or target.address % self.alignment != extent.lead:
+        if not self._device.is_host(target) or target.address % self.alignment != extent.lead:
             return False
         return self._span(extent) == extent.nbytes or padded
 

@@ -313,7 +313,7 @@ class QueuedStore(ActivationStore):
     def read(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> IoFuture:
         """Queues a read; see :meth:`ActivationStore.read`."""
         _check_fits(extent, target)
-        if padded and self.alignment > 1 and target.on_host:
+        if padded and self.alignment > 1 and self._device.is_host(target):
             self._check_padding(target)
         self._check_process()
         return self._queue(extent, target, after, writes=False, padded=padded, done=None)

@@ -1,0 +1,250 @@
+"""Extents in one file on one drive, moved between GPU memory and drive by kvikio (GPUDirect Storage).
+
+This is the only module that names kvikio. What kvikio does with a transfer depends on the machine: through
+the nvidia-fs driver or PCIe peer-to-peer the bytes never touch the host; without them cuFile, or kvikio
+itself, takes them through host memory. :attr:`GdsStore.description` says which it is.
+
+kvikio orders its transfers with no stream: an I/O thread waits for the event first, moves the bytes, and
+returns when they have arrived.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tba_offload.device.sums import sums
+from tba_offload.errors import MissingDependencyError, ShortTransferError, StoreError, StoreFullError
+from tba_offload.store.directory import RunFile
+from tba_offload.store.queued import QueuedStore
+
+if TYPE_CHECKING:
+    import torch
+
+    from tba_offload.device import ByteRange, Device, Event
+    from tba_offload.store.base import Extent
+
+TASK_BYTES = 4 << 20
+"""kvikio splits a transfer into tasks of this size, which its threads share."""
+
+_NO_SPACE = os.strerror(errno.ENOSPC)
+_THREADS = 8
+_THREADS_VARIABLE = "KVIKIO_NTHREADS"
+_NVIDIA_FS = Path("/proc/driver/nvidia-fs/stats")
+
+
+class GdsStore(QueuedStore):
+    """A store in one unlinked file that kvikio reads and writes.
+
+    Args:
+        directory: Where to create the file; made if it is missing.
+        capacity: Bytes that extents may take in all; ``None`` for no limit but the drive's own.
+        device: The device that activations lie on.
+        writers: Transfers to the drive at a time.
+        readers: Transfers from the drive at a time.
+        checksum: Verify every read against a checksum taken at the write; it is computed on the device.
+        drive: The ``drive`` of the extents.
+
+    Raises:
+        StoreError: The directory cannot be used, or kvikio cannot open files there.
+        MissingDependencyError: kvikio, or the cuFile library that it needs, or xxhash is missing.
+    """
+
+    kind = "gds"
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        capacity: int | None = None,
+        device: Device,
+        writers: int = 2,
+        readers: int = 2,
+        checksum: bool = False,
+        drive: int = 0,
+    ) -> None:
+        kvikio = import_kvikio()
+        self.directory = os.fspath(directory)
+        self._file = _GdsFile(RunFile(self.directory, capacity), kvikio)
+        try:
+            self._path, self._reason = _path_of(kvikio)
+            super().__init__(
+                alignment=1,
+                capacity=capacity,
+                checksum=checksum,
+                device=device,
+                writers=writers,
+                readers=readers,
+                drive=drive,
+                name=self.directory,
+                backing=self._file,
+            )
+        except BaseException:
+            self._file.close()
+            raise
+        self._threads = {"writers": writers, "readers": readers, "kvikio_threads": _set_threads(kvikio)}
+
+    @property
+    def description(self) -> dict[str, object]:
+        """Kind, directory, I/O path and why, capacity, checksum, threads, version of kvikio."""
+        return {
+            "kind": self.kind,
+            "directory": self.directory,
+            "path": self._path,
+            "reason": self._reason,
+            "alignment": self.alignment,
+            "capacity": self.capacity_bytes,
+            "checksum": self._checksum is not None,
+            "kvikio": self._file.version,
+            **self._threads,
+        }
+
+    def _move_out(self, extent: Extent, source: ByteRange, after: Event) -> int | None:
+        after.synchronize()
+        data = source.tensor()
+        self._check("write", extent, self._transfer("write", self._file.write, data, extent))
+        return self._digest(data)
+
+    def _move_in(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> int | None:  # noqa: ARG002
+        after.synchronize()
+        data = target.tensor()
+        self._check("read", extent, self._transfer("read", self._file.read, data, extent))
+        return self._digest(data)
+
+    def _digest(self, data: torch.Tensor) -> int | None:
+        hasher = self._hasher()
+        if hasher is None:
+            return None
+        with self._device.aside():
+            hasher.update(sums(data))
+        return hasher.intdigest()
+
+    def _transfer(self, verb: str, call: Any, data: torch.Tensor, extent: Extent) -> int:
+        try:
+            return int(call(data, extent.offset))
+        except (OSError, RuntimeError) as error:  # kvikio tells everything by RuntimeError
+            what = f"{verb} of {extent.nbytes} bytes at offset {extent.offset} failed in kvikio: {error}"
+            if _NO_SPACE in str(error):
+                remedy = "free some space, name another directory or set store.capacity"
+                raise StoreFullError(errno.ENOSPC, f"{what}; {remedy}", self.directory) from error
+            remedy = "check the drive and the system log, or use store.kind: file"
+            raise StoreError(errno.EIO, f"{what}; {remedy}", self.directory) from error
+
+    def _check(self, verb: str, extent: Extent, moved: int) -> None:
+        if moved != extent.nbytes:
+            raise ShortTransferError(
+                errno.EIO,
+                f"{verb} of {extent.nbytes} bytes at offset {extent.offset} stopped after {moved}; the drive "
+                "or the file system is failing, or somebody truncated the file: check the system log",
+                self.directory,
+            )
+
+
+class _GdsFile:
+    """A run file, and kvikio's handle of it.
+
+    kvikio opens files by their path, and ours has none any more: its descriptor has one in ``/proc``.
+    """
+
+    def __init__(self, file: RunFile, kvikio: Any) -> None:
+        self._file = file
+        before = _descriptors_of(file.fd)
+        try:
+            self._handle = kvikio.CuFile(f"/proc/self/fd/{file.fd}", "r+")
+        except (OSError, RuntimeError) as error:
+            file.close()
+            raise StoreError(
+                getattr(error, "errno", None) or errno.EIO,
+                f"kvikio cannot open files there: {error}; use store.kind: file",
+                file.directory,
+            ) from error
+        self._opened = _descriptors_of(file.fd) - before
+        self.version = str(getattr(kvikio, "__version__", "unknown"))
+        self.fd = file.fd
+
+    def write(self, data: torch.Tensor, offset: int) -> int:
+        """Moves all bytes of a uint8 tensor to the file; returns how many went."""
+        return int(self._handle.pwrite(_buffer(data), data.numel(), offset, TASK_BYTES).get())
+
+    def read(self, data: torch.Tensor, offset: int) -> int:
+        """Fills a uint8 tensor from the file; returns how many bytes came."""
+        return int(self._handle.pread(_buffer(data), data.numel(), offset, TASK_BYTES).get())
+
+    def grow(self, size: int) -> None:
+        """See :meth:`RunFile.grow`."""
+        self._file.grow(size)
+
+    def close(self) -> None:
+        """Gives the handle back to kvikio and frees the blocks."""
+        self._handle.close()
+        self._file.close()
+
+    def abandon(self) -> None:
+        """In a forked child: closes descriptors behind kvikio's back, which must not be called there."""
+        _never_collected.append(self._handle)
+        for fd in self._opened:
+            os.close(fd)
+        self._file.abandon()
+
+
+_never_collected: list[Any] = []
+
+
+def import_kvikio() -> Any:
+    """The module.
+
+    Raises:
+        MissingDependencyError: It is not installed, or the cuFile library that it needs is missing.
+    """
+    try:
+        import kvikio
+        import kvikio.cufile_driver
+        import kvikio.defaults
+    except ImportError as error:
+        raise MissingDependencyError("kvikio", "store kind 'gds'", extra="gds-cu12") from error
+    except RuntimeError as error:  # what kvikio raises where it does not find the library
+        raise MissingDependencyError("libcufile", "store kind 'gds'", extra="gds-cu12") from error
+    return kvikio
+
+
+def _path_of(kvikio: Any) -> tuple[str, str | None]:
+    """Which way bytes take, and why not the direct one."""
+    if kvikio.defaults.is_compat_mode_preferred():
+        return "kvikio POSIX", "kvikio is in compatibility mode: cuFile is not usable here"
+    try:
+        through_driver = bool(kvikio.cufile_driver.get("is_gds_available"))
+    except (RuntimeError, KeyError) as error:
+        return "cuFile", f"cuFile does not say how it works: {error}"
+    if through_driver and _NVIDIA_FS.exists():
+        return "GDS", None
+    if through_driver:
+        return "GDS without nvidia-fs", "cuFile moves bytes by PCIe peer-to-peer"
+    return "cuFile compatibility", "the nvidia-fs driver is not loaded, so bytes pass through host memory"
+
+
+def _set_threads(kvikio: Any) -> int:
+    """Kvikio's one thread would move the tasks of a transfer one by one; the user's own setting stays."""
+    if _THREADS_VARIABLE not in os.environ and kvikio.defaults.get("num_threads") < _THREADS:
+        kvikio.defaults.set("num_threads", _THREADS)
+    return int(kvikio.defaults.get("num_threads"))
+
+
+def _buffer(data: torch.Tensor) -> Any:
+    """What kvikio takes: CUDA tensors as they are, host memory as an array."""
+    return data.numpy() if data.is_cpu else data
+
+
+def _descriptors_of(fd: int) -> set[int]:
+    """All descriptors of this process for the file that ``fd`` is open on."""
+    status = os.fstat(fd)
+    found = set()
+    for path in Path("/proc/self/fd").iterdir():
+        try:
+            other = path.stat()
+        except OSError:  # the listing's own
+            continue
+        if (other.st_dev, other.st_ino) == (status.st_dev, status.st_ino):
+            found.add(int(path.name))
+    return found

@@ -1,0 +1,273 @@
+"""A device that runs behind the host, as a GPU does, and finds every access that nothing orders.
+
+It computes on the CPU, at once, so all values are right. But it keeps count of what a GPU would be free to
+do later: each operation of PyTorch is work on a stream, and a thread knows only of what it has waited for. A
+copy of memory by somebody who does not know that the last operation on it is over is a race, and so is an
+operation on memory that is being copied: on a GPU it could have happened the other way round.
+
+What orders two accesses (happens-before, after Lamport 1978): both are on one stream; an event that was
+recorded behind the first was waited for by the stream, or by the thread, of the second; the copy of an I/O
+thread had returned before the operation was launched.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tba_offload.device import READY, CpuDevice
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tba_offload.device import ByteRange, Event
+
+Interval = tuple[int, int]
+"""Addresses [lo, hi)."""
+
+_ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "resize_"}
+"""Operations that touch no bytes."""
+
+
+class RaceError(AssertionError):
+    """Two accesses to memory that nothing orders."""
+
+
+class Clock(dict[int, int]):
+    """How far each stream has come, for certain: the number of its last operation."""
+
+    def learn(self, other: Clock) -> None:
+        for stream, number in other.items():
+            self[stream] = max(self.get(stream, 0), number)
+
+    def has_seen(self, stream: int, number: int) -> bool:
+        return self.get(stream, 0) >= number
+
+
+class Stream:
+    """A queue of operations; its clock is what is over when its next operation starts."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.clock = Clock()
+
+
+class Point:
+    """An event: what was in a stream when it was recorded."""
+
+    def __init__(self, device: OrderedDevice, clock: Clock) -> None:
+        self._device = device
+        self._clock = clock
+
+    def synchronize(self) -> None:
+        self._device.known.learn(self._clock)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or self._device.stream()).clock.learn(self._clock)
+
+    def query(self) -> bool:
+        return all(self._device.known.has_seen(*each) for each in self._clock.items())
+
+
+class Cell:
+    """The last operations on some bytes, by stream."""
+
+    def __init__(self, writes: dict[int, int] | None = None, reads: dict[int, int] | None = None) -> None:
+        self.writes = writes or {}
+        self.reads = reads or {}
+
+    def copy(self) -> Cell:
+        return Cell(dict(self.writes), dict(self.reads))
+
+
+class Memory:
+    """Who touched which bytes last."""
+
+    def __init__(self) -> None:
+        self._bounds = [0]
+        self._cells = [Cell()]
+
+    def cells(self, lo: int, hi: int) -> list[Cell]:
+        first, end = self._cut(lo), self._cut(hi)
+        return self._cells[first:end]
+
+    def _cut(self, address: int) -> int:
+        """Has a cell begin at an address; returns which."""
+        at = bisect.bisect_left(self._bounds, address)
+        if at == len(self._bounds) or self._bounds[at] != address:
+            self._bounds.insert(at, address)
+            self._cells.insert(at, self._cells[at - 1].copy())
+        return at
+
+
+class OrderedDevice(CpuDevice):
+    """The device; run what is to be watched inside :meth:`computing`.
+
+    Attributes:
+        seconds: How long each copy takes at least.
+        copies: How many copies there were.
+        races: What was found, in words.
+    """
+
+    pins_memory = True
+
+    def __init__(self, seconds: float = 0.0005) -> None:
+        self.seconds = seconds
+        self.copies = 0
+        self.races: list[str] = []
+        self._main = Stream(0)
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        self._memory = Memory()
+        self._under_way: list[tuple[Interval, bool]] = []
+        self._host: list[Interval] = []
+        self._in_use: list[torch.UntypedStorage] = []
+
+    @property
+    def known(self) -> Clock:
+        """What the calling thread has waited for."""
+        if not hasattr(self._local, "known"):
+            self._local.known = Clock()
+        return self._local.known  # type: ignore[no-any-return]
+
+    def stream(self) -> Stream:  # type: ignore[override]
+        return getattr(self._local, "stream", self._main)
+
+    def new_stream(self) -> Stream:
+        return Stream(id(object()))
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        """Operations of this thread go to another stream."""
+        before, self._local.stream = self.stream(), stream
+        try:
+            yield
+        finally:
+            self._local.stream = before
+
+    def event(self, stream: object = None) -> Event:
+        clock = Clock()
+        clock.learn(stream.clock if isinstance(stream, Stream) else self.stream().clock)
+        return Point(self, clock)
+
+    def is_host(self, memory: ByteRange) -> bool:
+        return any(lo <= memory.address < hi for lo, hi in self._host)
+
+    def use(self, memory: ByteRange, stream: object) -> None:
+        # What CUDA's allocator does at the end of its block: it is not given to anybody else meanwhile.
+        self._in_use.append(memory.storage)
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        room = super().host_memory(nbytes)
+        self._host.append((room.data_ptr(), room.data_ptr() + nbytes))
+        return room
+
+    # Copies, on I/O threads
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> None:
+        after.synchronize()
+        moved = [(each, writes) for each, writes in ((target, True), (source, False)) if self._is_ours(each)]
+        for tensor, writes in moved:
+            self._begin(interval(tensor), writes=writes)
+        try:
+            time.sleep(self.seconds)
+            super().copy(target, source, READY)
+        finally:
+            self._end([(interval(tensor), writes) for tensor, writes in moved])
+
+    def _is_ours(self, tensor: torch.Tensor) -> bool:
+        return not any(lo <= tensor.data_ptr() < hi for lo, hi in self._host)
+
+    def _begin(self, place: Interval, *, writes: bool) -> None:
+        with self._lock:
+            self.copies += 1
+            for cell in self._memory.cells(*place):
+                uses = cell.writes | cell.reads if writes else cell.writes
+                for stream, number in uses.items():
+                    if not self.known.has_seen(stream, number):
+                        self._found(
+                            f"a copy {'to' if writes else 'from'} memory that operation {number} uses"
+                        )
+            self._under_way.append((place, writes))
+
+    def _end(self, moved: list[tuple[Interval, bool]]) -> None:
+        with self._lock:
+            for each in moved:
+                self._under_way.remove(each)
+
+    def _found(self, what: str) -> None:
+        self.races.append(what)
+        raise RaceError(what)
+
+    # Operations, on the threads that compute
+
+    def computing(self) -> TorchDispatchMode:
+        """While this is entered, the operations of the calling thread are work of this device."""
+        return _Operations(self)
+
+    def launch(self, name: str, reads: list[Interval], writes: list[Interval]) -> None:
+        """An operation is put behind the others of its stream."""
+        stream = self.stream()
+        stream.clock.learn(self.known)
+        number = stream.clock[stream.number] = stream.clock.get(stream.number, 0) + 1
+        with self._lock:
+            for place in reads:
+                self._check(name, place, stream, writes=False)
+            for place in writes:
+                self._check(name, place, stream, writes=True)
+            for place in reads:
+                for cell in self._memory.cells(*place):
+                    cell.reads[stream.number] = number
+            for place in writes:
+                for cell in self._memory.cells(*place):
+                    cell.writes, cell.reads = {stream.number: number}, {}
+
+    def _check(self, name: str, place: Interval, stream: Stream, *, writes: bool) -> None:
+        for other, copied_to in self._under_way:
+            if (writes or copied_to) and place[0] < other[1] and other[0] < place[1]:
+                way = "to" if copied_to else "from"
+                self._found(f"{name} uses memory while a copy {way} it is under way")
+        for cell in self._memory.cells(*place):
+            uses = cell.writes | cell.reads if writes else cell.writes
+            for user, number in uses.items():
+                if not stream.clock.has_seen(user, number):
+                    self._found(f"{name} uses memory of operation {number} on another stream")
+
+
+class _Operations(TorchDispatchMode):
+    """Tells the device of every operation and of the bytes that it touches."""
+
+    def __init__(self, device: OrderedDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.removeprefix("aten::")
+        if func.is_view or name in _ALLOCATE:
+            return func(*args, **kwargs)
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        reads = [interval(each) for each in given if each.numel()]
+        self._device.launch(name, reads, [])  # before: what is not there yet must not be read
+        made = func(*args, **kwargs)
+        changed = [each for each in tree_leaves(made) if isinstance(each, torch.Tensor) and each.numel()]
+        shared = {each.untyped_storage().data_ptr() for each in given}
+        in_place = func._schema.is_mutable
+        writes = [
+            interval(each) for each in changed if in_place or each.untyped_storage().data_ptr() not in shared
+        ]
+        self._device.launch(name, [], writes)
+        return made
+
+
+def interval(tensor: torch.Tensor) -> Interval:
+    """The addresses between a tensor's first and last element."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize

@@ -1,0 +1,273 @@
+"""Nothing races on a device that runs behind the host; and what would race is found.
+
+The device is a twin that knows what orders two accesses, see ``ordered_device.py``. Bytes take the way of a
+GPU: through staging slabs, by copies on side streams, while the host runs ahead.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+import torch
+from harness import KIB, assert_all_given_back, config_for
+from models import assert_same_history, loss_of, make_model, make_tokens, same_bits, train
+from ordered_device import OrderedDevice, RaceError, interval
+from test_programs import SAFE, make_layers, run
+from torch import nn
+
+import tba_offload as tba
+from tba_offload.device import READY, ByteRange
+from tba_offload.errors import TransferError
+from tba_offload.store.queued import QueuedStore
+from tba_offload.transfer.offloader import Offloader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tba_offload.session import Session
+    from tba_offload.store.base import ActivationStore
+
+STORES = ("file", "host")
+WINDOW = 400 * KIB
+
+
+@contextmanager
+def attached(
+    device: OrderedDevice,
+    model: nn.Module,
+    directory: Path | None,
+    *,
+    layers: list[nn.Module] | None = None,
+    in_flight: int | None = WINDOW,
+    **settings: Any,
+) -> Iterator[Session]:
+    config = config_for(directory=directory, in_flight=in_flight, **settings)
+    with (
+        mock.patch("tba_offload.session.device_of", return_value=device),
+        tba.attach(model, config, layers=layers, measure_memory=False) as session,
+    ):
+        yield session
+
+
+def place(store: str, tmp_path: Path) -> Path | None:
+    return tmp_path if store == "file" else None
+
+
+# Nothing races
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("kind", ["gpt", "llama", "encoder"])
+@pytest.mark.parametrize("in_flight", [None, 60 * KIB])
+def test_training_races_with_nothing(kind: str, store: str, in_flight: int | None, tmp_path: Path) -> None:
+    expected = train(make_model(kind, dropout=0.1), steps=2, micro_batches=2)
+    device, model = OrderedDevice(), make_model(kind, dropout=0.1)
+    with attached(device, model, place(store, tmp_path), in_flight=in_flight) as session:
+        with device.computing():
+            found = train(model, session, steps=2, micro_batches=2)
+        assert_all_given_back(session)
+    assert_same_history(found, expected)
+    assert device.copies > 100
+    assert device.races == []
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("seed", range(8))
+def test_a_program_races_with_nothing(seed: int, store: str, tmp_path: Path) -> None:
+    expected = run(make_layers(seed, SAFE), None, 2)
+    device, layers = OrderedDevice(), make_layers(seed, SAFE)
+    where = place(store, tmp_path)
+    with (
+        attached(
+            device, layers, where, layers=list(layers), in_flight=20 * KIB, min_tensor_bytes=64
+        ) as session,
+        device.computing(),
+    ):
+        found = run(layers, session, 2)
+    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+    assert device.races == []
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_graph_that_is_used_twice_races_with_nothing(store: str, tmp_path: Path) -> None:
+    device, model = OrderedDevice(), make_model()
+    with attached(device, model, place(store, tmp_path)) as session, device.computing():
+        for number in range(2):
+            with session.step():
+                loss = loss_of(model, make_tokens(number))
+                loss.backward(retain_graph=True)
+                once = [parameter.grad.clone() for parameter in model.parameters()]
+                model.zero_grad()
+                loss.backward()
+            assert all(same_bits(p.grad, a) for p, a in zip(model.parameters(), once, strict=True))
+            model.zero_grad()
+    assert device.races == []
+
+
+class OnStreams(nn.Module):
+    """Layers that take turns on two streams, ordered by events as a careful program orders them."""
+
+    def __init__(self, device: OrderedDevice, layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(layers)
+        )
+        self.device = device
+        self.streams = [device.stream(), device.new_stream()]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            stream = self.streams[number % 2]
+            self.device.event().wait(stream)
+            with self.device.on(stream):
+                x = layer(x)
+                done = self.device.event()
+            done.wait(self.device.stream())
+        return x
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_writes_wait_for_the_stream_that_made_the_bytes(store: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    device = OrderedDevice()
+    model = OnStreams(device)
+    x = torch.randn(64, 64)
+    expected = torch.autograd.grad(model(x).pow(2).sum(), list(model.parameters()))
+    with (
+        attached(device, model, place(store, tmp_path), layers=list(model.layers), in_flight=None) as session,
+        device.computing(),
+    ):
+        for _ in range(2):
+            with session.step():
+                found = torch.autograd.grad(model(x).pow(2).sum(), list(model.parameters()))
+            assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+    assert device.races == []
+
+
+# What would race is found
+
+
+def forgetting(method: str) -> Callable[..., Any]:
+    """A store that does not wait before it reads or writes memory."""
+    original = getattr(QueuedStore, method)
+
+    def at_once(self: ActivationStore, extent: Any, memory: ByteRange, after: Any, **options: Any) -> Any:
+        return original(self, extent, memory, READY, **options)
+
+    return at_once
+
+
+class EarlyEvents(OrderedDevice):
+    """Events are those of the operation before."""
+
+    def event(self, stream: object = None) -> Any:
+        event = super().event(stream)
+        for number in event._clock:  # type: ignore[attr-defined]
+            event._clock[number] -= 40  # type: ignore[attr-defined]
+        return event
+
+
+class HastyCopies(OrderedDevice):
+    """Copies go on when they have returned, as on a stream that nobody waits for."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Any) -> None:
+        after.synchronize()
+        known = dict(self.known)
+
+        def later() -> None:
+            self.known.update(known)
+            super(HastyCopies, self).copy(target, source, READY)
+
+        thread = threading.Thread(target=later)
+        self.threads.append(thread)
+        thread.start()
+
+    def __init__(self) -> None:
+        super().__init__(seconds=0.002)
+        self.threads: list[threading.Thread] = []
+
+
+def races_of(device: OrderedDevice, directory: Path | None) -> list[str]:
+    """What is found in a training that is allowed to fail."""
+    model = make_model()
+    with attached(device, model, directory) as session, device.computing():
+        try:
+            train(model, session, micro_batches=2)
+        except (RaceError, TransferError):
+            session.offloader.abandon()
+    for thread in getattr(device, "threads", ()):
+        thread.join()
+    return device.races
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize(("method", "way"), [("write", "from"), ("read", "to")])
+def test_a_transfer_that_does_not_wait_is_found(method: str, way: str, store: str, tmp_path: Path) -> None:
+    with mock.patch.object(QueuedStore, method, forgetting(method)):
+        races = races_of(OrderedDevice(), place(store, tmp_path))
+    assert any(f"a copy {way} memory that operation" in race for race in races)
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_an_event_that_comes_too_early_is_found(store: str, tmp_path: Path) -> None:
+    assert races_of(EarlyEvents(), place(store, tmp_path))
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_bytes_that_are_used_before_they_have_come_are_found(store: str, tmp_path: Path) -> None:
+    with mock.patch.object(Offloader, "_await", return_value=None):
+        races = races_of(OrderedDevice(seconds=0.01), place(store, tmp_path))
+    assert any("while a copy to it is under way" in race or "a copy to memory" in race for race in races)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("store", STORES)
+def test_a_copy_that_nobody_waits_for_is_found(store: str, tmp_path: Path) -> None:
+    assert races_of(HastyCopies(), place(store, tmp_path))
+
+
+# The twin itself
+
+
+def test_operations_of_two_streams_need_an_event_between_them() -> None:
+    device = OrderedDevice()
+    other = device.new_stream()
+    with device.computing():
+        x = torch.zeros(100)
+        x.add_(1)
+        with device.on(other), pytest.raises(RaceError, match="on another stream"):
+            x * 2
+        device.event().wait(other)
+        with device.on(other):
+            assert bool((x * 2 == 2).all())
+
+
+def test_a_thread_knows_what_it_has_waited_for() -> None:
+    device = OrderedDevice()
+    with device.computing():
+        x = torch.zeros(100, dtype=torch.uint8)
+        x.add_(1)
+    room = device.host_memory(100)
+    with pytest.raises(RaceError, match="a copy from memory that operation"):
+        device.copy(room, x, READY)
+    device.copy(room, x, device.event())
+    assert bool((room == 1).all())
+    assert device.event().query()
+
+
+def test_views_touch_nothing_and_intervals_are_those_of_elements() -> None:
+    device = OrderedDevice()
+    with device.computing():
+        x = torch.zeros(10, 10)
+        before = dict(device.stream().clock)
+        x.view(100)[5:].detach()
+        x.t().expand(2, 10, 10)
+        assert dict(device.stream().clock) == before
+    assert interval(x[2:4, 3:5]) == (x.data_ptr() + 92, x.data_ptr() + 92 + 48)
+    assert device.is_host(ByteRange.of(device.host_memory(64)))
+    assert not device.is_host(ByteRange.of(x))
