@@ -20,6 +20,9 @@ from tba_offload.errors import ConfigError, TbaError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from tba_offload.forecast import Situation
+    from tba_offload.plan.plan import Plan
+    from tba_offload.plan.what_if import Choice
     from tba_offload.report.rok import RokPoint
 
 
@@ -127,6 +130,135 @@ def _writing(path: str | os.PathLike[str]) -> Iterator[None]:
         ) from error
 
 
+def _size(_context: click.Context, _parameter: click.Parameter, text: str | None) -> int | None:
+    """A size with its unit, as an option."""
+    from tba_offload.config import parse_size
+
+    try:
+        return None if text is None else parse_size(text)
+    except ConfigError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+@main.command()
+@click.argument("run", metavar="RUN.jsonl", type=click.Path(path_type=Path))
+@click.option(
+    "--budget", callback=_size, metavar="SIZE", help="Plan for this activation peak, such as 12GiB."
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write the plan as a policy file.",
+)
+@click.option(
+    "--picture",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    callback=lambda _context, _parameter, value: value and _pictures((value,))[0],
+    help="Draw the frontier: .svg or .png.",
+)
+@click.option(
+    "--write", callback=_size, metavar="SIZE", help="What if a second wrote this much, such as 3GiB."
+)
+@click.option("--read", callback=_size, metavar="SIZE", help="What if a second read this much.")
+@click.option(
+    "--drives", type=click.FloatRange(min=0, min_open=True), default=1, help="What if there were so many."
+)
+@click.option("--window", callback=_size, metavar="SIZE", help="What if so much were in flight.")
+@click.option("--layers", type=click.IntRange(min=1), help="What if there were so many.")
+@click.option("--micro-batches", type=click.IntRange(min=1), help="What if there were so many.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+def plan(
+    run: Path, budget: int | None, output: Path | None, picture: Path | None, *, as_json: bool, **changes: Any
+) -> None:
+    """Say what the planner would do with a run, before running it.
+
+    From the run log of one process: the best plans for a sweep of budgets, and the plan for one budget.
+    Without --budget it is the plan with the lowest peak at which compute waits for nothing.
+    """
+    from tba_offload.forecast import Situation
+
+    situation = Situation.of(run).changed(**changes)
+    choices, best = situation.frontier(), situation.plan(budget)
+    if picture is not None:
+        from tba_offload.report.rok import draw_frontier
+
+        with _writing(picture):
+            draw_frontier(_frontier_rows(choices), picture)
+    if output is not None:
+        with _writing(output):
+            output.write_text(situation.policy_for(best, budget).to_yaml(), encoding="utf-8")
+    if as_json:
+        document = {"frontier": _frontier_rows(choices), "names": situation.names, "plan": best.as_json()}
+        click.echo(json.dumps(document, indent=2))
+    else:
+        _print_plan(situation, choices, best)
+
+
+def _frontier_rows(choices: Sequence[Choice]) -> list[dict[str, Any]]:
+    from tba_offload.forecast import composition
+
+    return [
+        {
+            "budget_bytes": choice.budget,
+            "fits": choice.fits,
+            "layers": composition(choice.plan.placements),
+            "window_bytes": choice.plan.window,
+            **(choice.plan.as_json()["prediction"] or {}),
+        }
+        for choice in choices
+    ]
+
+
+def _print_plan(situation: Situation, choices: Sequence[Choice], best: Plan) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console, mib = Console(), float(2**20)
+    drive = situation.drive
+    click.echo(
+        f"{len(situation.names)} layers; the drives write {drive.write / 1e9:.2f} GB/s and read "
+        f"{drive.read / 1e9:.2f} GB/s; keeping everything peaks at {situation.peak_of_keep / mib:.1f} MiB"
+    )
+    table = Table(title="the best plan for each budget", title_justify="left")
+    for heading in ("budget", "peak", "step", "stall", "layers"):
+        table.add_column(heading, justify="left" if heading == "layers" else "right")
+    for row in _frontier_rows(choices):
+        table.add_row(
+            f"{row['budget_bytes'] / mib:.1f} MiB",
+            f"{row['peak_bytes'] / mib:.1f} MiB" if row["fits"] else "does not fit",
+            f"{row['seconds']:.3f} s",
+            f"{row['stall_seconds']:.3f} s",
+            row["layers"],
+        )
+    console.print(table)
+    table = Table(title="the plan", title_justify="left")
+    for heading in ("layer", "placement", "why"):
+        table.add_column(heading)
+    for name, placement, why in zip(situation.names, best.placements, situation.why(best), strict=True):
+        table.add_row(name, placement.value, why)
+    console.print(table)
+    if best.prediction is not None:
+        expected = best.prediction
+        window = "no limit" if best.window is None else f"{best.window / mib:.1f} MiB"
+        click.echo(
+            f"predicted: peak {expected.peak_bytes / mib:.1f} MiB, step {expected.seconds:.3f} s of which "
+            f"{expected.stall_seconds:.3f} s are waits; window {window}"
+        )
+
+
+class _PolicyType(click.Path):
+    """A file that exists, or the word auto."""
+
+    def __init__(self) -> None:
+        super().__init__(exists=True, dir_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return Path(value) if value == "auto" else super().convert(value, param, ctx)
+
+
 @main.command()
 @click.option(
     "--output",
@@ -171,17 +303,20 @@ def _writing(path: str | os.PathLike[str]) -> Iterator[None]:
 )
 @click.option(
     "--policy",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="YAML file with the policy of the offload strategy; its budget replaces --window.",
+    type=_PolicyType(),
+    help="YAML file with the policy of the offload strategy, whose budget replaces --window; or auto.",
+)
+@click.option(
+    "--budget", metavar="SIZE|SHARE", help="Activation peak for auto: 64MiB, or 35% of keep's peak."
 )
 @click.option("--threads", type=click.IntRange(min=1), help="Compute threads of each process.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON and nothing else.")
 def demo(*, as_json: bool, window: str | None, **options: Any) -> None:
     """Train a small Megatron GPT on real text three ways at once and compare them.
 
-    keep, recompute and offload alternate step by step, each in a process of its own. Prints the table, and
-    writes run logs, rok.svg, rok.png and summary.json to the output directory. Needs megatron-core and
-    matplotlib: pip install 'tba-offload[megatron,plots]'.
+    keep, recompute and offload (or auto) alternate step by step, each in a process of its own. Prints the
+    table, and writes run logs, rok.svg, rok.png and summary.json to the output directory. Needs megatron-core
+    and matplotlib: pip install 'tba-offload[megatron,plots]'.
     """
     from tba_offload.demo.console import run_on_console
 

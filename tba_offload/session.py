@@ -28,13 +28,15 @@ from tba_offload.device.memory import MemoryMeter, ResidentPeak, meter_of
 from tba_offload.device.streams import device_of
 from tba_offload.errors import ConfigError, SessionError, TransferError
 from tba_offload.plan.plan import Plan
+from tba_offload.plan.planner import Limits
+from tba_offload.planning import AutoPlanner
 from tba_offload.policy import LayerId, Placement
 from tba_offload.report.run_log import RunHeader, RunLogWriter, StepRecord
 from tba_offload.store import open_store
 from tba_offload.transfer.offloader import Offloader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from types import TracebackType
 
     from tba_offload.capture.trace import ScopeTrace
@@ -65,12 +67,15 @@ class World:
         rank: This one.
         ranks: How many there are.
         run: A word that all of them share, by which their run logs are put together; ``None`` if alone.
+        agree: Given what this rank proposes, name of a layer to its placement, tells what all ranks do; all
+            of them call it at once. ``None`` if alone.
     """
 
     layers: tuple[LayerId, ...]
     rank: int = 0
     ranks: int = 1
     run: str | None = None
+    agree: Callable[[dict[str, Placement]], dict[str, Placement]] | None = None
 
 
 class Session:
@@ -145,6 +150,7 @@ class Session:
                 self._meter = meter_of(self._device)
             header = self._header(strategy, model_info)
             self._run_log = RunLogWriter(run_log, header) if run_log is not None else None
+            self._take_plan(self._planner_of(config))
         except BaseException:
             if self._meter is not None:
                 self._meter.close()
@@ -180,6 +186,7 @@ class Session:
             UnsupportedError: The memory of this device cannot be measured.
         """
         wanted = self._measure_memory if measure_memory is None else measure_memory
+        wanted = wanted or (self._planner is not None and self._planner.wants_memory)
         if wanted and self._meter is None:
             self._meter = meter_of(self._device)
         return Step(self, tokens=tokens, model_flops=model_flops, meter=self._meter if wanted else None)
@@ -202,6 +209,7 @@ class Session:
             )
         self.plan = self._plan_of(wanted)
         self.config = wanted
+        self._take_plan(self._planner_of(wanted))
         self.capture.min_tensor_bytes = wanted.min_tensor_bytes
         self.offloader.keep_when_full = wanted.on_full == "keep"
 
@@ -267,6 +275,8 @@ class Session:
             return site.forward(*args, **kwargs)
         placement = self.plan.placements[site.index]
         scope = self.capture.trace.begin_scope(self._scope_key(site), placement)
+        if self._planner is not None:
+            scope.input_bytes = _activation_bytes((*args, *kwargs.values()))
         output = self._run_placed(site, placement, scope, args, kwargs)
         scope.forward_ended = time.perf_counter()
         self._watch_backward(output, scope)
@@ -288,7 +298,9 @@ class Session:
         if _hooks_are_taken():
             self._leave_alone(site)
             return site.forward(*args, **kwargs)
-        with LayerHooks(self.capture, scope.key, when_slow=self._keeps_when_slow(placement)):
+        kept = self.plan.kept[site.index] if self.plan.kept else frozenset[int]()
+        slow = self._keeps_when_slow(placement)
+        with LayerHooks(self.capture, scope.key, when_slow=slow, kept=kept):
             return site.forward(*args, **kwargs)
 
     def _leave_alone(self, site: _Site) -> None:
@@ -304,7 +316,9 @@ class Session:
             )
 
     def _keeps_when_slow(self, placement: Placement) -> bool:
-        """``offload`` waits for a slow drive unless told otherwise, ``auto`` keeps."""
+        """``offload`` waits for a slow drive unless told otherwise, ``auto`` keeps until there is a plan."""
+        if self._planner is not None and self._planner.has_planned:
+            return False  # what is kept was decided with the budget in view
         if self.config.on_slow is None:
             return placement is Placement.AUTO
         return self.config.on_slow == "keep"
@@ -383,7 +397,7 @@ class Session:
 
     def _record(self, step: Step) -> StepRecord:
         """What the step was like, from the meters, the trace and the offloader's books."""
-        trace, stats = self.capture.trace, self.offloader.stats
+        trace, stats, prediction = self.capture.trace, self.offloader.stats, self.plan.prediction
         recomputed = sum(scope.placement == Placement.RECOMPUTE for scope in trace.scopes)
         return StepRecord(
             step=self._steps,
@@ -411,12 +425,60 @@ class Session:
             held_bytes=stats.held,
             fallback_kept_bytes=stats.fallback_kept + self.capture.slow_kept_bytes,
             left_alone_scopes=trace.left_alone,
+            predicted_peak_bytes=prediction.peak_bytes if prediction is not None else None,
+            predicted_seconds=prediction.seconds if prediction is not None else None,
         )
 
     def _log(self, record: StepRecord) -> None:
         self._records.append(record)
         if self._run_log is not None:
             self._run_log.write(record)
+
+    # ---- planning --------------------------------------------------------------------------------
+
+    def _planner_of(self, config: OffloadConfig) -> AutoPlanner | None:
+        """Who learns what steps are like, and decides on the layers that are placed ``auto``.
+
+        Without such layers it is of use for the run log only.
+        """
+        everywhere = Plan.from_policy(config.policy, self._world.layers).placements
+        is_auto = Placement.AUTO in everywhere
+        if not is_auto and self._run_log is None:
+            return None
+        return AutoPlanner(
+            self.plan.placements,
+            [layer.id.name for layer in self.layers],
+            Limits(config.budget.activation_bytes, config.budget.ceiling),
+            agree=self._world.agree if is_auto else None,
+        )
+
+    def _take_plan(self, planner: AutoPlanner | None) -> None:
+        """Starts with the plan that a new planner has for its first step."""
+        self._planner = planner
+        if planner is not None:
+            self.plan = planner.first()
+        self.offloader.resize_window(self.plan.window)
+
+    def _learn(self, step: Step, record: StepRecord) -> None:
+        """Shows the planner what the step was like, and takes its plan for the next one."""
+        if self._planner is None:
+            return
+        plan = self._planner.learn(
+            self.capture.trace,
+            self.offloader.stats.stalls,
+            self.store.take_loads(),
+            self.plan,
+            record,
+            began=step.began,
+        )
+        if plan is not None:
+            self.plan = plan
+            self.offloader.resize_window(plan.window)
+            news = self._planner.news()
+            if self._run_log is not None and news is not None:
+                self._run_log.note("plan", {"step": record.step, **news})
+        if self._planner.is_done:
+            self._planner = None
 
     def _gradients_allocated(self) -> bool:
         parameters = (parameter for module in self._modules for parameter in module.parameters())
@@ -426,7 +488,7 @@ class Session:
 
     def _plan_of(self, config: OffloadConfig) -> Plan:
         ids = [layer.id for layer in self.layers]
-        return Plan.from_policy(config.policy, ids, self._world.layers)
+        return Plan.from_policy(config.policy, ids, self._world.layers, window=config.budget.ceiling)
 
     def _explained(self) -> dict[str, object]:
         """The placement of every layer of the model, on whatever rank, and why."""
@@ -476,6 +538,7 @@ class Step:
         tokens: As given to :meth:`Session.step`; may be set inside the block.
         model_flops: Likewise.
         record: The :class:`StepRecord`, once the block has ended without an exception.
+        began: When it began, by :func:`time.perf_counter`.
         seconds: Duration of the block.
         meter: Measures its memory; ``None`` if that is not wanted.
         activation_peak_bytes: Peak of live bytes in the block minus those live when it began.
@@ -502,7 +565,7 @@ class Step:
         self.activation_peak_bytes: int | None = None
         self.gradients_allocated = False
         self.left = False
-        self._began = 0.0
+        self.began = 0.0
         self._base = 0
 
     def __enter__(self) -> Self:
@@ -515,7 +578,7 @@ class Step:
         if self.meter is not None:
             self.meter.reset()
             self._base = self.meter.live()
-        self._began = time.perf_counter()
+        self.began = time.perf_counter()
 
     def __exit__(
         self,
@@ -528,7 +591,7 @@ class Step:
         if session._inert:
             return
         try:
-            self.seconds = time.perf_counter() - self._began
+            self.seconds = time.perf_counter() - self.began
             if self.meter is not None:
                 self.activation_peak_bytes = max(self.meter.peak() - self._base, 0)
         except BaseException:
@@ -538,6 +601,7 @@ class Step:
         if kind is None:
             self.record = session._record(self)
             session._log(self.record)
+            session._learn(self, self.record)
 
 
 def read_config(config: ConfigLike) -> OffloadConfig:
@@ -567,6 +631,15 @@ def _open_store(config: OffloadConfig, device: Device) -> ActivationStore:
 def _has_gradient(parameter: nn.Parameter) -> bool:
     """Whether the memory of its gradient exists; Megatron's lies in a buffer of its own."""
     return parameter.grad is not None or getattr(parameter, "main_grad", None) is not None
+
+
+def _activation_bytes(arguments: Iterable[object]) -> int:
+    """Bytes of the activations among the arguments of a layer."""
+    return sum(
+        argument.untyped_storage().nbytes()
+        for argument in arguments
+        if isinstance(argument, torch.Tensor) and argument.requires_grad
+    )
 
 
 def _device_name(device: torch.device) -> str:

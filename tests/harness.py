@@ -163,6 +163,7 @@ def host_store(drive: Drive, *, capacity: int | None = None) -> DrivenHostStore:
 def config_for(
     *,
     in_flight: int | None = None,
+    activation: int | None = None,
     capacity: int | None = None,
     directory: object = None,
     rules: tuple[Rule, ...] = (),
@@ -175,7 +176,7 @@ def config_for(
     )
     return OffloadConfig(
         layers=rules,
-        budget=BudgetConfig(in_flight_bytes=in_flight),
+        budget=BudgetConfig(in_flight_bytes=in_flight, activation_bytes=activation),
         store=StoreConfig(capacity=capacity, **where),
         **settings,
     )

@@ -33,7 +33,9 @@ class GptBlock(nn.Module):
         q, k, v = self.qkv(x).view(batch, length, HEADS, 3 * HIDDEN // HEADS).transpose(1, 2).chunk(3, dim=-1)
         scores = q @ k.transpose(-1, -2) / math.sqrt(HIDDEN // HEADS)
         if self.causal:
-            scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), float("-inf"))
+            scores = scores.masked_fill(
+                torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1), float("-inf")
+            )
         weights = self.dropout(torch.softmax(scores.float(), dim=-1).to(x.dtype))
         return self.out((weights @ v).transpose(1, 2).reshape(batch, length, HIDDEN))
 

@@ -26,8 +26,22 @@ ALLOWED = {
     "transfer": {"store", "device"},
     "capture": {"transfer", "device", "policy"},
     "report": set(),
-    "session": {"capture", "transfer", "store", "device", "plan", "policy", "config", "report"},
+    "session": {
+        "capture",
+        "transfer",
+        "store",
+        "device",
+        "plan",
+        "policy",
+        "config",
+        "report",
+        "profiling",
+        "planning",
+    },
     "megatron": {"session", "capture", "store", "policy", "config", "report"},
+    "profiling": {"capture", "plan", "policy"},
+    "planning": {"profiling", "capture", "store", "plan", "policy", "report"},
+    "forecast": {"plan", "policy", "config", "report"},
     "attachment": {"session", "capture", "megatron"},
 }
 ON_TOP = {"cli", "demo", "__init__", "__main__"}

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from tba_offload import cli
 from tba_offload.config import OffloadConfig
 from tba_offload.demo.race import RaceError, measures_memory
-from tba_offload.demo.run import STRATEGIES, WARM_UP, DemoSettings, describe, run_demo, summarize
+from tba_offload.demo.run import WARM_UP, DemoSettings, describe, run_demo, summarize
 from tba_offload.errors import ConfigError
 from tba_offload.megatron.gpt import GptShape
 from tba_offload.policy import Placement
@@ -43,6 +43,7 @@ TINY = (
     "--threads",
     "1",
 )
+STRATEGIES = ("keep", "recompute", "offload")
 SHAPE = GptShape(layers=2, hidden=32, heads=2, sequence=32)
 POLICY = """\
 default: offload
@@ -61,7 +62,7 @@ TIMES = {"time_offload_over_keep", "time_offload_over_recompute"}
 FIGURES = {
     *("activation_peak_bytes", "activation_peak_bytes_median", "resident_peak_bytes"),
     *("step_seconds_median", "forward_backward_seconds_median", "stall_seconds_median"),
-    *("tokens_per_second", "losses"),
+    *("tokens_per_second", "losses", "predicted_peak_bytes", "predicted_seconds"),
     *(f"{name}_bytes" for name in MOVED),
 }
 
@@ -240,6 +241,8 @@ def figures(seconds: float, peak: int | None, loss: float = 1.0, **others: Any) 
         "stall_seconds": 0.0,
         "tokens": 64,
         "loss": loss,
+        "predicted_peak_bytes": None,
+        "predicted_seconds": None,
         **moved,
         **others,
     }
@@ -482,3 +485,38 @@ def test_one_line_says_what_is_trained(tmp_path: Path) -> None:
         "gpt with 2 layers of width 32, sequence 32, bf16, dropout 0.1; batch sizes 2, 4; "
         "20 steps of keep, recompute, offload in turn; window 10MiB"
     )
+
+
+# Auto
+
+
+def test_auto_plans_within_a_share_of_keeps_peak(tmp_path: Path) -> None:
+    larger = ("--hidden", "128", "--sequence", "128", "--batch-size", "2")  # or no tensor is worth its way
+    auto = ("--policy", "auto", "--budget", "60%", "--json")
+    result = call("demo", *TINY, *larger, "--output", str(tmp_path), *auto)
+    assert result.exit_code == 0, result.output
+    summary = json.loads(result.stdout)
+    assert summary["identical_losses"]
+    for lanes in summary["batch_sizes"].values():
+        assert tuple(lanes) == ("keep", "recompute", "auto")
+        assert lanes["auto"]["predicted_seconds"] > 0
+        assert lanes["auto"]["predicted_peak_bytes"] > 0
+        assert lanes["keep"]["predicted_seconds"] is None
+    ratios = {f"{what}_auto_over_{other}" for what in ("peak", "time") for other in ("keep", "recompute")}
+    assert all(set(found) == ratios for found in summary["ratios"].values())
+    log = read_run_log(next(tmp_path.glob("auto-*.jsonl")))
+    assert "activation_bytes" in (log.header.policy or "")
+    assert next(event["event"] for event in log.others) == "plan"
+
+
+@pytest.mark.parametrize("budget", ["x%", "-3%", "0%", "12"])
+def test_a_budget_is_a_size_or_a_share(budget: str, tmp_path: Path) -> None:
+    result = call("demo", *TINY, "--output", str(tmp_path), "--policy", "auto", "--budget", budget)
+    assert result.exit_code == 1
+    assert "a budget is a size" in result.output or "has no unit" in result.output
+
+
+def test_a_budget_is_for_auto(tmp_path: Path) -> None:
+    result = call("demo", *TINY, "--output", str(tmp_path), "--budget", "64MiB")
+    assert result.exit_code == 1
+    assert "a budget is for --policy auto" in result.output

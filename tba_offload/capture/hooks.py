@@ -132,6 +132,7 @@ class Capture:
         self._kept: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._learned: dict[tuple[int, int, int], int] = {}
         self._step = 0
+        self._largest = 0
 
     def begin_step(self) -> None:
         """Starts a new trace; what was learned long ago is put to the test again."""
@@ -213,7 +214,9 @@ class Capture:
         """Whether an activation may be kept because the drive does not follow."""
         if not self.offloader.crowded(nbytes):
             return False
-        resident = self.offloader.in_flight + self.slow_kept_bytes + nbytes
+        # In backward one activation is in use beside those.
+        self._largest = max(self._largest, nbytes)
+        resident = self.offloader.in_flight + self.trace.kept_bytes + nbytes + self._largest
         return self.budget_bytes is None or resident <= self.budget_bytes
 
     # ---- unpack ----------------------------------------------------------------------------------
@@ -269,14 +272,18 @@ class LayerHooks:
         capture: What the session captures.
         key: The scope.
         when_slow: Whether activations may be kept when the ceiling of bytes in flight is reached.
+        kept: Numbers of the activations that the plan keeps in memory.
     """
 
-    __slots__ = ("_count", "_deferred", "_hooks", "_key", "_when_slow", "capture")
+    __slots__ = ("_count", "_deferred", "_hooks", "_kept", "_key", "_when_slow", "capture")
 
-    def __init__(self, capture: Capture, key: ScopeKey, *, when_slow: bool) -> None:
+    def __init__(
+        self, capture: Capture, key: ScopeKey, *, when_slow: bool, kept: frozenset[int] = frozenset()
+    ) -> None:
         self.capture = capture
         self._key = key
         self._when_slow = when_slow
+        self._kept = kept
         self._count = 0
         self._deferred: dict[Record, list[weakref.ref[Packed]]] = {}
         self._hooks: saved_tensors_hooks | None = None
@@ -335,6 +342,8 @@ class LayerHooks:
         key, nbytes = self._next_key(), storage.nbytes()
         if capture.is_learned(key, nbytes):
             return self._keep(tensor, storage, key, Fate.LEARNED_KEEP)
+        if key.number in self._kept:
+            return self._keep(tensor, storage, key, Fate.PLANNED_KEEP)
         if self._when_slow and capture.keeps_when_slow(nbytes):
             capture.slow_kept_bytes += nbytes
             return self._keep(tensor, storage, key, Fate.SLOW_KEEP)

@@ -17,6 +17,7 @@ class Fate(enum.Enum):
     OFFLOADED = "offloaded"
     LEARNED_KEEP = "learned keep"
     SLOW_KEEP = "slow keep"
+    PLANNED_KEEP = "planned keep"
 
 
 @dataclass(slots=True)
@@ -32,11 +33,21 @@ class ActivationTrace:
 
 @dataclass(slots=True)
 class ScopeTrace:
-    """One execution of a layer; times are seconds on :func:`time.perf_counter`."""
+    """One execution of a layer; times are seconds on :func:`time.perf_counter`.
+
+    Attributes:
+        key: Which one.
+        placement: What its layer was placed.
+        forward_began: When it started.
+        input_bytes: Bytes of the activations that it was given.
+        forward_ended: When it returned.
+        backward_began: When backward came back to it.
+    """
 
     key: ScopeKey
     placement: str
     forward_began: float
+    input_bytes: int = 0
     forward_ended: float | None = None
     backward_began: float | None = None
 
@@ -55,6 +66,7 @@ class StepTrace:
         left_alone: Scopes that ran inside somebody else's saved-tensor hooks or under a transform that
             forbids hooks, and were therefore not captured.
         backward_seconds: Time of the backward passes, from the first scope to the end of the graph.
+        backward_ends: When they ended.
     """
 
     scopes: list[ScopeTrace] = field(default_factory=list)
@@ -63,6 +75,7 @@ class StepTrace:
     deduplicated_bytes: int = 0
     left_alone: int = 0
     backward_seconds: float = 0.0
+    backward_ends: list[float] = field(default_factory=list)
     _backward_began: float | None = None
 
     def begin_scope(self, key: ScopeKey, placement: str) -> ScopeTrace:
@@ -88,7 +101,8 @@ class StepTrace:
     def backward_ended(self) -> None:
         """Notes that a backward pass is over."""
         if self._backward_began is not None:
-            self.backward_seconds += time.perf_counter() - self._backward_began
+            self.backward_ends.append(time.perf_counter())
+            self.backward_seconds += self.backward_ends[-1] - self._backward_began
             self._backward_began = None
 
     def forward_seconds(self) -> float:

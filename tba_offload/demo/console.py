@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tba_offload.config import parse_size
-from tba_offload.demo.run import STRATEGIES, DemoSettings, describe, run_demo
+from tba_offload.demo.run import DemoSettings, describe, run_demo
 from tba_offload.errors import ConfigError, TbaError
 from tba_offload.megatron import require_core
 from tba_offload.report.rok import require_matplotlib
@@ -37,6 +37,7 @@ def run_on_console(
     steps: int,
     directories: tuple[Path, ...],
     policy: Path | None,
+    budget: str | None,
     threads: int | None,
     **shape: Any,
 ) -> None:
@@ -60,6 +61,7 @@ def run_on_console(
         directories=directories,
         **({} if window is None else {"in_flight_bytes": parse_size(window)}),
         policy=policy,
+        budget=None if budget is None else _budget(budget),
         threads=threads,
     )
     if not as_json:
@@ -71,6 +73,23 @@ def run_on_console(
         _print(summary, settings)
     if not summary["identical_losses"]:
         raise TbaError("the losses of the strategies differ: this must not happen, please report it")
+
+
+def _budget(text: str) -> int | float:
+    """A size, or a share of keep's peak in per cent.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    if not text.endswith("%"):
+        return parse_size(text)
+    try:
+        share = float(text[:-1]) / 100
+    except ValueError:
+        share = 0.0
+    if share <= 0:
+        raise ConfigError(f"a budget is a size such as 64MiB, or a share such as 35%, and not {text!r}")
+    return share
 
 
 def _with_progress(settings: DemoSettings, *, quiet: bool) -> dict[str, Any]:
@@ -104,18 +123,31 @@ def _print(summary: dict[str, Any], settings: DemoSettings) -> None:
         console = Console(width=_WIDTH)
     console.print(_table(summary))
     for size, ratios in summary["ratios"].items():
-        spread = summary["spread"][size]["time_offload_over_keep"]
+        ours = settings.ours
+        spread = summary["spread"][size][f"time_{ours}_over_keep"]
         click.echo(
-            f"batch size {size}: offload needs {ratios['peak_offload_over_keep']:.3f} x the activation peak "
-            f"of keep and {ratios['peak_offload_over_recompute']:.3f} x that of recompute, "
-            f"{ratios['time_offload_over_keep']:.3f} x the step time of keep "
+            f"batch size {size}: {ours} needs {ratios[f'peak_{ours}_over_keep']:.3f} x the activation peak "
+            f"of keep and {ratios[f'peak_{ours}_over_recompute']:.3f} x that of recompute, "
+            f"{ratios[f'time_{ours}_over_keep']:.3f} x the step time of keep "
             f"(quartiles {spread['low']:.3f} to {spread['high']:.3f}) and "
-            f"{ratios['time_offload_over_recompute']:.3f} x that of recompute"
+            f"{ratios[f'time_{ours}_over_recompute']:.3f} x that of recompute"
         )
+        _print_prediction(summary["batch_sizes"][size][ours])
     same = "identical to the last bit" if summary["identical_losses"] else "DIFFERENT"
-    click.echo(f"losses of the {len(STRATEGIES)} strategies over {settings.steps} steps: {same}")
+    click.echo(f"losses of the {len(settings.strategies)} strategies over {settings.steps} steps: {same}")
     click.echo(f"activation peak: {summary['measured']['activation_peak_bytes']}")
     click.echo(f"curve: {settings.output / 'rok.png'}; figures: {settings.output / 'summary.json'}")
+
+
+def _print_prediction(figures: dict[str, Any]) -> None:
+    if figures["predicted_seconds"] is None:
+        return
+    peak, seconds = figures["activation_peak_bytes"], figures["forward_backward_seconds_median"]
+    click.echo(
+        f"  predicted: peak {figures['predicted_peak_bytes'] / 2**20:.1f} MiB, "
+        f"{figures['predicted_peak_bytes'] / peak - 1:+.1%}; forward and backward "
+        f"{figures['predicted_seconds']:.3f} s, {figures['predicted_seconds'] / seconds - 1:+.1%}"
+    )
 
 
 def _table(summary: dict[str, Any]) -> Table:
@@ -131,7 +163,7 @@ def _table(summary: dict[str, Any]) -> Table:
 
 def _cells(strategy: str, figures: dict[str, Any]) -> list[str]:
     def mib(name: str) -> str:
-        if strategy != "offload" and name != "activation_peak_bytes":
+        if strategy in {"keep", "recompute"} and name != "activation_peak_bytes":
             return ""  # such layers run without hooks, nothing is known of them
         return f"{figures[name] / 2**20:.1f}"
 

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from tba_offload.megatron.gpt import GptShape
 
-STRATEGIES = ("keep", "recompute", "offload")
+AUTO = "auto"
+"""The policy that is no file: the planner decides."""
 
 _MOVED = ("offloaded", "read", "forwarded", "deduplicated", "kept", "given_up", "held", "fallback_kept")
 
@@ -46,7 +47,9 @@ class DemoSettings:
         output: Where the run logs, the picture and the summary go.
         directories: Where the offloaded bytes go; by default a new directory under ``output``.
         in_flight_bytes: The window of the offload strategy, at the smallest batch size; it grows with it.
-        policy: YAML file that replaces the policy of the offload strategy.
+        policy: YAML file that replaces the policy of the offload strategy, or :data:`AUTO`.
+        budget: Activation peak that ``auto`` must keep to: bytes, or as a ``float`` a share of keep's peak,
+            which is measured first.
         threads: Compute threads of each process; ``None`` for PyTorch's own choice.
     """
 
@@ -57,6 +60,7 @@ class DemoSettings:
     directories: tuple[Path, ...] = ()
     in_flight_bytes: int = 10 * 2**20
     policy: Path | None = None
+    budget: int | float | None = None
     threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -65,13 +69,30 @@ class DemoSettings:
                 f"steps is {self.steps}: too few for {WARM_UP} that warm up, one that measures memory, "
                 "one for time"
             )
+        if self.budget is not None and not self.is_auto:
+            raise ConfigError("a budget is for --policy auto; a policy file has its own")
         if not self.batch_sizes or min(self.batch_sizes) < 1:
             raise ConfigError(f"batch sizes are {self.batch_sizes}, and each must be at least 1")
 
     @property
+    def is_auto(self) -> bool:
+        """Whether the planner decides."""
+        return self.policy == Path(AUTO)
+
+    @property
+    def ours(self) -> str:
+        """The strategy that is compared with keep and recompute."""
+        return AUTO if self.is_auto else "offload"
+
+    @property
+    def strategies(self) -> tuple[str, str, str]:
+        """What races."""
+        return "keep", "recompute", self.ours
+
+    @property
     def total_steps(self) -> int:
         """Single steps of all races together."""
-        return len(self.batch_sizes) * len(STRATEGIES) * self.steps
+        return len(self.batch_sizes) * len(self.strategies) * self.steps
 
 
 def run_demo(settings: DemoSettings, *, on_step: Callable[[], object] = lambda: None) -> Figures:
@@ -93,7 +114,7 @@ def run_demo(settings: DemoSettings, *, on_step: Callable[[], object] = lambda: 
         for log in logs.values():  # half of a comparison is none, and would be in the way of the next
             log.unlink(missing_ok=True)
         raise
-    summary = summarize(races)
+    summary = summarize(races, settings.ours)
     drawn = points(sorted(logs.values()))
     draw(drawn, settings.output / "rok.svg")
     draw(drawn, settings.output / "rok.png")
@@ -111,16 +132,32 @@ def _race_all(
         text = write_text(Path(scratch) / "text")
         races = {}
         for size in settings.batch_sizes:
-            configs = {name: _config(settings, policy, name, size, Path(scratch)) for name in STRATEGIES}
+            configs = {
+                name: _config(settings, policy, name, size, Path(scratch)) for name in settings.strategies
+            }
+            if isinstance(settings.budget, float):
+                peak = _peak_of_keep(settings, configs["keep"], size, text)
+                configs[AUTO] = _with_budget(configs[AUTO], int(settings.budget * peak))
             races[size] = race(
                 _entrants(settings, configs, size, text, logs), settings.steps, on_step=on_step
             )
         return races
 
 
+def _peak_of_keep(settings: DemoSettings, config: OffloadConfig, size: int, text: Path) -> int:
+    """What a share of keep's activation peak is a share of: measured in a few steps of its own."""
+    entrants = _entrants(settings, {"keep": config}, size, text, {})
+    steps = race(entrants, MEASURE_EVERY)["keep"]
+    return max(step["activation_peak_bytes"] or 0 for step in steps)
+
+
+def _with_budget(config: OffloadConfig, nbytes: int) -> OffloadConfig:
+    return dataclasses.replace(config, budget=BudgetConfig(activation_bytes=nbytes, in_flight_bytes=None))
+
+
 def _read_policy(settings: DemoSettings) -> OffloadConfig | None:
     """The policy file, held against the layers that the model is going to have."""
-    if settings.policy is None:
+    if settings.policy is None or settings.is_auto:
         return None
     config = load_config(settings.policy)
     ids = [LayerId(number, f"decoder.layers.{number}", "decoder") for number in range(settings.shape.layers)]
@@ -128,8 +165,12 @@ def _read_policy(settings: DemoSettings) -> OffloadConfig | None:
     return config
 
 
-def summarize(races: Mapping[int, Mapping[str, Sequence[Figures]]]) -> Figures:
+def summarize(races: Mapping[int, Mapping[str, Sequence[Figures]]], ours: str = "offload") -> Figures:
     """The figures of all races, batch size by batch size.
+
+    Args:
+        races: Batch size → strategy → the figures of its steps.
+        ours: The strategy that the ratios are of.
 
     Ratios of times are medians of the ratios of single rounds; ``spread`` gives their quartiles.
 
@@ -141,8 +182,8 @@ def summarize(races: Mapping[int, Mapping[str, Sequence[Figures]]]) -> Figures:
             str(size): {name: _strategy(steps) for name, steps in lanes.items()}
             for size, lanes in races.items()
         },
-        "ratios": {str(size): _ratios(lanes) for size, lanes in races.items()},
-        "spread": {str(size): _spreads(lanes) for size, lanes in races.items()},
+        "ratios": {str(size): _ratios(lanes, ours) for size, lanes in races.items()},
+        "spread": {str(size): _spreads(lanes, ours) for size, lanes in races.items()},
         "identical_losses": all(
             [step["loss"] for step in lanes[name]] == [step["loss"] for step in lanes["keep"]]
             for lanes in races.values()
@@ -170,6 +211,8 @@ def _strategy(steps: Sequence[Figures]) -> Figures:
         "stall_seconds_median": _median(timed, "stall_seconds"),
         "losses": [step["loss"] for step in steps],
     }
+    for name in ("predicted_peak_bytes", "predicted_seconds"):
+        figures[name] = steps[-1][name]  # None where nothing was captured
     for name in _MOVED:
         figures[f"{name}_bytes"] = int(_median(counted, f"{name}_bytes"))
     return figures
@@ -189,20 +232,20 @@ def _median(steps: Sequence[Figures], name: str) -> float:
     return float(statistics.median(step[name] for step in steps))
 
 
-def _ratios(lanes: Mapping[str, Sequence[Figures]]) -> dict[str, float]:
+def _ratios(lanes: Mapping[str, Sequence[Figures]], ours: str) -> dict[str, float]:
     peaks = {name: _strategy(steps)["activation_peak_bytes"] for name, steps in lanes.items()}
     return {
-        "peak_offload_over_keep": peaks["offload"] / peaks["keep"],
-        "peak_offload_over_recompute": peaks["offload"] / peaks["recompute"],
-        **{name: spread["median"] for name, spread in _spreads(lanes).items()},
+        f"peak_{ours}_over_keep": peaks[ours] / peaks["keep"],
+        f"peak_{ours}_over_recompute": peaks[ours] / peaks["recompute"],
+        **{name: spread["median"] for name, spread in _spreads(lanes, ours).items()},
     }
 
 
-def _spreads(lanes: Mapping[str, Sequence[Figures]]) -> dict[str, dict[str, float]]:
+def _spreads(lanes: Mapping[str, Sequence[Figures]], ours: str) -> dict[str, dict[str, float]]:
     times = {name: [step["whole_step_seconds"] for step in _timed(steps)] for name, steps in lanes.items()}
     spreads: dict[str, Spread] = {
-        "time_offload_over_keep": paired_ratio(times["offload"], times["keep"]),
-        "time_offload_over_recompute": paired_ratio(times["offload"], times["recompute"]),
+        f"time_{ours}_over_keep": paired_ratio(times[ours], times["keep"]),
+        f"time_{ours}_over_recompute": paired_ratio(times[ours], times["recompute"]),
     }
     return {name: dataclasses.asdict(spread) for name, spread in spreads.items()}
 
@@ -221,7 +264,7 @@ def _claim_output(settings: DemoSettings) -> dict[tuple[int, str], Path]:
     return {
         (size, name): settings.output / f"{name}-b{size}.jsonl"
         for size in settings.batch_sizes
-        for name in STRATEGIES
+        for name in settings.strategies
     }
 
 
@@ -242,7 +285,7 @@ def _entrants(
                 "strategy": name,
                 "batch_size": size,
                 "steps": settings.steps,
-                "run_log": logs[size, name],
+                "run_log": logs.get((size, name)),
                 "threads": settings.threads,
             },
             FAST_ALLOCATOR,
@@ -260,11 +303,12 @@ def _config(
             directories = (scratch,)
         return dataclasses.replace(policy, store=dataclasses.replace(policy.store, directories=directories))
     window = settings.in_flight_bytes * size // min(settings.batch_sizes)
-    return OffloadConfig(
+    own = OffloadConfig(
         default=Placement(name),
         budget=BudgetConfig(in_flight_bytes=window),
         store=StoreConfig(kind="file", directories=settings.directories or (scratch,)),
     )
+    return _with_budget(own, settings.budget) if name == AUTO and isinstance(settings.budget, int) else own
 
 
 def describe(settings: DemoSettings) -> str:
@@ -274,5 +318,13 @@ def describe(settings: DemoSettings) -> str:
     return (
         f"{shape.style} with {shape.layers} layers of width {shape.hidden}, sequence {shape.sequence}, "
         f"{shape.dtype}, dropout {shape.dropout}; batch sizes {batches}; {settings.steps} steps of "
-        f"{', '.join(STRATEGIES)} in turn; window {format_size(settings.in_flight_bytes)}"
+        f"{', '.join(settings.strategies)} in turn; {_limit(settings)}"
     )
+
+
+def _limit(settings: DemoSettings) -> str:
+    if isinstance(settings.budget, float):
+        return f"budget {settings.budget:.0%} of keep's activation peak"
+    if settings.budget is not None:
+        return f"budget {format_size(settings.budget)}"
+    return f"window {format_size(settings.in_flight_bytes)}"

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from tba_offload.policy import LayerId, Policy
+    from tba_offload.policy import LayerId, Placement, Policy
     from tba_offload.report.run_log import StepRecord
 
 
@@ -199,7 +199,17 @@ def _world_of(own: list[LayerId], config: OffloadConfig) -> World:
     stacks = list(dict.fromkeys(layer.stack for layer in layers))
     layers = sorted(set(layers), key=lambda layer: (stacks.index(layer.stack), layer.number))
     run = _of_all_ranks([uuid.uuid4().hex])[0]
-    return World(tuple(layers), _rank(), _ranks(), run if _ranks() > 1 else None)
+    if _ranks() == 1:
+        return World(tuple(layers))
+    return World(tuple(layers), _rank(), _ranks(), run, _agree)
+
+
+def _agree(proposed: dict[str, Placement]) -> dict[str, Placement]:
+    """Of each layer, what the first rank that has it proposes."""
+    agreed: dict[str, Placement] = {}
+    for proposal in reversed(_of_all_ranks([proposed])):
+        agreed.update(proposal)
+    return agreed
 
 
 @contextlib.contextmanager

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -12,26 +13,68 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a plan is expected to do.
+
+    Attributes:
+        seconds: Duration of the step.
+        stall_seconds: How much of it compute waits for I/O.
+        peak_bytes: The activation peak.
+    """
+
+    seconds: float
+    stall_seconds: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What every layer of this process does; never changes inside a step.
 
     Attributes:
         placements: One for each layer, in the order of the session's layers.
+        kept: For each layer that is offloaded, the numbers of those of its activations that stay in memory;
+            empty if there are none anywhere.
+        window: Most bytes in flight; ``None`` for no limit.
+        prediction: What it is expected to do, if somebody has found out.
     """
 
     placements: tuple[Placement, ...]
+    kept: tuple[frozenset[int], ...] = ()
+    window: int | None = None
+    prediction: Prediction | None = None
 
     @classmethod
     def from_policy(
-        cls, policy: Policy, layers: Sequence[LayerId], everywhere: Sequence[LayerId] | None = None
+        cls,
+        policy: Policy,
+        layers: Sequence[LayerId],
+        everywhere: Sequence[LayerId] | None = None,
+        *,
+        window: int | None = None,
     ) -> Plan:
         """Applies the rules of a policy.
+
+        Args:
+            policy: The rules.
+            layers: The layers of this process.
+            everywhere: Those of all processes, by which rules are judged.
+            window: Most bytes in flight; ``None`` for no limit.
 
         Raises:
             ConfigError: A rule takes no effect.
         """
         resolved = policy.resolve(layers, everywhere)
-        return cls(tuple(resolved[index] for index in range(len(layers))))
+        return cls(tuple(resolved[index] for index in range(len(layers))), window=window)
+
+    def as_json(self) -> dict[str, Any]:
+        """The plan for a run log."""
+        return {
+            "placements": [placement.value for placement in self.placements],
+            "kept": [sorted(numbers) for numbers in self.kept],
+            "window": self.window,
+            "prediction": dataclasses.asdict(self.prediction) if self.prediction is not None else None,
+        }
 
     @property
     def strategy(self) -> str:

@@ -22,7 +22,7 @@ from matplotlib.textpath import TextPath
 from tba_offload.report.rok import byte_scale, lines, pareto, peak_sources, rate_scale
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from matplotlib.axes import Axes
     from matplotlib.transforms import Bbox
@@ -70,7 +70,7 @@ _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "tba-offload",
     "text.parse_math": False,  # a strategy may be called "$5/h"
 }
-_METADATA = {
+_METADATA: dict[str, dict[str, Any]] = {
     "svg": {"Creator": "tba-offload", "Date": None, "Title": "ROK curve"},
     "png": {"Software": "tba-offload", "Title": "ROK curve"},
 }
@@ -101,6 +101,36 @@ def rok_figure(points: Sequence[RokPoint]) -> Figure:
     figure.draw_without_rendering()  # settles the layout: from here on labels can be placed by the pixel
     curve.label_batch_sizes()
     return figure
+
+
+def frontier_curve(rows: Sequence[Mapping[str, Any]], kind: Literal["svg", "png"]) -> bytes:
+    """Predicted step time over predicted peak as the bytes of a file, see :func:`rok.draw_frontier`."""
+    rows = sorted(rows, key=lambda row: row["peak_bytes"])
+    unit, scale = byte_scale(max(row["peak_bytes"] for row in rows))
+    file = io.BytesIO()
+    with matplotlib.style.context("default"), mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(7.5, 4.8), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        axes.set_title("The best plan for each budget, as predicted", loc="left")
+        axes.set_xlabel(f"activation peak, {unit}")
+        axes.set_ylabel("step time, s")
+        peaks = [row["peak_bytes"] / scale for row in rows]
+        seconds = [row["seconds"] for row in rows]
+        axes.plot(peaks, seconds, color=_LOOKS["offload"][0], marker="o", linestyle="-")
+        for peak, second, row in zip(peaks, seconds, rows, strict=True):
+            axes.annotate(
+                row["layers"],
+                (peak, second),
+                xytext=(4, 6),
+                textcoords="offset points",
+                fontsize=7,
+                rotation=30,
+            )
+        axes.set_xlim(left=0)
+        axes.margins(y=0.3)
+        figure.savefig(file, format=kind, dpi=160, metadata=_METADATA[kind] | {"Title": "Frontier of plans"})
+    return file.getvalue()
 
 
 class _Curve:

@@ -16,7 +16,7 @@ import statistics
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tba_offload.errors import ConfigError, MissingDependencyError, RunLogError
 from tba_offload.report.ranks import read_runs
@@ -551,6 +551,29 @@ def draw(points: Sequence[RokPoint], path: str | os.PathLike[str]) -> None:
     from tba_offload.report import picture
 
     path.write_bytes(picture.rok_curve(points, kind))
+
+
+def draw_frontier(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[str]) -> None:
+    """Draw predicted step time over predicted peak, for the best plan of each budget.
+
+    Args:
+        rows: ``peak_bytes``, ``seconds``, ``layers`` and ``fits`` of each plan.
+        path: The picture to write, SVG or PNG by its suffix.
+
+    Raises:
+        ConfigError: No plan fits its budget, or another suffix.
+        MissingDependencyError: matplotlib is not installed.
+        OSError: The picture cannot be written.
+    """
+    path = Path(path)
+    kind = picture_kind(path)
+    fitting = [row for row in rows if row["fits"]]
+    if not fitting:
+        raise ConfigError("no plan fits its budget, so there is no frontier to draw")
+    require_matplotlib()
+    from tba_offload.report import picture
+
+    path.write_bytes(picture.frontier_curve(fitting, kind))
 
 
 def picture_kind(path: str | os.PathLike[str]) -> Literal["svg", "png"]:

@@ -5,6 +5,7 @@ r"""The run log: JSON lines, one header and then one record for every step.
     {"event": "run", "schema": 1, "started": "2025-01-01T00:00:00+00:00", "strategy": "offload", ...}
     {"event": "step", "step": 0, "seconds": 1.25, "loss": 10.4, ...}
     {"event": "step", "step": 1, "seconds": 1.12, "loss": 10.1, ...}
+    {"event": "plan", "step": 1, "profile": {...}, "drive": {...}, "layers": {...}, ...}
 
 A finite float survives bit for bit: JSON gets its shortest exact decimal form. JSON has no word for the
 other floats, so they are written as the strings ``"nan"``, ``"inf"`` and ``"-inf"``; reading turns them back
@@ -33,7 +34,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, get_args, get_or
 from tba_offload.errors import RunLogError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 SCHEMA = 1
 
@@ -209,6 +210,20 @@ class RunLogWriter:
             raise RunLogError(f"{self.path}: the run log is closed; open a new file to record more steps")
         self._append(_line(record))
 
+    def note(self, event: str, document: Mapping[str, object]) -> None:
+        """Append an event of another kind, which readers hand on as it is (:attr:`RunLog.others`).
+
+        Args:
+            event: Its kind.
+            document: What JSON can hold.
+
+        Raises:
+            RunLogError: As :meth:`write` does.
+        """
+        if self._file.closed:
+            raise RunLogError(f"{self.path}: the run log is closed; open a new file to record more")
+        self._append(_json_line(event, document))
+
     def close(self) -> None:
         """Close the file; once is enough, more does no harm."""
         self._file.close()
@@ -292,10 +307,14 @@ def _line(event: RunHeader | StepRecord) -> bytes:
     taken = sorted(event.extra.keys() & (document.keys() | {"event"}))
     if taken:
         raise RunLogError(f"extra may not hold {', '.join(taken)}: the run log has such a key of its own")
+    return _json_line(event.EVENT, {**document, **event.extra})
+
+
+def _json_line(event: str, document: Mapping[str, object]) -> bytes:
     try:
-        text = json.dumps(_plain({"event": event.EVENT, **document, **event.extra}), allow_nan=False)
+        text = json.dumps(_plain({"event": event, **document}), allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise RunLogError(f"the {event.EVENT} event holds a value that JSON cannot: {error}") from error
+        raise RunLogError(f"the {event} event holds a value that JSON cannot: {error}") from error
     return text.encode("ascii") + b"\n"
 
 

@@ -152,6 +152,25 @@ class IoFuture:
             callback(self)
 
 
+class Load(NamedTuple):
+    """What one direction of one drive has moved.
+
+    Attributes:
+        nbytes: Bytes.
+        seconds: How long at least one transfer was under way, waiting for the device not counted.
+    """
+
+    nbytes: int
+    seconds: float
+
+
+class DriveLoad(NamedTuple):
+    """What one drive has moved."""
+
+    write: Load
+    read: Load
+
+
 class ActivationStore(ABC):
     """A place outside device memory for the bytes of activations.
 
@@ -257,6 +276,10 @@ class ActivationStore(ABC):
     @abstractmethod
     def place(self, extent: Extent) -> str:
         """Where an extent lies, for messages: the directory, or what else the store is."""
+
+    @abstractmethod
+    def take_loads(self) -> list[DriveLoad]:
+        """What each drive has moved since the last call."""
 
     @abstractmethod
     def pending(self) -> int:

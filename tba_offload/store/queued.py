@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
 from tba_offload.errors import ChecksumError, MissingDependencyError, SessionError, StoreError, StoreFullError
-from tba_offload.store.base import ActivationStore, Extent, IoFuture
+from tba_offload.store.base import ActivationStore, DriveLoad, Extent, IoFuture, Load
 from tba_offload.store.extents import BLOCK, ExtentAllocator, round_up
 
 if TYPE_CHECKING:
@@ -59,6 +59,43 @@ class _Lease:
         self.reading = 0
         self.written = False
         self.digest: int | None = None
+
+
+class _Meter:
+    """How many bytes move in one direction, and for how long there is something to move."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._moving = 0
+        self._since = 0.0
+        self._nbytes = 0
+        self._seconds = 0.0
+
+    def begin(self) -> None:
+        """A transfer starts."""
+        with self._lock:
+            if not self._moving:
+                self._since = time.perf_counter()
+            self._moving += 1
+
+    def end(self, nbytes: int) -> None:
+        """It has ended."""
+        with self._lock:
+            self._moving -= 1
+            self._nbytes += nbytes
+            if not self._moving:
+                self._seconds += time.perf_counter() - self._since
+
+    def take(self) -> Load:
+        """What was moved since the last call."""
+        with self._lock:
+            if self._moving:
+                now = time.perf_counter()
+                self._seconds += now - self._since
+                self._since = now
+            load = Load(self._nbytes, self._seconds)
+            self._nbytes, self._seconds = 0, 0.0
+            return load
 
 
 class Transfer(IoFuture):
@@ -218,6 +255,7 @@ class QueuedStore(ActivationStore):
         self._closed = False
         self._forked = False
         self._callback_error: BaseException | None = None
+        self._meters = (_Meter(), _Meter())
         self._lanes = (_Lane("write", writers), _Lane("read", readers))
         self._finalizer = weakref.finalize(self, _end_forgotten, name, self._lanes, backing)
         self._finalizer.atexit = False  # _close_all() ends stores in order instead
@@ -317,6 +355,10 @@ class QueuedStore(ActivationStore):
             self._check_padding(target)
         self._check_process()
         return self._queue(extent, target, after, writes=False, padded=padded, done=None)
+
+    def take_loads(self) -> list[DriveLoad]:
+        """What the drive has moved; see :meth:`ActivationStore.take_loads`."""
+        return [DriveLoad(*(meter.take() for meter in self._meters))]
 
     def pending(self) -> int:
         """Transfers that are queued or running."""
@@ -450,11 +492,17 @@ class QueuedStore(ActivationStore):
 
     def _move(self, transfer: Transfer, memory: ByteRange, after: Event) -> None:
         self._device.bind_thread()
+        after.synchronize()  # before the clock starts: this is not the drive's time
         lease = transfer.lease
-        if transfer.writes:
-            lease.digest = self._move_out(lease.extent, memory, after)
-            return
-        digest = self._move_in(lease.extent, memory, after, padded=transfer.padded)
+        meter = self._meters[0 if transfer.writes else 1]
+        meter.begin()
+        try:
+            if transfer.writes:
+                lease.digest = self._move_out(lease.extent, memory, after)
+                return
+            digest = self._move_in(lease.extent, memory, after, padded=transfer.padded)
+        finally:
+            meter.end(lease.extent.nbytes)
         if digest != lease.digest:
             raise ChecksumError(
                 errno.EIO,

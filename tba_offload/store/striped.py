@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from tba_offload.errors import StoreFullError
-from tba_offload.store.base import ActivationStore, Extent, IoFuture
+from tba_offload.store.base import ActivationStore, DriveLoad, Extent, IoFuture
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -99,6 +99,10 @@ class StripedStore(ActivationStore):
     def place(self, extent: Extent) -> str:
         """The store that the extent lies in; see :meth:`ActivationStore.place`."""
         return self._store_of(extent).place(extent)
+
+    def take_loads(self) -> list[DriveLoad]:
+        """What each drive has moved; see :meth:`ActivationStore.take_loads`."""
+        return [load for store in self.stores for load in store.take_loads()]
 
     def pending(self) -> int:
         """Transfers that are queued or running on all drives."""

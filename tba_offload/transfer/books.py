@@ -5,12 +5,16 @@ The lock that protects the books belongs to the offloader.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tba_offload.transfer.record import Record, Span
 
 REFILL_BELOW = 0.75
 """Reading ahead starts again when less than this share of the window is in flight."""
+
+
+NOTICEABLE = 20e-6
+"""Seconds; shorter waits are counted, but nobody needs to know when they were."""
 
 
 @dataclass(slots=True)
@@ -27,6 +31,7 @@ class TransferStats:
         stall_seconds: Time that the training thread waited for I/O.
         in_flight_peak: Most bytes in flight.
         own_peak: Most bytes that the offloader itself kept in memory: in flight, restored, kept.
+        stalls: When the training thread waited for longer than a glance: from, until.
     """
 
     offloaded: int = 0
@@ -38,6 +43,13 @@ class TransferStats:
     stall_seconds: float = 0.0
     in_flight_peak: int = 0
     own_peak: int = 0
+    stalls: list[tuple[float, float]] = field(default_factory=list)
+
+    def stalled(self, began: float, ended: float) -> None:
+        """The training thread waited for I/O, by :func:`time.perf_counter`."""
+        self.stall_seconds += ended - began
+        if ended - began >= NOTICEABLE:
+            self.stalls.append((began, ended))
 
 
 class Books:

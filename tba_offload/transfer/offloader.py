@@ -74,8 +74,7 @@ class Offloader:
         self._books = Books(ceiling)
         self._outbox: dict[Piece, Record] = {}
         self._outbox_bytes = 0
-        self._batch_bytes = min(BATCH_BYTES, ceiling // 4) if ceiling is not None else BATCH_BYTES
-        self._held_back_bytes = int(HELD_BACK * ceiling) if ceiling is not None else 0
+        self._size_window()
         self._prefetched: OrderedDict[Span, Record] = OrderedDict()
         self._dropped: SimpleQueue[tuple[Record, bool]] = SimpleQueue()
         self._failures: SimpleQueue[TransferError] = SimpleQueue()
@@ -85,6 +84,16 @@ class Offloader:
         self._changed = threading.Condition(self._lock)
         self._waiting = 0
         self._patience = Patience(stall_limit)
+
+    def _size_window(self) -> None:
+        ceiling = self._books.ceiling
+        self._batch_bytes = min(BATCH_BYTES, ceiling // 4) if ceiling is not None else BATCH_BYTES
+        self._held_back_bytes = int(HELD_BACK * ceiling) if ceiling is not None else 0
+
+    def resize_window(self, ceiling: int | None) -> None:
+        """Sets the most bytes in flight; between steps."""
+        self._books.ceiling = ceiling
+        self._size_window()
 
     @property
     def stats(self) -> TransferStats:
@@ -123,7 +132,7 @@ class Offloader:
         started = time.perf_counter()
         while self._make_room(nbytes):
             pass
-        self.stats.stall_seconds += time.perf_counter() - started
+        self.stats.stalled(started, time.perf_counter())
         self.raise_failures()
 
     def _make_room(self, nbytes: int) -> bool:
@@ -410,7 +419,7 @@ class Offloader:
         except StoreError as error:
             raise _transfer_error("read", record, error) from error
         finally:
-            self.stats.stall_seconds += time.perf_counter() - started
+            self.stats.stalled(started, time.perf_counter())
 
     def _unpacked(self, handle: Handle, span: Span) -> None:
         record = handle.record

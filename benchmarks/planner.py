@@ -1,0 +1,353 @@
+"""Is the plan as good as the best of the simple ones? `auto` against policies written by hand.
+
+    python benchmarks/planner.py                    every budget, with the drive as it is
+    python benchmarks/planner.py --rate 200MB       on a drive slowed down to 200 MB/s in each direction
+    python benchmarks/planner.py --adapt            the drive halves its rate in the middle of a run
+
+For every budget (a share of keep's activation peak) auto races the policies that somebody could write down:
+keep the last layers and offload, or recompute, the others, as many as fit; offload or recompute all; half and
+half. One process each, single steps alternating. Policies that do not fit the budget race too, and count not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import click
+import torch
+from gpt_runner import HEAD_WIDTH, SHAPE
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import tba_offload as tba
+from tba_offload.config import parse_size
+from tba_offload.demo.race import MEASURE_EVERY, Entrant, measures_memory, paired_ratio, race
+from tba_offload.device.memory import FAST_ALLOCATOR, keep_freed_pages
+from tba_offload.forecast import composition
+from tba_offload.megatron.cpu import single_process
+from tba_offload.megatron.gpt import GptShape, build_gpt, gpt_loss, random_batch
+from tba_offload.policy import Placement, Rule
+from tba_offload.store.file import FileStore
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tba_offload.device import ByteRange, Event
+    from tba_offload.store.base import Extent
+
+WARM_UP = 4
+"""Steps that do not count: in the first two auto learns, in the third its plan starts."""
+
+Figures = dict[str, Any]
+
+
+class ThrottledFileStore(FileStore):
+    """A file store on a drive that moves no more than so many bytes a second, in each direction."""
+
+    bytes_per_second: float | None = None
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._turns = {"write": threading.Lock(), "read": threading.Lock()}
+        super().__init__(*arguments, **options)
+
+    def _move_out(self, extent: Extent, source: ByteRange, after: Event) -> int | None:
+        with self._taking_time("write", extent):
+            return super()._move_out(extent, source, after)
+
+    def _move_in(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> int | None:
+        with self._taking_time("read", extent):
+            return super()._move_in(extent, target, after, padded=padded)
+
+    @contextlib.contextmanager
+    def _taking_time(self, direction: str, extent: Extent) -> Any:
+        with self._turns[direction]:
+            began = time.perf_counter()
+            yield
+            if self.bytes_per_second is not None:
+                left = extent.nbytes / self.bytes_per_second - (time.perf_counter() - began)
+                time.sleep(max(left, 0.0))
+
+
+class PlanRunner:
+    """A GPT that trains on random tokens under a policy.
+
+    Args:
+        config: The policy as YAML.
+        shape: The model.
+        batch_size: Sequences in a step.
+        rates: From a step on, how many bytes a second the drive moves: pairs of step and rate.
+        measure: Whether memory is measured in every fourth step.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: str,
+        shape: GptShape,
+        batch_size: int,
+        rates: Sequence[tuple[int, float | None]] = ((0, None),),
+        measure: bool = True,
+    ) -> None:
+        keep_freed_pages()
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(single_process())
+        self._model = build_gpt(shape, seed=1)
+        for parameter in self._model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self._optimizer = torch.optim.Adam(self._model.parameters(), lr=3e-4, fused=True)
+        self._shape, self._batch_size, self._rates, self._measure = shape, batch_size, dict(rates), measure
+        self._count = 0
+        with mock.patch("tba_offload.store.file.FileStore", ThrottledFileStore):
+            session = tba.attach(self._model, tba.OffloadConfig.from_yaml(config), measure_memory=False)
+        self._session = self._stack.enter_context(session)
+
+    def step(self) -> Figures:
+        """One step: its time, loss, peak if it was measured, stall, plan and prediction."""
+        if self._count in self._rates:
+            self._session.store.bytes_per_second = self._rates[self._count]  # type: ignore[attr-defined]
+        batch = random_batch(self._shape, batch_size=self._batch_size, seed=self._count)
+        measure = self._measure and measures_memory(self._count)
+        self._count += 1
+        placements = self._session.plan.placements
+        with self._session.step(measure_memory=measure) as step:
+            loss = gpt_loss(self._model, batch)
+            loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=False)
+        record = step.record
+        assert record is not None
+        return {
+            "loss": float(loss.detach()),
+            "seconds": record.seconds,
+            "stall": record.stall_seconds,
+            "peak": record.activation_peak_bytes,
+            "predicted_seconds": record.predicted_seconds,
+            "predicted_peak": record.predicted_peak_bytes,
+            "layers": composition(placements),
+        }
+
+    def close(self) -> None:
+        """Ends session and process group."""
+        self._stack.close()
+
+
+def policy(
+    directory: str,
+    default: Placement,
+    *,
+    rules: Sequence[Rule] = (),
+    window: int | None = None,
+    budget: int | None = None,
+) -> str:
+    """A policy as YAML."""
+    return tba.OffloadConfig(
+        default=default,
+        layers=tuple(rules),
+        budget=tba.BudgetConfig(in_flight_bytes=window, activation_bytes=budget),
+        store=tba.StoreConfig(kind="file", directories=(Path(directory),)),
+    ).to_yaml()
+
+
+def by_hand(directory: str, layers: int, budget: int, peak: int, window: int) -> dict[str, str]:
+    """Policies that somebody could write: the last layers kept, as many as should fit."""
+    one = peak / layers
+    found = {}
+    for other in (Placement.OFFLOAD, Placement.RECOMPUTE):
+        found[f"{other} all"] = policy(directory, other, window=window)
+        room = budget - (window if other is Placement.OFFLOAD else one) - 0.1 * peak
+        kept = min(int(room / one), layers - 1)
+        if kept > 0:
+            rule = Rule(f"{layers - kept}-{layers - 1}", Placement.KEEP)
+            found[f"keep {kept}, {other}"] = policy(directory, other, rules=(rule,), window=window)
+    every_other = Rule(",".join(map(str, range(0, layers, 2))), Placement.RECOMPUTE)
+    found["half recompute, half offload"] = policy(
+        directory, Placement.OFFLOAD, rules=(every_other,), window=window
+    )
+    return found
+
+
+class Bench:
+    """The races of one command line."""
+
+    def __init__(self, *, directory: str, steps: int, batch_size: int, window: str, shape: Figures) -> None:
+        self.directory, self.steps, self.batch_size = directory, steps, batch_size
+        self.window = parse_size(window)
+        self.shape = GptShape(heads=shape["hidden"] // HEAD_WIDTH, **shape)
+        self.progress = Progress(console=Console(stderr=True), transient=True)
+
+    def race(
+        self, configs: dict[str, str], rates: Sequence[tuple[int, float | None]], *, steps: int | None = None
+    ) -> dict[str, list[Figures]]:
+        """Races policies, name → YAML."""
+        steps = steps or self.steps
+        entrants = {
+            name: Entrant(
+                PlanRunner,
+                {"config": config, "shape": self.shape, "batch_size": self.batch_size, "rates": rates},
+                FAST_ALLOCATOR,
+            )
+            for name, config in configs.items()
+        }
+        with self.progress as progress:
+            task = progress.add_task(", ".join(configs), total=steps * len(configs))
+            return race(entrants, steps, on_step=lambda: progress.advance(task))
+
+    def keep(self) -> str:
+        """The policy of keep."""
+        return policy(self.directory, Placement.KEEP)
+
+    def peak_of_keep(self) -> int:
+        """Keep's activation peak, bytes."""
+        steps = self.race({"keep": self.keep()}, ((0, None),), steps=MEASURE_EVERY)["keep"]
+        return max(step["peak"] or 0 for step in steps)
+
+
+def sweep(bench: Bench, shares: Sequence[int], rate: float | None) -> list[Figures]:
+    """Races auto at every budget; one row for each policy."""
+    peak, rows = bench.peak_of_keep(), []
+    for share in shares:
+        budget = peak * share // 100
+        configs = {
+            "keep": bench.keep(),
+            "auto": policy(bench.directory, Placement.AUTO, budget=budget),
+            **by_hand(bench.directory, bench.shape.layers, budget, peak, bench.window),
+        }
+        results = bench.race(configs, ((0, rate),))
+        rows += judge(results, share, budget)
+        Console(width=130).print(table(rows[-len(configs) :], share, rate))
+        click.echo(verdict(rows[-len(configs) :]))
+    return rows
+
+
+def judge(results: dict[str, list[Figures]], share: int, budget: int) -> list[Figures]:
+    """Peak, time and prediction of each policy, against auto."""
+    auto = timed(results["auto"])
+    rows = []
+    for name, steps in results.items():
+        seconds = timed(steps)
+        measured = [step for step in steps[WARM_UP - 1 :] if step["peak"] is not None]
+        peak = max(step["peak"] for step in measured)
+        rows.append(
+            {
+                "share": share,
+                "budget_bytes": budget,
+                "name": name,
+                "peak_bytes": peak,
+                "fits": peak <= budget,
+                "seconds_median": statistics.median(seconds),
+                "auto_over_it": paired_ratio(auto, seconds),
+                "stall_median": statistics.median(step["stall"] for step in steps[WARM_UP:]),
+                "same_losses": [s["loss"] for s in steps] == [s["loss"] for s in results["keep"]],
+                "predicted_peak_bytes": measured[-1]["predicted_peak"],
+                "predicted_seconds": steps[-1]["predicted_seconds"],
+                "layers": steps[-1]["layers"],
+            }
+        )
+    return rows
+
+
+def timed(steps: Sequence[Figures]) -> list[float]:
+    """Times of the steps that count and in which nothing was sampled."""
+    return [step["seconds"] for step in steps[WARM_UP:] if step["peak"] is None]
+
+
+def table(rows: Sequence[Figures], share: int, rate: float | None) -> Table:
+    """The rows of one budget."""
+    drive = "the drive as it is" if rate is None else f"{rate / 1e6:.0f} MB/s"
+    made = Table(title=f"budget {share}% of keep's peak, {drive}")
+    for head in ("", "peak, x budget", "step s", "stall s", "auto / it (quartiles)", "losses", "layers"):
+        made.add_column(head, justify="left" if head in {"", "layers"} else "right")
+    for row in rows:
+        made.add_row(
+            row["name"],
+            f"{row['peak_bytes'] / row['budget_bytes']:.3f}{'' if row['fits'] else ' (too much)'}",
+            f"{row['seconds_median']:.3f}",
+            f"{row['stall_median']:.3f}",
+            str(row["auto_over_it"]),
+            "same bits" if row["same_losses"] else "differ",
+            row["layers"],
+        )
+    return made
+
+
+def verdict(rows: Sequence[Figures]) -> str:
+    """Auto against the best of the others, and its predictions."""
+    auto = next(row for row in rows if row["name"] == "auto")
+    others = [row for row in rows if row["fits"] and row["name"] != "auto"]
+    said = f"auto: peak {auto['peak_bytes'] / auto['budget_bytes']:.3f} x budget"
+    if others:
+        best = min(others, key=lambda row: row["seconds_median"])
+        said += f", {best['auto_over_it']} x the time of the best ({best['name']})"
+    if auto["predicted_seconds"] is not None:
+        said += (
+            f"; predicted peak {auto['predicted_peak_bytes'] / auto['peak_bytes'] - 1:+.1%}, "
+            f"step {auto['predicted_seconds'] / auto['seconds_median'] - 1:+.1%}"
+        )
+    return said
+
+
+def adapt(bench: Bench, rate: float) -> list[Figures]:
+    """The drive halves its rate in the middle: how many steps until compute waits no more?"""
+    half = bench.steps // 2
+    configs = {"auto": policy(bench.directory, Placement.AUTO, window=bench.window)}
+    steps = bench.race(configs, ((0, rate), (half, rate / 2)))["auto"]
+    made = Table(title=f"{rate / 1e6:.0f} MB/s, from step {half} on {rate / 2e6:.0f} MB/s")
+    for head in ("step", "seconds", "stall, % of step", "layers"):
+        made.add_column(head, justify="right" if head != "layers" else "left")
+    for number, step in enumerate(steps):
+        made.add_row(
+            str(number), f"{step['seconds']:.3f}", f"{step['stall'] / step['seconds']:.1%}", step["layers"]
+        )
+    Console(width=110).print(made)
+    return [{"step": number, **step} for number, step in enumerate(steps)]
+
+
+@click.command()
+@click.option("--budget", "shares", type=int, multiple=True, default=(20, 35, 50, 75), show_default=True)
+@click.option("--rate", default=None, help="Slow the drive down to this much a second, such as 200MB.")
+@click.option(
+    "--adapt", "adapts", is_flag=True, help="Halve the rate in the middle; --rate is 800MB by default."
+)
+@click.option("--layers", default=12, show_default=True)
+@click.option("--hidden", default=512, show_default=True)
+@click.option("--sequence", default=256, show_default=True)
+@click.option("--batch-size", default=2, show_default=True)
+@click.option("--steps", type=click.IntRange(min=8), default=16, show_default=True, help="Steps of each.")
+@click.option("--window", default="10MiB", show_default=True, help="Bytes in flight of the others.")
+@click.option("--directory", default=None, help="Where files go.  [default: a temporary directory]")
+@click.option("--json", "json_file", default=None, help="Also write the figures to this file.")
+def main(
+    *,
+    shares: tuple[int, ...],
+    rate: str | None,
+    adapts: bool,
+    directory: str | None,
+    json_file: str | None,
+    steps: int,
+    batch_size: int,
+    window: str,
+    **shape: int,
+) -> None:
+    """Race auto against policies written by hand."""
+    with contextlib.ExitStack() as stack:
+        place = directory or stack.enter_context(tempfile.TemporaryDirectory(prefix="tba-bench-"))
+        bench = Bench(directory=place, steps=steps, batch_size=batch_size, window=window, shape=SHAPE | shape)
+        if adapts:
+            rows = adapt(bench, parse_size(rate or "800MB"))
+        else:
+            rows = sweep(bench, shares, None if rate is None else parse_size(rate))
+    if json_file is not None:
+        Path(json_file).write_text(json.dumps(rows, indent=2, default=vars) + "\n")
+
+
+if __name__ == "__main__":
+    main()

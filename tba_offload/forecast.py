@@ -1,0 +1,155 @@
+"""What a plan would bring, told from a run log alone: the engine of ``tba-offload plan``."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tba_offload.config import BudgetConfig, OffloadConfig
+from tba_offload.errors import RunLogError
+from tba_offload.plan.bandwidth import Bandwidth
+from tba_offload.plan.planner import Limits, explain, make_plan
+from tba_offload.plan.profile import StepProfile
+from tba_offload.plan.what_if import frontier, peak_of_keep, stretched
+from tba_offload.policy import Placement, Rule
+from tba_offload.report.run_log import read_run_log
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+
+    from tba_offload.plan.plan import Plan
+    from tba_offload.plan.what_if import Choice
+
+EVENT = "plan"
+"""The event of a run log that holds all this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What a run has measured.
+
+    Attributes:
+        names: Module names of the layers.
+        profile: Its step.
+        drive: Its drives.
+        window: Most bytes in flight, as it was configured.
+        config: Its policy.
+    """
+
+    names: tuple[str, ...]
+    profile: StepProfile
+    drive: Bandwidth
+    window: int | None
+    config: OffloadConfig
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str]) -> Situation:
+        """What the run log tells, by the last time that it was planned.
+
+        Raises:
+            RunLogError: It cannot be read, or nothing in it was captured: no layer was offloaded in its first
+                steps.
+        """
+        log = read_run_log(path)
+        events = [event for event in log.others if event["event"] == EVENT]
+        if not events:
+            raise RunLogError(
+                f"{log.path}: nothing to plan from: log at least three steps in which layers are placed "
+                "offload or auto"
+            )
+        event: dict[str, Any] = events[-1]
+        try:
+            return cls(
+                names=tuple(event["names"]),
+                profile=StepProfile.from_json(event["profile"]),
+                drive=Bandwidth(**event["drive"]),
+                window=event["limits"]["window"],
+                config=OffloadConfig.from_yaml(log.header.policy or ""),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise RunLogError(f"{log.path}: its plan event cannot be read: {error!r}") from error
+
+    def changed(
+        self,
+        *,
+        layers: int | None = None,
+        micro_batches: int | None = None,
+        write: float | None = None,
+        read: float | None = None,
+        drives: float = 1,
+        window: int | None = None,
+    ) -> Situation:
+        """Another situation.
+
+        Args:
+            layers: Number of layers.
+            micro_batches: Number of micro-batches.
+            write: Bytes a second to the drive.
+            read: Bytes a second from it.
+            drives: So many times the drives there are.
+            window: Most bytes in flight.
+        """
+        drive = dataclasses.replace(
+            self.drive, write=write or self.drive.write, read=read or self.drive.read
+        ).scaled(drives)
+        old = len(self.names)
+        count = old if layers is None else layers
+        names = self.names if count == old else tuple(str(layer) for layer in range(count))
+        profile = self.profile
+        if (layers, micro_batches) != (None, None):
+            profile = stretched(profile, layers=layers, micro_batches=micro_batches)
+        return dataclasses.replace(
+            self,
+            names=names,
+            profile=profile,
+            drive=drive,
+            window=self.window if window is None else window,
+        )
+
+    @property
+    def peak_of_keep(self) -> int:
+        """The activation peak if nothing were offloaded, bytes."""
+        return peak_of_keep(self.profile, self.drive)
+
+    def frontier(self) -> list[Choice]:
+        """The best plans from a tenth of what keep needs up to all of it."""
+        return frontier(self.profile, self.drive, self._policy, window=self.window)
+
+    def plan(self, budget: int | None) -> Plan:
+        """The best plan for a budget in bytes; without one the lowest peak at which nothing waits."""
+        return make_plan(
+            self.profile, self.drive, Limits(budget, self.window), policy=self._policy, whole_layers=True
+        )
+
+    def why(self, plan: Plan) -> list[str]:
+        """For each layer, why the plan places it so, in one line."""
+        return [explain(self.profile, plan, self.drive, layer) for layer in range(len(self.names))]
+
+    @property
+    def _policy(self) -> tuple[Placement, ...]:
+        """Everything is open: the question is what would be best."""
+        return (Placement.AUTO,) * len(self.names)
+
+    def policy_for(self, plan: Plan, budget: int | None) -> OffloadConfig:
+        """A policy that places layers as the plan does, otherwise as the run was configured."""
+        placements = plan.placements
+        default = max(set(placements), key=lambda placement: (placements.count(placement), placement))
+        rules = tuple(
+            Rule(name, placement)
+            for name, placement in zip(self.names, placements, strict=True)
+            if placement is not default
+        )
+        return dataclasses.replace(
+            self.config,
+            default=default,
+            layers=rules,
+            budget=BudgetConfig(activation_bytes=budget, in_flight_bytes=plan.window),
+        )
+
+
+def composition(placements: Sequence[Placement]) -> str:
+    """How many layers have which placement: ``4 keep, 8 offload``."""
+    counts = {placement: placements.count(placement) for placement in Placement}
+    return ", ".join(f"{count} {placement}" for placement, count in counts.items() if count)

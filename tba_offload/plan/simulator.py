@@ -1,0 +1,318 @@
+"""Plays a plan against a profile: when compute waits, how long the step takes, where memory peaks.
+
+The simulator does what the offloader does, activation by activation, with the rates of a drive instead of a
+drive: writes in the order of saving, a part of the window held back, reads ahead of backward as the window
+allows, waiting at its ceiling. Compute is a single thread of slots. Nothing else is modelled: rates are
+constant, and both directions have their own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tba_offload.plan.plan import Prediction
+from tba_offload.policy import Placement
+
+if TYPE_CHECKING:
+    from tba_offload.plan.bandwidth import Bandwidth
+    from tba_offload.plan.plan import Plan
+    from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile
+
+BATCH_BYTES = 4 * 2**20
+"""Writes are handed over in batches of this many bytes, or of a quarter of the window."""
+
+HELD_BACK = 0.25
+"""This share of the window is written only when something else needs the room."""
+
+REFILL_BELOW = 0.75
+"""Reading ahead starts again when less than this share of the window is in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What playing a plan showed.
+
+    Attributes:
+        seconds: Duration of the step.
+        stall_seconds: How much of it compute waited for I/O.
+        peak_bytes: Most bytes of activations on the device, the rest of the profile included.
+        written_bytes: Bytes that went to the drive.
+        read_bytes: Bytes that came back.
+        forwarded_bytes: Bytes of offloaded layers that were still there when backward came.
+        write_seconds: How long the drive was busy with writes.
+        read_seconds: How long it was busy with reads.
+    """
+
+    seconds: float
+    stall_seconds: float
+    peak_bytes: int
+    written_bytes: int
+    read_bytes: int
+    forwarded_bytes: int
+    write_seconds: float
+    read_seconds: float
+
+    @property
+    def prediction(self) -> Prediction:
+        """The figures that a step can be compared with."""
+        return Prediction(self.seconds, self.stall_seconds, self.peak_bytes)
+
+
+def simulate(profile: StepProfile, plan: Plan, drive: Bandwidth) -> Outcome:
+    """Plays one step.
+
+    Args:
+        profile: The step.
+        plan: A placement for each of its layers, and the window.
+        drive: The rates.
+
+    Raises:
+        ValueError: The plan is for another number of layers.
+    """
+    if len(plan.placements) != len(profile.layers):
+        raise ValueError(
+            f"a plan for {len(plan.placements)} layers does not fit a profile of {len(profile.layers)}"
+        )
+    return _Run(profile, plan, drive).play()
+
+
+_Scope = tuple[int, int]
+"""Layer and micro-batch."""
+
+
+class _Item:
+    """An activation that is offloaded; times are ``None`` until they are certain."""
+
+    __slots__ = ("arrives", "in_memory", "nbytes", "until", "waits", "written")
+
+    def __init__(self, saved: Saved) -> None:
+        self.nbytes = saved.nbytes
+        self.until = saved.until
+        self.in_memory = True  # the original, on the offloader's account
+        self.waits = True  # in the outbox
+        self.written: float | None = None
+        self.arrives: float | None = None  # or when it was used, if that needed no read
+
+
+class _Run:
+    def __init__(self, profile: StepProfile, plan: Plan, drive: Bandwidth) -> None:
+        window = plan.window
+        self.profile = profile
+        self.plan = plan
+        self.drive = drive
+        self.window = window
+        batch = BATCH_BYTES if window is None else min(BATCH_BYTES, window // 4)
+        self.held_back = 0 if window is None else int(HELD_BACK * window)
+        self.batch_from = self.held_back + batch
+        self.now = 0.0
+        self.stall = 0.0
+        self.in_flight = 0
+        self.settled = 0
+        self.peak = 0
+        self.written = self.read = self.forwarded = 0
+        self.writer_free = self.reader_free = 0.0
+        self.write_seconds = self.read_seconds = 0.0
+        self.outbox: deque[_Item] = deque()
+        self.outbox_bytes = 0
+        self.writing: deque[_Item] = deque()
+        # What each execution of a layer has saved, in the order in which backward is going to use it.
+        self.saved: dict[_Scope, list[_Item]] = {}
+        self.order = [
+            (slot.layer, slot.micro_batch) for slot in profile.slots if slot.backward and self._moves(slot)
+        ]
+        self.position = {scope: position for position, scope in enumerate(self.order)}
+        self.ahead = 0  # position in the order from which to read ahead
+
+    def _moves(self, slot: Slot) -> bool:
+        return self.plan.placements[slot.layer] in {Placement.OFFLOAD, Placement.AUTO}
+
+    def play(self) -> Outcome:
+        for slot in self.profile.slots:
+            self.now += slot.gap
+            placement = self.plan.placements[slot.layer]
+            kind = self.profile.kind_of(slot.layer)
+            timing = self.profile.timing(slot.layer, placement)
+            seconds = timing.backward if slot.backward else timing.forward
+            if self._moves(slot):
+                (self._offloaded_backward if slot.backward else self._offloaded_forward)(slot, kind, seconds)
+            elif placement is Placement.KEEP:
+                self._stays(kind.nbytes + kind.small_bytes, slot, seconds)
+            else:
+                self._recomputed(kind, slot, seconds)
+        self.now += self.profile.tail
+        return Outcome(
+            seconds=self.now,
+            stall_seconds=self.stall,
+            peak_bytes=self.peak + self.profile.rest_bytes,
+            written_bytes=self.written,
+            read_bytes=self.read,
+            forwarded_bytes=self.forwarded,
+            write_seconds=self.write_seconds,
+            read_seconds=self.read_seconds,
+        )
+
+    # ---- layers that stay ------------------------------------------------------------------------
+
+    def _stays(self, nbytes: int, slot: Slot, seconds: float) -> None:
+        if slot.backward:
+            self.now += seconds
+            self.settled -= nbytes
+        else:
+            self.now += seconds
+            self._hold(nbytes)
+
+    def _recomputed(self, kind: LayerKind, slot: Slot, seconds: float) -> None:
+        self.now += seconds
+        if slot.backward:
+            self._hold(kind.nbytes + kind.small_bytes - kind.input_bytes)
+            self.settled -= kind.nbytes + kind.small_bytes
+        else:
+            self._hold(kind.input_bytes)
+
+    def _hold(self, nbytes: int) -> None:
+        self.settled += nbytes
+        self._note_peak()
+
+    def _note_peak(self) -> None:
+        self._settle()
+        self.peak = max(self.peak, self.in_flight + self.settled)
+
+    # ---- layers that travel ----------------------------------------------------------------------
+
+    def _kept(self, layer: int) -> frozenset[int]:
+        return self.plan.kept[layer] if self.plan.kept else frozenset()
+
+    def _offloaded_forward(self, slot: Slot, kind: LayerKind, seconds: float) -> None:
+        kept = self._kept(slot.layer)
+        items: list[_Item] = []
+        passed = 0.0
+        self._hold(kind.small_bytes)
+        for number, saved in enumerate(kind.activations):
+            self.now += (saved.at - passed) * seconds
+            passed = saved.at
+            if number in kept:
+                self._hold(saved.nbytes)
+                continue
+            self._admit(saved.nbytes)
+            item = _Item(saved)
+            items.append(item)
+            self.in_flight += item.nbytes
+            self.outbox.append(item)
+            self.outbox_bytes += item.nbytes
+            self._note_peak()
+            if self.outbox_bytes >= self.batch_from:
+                self._flush(self.held_back)
+        self.now += (1.0 - passed) * seconds
+        scope = slot.layer, slot.micro_batch
+        self.saved[scope] = sorted(items, key=lambda item: item.until)
+        # With several micro-batches the order runs ahead of what exists; come back for what appears.
+        self.ahead = min(self.ahead, self.position.get(scope, self.ahead))
+        if not self.held_back:
+            self._flush(0)
+
+    def _admit(self, nbytes: int) -> None:
+        """Waits at the ceiling for writes to end."""
+        while self.window is not None and self.in_flight and self.in_flight + nbytes > self.window:
+            self._settle()
+            if self.in_flight + nbytes <= self.window:
+                return
+            self._flush(0)
+            if not self.writing:
+                return  # only what was read ahead is in flight; it would be given up
+            self._wait_until(self.writing[0].written)
+            self._settle()
+
+    def _flush(self, held_back: int) -> None:
+        while self.outbox and (not held_back or self.outbox_bytes > held_back):
+            item = self.outbox.popleft()
+            self.outbox_bytes -= item.nbytes
+            seconds = self.drive.latency + item.nbytes / self.drive.write
+            self.writer_free = max(self.writer_free, self.now) + seconds
+            self.write_seconds += seconds
+            self.written += item.nbytes
+            item.waits = False
+            item.written = self.writer_free
+            self.writing.append(item)
+
+    def _settle(self) -> None:
+        """Takes note of the writes that have ended by now."""
+        while self.writing and self.writing[0].written is not None and self.writing[0].written <= self.now:
+            item = self.writing.popleft()
+            if item.in_memory:
+                item.in_memory = False
+                self.in_flight -= item.nbytes
+
+    def _wait_until(self, when: float | None) -> None:
+        if when is not None and when > self.now:
+            self.stall += when - self.now
+            self.now = when
+
+    def _offloaded_backward(self, slot: Slot, kind: LayerKind, seconds: float) -> None:
+        scope = slot.layer, slot.micro_batch
+        passed, used = 0.0, 0
+        for item in self.saved[scope]:
+            self.now += (item.until - passed) * seconds
+            passed = item.until
+            self.settled -= used  # the activation before was used up
+            used = item.nbytes
+            self._use(item)
+            self._read_ahead()
+        self.now += (1.0 - passed) * seconds
+        del self.saved[scope]
+        kept = sum(kind.activations[number].nbytes for number in self._kept(slot.layer))
+        self.settled -= used + kept + kind.small_bytes
+
+    def _use(self, item: _Item) -> None:
+        """Backward needs an activation: it waits for it if it must, and holds it from now on."""
+        self._settle()
+        if item.in_memory:
+            self.forwarded += item.nbytes
+            self._take_back(item)
+            item.in_memory = False
+            item.arrives = self.now
+            self.in_flight -= item.nbytes
+        elif item.arrives is not None:
+            self._wait_until(item.arrives)
+            self.in_flight -= item.nbytes
+        else:
+            self._start_read(item)
+            self._wait_until(item.arrives)
+        self.settled += item.nbytes
+        self._note_peak()
+
+    def _take_back(self, item: _Item) -> None:
+        """A write that was not handed over never is; one that was goes on."""
+        if item.waits:
+            item.waits = False
+            self.outbox.remove(item)
+            self.outbox_bytes -= item.nbytes
+
+    def _start_read(self, item: _Item) -> None:
+        seconds = self.drive.latency + item.nbytes / self.drive.read
+        self.reader_free = max(self.reader_free, self.now, item.written or 0.0) + seconds
+        self.read_seconds += seconds
+        self.read += item.nbytes
+        item.arrives = self.reader_free
+
+    def _read_ahead(self) -> None:
+        self._settle()
+        if self.window is not None and self.in_flight > REFILL_BELOW * self.window:
+            return
+        while self.ahead < len(self.order):
+            for item in self.saved.get(self.order[self.ahead], ()):
+                if item.in_memory:
+                    self._take_back(item)  # it is about to be used where it is
+                elif item.arrives is None and not self._starts_early(item):
+                    return
+            self.ahead += 1
+
+    def _starts_early(self, item: _Item) -> bool:
+        if self.window is not None and self.in_flight + item.nbytes > self.window:
+            self._flush(0)  # what waits there is needed later
+            return False
+        self._start_read(item)
+        self.in_flight += item.nbytes
+        self._note_peak()
+        return True

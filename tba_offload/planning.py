@@ -1,0 +1,328 @@
+"""Decides between steps on the layers that are placed ``auto``: learns from each step, and plans.
+
+The first step offloads all of them, so that a budget holds from the start. The next two show what kept and
+recomputed layers of each kind cost. Then there is a plan. It is renewed when a step was not as predicted, or
+the drive is not what it was, and only if the new one is clearly better.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections import deque
+from typing import TYPE_CHECKING
+
+from tba_offload.plan.bandwidth import Bandwidth, MeasuredRate
+from tba_offload.plan.plan import Plan
+from tba_offload.plan.planner import Limits, make_plan
+from tba_offload.plan.simulator import simulate
+from tba_offload.policy import Placement
+from tba_offload.profiling import profile_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from tba_offload.capture.trace import StepTrace
+    from tba_offload.plan.profile import StepProfile
+    from tba_offload.report.run_log import StepRecord
+    from tba_offload.store.base import DriveLoad
+
+ASTRAY = 0.1
+"""A step that took this share more or less than predicted was not understood."""
+
+DRIFT = 0.15
+"""A drive that is this share faster or slower than when the plan was made is another drive."""
+
+WORTH_IT = 0.02
+"""A new plan must be better by this share, or the old one stays: plans shall not alternate."""
+
+
+_WARM_UP = 1
+"""Steps whose times do not count."""
+
+_LEARNING = _WARM_UP + 2
+"""Steps before there is a plan."""
+
+_CLOSELY = 16
+"""Steps that are all looked at closely: what is known of times is still rough."""
+
+_EXCURSIONS = (6, 12, 64)
+"""Behind these steps, and later whenever the last has passed again, one step tries what the plan does not."""
+
+_TURN = 8
+"""Later every so many steps are, and whatever surprises. Ranks that share layers agree behind these only."""
+
+
+class AutoPlanner:
+    """The plans of one session.
+
+    Args:
+        policy: What the user wants for each layer of this process.
+        names: Module names of the layers.
+        limits: What plans must keep to.
+        agree: Where several ranks share layers: given this rank's proposal, name of a layer to its placement,
+            returns what all of them do. Every rank calls it behind the same steps.
+    """
+
+    def __init__(
+        self,
+        policy: Sequence[Placement],
+        names: Sequence[str],
+        limits: Limits,
+        *,
+        agree: Callable[[dict[str, Placement]], dict[str, Placement]] | None = None,
+    ) -> None:
+        self.policy = tuple(policy)
+        self.names = tuple(names)
+        self.limits = limits
+        self.agree = agree
+        self.profile: StepProfile | None = None
+        self._rates: list[tuple[MeasuredRate, MeasuredRate]] = []
+        self._planned_for: Bandwidth | None = None
+        self._plan: Plan | None = None
+        self._is_news = False
+        self._on_excursion = False
+        self._recent: deque[float] = deque(maxlen=3)  # seconds of the last steps under the plan
+        self._steps = 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is nothing to decide and nothing more to learn."""
+        return self._plan is not None and self.agree is None and Placement.AUTO not in self.policy
+
+    @property
+    def has_planned(self) -> bool:
+        """Whether a plan of its own is in force."""
+        return self._plan is not None and Placement.AUTO in self.policy
+
+    @property
+    def wants_memory(self) -> bool:
+        """Whether the next step's peak must be measured: nothing is known of it yet."""
+        wanted = self.limits.budget is not None and Placement.AUTO in self.policy
+        return wanted and self._steps <= _LEARNING
+
+    def first(self) -> Plan:
+        """The plan of the first steps: what memory holds beside activations of layers is not known yet."""
+        window, budget = self.limits.window, self.limits.budget
+        if budget is not None and Placement.AUTO in self.policy:
+            window = min(budget // 4, budget if window is None else window)
+        return Plan(self.policy, window=window)
+
+    def news(self) -> dict[str, object] | None:
+        """A new plan and everything that it was made from; ``None`` if there is none since last time."""
+        if not self._is_news or self._plan is None or self.profile is None or self._planned_for is None:
+            return None
+        self._is_news = False
+        return {
+            "names": list(self.names),
+            "policy": [placement.value for placement in self.policy],
+            "profile": self.profile.as_json(),
+            "drive": dataclasses.asdict(self._planned_for),
+            "limits": dataclasses.asdict(self.limits),
+            "plan": self._plan.as_json(),
+        }
+
+    def learn(
+        self,
+        trace: StepTrace,
+        stalls: Sequence[tuple[float, float]],
+        loads: Sequence[DriveLoad],
+        plan: Plan,
+        record: StepRecord,
+        *,
+        began: float,
+    ) -> Plan | None:
+        """Takes note of a step.
+
+        Args:
+            trace: What it recorded.
+            stalls: When compute waited for I/O.
+            loads: What the drives moved.
+            plan: The plan that was in force.
+            record: Its figures.
+            began: When it began, by :func:`time.perf_counter`.
+
+        Returns:
+            The plan for the next step, if it shall be another one.
+        """
+        self._steps += 1
+        if self._steps == _WARM_UP + 1:
+            self._forget_times()
+        self._note_loads(loads)
+        drive = self.drive()
+        if not self._on_excursion:
+            self._recent.append(record.seconds)
+        if not self._is_turn(plan, drive, record):
+            return None
+        ended = began + record.seconds
+        profile = profile_of(trace, stalls, self.names, began=began, ended=ended, before=self.profile)
+        new: Plan | None = None
+        if profile is not None and drive is not None:
+            self.profile = self._with_rest(profile, plan, drive, record)
+            new = self._decide(self.profile, drive, plan, record)
+        return new if self.agree is None else self._agreed(plan if new is None else new, drive)
+
+    def _is_turn(self, plan: Plan, drive: Bandwidth | None, record: StepRecord) -> bool:
+        """Whether to look at a step closely: not at each, because that takes time."""
+        if self.agree is not None:  # the ranks talk behind the same steps
+            return self._steps <= _LEARNING or self._steps % _TURN == 0
+        if self._plan is None or self._steps <= _CLOSELY or self._steps % _TURN == 0 or self._on_excursion:
+            return True
+        return drive is not None and self._is_astray(plan, drive, record)
+
+    def _decide(self, profile: StepProfile, drive: Bandwidth, plan: Plan, record: StepRecord) -> Plan | None:
+        if self._steps < _LEARNING:
+            return self._probe(profile, drive) if Placement.AUTO in self.policy else None
+        if self._plan is None:
+            return self._replan(profile, drive, plan)
+        if self._on_excursion or self._is_astray(plan, drive, record):
+            self._on_excursion = False
+            return self._replan(profile, drive, self._plan)
+        self._plan = dataclasses.replace(plan, prediction=simulate(profile, plan, drive).prediction)
+        if self.agree is None and (self._steps in _EXCURSIONS or self._steps % _EXCURSIONS[-1] == 0):
+            return self._excursion(profile, drive, self._plan)
+        return self._plan
+
+    def _excursion(self, profile: StepProfile, drive: Bandwidth, plan: Plan) -> Plan:
+        """The plan, but with one layer of each kind under a placement that has none now.
+
+        What it costs was measured when memory and files still grew, or on another drive. Without a look at it
+        now and then, a bad measurement would be believed for ever.
+        """
+        placements = list(plan.placements)
+        for kind in set(profile.layers):
+            free = [
+                layer
+                for layer, wanted in enumerate(self.policy)
+                if wanted is Placement.AUTO and profile.layers[layer] == kind
+            ]
+            missing = {Placement.OFFLOAD, Placement.RECOMPUTE} - {plan.placements[layer] for layer in free}
+            if self.limits.budget is None:
+                missing.discard(Placement.RECOMPUTE)
+            for placement, layer in zip(sorted(missing), free, strict=False):
+                placements[layer] = placement
+        look = dataclasses.replace(plan, placements=tuple(placements), kept=(), prediction=None)
+        if placements == list(plan.placements):
+            return plan
+        if simulate(profile, look, drive).peak_bytes > self.limits.planned:
+            return plan
+        self._on_excursion = True
+        return look
+
+    def _agreed(self, proposed: Plan, drive: Bandwidth | None) -> Plan | None:
+        """What all ranks do: ranks that share a layer have to recompute it together."""
+        if self.agree is None:
+            return None
+        agreed = self.agree(dict(zip(self.names, proposed.placements, strict=True)))
+        plan = dataclasses.replace(proposed, placements=tuple(agreed[name] for name in self.names))
+        if plan.placements != proposed.placements:
+            plan = dataclasses.replace(plan, kept=(), prediction=None)
+            if self.profile is not None and drive is not None and self._plan is not None:
+                plan = dataclasses.replace(plan, prediction=simulate(self.profile, plan, drive).prediction)
+        if self._plan is not None:
+            self._plan = plan
+        return plan
+
+    def drive(self) -> Bandwidth | None:
+        """What all drives together can do; ``None`` before anything moved."""
+        write = sum(rate.rate or 0.0 for rate, _ in self._rates)
+        read = sum(rate.rate or 0.0 for _, rate in self._rates)
+        if not write:
+            return None
+        return Bandwidth(write, read or write)  # all may have been forwarded so far
+
+    def _note_loads(self, loads: Sequence[DriveLoad]) -> None:
+        while len(self._rates) < len(loads):
+            self._rates.append((MeasuredRate(), MeasuredRate()))
+        for (write, read), load in zip(self._rates, loads, strict=True):
+            write.add(*load.write)
+            read.add(*load.read)
+
+    def _forget_times(self) -> None:
+        """What warming up cost says nothing: memory and files grow, caches are cold."""
+        self._rates = []
+        if self.profile is not None:
+            self.profile = dataclasses.replace(self.profile, timings=({},) * len(self.profile.kinds))
+
+    def _probe(self, profile: StepProfile, drive: Bandwidth) -> Plan:
+        """Has some layers of each kind kept and some recomputed, as many as the budget allows, to see."""
+        first = self.first()
+        for parts in (3, 6, 12, max(len(self.policy), 2)):
+            plan = dataclasses.replace(first, placements=self._mixed(profile, parts))
+            if simulate(profile, plan, drive).peak_bytes <= self.limits.planned:
+                return plan
+        return first
+
+    def _mixed(self, profile: StepProfile, parts: int) -> tuple[Placement, ...]:
+        """Of every so many layers of a kind one is kept, and one recomputed if recomputing is a choice."""
+        placements = list(self.policy)
+        for kind in set(profile.layers):
+            free = [
+                layer
+                for layer, placement in enumerate(self.policy)
+                if placement is Placement.AUTO and profile.layers[layer] == kind
+            ]
+            if len(free) < 3:  # it is measured by the others
+                continue
+            for place, layer in enumerate(reversed(free)):
+                turn = (place + self._steps) % parts
+                if turn == 0:
+                    placements[layer] = Placement.KEEP
+                elif turn == 1 and self.limits.budget is not None:
+                    placements[layer] = Placement.RECOMPUTE
+        return tuple(placements)
+
+    def _is_astray(self, plan: Plan, drive: Bandwidth, record: StepRecord) -> bool:
+        if plan.prediction is None or self._planned_for is None:
+            return True
+        if self.limits.budget is not None and (record.activation_peak_bytes or 0) > self.limits.budget:
+            return True
+        pairs = [
+            (drive.write, self._planned_for.write, DRIFT),
+            (drive.read, self._planned_for.read, DRIFT),
+        ]
+        if len(self._recent) > 1:  # one step says nothing
+            pairs.append((statistics.median(self._recent), plan.prediction.seconds, ASTRAY))
+        return any(abs(found - expected) > share * expected for found, expected, share in pairs)
+
+    def _replan(self, profile: StepProfile, drive: Bandwidth, old: Plan) -> Plan | None:
+        self._planned_for = drive
+        if Placement.AUTO not in self.policy:
+            self._is_news = self._plan is None
+            self._plan = dataclasses.replace(old, prediction=simulate(profile, old, drive).prediction)
+            return self._plan
+        new = make_plan(profile, drive, self.limits, policy=self.policy)
+        if self._plan is not None and not self._is_better(new, old, profile, drive):
+            new = dataclasses.replace(old, prediction=simulate(profile, old, drive).prediction)
+        else:
+            self._is_news = True
+            self._recent.clear()
+        self._plan = new
+        return new
+
+    def _is_better(self, new: Plan, old: Plan, profile: StepProfile, drive: Bandwidth) -> bool:
+        """Whether a plan is so much better than the one in force that a change is worth it."""
+        now, then = simulate(profile, old, drive), new.prediction
+        if then is None:
+            return False
+        if (now.peak_bytes > self.limits.planned) != (then.peak_bytes > self.limits.planned):
+            return now.peak_bytes > self.limits.planned
+        if abs(then.seconds - now.seconds) > WORTH_IT * now.seconds:
+            return then.seconds < now.seconds
+        return self.limits.budget is None and then.peak_bytes < (1 - 2 * WORTH_IT) * now.peak_bytes
+
+    def _with_rest(
+        self, profile: StepProfile, plan: Plan, drive: Bandwidth, record: StepRecord
+    ) -> StepProfile:
+        """The profile with what the allocator's peak holds beside what is known of layers."""
+        peak = record.activation_peak_bytes
+        if peak is None:
+            return profile
+        if all(placement in {Placement.OFFLOAD, Placement.AUTO} for placement in plan.placements):
+            known = record.own_peak_bytes or 0
+        elif record.fallback_kept_bytes:
+            return profile  # what was kept in need is in no plan
+        else:
+            bare = dataclasses.replace(profile, rest_bytes=0)
+            known = simulate(bare, plan, drive).peak_bytes
+        return dataclasses.replace(profile, rest_bytes=max(peak - known, 0))

@@ -1,0 +1,257 @@
+"""Makes a profile for the planner from what a step has recorded."""
+
+from __future__ import annotations
+
+import bisect
+import statistics
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from tba_offload.capture.trace import Fate
+from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing
+from tba_offload.policy import Placement
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tba_offload.capture.trace import ActivationTrace, ScopeTrace, StepTrace
+
+ALIKE = 0.25
+"""Layers that save equally many activations are of one kind if their bytes differ by less than this share."""
+
+NEWER = 0.5
+"""Share of a new measurement of time in what is known; the rest is what was known before."""
+
+_CAPTURED = (Placement.OFFLOAD, Placement.AUTO)
+
+
+class ComputeClock:
+    """Seconds of compute: wall-clock time less the time that the thread waited for I/O.
+
+    Args:
+        stalls: When it waited: from, until; in order.
+    """
+
+    def __init__(self, stalls: Sequence[tuple[float, float]]) -> None:
+        self._began = [began for began, _ in stalls]
+        self._lengths = [ended - began for began, ended in stalls]
+        self._before = [0.0, *accumulate(self._lengths)]
+
+    def __call__(self, when: float) -> float:
+        """What the clock said at a time on :func:`time.perf_counter`."""
+        number = bisect.bisect_right(self._began, when)
+        waited = self._before[number]
+        if number:  # perhaps in the middle of the last one
+            waited -= max(self._lengths[number - 1] - (when - self._began[number - 1]), 0.0)
+        return when - waited
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One execution of a layer with its times on the compute clock."""
+
+    layer: int
+    micro_batch: int
+    scope: ScopeTrace
+    forward: tuple[float, float]
+    backward: tuple[float, float]
+
+    @property
+    def timing(self) -> Timing:
+        return Timing(self.forward[1] - self.forward[0], self.backward[1] - self.backward[0])
+
+
+def profile_of(
+    trace: StepTrace,
+    stalls: Sequence[tuple[float, float]],
+    names: Sequence[str],
+    *,
+    began: float,
+    ended: float,
+    before: StepProfile | None = None,
+) -> StepProfile | None:
+    """The profile of a step.
+
+    Args:
+        trace: What it recorded.
+        stalls: When the training thread waited for I/O.
+        names: Module names of this process's layers.
+        began: When the step began, by :func:`time.perf_counter`.
+        ended: When it ended.
+        before: What was known before. Layers that ran without hooks in this step save what they saved then.
+
+    Returns:
+        ``None`` if too little is known: no layer ever ran with hooks, or backward of some was not seen.
+    """
+    clock = ComputeClock(stalls)
+    runs = _runs(trace, clock, {name: index for index, name in enumerate(names)})
+    if {run.layer for run in runs} != set(range(len(names))):
+        return None
+    kinds, layers = _kinds(trace, runs, clock, len(names), before)
+    if not kinds:
+        return None
+    slots, last = _slots(runs, clock(began))
+    return StepProfile(
+        kinds=kinds,
+        layers=layers,
+        timings=_timings(runs, kinds, layers, before),
+        slots=slots,
+        tail=max(clock(ended) - last, 0.0),
+        rest_bytes=before.rest_bytes if before is not None else 0,
+    )
+
+
+# Time
+
+
+def _runs(trace: StepTrace, clock: ComputeClock, index: dict[str, int]) -> list[_Run]:
+    """Executions whose forward and backward both took place, in the order of their forward."""
+    whole = [scope for scope in trace.scopes if scope.forward_ended and scope.backward_began]
+    # Backward of a scope goes on until something else begins.
+    begins = [began for scope in whole for began in (scope.forward_began, scope.backward_began or 0.0)]
+    borders = sorted([*begins, *trace.backward_ends])
+    count: dict[int, int] = defaultdict(int)
+    runs = []
+    for scope in whole:
+        layer = index[scope.key.name]
+        start, forward_end = scope.backward_began or 0.0, scope.forward_ended or 0.0
+        following = bisect.bisect_right(borders, start)
+        end = borders[following] if following < len(borders) else start
+        forward = clock(scope.forward_began), clock(forward_end)
+        runs.append(_Run(layer, count[layer], scope, forward, (clock(start), clock(end))))
+        count[layer] += 1
+    return runs
+
+
+def _slots(runs: Sequence[_Run], began: float) -> tuple[tuple[Slot, ...], float]:
+    """The compute of a step in its order, and when the last of it ended."""
+    stretches = sorted(
+        [(*run.forward, run, False) for run in runs] + [(*run.backward, run, True) for run in runs],
+        key=lambda stretch: stretch[0],
+    )
+    slots, last = [], began
+    for start, end, run, backward in stretches:
+        slots.append(Slot(run.layer, run.micro_batch, backward, max(start - last, 0.0)))
+        last = end
+    return tuple(slots), last
+
+
+def _timings(
+    runs: Sequence[_Run],
+    kinds: Sequence[LayerKind],
+    layers: Sequence[int],
+    before: StepProfile | None,
+) -> tuple[dict[Placement, Timing], ...]:
+    """The median of each kind under each placement, mixed with what was known of it."""
+    found: list[dict[Placement, list[Timing]]] = [defaultdict(list) for _ in kinds]
+    for run in runs:
+        placement = Placement(run.scope.placement)
+        placement = Placement.OFFLOAD if placement is Placement.AUTO else placement
+        found[layers[run.layer]][placement].append(run.timing)
+    known: list[dict[Placement, Timing]] = [{} for _ in kinds]
+    if before is not None:
+        for layer, kind in enumerate(layers):
+            known[kind] = dict(before.timings[before.layers[layer]])
+    return tuple(_renewed(old, by_placement) for old, by_placement in zip(known, found, strict=True))
+
+
+def _renewed(old: dict[Placement, Timing], found: dict[Placement, list[Timing]]) -> dict[Placement, Timing]:
+    """New measurements mixed into what was known, under all placements.
+
+    If the machine has become faster or slower under some of them, it has under the others too. Otherwise what
+    was measured in a good moment would stand against what was measured in a bad one.
+    """
+    new, drifts = dict(old), []
+    for placement, timings in found.items():
+        median = Timing(*(statistics.median(values) for values in zip(*timings, strict=True)))
+        before = old.get(placement, median)
+        new[placement] = Timing(*(NEWER * a + (1 - NEWER) * b for a, b in zip(median, before, strict=True)))
+        if placement in old and before.whole:
+            drifts.append(new[placement].whole / before.whole)
+    if drifts:
+        drift = statistics.mean(drifts)
+        for placement in old.keys() - found.keys():
+            new[placement] = Timing(*(drift * seconds for seconds in old[placement]))
+    return new
+
+
+# Memory
+
+
+def _kinds(
+    trace: StepTrace, runs: Sequence[_Run], clock: ComputeClock, count: int, before: StepProfile | None
+) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
+    """The kinds of layers and which each is; nothing if no layer was ever captured."""
+    saved: dict[tuple[str, int], list[ActivationTrace]] = defaultdict(list)
+    for activation in trace.activations:
+        saved[activation.key.scope.name, activation.key.scope.micro_batch].append(activation)
+    captured = [run for run in runs if run.scope.placement in _CAPTURED]
+    small = _small_bytes(trace) // max(len(captured), 1)
+    members: list[list[tuple[_Run, list[ActivationTrace]]]] = []
+    layers = [-1] * count
+    for run in captured:
+        activations = saved[run.scope.key.name, run.scope.key.micro_batch]
+        kind = next((n for n, group in enumerate(members) if _alike(group[0][1], activations)), len(members))
+        if kind == len(members):
+            members.append([])
+        members[kind].append((run, activations))
+        layers[run.layer] = kind
+    kinds = [_kind(group, clock, small) for group in members]
+    if not kinds and before is None:
+        return (), ()
+    usual = statistics.mode(kind for kind in layers if kind >= 0) if kinds else 0
+    for layer in (layer for layer, kind in enumerate(layers) if kind < 0):
+        # One that never ran with hooks is taken for one of the usual kind.
+        known = before.kind_of(layer) if before is not None else kinds[usual]
+        kind = next((n for n, each in enumerate(kinds) if _same(each, known)), len(kinds))
+        if kind == len(kinds):
+            kinds.append(known)
+        layers[layer] = kind
+    return tuple(kinds), tuple(layers)
+
+
+def _alike(some: Sequence[ActivationTrace], others: Sequence[ActivationTrace]) -> bool:
+    return _close(len(some), sum(a.nbytes for a in some), len(others), sum(a.nbytes for a in others))
+
+
+def _same(kind: LayerKind, other: LayerKind) -> bool:
+    return _close(len(kind.activations), kind.nbytes, len(other.activations), other.nbytes)
+
+
+def _close(count: int, nbytes: int, other_count: int, other_nbytes: int) -> bool:
+    return count == other_count and abs(nbytes - other_nbytes) <= ALIKE * max(nbytes, other_nbytes)
+
+
+def _kind(group: Sequence[tuple[_Run, list[ActivationTrace]]], clock: ComputeClock, small: int) -> LayerKind:
+    """What the executions of equal layers have in common: the most bytes, the median times."""
+    columns = zip(*(activations for _, activations in group), strict=True)
+    runs = [run for run, _ in group]
+    return LayerKind(
+        activations=tuple(_saved(runs, column, clock) for column in columns),
+        small_bytes=small,
+        input_bytes=max(run.scope.input_bytes for run in runs),
+    )
+
+
+def _saved(runs: Sequence[_Run], column: Sequence[ActivationTrace], clock: ComputeClock) -> Saved:
+    at, until = [], []
+    for run, activation in zip(runs, column, strict=True):
+        at.append(_share(clock(activation.packed_at), run.forward))
+        if activation.unpacked_at is not None:
+            until.append(_share(clock(activation.unpacked_at), run.backward))
+    # What somebody else keeps costs nothing to keep, and gains nothing to offload.
+    counts = all(activation.fate is not Fate.LEARNED_KEEP for activation in column)
+    nbytes = max(activation.nbytes for activation in column) if counts else 0
+    return Saved(nbytes, statistics.median(at), statistics.median(until) if until else 1.0)
+
+
+def _share(when: float, stretch: tuple[float, float]) -> float:
+    began, ended = stretch
+    return min(max((when - began) / (ended - began), 0.0), 1.0) if ended > began else 0.0
+
+
+def _small_bytes(trace: StepTrace) -> int:
+    """What captured layers kept because it was too small, or not understood."""
+    return trace.kept_bytes - sum(a.nbytes for a in trace.activations if a.fate is not Fate.OFFLOADED)

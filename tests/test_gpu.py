@@ -1,0 +1,253 @@
+"""Training on an NVIDIA GPU: the same bits, nothing that races, and a peak that the allocator confirms."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from models import HIDDEN, SEQUENCE, GptBlock, assert_same_history, loss_of, make_model, make_tokens, train
+from test_store_gds import HAS_KVIKIO
+from torch import Tensor, nn
+
+import tba_offload as tba
+from tba_offload import BudgetConfig, OffloadConfig, Placement, Rule, StoreConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from models import History
+
+pytestmark = pytest.mark.gpu
+
+STORES = [
+    "host",
+    "file",
+    pytest.param("gds", marks=pytest.mark.skipif(not HAS_KVIKIO, reason="kvikio is not installed")),
+]
+PLACEMENTS: dict[str, tuple[Placement, tuple[Rule, ...]]] = {
+    "keep": (Placement.KEEP, ()),
+    "offload": (Placement.OFFLOAD, ()),
+    "recompute": (Placement.RECOMPUTE, ()),
+    "auto": (Placement.AUTO, ()),
+    "mixed": (Placement.OFFLOAD, (Rule("0", Placement.RECOMPUTE), Rule("2", Placement.KEEP))),
+}
+WINDOW = 256 * 1024
+LONG_SLEEP = 20_000_000
+"""Clock cycles for which a kernel keeps the device busy: about 10 ms, in which the host gets far ahead."""
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(mode=True)
+    yield
+    torch.use_deterministic_algorithms(mode=False)
+
+
+def config_for(placement: str, store: str, directory: Path) -> OffloadConfig:
+    default, rules = PLACEMENTS[placement]
+    return OffloadConfig(
+        default=default,
+        layers=rules,
+        budget=BudgetConfig(in_flight_bytes=WINDOW),
+        store=StoreConfig(kind=store, directories=() if store == "host" else (directory,)),
+        min_tensor_bytes=1024,
+    )
+
+
+def loss_on_gpu(model: nn.Module, number: int) -> Tensor:
+    return loss_of(model, make_tokens(number).cuda())
+
+
+def history_of(model: nn.Module, session: tba.Session | None, **how: Any) -> History:
+    history = train(model, session, steps=2, micro_batches=2, loss=loss_on_gpu, **how)
+    history.random_states.append(torch.cuda.get_rng_state())
+    return history
+
+
+def make(kind: str = "gpt", *, dropout: float = 0.1, dtype: torch.dtype = torch.float32) -> nn.Module:
+    return make_model(kind, layers=3, dropout=dropout, dtype=dtype).cuda()
+
+
+# The same bits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("kind", ["gpt", "llama", "encoder"])
+def test_same_bits(kind: str, placement: str, store: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    expected = history_of(make(kind, dtype=dtype), None)
+    model = make(kind, dtype=dtype)
+    with tba.attach(model, config_for(placement, store, tmp_path)) as session:
+        found = history_of(model, session)
+        report = session.report()
+    assert_same_history(found, expected)
+    moved = [record.offloaded_bytes for record in report]
+    assert all(moved) if placement in {"offload", "auto", "mixed"} else not any(moved)
+    assert {record.peak_source for record in report} == {"cuda allocator"}
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_same_bits_on_a_stream_of_the_users(store: str, tmp_path: Path) -> None:
+    expected = history_of(make(), None)
+    model = make()
+    torch.cuda.synchronize()
+    with (
+        tba.attach(model, config_for("offload", store, tmp_path)) as session,
+        torch.cuda.stream(torch.cuda.Stream()),
+    ):
+        found = history_of(model, session)
+        torch.cuda.synchronize()
+    assert_same_history(found, expected)
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_same_bits_with_compiled_layers(store: str, tmp_path: Path) -> None:
+    def compiled() -> nn.Module:
+        model = make(dropout=0.0)
+        for layer in model.layers:
+            layer.compile()
+        return model
+
+    expected = history_of(compiled(), None)
+    model = compiled()
+    with tba.attach(model, config_for("offload", store, tmp_path)) as session:
+        found = history_of(model, session)
+        assert all(record.offloaded_bytes for record in session.report())
+    assert_same_history(found, expected)
+
+
+# Races, made likely: the host is far ahead of the device, or the device of the host
+
+
+class Sleepy(nn.Module):
+    """Layers between which the device sleeps, so that nothing is ready when the host asks."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(GptBlock(0.0) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            torch.cuda._sleep(LONG_SLEEP)
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("sleeps_in_backward", [False, True])
+@pytest.mark.parametrize("store", STORES)
+def test_a_device_that_lags_behind_gets_the_same_bits(
+    store: str, sleeps_in_backward: bool, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = Sleepy().cuda()
+    x = torch.randn(8, SEQUENCE, HIDDEN, device="cuda")
+
+    def gradients(session: tba.Session | None) -> list[Tensor]:
+        with session.step() if session is not None else nullcontext():
+            y = model(x)
+            if sleeps_in_backward:
+                y.register_hook(lambda _: torch.cuda._sleep(LONG_SLEEP))
+            return list(torch.autograd.grad(y.float().pow(2).sum(), list(model.parameters())))
+
+    expected = gradients(None)
+    with tba.attach(model, config_for("offload", store, tmp_path), layers=list(model.layers)) as session:
+        for _ in range(3):
+            found = gradients(session)
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_bytes_made_on_another_stream_are_written_after_their_kernel(store: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layers = nn.ModuleList(GptBlock(0.0) for _ in range(2)).cuda()
+    other = torch.cuda.Stream()
+    x = torch.randn(8, SEQUENCE, HIDDEN, device="cuda")
+
+    def gradients(session: tba.Session | None) -> list[Tensor]:
+        with session.step() if session is not None else nullcontext():
+            y = layers[0](x)
+            other.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(other):
+                torch.cuda._sleep(LONG_SLEEP)
+                y = layers[1](y)
+            torch.cuda.current_stream().wait_stream(other)
+            found = list(torch.autograd.grad(y.float().pow(2).sum(), list(layers.parameters())))
+        torch.cuda.synchronize()
+        return found
+
+    expected = gradients(None)
+    with tba.attach(layers, config_for("offload", store, tmp_path), layers=list(layers)) as session:
+        for _ in range(3):
+            found = gradients(session)
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+# Memory
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_the_allocators_peak_keeps_the_promise(store: str, tmp_path: Path) -> None:
+    """Peak ≤ what keep needs for two layers + ceiling, however many layers there are."""
+    width, rows = 1024, 8192
+    one = rows * width * 4
+    ceiling = 4 * one
+
+    def peak(layers: int, placement: Placement) -> int:
+        block = [nn.Linear(width, width), nn.GELU(), nn.Linear(width, width), nn.GELU()]
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(*block) for _ in range(layers))).cuda()
+        config = OffloadConfig(
+            default=placement,
+            budget=BudgetConfig(in_flight_bytes=ceiling),
+            store=StoreConfig(kind=store, directories=() if store == "host" else (tmp_path,)),
+        )
+        x = torch.randn(rows, width, device="cuda")
+        with tba.attach(model, config, layers=list(model)) as session:
+            for _ in range(3):
+                with session.step() as step:
+                    model(x).pow(2).sum().backward()
+            assert step.record is not None
+            assert step.record.activation_peak_bytes is not None
+            return step.record.activation_peak_bytes
+
+    few, many = (peak(layers, Placement.OFFLOAD) for layers in (4, 16))
+    assert many <= 1.05 * few
+    assert many <= peak(2, Placement.KEEP) + ceiling
+    assert many <= 0.5 * peak(16, Placement.KEEP)
+
+
+@pytest.mark.parametrize("setting", ["expandable_segments:True", "backend:cudaMallocAsync"])
+@pytest.mark.parametrize("store", STORES)
+def test_same_bits_with_another_allocator(setting: str, store: str, tmp_path: Path) -> None:
+    program = f"""
+        from pathlib import Path
+        from test_gpu import *
+        torch.use_deterministic_algorithms(mode=True)
+        expected = history_of(make(), None)
+        model = make()
+        with tba.attach(model, config_for("offload", {store!r}, Path({str(tmp_path)!r}))) as session:
+            found = history_of(model, session)
+        assert_same_history(found, expected)
+    """
+    environment = os.environ | {
+        "PYTORCH_CUDA_ALLOC_CONF": setting,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])]),
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+    )
+    assert ended.returncode == 0, ended.stderr

@@ -1,0 +1,328 @@
+"""Profiles, the simulator and the planner: pure functions, so their properties hold for any step."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tba_offload.plan import simulator
+from tba_offload.plan.bandwidth import Bandwidth, MeasuredRate
+from tba_offload.plan.plan import Plan
+from tba_offload.plan.planner import Limits, Objective, make_plan
+from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing
+from tba_offload.plan.simulator import Outcome, simulate
+from tba_offload.policy import Placement
+from tba_offload.transfer import books, offloader
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+KEEP, OFFLOAD, RECOMPUTE, AUTO = Placement.KEEP, Placement.OFFLOAD, Placement.RECOMPUTE, Placement.AUTO
+MIB = 1 << 20
+FAST = Bandwidth(100e9, 100e9)
+
+
+def steps_of(layers: int, micro_batches: int, warm_up: int) -> list[tuple[int, int, bool]]:
+    """1F1B as one stage sees it: some forwards ahead, then in turn, then the backwards that are left."""
+    forward = [[(layer, m, False) for layer in range(layers)] for m in range(micro_batches)]
+    backward = [[(layer, m, True) for layer in reversed(range(layers))] for m in range(micro_batches)]
+    ahead = min(warm_up, micro_batches)
+    order = [*forward[:ahead]]
+    for m in range(micro_batches - ahead):
+        order += [forward[ahead + m], backward[m]]
+    order += backward[micro_batches - ahead :]
+    return [slot for part in order for slot in part]
+
+
+def make_profile(
+    layers: int = 8,
+    *,
+    sizes: Sequence[int] = (2 * MIB,) * 6,
+    micro_batches: int = 1,
+    warm_up: int = 1,
+    forward: float = 0.03,
+    backward: float = 0.06,
+    gap: float = 0.01,
+) -> StepProfile:
+    count = len(sizes)
+    saved = tuple(Saved(n, (i + 0.5) / count, 1 - (i + 0.5) / count) for i, n in enumerate(sizes))
+    kind = LayerKind(saved, small_bytes=1000, input_bytes=min(sizes))
+    slots = tuple(
+        Slot(layer, m, backward, gap if layer == 0 and not backward else 0.0)
+        for layer, m, backward in steps_of(layers, micro_batches, warm_up)
+    )
+    timing = {KEEP: Timing(forward, backward)}
+    return StepProfile((kind,), (0,) * layers, (timing,), slots, tail=0.02, rest_bytes=MIB)
+
+
+profiles = st.builds(
+    make_profile,
+    st.integers(1, 6),
+    sizes=st.lists(st.integers(1, 8 * MIB), min_size=1, max_size=5),
+    micro_batches=st.integers(1, 4),
+    warm_up=st.integers(1, 3),
+    forward=st.floats(0.001, 0.1),
+    backward=st.floats(0.001, 0.1),
+)
+drives = st.builds(Bandwidth, st.floats(5e7, 2e10), st.floats(5e7, 2e10), st.sampled_from([0.0, 1e-4]))
+shares = st.floats(0.05, 1.2)
+quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def all_of(profile: StepProfile, placement: Placement, window: int | None = None) -> Plan:
+    return Plan((placement,) * len(profile.layers), window=window)
+
+
+def compute_seconds(profile: StepProfile, plan: Plan) -> float:
+    """Time of a step in which nothing waits."""
+    return profile.tail + sum(
+        slot.gap + profile.timing(slot.layer, plan.placements[slot.layer])[slot.backward]
+        for slot in profile.slots
+    )
+
+
+# Profiles
+
+
+@given(profiles)
+@quick
+def test_a_profile_survives_its_way_through_a_run_log(profile: StepProfile) -> None:
+    assert StepProfile.from_json(json.loads(json.dumps(profile.as_json()))) == profile
+
+
+@pytest.mark.parametrize("broken", [{}, {"kinds": 3}, {"kinds": [{"activations": [[1]]}]}])
+def test_what_is_no_profile_is_refused(broken: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="not a step profile"):
+        StepProfile.from_json(broken)
+
+
+def test_times_that_were_not_measured_are_estimated() -> None:
+    profile = make_profile()
+    assert profile.timing(0, OFFLOAD) == profile.timing(0, KEEP) == (0.03, 0.06)
+    assert profile.timing(0, RECOMPUTE) == (0.03, 0.09)
+    only = dataclasses.replace(profile, timings=({RECOMPUTE: Timing(0.03, 0.09)},))
+    assert only.timing(0, KEEP) == pytest.approx((0.03, 0.06))
+
+
+# Rates
+
+
+def test_a_rate_follows_a_drive_that_gets_slower() -> None:
+    rate = MeasuredRate()
+    assert rate.rate is None
+    for _ in range(10):
+        rate.add(1000, 1.0)
+    rate.add(0, 0.0)  # nothing moved, nothing learned
+    assert rate.rate == pytest.approx(1000)
+    assert rate.spread == 0.0
+    for _ in range(3):
+        rate.add(500, 1.0)
+    assert rate.rate is not None
+    assert 500 <= rate.rate < 600
+    assert rate.spread > 0.1
+
+
+@pytest.mark.parametrize(("write", "read", "latency"), [(0, 1, 0), (1, -1, 0), (1, 1, -1)])
+def test_rates_are_positive(write: float, read: float, latency: float) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        Bandwidth(write, read, latency)
+
+
+# The simulator
+
+
+def test_the_simulator_plays_the_window_of_the_offloader() -> None:
+    assert simulator.BATCH_BYTES == offloader.BATCH_BYTES
+    assert simulator.HELD_BACK == offloader.HELD_BACK
+    assert simulator.REFILL_BELOW == books.REFILL_BELOW
+
+
+def test_what_is_kept_moves_nothing_and_peaks_with_everything() -> None:
+    profile = make_profile(8)
+    outcome = simulate(profile, all_of(profile, KEEP), FAST)
+    assert outcome.peak_bytes == 8 * (12 * MIB + 1000) + MIB
+    assert outcome.stall_seconds == outcome.written_bytes == outcome.read_bytes == 0
+    assert outcome.seconds == pytest.approx(8 * 0.09 + 0.03)
+
+
+def test_what_is_recomputed_keeps_inputs_and_one_layer() -> None:
+    profile = make_profile(8)
+    outcome = simulate(profile, all_of(profile, RECOMPUTE), FAST)
+    assert outcome.peak_bytes == 7 * 2 * MIB + 12 * MIB + 1000 + MIB
+    assert outcome.seconds == pytest.approx(8 * 0.12 + 0.03)
+
+
+@pytest.mark.parametrize("layers", [4, 8, 32])
+def test_what_is_offloaded_peaks_with_its_window_however_deep(layers: int) -> None:
+    profile = make_profile(layers)
+    outcome = simulate(profile, all_of(profile, OFFLOAD, 8 * MIB), FAST)
+    assert outcome.peak_bytes <= 8 * MIB + 3 * 2 * MIB + layers * 1000 + MIB
+    assert outcome.stall_seconds < 0.01 * outcome.seconds
+    assert outcome.read_bytes + outcome.forwarded_bytes == layers * 12 * MIB
+
+
+def test_a_drive_at_half_the_needed_rate_takes_twice_the_forward() -> None:
+    """As much as the writes cannot do while forward computes, it waits; and so with reads."""
+    profile = make_profile(40, gap=0.0)
+    rate = 40 * 12 * MIB / (40 * 0.03) / 2
+    outcome = simulate(profile, all_of(profile, OFFLOAD, 8 * MIB), Bandwidth(rate, 100e9))
+    assert outcome.stall_seconds == pytest.approx(40 * 0.03, rel=0.05)
+    outcome = simulate(profile, all_of(profile, OFFLOAD, 8 * MIB), Bandwidth(100e9, rate / 2))
+    assert outcome.stall_seconds == pytest.approx(40 * 0.06, rel=0.05)
+
+
+def test_a_plan_of_another_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="a plan for 3 layers does not fit a profile of 8"):
+        simulate(make_profile(8), Plan((KEEP,) * 3), FAST)
+
+
+@given(profiles, drives, st.one_of(st.none(), st.integers(MIB, 64 * MIB)), st.randoms(use_true_random=False))
+@quick
+def test_every_byte_and_every_second_is_accounted_for(
+    profile: StepProfile, drive: Bandwidth, window: int | None, chance: object
+) -> None:
+    placements = tuple(chance.choice([KEEP, OFFLOAD, RECOMPUTE]) for _ in profile.layers)  # type: ignore[attr-defined]
+    plan = Plan(placements, window=window)
+    outcome = simulate(profile, plan, drive)
+    runs = sum(slot.backward and placements[slot.layer] is OFFLOAD for slot in profile.slots)
+    assert outcome.read_bytes + outcome.forwarded_bytes == runs * profile.kinds[0].nbytes
+    assert outcome.read_bytes <= outcome.written_bytes <= runs * profile.kinds[0].nbytes
+    assert outcome.seconds == pytest.approx(compute_seconds(profile, plan) + outcome.stall_seconds)
+    # No more is moved than the drive can move in the time.
+    assert outcome.read_seconds <= outcome.seconds * (1 + 1e-9)
+    assert outcome.read_seconds * drive.read >= outcome.read_bytes * (1 - 1e-9)
+    assert outcome.write_seconds * drive.write >= outcome.written_bytes * (1 - 1e-9)
+    assert simulate(profile, plan, drive) == outcome
+
+
+@given(profiles, drives)
+@quick
+def test_a_faster_drive_never_makes_keep_or_recompute_slower(profile: StepProfile, drive: Bandwidth) -> None:
+    for placement in (KEEP, RECOMPUTE):
+        plan = all_of(profile, placement)
+        assert simulate(profile, plan, drive) == simulate(profile, plan, drive.scaled(2))
+
+
+# The planner
+
+
+def peak_of_keep(profile: StepProfile) -> int:
+    return simulate(profile, all_of(profile, KEEP), FAST).peak_bytes
+
+
+def plan_for(profile: StepProfile, drive: Bandwidth, budget: int | None, **options: object) -> Plan:
+    limits = Limits(budget, window=32 * MIB)
+    return make_plan(profile, drive, limits, policy=(AUTO,) * len(profile.layers), **options)  # type: ignore[arg-type]
+
+
+def outcome_of(profile: StepProfile, plan: Plan, drive: Bandwidth) -> Outcome:
+    return simulate(profile, plan, drive)
+
+
+@given(profiles, drives, shares)
+@quick
+def test_a_budget_is_kept_or_nothing_that_was_tried_keeps_it(
+    profile: StepProfile, drive: Bandwidth, share: float
+) -> None:
+    budget = int(share * peak_of_keep(profile))
+    plan = plan_for(profile, drive, budget)
+    found = outcome_of(profile, plan, drive)
+    assert plan.prediction == found.prediction
+    if found.peak_bytes > budget:
+        for placement in (OFFLOAD, RECOMPUTE, KEEP):
+            other = simulate(profile, all_of(profile, placement, 32 * MIB), drive)
+            assert other.peak_bytes > 0.98 * budget
+
+
+@given(profiles, drives, shares)
+@quick
+def test_no_simple_plan_within_the_budget_is_faster(
+    profile: StepProfile, drive: Bandwidth, share: float
+) -> None:
+    budget = int(share * peak_of_keep(profile))
+    plan = plan_for(profile, drive, budget)
+    found = outcome_of(profile, plan, drive)
+    for placement in (KEEP, OFFLOAD, RECOMPUTE):
+        other = simulate(profile, all_of(profile, placement, 32 * MIB), drive)
+        if other.peak_bytes <= 0.98 * budget:
+            assert found.peak_bytes <= budget
+            assert found.seconds <= other.seconds * (1 + 1e-9)
+
+
+@given(profiles, drives)
+@quick
+def test_without_a_budget_nothing_waits_and_nothing_is_recomputed(
+    profile: StepProfile, drive: Bandwidth
+) -> None:
+    plan = plan_for(profile, drive, None)
+    assert RECOMPUTE not in plan.placements
+    found = outcome_of(profile, plan, drive)
+    assert found.stall_seconds <= 0.01 * found.seconds + 1e-9
+    assert found.peak_bytes <= peak_of_keep(profile)
+
+
+@given(profiles, drives, shares)
+@quick
+def test_the_same_question_has_the_same_answer(profile: StepProfile, drive: Bandwidth, share: float) -> None:
+    budget = int(share * peak_of_keep(profile))
+    assert plan_for(profile, drive, budget) == plan_for(profile, drive, budget)
+
+
+@given(profiles, drives, shares)
+@quick
+def test_the_policy_of_the_user_stands(profile: StepProfile, drive: Bandwidth, share: float) -> None:
+    count = len(profile.layers)
+    policy = tuple((KEEP, RECOMPUTE, OFFLOAD, AUTO)[layer % 4] for layer in range(count))
+    limits = Limits(int(share * peak_of_keep(profile)), window=32 * MIB)
+    plan = make_plan(profile, drive, limits, policy=policy)
+    for wanted, found in zip(policy, plan.placements, strict=True):
+        assert found is not AUTO
+        assert wanted in {AUTO, found}
+    only = make_plan(profile, drive, limits, policy=(AUTO,) * count, choices=(KEEP, OFFLOAD))
+    assert RECOMPUTE not in only.placements
+
+
+@pytest.mark.parametrize("share", [0.2, 0.35, 0.5, 0.75])
+def test_a_slower_drive_means_more_recomputation(share: float) -> None:
+    profile = make_profile(16)
+    budget = int(share * peak_of_keep(profile))
+    recomputed = [
+        plan_for(profile, Bandwidth(rate, rate), budget).placements.count(RECOMPUTE)
+        for rate in (4e9, 4e8, 2e8, 1e8)
+    ]
+    assert recomputed == sorted(recomputed)
+    assert recomputed[0] == 0 < recomputed[-1]
+
+
+def test_endurance_writes_less_than_time_does() -> None:
+    profile = make_profile(16)
+    budget = int(0.4 * peak_of_keep(profile))
+    plans = [
+        plan_for(profile, FAST, budget, objective=objective)
+        for objective in (Objective.ENDURANCE, Objective.TIME)
+    ]
+    lasting, fast = (outcome_of(profile, plan, FAST) for plan in plans)
+    assert max(lasting.peak_bytes, fast.peak_bytes) <= budget
+    assert lasting.written_bytes < fast.written_bytes
+    assert fast.seconds < lasting.seconds
+
+
+def test_what_the_budget_has_left_is_filled_with_single_activations() -> None:
+    profile = dataclasses.replace(
+        make_profile(8), timings=({KEEP: Timing(0.03, 0.06), OFFLOAD: Timing(0.03, 0.06)},)
+    )
+    slow = Bandwidth(3e8, 3e8)
+    plans = [plan_for(profile, slow, share * MIB) for share in range(40, 90, 7)]
+    assert any(any(kept) for plan in plans for kept in plan.kept)
+    for plan in plans:
+        assert all(not kept or plan.placements[layer] is OFFLOAD for layer, kept in enumerate(plan.kept))
+
+
+def test_a_policy_of_another_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="3 placements for a profile of 8 layers"):
+        make_plan(make_profile(8), FAST, Limits(), policy=(AUTO,) * 3)

@@ -1,0 +1,301 @@
+"""From steps to plans: what a session learns, what it decides, and that nothing of it changes a bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from click.testing import CliRunner
+from harness import KIB, MIB, Drive, assert_all_given_back, config_for, session_for
+from models import assert_same_history, make_model, train
+
+import tba_offload as tba
+from tba_offload.capture.trace import StepTrace
+from tba_offload.cli import main
+from tba_offload.config import load_config
+from tba_offload.errors import RunLogError
+from tba_offload.forecast import Situation, composition
+from tba_offload.plan.planner import Limits
+from tba_offload.plan.simulator import simulate
+from tba_offload.plan.what_if import Block, one_f_one_b, stretched
+from tba_offload.planning import AutoPlanner
+from tba_offload.policy import Placement
+from tba_offload.profiling import ComputeClock, profile_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tba_offload.plan.profile import StepProfile
+    from tba_offload.session import Session
+
+KEEP, OFFLOAD, RECOMPUTE, AUTO = Placement.KEEP, Placement.OFFLOAD, Placement.RECOMPUTE, Placement.AUTO
+LAYERS = 8
+SLOW = 20e6
+"""Bytes a second: a layer of these models needs several times its own time to travel."""
+
+
+def auto_session(model: Any, drive: Drive, *, activation: int | None = None, **options: Any) -> Session:
+    return session_for(model, drive=drive, default=AUTO, in_flight=MIB, activation=activation, **options)
+
+
+def profile_in(session: Session) -> StepProfile:
+    assert session._planner is not None
+    assert session._planner.profile is not None
+    return session._planner.profile
+
+
+# What is learned
+
+
+def test_the_clock_of_compute_stands_while_the_thread_waits() -> None:
+    clock = ComputeClock([(10.0, 12.0), (20.0, 21.0)])
+    assert [clock(when) for when in (5, 10, 11, 12, 15, 20.5, 21, 30)] == [5, 10, 10, 10, 13, 18, 18, 27]
+    assert ComputeClock([])(7.0) == 7.0
+
+
+def test_a_step_without_layers_has_no_profile() -> None:
+    assert profile_of(StepTrace(), [], ["layers.0"], began=0.0, ended=1.0) is None
+
+
+def test_a_profile_tells_what_layers_save_and_in_which_order_they_run() -> None:
+    model = make_model(layers=LAYERS)
+    with auto_session(model, Drive()) as session:
+        train(model, session, steps=4, micro_batches=2)
+        profile = profile_in(session)
+        record = session.report()[0]
+    assert profile.layers == (0,) * LAYERS
+    assert len(profile.slots) == 2 * 2 * LAYERS
+    assert [slot[:3] for slot in profile.slots[:LAYERS]] == [(layer, 0, False) for layer in range(LAYERS)]
+    assert [slot[:3] for slot in profile.slots[-LAYERS:]] == [
+        (layer, 1, True) for layer in reversed(range(LAYERS))
+    ]
+    (kind,) = profile.kinds
+    moved = record.offloaded_bytes + record.forwarded_bytes
+    assert 0.9 * moved <= 2 * LAYERS * kind.nbytes <= 1.3 * moved
+    assert kind.input_bytes == 4 * 32 * 64 * 4
+    assert all(0 <= saved.at <= 1 and 0 <= saved.until <= 1 for saved in kind.activations)
+    assert [saved.at for saved in kind.activations] == sorted(saved.at for saved in kind.activations)
+    assert {KEEP, OFFLOAD} <= set(profile.timings[0])
+
+
+# What is decided
+
+
+def test_without_a_budget_a_fast_drive_takes_nearly_everything() -> None:
+    expected = train(make_model(layers=LAYERS, dropout=0.1), steps=6)
+    model = make_model(layers=LAYERS, dropout=0.1)
+    with auto_session(model, Drive()) as session:
+        found = train(model, session, steps=6)
+        report = session.report()
+        assert_all_given_back(session)
+    assert_same_history(found, expected)
+    assert session.plan.placements.count(OFFLOAD) >= LAYERS - 2
+    assert RECOMPUTE not in session.plan.placements
+    assert [record.predicted_seconds is None for record in report] == [True] * 3 + [False] * 3
+
+
+def test_without_a_budget_a_slow_drive_gets_what_it_can_take() -> None:
+    drive, model = Drive(), make_model(layers=LAYERS)
+    drive.writes.bytes_per_second = drive.reads.bytes_per_second = SLOW
+    with auto_session(model, drive) as session:
+        train(model, session, steps=6)
+        report = session.report()
+    assert session.plan.placements.count(KEEP) >= LAYERS // 2
+    assert report[-1].recomputed_scopes == 0
+    assert report[-1].stall_seconds is not None
+    assert report[-1].stall_seconds < 0.1 * report[-1].seconds
+
+
+@pytest.mark.parametrize("share", [0.6, 0.8])
+def test_a_budget_and_a_slow_drive_mean_recomputation(share: float) -> None:
+    """And the training is the same to the last bit, through all the changes of plan."""
+    expected = train(make_model(layers=LAYERS, dropout=0.1), steps=8)
+    probe = make_model(layers=LAYERS, dropout=0.1)
+    with auto_session(probe, Drive()) as session:
+        train(probe, session, steps=4)
+        whole = LAYERS * profile_in(session).kinds[0].nbytes
+    drive, model = Drive(), make_model(layers=LAYERS, dropout=0.1)
+    drive.writes.bytes_per_second = drive.reads.bytes_per_second = SLOW
+    with auto_session(model, drive, activation=int(share * whole)) as session:
+        found = train(model, session, steps=8)
+        plan, report = session.plan, session.report()
+        assert_all_given_back(session)
+    assert_same_history(found, expected)
+    assert plan.placements.count(RECOMPUTE) > 0
+    assert plan.prediction is not None
+    assert plan.prediction.peak_bytes <= share * whole
+    assert report[-1].recomputed_scopes == plan.placements.count(RECOMPUTE)
+    assert max(record.own_peak_bytes or 0 for record in report) <= share * whole
+
+
+def test_a_drive_that_gets_slower_gets_less_within_three_steps() -> None:
+    drive, model = Drive(), make_model(layers=LAYERS)
+
+    def before(step: int) -> None:
+        if step == 6:
+            drive.writes.bytes_per_second = drive.reads.bytes_per_second = SLOW
+
+    with auto_session(model, drive) as session:
+        train(model, session, steps=11, before_step=before)
+        report = session.report()
+    moved = [record.offloaded_bytes for record in report]
+    assert max(moved[9:]) < 0.5 * min(moved[3:6])
+    assert (report[-1].stall_seconds or 0.0) < 0.1 * report[-1].seconds
+
+
+def test_plans_do_not_alternate() -> None:
+    model = make_model(layers=LAYERS)
+    plans = []
+    with auto_session(model, Drive()) as session:
+        train(model, session, steps=16, before_step=lambda _: plans.append(session.plan.placements))
+    changes = sum(old != new for old, new in pairwise(plans[3:]))
+    assert changes <= 2
+
+
+def test_single_activations_stay_where_the_plan_says_so() -> None:
+    expected = train(make_model(layers=3), steps=2)
+    model = make_model(layers=3)
+    with session_for(model, drive=Drive(), in_flight=MIB) as session:
+        session.plan = dataclasses.replace(
+            session.plan, kept=(frozenset({0, 2}), frozenset(), frozenset({1}))
+        )
+        found = train(model, session, steps=2)
+        fates = [(a.key.scope.layer, a.key.number, a.fate.value) for a in session.capture.trace.activations]
+    assert_same_history(found, expected)
+    kept = [(layer, number) for layer, number, fate in fates if fate == "planned keep"]
+    assert kept == [(0, 0), (0, 2), (2, 1)]
+
+
+# What is predicted
+
+
+@pytest.mark.parametrize("rate", [SLOW, 4 * SLOW])
+def test_the_simulator_says_how_long_a_step_waits_for_a_slow_drive(rate: float) -> None:
+    """What a drive of known speed does to a step is arithmetic, however noisy the machine."""
+    drive, model = Drive(), make_model(layers=LAYERS)
+    drive.writes.bytes_per_second = drive.reads.bytes_per_second = rate
+    with session_for(model, drive=drive, default=OFFLOAD, in_flight=256 * KIB) as session:
+        observed = watching(session)
+        train(model, session, steps=4)
+        report = session.report()
+    profile = observed.profile
+    assert profile is not None
+    predicted = simulate(profile, session.plan, observed.drive())  # type: ignore[arg-type]
+    measured = sorted(record.stall_seconds or 0.0 for record in report[1:])[1]
+    assert predicted.stall_seconds == pytest.approx(measured, rel=0.15)
+
+
+def watching(session: Session) -> AutoPlanner:
+    """A planner that watches a session whose layers are all placed by the user."""
+    names = [layer.id.name for layer in session.layers]
+    planner = AutoPlanner(session.plan.placements, names, Limits(None, session.plan.window))
+    session._planner = planner
+    return planner
+
+
+# What a run log tells
+
+
+@pytest.fixture(scope="module")
+def run_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "run.jsonl"
+    model = make_model(layers=LAYERS)
+    config = config_for(in_flight=MIB, default=OFFLOAD)
+    with tba.attach(model, config, run_log=path, measure_memory=False) as session:
+        train(model, session, steps=4, micro_batches=2)
+    return path
+
+
+def run_plan(*arguments: object) -> Any:
+    result = CliRunner().invoke(main, ["plan", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_a_run_that_was_not_auto_can_be_planned_from(run_log: Path) -> None:
+    found = json.loads(run_plan(run_log, "--json").output)
+    assert len(found["frontier"]) >= 8
+    assert found["names"] == [f"layers.{layer}" for layer in range(LAYERS)]
+    fitting = [row for row in found["frontier"] if row["fits"]]
+    assert all(row["peak_bytes"] <= row["budget_bytes"] for row in fitting)
+    seconds = [row["seconds"] for row in fitting]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_the_policy_file_reproduces_the_plan(run_log: Path, tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    options = ("--budget", "3MiB", "--write", "20MB", "--read", "20MB", "-o", policy, "--json")
+    found = json.loads(run_plan(run_log, *options).output)
+    assert set(found["plan"]["placements"]) != {"offload"}
+    model = make_model(layers=LAYERS)
+    config = load_config(policy)
+    with tba.attach(model, config, measure_memory=False) as session:
+        assert [placement.value for placement in session.plan.placements] == found["plan"]["placements"]
+        assert session.plan.window == min(found["plan"]["window"], config.budget.activation_bytes or 0)
+
+
+def test_the_table_says_why(run_log: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "frontier.svg"
+    output = run_plan(run_log, "--budget", "3MiB", "--picture", picture).output
+    assert "8 layers; the drives write" in output
+    assert "the best plan for each budget" in output
+    assert "MiB have room" in output or "of the drive, and recomputing" in output
+    assert picture.read_bytes().startswith(b"<?xml")
+
+
+@pytest.mark.parametrize(
+    ("options", "layers", "runs"),
+    [((), 8, 32), (("--layers", "16"), 16, 64), (("--micro-batches", "5", "--layers", "3"), 3, 30)],
+)
+def test_what_if_there_were_more(run_log: Path, options: tuple[str, ...], layers: int, runs: int) -> None:
+    found = json.loads(run_plan(run_log, "--json", *options).output)
+    assert len(found["plan"]["placements"]) == layers
+    situation = Situation.of(run_log)
+    changes = dict(zip(("micro_batches", "layers"), (5, 3), strict=True)) if len(options) == 4 else {}
+    changes = changes or ({"layers": 16} if options else {})
+    assert len(situation.changed(**changes).profile.slots) == runs
+
+
+def test_what_if_the_drives_were_faster(run_log: Path) -> None:
+    slow = Situation.of(run_log).changed(write=20e6, read=20e6)
+    times = [slow.changed(drives=drives).plan(3 * MIB).prediction.seconds for drives in (1, 4, 100)]  # type: ignore[union-attr]
+    assert times == sorted(times, reverse=True)
+    assert times[0] > times[2]
+
+
+def test_a_log_that_captured_nothing_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "keep.jsonl"
+    model = make_model(layers=2)
+    with tba.attach(model, config_for(default=KEEP), run_log=path, measure_memory=False) as session:
+        train(model, session, steps=4)
+    with pytest.raises(RunLogError, match="nothing to plan from: log at least three steps"):
+        Situation.of(path)
+
+
+def test_composition_counts() -> None:
+    assert composition((KEEP, OFFLOAD, OFFLOAD)) == "1 keep, 2 offload"
+
+
+# Schedules
+
+
+def test_one_forward_one_backward() -> None:
+    def word(blocks: list[Block]) -> str:
+        return " ".join(f"{'B' if block.backward else 'F'}{block.micro_batch}" for block in blocks)
+
+    assert word(one_f_one_b(3, 1)) == "F0 B0 F1 B1 F2 B2"
+    assert word(one_f_one_b(4, 2)) == "F0 F1 B0 F2 B1 F3 B2 B3"
+    assert word(one_f_one_b(2, 4)) == "F0 F1 B0 B1"
+
+
+def test_a_profile_stretched_to_what_it_was_is_what_it_was(run_log: Path) -> None:
+    profile = Situation.of(run_log).profile
+    same = stretched(profile, layers=LAYERS, micro_batches=2)
+    assert [slot[:3] for slot in same.slots] == [slot[:3] for slot in profile.slots]
+    whole = sum(slot.gap for slot in profile.slots)
+    assert sum(slot.gap for slot in same.slots) == pytest.approx(whole)
+    with pytest.raises(ValueError, match="no step of 0 layers"):
+        stretched(profile, layers=0)
