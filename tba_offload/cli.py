@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,14 +131,23 @@ def _writing(path: str | os.PathLike[str]) -> Iterator[None]:
         ) from error
 
 
-def _size(_context: click.Context, _parameter: click.Parameter, text: str | None) -> int | None:
+def _size(_context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
     """A size with its unit, as an option."""
     from tba_offload.config import parse_size
 
     try:
-        return None if text is None else parse_size(text)
+        size = None if text is None else parse_size(text)
     except ConfigError as error:
         raise click.BadParameter(str(error)) from error
+    if size == 0 and parameter.name != "window":
+        raise click.BadParameter("must be more than 0")
+    return size
+
+
+def _finite(_context: click.Context, _parameter: click.Parameter, number: float) -> float:
+    if not math.isfinite(number):
+        raise click.BadParameter(f"{number} is no number of drives")
+    return number
 
 
 @main.command()
@@ -164,7 +174,11 @@ def _size(_context: click.Context, _parameter: click.Parameter, text: str | None
 )
 @click.option("--read", callback=_size, metavar="SIZE", help="What if a second read this much.")
 @click.option(
-    "--drives", type=click.FloatRange(min=0, min_open=True), default=1, help="What if there were so many."
+    "--drives",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1,
+    callback=_finite,
+    help="What if there were so many times as many.",
 )
 @click.option("--window", callback=_size, metavar="SIZE", help="What if so much were in flight.")
 @click.option("--layers", type=click.IntRange(min=1), help="What if there were so many.")

@@ -89,10 +89,12 @@ class Situation:
             write: Bytes a second to the drive.
             read: Bytes a second from it.
             drives: So many times the drives there are.
-            window: Most bytes in flight.
+            window: Most bytes in flight; 0 for no limit.
         """
         drive = dataclasses.replace(
-            self.drive, write=write or self.drive.write, read=read or self.drive.read
+            self.drive,
+            write=self.drive.write if write is None else write,
+            read=self.drive.read if read is None else read,
         ).scaled(drives)
         old = len(self.names)
         count = old if layers is None else layers
@@ -105,7 +107,7 @@ class Situation:
             names=names,
             profile=profile,
             drive=drive,
-            window=self.window if window is None else window,
+            window=self.window if window is None else window or None,
         )
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+import warnings
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from tba_offload.plan.plan import Plan
 from tba_offload.plan.planner import Limits, make_plan
 from tba_offload.plan.simulator import simulate
 from tba_offload.policy import Placement
-from tba_offload.profiling import profile_of
+from tba_offload.profiling import LayerKey, profile_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,6 +33,9 @@ ASTRAY = 0.1
 
 DRIFT = 0.15
 """A drive that is this share faster or slower than when the plan was made is another drive."""
+
+BIG_DRIFT = 1 / 3
+"""So much is noticed even where smaller doubts have turned out to be idle."""
 
 WORTH_IT = 0.02
 """A new plan must be better by this share, or the old one stays: plans shall not alternate."""
@@ -58,7 +62,7 @@ class AutoPlanner:
 
     Args:
         policy: What the user wants for each layer of this process.
-        names: Module names of the layers.
+        layers: Model chunk and module name of each layer.
         limits: What plans must keep to.
         agree: Where several ranks share layers: given this rank's proposal, name of a layer to its placement,
             returns what all of them do. Every rank calls it behind the same steps.
@@ -67,13 +71,16 @@ class AutoPlanner:
     def __init__(
         self,
         policy: Sequence[Placement],
-        names: Sequence[str],
+        layers: Sequence[LayerKey],
         limits: Limits,
         *,
         agree: Callable[[dict[str, Placement]], dict[str, Placement]] | None = None,
     ) -> None:
         self.policy = tuple(policy)
-        self.names = tuple(names)
+        self.layers = tuple(layers)
+        self.names = tuple(name for _, name in layers)
+        self.not_recomputed: frozenset[int] = frozenset()
+        """Layers that would not be the same if their forward ran twice; known behind the first step."""
         self.limits = limits
         self.agree = agree
         self.profile: StepProfile | None = None
@@ -84,11 +91,15 @@ class AutoPlanner:
         self._on_excursion = False
         self._recent: deque[float] = deque(maxlen=3)  # seconds of the last steps under the plan
         self._steps = 0
+        self._patience = 1  # steps before a plan that was confirmed is questioned again
+        self._settled_until = 0
+        self._warned = False
 
     @property
     def is_done(self) -> bool:
         """Whether there is nothing to decide and nothing more to learn."""
-        return self._plan is not None and self.agree is None and Placement.AUTO not in self.policy
+        learned = self._plan is not None or self._steps >= _TURN
+        return learned and self.agree is None and Placement.AUTO not in self.policy
 
     @property
     def has_planned(self) -> bool:
@@ -154,13 +165,36 @@ class AutoPlanner:
             self._recent.append(record.seconds)
         if not self._is_turn(plan, drive, record):
             return None
-        ended = began + record.seconds
-        profile = profile_of(trace, stalls, self.names, began=began, ended=ended, before=self.profile)
         new: Plan | None = None
-        if profile is not None and drive is not None:
-            self.profile = self._with_rest(profile, plan, drive, record)
-            new = self._decide(self.profile, drive, plan, record)
+        try:
+            new = self._look(trace, stalls, plan, record, drive, began=began)
+        except Exception as error:  # noqa: BLE001 - a plan is advice: training goes on, and so do the other ranks
+            self._warn(f"no plan could be made behind step {self._steps}: {error!r}; the one before stays")
+            new = self._plan
         return new if self.agree is None else self._agreed(plan if new is None else new, drive)
+
+    def _look(
+        self,
+        trace: StepTrace,
+        stalls: Sequence[tuple[float, float]],
+        plan: Plan,
+        record: StepRecord,
+        drive: Bandwidth | None,
+        *,
+        began: float,
+    ) -> Plan | None:
+        ended = began + record.seconds
+        profile = profile_of(trace, stalls, self.layers, began=began, ended=ended, before=self.profile)
+        if profile is None or drive is None:
+            self._on_excursion = False
+            return self._plan
+        self.profile = self._with_rest(profile, plan, drive, record)
+        return self._decide(self.profile, drive, plan, record)
+
+    def _warn(self, what: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(what, RuntimeWarning, stacklevel=2)
 
     def _is_turn(self, plan: Plan, drive: Bandwidth | None, record: StepRecord) -> bool:
         """Whether to look at a step closely: not at each, because that takes time."""
@@ -197,10 +231,9 @@ class AutoPlanner:
                 if wanted is Placement.AUTO and profile.layers[layer] == kind
             ]
             missing = {Placement.OFFLOAD, Placement.RECOMPUTE} - {plan.placements[layer] for layer in free}
-            if self.limits.budget is None:
-                missing.discard(Placement.RECOMPUTE)
             for placement, layer in zip(sorted(missing), free, strict=False):
-                placements[layer] = placement
+                if placement is Placement.OFFLOAD or self._may_recompute(layer):
+                    placements[layer] = placement
         look = dataclasses.replace(plan, placements=tuple(placements), kept=(), prediction=None)
         if placements == list(plan.placements):
             return plan
@@ -218,7 +251,8 @@ class AutoPlanner:
         if plan.placements != proposed.placements:
             plan = dataclasses.replace(plan, kept=(), prediction=None)
             if self.profile is not None and drive is not None and self._plan is not None:
-                plan = dataclasses.replace(plan, prediction=simulate(self.profile, plan, drive).prediction)
+                # Nothing is left to decide but the window.
+                plan = make_plan(self.profile, drive, self.limits, policy=plan.placements)
         if self._plan is not None:
             self._plan = plan
         return plan
@@ -268,22 +302,29 @@ class AutoPlanner:
                 turn = (place + self._steps) % parts
                 if turn == 0:
                     placements[layer] = Placement.KEEP
-                elif turn == 1 and self.limits.budget is not None:
+                elif turn == 1 and self._may_recompute(layer):
                     placements[layer] = Placement.RECOMPUTE
         return tuple(placements)
+
+    def _may_recompute(self, layer: int) -> bool:
+        """Whether the planner may have a layer recomputed."""
+        return self.limits.budget is not None and layer not in self.not_recomputed
 
     def _is_astray(self, plan: Plan, drive: Bandwidth, record: StepRecord) -> bool:
         if plan.prediction is None or self._planned_for is None:
             return True
+        then = self._planned_for
+        share = BIG_DRIFT if self._steps < self._settled_until else DRIFT
+        if _differ(drive.write, then.write, share) or _differ(drive.read, then.read, share):
+            return True
+        if self._steps < self._settled_until:
+            return False
         if self.limits.budget is not None and (record.activation_peak_bytes or 0) > self.limits.budget:
             return True
-        pairs = [
-            (drive.write, self._planned_for.write, DRIFT),
-            (drive.read, self._planned_for.read, DRIFT),
-        ]
-        if len(self._recent) > 1:  # one step says nothing
-            pairs.append((statistics.median(self._recent), plan.prediction.seconds, ASTRAY))
-        return any(abs(found - expected) > share * expected for found, expected, share in pairs)
+        # One step says nothing.
+        return len(self._recent) > 1 and _differ(
+            statistics.median(self._recent), plan.prediction.seconds, ASTRAY
+        )
 
     def _replan(self, profile: StepProfile, drive: Bandwidth, old: Plan) -> Plan | None:
         self._planned_for = drive
@@ -291,12 +332,19 @@ class AutoPlanner:
             self._is_news = self._plan is None
             self._plan = dataclasses.replace(old, prediction=simulate(profile, old, drive).prediction)
             return self._plan
-        new = make_plan(profile, drive, self.limits, policy=self.policy)
+        new = make_plan(profile, drive, self.limits, policy=self.policy, not_recomputed=self.not_recomputed)
         if self._plan is not None and not self._is_better(new, old, profile, drive):
             new = dataclasses.replace(old, prediction=simulate(profile, old, drive).prediction)
+            # It was in doubt without need: the next doubt has to wait longer.
+            self._patience = min(2 * self._patience, _EXCURSIONS[-1])
+            self._settled_until = self._steps + self._patience
         else:
             self._is_news = True
+            self._patience = 1
             self._recent.clear()
+        budget, peak = self.limits.budget, new.prediction.peak_bytes if new.prediction is not None else 0
+        if budget is not None and peak > budget:
+            self._warn(f"the budget of {budget} bytes cannot be met: the lowest peak found is {peak} bytes")
         self._plan = new
         return new
 
@@ -326,3 +374,7 @@ class AutoPlanner:
             bare = dataclasses.replace(profile, rest_bytes=0)
             known = simulate(bare, plan, drive).peak_bytes
         return dataclasses.replace(profile, rest_bytes=max(peak - known, 0))
+
+
+def _differ(found: float, expected: float, share: float) -> bool:
+    return abs(found - expected) > share * expected

@@ -16,6 +16,7 @@ from tba_offload.policy import Placement
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tba_offload.capture.scope import ScopeKey
     from tba_offload.capture.trace import ActivationTrace, ScopeTrace, StepTrace
 
 ALIKE = 0.25
@@ -23,6 +24,9 @@ ALIKE = 0.25
 
 NEWER = 0.5
 """Share of a new measurement of time in what is known; the rest is what was known before."""
+
+LayerKey = tuple[int, str]
+"""Model chunk and module name of a layer."""
 
 _CAPTURED = (Placement.OFFLOAD, Placement.AUTO)
 
@@ -66,7 +70,7 @@ class _Run:
 def profile_of(
     trace: StepTrace,
     stalls: Sequence[tuple[float, float]],
-    names: Sequence[str],
+    layers_of_process: Sequence[LayerKey],
     *,
     began: float,
     ended: float,
@@ -77,19 +81,19 @@ def profile_of(
     Args:
         trace: What it recorded.
         stalls: When the training thread waited for I/O.
-        names: Module names of this process's layers.
+        layers_of_process: Model chunk and module name of each of them.
         began: When the step began, by :func:`time.perf_counter`.
         ended: When it ended.
         before: What was known before. Layers that ran without hooks in this step save what they saved then.
 
     Returns:
-        ``None`` if too little is known: no layer ever ran with hooks, or backward of some was not seen.
+        ``None`` if too little is known: no layer ever ran with hooks, or there was no backward.
     """
     clock = ComputeClock(stalls)
-    runs = _runs(trace, clock, {name: index for index, name in enumerate(names)})
-    if {run.layer for run in runs} != set(range(len(names))):
+    runs = _runs(trace, clock, {key: index for index, key in enumerate(layers_of_process)})
+    if not runs:
         return None
-    kinds, layers = _kinds(trace, runs, clock, len(names), before)
+    kinds, layers = _kinds(trace, runs, clock, len(layers_of_process), before)
     if not kinds:
         return None
     slots, last = _slots(runs, clock(began))
@@ -106,7 +110,7 @@ def profile_of(
 # Time
 
 
-def _runs(trace: StepTrace, clock: ComputeClock, index: dict[str, int]) -> list[_Run]:
+def _runs(trace: StepTrace, clock: ComputeClock, index: dict[LayerKey, int]) -> list[_Run]:
     """Executions whose forward and backward both took place, in the order of their forward."""
     whole = [scope for scope in trace.scopes if scope.forward_ended and scope.backward_began]
     # Backward of a scope goes on until something else begins.
@@ -115,7 +119,7 @@ def _runs(trace: StepTrace, clock: ComputeClock, index: dict[str, int]) -> list[
     count: dict[int, int] = defaultdict(int)
     runs = []
     for scope in whole:
-        layer = index[scope.key.name]
+        layer = index[scope.key.chunk, scope.key.name]
         start, forward_end = scope.backward_began or 0.0, scope.forward_ended or 0.0
         following = bisect.bisect_right(borders, start)
         end = borders[following] if following < len(borders) else start
@@ -154,7 +158,9 @@ def _timings(
     if before is not None:
         for layer, kind in enumerate(layers):
             known[kind] = dict(before.timings[before.layers[layer]])
-    return tuple(_renewed(old, by_placement) for old, by_placement in zip(known, found, strict=True))
+    renewed = [_renewed(old, by_placement) for old, by_placement in zip(known, found, strict=True)]
+    some = next(timings for timings in renewed if timings)
+    return tuple(timings or dict(some) for timings in renewed)  # a kind of which no layer went backward
 
 
 def _renewed(old: dict[Placement, Timing], found: dict[Placement, list[Timing]]) -> dict[Placement, Timing]:
@@ -184,15 +190,15 @@ def _kinds(
     trace: StepTrace, runs: Sequence[_Run], clock: ComputeClock, count: int, before: StepProfile | None
 ) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
     """The kinds of layers and which each is; nothing if no layer was ever captured."""
-    saved: dict[tuple[str, int], list[ActivationTrace]] = defaultdict(list)
+    saved: dict[ScopeKey, list[ActivationTrace]] = defaultdict(list)
     for activation in trace.activations:
-        saved[activation.key.scope.name, activation.key.scope.micro_batch].append(activation)
+        saved[activation.key.scope].append(activation)
     captured = [run for run in runs if run.scope.placement in _CAPTURED]
     small = _small_bytes(trace) // max(len(captured), 1)
     members: list[list[tuple[_Run, list[ActivationTrace]]]] = []
     layers = [-1] * count
     for run in captured:
-        activations = saved[run.scope.key.name, run.scope.key.micro_batch]
+        activations = saved[run.scope.key]
         kind = next((n for n, group in enumerate(members) if _alike(group[0][1], activations)), len(members))
         if kind == len(members):
             members.append([])

@@ -143,6 +143,7 @@ class Session:
         self._records: deque[StepRecord] = deque(maxlen=_REMEMBERED_STEPS)
         self._closed = False
         self._inert = False
+        self._buffers: list[list[tuple[int, int]]] | None = None
         self._warned = False
         self._warned_left_alone = False
         try:
@@ -319,6 +320,9 @@ class Session:
         """``offload`` waits for a slow drive unless told otherwise, ``auto`` keeps until there is a plan."""
         if self._planner is not None and self._planner.has_planned:
             return False  # what is kept was decided with the budget in view
+        others = {Placement.KEEP, Placement.RECOMPUTE}
+        if self.config.budget.activation_bytes is not None and others & set(self.plan.placements):
+            return False  # nobody counts what those hold
         if self.config.on_slow is None:
             return placement is Placement.AUTO
         return self.config.on_slow == "keep"
@@ -447,7 +451,7 @@ class Session:
             return None
         return AutoPlanner(
             self.plan.placements,
-            [layer.id.name for layer in self.layers],
+            [(layer.chunk, layer.id.name) for layer in self.layers],
             Limits(config.budget.activation_bytes, config.budget.ceiling),
             agree=self._world.agree if is_auto else None,
         )
@@ -455,14 +459,28 @@ class Session:
     def _take_plan(self, planner: AutoPlanner | None) -> None:
         """Starts with the plan that a new planner has for its first step."""
         self._planner = planner
+        self._buffers = None
         if planner is not None:
             self.plan = planner.first()
+            self._buffers = self._buffer_versions()
         self.offloader.resize_window(self.plan.window)
+
+    def _buffer_versions(self) -> list[list[tuple[int, int]]]:
+        """Of each layer, what tells whether its forward changes its buffers, as that of a batch norm does.
+
+        Such a layer is not the same if its forward runs twice, so nobody but the user has it recomputed.
+        """
+        return [[(id(b), b._version) for b in layer.module.buffers()] for layer in self.layers]
 
     def _learn(self, step: Step, record: StepRecord) -> None:
         """Shows the planner what the step was like, and takes its plan for the next one."""
         if self._planner is None:
             return
+        if (before := self._buffers) is not None:
+            found, self._buffers = self._buffer_versions(), None
+            self._planner.not_recomputed = frozenset(
+                index for index, (old, new) in enumerate(zip(before, found, strict=True)) if old != new
+            )
         plan = self._planner.learn(
             self.capture.trace,
             self.offloader.stats.stalls,
@@ -636,7 +654,7 @@ def _has_gradient(parameter: nn.Parameter) -> bool:
 def _activation_bytes(arguments: Iterable[object]) -> int:
     """Bytes of the activations among the arguments of a layer."""
     return sum(
-        argument.untyped_storage().nbytes()
+        argument.numel() * argument.itemsize
         for argument in arguments
         if isinstance(argument, torch.Tensor) and argument.requires_grad
     )

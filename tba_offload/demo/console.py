@@ -87,7 +87,7 @@ def _budget(text: str) -> int | float:
         share = float(text[:-1]) / 100
     except ValueError:
         share = 0.0
-    if share <= 0:
+    if not 0 < share < math.inf:
         raise ConfigError(f"a budget is a size such as 64MiB, or a share such as 35%, and not {text!r}")
     return share
 

@@ -212,7 +212,8 @@ def _strategy(steps: Sequence[Figures]) -> Figures:
         "losses": [step["loss"] for step in steps],
     }
     for name in ("predicted_peak_bytes", "predicted_seconds"):
-        figures[name] = steps[-1][name]  # None where nothing was captured
+        known = [step[name] for step in steps if step[name] is not None]
+        figures[name] = known[-1] if known else None  # as where nothing was captured
     for name in _MOVED:
         figures[f"{name}_bytes"] = int(_median(counted, f"{name}_bytes"))
     return figures

@@ -39,6 +39,9 @@ MARGIN = 0.02
 MAX_TRIALS = 600
 """Plans that are tried on the simulator, at most."""
 
+MAX_ITEMS = 400_000
+"""Activations that are simulated in all trials together: a second or two. Then the best so far will do."""
+
 Score = tuple[float, ...]
 """Less is better."""
 
@@ -83,6 +86,7 @@ def make_plan(
     choices: Sequence[Placement] = (KEEP, OFFLOAD, RECOMPUTE),
     objective: Objective | None = None,
     whole_layers: bool = False,
+    not_recomputed: frozenset[int] = frozenset(),
 ) -> Plan:
     """The best plan that is found.
 
@@ -93,6 +97,7 @@ def make_plan(
         policy: For each layer, what the user wants; the planner decides on those that are ``auto``.
         choices: What the planner may decide for.
         objective: What is wanted; by default ``time`` where there is a budget and ``memory`` elsewhere.
+        not_recomputed: Layers that must not be recomputed unless the policy says so.
         whole_layers: Whether all activations of a layer get the same placement, as in a policy file.
 
     Raises:
@@ -104,14 +109,15 @@ def make_plan(
         objective = Objective.MEMORY if limits.budget is None else Objective.TIME
     if objective is Objective.MEMORY:  # who wants memory at no cost in time wants no recomputation
         choices = [placement for placement in choices if placement is not RECOMPUTE]
-    search = _Search(profile, drive, limits, tuple(policy), tuple(choices), objective)
+    search = _Search(profile, drive, limits, tuple(policy), tuple(choices), objective, not_recomputed)
     return search.best(whole_layers=whole_layers)
 
 
 def explain(profile: StepProfile, plan: Plan, drive: Bandwidth, layer: int) -> str:
     """Why a plan places a layer as it does, in one line."""
     kind, placement = profile.kind_of(layer), plan.placements[layer]
-    moved = kind.nbytes - sum(kind.activations[number].nbytes for number in _kept_of(plan, layer))
+    kept = _kept_of(plan, layer)
+    moved = sum(saved.nbytes for number, saved in enumerate(kind.activations) if number not in kept)
     seconds = moved / drive.write + moved / drive.read
     size = f"{kind.nbytes / 2**20:.1f} MiB"
     again = profile.timing(layer, RECOMPUTE).backward - profile.timing(layer, KEEP).backward
@@ -143,6 +149,7 @@ class _Search:
         policy: tuple[Placement, ...],
         choices: tuple[Placement, ...],
         objective: Objective,
+        not_recomputed: frozenset[int],
     ) -> None:
         self.profile = profile
         self.drive = drive
@@ -150,6 +157,9 @@ class _Search:
         self.policy = policy
         self.free = [layer for layer, placement in enumerate(policy) if placement is AUTO]
         self.choices = choices
+        self.not_recomputed = not_recomputed
+        items = sum(len(profile.kind_of(slot.layer).activations) for slot in profile.slots)
+        self.most_trials = min(MAX_TRIALS, max(MAX_ITEMS // max(items, 1), 12))
         self.score: Callable[[Outcome], Score] = getattr(self, f"_score_{objective.value}")
         self.trials: dict[Plan, _Trial] = {}
         # Smaller windows would make every activation wait for the one before.
@@ -216,7 +226,7 @@ class _Search:
             place = numbers.index(best)
             near = numbers[max(place - 1, 0) : place + 2]
             finer = sorted({*near, *((a + b) // 2 for a, b in itertools.pairwise(near))})
-            if finer == near:
+            if finer == near or len(self.trials) >= self.most_trials:
                 return
             numbers = finer
 
@@ -241,7 +251,8 @@ class _Search:
         for layer in self.free[len(others) :]:
             placements[layer] = KEEP
         for position, layer in enumerate(others):
-            if (position + 1) * recomputed // len(others) > position * recomputed // len(others):
+            is_one = (position + 1) * recomputed // len(others) > position * recomputed // len(others)
+            if is_one and layer not in self.not_recomputed:
                 placements[layer] = RECOMPUTE
         return tuple(placements)
 
@@ -254,10 +265,12 @@ class _Search:
             changed = False
             for layer in self.free:
                 for placement in self.choices:
-                    if len(self.trials) >= MAX_TRIALS:
+                    if len(self.trials) >= self.most_trials:
                         return
                     placements = list(found.plan.placements)
                     if placements[layer] is placement:
+                        continue
+                    if placement is RECOMPUTE and layer in self.not_recomputed:
                         continue
                     placements[layer] = placement
                     trial = self._try(tuple(placements))
@@ -275,6 +288,8 @@ class _Search:
         activations = self.profile.kind_of(layer).activations
         numbers = sorted(range(len(activations)), key=lambda number: activations[number].until)
         for count in range(1, len(numbers)):
+            if len(self.trials) >= self.most_trials + len(numbers):
+                break
             kept = [frozenset[int]()] * len(self.profile.layers)
             kept[layer] = frozenset(numbers[:count])
             trial = self._try(found.plan.placements, tuple(kept))

@@ -261,7 +261,8 @@ class _Run:
             self._read_ahead()
         self.now += (1.0 - passed) * seconds
         del self.saved[scope]
-        kept = sum(kind.activations[number].nbytes for number in self._kept(slot.layer))
+        numbers = self._kept(slot.layer)  # perhaps of a step in which the layer saved more than now
+        kept = sum(saved.nbytes for number, saved in enumerate(kind.activations) if number in numbers)
         self.settled -= used + kept + kind.small_bytes
 
     def _use(self, item: _Item) -> None:
