@@ -225,11 +225,7 @@ class AutoPlanner:
         """
         placements = list(plan.placements)
         for kind in set(profile.layers):
-            free = [
-                layer
-                for layer, wanted in enumerate(self.policy)
-                if wanted is Placement.AUTO and profile.layers[layer] == kind
-            ]
+            free = self._free_layers(profile, kind)
             missing = {Placement.OFFLOAD, Placement.RECOMPUTE} - {plan.placements[layer] for layer in free}
             for placement, layer in zip(sorted(missing), free, strict=False):
                 if placement is Placement.OFFLOAD or self._may_recompute(layer):
@@ -291,11 +287,7 @@ class AutoPlanner:
         """Of every so many layers of a kind one is kept, and one recomputed if recomputing is a choice."""
         placements = list(self.policy)
         for kind in set(profile.layers):
-            free = [
-                layer
-                for layer, placement in enumerate(self.policy)
-                if placement is Placement.AUTO and profile.layers[layer] == kind
-            ]
+            free = self._free_layers(profile, kind)
             if len(free) < 3:  # it is measured by the others
                 continue
             for place, layer in enumerate(reversed(free)):
@@ -305,6 +297,14 @@ class AutoPlanner:
                 elif turn == 1 and self._may_recompute(layer):
                     placements[layer] = Placement.RECOMPUTE
         return tuple(placements)
+
+    def _free_layers(self, profile: StepProfile, kind: int) -> list[int]:
+        """The layers of a kind that the planner decides on."""
+        return [
+            layer
+            for layer, wanted in enumerate(self.policy)
+            if wanted is Placement.AUTO and profile.layers[layer] == kind
+        ]
 
     def _may_recompute(self, layer: int) -> bool:
         """Whether the planner may have a layer recomputed."""

@@ -14,7 +14,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from tba_offload.errors import StoreError, StoreFullError
+from tba_offload.errors import ShortTransferError, StoreError, StoreFullError
 from tba_offload.store import posix
 from tba_offload.store.extents import round_up
 
@@ -166,6 +166,16 @@ class RunFile:
                     name,
                 )
             self._left_behind = name
+
+
+def short_transfer(directory: str, verb: str, nbytes: int, offset: int, moved: int) -> ShortTransferError:
+    """The error of a transfer that moved fewer bytes than it should."""
+    return ShortTransferError(
+        errno.EIO,
+        f"{verb} of {nbytes} bytes at offset {offset} stopped after {moved}; the drive or the file system is "
+        "failing, or somebody truncated the file: check the system log",
+        directory,
+    )
 
 
 def open_directory(path: str) -> int:

@@ -26,7 +26,7 @@ import torch
 from tba_offload.device.staging import StagingRing
 from tba_offload.errors import ShortTransferError, StoreError, StoreFullError
 from tba_offload.store import posix
-from tba_offload.store.directory import FULL, RunFile
+from tba_offload.store.directory import FULL, RunFile, short_transfer
 from tba_offload.store.extents import round_up
 from tba_offload.store.queued import QueuedStore
 
@@ -202,12 +202,7 @@ class FileStore(QueuedStore):
         except OSError as error:
             raise _failure(self._file, f"{verb} of {nbytes} bytes at offset {offset}", error) from None
         if moved != nbytes:
-            raise ShortTransferError(
-                errno.EIO,
-                f"{verb} of {nbytes} bytes at offset {offset} stopped after {moved}; the drive or the file "
-                "system is failing, or somebody truncated the file: check the system log",
-                self.directory,
-            )
+            raise short_transfer(self.directory, verb, nbytes, offset, moved)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.device.sums import sums
-from tba_offload.errors import MissingDependencyError, ShortTransferError, StoreError, StoreFullError
-from tba_offload.store.directory import RunFile
+from tba_offload.errors import MissingDependencyError, StoreError, StoreFullError
+from tba_offload.store.directory import RunFile, short_transfer
 from tba_offload.store.queued import QueuedStore
 
 if TYPE_CHECKING:
@@ -104,13 +104,13 @@ class GdsStore(QueuedStore):
     def _move_out(self, extent: Extent, source: ByteRange, after: Event) -> int | None:
         after.synchronize()
         data = source.tensor()
-        self._check("write", extent, self._transfer("write", self._file.write, data, extent))
+        self._transfer("write", self._file.write, data, extent)
         return self._digest(data)
 
     def _move_in(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> int | None:  # noqa: ARG002
         after.synchronize()
         data = target.tensor()
-        self._check("read", extent, self._transfer("read", self._file.read, data, extent))
+        self._transfer("read", self._file.read, data, extent)
         return self._digest(data)
 
     def _digest(self, data: torch.Tensor) -> int | None:
@@ -121,9 +121,9 @@ class GdsStore(QueuedStore):
             hasher.update(sums(data))
         return hasher.intdigest()
 
-    def _transfer(self, verb: str, call: Any, data: torch.Tensor, extent: Extent) -> int:
+    def _transfer(self, verb: str, call: Any, data: torch.Tensor, extent: Extent) -> None:
         try:
-            return int(call(data, extent.offset))
+            moved = int(call(data, extent.offset))
         except (OSError, RuntimeError) as error:  # kvikio tells everything by RuntimeError
             what = f"{verb} of {extent.nbytes} bytes at offset {extent.offset} failed in kvikio: {error}"
             if _NO_SPACE in str(error):
@@ -131,15 +131,8 @@ class GdsStore(QueuedStore):
                 raise StoreFullError(errno.ENOSPC, f"{what}; {remedy}", self.directory) from error
             remedy = "check the drive and the system log, or use store.kind: file"
             raise StoreError(errno.EIO, f"{what}; {remedy}", self.directory) from error
-
-    def _check(self, verb: str, extent: Extent, moved: int) -> None:
         if moved != extent.nbytes:
-            raise ShortTransferError(
-                errno.EIO,
-                f"{verb} of {extent.nbytes} bytes at offset {extent.offset} stopped after {moved}; the drive "
-                "or the file system is failing, or somebody truncated the file: check the system log",
-                self.directory,
-            )
+            raise short_transfer(self.directory, verb, extent.nbytes, extent.offset, moved)
 
 
 class _GdsFile:
