@@ -130,7 +130,6 @@ class FileStore(QueuedStore):
     def _move_out(self, extent: Extent, source: ByteRange, after: Event) -> int | None:
         if not self._writes_directly(extent, source):
             return self._move_out_staged(extent, source, after)
-        after.synchronize()
         hasher = self._hasher()
         address = source.address
         if hasher is not None:
@@ -141,7 +140,6 @@ class FileStore(QueuedStore):
     def _move_in(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> int | None:
         if not self._reads_directly(extent, target, padded=padded):
             return self._move_in_staged(extent, target, after)
-        after.synchronize()
         hasher = self._hasher()
         address = target.address
         self._get(extent, address - extent.lead, 0, self._span(extent))

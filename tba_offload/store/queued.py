@@ -261,7 +261,7 @@ class QueuedStore(ActivationStore):
         self._finalizer.atexit = False  # _close_all() ends stores in order instead
         _open_stores.add(self)
 
-    # What a backend supplies.
+    # What a backend supplies. The thread that calls it has waited for ``after``.
 
     @abstractmethod
     def _move_out(self, extent: Extent, source: ByteRange, after: Event) -> int | None:
