@@ -42,7 +42,21 @@ class Placement(StrEnum):
     KEEP = "keep"
     OFFLOAD = "offload"
     RECOMPUTE = "recompute"
-    AUTO = "auto"  # only in a policy: the planner replaces it by one of the three above
+    RECOMPUTE_OFFLOAD = "recompute-offload"
+    AUTO = "auto"  # only in a policy: the planner replaces it by one of those above
+
+
+class Objective(StrEnum):
+    """What is wanted of the plan for layers placed ``auto``."""
+
+    TIME = "time"
+    """The least step time under the budget."""
+
+    MEMORY = "memory"
+    """The lowest peak at which compute waits for nothing."""
+
+    ENDURANCE = "endurance"
+    """The fewest written bytes under the budget."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from tba_offload.capture.trace import Fate
-from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing
+from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing, computed_as
 from tba_offload.policy import Placement
 
 if TYPE_CHECKING:
@@ -151,8 +151,7 @@ def _timings(
     """The median of each kind under each placement, mixed with what was known of it."""
     found: list[dict[Placement, list[Timing]]] = [defaultdict(list) for _ in kinds]
     for run in runs:
-        placement = Placement(run.scope.placement)
-        placement = Placement.OFFLOAD if placement is Placement.AUTO else placement
+        placement = computed_as(Placement(run.scope.placement))
         found[layers[run.layer]][placement].append(run.timing)
     known: list[dict[Placement, Timing]] = [{} for _ in kinds]
     if before is not None:
