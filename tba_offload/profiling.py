@@ -30,6 +30,11 @@ LayerKey = tuple[int, str]
 
 _CAPTURED = (Placement.OFFLOAD, Placement.AUTO)
 
+_COMPUTES_LIKE = {
+    Placement.AUTO: Placement.OFFLOAD,
+    Placement.RECOMPUTE_OFFLOAD: Placement.RECOMPUTE,  # waiting for its few bytes is no compute
+}
+
 
 class ComputeClock:
     """Seconds of compute: wall-clock time less the time that the thread waited for I/O.
@@ -152,8 +157,7 @@ def _timings(
     found: list[dict[Placement, list[Timing]]] = [defaultdict(list) for _ in kinds]
     for run in runs:
         placement = Placement(run.scope.placement)
-        placement = Placement.OFFLOAD if placement is Placement.AUTO else placement
-        found[layers[run.layer]][placement].append(run.timing)
+        found[layers[run.layer]][_COMPUTES_LIKE.get(placement, placement)].append(run.timing)
     known: list[dict[Placement, Timing]] = [{} for _ in kinds]
     if before is not None:
         for layer, kind in enumerate(layers):

@@ -106,7 +106,7 @@ class StepProfile:
         says otherwise is noise. Recomputation is a kept layer with one more forward.
         """
         kind = self.layers[layer]
-        if placement is not Placement.RECOMPUTE:
+        if not placement.recomputes:
             offloaded = self._measured(kind, Placement.OFFLOAD)
             kept = self._measured(kind, Placement.KEEP)
             if placement is Placement.KEEP and kept is not None and offloaded is not None:
