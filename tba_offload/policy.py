@@ -42,8 +42,13 @@ class Placement(StrEnum):
     KEEP = "keep"
     OFFLOAD = "offload"
     RECOMPUTE = "recompute"
-    RECOMPUTE_OFFLOAD = "recompute-offload"
-    AUTO = "auto"  # only in a policy: the planner replaces it by one of those above
+    RECOMPUTE_OFFLOAD = "recompute-offload"  # recomputed, and its inputs are offloaded meanwhile
+    AUTO = "auto"  # only in a policy: the planner replaces it by one of the others
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether backward runs the layer's forward again: ranks that share the layer must do so together."""
+        return self in {Placement.RECOMPUTE, Placement.RECOMPUTE_OFFLOAD}
 
 
 class Objective(StrEnum):

@@ -274,7 +274,7 @@ class Session:
         if self._step is None:
             self._warn_outside_step(site)
             return site.forward(*args, **kwargs)
-        placement = self.plan.placements[site.index]
+        placement = self._placement_here(site)
         scope = self.capture.trace.begin_scope(self._scope_key(site), placement)
         if self._planner is not None:
             scope.input_bytes = _activation_bytes((*args, *kwargs.values()))
@@ -282,6 +282,14 @@ class Session:
         scope.forward_ended = time.perf_counter()
         self._watch_backward(output, scope)
         return output
+
+    def _placement_here(self, site: _Site) -> Placement:
+        """What the plan says, unless the layer runs where our hooks cannot be."""
+        placement = self.plan.placements[site.index]
+        if placement is not Placement.KEEP and _hooks_are_taken():
+            self._leave_alone(site)
+            return Placement.KEEP
+        return placement
 
     def _run_placed(
         self,
@@ -296,23 +304,24 @@ class Session:
             return site.forward(*args, **kwargs)
         if placement is Placement.RECOMPUTE:
             return self._stack.checkpoint(site.forward, *args, **kwargs)
-        if _hooks_are_taken():
-            self._leave_alone(site)
-            return site.forward(*args, **kwargs)
         kept = self.plan.kept[site.index] if self.plan.kept else frozenset[int]()
         slow = self._keeps_when_slow(placement)
         with LayerHooks(self.capture, scope.key, when_slow=slow, kept=kept):
+            if placement is Placement.RECOMPUTE_OFFLOAD:
+                # Checkpoints save the inputs through the hooks around them, and nothing else.
+                return self._stack.checkpoint(site.forward, *args, **kwargs)
             return site.forward(*args, **kwargs)
 
     def _leave_alone(self, site: _Site) -> None:
-        """A layer runs inside somebody else's hooks, where ours cannot be."""
+        """A layer runs inside somebody else's hooks, where neither ours nor a checkpoint's can be."""
         self.capture.trace.left_alone += 1
         if not self._warned_left_alone:
             self._warned_left_alone = True
             warnings.warn(
                 f"layer {site.layer.id.number} ({site.layer.id.name}) runs inside saved-tensor hooks or a "
-                "transform of somebody else (a checkpoint, save_on_cpu, torch.func), so it is not offloaded; "
-                "switch that off, or place the layer keep. the run log counts left_alone_scopes",
+                "transform of somebody else (a checkpoint, save_on_cpu, torch.func), so it is neither "
+                "offloaded nor recomputed; switch that off, or place the layer keep. the run log counts "
+                "left_alone_scopes",
                 stacklevel=6,
             )
 
@@ -320,9 +329,9 @@ class Session:
         """``offload`` waits for a slow drive unless told otherwise, ``auto`` keeps until there is a plan."""
         if self._planner is not None and self._planner.has_planned:
             return False  # what is kept was decided with the budget in view
-        others = {Placement.KEEP, Placement.RECOMPUTE}
-        if self.config.budget.activation_bytes is not None and others & set(self.plan.placements):
-            return False  # nobody counts what those hold
+        counted = {Placement.OFFLOAD, Placement.AUTO}
+        if self.config.budget.activation_bytes is not None and not counted.issuperset(self.plan.placements):
+            return False  # nobody counts what the others hold
         if self.config.on_slow is None:
             return placement is Placement.AUTO
         return self.config.on_slow == "keep"
@@ -402,7 +411,7 @@ class Session:
     def _record(self, step: Step) -> StepRecord:
         """What the step was like, from the meters, the trace and the offloader's books."""
         trace, stats, prediction = self.capture.trace, self.offloader.stats, self.plan.prediction
-        recomputed = sum(scope.placement == Placement.RECOMPUTE for scope in trace.scopes)
+        recomputed = sum(Placement(scope.placement).recomputes for scope in trace.scopes)
         return StepRecord(
             step=self._steps,
             seconds=step.seconds,
@@ -676,7 +685,7 @@ def _hooks_are_taken() -> bool:
     """Whether saved tensors belong to somebody else here.
 
     Hooks of an outer context (a checkpoint, ``save_on_cpu``) would see nothing of the layer if we pushed
-    ours, and under a ``torch.func`` transform pushing any is an error.
+    ours or those of a checkpoint, and under a ``torch.func`` transform pushing any is an error.
     """
     autograd: Any = torch._C._autograd
     return (

@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from harness import KIB, Drive, assert_all_given_back, session_for
+from models import HIDDEN, loss_of, make_model, make_tokens
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -251,6 +252,28 @@ def test_the_peak_does_not_grow_with_depth(block: type[nn.Module]) -> None:
     # The allocator is sampled, so of a shallow stack it may miss the peak.
     assert allocated[16] <= 1.15 * max(live[4], allocated[4])
     assert CEILING // 2 < allocated[16] <= CEILING + 1.2 * scope_bytes(block)
+
+
+def test_recomputed_layers_whose_inputs_travel_need_no_more_memory_however_many_they_are() -> None:
+    """By the storages that are alive: in a small GPT without offloading each layer adds its input."""
+    batch = 16
+    one = make_tokens(0, batch)[:, :-1].numel() * HIDDEN * 4
+
+    def peak(default: str, depth: int) -> int:
+        model = make_model(layers=depth)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        with session_for(model, default=default, in_flight=4 * one) as session:
+            with LiveBytes() as bytes_, session.step() as step:
+                loss_of(model, make_tokens(0, batch)).backward()
+            assert step.record is not None
+            assert step.record.recomputed_scopes == depth
+            assert step.record.in_flight_peak_bytes <= 4 * one
+        return bytes_.peak
+
+    shallow, deep = 8, 24
+    assert peak("recompute", deep) - peak("recompute", shallow) >= (deep - shallow) * one
+    assert peak("recompute-offload", deep) - peak("recompute-offload", shallow) < one / 4
 
 
 def test_restored_bytes_are_freed_as_backward_goes() -> None:

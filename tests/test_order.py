@@ -78,6 +78,20 @@ def test_training_races_with_nothing(kind: str, store: str, in_flight: int | Non
 
 
 @pytest.mark.parametrize("store", STORES)
+def test_recomputing_from_inputs_that_travel_races_with_nothing(store: str, tmp_path: Path) -> None:
+    expected = train(make_model("llama", dropout=0.1), steps=2, micro_batches=2)
+    device, model = OrderedDevice(), make_model("llama", dropout=0.1)
+    where = place(store, tmp_path)
+    with attached(device, model, where, in_flight=40 * KIB, default="recompute-offload") as session:
+        with device.computing():
+            found = train(model, session, steps=2, micro_batches=2)
+        assert_all_given_back(session)
+    assert_same_history(found, expected)
+    assert device.copies >= 16
+    assert device.races == []
+
+
+@pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("seed", range(8))
 def test_a_program_races_with_nothing(seed: int, store: str, tmp_path: Path) -> None:
     expected = run(make_layers(seed, SAFE), None, 2)

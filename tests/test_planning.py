@@ -21,7 +21,7 @@ from tba_offload.cli import main
 from tba_offload.config import load_config
 from tba_offload.errors import RunLogError
 from tba_offload.forecast import Situation, composition
-from tba_offload.plan.planner import RECOMPUTES, Limits, make_plan
+from tba_offload.plan.planner import Limits, make_plan
 from tba_offload.plan.simulator import simulate
 from tba_offload.plan.what_if import Block, one_f_one_b, stretched
 from tba_offload.planning import AutoPlanner
@@ -127,7 +127,7 @@ def test_a_budget_and_a_slow_drive_mean_recomputation(share: float) -> None:
         plan, report = session.plan, session.report()
         assert_all_given_back(session)
     assert_same_history(found, expected)
-    recomputed = sum(placement in RECOMPUTES for placement in plan.placements)
+    recomputed = sum(placement.recomputes for placement in plan.placements)
     assert recomputed > 0
     assert plan.prediction is not None
     assert plan.prediction.peak_bytes <= share * whole

@@ -120,8 +120,17 @@ def test_a_match_must_be_text() -> None:
 
 def test_the_word_of_a_placement_will_do() -> None:
     assert Rule("0", "recompute").placement is RECOMPUTE  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="one of keep, offload, recompute, auto, not 'drop'"):
+    legal = "keep, offload, recompute, recompute-offload, auto"
+    with pytest.raises(ConfigError, match=f"one of {legal}, not 'drop'"):
         Rule("0", "drop")  # type: ignore[arg-type]
+
+
+def test_which_placements_run_a_layer_twice() -> None:
+    """The ranks that share a layer must agree on these."""
+    assert {placement.value for placement in Placement if placement.recomputes} == {
+        "recompute",
+        "recompute-offload",
+    }
 
 
 def test_lines_do_not_count_when_rules_are_compared() -> None:

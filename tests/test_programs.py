@@ -173,7 +173,7 @@ def run(layers: nn.ModuleList, session: Session | None, steps: int) -> list[Tens
     return results
 
 
-def session_over(layers: nn.ModuleList, seed: int) -> Session:
+def session_over(layers: nn.ModuleList, seed: int, default: str = "offload") -> Session:
     """Thresholds, ceilings and speeds vary with the seed."""
     chance = random.Random(seed)
     drive = Drive()
@@ -183,6 +183,7 @@ def session_over(layers: nn.ModuleList, seed: int) -> Session:
         layers,
         layers=list(layers),
         drive=drive,
+        default=default,
         min_tensor_bytes=chance.choice([0, 64, 512, 2 * KIB]),
         in_flight=chance.choice([None, 4 * KIB, 20 * KIB]),
         capacity=chance.choice([None, None, 60 * KIB]),
@@ -195,6 +196,17 @@ def test_a_program_gives_the_same_bits(seed: int) -> None:
     layers = make_layers(seed, SAFE)
     with session_over(layers, seed) as session:
         found = run(layers, session, 3)
+        assert_all_given_back(session)
+    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_a_program_that_is_recomputed_gives_the_same_bits(seed: int) -> None:
+    expected = run(make_layers(seed, SAFE), None, 3)
+    layers = make_layers(seed, SAFE)
+    with session_over(layers, seed, "recompute-offload") as session:
+        found = run(layers, session, 3)
+        assert {record.recomputed_scopes for record in session.report()} == {3}
         assert_all_given_back(session)
     assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
 

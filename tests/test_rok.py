@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tba_offload.errors import ConfigError, MissingDependencyError, RunLogError
+from tba_offload.policy import Placement
 from tba_offload.report import rok
 from tba_offload.report.rok import RokPoint
 from tba_offload.report.run_log import RunHeader, RunLog, RunLogWriter, StepRecord
@@ -484,9 +485,10 @@ def test_strange_labels_are_drawn_as_they_are_and_fit(tmp_path: Path) -> None:
 def test_every_strategy_looks_different_and_the_plain_ones_always_the_same() -> None:
     from tba_offload.report.picture import _looks
 
-    looks = _looks(["a", "keep", "b", "c", "d", "e", "f", "g", "offload", "recompute"])
+    plain = [placement.value for placement in Placement if placement is not Placement.AUTO]
+    looks = _looks(["a", *plain, "b", "c", "d", "e", "f", "g"])
     assert len(set(looks.values())) == len(looks)
-    assert _looks(["keep"])["keep"] == looks["keep"]
+    assert all(_looks(["z", name])[name] == looks[name] for name in plain)
 
 
 @pytest.mark.parametrize(

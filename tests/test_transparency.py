@@ -32,12 +32,14 @@ KINDS = [
     "encoder",
     *(pytest.param(MEGATRON + kind, marks=pytest.mark.megatron) for kind in ("gpt", "llama", "encoder")),
 ]
+INPUTS = "recompute-offload"
 LAYERS = 3
 STEPS = 2
 PLACEMENTS: dict[str, tuple[Placement, tuple[Rule, ...]]] = {
     "keep": (Placement.KEEP, ()),
     "offload": (Placement.OFFLOAD, ()),
     "recompute": (Placement.RECOMPUTE, ()),
+    INPUTS: (Placement.RECOMPUTE_OFFLOAD, ()),
     "auto": (Placement.AUTO, ()),
     "mixed": (
         Placement.OFFLOAD,
@@ -46,6 +48,8 @@ PLACEMENTS: dict[str, tuple[Placement, tuple[Rule, ...]]] = {
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WINDOW = 256 * 1024
+WINDOW_OF_INPUTS = 24 * 1024
+"""Holds at most one input of a layer."""
 
 # What ``single_process`` silences is silent in one phase of a test only, and a group outlives the phase.
 pytestmark = pytest.mark.filterwarnings("ignore:Warning. tp_group is None:DeprecationWarning")
@@ -102,7 +106,7 @@ def config_for(placement: str, store: str, directory: Path) -> OffloadConfig:
     return OffloadConfig(
         default=default,
         layers=rules,
-        budget=BudgetConfig(in_flight_bytes=WINDOW),
+        budget=BudgetConfig(in_flight_bytes=WINDOW_OF_INPUTS if placement == INPUTS else WINDOW),
         store=StoreConfig(kind=store, directories=(directory,) if store == "file" else ()),
         min_tensor_bytes=1024,
     )
@@ -113,21 +117,38 @@ def config_for(placement: str, store: str, directory: Path) -> OffloadConfig:
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("store", ["host", "file"])
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", [name for name in PLACEMENTS if name != INPUTS])
 def test_same_bits(
     kind: str, placement: str, store: str, dtype: str, dropout: float, micro_batches: int, tmp_path: Path
 ) -> None:
+    assert_same_bits(kind, placement, store, dtype, dropout, micro_batches, tmp_path)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("store", ["host", "file"])
+def test_same_bits_where_inputs_of_recomputed_layers_travel(
+    kind: str, store: str, dtype: str, micro_batches: int, tmp_path: Path
+) -> None:
+    """With dropout: without it a layer would be computed anew from its inputs all the more."""
+    assert_same_bits(kind, INPUTS, store, dtype, 0.1, micro_batches, tmp_path)
+
+
+def assert_same_bits(
+    kind: str, placement: str, store: str, dtype: str, dropout: float, micro_batches: int, directory: Path
+) -> None:
     expected = plain(kind, dtype, dropout, micro_batches=micro_batches)
     model = make(kind, dtype, dropout)
-    with tba.attach(model, config_for(placement, store, tmp_path), measure_memory=False) as session:
+    with tba.attach(model, config_for(placement, store, directory), measure_memory=False) as session:
         found = history_of(kind, model, session, steps=STEPS, micro_batches=micro_batches)
         report = session.report()
     assert_same_history(found, expected)
     assert {record.scopes for record in report} == {LAYERS * micro_batches}
     moved = [record.offloaded_bytes for record in report]
-    assert all(moved) if placement in {"offload", "auto", "mixed"} else not any(moved)
-    recomputed = {record.recomputed_scopes for record in report}
-    assert recomputed == {{"recompute": LAYERS, "mixed": 1}.get(placement, 0) * micro_batches}
+    assert all(moved) if placement not in {"keep", "recompute"} else not any(moved)
+    recomputed = {"recompute": LAYERS, INPUTS: LAYERS, "mixed": 1}.get(placement, 0)
+    assert {record.recomputed_scopes for record in report} == {recomputed * micro_batches}
 
 
 @pytest.mark.usefixtures("one_thread")

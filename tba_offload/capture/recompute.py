@@ -3,22 +3,53 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+
+class _Place(NamedTuple):
+    """Stands for a tensor among the arguments of a layer."""
+
+    number: int
 
 
 def torch_checkpoint(forward: Callable[..., Any], *args: object, **kwargs: object) -> object:
     """Runs ``forward`` so that backward runs it again instead of keeping its activations.
 
-    The random state is saved and restored, so that dropout draws the same masks. Inputs stay in memory.
+    The random state is saved and restored, so that dropout draws the same masks. Tensors among the
+    arguments, by position or name, alone or in tuples, are saved as an operation saves its inputs, so that
+    saved-tensor hooks see them. All else stays as it is, tensors in lists or objects too: a layer may want
+    to change those.
     """
+    tensors: list[torch.Tensor] = []
+    layout = _without_tensors((args, tuple(kwargs.items())), tensors)
+
+    def run(*inputs: torch.Tensor) -> object:
+        positional, named = _with_tensors(layout, inputs)
+        return forward(*positional, **dict(named))
+
     again: Callable[..., object] = partial(checkpoint, use_reentrant=False, preserve_rng_state=True)
-    return again(forward, *args, **kwargs)
+    return again(run, *tensors)
+
+
+def _without_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """The same with places for its tensors, which are appended to a list."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _Place(len(tensors) - 1)
+    return tuple(_without_tensors(part, tensors) for part in value) if type(value) is tuple else value
+
+
+def _with_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Undoes :func:`_without_tensors`."""
+    if type(value) is _Place:
+        return tensors[value.number]
+    return tuple(_with_tensors(part, tensors) for part in value) if type(value) is tuple else value
 
 
 def is_recomputation() -> bool:

@@ -37,7 +37,7 @@ class ScopeTrace:
 
     Attributes:
         key: Which one.
-        placement: What its layer was placed.
+        placement: How it ran: what its layer was placed, or ``keep`` if it was left alone.
         forward_began: When it started.
         input_bytes: Bytes of the activations that it was given.
         forward_ended: When it returned.

@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 KEEP, OFFLOAD, RECOMPUTE, AUTO = Placement.KEEP, Placement.OFFLOAD, Placement.RECOMPUTE, Placement.AUTO
 RECOMPUTE_OFFLOAD = Placement.RECOMPUTE_OFFLOAD
 
-RECOMPUTES = (RECOMPUTE, RECOMPUTE_OFFLOAD)
-"""The placements that run a layer's forward again."""
-
 NO_STALL = 0.01
 """Waiting for less than this share of the step counts as not waiting."""
 
@@ -91,7 +88,11 @@ class _Terms:
     @property
     def choices(self) -> tuple[Placement, ...]:
         """What the planner may decide for: who wants memory at no cost in time wants no recomputation."""
-        return (KEEP, OFFLOAD) if self.objective is Objective.MEMORY else (KEEP, OFFLOAD, *RECOMPUTES)
+        return (
+            (KEEP, OFFLOAD)
+            if self.objective is Objective.MEMORY
+            else (KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD)
+        )
 
     @property
     def planned_drive(self) -> Bandwidth:
@@ -118,7 +119,7 @@ class _Layers:
 
     def allows(self, layer: int, placement: Placement) -> bool:
         """Whether the planner may give a layer this placement."""
-        return placement not in RECOMPUTES or layer not in self.not_recomputed
+        return not placement.recomputes or layer not in self.not_recomputed
 
 
 def make_plan(
@@ -218,7 +219,7 @@ class _Search:
 
     def best(self, known: Sequence[Plan] = ()) -> Plan:
         """The best plan that is found, or known."""
-        for way in [way for way in RECOMPUTES if way in self.terms.choices] or [OFFLOAD]:
+        for way in [way for way in self.terms.choices if way.recomputes] or [OFFLOAD]:
             self._try_family(way)
         self._improve(self._best_so_far())
         return self._finished(known)
@@ -298,7 +299,7 @@ class _Search:
         Args:
             way: How layers are recomputed; ``offload`` if they are not.
         """
-        most = len(self.free) if way in RECOMPUTES else 0
+        most = len(self.free) if way.recomputes else 0
         numbers = sorted({round(most * share / 8) for share in range(9)})
         while True:
             found = {number: self._best_kept(number, way) for number in numbers}

@@ -59,7 +59,7 @@ def computed_as(placement: Placement) -> Placement:
     """The placement among keep, offload and recompute that computes the same."""
     if placement is Placement.AUTO:
         return Placement.OFFLOAD
-    return Placement.RECOMPUTE if placement is Placement.RECOMPUTE_OFFLOAD else placement
+    return Placement.RECOMPUTE if placement.recomputes else placement
 
 
 class Timing(NamedTuple):

@@ -31,21 +31,22 @@ if TYPE_CHECKING:
     from tba_offload.report.rok import RokPoint
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; marker and dashes differ as well.
-# The three plain strategies look the same in every picture.
+# The plain strategies look the same in every picture.
 _Look = tuple[str, str, Literal["-", "--", "-.", ":"]]
 _LOOKS: dict[str, _Look] = {
     "keep": ("#0072B2", "o", "-"),
     "offload": ("#D55E00", "s", "-"),
     "recompute": ("#009E73", "^", "-"),
+    "recompute-offload": ("#E69F00", "h", "-"),
 }
 _MORE_LOOKS: list[_Look] = [
     ("#CC79A7", "D", "--"),
     ("#56B4E9", "v", "--"),
-    ("#E69F00", "P", "--"),
     ("#000000", "X", "-."),
     ("#0072B2", "<", "-."),
     ("#D55E00", ">", "-."),
     ("#009E73", "p", ":"),
+    ("#E69F00", "P", ":"),
 ]
 _INK = "#222222"
 _RING: dict[str, Any] = {

@@ -1,0 +1,447 @@
+"""Layers that are recomputed, and those whose inputs travel meanwhile: what hooks see, is freed, or fails."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import KIB, Drive, assert_all_given_back, session_for
+from models import same_bits
+from test_bugs import (
+    SCHEDULES,
+    Block,
+    Net,
+    assert_same,
+    assert_transparent,
+    forward_backward,
+    gradients,
+    make_input,
+    make_net,
+    run,
+    schedule,
+)
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import tba_offload as tba
+from tba_offload.capture.hooks import LayerHooks
+from tba_offload.capture.recompute import torch_checkpoint
+from tba_offload.errors import SavedTensorModifiedError, TransferError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tba_offload.session import Session
+
+INPUTS = tba.Placement.RECOMPUTE_OFFLOAD
+RECOMPUTED = [tba.Placement.RECOMPUTE, INPUTS]
+WIDTH, ROWS, LAYERS = 64, 64, 3
+INPUT = 4 * 16 * 64 * 4
+"""Bytes of an input of the blocks that are shared with other tests."""
+
+dropping = partial(Block, partial(F.dropout, p=0.2))
+
+
+@contextmanager
+def watched() -> Iterator[list[tuple[int, tuple[int, ...]]]]:
+    """Address and shape of each tensor that comes to our hooks."""
+    seen: list[tuple[int, tuple[int, ...]]] = []
+    original = LayerHooks.pack
+
+    def pack(hooks: LayerHooks, tensor: Tensor) -> object:
+        seen.append(where(tensor))
+        return original(hooks, tensor)
+
+    with mock.patch.object(LayerHooks, "pack", pack):
+        yield seen
+
+
+def where(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
+    return tensor.data_ptr(), tuple(tensor.shape)
+
+
+def hooks_on_top() -> str | None:
+    """Whose hooks see what is saved now."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    return None if top is None else top[0].__qualname__
+
+
+# Arguments of all kinds
+
+
+class DecoderLayer(nn.Module):
+    """Takes tensors by position and by name, alone and in tuples, with and without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        mask: Tensor | None = None,
+        *,
+        context: Tensor,
+        rotary: tuple[Tensor, tuple[Tensor, None]],
+        notes: dict[str, Any],
+    ) -> tuple[Tensor, Tensor]:
+        notes["runs"] += 1
+        notes["hooks"].append(hooks_on_top())
+        turned = self.linear(hidden) * rotary[0] + rotary[1][0]
+        if mask is not None:
+            turned = turned.masked_fill(mask, 0.5)
+        return hidden + F.dropout(torch.tanh(turned) * context, 0.1), context
+
+
+class Decoder(nn.Module):
+    """Layers that share a context with a gradient, a mask, a table of the model's and one of the step's.
+
+    Attributes:
+        given: The storages that the layers were given, as weak references.
+        saved: What hooks should see of all layers together.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(DecoderLayer() for _ in range(LAYERS))
+        self.table = [torch.rand(ROWS, WIDTH)]
+        self.notes: dict[str, Any] = {"runs": 0, "hooks": []}
+        self.given: list[weakref.ref[torch.UntypedStorage]] = []
+        self.saved: list[tuple[int, tuple[int, ...]]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, context, shift = x * 1, x * 2, torch.full((ROWS, WIDTH), 0.1)
+        mask = x.detach() > 1
+        self.given, self.saved = [], []
+        for number, layer in enumerate(self.layers):
+            seen = [mask if number else None, hidden, context, self.table[0], shift]
+            self.saved += [where(tensor) for tensor in seen if tensor is not None]
+            freed = (hidden, context, shift, mask)
+            self.given += [weakref.ref(tensor.untyped_storage()) for tensor in freed]
+            more = {"context": context, "rotary": (self.table[0], (shift, None)), "notes": self.notes}
+            if number:  # the mask by position, and hidden states by name
+                hidden, context = layer(mask=mask, hidden=hidden, **more)
+            else:
+                hidden, context = layer(hidden, None, **more)
+        return hidden
+
+
+def make_decoder() -> Decoder:
+    torch.manual_seed(0)
+    return Decoder()
+
+
+def decode(decoder: Decoder, session: Session | None, *, steps: int = 3) -> list[list[Tensor]]:
+    """Losses and all gradients of some steps; everything is in the store before backward begins."""
+    history = []
+    for number in range(steps):
+        torch.manual_seed(number)
+        x = torch.randn(ROWS, WIDTH, requires_grad=True)
+        with session.step() if session is not None else nullcontext():
+            loss = decoder(x).pow(2).mean()
+            if session is not None:
+                session.offloader.quiesce()
+            loss.backward()
+        assert x.grad is not None
+        history.append([loss.detach(), x.grad, *gradients(decoder)])
+    return history
+
+
+@pytest.mark.parametrize("default", RECOMPUTED)
+def test_layers_with_arguments_of_all_kinds_are_recomputed_bit_for_bit(default: str) -> None:
+    expected = decode(make_decoder(), None)
+    decoder = make_decoder()
+    with session_for(decoder, default=default, in_flight=40 * KIB) as session:
+        assert_same(decode(decoder, session), expected)
+        assert_all_given_back(session)
+        assert [record.recomputed_scopes for record in session.report()] == [LAYERS] * 3
+    assert decoder.notes["runs"] == 2 * LAYERS * 3
+
+
+def test_hooks_see_the_inputs_of_a_layer_and_nothing_else() -> None:
+    """Of no layer a second time: when it is recomputed, our hooks are not there."""
+    decoder = make_decoder()
+    with session_for(decoder, default=INPUTS) as session, watched() as seen:
+        decode(decoder, session, steps=1)
+    assert sorted(seen) == sorted(decoder.saved)
+    forward, again = decoder.notes["hooks"][:LAYERS], decoder.notes["hooks"][LAYERS:]
+    assert len(forward) == len(again) == LAYERS
+    assert set(forward) == {"_checkpoint_hook.__init__.<locals>.pack_hook"}
+    assert set(again) == {"_recomputation_hook.__init__.<locals>.pack_hook"}
+
+
+def test_inputs_are_freed_however_they_were_given() -> None:
+    decoder = make_decoder()
+    with session_for(decoder, default=INPUTS) as session, session.step():
+        loss = decoder(torch.randn(ROWS, WIDTH)).sum()
+        session.offloader.quiesce()
+        assert len(decoder.given) == 4 * LAYERS
+        assert [storage() for storage in decoder.given] == [None] * 4 * LAYERS
+        loss.backward()
+    with session_for(decoder, default="recompute") as session, session.step():
+        loss = decoder(torch.randn(ROWS, WIDTH)).sum()
+        assert None not in [storage() for storage in decoder.given]
+        loss.backward()
+
+
+def test_what_layers_share_travels_once_and_what_the_model_keeps_not_at_all() -> None:
+    """A context and masks are one activation for all layers; a table is found to be held elsewhere."""
+    decoder, one = make_decoder(), ROWS * WIDTH * 4
+    with session_for(decoder, default=INPUTS) as session:
+        decode(decoder, session)
+        first, *later = session.report()
+    mask = ROWS * WIDTH
+    of_a_step = LAYERS * one + 2 * one + mask  # hidden states, context and shift, the mask
+    assert (first.offloaded_bytes, first.held_bytes) == (of_a_step + one, one)
+    assert first.deduplicated_bytes == (LAYERS - 1) * 3 * one + (LAYERS - 2) * mask
+    for record in later:
+        assert (record.offloaded_bytes, record.read_bytes) == (of_a_step, of_a_step)
+        assert (record.held_bytes, record.kept_bytes - first.kept_bytes) == (0, one)
+
+
+def test_inputs_that_somebody_keeps_are_found_out() -> None:
+    """As the hidden states of all layers, where a model returns them."""
+    kept: list[Tensor] = []
+
+    def work(net: Net, number: int) -> list[Tensor]:
+        x, states = make_input(number), []
+        y = x * 1
+        for layer in net.layers:
+            states.append(y)
+            y = layer(y)
+        y.pow(2).mean().backward()
+        kept[:] = states
+        assert x.grad is not None
+        return [x.grad]
+
+    records = assert_transparent(work, dropping, default=INPUTS, steps=4)
+    assert [record.held_bytes for record in records] == [3 * INPUT, 0, 0, 0]
+    assert [record.offloaded_bytes for record in records] == [3 * INPUT, 0, 0, 0]
+    assert [record.kept_bytes for record in records] == [0, *[3 * INPUT] * 3]
+
+
+def test_the_checkpoint_gives_a_layer_what_it_was_given() -> None:
+    """Containers that a layer may change are the same objects; the first forward gets the same tensors."""
+    tensor, cache, table = torch.ones(3, requires_grad=True), [torch.ones(3)], {"x": torch.ones(3)}
+    seen: list[tuple[Any, ...]] = []
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        seen.append((args, kwargs))
+        kwargs["cache"].append(len(seen))
+        return args[0].exp() * kwargs["cache"][0]  # type: ignore[no-any-return]
+
+    output: Any = torch_checkpoint(forward, tensor, None, (tensor, 5, ()), cache=cache, table=table, b=2.5)
+    output.sum().backward()
+    (args, kwargs), (again, more) = seen
+    assert args[0] is tensor
+    assert args[1:] == (None, (tensor, 5, ()))
+    assert type(args[2]) is tuple
+    assert same_bits(again[0].detach(), tensor.detach())
+    assert again[2][1:] == (5, ())
+    for given in (kwargs, more):
+        assert given["cache"] is cache
+        assert given["table"] is table
+        assert (given["b"], set(given)) == (2.5, {"cache", "table", "b"})
+
+
+# Graphs and schedules
+
+
+@pytest.mark.parametrize("settled", [True, False])
+def test_a_graph_that_is_used_twice(*, settled: bool) -> None:
+    def work(net: Net, number: int) -> list[Tensor]:
+        x = make_input(number)
+        loss = net(x).pow(2).mean()
+        loss.backward(retain_graph=True)
+        once = [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
+        net.zero_grad()
+        loss.backward()
+        assert len(once) == len(list(net.parameters()))
+        return once
+
+    records = assert_transparent(work, dropping, default=INPUTS, in_flight=INPUT, settled=settled)
+    assert {record.recomputed_scopes for record in records} == {LAYERS}
+
+
+def test_a_graph_that_is_never_used_gives_everything_back() -> None:
+    def work(net: Net, number: int) -> list[Tensor]:
+        net(make_input(100)).sum()
+        return forward_backward(net, number)
+
+    assert_transparent(work, dropping, default=INPUTS, in_flight=2 * INPUT)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_of_micro_batches(name: str) -> None:
+    drive = Drive()
+    drive.writes.seconds = drive.reads.seconds = 0.001
+    records = assert_transparent(
+        schedule(SCHEDULES[name]), dropping, drive=drive, default=INPUTS, in_flight=2 * INPUT, settled=False
+    )
+    for record in records:
+        assert record.in_flight_peak_bytes <= 2 * INPUT
+        assert record.recomputed_scopes == record.scopes
+    assert records[-1].offloaded_bytes > 0
+
+
+def test_placements_side_by_side() -> None:
+    rules = (tba.Rule("0", INPUTS), tba.Rule("1", tba.Placement.OFFLOAD), tba.Rule("2", INPUTS))
+    records = assert_transparent(block=dropping, rules=rules)
+    assert [record.recomputed_scopes for record in records] == [2] * 3
+
+
+def test_a_checkpoint_inside_a_layer() -> None:
+    def mix(h: Tensor) -> Tensor:
+        found: Tensor = checkpoint(lambda h: F.dropout(h.tanh(), 0.2).exp(), h, use_reentrant=False)
+        return found * h
+
+    assert_transparent(block=partial(Block, mix), default=INPUTS)
+
+
+# A slow drive
+
+
+@pytest.mark.parametrize(("activation", "keeps"), [(None, True), (100 * KIB, False)])
+def test_a_slow_drive_may_mean_keeping_inputs_but_not_under_a_budget(
+    activation: int | None, *, keeps: bool
+) -> None:
+    """What recomputation itself holds in memory is counted by nobody."""
+    drive = Drive()
+    drive.writes.seconds = 0.01
+    records = assert_transparent(
+        block=dropping,
+        drive=drive,
+        default=INPUTS,
+        in_flight=INPUT,
+        activation=activation,
+        on_slow="keep",
+        settled=False,
+    )
+    assert any(record.fallback_kept_bytes > 0 for record in records) is keeps
+
+
+# Somebody else's hooks
+
+
+def in_checkpoint(net: Net, number: int) -> list[Tensor]:
+    x = make_input(number)
+    y = x * 1
+    for layer in net.layers:
+        y = checkpoint(layer, y, use_reentrant=False)
+    y.pow(2).mean().backward()
+    assert x.grad is not None
+    return [x.grad]
+
+
+def in_save_on_cpu(net: Net, number: int) -> list[Tensor]:
+    with torch.autograd.graph.save_on_cpu():
+        return forward_backward(net, number)
+
+
+def in_transform(net: Net, number: int) -> list[Tensor]:
+    x = make_input(number).detach()
+
+    def loss_of(parameters: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(net, parameters, (x,)).pow(2).mean()
+
+    return list(torch.func.grad(loss_of)({name: p.detach() for name, p in net.named_parameters()}).values())
+
+
+@pytest.mark.parametrize("default", ["offload", *RECOMPUTED])
+@pytest.mark.parametrize("work", [in_checkpoint, in_save_on_cpu, in_transform])
+def test_layers_among_hooks_of_others_are_left_alone(work: Any, default: str) -> None:
+    with pytest.warns(UserWarning, match=r"layer 0 \(layers.0\) runs inside saved-tensor hooks") as caught:
+        records = assert_transparent(work, dropping, default=default)
+    assert len(caught) == 1
+    for record in records:
+        assert (record.left_alone_scopes, record.recomputed_scopes, record.offloaded_bytes) == (3, 0, 0)
+
+
+# What fails
+
+
+class Fragile(Block):
+    """Fails on demand, in its forward or when it is recomputed."""
+
+    failing: type[BaseException] | None = None
+    in_backward = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.up(x))
+        recomputing = torch._C._current_graph_task_id() != -1
+        if Fragile.failing is not None and recomputing is Fragile.in_backward:
+            raise Fragile.failing
+        return x + self.down(self.mix(h))
+
+
+@contextmanager
+def failing(error: type[BaseException], *, in_backward: bool) -> Iterator[None]:
+    with mock.patch.multiple(Fragile, failing=error, in_backward=in_backward), pytest.raises(error):
+        yield
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("default", RECOMPUTED)
+def test_a_layer_that_fails_leaves_no_hook_and_nothing_taken(
+    default: str, error: type[BaseException], *, in_backward: bool
+) -> None:
+    """Whether the step goes on or ends with it."""
+
+    def work(net: Net, number: int) -> list[Tensor]:
+        if number == 1:
+            with failing(error, in_backward=in_backward):
+                forward_backward(net, 7)
+            assert hooks_on_top() is None
+            net.zero_grad()
+            torch.manual_seed(number)
+        return forward_backward(net, number)
+
+    fragile = partial(Fragile, partial(F.dropout, p=0.2))
+    expected = run(make_net(fragile), forward_backward, None, 3)
+    net = make_net(fragile)
+    with session_for(net, default=default, in_flight=INPUT) as session:
+        assert_same(run(net, work, session, 3), expected)
+        with failing(error, in_backward=in_backward), session.step():
+            forward_backward(net, 0)
+        assert hooks_on_top() is None
+        net.zero_grad()
+        assert_same(run(net, forward_backward, session, 3), expected)
+        assert_all_given_back(session)
+
+
+def test_a_drive_that_fails_is_named() -> None:
+    drive, net = Drive(), make_net(dropping)
+    with session_for(net, drive=drive, default=INPUTS, in_flight=INPUT) as session:
+        drive.reads.fail(OSError(5, "Input/output error"))
+        with (
+            pytest.raises(TransferError, match=r"could not read .* of layer . \(layers\..\)"),
+            session.step(),
+        ):
+            loss = net(make_input()).sum()
+            session.offloader.quiesce()
+            loss.backward()
+        drive.reads.recover()
+        net.zero_grad()
+        assert_same(
+            run(net, forward_backward, session, 2), run(make_net(dropping), forward_backward, None, 2)
+        )
+
+
+@pytest.mark.parametrize(
+    ("default", "error"), [("recompute", RuntimeError), (INPUTS, SavedTensorModifiedError)]
+)
+def test_an_input_that_was_changed_in_place_is_noticed(default: str, error: type[Exception]) -> None:
+    net = make_net(dropping)
+    with session_for(net, default=default) as session, session.step():
+        x = make_input() * 1
+        loss = net(x).sum()
+        x.add_(1)
+        with pytest.raises(error, match=r"in place|inplace"):
+            loss.backward()
