@@ -3,6 +3,7 @@
     python benchmarks/planner.py                    every budget, with the drive as it is
     python benchmarks/planner.py --rate 200MB       on a drive slowed down to 200 MB/s in each direction
     python benchmarks/planner.py --adapt            the drive halves its rate in the middle of a run
+    python benchmarks/planner.py --scale            how long planning takes, up to 100,000 activations
 
 For every budget (a share of keep's activation peak) auto races the policies that somebody could write down:
 keep the last layers and offload, or recompute, the others, as many as fit; offload or recompute all; half and
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import statistics
 import tempfile
 import threading
@@ -35,6 +37,11 @@ from tba_offload.device.memory import FAST_ALLOCATOR, keep_freed_pages
 from tba_offload.forecast import composition
 from tba_offload.megatron.cpu import single_process
 from tba_offload.megatron.gpt import GptShape, build_gpt, gpt_loss, random_batch
+from tba_offload.plan.bandwidth import Bandwidth
+from tba_offload.plan.condense import count_items
+from tba_offload.plan.planner import Limits, make_plan
+from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing
+from tba_offload.plan.what_if import one_f_one_b, peak_of_keep
 from tba_offload.policy import Placement, Rule
 from tba_offload.store.file import FileStore
 
@@ -311,12 +318,74 @@ def adapt(bench: Bench, rate: float) -> list[Figures]:
     return [{"step": number, **step} for number, step in enumerate(steps)]
 
 
+SCALES = (1_000, 3_000, 10_000, 30_000, 100_000)
+"""Activations that are planned for."""
+
+SCHEDULES = {
+    "1F1B, 4 ahead": lambda items: (100, max(items // 2000, 1), 4),
+    "all forwards first": lambda items: (100, max(items // 2000, 1), items),
+    "one micro-batch": lambda items: (items // 20, 1, 1),
+}
+"""Layers, micro-batches and forwards ahead for so many activations, 20 a layer."""
+
+
+def synthetic_profile(layers: int, micro_batches: int, ahead: int) -> StepProfile:
+    """A step of equal layers of 20 activations of 1 MiB, saved and used in reverse at even distances."""
+    saved = tuple(Saved(2**20, (number + 0.5) / 20, 1 - (number + 0.5) / 20) for number in range(20))
+    slots = tuple(
+        Slot(layer, block.micro_batch, block.backward, 0.0)
+        for block in one_f_one_b(micro_batches, ahead)
+        for layer in (range(layers - 1, -1, -1) if block.backward else range(layers))
+    )
+    kind, timing = LayerKind(saved, 0, 2**20), {Placement.KEEP: Timing(0.01, 0.02)}
+    return StepProfile((kind,), (0,) * layers, (timing,), slots)
+
+
+def scale() -> list[Figures]:
+    """Plans larger and larger steps, at half the drive that they need and a third of the memory."""
+    drive = Bandwidth(0.5 * 20 * 2**20 / 0.01, 0.5 * 20 * 2**20 / 0.01)
+    made = Table(title="seconds to plan; median of 5")
+    for head in ("activations", *SCHEDULES):
+        made.add_column(head, justify="right")
+    rows: list[Figures] = []
+    for items in SCALES:
+        cells = []
+        for name, shape in SCHEDULES.items():
+            profile = synthetic_profile(*shape(items))
+            limits = Limits(peak_of_keep(profile, drive) // 3, 256 * 2**20)
+            times = [_seconds_to_plan(profile, drive, limits) for _ in range(5)]
+            rows.append(
+                {"schedule": name, "activations": count_items(profile), "seconds": statistics.median(times)}
+            )
+            cells.append(f"{statistics.median(times):.3f} ({min(times):.3f} to {max(times):.3f})")
+        made.add_row(f"{items}", *cells)
+    Console(width=110).print(made)
+    for name in SCHEDULES:
+        own = [row for row in rows if row["schedule"] == name]
+        click.echo(f"{name}: {_growth(own):.2f} x as fast as n log n grows, from the smallest to the largest")
+    return rows
+
+
+def _seconds_to_plan(profile: StepProfile, drive: Bandwidth, limits: Limits) -> float:
+    began = time.perf_counter()
+    make_plan(profile, drive, limits, policy=(Placement.AUTO,) * len(profile.layers))
+    return time.perf_counter() - began
+
+
+def _growth(rows: Sequence[Figures]) -> float:
+    """How many times as fast the time grows as n log n does; 1 or less is wanted."""
+    first, last = rows[0], rows[-1]
+    expected = math.prod(f(last["activations"]) / f(first["activations"]) for f in (float, math.log))
+    return float(last["seconds"] / first["seconds"] / expected)
+
+
 @click.command()
 @click.option("--budget", "shares", type=int, multiple=True, default=(20, 35, 50, 75), show_default=True)
 @click.option("--rate", default=None, help="Slow the drive down to this much a second, such as 200MB.")
 @click.option(
     "--adapt", "adapts", is_flag=True, help="Halve the rate in the middle; --rate is 800MB by default."
 )
+@click.option("--scale", "scales", is_flag=True, help="Time the planner alone, on steps of growing size.")
 @click.option("--layers", default=12, show_default=True)
 @click.option("--hidden", default=512, show_default=True)
 @click.option("--sequence", default=256, show_default=True)
@@ -330,6 +399,7 @@ def main(
     shares: tuple[int, ...],
     rate: str | None,
     adapts: bool,
+    scales: bool,
     directory: str | None,
     json_file: str | None,
     steps: int,
@@ -341,7 +411,9 @@ def main(
     with contextlib.ExitStack() as stack:
         place = directory or stack.enter_context(tempfile.TemporaryDirectory(prefix="tba-bench-"))
         bench = Bench(directory=place, steps=steps, batch_size=batch_size, window=window, shape=SHAPE | shape)
-        if adapts:
+        if scales:
+            rows = scale()
+        elif adapts:
             rows = adapt(bench, parse_size(rate or "800MB"))
         else:
             rows = sweep(bench, shares, None if rate is None else parse_size(rate))
