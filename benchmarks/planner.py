@@ -322,8 +322,8 @@ SCALES = (1_000, 3_000, 10_000, 30_000, 100_000)
 """Activations that are planned for."""
 
 SCHEDULES = {
-    "1F1B, 4 ahead": lambda items: (100, max(items // 2000, 1), 4),
-    "all forwards first": lambda items: (100, max(items // 2000, 1), items),
+    "1F1B, 4 ahead": lambda items: (50, items // 1000, 4),
+    "all forwards first": lambda items: (50, items // 1000, items),
     "one micro-batch": lambda items: (items // 20, 1, 1),
 }
 """Layers, micro-batches and forwards ahead for so many activations, 20 a layer."""
