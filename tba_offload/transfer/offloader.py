@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from tba_offload.device.streams import Device, Event
+    from tba_offload.device.streams import Device, Event, Mark
     from tba_offload.store.base import ActivationStore, Extent, IoFuture
 
 BATCH_BYTES = 4 * 2**20
@@ -71,6 +71,8 @@ class Offloader:
         self.store = store
         self.device = device
         self.keep_when_full = keep_when_full
+        self.marks_stalls = False
+        """Whether waits are marked in the work of the device, for those who ask it for times."""
         self._books = Books(ceiling)
         self._outbox: dict[Piece, Record] = {}
         self._outbox_bytes = 0
@@ -129,11 +131,18 @@ class Offloader:
         if not self._books.crowded(nbytes):
             return
         self.drain()
+        mark = self.device.mark() if self.marks_stalls else None
         started = time.perf_counter()
         while self._make_room(nbytes):
             pass
-        self.stats.stalled(started, time.perf_counter())
+        self._stalled(started, mark)
         self.raise_failures()
+
+    def _stalled(self, started: float, mark: Mark | None) -> None:
+        """The calling thread has waited for I/O; ``mark`` was taken before, if waits are marked."""
+        self.stats.stalled(started, time.perf_counter())
+        if mark is not None:
+            self.stats.marked_stalls.append((mark, self.device.mark()))
 
     def _make_room(self, nbytes: int) -> bool:
         """One attempt to get below the ceiling; whether another one makes sense."""
@@ -412,6 +421,7 @@ class Offloader:
         """Waits for the reads of a span; the time is a stall."""
         if not span.reads:
             return
+        mark = self.device.mark() if self.marks_stalls and not span.arrived() else None
         started = time.perf_counter()
         try:
             for piece, read in zip(span.pieces, span.reads, strict=True):
@@ -419,7 +429,7 @@ class Offloader:
         except StoreError as error:
             raise _transfer_error("read", record, error) from error
         finally:
-            self.stats.stalled(started, time.perf_counter())
+            self._stalled(started, mark)
 
     def _unpacked(self, handle: Handle, span: Span) -> None:
         record = handle.record
