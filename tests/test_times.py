@@ -163,24 +163,21 @@ def test_only_sessions_that_plan_mark_times() -> None:
 # Waiting for I/O
 
 
-def waiting(device: TimedDevice, seconds: float, original: Any, *arguments: Any) -> None:
-    """A wait of the host that the device notices, because it has done all that it was given."""
-    original(*arguments)
-    device.runs_dry(seconds)
-
-
 @pytest.mark.parametrize("seconds", [0.0, DRY])
 def test_waits_for_reads_are_no_compute_time(seconds: float) -> None:
     """Nor are they if the host waits while the device has work: then they take no time at all."""
     device, model = TimedDevice(SECONDS), Waves()
-    waits = partial(waiting, device, seconds, Offloader._await_transfer)
+    original = Offloader._await_transfer
+
+    def waits(*given: Any) -> None:
+        original(*given)
+        device.runs_dry(seconds)
+
     with (
         timed_session(device, model) as session,
         device.computing(),
         mock.patch.object(Span, "arrived", return_value=False),
-        mock.patch.object(
-            Offloader, "_await_transfer", autospec=True, side_effect=lambda *given: waits(*given)
-        ),
+        mock.patch.object(Offloader, "_await_transfer", autospec=True, side_effect=waits),
     ):
         planner = watching(session)
         for _ in range(3):

@@ -224,7 +224,7 @@ class CudaDevice(Device):
         """Seconds from the first of the events to each; it is precise to about a microsecond."""
         for mark in marks:  # they may be on several streams; one that is reached costs next to nothing
             mark.synchronize()
-        return [marks[0].elapsed_time(mark) / 1000 for mark in marks]
+        return [0.0, *(marks[0].elapsed_time(mark) / 1000 for mark in marks[1:])] if marks else []
 
     def use(self, memory: ByteRange, stream: torch.cuda.Stream) -> None:
         """Tells the caching allocator that ``stream`` reads the memory."""
