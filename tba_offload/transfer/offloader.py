@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from tba_offload.device.streams import Device, Event, Mark
+    from tba_offload.device.streams import Device, Event
     from tba_offload.store.base import ActivationStore, Extent, IoFuture
 
 BATCH_BYTES = 4 * 2**20
@@ -135,14 +135,10 @@ class Offloader:
         started = time.perf_counter()
         while self._make_room(nbytes):
             pass
-        self._stalled(started, mark)
-        self.raise_failures()
-
-    def _stalled(self, started: float, mark: Mark | None) -> None:
-        """The calling thread has waited for I/O; ``mark`` was taken before, if waits are marked."""
         self.stats.stalled(started, time.perf_counter())
         if mark is not None:
             self.stats.marked_stalls.append((mark, self.device.mark()))
+        self.raise_failures()
 
     def _make_room(self, nbytes: int) -> bool:
         """One attempt to get below the ceiling; whether another one makes sense."""
@@ -429,7 +425,9 @@ class Offloader:
         except StoreError as error:
             raise _transfer_error("read", record, error) from error
         finally:
-            self._stalled(started, mark)
+            self.stats.stalled(started, time.perf_counter())
+            if mark is not None:
+                self.stats.marked_stalls.append((mark, self.device.mark()))
 
     def _unpacked(self, handle: Handle, span: Span) -> None:
         record = handle.record
