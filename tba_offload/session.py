@@ -402,10 +402,10 @@ class Session:
 
     def _record(self, step: Step) -> StepRecord:
         """What the step was like, from the meters, the trace and the offloader's books."""
-        trace, stats, prediction = self.capture.trace, self.offloader.stats, self.plan.prediction
-        recomputed = sum(scope.placement == Placement.RECOMPUTE for scope in trace.scopes)
         # How long it took to give a device its work is not how long the work took.
         computed_in_time = not self._device.runs_behind
+        trace, stats, prediction = self.capture.trace, self.offloader.stats, self.plan.prediction
+        recomputed = sum(scope.placement == Placement.RECOMPUTE for scope in trace.scopes)
         return StepRecord(
             step=self._steps,
             seconds=step.seconds,
