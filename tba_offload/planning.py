@@ -24,7 +24,7 @@ from tba_offload.profiling import LayerKey, profile_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tba_offload.capture.trace import StepTrace
+    from tba_offload.capture.trace import DeviceTimes, StepTrace
     from tba_offload.plan.profile import StepProfile
     from tba_offload.report.run_log import StepRecord
     from tba_offload.store.base import DriveLoad
@@ -94,6 +94,7 @@ class AutoPlanner:
         self._is_news = False
         self._on_excursion = False
         self._recent: deque[float] = deque(maxlen=3)  # seconds of the last steps under the plan
+        self._unread: DeviceTimes | None = None  # of a step under the plan, while its device was not asked
         self._steps = 0
         self._patience = 1  # steps before a plan that was confirmed is questioned again
         self._settled_until = 0
@@ -146,6 +147,7 @@ class AutoPlanner:
         record: StepRecord,
         *,
         began: float,
+        on_device: DeviceTimes | None = None,
     ) -> Plan | None:
         """Takes note of a step.
 
@@ -156,6 +158,8 @@ class AutoPlanner:
             plan: The plan that was in force.
             record: Its figures.
             began: When it began, by :func:`time.perf_counter`.
+            on_device: Its times by the clock of a device that runs behind the host. The device is waited for
+                only behind the steps that are looked at closely.
 
         Returns:
             The plan for the next step, if it shall be another one.
@@ -165,13 +169,12 @@ class AutoPlanner:
             self._forget_times()
         self._note_loads(loads)
         drive = self.drive()
-        if not self._on_excursion:
-            self._recent.append(record.seconds)
+        self._note_seconds(record, on_device)
         if not self._is_turn(plan, drive, record):
             return None
         new: Plan | None = None
         try:
-            new = self._look(trace, stalls, plan, record, drive, began=began)
+            new = self._look(trace, stalls, plan, record, drive, began=began, on_device=on_device)
         except Exception as error:  # noqa: BLE001 - a plan is advice: training goes on, and so do the other ranks
             self._warn(f"no plan could be made behind step {self._steps}: {error!r}; the one before stays")
             new = self._plan
@@ -186,14 +189,42 @@ class AutoPlanner:
         drive: Bandwidth | None,
         *,
         began: float,
+        on_device: DeviceTimes | None,
     ) -> Plan | None:
-        ended = began + record.seconds
-        profile = profile_of(trace, stalls, self.layers, began=began, ended=ended, before=self.profile)
+        times = on_device.read() if on_device is not None else None
+        if times is not None and self._unread is not None:
+            self._unread = None
+            self._recent.append(times.ended - times.began)
+        profile = profile_of(
+            trace,
+            stalls,
+            self.layers,
+            began=began,
+            ended=began + record.seconds,
+            on_device=times,
+            before=self.profile,
+        )
         if profile is None or drive is None:
             self._on_excursion = False
             return self._plan
         self.profile = self._with_rest(profile, plan, drive, record)
         return self._decide(self.profile, drive, plan, record)
+
+    def _note_seconds(self, record: StepRecord, on_device: DeviceTimes | None) -> None:
+        """Notes how long a step under the plan took.
+
+        A device that runs behind the host tells it of the step before, when it has mostly come to the end of
+        that one: nobody waits for it here.
+        """
+        before, self._unread = self._unread, None
+        if before is not None and before.are_known():
+            self._recent.append(before.step_seconds())
+        if self._on_excursion:
+            return
+        if on_device is None:
+            self._recent.append(record.seconds)
+        else:
+            self._unread = on_device
 
     def _warn(self, what: str) -> None:
         if not self._warned:

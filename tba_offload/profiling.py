@@ -1,4 +1,9 @@
-"""Makes a profile for the planner from what a step has recorded."""
+"""Makes a profile for the planner from what a step has recorded.
+
+How long things took is read on the clock of whoever did them: on a device that runs behind the host, the
+device's. Where in its layer an activation was saved and used is a share of the time that the host took to
+give the layer's work: the device is not asked for each of them, and what counts is their order.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ import statistics
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tba_offload.capture.trace import Fate
 from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing, computed_as
@@ -17,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tba_offload.capture.scope import ScopeKey
-    from tba_offload.capture.trace import ActivationTrace, ScopeTrace, StepTrace
+    from tba_offload.capture.trace import ActivationTrace, ScopeTrace, StepTimes, StepTrace
 
 ALIKE = 0.25
 """Layers that save equally many activations are of one kind if their bytes differ by less than this share."""
@@ -32,10 +37,10 @@ _CAPTURED = (Placement.OFFLOAD, Placement.AUTO)
 
 
 class ComputeClock:
-    """Seconds of compute: wall-clock time less the time that the thread waited for I/O.
+    """Seconds of compute: time on some clock less the time that compute waited for I/O.
 
     Args:
-        stalls: When it waited: from, until; in order.
+        stalls: When it waited, on that clock: from, until; in order.
     """
 
     def __init__(self, stalls: Sequence[tuple[float, float]]) -> None:
@@ -44,7 +49,7 @@ class ComputeClock:
         self._before = [0.0, *accumulate(self._lengths)]
 
     def __call__(self, when: float) -> float:
-        """What the clock said at a time on :func:`time.perf_counter`."""
+        """What this clock said at a time on the other one."""
         number = bisect.bisect_right(self._began, when)
         waited = self._before[number]
         if number:  # perhaps in the middle of the last one
@@ -52,15 +57,32 @@ class ComputeClock:
         return when - waited
 
 
+class _Stretches(NamedTuple):
+    """From when to when a scope ran forward and backward, on a compute clock."""
+
+    forward: tuple[float, float]
+    backward: tuple[float, float]
+
+
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One execution of a layer with its times on the compute clock."""
+    """One execution of a layer with its times on the compute clocks.
+
+    Attributes:
+        layer: Index of the layer.
+        micro_batch: Which of its executions.
+        scope: What was recorded.
+        forward: From when to when it ran forward.
+        backward: From when to when it ran backward.
+        host: The same, but by the host's clock.
+    """
 
     layer: int
     micro_batch: int
     scope: ScopeTrace
     forward: tuple[float, float]
     backward: tuple[float, float]
+    host: _Stretches
 
     @property
     def timing(self) -> Timing:
@@ -74,6 +96,7 @@ def profile_of(
     *,
     began: float,
     ended: float,
+    on_device: StepTimes | None = None,
     before: StepProfile | None = None,
 ) -> StepProfile | None:
     """The profile of a step.
@@ -84,25 +107,30 @@ def profile_of(
         layers_of_process: Model chunk and module name of each of them.
         began: When the step began, by :func:`time.perf_counter`.
         ended: When it ended.
+        on_device: The times by the clock of the device, if it runs behind the host: then they are those of
+            the profile, and the host's only order the activations of a layer.
         before: What was known before. Layers that ran without hooks in this step save what they saved then.
 
     Returns:
         ``None`` if too little is known: no layer ever ran with hooks, or there was no backward.
     """
-    clock = ComputeClock(stalls)
-    runs = _runs(trace, clock, {key: index for index, key in enumerate(layers_of_process)})
+    on_host = trace.host_times(stalls, began=began, ended=ended)
+    times = on_device or on_host
+    runs = _runs(trace, times, on_host, {key: index for index, key in enumerate(layers_of_process)})
     if not runs:
         return None
-    kinds, layers = _kinds(trace, runs, clock, len(layers_of_process), before)
+    host_clock = ComputeClock(stalls)
+    kinds, layers = _kinds(trace, runs, host_clock, len(layers_of_process), before)
     if not kinds:
         return None
-    slots, last = _slots(runs, clock(began))
+    clock = ComputeClock(times.stalls)
+    slots, last = _slots(runs, clock(times.began))
     return StepProfile(
         kinds=kinds,
         layers=layers,
         timings=_timings(runs, kinds, layers, before),
         slots=slots,
-        tail=max(clock(ended) - last, 0.0),
+        tail=max(clock(times.ended) - last, 0.0),
         rest_bytes=before.rest_bytes if before is not None else 0,
     )
 
@@ -110,23 +138,33 @@ def profile_of(
 # Time
 
 
-def _runs(trace: StepTrace, clock: ComputeClock, index: dict[LayerKey, int]) -> list[_Run]:
+def _runs(trace: StepTrace, times: StepTimes, on_host: StepTimes, index: dict[LayerKey, int]) -> list[_Run]:
     """Executions whose forward and backward both took place, in the order of their forward."""
-    whole = [scope for scope in trace.scopes if scope.forward_ended and scope.backward_began]
-    # Backward of a scope goes on until something else begins.
-    begins = [began for scope in whole for began in (scope.forward_began, scope.backward_began or 0.0)]
-    borders = sorted([*begins, *trace.backward_ends])
+    by_host = _stretches(on_host)
+    stretches = by_host if times is on_host else _stretches(times)
     count: dict[int, int] = defaultdict(int)
     runs = []
-    for scope in whole:
+    for scope, (forward, backward), host in zip(trace.whole_scopes(), stretches, by_host, strict=True):
         layer = index[scope.key.chunk, scope.key.name]
-        start, forward_end = scope.backward_began or 0.0, scope.forward_ended or 0.0
-        following = bisect.bisect_right(borders, start)
-        end = borders[following] if following < len(borders) else start
-        forward = clock(scope.forward_began), clock(forward_end)
-        runs.append(_Run(layer, count[layer], scope, forward, (clock(start), clock(end))))
+        runs.append(_Run(layer, count[layer], scope, forward, backward, host))
         count[layer] += 1
     return runs
+
+
+def _stretches(times: StepTimes) -> list[_Stretches]:
+    """Of each scope: from when to when it computed."""
+    clock = ComputeClock(times.stalls)
+    # Backward of a scope goes on until something else begins.
+    begins = [began for scope in times.scopes for began in (scope.forward_began, scope.backward_began)]
+    borders = sorted([*begins, *times.backward_ends])
+    stretches = []
+    for scope in times.scopes:
+        start = scope.backward_began
+        following = bisect.bisect_right(borders, start)
+        end = borders[following] if following < len(borders) else start
+        forward = clock(scope.forward_began), clock(scope.forward_ended)
+        stretches.append(_Stretches(forward, (clock(start), clock(end))))
+    return stretches
 
 
 def _slots(runs: Sequence[_Run], began: float) -> tuple[tuple[Slot, ...], float]:
@@ -243,9 +281,9 @@ def _kind(group: Sequence[tuple[_Run, list[ActivationTrace]]], clock: ComputeClo
 def _saved(runs: Sequence[_Run], column: Sequence[ActivationTrace], clock: ComputeClock) -> Saved:
     at, until = [], []
     for run, activation in zip(runs, column, strict=True):
-        at.append(_share(clock(activation.packed_at), run.forward))
+        at.append(_share(clock(activation.packed_at), run.host.forward))
         if activation.unpacked_at is not None:
-            until.append(_share(clock(activation.unpacked_at), run.backward))
+            until.append(_share(clock(activation.unpacked_at), run.host.backward))
     # What somebody else keeps costs nothing to keep, and gains nothing to offload.
     counts = all(activation.fate is not Fate.LEARNED_KEEP for activation in column)
     nbytes = max(activation.nbytes for activation in column) if counts else 0

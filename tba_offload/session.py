@@ -23,6 +23,7 @@ from tba_offload.capture.hooks import Capture, LayerHooks
 from tba_offload.capture.layers import Layer, LayerStack, check_disjoint, first_differentiable
 from tba_offload.capture.recompute import is_recomputation
 from tba_offload.capture.scope import ScopeKey
+from tba_offload.capture.trace import DeviceTimes
 from tba_offload.config import OffloadConfig, load_config
 from tba_offload.device.memory import MemoryMeter, ResidentPeak, meter_of
 from tba_offload.device.streams import device_of
@@ -279,7 +280,7 @@ class Session:
         if self._planner is not None:
             scope.input_bytes = _activation_bytes((*args, *kwargs.values()))
         output = self._run_placed(site, placement, scope, args, kwargs)
-        scope.forward_ended = time.perf_counter()
+        self.capture.trace.end_scope(scope)
         self._watch_backward(output, scope)
         return output
 
@@ -410,13 +411,15 @@ class Session:
 
     def _record(self, step: Step) -> StepRecord:
         """What the step was like, from the meters, the trace and the offloader's books."""
+        # How long it took to give a device its work is not how long the work took.
+        computed_in_time = not self._device.runs_behind
         trace, stats, prediction = self.capture.trace, self.offloader.stats, self.plan.prediction
         recomputed = sum(Placement(scope.placement).recomputes for scope in trace.scopes)
         return StepRecord(
             step=self._steps,
             seconds=step.seconds,
-            forward_seconds=trace.forward_seconds(),
-            backward_seconds=trace.backward_seconds or None,
+            forward_seconds=trace.forward_seconds() if computed_in_time else None,
+            backward_seconds=(trace.backward_seconds or None) if computed_in_time else None,
             stall_seconds=stats.stall_seconds,
             tokens=step.tokens,
             model_flops=step.model_flops,
@@ -482,6 +485,13 @@ class Session:
         """
         return [[(id(b), b._version) for b in layer.module.buffers()] for layer in self.layers]
 
+    def _mark_times(self) -> None:
+        """A step begins: has times marked in the work of a device that runs behind, if a planner watches."""
+        wanted = self._planner is not None and self._device.runs_behind
+        self.offloader.marks_stalls = wanted
+        if wanted:
+            self.capture.trace.mark_times(self._device)
+
     def _learn(self, step: Step, record: StepRecord) -> None:
         """Shows the planner what the step was like, and takes its plan for the next one."""
         if self._planner is None:
@@ -491,13 +501,15 @@ class Session:
             self._planner.not_recomputed = frozenset(
                 index for index, (old, new) in enumerate(zip(before, found, strict=True)) if old != new
             )
+        trace, stats = self.capture.trace, self.offloader.stats
         plan = self._planner.learn(
-            self.capture.trace,
-            self.offloader.stats.stalls,
+            trace,
+            stats.stalls,
             self.store.take_loads(),
             self.plan,
             record,
             began=step.began,
+            on_device=DeviceTimes(trace, stats.marked_stalls) if trace.marks is not None else None,
         )
         if plan is not None:
             self.plan = plan
@@ -567,7 +579,7 @@ class Step:
         model_flops: Likewise.
         record: The :class:`StepRecord`, once the block has ended without an exception.
         began: When it began, by :func:`time.perf_counter`.
-        seconds: Duration of the block.
+        seconds: Duration of the block, by the host's clock; nobody waits for the device at its end.
         meter: Measures its memory; ``None`` if that is not wanted.
         activation_peak_bytes: Peak of live bytes in the block minus those live when it began.
         left: Whether its block has ended.
@@ -606,6 +618,7 @@ class Step:
         if self.meter is not None:
             self.meter.reset()
             self._base = self.meter.live()
+        self._session._mark_times()
         self.began = time.perf_counter()
 
     def __exit__(
@@ -620,6 +633,7 @@ class Step:
             return
         try:
             self.seconds = time.perf_counter() - self.began
+            session.capture.trace.end_step()
             if self.meter is not None:
                 self.activation_peak_bytes = max(self.meter.peak() - self._base, 0)
         except BaseException:

@@ -8,6 +8,8 @@ operation on memory that is being copied: on a GPU it could have happened the ot
 What orders two accesses (happens-before, after Lamport 1978): both are on one stream; an event that was
 recorded behind the first was waited for by the stream, or by the thread, of the second; the copy of an I/O
 thread had returned before the operation was launched.
+
+:class:`TimedDevice` has a clock of its own as well.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import bisect
 import threading
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from tba_offload.device import READY, CpuDevice
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
     from tba_offload.device import ByteRange, Event
 
@@ -111,7 +113,7 @@ class OrderedDevice(CpuDevice):
     """The device; run what is to be watched inside :meth:`computing`.
 
     Attributes:
-        seconds: How long each copy takes at least.
+        copy_seconds: How long each copy takes at least.
         copies: How many copies there were.
         races: What was found, in words.
     """
@@ -119,7 +121,7 @@ class OrderedDevice(CpuDevice):
     pins_memory = True
 
     def __init__(self, seconds: float = 0.0005) -> None:
-        self.seconds = seconds
+        self.copy_seconds = seconds
         self.copies = 0
         self.races: list[str] = []
         self._main = Stream(0)
@@ -177,7 +179,7 @@ class OrderedDevice(CpuDevice):
         for tensor, writes in moved:
             self._begin(interval(tensor), writes=writes)
         try:
-            time.sleep(self.seconds)
+            time.sleep(self.copy_seconds)
             super().copy(target, source, READY)
         finally:
             self._end([(interval(tensor), writes) for tensor, writes in moved])
@@ -229,6 +231,9 @@ class OrderedDevice(CpuDevice):
                 for cell in self._memory.cells(*place):
                     cell.writes, cell.reads = {stream.number: number}, {}
 
+    def computes(self, name: str) -> None:
+        """An operation is done, once however much memory it touches."""
+
     def _check(self, name: str, place: Interval, stream: Stream, *, writes: bool) -> None:
         for other, copied_to in self._under_way:
             if (writes or copied_to) and place[0] < other[1] and other[0] < place[1]:
@@ -239,6 +244,89 @@ class OrderedDevice(CpuDevice):
             for user, number in uses.items():
                 if not stream.clock.has_seen(user, number):
                     self._found(f"{name} uses memory of operation {number} on another stream")
+
+
+class Moment(NamedTuple):
+    """A mark: when a stream comes to it, by the clock of the device."""
+
+    when: float
+
+
+class TimedDevice(OrderedDevice):
+    """Operations take the seconds that a test says, by a clock that has nothing to do with the host's.
+
+    What the host does takes no time on that clock, so the host is always ahead, until :meth:`runs_dry`.
+
+    Args:
+        seconds_of: What operations take, by their name; all others take none.
+
+    Attributes:
+        waits: How often a thread that computes has waited for the device, for whatever reason.
+    """
+
+    runs_behind = True
+
+    def __init__(self, seconds_of: Mapping[str, float]) -> None:
+        super().__init__()
+        self.waits = 0
+        self._seconds_of = seconds_of
+        self._busy_until: dict[Stream, float] = {}
+        self._given_at = 0.0
+        self._known_until = 0.0
+
+    @property
+    def now(self) -> float:
+        """When what the calling thread gives next starts."""
+        return max(self._busy_until.get(self.stream(), 0.0), self._given_at)
+
+    def computes(self, name: str) -> None:
+        self._busy_until[self.stream()] = self.now + self._seconds_of.get(name, 0.0)
+
+    def runs_dry(self, seconds: float) -> None:
+        """The host waits, until the device has had nothing to do for so long."""
+        self._given_at = self.now + seconds
+
+    def catches_up(self) -> None:
+        """The device has come to all that it was given, and nobody has waited for it."""
+        self._known_until = self.now
+
+    def event(self, stream: object = None) -> Event:
+        return _Awaited(self, super().event(stream))
+
+    def mark(self) -> Moment:  # type: ignore[override]
+        return Moment(self.now)
+
+    def is_reached(self, mark: Moment) -> bool:  # type: ignore[override]
+        return mark.when <= self._known_until
+
+    def seconds(self, marks: Sequence[Moment]) -> list[float]:  # type: ignore[override]
+        if not all(map(self.is_reached, marks)):
+            self.waited()
+            self._known_until = max(mark.when for mark in marks)
+        return [mark.when for mark in marks]
+
+    def waited(self) -> None:
+        """The calling thread has waited for the device."""
+        if not threading.current_thread().name.startswith("tba-"):  # of I/O that is all they do
+            self.waits += 1
+
+
+class _Awaited:
+    """An event of a device that counts who waits for it."""
+
+    def __init__(self, device: TimedDevice, event: Event) -> None:
+        self._device = device
+        self._event = event
+
+    def synchronize(self) -> None:
+        self._device.waited()
+        self._event.synchronize()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        self._event.wait(stream)
+
+    def query(self) -> bool:
+        return self._event.query()
 
 
 class _Operations(TorchDispatchMode):
@@ -255,6 +343,7 @@ class _Operations(TorchDispatchMode):
             return func(*args, **kwargs)
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         reads = [interval(each) for each in given if each.numel()]
+        self._device.computes(name)
         self._device.launch(name, reads, [])  # before: what is not there yet must not be read
         made = func(*args, **kwargs)
         changed = [each for each in tree_leaves(made) if isinstance(each, torch.Tensor) and each.numel()]

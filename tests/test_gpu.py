@@ -193,6 +193,74 @@ def test_bytes_made_on_another_stream_are_written_after_their_kernel(store: str,
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+# Times
+
+
+class Dozing(nn.Module):
+    """A layer in which the device sleeps: for some time in forward, twice as long in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.cuda._sleep(LONG_SLEEP)
+        inner = self.into(x)
+        inner.register_hook(lambda _: torch.cuda._sleep(2 * LONG_SLEEP))
+        return self.out(nn.functional.gelu(inner))
+
+
+def make_dozing() -> tuple[nn.Sequential, Tensor]:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(Dozing() for _ in range(4))).cuda()
+    return layers, torch.randn(8, SEQUENCE, HIDDEN, device="cuda", requires_grad=True)
+
+
+def length_of_sleep() -> float:
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(5):  # while the clocks of the device rise
+        began.record()
+        torch.cuda._sleep(LONG_SLEEP)
+        ended.record()
+        ended.synchronize()
+    return began.elapsed_time(ended) / 1000
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_profile_has_the_times_of_the_device(store: str, tmp_path: Path) -> None:
+    layers, x = make_dozing()
+    config = config_for("offload", store, tmp_path)
+    with tba.attach(layers, config, layers=list(layers), run_log=tmp_path / "run.jsonl") as session:
+        planner = session._planner
+        assert planner is not None
+        for _ in range(4):
+            torch.cuda._sleep(10 * LONG_SLEEP)  # the device is far behind when the step begins
+            with session.step() as step:
+                layers(x).pow(2).sum().backward()
+    sleep = length_of_sleep()
+    assert planner.profile is not None
+    forward, backward = planner.profile.timings[0][Placement.OFFLOAD]
+    assert 0.7 * sleep < forward < 1.5 * sleep
+    assert 0.7 * 2 * sleep < backward < 1.5 * 2 * sleep
+    assert all(slot.gap < 0.5 * sleep for slot in planner.profile.slots)
+    assert step.record is not None
+    assert (step.record.forward_seconds, step.record.backward_seconds) == (None, None)
+
+
+def test_nobody_waits_for_the_device_because_of_its_times(tmp_path: Path) -> None:
+    layers, x = make_dozing()
+    config = config_for("keep", "host", tmp_path)
+    with tba.attach(layers, config, layers=list(layers), run_log=tmp_path / "run.jsonl") as session:
+        for number in range(3):
+            with session.step():
+                assert session.capture.trace.marks is not None
+                torch.cuda._sleep(20 * LONG_SLEEP)
+                layers(x).pow(2).sum().backward()
+                # In the first step libraries are loaded, and memory is allocated.
+                assert not number or not torch.cuda.current_stream().query()
+            assert torch.cuda.current_stream().query()  # its times were asked for
+
+
 # Memory
 
 

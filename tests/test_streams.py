@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -126,6 +127,37 @@ class TestCudaDevice:
         event.synchronize()
         assert event.query()
         assert stream.query()
+
+    def test_marks_tell_when_the_device_got_there(self) -> None:
+        device = CudaDevice()
+        torch.cuda._sleep(1)  # the first has to be loaded
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        marks = [device.mark()]
+        for _ in range(2):
+            torch.cuda._sleep(100_000_000)
+            marks.append(device.mark())
+        given = time.perf_counter() - began
+        assert not device.is_reached(marks[-1])
+        first, middle, last = device.seconds(marks)
+        done = time.perf_counter() - began
+        assert device.is_reached(marks[-1])
+        assert first == 0.0
+        assert given < 0.01 < middle < last < done
+        assert last - middle == pytest.approx(middle, rel=0.2)
+
+    def test_a_mark_is_on_the_current_stream(self) -> None:
+        device = CudaDevice()
+        torch.cuda._sleep(1)
+        torch.cuda.synchronize()
+        stream = torch.cuda.Stream()
+        before = device.mark()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(100_000_000)
+            aside = device.mark()
+        here = device.mark()
+        times = dict(zip(("before", "aside", "here"), device.seconds([before, aside, here]), strict=True))
+        assert times["here"] < 0.01 < times["aside"]
 
     @pytest.mark.parametrize("to_gpu", [True, False])
     def test_copies_wait_for_the_event(self, to_gpu: bool) -> None:

@@ -1,14 +1,22 @@
-"""What happened in one step: when scopes ran, what they saved, when backward used it."""
+"""What happened in one step: when scopes ran, what they saved, when backward used it.
+
+All times are the host's, by :func:`time.perf_counter`. On a device that runs behind the host they are the
+times at which work was given. So there the trace holds marks in the device's work as well, if somebody is
+going to ask for them; :class:`DeviceTimes` turns them into times behind the step.
+"""
 
 from __future__ import annotations
 
 import enum
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tba_offload.capture.scope import ActivationKey, ScopeKey
+    from tba_offload.device import Device, Mark
 
 
 class Fate(enum.Enum):
@@ -20,15 +28,65 @@ class Fate(enum.Enum):
     PLANNED_KEEP = "planned keep"
 
 
+class ScopeTimes(NamedTuple):
+    """When a scope ran forward, and when backward came back to it."""
+
+    forward_began: float
+    forward_ended: float
+    backward_began: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """When everything in a step was, by one clock; only differences mean something.
+
+    Attributes:
+        began: When the step began.
+        ended: When it ended.
+        scopes: Of each of :meth:`StepTrace.whole_scopes`, in their order.
+        backward_ends: When the backward passes ended.
+        stalls: When compute waited for I/O: from, until; in order.
+    """
+
+    began: float
+    ended: float
+    scopes: Sequence[ScopeTimes]
+    backward_ends: Sequence[float]
+    stalls: Sequence[tuple[float, float]]
+
+
 @dataclass(slots=True)
 class ActivationTrace:
-    """One storage that a scope saved; times are seconds on :func:`time.perf_counter`."""
+    """One storage that a scope saved; times are seconds on :func:`time.perf_counter`.
+
+    There are no marks of activations, which are too many: on a device that runs behind the host these times
+    tell the order within a scope, and roughly the share of its work that was given before.
+    """
 
     key: ActivationKey
     nbytes: int
     fate: Fate
     packed_at: float
     unpacked_at: float | None = None
+
+
+@dataclass(slots=True)
+class ScopeMarks:
+    """Where in the work of a device a scope's forward began and ended, and where its backward began."""
+
+    forward_began: Mark
+    forward_ended: Mark | None = None
+    backward_began: Mark | None = None
+
+
+@dataclass(slots=True)
+class StepMarks:
+    """Where in the work of a device a step began and ended, and its backward passes ended."""
+
+    device: Device
+    began: Mark
+    ended: Mark | None = None
+    backward_ends: list[Mark] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -42,6 +100,7 @@ class ScopeTrace:
         input_bytes: Bytes of the activations that it was given.
         forward_ended: When it returned.
         backward_began: When backward came back to it.
+        marks: The same in the work of a device that runs behind the host.
     """
 
     key: ScopeKey
@@ -50,6 +109,7 @@ class ScopeTrace:
     input_bytes: int = 0
     forward_ended: float | None = None
     backward_began: float | None = None
+    marks: ScopeMarks | None = None
 
 
 @dataclass(slots=True)
@@ -67,6 +127,7 @@ class StepTrace:
             forbids hooks, and were therefore not captured.
         backward_seconds: Time of the backward passes, from the first scope to the end of the graph.
         backward_ends: When they ended.
+        marks: The step in the work of a device that runs behind the host; ``None`` if nobody will ask.
     """
 
     scopes: list[ScopeTrace] = field(default_factory=list)
@@ -76,13 +137,31 @@ class StepTrace:
     left_alone: int = 0
     backward_seconds: float = 0.0
     backward_ends: list[float] = field(default_factory=list)
+    marks: StepMarks | None = None
     _backward_began: float | None = None
+
+    def mark_times(self, device: Device) -> None:
+        """The step begins, and from now on everything is marked in the work of ``device`` too."""
+        self.marks = StepMarks(device, device.mark())
+
+    def end_step(self) -> None:
+        """Notes that the step is over."""
+        if self.marks is not None:
+            self.marks.ended = self.marks.device.mark()
 
     def begin_scope(self, key: ScopeKey, placement: str) -> ScopeTrace:
         """Notes that a layer starts to run."""
         scope = ScopeTrace(key, placement, time.perf_counter())
+        if self.marks is not None:
+            scope.marks = ScopeMarks(self.marks.device.mark())
         self.scopes.append(scope)
         return scope
+
+    def end_scope(self, scope: ScopeTrace) -> None:
+        """Notes that a layer has returned."""
+        scope.forward_ended = time.perf_counter()
+        if self.marks is not None and scope.marks is not None:
+            scope.marks.forward_ended = self.marks.device.mark()
 
     def saved(self, key: ActivationKey, nbytes: int, fate: Fate) -> ActivationTrace:
         """Notes that a storage was saved."""
@@ -93,6 +172,8 @@ class StepTrace:
     def backward_reached(self, scope: ScopeTrace) -> bool:
         """Notes that backward arrives at a scope; tells whether it is the first of its pass."""
         scope.backward_began = time.perf_counter()
+        if self.marks is not None and scope.marks is not None:
+            scope.marks.backward_began = self.marks.device.mark()
         if self._backward_began is not None:
             return False
         self._backward_began = scope.backward_began
@@ -104,7 +185,77 @@ class StepTrace:
             self.backward_ends.append(time.perf_counter())
             self.backward_seconds += self.backward_ends[-1] - self._backward_began
             self._backward_began = None
+            if self.marks is not None:
+                self.marks.backward_ends.append(self.marks.device.mark())
+
+    def whole_scopes(self) -> list[ScopeTrace]:
+        """Those whose forward and backward both took place, in the order of their forward."""
+        return [scope for scope in self.scopes if scope.forward_ended and scope.backward_began]
+
+    def host_times(self, stalls: Sequence[tuple[float, float]], *, began: float, ended: float) -> StepTimes:
+        """The times by the host's clock.
+
+        Args:
+            stalls: When the training thread waited for I/O.
+            began: When the step began.
+            ended: When it ended.
+        """
+        scopes = [
+            ScopeTimes(scope.forward_began, scope.forward_ended or 0.0, scope.backward_began or 0.0)
+            for scope in self.whole_scopes()
+        ]
+        return StepTimes(began, ended, scopes, self.backward_ends, stalls)
 
     def forward_seconds(self) -> float:
         """Time inside the layers' forward, summed."""
         return sum(s.forward_ended - s.forward_began for s in self.scopes if s.forward_ended is not None)
+
+
+class DeviceTimes:
+    """The times of a step by the clock of its device, for those who may wait for them behind the step.
+
+    The marks of a stall lie before and behind a wait. When the device comes to the first, it has done all
+    that it was given until then; it comes to the second when that is given to it, or, where its stream waits
+    as well, when the bytes have come. So what lies between them is the time that it stood still, and nothing
+    if it had work for as long as the host waited.
+
+    Args:
+        trace: What the step recorded, with marks.
+        stalls: Marks around each wait for bytes that had not come.
+    """
+
+    def __init__(self, trace: StepTrace, stalls: Sequence[tuple[Mark, Mark]]) -> None:
+        if trace.marks is None:
+            raise ValueError("nothing was marked in this step")
+        self._trace = trace
+        self._marks = trace.marks
+        self._stalls = stalls
+
+    def are_known(self) -> bool:
+        """Whether the device has come to the end of the step, so that nobody has to wait."""
+        return self._marks.device.is_reached(self._marks.ended)
+
+    def step_seconds(self) -> float:
+        """How long the step took; waits for its end."""
+        began, ended = self._marks.device.seconds([self._marks.began, self._marks.ended])
+        return ended - began
+
+    def read(self) -> StepTimes:
+        """All times; waits for the end of the step."""
+        marks, stalls = self._marks, self._stalls
+        scopes = [scope.marks for scope in self._trace.whole_scopes() if scope.marks is not None]
+        points = [marks.began, marks.ended, *marks.backward_ends]
+        points += [mark for scope in scopes for mark in _in_order(scope)]
+        points += [mark for stall in stalls for mark in stall]
+        seconds = iter(marks.device.seconds(points))
+        return StepTimes(
+            began=next(seconds),
+            ended=next(seconds),
+            backward_ends=[next(seconds) for _ in marks.backward_ends],
+            scopes=[ScopeTimes(next(seconds), next(seconds), next(seconds)) for _ in scopes],
+            stalls=sorted((next(seconds), next(seconds)) for _ in stalls),
+        )
+
+
+def _in_order(scope: ScopeMarks) -> tuple[Mark, Mark, Mark]:
+    return scope.forward_began, scope.forward_ended, scope.backward_began

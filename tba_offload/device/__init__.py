@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from tba_offload.device.ranges import ByteRange
-from tba_offload.device.streams import READY, CpuDevice, CudaDevice, Device, Event, device_of
+from tba_offload.device.streams import READY, CpuDevice, CudaDevice, Device, Event, Mark, device_of
 
-__all__ = ["READY", "ByteRange", "CpuDevice", "CudaDevice", "Device", "Event", "device_of"]
+__all__ = ["READY", "ByteRange", "CpuDevice", "CudaDevice", "Device", "Event", "Mark", "device_of"]

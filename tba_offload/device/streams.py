@@ -3,6 +3,10 @@
 The rest of the package never asks which device it runs on: it takes an event where bytes were produced,
 hands the event to whoever moves the bytes, and copies with :meth:`Device.copy`. On a CPU all of that is
 trivially ready; on CUDA it is one side stream per I/O thread.
+
+A device that runs behind the host has a time of its own: the host's clock says when work was given, not when
+it was done. :meth:`Device.mark` notes a point of that work without waiting for it, and :meth:`Device.seconds`
+tells afterwards when it was reached.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
+import time
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,7 +24,7 @@ import torch
 from tba_offload.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from tba_offload.device.ranges import ByteRange
 
@@ -56,6 +61,9 @@ class _Ready:
 
 READY = _Ready()
 
+Mark = Any
+"""A point in the work of a device, and the time when it is reached; only its device knows what it is."""
+
 
 class Device(ABC):
     """What the transfers need of a device."""
@@ -63,6 +71,8 @@ class Device(ABC):
     torch_device: torch.device
     pins_memory: bool
     """Whether :meth:`host_memory` is pinned, so that allocating it blocks the device."""
+    runs_behind: bool
+    """Whether work may be still to be done when the call that gave it has returned."""
 
     @abstractmethod
     def stream(self) -> Any:
@@ -71,6 +81,26 @@ class Device(ABC):
     @abstractmethod
     def event(self, stream: Any = None) -> Event:
         """The point that a stream, by default the calling thread's, has been given work up to."""
+
+    @abstractmethod
+    def mark(self) -> Mark:
+        """Marks the point that the calling thread's stream has been given work up to; nobody waits.
+
+        On CUDA one costs a microsecond or two and a place in the queue of the device: a few for a layer are
+        cheap, one for each activation is not.
+        """
+
+    @abstractmethod
+    def is_reached(self, mark: Mark) -> bool:
+        """Whether the device has come to a mark, so that :meth:`seconds` need not wait for it."""
+
+    @abstractmethod
+    def seconds(self, marks: Sequence[Mark]) -> list[float]:
+        """When marks were reached, by the clock of the device; blocks until they all are: not inside a step.
+
+        Returns:
+            Seconds, one for each mark. Only differences within one list mean something.
+        """
 
     def is_host(self, memory: ByteRange) -> bool:
         """Whether a system call can reach the bytes."""
@@ -114,6 +144,7 @@ class CpuDevice(Device):
 
     torch_device = torch.device("cpu")
     pins_memory = False
+    runs_behind = False
 
     def stream(self) -> None:
         """There are no streams."""
@@ -122,6 +153,18 @@ class CpuDevice(Device):
     def event(self, stream: object = None) -> Event:  # noqa: ARG002 - the twin has streams
         """The event that is always ready."""
         return READY
+
+    def mark(self) -> float:
+        """The time on :func:`time.perf_counter`: what was called is done."""
+        return time.perf_counter()
+
+    def is_reached(self, mark: float) -> bool:  # noqa: ARG002 - the twin has to look
+        """Always true."""
+        return True
+
+    def seconds(self, marks: Sequence[float]) -> list[float]:
+        """The marks themselves."""
+        return list(marks)
 
     def use(self, memory: ByteRange, stream: object) -> None:
         """Does nothing: what was called is done."""
@@ -151,6 +194,7 @@ class CudaDevice(Device):
     """One CUDA device; each I/O thread copies on a side stream of its own."""
 
     pins_memory = True
+    runs_behind = True
 
     def __init__(self, index: int | None = None) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
@@ -165,6 +209,22 @@ class CudaDevice(Device):
         event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self.stream() if stream is None else stream)
         return event
+
+    def mark(self) -> torch.cuda.Event:
+        """A timing event on the calling thread's current stream."""
+        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self.stream())
+        return event
+
+    def is_reached(self, mark: torch.cuda.Event) -> bool:
+        """Whether the event has completed."""
+        return bool(mark.query())  # type: ignore[no-untyped-call]
+
+    def seconds(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
+        """Seconds from the first of the events to each; it is precise to about a microsecond."""
+        for mark in marks:  # they may be on several streams; one that is reached costs next to nothing
+            mark.synchronize()
+        return [0.0, *(marks[0].elapsed_time(mark) / 1000 for mark in marks[1:])] if marks else []
 
     def use(self, memory: ByteRange, stream: torch.cuda.Stream) -> None:
         """Tells the caching allocator that ``stream`` reads the memory."""

@@ -93,10 +93,12 @@ class StepRecord:
 
     Attributes:
         step: Number of the step within the session, from 1.
-        seconds: Wall-clock time of the whole ``with session.step()`` block.
-        forward_seconds: Time spent in forward passes.
-        backward_seconds: Time spent in backward passes.
-        stall_seconds: Time that compute waited for I/O.
+        seconds: Wall-clock time of the whole ``with session.step()`` block, by the host's clock. On a GPU,
+            which runs behind the host, that is how long the work took only if the block ends with something
+            that waits for the device, as ``loss.item()`` does.
+        forward_seconds: Time spent in forward passes; None on a GPU.
+        backward_seconds: Time spent in backward passes; None on a GPU.
+        stall_seconds: Time that the training thread waited for I/O; a GPU may have had work meanwhile.
         tokens: Tokens trained on.
         model_flops: Algorithmic floating point operations of the step; recomputation is not counted.
         loss: The loss, exactly as the caller gave it; may be NaN or infinite.

@@ -6,8 +6,12 @@ The lock that protects the books belongs to the offloader.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from tba_offload.transfer.record import Record, Span
+
+if TYPE_CHECKING:
+    from tba_offload.device import Mark
 
 REFILL_BELOW = 0.75
 """Reading ahead starts again when less than this share of the window is in flight."""
@@ -28,10 +32,12 @@ class TransferStats:
         given_up: Prefetches dropped to make room.
         held: Offloaded in vain: somebody else kept the storage until backward asked for it.
         fallback_kept: Kept in memory because the store was full.
-        stall_seconds: Time that the training thread waited for I/O.
+        stall_seconds: Time that the training thread waited for I/O; a device that runs behind it may have had
+            work meanwhile.
         in_flight_peak: Most bytes in flight.
         own_peak: Most bytes that the offloader itself kept in memory: in flight, restored, kept.
         stalls: When the training thread waited for longer than a glance: from, until.
+        marked_stalls: Marks in the work of the device before and behind each wait, where they are wanted.
     """
 
     offloaded: int = 0
@@ -44,6 +50,7 @@ class TransferStats:
     in_flight_peak: int = 0
     own_peak: int = 0
     stalls: list[tuple[float, float]] = field(default_factory=list)
+    marked_stalls: list[tuple[Mark, Mark]] = field(default_factory=list)
 
     def stalled(self, began: float, ended: float) -> None:
         """The training thread waited for I/O, by :func:`time.perf_counter`."""

@@ -71,6 +71,8 @@ class Offloader:
         self.store = store
         self.device = device
         self.keep_when_full = keep_when_full
+        self.marks_stalls = False
+        """Whether waits are marked in the work of the device, for those who ask it for times."""
         self._books = Books(ceiling)
         self._outbox: dict[Piece, Record] = {}
         self._outbox_bytes = 0
@@ -129,10 +131,13 @@ class Offloader:
         if not self._books.crowded(nbytes):
             return
         self.drain()
+        mark = self.device.mark() if self.marks_stalls else None
         started = time.perf_counter()
         while self._make_room(nbytes):
             pass
         self.stats.stalled(started, time.perf_counter())
+        if mark is not None:
+            self.stats.marked_stalls.append((mark, self.device.mark()))
         self.raise_failures()
 
     def _make_room(self, nbytes: int) -> bool:
@@ -412,6 +417,7 @@ class Offloader:
         """Waits for the reads of a span; the time is a stall."""
         if not span.reads:
             return
+        mark = self.device.mark() if self.marks_stalls and not span.arrived() else None
         started = time.perf_counter()
         try:
             for piece, read in zip(span.pieces, span.reads, strict=True):
@@ -420,6 +426,8 @@ class Offloader:
             raise _transfer_error("read", record, error) from error
         finally:
             self.stats.stalled(started, time.perf_counter())
+            if mark is not None:
+                self.stats.marked_stalls.append((mark, self.device.mark()))
 
     def _unpacked(self, handle: Handle, span: Span) -> None:
         record = handle.record
