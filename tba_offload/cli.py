@@ -156,6 +156,12 @@ def _finite(_context: click.Context, _parameter: click.Parameter, number: float)
     "--budget", callback=_size, metavar="SIZE", help="Plan for this activation peak, such as 12GiB."
 )
 @click.option(
+    "--objective",
+    type=click.Choice(["time", "memory", "endurance"]),
+    help="What the plan is for: least step time, least memory without waiting, fewest written bytes.  "
+    "[default: time with --budget, memory without]",
+)
+@click.option(
     "-o",
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -185,7 +191,14 @@ def _finite(_context: click.Context, _parameter: click.Parameter, number: float)
 @click.option("--micro-batches", type=click.IntRange(min=1), help="What if there were so many.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def plan(
-    run: Path, budget: int | None, output: Path | None, picture: Path | None, *, as_json: bool, **changes: Any
+    run: Path,
+    budget: int | None,
+    objective: str | None,
+    output: Path | None,
+    picture: Path | None,
+    *,
+    as_json: bool,
+    **changes: Any,
 ) -> None:
     """Say what the planner would do with a run, before running it.
 
@@ -193,9 +206,13 @@ def plan(
     Without --budget it is the plan with the lowest peak at which compute waits for nothing.
     """
     from tba_offload.forecast import Situation
+    from tba_offload.policy import Objective
 
+    wanted = None if objective is None else Objective(objective)
+    if budget is None and wanted in {Objective.TIME, Objective.ENDURANCE}:
+        raise click.UsageError(f"--objective {wanted} needs --budget: without one nothing would leave memory")
     situation = Situation.of(run).changed(**changes)
-    choices, best = situation.frontier(), situation.plan(budget)
+    choices, best = situation.frontier(), situation.plan(budget, wanted)
     if picture is not None:
         from tba_offload.report.rok import draw_frontier
 
@@ -259,7 +276,8 @@ def _print_plan(situation: Situation, choices: Sequence[Choice], best: Plan) -> 
         window = "no limit" if best.window is None else f"{best.window / mib:.1f} MiB"
         click.echo(
             f"predicted: peak {expected.peak_bytes / mib:.1f} MiB, step {expected.seconds:.3f} s of which "
-            f"{expected.stall_seconds:.3f} s are waits; window {window}"
+            f"{expected.stall_seconds:.3f} s are waits; {expected.written_bytes / mib:.1f} MiB written; "
+            f"window {window}"
         )
 
 

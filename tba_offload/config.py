@@ -26,7 +26,7 @@ import yaml
 from pydantic import BeforeValidator, ConfigDict, Strict, TypeAdapter, ValidationError, ValidationInfo
 
 from tba_offload.errors import ConfigError
-from tba_offload.policy import Placement, Policy, Rule
+from tba_offload.policy import Objective, Placement, Policy, Rule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -160,10 +160,24 @@ class BudgetConfig:
         activation_bytes: Activations of offloaded layers resident on the device. Layers placed ``auto`` keep
             to it when the drive is slow; and no more than this is ever in flight.
         in_flight_bytes: Activations that are being written, or read back and not yet used.
+        objective: What layers placed ``auto`` are planned for: the least ``time`` of a step, the least
+            ``memory`` at which nothing waits, or ``endurance``, the fewest written bytes. None means ``time``
+            with activation_bytes and ``memory`` without.
     """
 
     activation_bytes: _Limit = None
     in_flight_bytes: _Limit = 256 * 2**20
+    objective: Objective | None = None
+
+    @pydantic.field_validator("objective")
+    @classmethod
+    def _has_a_budget(cls, objective: Objective | None, info: ValidationInfo) -> Objective | None:
+        needs = objective in {Objective.TIME, Objective.ENDURANCE}
+        if needs and info.data.get("activation_bytes") is None:
+            raise ConfigError(
+                f"{objective} needs activation_bytes: without a budget nothing would leave memory"
+            )
+        return objective
 
     @property
     def ceiling(self) -> int | None:
@@ -271,6 +285,7 @@ class OffloadConfig:
             "budget": {
                 "activation_bytes": _size_word(self.budget.activation_bytes),
                 "in_flight_bytes": _size_word(self.budget.in_flight_bytes),
+                "objective": self.budget.objective.value if self.budget.objective else None,
             },
             "store": {
                 "kind": self.store.kind,

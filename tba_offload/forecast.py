@@ -12,7 +12,7 @@ from tba_offload.plan.bandwidth import Bandwidth
 from tba_offload.plan.planner import Limits, explain, make_plan
 from tba_offload.plan.profile import StepProfile
 from tba_offload.plan.what_if import frontier, peak_of_keep, stretched
-from tba_offload.policy import Placement, Rule
+from tba_offload.policy import Objective, Placement, Rule
 from tba_offload.report.run_log import read_run_log
 
 if TYPE_CHECKING:
@@ -116,13 +116,18 @@ class Situation:
         return peak_of_keep(self.profile, self.drive)
 
     def frontier(self) -> list[Choice]:
-        """The best plans from a tenth of what keep needs up to all of it."""
+        """The fastest plans from a tenth of what keep needs up to all of it."""
         return frontier(self.profile, self.drive, self._policy, window=self.window)
 
-    def plan(self, budget: int | None) -> Plan:
+    def plan(self, budget: int | None, objective: Objective | None = None) -> Plan:
         """The best plan for a budget in bytes; without one the lowest peak at which nothing waits."""
         return make_plan(
-            self.profile, self.drive, Limits(budget, self.window), policy=self._policy, whole_layers=True
+            self.profile,
+            self.drive,
+            Limits(budget, self.window),
+            policy=self._policy,
+            objective=objective,
+            whole_layers=True,
         )
 
     def why(self, plan: Plan) -> list[str]:

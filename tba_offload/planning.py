@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 from tba_offload.plan.bandwidth import Bandwidth, MeasuredRate
 from tba_offload.plan.plan import Plan
 from tba_offload.plan.planner import Limits, make_plan
+from tba_offload.plan.profile import computed_as
 from tba_offload.plan.simulator import simulate
-from tba_offload.policy import Placement
+from tba_offload.policy import Objective, Placement
 from tba_offload.profiling import LayerKey, profile_of
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class AutoPlanner:
         policy: What the user wants for each layer of this process.
         layers: Model chunk and module name of each layer.
         limits: What plans must keep to.
+        objective: What is wanted of them; see :func:`make_plan`.
         agree: Where several ranks share layers: given this rank's proposal, name of a layer to its placement,
             returns what all of them do. Every rank calls it behind the same steps.
     """
@@ -74,6 +76,7 @@ class AutoPlanner:
         layers: Sequence[LayerKey],
         limits: Limits,
         *,
+        objective: Objective | None = None,
         agree: Callable[[dict[str, Placement]], dict[str, Placement]] | None = None,
     ) -> None:
         self.policy = tuple(policy)
@@ -82,6 +85,7 @@ class AutoPlanner:
         self.not_recomputed: frozenset[int] = frozenset()
         """Layers that would not be the same if their forward ran twice; known behind the first step."""
         self.limits = limits
+        self.objective = objective
         self.agree = agree
         self.profile: StepProfile | None = None
         self._rates: list[tuple[MeasuredRate, MeasuredRate]] = []
@@ -226,7 +230,8 @@ class AutoPlanner:
         placements = list(plan.placements)
         for kind in set(profile.layers):
             free = self._free_layers(profile, kind)
-            missing = {Placement.OFFLOAD, Placement.RECOMPUTE} - {plan.placements[layer] for layer in free}
+            measured = {computed_as(plan.placements[layer]) for layer in free}
+            missing = {Placement.OFFLOAD, Placement.RECOMPUTE} - measured
             for placement, layer in zip(sorted(missing), free, strict=False):
                 if placement is Placement.OFFLOAD or self._may_recompute(layer):
                     placements[layer] = placement
@@ -332,7 +337,14 @@ class AutoPlanner:
             self._is_news = self._plan is None
             self._plan = dataclasses.replace(old, prediction=simulate(profile, old, drive).prediction)
             return self._plan
-        new = make_plan(profile, drive, self.limits, policy=self.policy, not_recomputed=self.not_recomputed)
+        new = make_plan(
+            profile,
+            drive,
+            self.limits,
+            policy=self.policy,
+            objective=self.objective,
+            not_recomputed=self.not_recomputed,
+        )
         if self._plan is not None and not self._is_better(new, old, profile, drive):
             new = dataclasses.replace(old, prediction=simulate(profile, old, drive).prediction)
             # It was in doubt without need: the next doubt has to wait longer.

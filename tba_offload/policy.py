@@ -51,6 +51,19 @@ class Placement(StrEnum):
         return self in {Placement.RECOMPUTE, Placement.RECOMPUTE_OFFLOAD}
 
 
+class Objective(StrEnum):
+    """What is wanted of the plan for layers placed ``auto``."""
+
+    TIME = "time"
+    """The least step time under the budget."""
+
+    MEMORY = "memory"
+    """The lowest peak at which compute waits for nothing."""
+
+    ENDURANCE = "endurance"
+    """The fewest written bytes under the budget."""
+
+
 @dataclass(frozen=True)
 class LayerId:
     """One layer as a policy sees it.

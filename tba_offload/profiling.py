@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from tba_offload.capture.trace import Fate
-from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing
+from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing, computed_as
 from tba_offload.policy import Placement
 
 if TYPE_CHECKING:
@@ -29,11 +29,6 @@ LayerKey = tuple[int, str]
 """Model chunk and module name of a layer."""
 
 _CAPTURED = (Placement.OFFLOAD, Placement.AUTO)
-
-_COMPUTES_LIKE = {
-    Placement.AUTO: Placement.OFFLOAD,
-    Placement.RECOMPUTE_OFFLOAD: Placement.RECOMPUTE,  # waiting for its few bytes is no compute
-}
 
 
 class ComputeClock:
@@ -156,8 +151,8 @@ def _timings(
     """The median of each kind under each placement, mixed with what was known of it."""
     found: list[dict[Placement, list[Timing]]] = [defaultdict(list) for _ in kinds]
     for run in runs:
-        placement = Placement(run.scope.placement)
-        found[layers[run.layer]][_COMPUTES_LIKE.get(placement, placement)].append(run.timing)
+        placement = computed_as(Placement(run.scope.placement))
+        found[layers[run.layer]][placement].append(run.timing)
     known: list[dict[Placement, Timing]] = [{} for _ in kinds]
     if before is not None:
         for layer, kind in enumerate(layers):

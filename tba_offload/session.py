@@ -462,6 +462,7 @@ class Session:
             self.plan.placements,
             [(layer.chunk, layer.id.name) for layer in self.layers],
             Limits(config.budget.activation_bytes, config.budget.ceiling),
+            objective=config.budget.objective,
             agree=self._world.agree if is_auto else None,
         )
 

@@ -72,7 +72,8 @@ def test_training_races_with_nothing(kind: str, store: str, in_flight: int | Non
             found = train(model, session, steps=2, micro_batches=2)
         assert_all_given_back(session)
     assert_same_history(found, expected)
-    assert device.copies > 100
+    # With a window activations must travel; without one, how many are still in memory depends on the drive.
+    assert device.copies > (0 if in_flight is None else 100)
     assert device.races == []
 
 

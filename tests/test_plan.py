@@ -10,19 +10,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tba_offload.plan import simulator
+from tba_offload.plan import planner, simulator
 from tba_offload.plan.bandwidth import Bandwidth, MeasuredRate
+from tba_offload.plan.condense import condensed, count_items, with_few_micro_batches
 from tba_offload.plan.plan import Plan
-from tba_offload.plan.planner import Limits, Objective, make_plan
+from tba_offload.plan.planner import NO_STALL, SLACK, Limits, make_plan
 from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing
 from tba_offload.plan.simulator import Outcome, simulate
-from tba_offload.policy import Placement
+from tba_offload.policy import Objective, Placement
 from tba_offload.transfer import books, offloader
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 KEEP, OFFLOAD, RECOMPUTE, AUTO = Placement.KEEP, Placement.OFFLOAD, Placement.RECOMPUTE, Placement.AUTO
+RECOMPUTE_OFFLOAD = Placement.RECOMPUTE_OFFLOAD
 MIB = 1 << 20
 FAST = Bandwidth(100e9, 100e9)
 
@@ -158,6 +160,15 @@ def test_what_is_recomputed_keeps_inputs_and_one_layer() -> None:
 
 
 @pytest.mark.parametrize("layers", [4, 8, 32])
+def test_recomputed_with_its_input_offloaded_peaks_with_one_layer_however_deep(layers: int) -> None:
+    profile = make_profile(layers)
+    outcome = simulate(profile, all_of(profile, RECOMPUTE_OFFLOAD, 8 * MIB), FAST)
+    assert outcome.peak_bytes <= 8 * MIB + 12 * MIB + 1000 + MIB
+    assert outcome.seconds == pytest.approx(layers * 0.12 + 0.03)
+    assert outcome.read_bytes + outcome.forwarded_bytes == layers * 2 * MIB
+
+
+@pytest.mark.parametrize("layers", [4, 8, 32])
 def test_what_is_offloaded_peaks_with_its_window_however_deep(layers: int) -> None:
     profile = make_profile(layers)
     outcome = simulate(profile, all_of(profile, OFFLOAD, 8 * MIB), FAST)
@@ -186,12 +197,14 @@ def test_a_plan_of_another_model_is_refused() -> None:
 def test_every_byte_and_every_second_is_accounted_for(
     profile: StepProfile, drive: Bandwidth, window: int | None, chance: object
 ) -> None:
-    placements = tuple(chance.choice([KEEP, OFFLOAD, RECOMPUTE]) for _ in profile.layers)  # type: ignore[attr-defined]
+    choices = [KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD]
+    placements = tuple(chance.choice(choices) for _ in profile.layers)  # type: ignore[attr-defined]
     plan = Plan(placements, window=window)
     outcome = simulate(profile, plan, drive)
-    runs = sum(slot.backward and placements[slot.layer] is OFFLOAD for slot in profile.slots)
-    assert outcome.read_bytes + outcome.forwarded_bytes == runs * profile.kinds[0].nbytes
-    assert outcome.read_bytes <= outcome.written_bytes <= runs * profile.kinds[0].nbytes
+    travels = {OFFLOAD: profile.kinds[0].nbytes, RECOMPUTE_OFFLOAD: profile.kinds[0].input_bytes}
+    saved = sum(slot.backward * travels.get(placements[slot.layer], 0) for slot in profile.slots)
+    assert outcome.read_bytes + outcome.forwarded_bytes == saved
+    assert outcome.read_bytes <= outcome.written_bytes <= saved
     assert outcome.seconds == pytest.approx(compute_seconds(profile, plan) + outcome.stall_seconds)
     # No more is moved than the drive can move in the time.
     assert outcome.read_seconds <= outcome.seconds * (1 + 1e-9)
@@ -260,7 +273,7 @@ def test_without_a_budget_nothing_waits_and_nothing_is_recomputed(
     profile: StepProfile, drive: Bandwidth
 ) -> None:
     plan = plan_for(profile, drive, None)
-    assert RECOMPUTE not in plan.placements
+    assert set(plan.placements) <= {KEEP, OFFLOAD}
     found = outcome_of(profile, plan, drive)
     assert found.stall_seconds <= 0.01 * found.seconds + 1e-9
     assert found.peak_bytes <= peak_of_keep(profile)
@@ -283,18 +296,14 @@ def test_the_policy_of_the_user_stands(profile: StepProfile, drive: Bandwidth, s
     for wanted, found in zip(policy, plan.placements, strict=True):
         assert found is not AUTO
         assert wanted in {AUTO, found}
-    only = make_plan(profile, drive, limits, policy=(AUTO,) * count, choices=(KEEP, OFFLOAD))
-    assert RECOMPUTE not in only.placements
 
 
 @pytest.mark.parametrize("share", [0.2, 0.35, 0.5, 0.75])
 def test_a_slower_drive_means_more_recomputation(share: float) -> None:
     profile = make_profile(16)
     budget = int(share * peak_of_keep(profile))
-    recomputed = [
-        plan_for(profile, Bandwidth(rate, rate), budget).placements.count(RECOMPUTE)
-        for rate in (4e9, 4e8, 2e8, 1e8)
-    ]
+    plans = [plan_for(profile, Bandwidth(rate, rate), budget) for rate in (4e9, 4e8, 2e8, 1e8)]
+    recomputed = [sum(placement.recomputes for placement in plan.placements) for plan in plans]
     assert recomputed == sorted(recomputed)
     assert recomputed[0] == 0 < recomputed[-1]
 
@@ -321,6 +330,125 @@ def test_what_the_budget_has_left_is_filled_with_single_activations() -> None:
     assert any(any(kept) for plan in plans for kept in plan.kept)
     for plan in plans:
         assert all(not kept or plan.placements[layer] is OFFLOAD for layer, kept in enumerate(plan.kept))
+
+
+@given(profiles, drives, st.lists(shares, min_size=2, max_size=4))
+@quick
+def test_more_memory_is_never_worse_if_the_plan_for_less_is_known(
+    profile: StepProfile, drive: Bandwidth, some: list[float]
+) -> None:
+    peak, known, before = peak_of_keep(profile), [], None
+    for budget in sorted(int(share * peak) for share in some):
+        known = [plan_for(profile, drive, budget, known=known)]
+        found = outcome_of(profile, known[0], drive)
+        score = max(found.peak_bytes - Limits(budget).planned, 0.0), found.seconds
+        assert before is None or score <= before
+        before = score
+
+
+@given(profiles, drives, shares, st.floats(1.0, 8.0))
+@quick
+def test_a_faster_drive_is_never_worse_if_the_plan_for_the_slower_is_known(
+    profile: StepProfile, drive: Bandwidth, share: float, factor: float
+) -> None:
+    budget = int(share * peak_of_keep(profile))
+    slow, fast = drive, drive.scaled(factor)
+    known = plan_for(profile, slow, budget)
+    found = outcome_of(profile, plan_for(profile, fast, budget, known=[known]), fast)
+    same = outcome_of(profile, known, fast)
+    if same.peak_bytes <= Limits(budget).planned:
+        assert found.peak_bytes <= budget
+        assert found.seconds <= same.seconds
+
+
+@given(profiles, drives)
+@quick
+def test_a_plan_without_waits_stays_so_on_a_drive_that_is_a_little_slower(
+    profile: StepProfile, drive: Bandwidth
+) -> None:
+    plan = plan_for(profile, drive, None)
+    found = outcome_of(profile, plan, drive.scaled(SLACK))
+    assert found.stall_seconds <= NO_STALL * found.seconds + 1e-9
+
+
+# Very many activations
+
+
+@given(profiles, st.integers(1, 40))
+@quick
+def test_a_condensed_step_saves_the_same_bytes_in_the_same_time(profile: StepProfile, items: int) -> None:
+    small = condensed(profile, [None] * len(profile.layers), items)
+    assert [layer for group in small.members for layer in group] == list(range(len(profile.layers)))
+    for group, kind in zip(small.members, small.profile.layers, strict=True):
+        found, each = small.profile.kinds[kind], profile.kinds[0]
+        assert found.nbytes == len(group) * each.nbytes
+        assert found.small_bytes == len(group) * each.small_bytes
+        assert found.recomputed_bytes == each.recomputed_bytes
+        assert all(0 <= saved.at <= 1 and 0 <= saved.until <= 1 for saved in found.activations)
+    shorter = with_few_micro_batches(profile)
+    for placement in (KEEP, RECOMPUTE):
+        few, all_ = (simulate(p, all_of(p, placement), FAST) for p in (small.profile, shorter))
+        assert few.seconds == pytest.approx(all_.seconds)
+        assert few.peak_bytes == all_.peak_bytes or placement is RECOMPUTE
+    assert simulate(shorter, all_of(profile, KEEP), FAST).peak_bytes == peak_of_keep(profile)
+
+
+def test_layers_that_are_not_alike_are_not_put_together() -> None:
+    profile = make_profile(12)
+    small = condensed(profile, [layer < 5 for layer in range(12)], 8)
+    assert all(len({layer < 5 for layer in group}) == 1 for group in small.members)
+    assert len(small.members) < 12
+    chosen = tuple(KEEP if group[0] < 5 else OFFLOAD for group in small.members)
+    assert small.expanded(chosen) == (KEEP,) * 5 + (OFFLOAD,) * 7
+
+
+def test_layers_that_do_not_run_in_one_go_are_not_put_together() -> None:
+    """Two model chunks whose layers are numbered in turn."""
+    profile = make_profile(8)
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    slots = [Slot(layer, 0, False, 0.0) for layer in order] + [
+        Slot(layer, 0, True, 0.0) for layer in order[::-1]
+    ]
+    small = condensed(dataclasses.replace(profile, slots=tuple(slots)), [None] * 8, 8)
+    assert small.members == tuple((layer,) for layer in range(8))
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5])
+@pytest.mark.parametrize("rate", [1.5, 0.5])
+def test_a_plan_of_a_condensed_step_is_nearly_as_good(
+    share: float, rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = make_profile(24, sizes=(MIB,) * 20, micro_batches=4, warm_up=2)
+    drive = Bandwidth(rate * 20 * MIB / 0.03, rate * 20 * MIB / 0.03)
+    budget = int(share * peak_of_keep(profile))
+    whole = outcome_of(profile, plan_for(profile, drive, budget), drive)
+    monkeypatch.setattr(planner, "MANY_ITEMS", 1000)
+    monkeypatch.setattr(planner, "FEW_ITEMS", 300)
+    found = outcome_of(profile, plan_for(profile, drive, budget), drive)
+    assert max(whole.peak_bytes, found.peak_bytes) <= budget
+    assert found.seconds <= 1.05 * whole.seconds
+
+
+@pytest.mark.parametrize("shape", [(100, 50, 4), (5000, 1, 1), (100, 50, 50)])
+def test_a_hundred_thousand_activations_are_planned_in_a_few_simulations(
+    shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers, micro_batches, warm_up = shape
+    profile = make_profile(layers, sizes=(MIB,) * 20, micro_batches=micro_batches, warm_up=warm_up)
+    budget = int(0.35 * peak_of_keep(profile))
+    played: list[int] = []
+
+    def counted(profile: StepProfile, plan: Plan, drive: Bandwidth) -> Outcome:
+        played.append(count_items(profile))
+        return simulate(profile, plan, drive)
+
+    monkeypatch.setattr(planner, "simulate", counted)
+    plan = plan_for(profile, Bandwidth(1e9, 1e9), budget)
+    assert count_items(profile) == 100_000
+    assert played.count(100_000) <= 4
+    assert sum(played) < 700_000
+    assert plan.prediction is not None
+    assert plan.prediction.peak_bytes <= budget
 
 
 def test_a_policy_of_another_model_is_refused() -> None:

@@ -216,9 +216,9 @@ class Capture:
         """Whether an activation may be kept because the drive does not follow."""
         if not self.offloader.crowded(nbytes):
             return False
-        # In backward one activation is in use beside those.
+        # In backward one activation is in use beside those, and another is not yet given back.
         self._largest = max(self._largest, nbytes)
-        resident = self.offloader.in_flight + self.trace.kept_bytes + nbytes + self._largest
+        resident = self.offloader.in_flight + self.trace.kept_bytes + nbytes + 2 * self._largest
         return self.budget_bytes is None or resident <= self.budget_bytes
 
     # ---- unpack ----------------------------------------------------------------------------------

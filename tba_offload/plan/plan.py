@@ -20,11 +20,13 @@ class Prediction:
         seconds: Duration of the step.
         stall_seconds: How much of it compute waits for I/O.
         peak_bytes: The activation peak.
+        written_bytes: Bytes that go to the drives.
     """
 
     seconds: float
     stall_seconds: float
     peak_bytes: int
+    written_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

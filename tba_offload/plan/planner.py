@@ -5,30 +5,33 @@ and every plan comes with what it is expected to do. It is pure: the same argume
 
 Which plans are tried. Layers that are kept are the last ones: what backward needs first is not worth a round
 trip. Among the others the layers that are recomputed are spread evenly, because each gives the drive time for
-those between. So two numbers describe a plan, how many layers are kept and how many recomputed; the best pair
-is searched for first. After that single layers change their placement as long as that helps, and at last
-single activations stay where the budget has room for them.
+those between; their inputs stay or travel. So two numbers describe a plan, how many layers are kept and how
+many recomputed; the best pair is searched for first, for both ways of recomputing. After that single layers
+change their placement as long as that helps, and at last single activations stay where the budget has room.
+
+A step with very many activations is planned on a condensed profile, and the plan made exact on the whole one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tba_offload.plan.condense import condensed, count_items, with_few_micro_batches
 from tba_offload.plan.plan import Plan
 from tba_offload.plan.simulator import Outcome, simulate
-from tba_offload.policy import Placement
+from tba_offload.policy import Objective, Placement
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from tba_offload.plan.bandwidth import Bandwidth
     from tba_offload.plan.profile import StepProfile
 
 KEEP, OFFLOAD, RECOMPUTE, AUTO = Placement.KEEP, Placement.OFFLOAD, Placement.RECOMPUTE, Placement.AUTO
+RECOMPUTE_OFFLOAD = Placement.RECOMPUTE_OFFLOAD
 
 NO_STALL = 0.01
 """Waiting for less than this share of the step counts as not waiting."""
@@ -39,24 +42,20 @@ MARGIN = 0.02
 MAX_TRIALS = 600
 """Plans that are tried on the simulator, at most."""
 
-MAX_ITEMS = 400_000
-"""Activations that are simulated in all trials together: a second or two. Then the best so far will do."""
+MAX_ITEMS = 120_000
+"""Activations that are simulated in all trials together: half a second. Then the best so far will do."""
+
+MANY_ITEMS = 4000
+"""A step that saves more activations than this is condensed."""
+
+FEW_ITEMS = 1000
+"""To about so many."""
+
+SLACK = 0.9
+"""Where nothing shall wait, plans are made for this share of the measured rates: drives have their moods."""
 
 Score = tuple[float, ...]
 """Less is better."""
-
-
-class Objective(enum.StrEnum):
-    """What is wanted of a plan."""
-
-    TIME = "time"
-    """The least step time under the budget."""
-
-    MEMORY = "memory"
-    """The lowest peak at which compute waits for nothing."""
-
-    ENDURANCE = "endurance"
-    """The fewest written bytes under the budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +76,62 @@ class Limits:
         return float("inf") if self.budget is None else self.budget * (1 - MARGIN)
 
 
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """What is wanted, on which drive, within which limits."""
+
+    drive: Bandwidth
+    limits: Limits
+    objective: Objective
+    whole_layers: bool
+
+    @property
+    def choices(self) -> tuple[Placement, ...]:
+        """What the planner may decide for: who wants memory at no cost in time wants no recomputation."""
+        return (
+            (KEEP, OFFLOAD)
+            if self.objective is Objective.MEMORY
+            else (KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD)
+        )
+
+    @property
+    def planned_drive(self) -> Bandwidth:
+        """The drive that plans are made for."""
+        return self.drive.scaled(SLACK) if self.objective is Objective.MEMORY else self.drive
+
+
+@dataclass(frozen=True, slots=True)
+class _Layers:
+    """What may be decided of each layer."""
+
+    policy: tuple[Placement, ...]
+    not_recomputed: frozenset[int]
+
+    @property
+    def alike(self) -> list[tuple[Placement, bool]]:
+        """Layers for which this is equal can get one placement."""
+        return [(wanted, layer in self.not_recomputed) for layer, wanted in enumerate(self.policy)]
+
+    def of(self, groups: Sequence[tuple[int, ...]]) -> _Layers:
+        """The same of groups of layers that are alike."""
+        held = frozenset(place for place, group in enumerate(groups) if group[0] in self.not_recomputed)
+        return _Layers(tuple(self.policy[group[0]] for group in groups), held)
+
+    def allows(self, layer: int, placement: Placement) -> bool:
+        """Whether the planner may give a layer this placement."""
+        return not placement.recomputes or layer not in self.not_recomputed
+
+
 def make_plan(
     profile: StepProfile,
     drive: Bandwidth,
     limits: Limits,
     *,
     policy: Sequence[Placement],
-    choices: Sequence[Placement] = (KEEP, OFFLOAD, RECOMPUTE),
     objective: Objective | None = None,
     whole_layers: bool = False,
     not_recomputed: frozenset[int] = frozenset(),
+    known: Sequence[Plan] = (),
 ) -> Plan:
     """The best plan that is found.
 
@@ -95,10 +140,10 @@ def make_plan(
         drive: How fast offloaded bytes travel.
         limits: What the plan must keep to. If none does, it is the one with the lowest peak.
         policy: For each layer, what the user wants; the planner decides on those that are ``auto``.
-        choices: What the planner may decide for.
         objective: What is wanted; by default ``time`` where there is a budget and ``memory`` elsewhere.
-        not_recomputed: Layers that must not be recomputed unless the policy says so.
         whole_layers: Whether all activations of a layer get the same placement, as in a policy file.
+        not_recomputed: Layers that must not be recomputed unless the policy says so.
+        known: Plans to choose from as well, such as the best for less memory: no search is perfect.
 
     Raises:
         ValueError: Policy and profile have different numbers of layers.
@@ -107,10 +152,22 @@ def make_plan(
         raise ValueError(f"{len(policy)} placements for a profile of {len(profile.layers)} layers")
     if objective is None:
         objective = Objective.MEMORY if limits.budget is None else Objective.TIME
-    if objective is Objective.MEMORY:  # who wants memory at no cost in time wants no recomputation
-        choices = [placement for placement in choices if placement is not RECOMPUTE]
-    search = _Search(profile, drive, limits, tuple(policy), tuple(choices), objective, not_recomputed)
-    return search.best(whole_layers=whole_layers)
+    terms = _Terms(drive, limits, objective, whole_layers=whole_layers)
+    layers = _Layers(tuple(policy), not_recomputed)
+    if count_items(profile) <= MANY_ITEMS:
+        return _Search(profile, terms, layers).best(known)
+    return _best_of_many(profile, terms, layers, known)
+
+
+def _best_of_many(profile: StepProfile, terms: _Terms, layers: _Layers, known: Sequence[Plan]) -> Plan:
+    """Searches on a condensed profile; memory is made exact with few micro-batches, prediction with all."""
+    small = condensed(profile, layers.alike, FEW_ITEMS)
+    coarse = dataclasses.replace(terms, whole_layers=True)
+    found = _Search(small.profile, coarse, layers.of(small.members)).best()
+    candidate = Plan(small.expanded(found.placements), window=found.window)
+    shorter = with_few_micro_batches(profile)
+    exact = _Search(shorter, terms, layers).best_of([candidate, *known])
+    return exact if shorter is profile else _Search(profile, terms, layers).predicted(exact)
 
 
 def explain(profile: StepProfile, plan: Plan, drive: Bandwidth, layer: int) -> str:
@@ -125,6 +182,9 @@ def explain(profile: StepProfile, plan: Plan, drive: Bandwidth, layer: int) -> s
         return f"{size} have room, and need no {seconds * 1e3:.1f} ms of the drive"
     if placement is RECOMPUTE:
         return f"{again * 1e3:.1f} ms of compute spare the drive {seconds * 1e3:.1f} ms for {size}"
+    if placement is RECOMPUTE_OFFLOAD:
+        travels = f"{kind.input_bytes / 2**20:.1f} MiB travel instead of {size}"
+        return f"{again * 1e3:.1f} ms of compute, and {travels}"
     part = f"{moved / 2**20:.1f} of {size}" if moved < kind.nbytes else size
     return f"{part} are {seconds * 1e3:.1f} ms of the drive, and recomputing {again * 1e3:.1f} ms of compute"
 
@@ -141,38 +201,48 @@ class _Trial:
 
 
 class _Search:
-    def __init__(
-        self,
-        profile: StepProfile,
-        drive: Bandwidth,
-        limits: Limits,
-        policy: tuple[Placement, ...],
-        choices: tuple[Placement, ...],
-        objective: Objective,
-        not_recomputed: frozenset[int],
-    ) -> None:
+    def __init__(self, profile: StepProfile, terms: _Terms, layers: _Layers) -> None:
         self.profile = profile
-        self.drive = drive
-        self.limits = limits
-        self.policy = policy
-        self.free = [layer for layer, placement in enumerate(policy) if placement is AUTO]
-        self.choices = choices
-        self.not_recomputed = not_recomputed
-        items = sum(len(profile.kind_of(slot.layer).activations) for slot in profile.slots)
-        self.most_trials = min(MAX_TRIALS, max(MAX_ITEMS // max(items, 1), 12))
-        self.score: Callable[[Outcome], Score] = getattr(self, f"_score_{objective.value}")
+        self.terms = terms
+        self.drive = terms.planned_drive
+        self.limits = terms.limits
+        self.layers = layers
+        self.free = [layer for layer, placement in enumerate(layers.policy) if placement is AUTO]
+        items = max(count_items(profile), 1)
+        self.most_trials = min(MAX_TRIALS, MAX_ITEMS // items)
+        self.most_filled = MAX_ITEMS // 4 // items
+        self.score: Callable[[Outcome], Score] = getattr(self, f"_score_{terms.objective.value}")
         self.trials: dict[Plan, _Trial] = {}
         # Smaller windows would make every activation wait for the one before.
         largest = max((saved.nbytes for kind in profile.kinds for saved in kind.activations), default=0)
         self.least_window = 3 * largest
 
-    def best(self, *, whole_layers: bool) -> Plan:
-        found = min(self._family(), key=lambda trial: trial.score)
-        self._improved(found)
-        found = min(self.trials.values(), key=lambda trial: trial.score)
-        if not whole_layers:
+    def best(self, known: Sequence[Plan] = ()) -> Plan:
+        """The best plan that is found, or known."""
+        for way in [way for way in self.terms.choices if way.recomputes] or [OFFLOAD]:
+            self._try_family(way)
+        self._improve(self._best_so_far())
+        return self._finished(known)
+
+    def best_of(self, plans: Sequence[Plan]) -> Plan:
+        """The best of some plans, its window fitted to the budget and the budget filled."""
+        for plan in plans:
+            self._try(plan.placements, plan.kept, plan.window)
+        return self._finished(())
+
+    def predicted(self, plan: Plan) -> Plan:
+        """A plan with what it will do on the drive as it is."""
+        bare = dataclasses.replace(plan, prediction=None)
+        trial = self.trials.get(bare) if self.drive == self.terms.drive else None
+        outcome = simulate(self.profile, bare, self.terms.drive) if trial is None else trial.outcome
+        return dataclasses.replace(bare, prediction=outcome.prediction)
+
+    def _finished(self, known: Sequence[Plan]) -> Plan:
+        found = self._best_so_far()
+        if not self.terms.whole_layers:
             found = self._filled(found)
-        return dataclasses.replace(found.plan, prediction=found.outcome.prediction)
+        others = (self._play(dataclasses.replace(plan, prediction=None)) for plan in known)
+        return self.predicted(min((found, *others), key=lambda trial: trial.score).plan)
 
     # ---- what is wanted --------------------------------------------------------------------------
 
@@ -191,13 +261,18 @@ class _Search:
 
     # ---- trying a plan ---------------------------------------------------------------------------
 
-    def _try(self, placements: tuple[Placement, ...], kept: tuple[frozenset[int], ...] = ()) -> _Trial:
+    def _try(
+        self,
+        placements: tuple[Placement, ...],
+        kept: tuple[frozenset[int], ...] = (),
+        window: int | None = None,
+    ) -> _Trial:
         """Plays a plan with the largest window that the budget leaves room for."""
-        trial = self._play(Plan(placements, kept, self.limits.window))
+        trial = self._play(Plan(placements, kept, self.limits.window if window is None else window))
         for _ in range(3):
             excess = self._excess(trial.outcome)
             window = trial.plan.window
-            if not excess or OFFLOAD not in placements:
+            if not excess or {OFFLOAD, RECOMPUTE_OFFLOAD}.isdisjoint(placements):
                 return trial
             if window is None:
                 window = trial.outcome.peak_bytes
@@ -207,6 +282,9 @@ class _Search:
             trial = self._play(Plan(placements, kept, smaller))
         return trial
 
+    def _best_so_far(self) -> _Trial:
+        return min(self.trials.values(), key=lambda trial: trial.score)
+
     def _play(self, plan: Plan) -> _Trial:
         if plan not in self.trials:
             outcome = simulate(self.profile, plan, self.drive)
@@ -215,13 +293,16 @@ class _Search:
 
     # ---- two numbers -----------------------------------------------------------------------------
 
-    def _family(self) -> Iterator[_Trial]:
-        """The best number of kept layers for some numbers of recomputed ones, ever closer to the best."""
-        most = len(self.free) if RECOMPUTE in self.choices else 0
+    def _try_family(self, way: Placement) -> None:
+        """Finds the best number of kept layers for some numbers of recomputed ones, ever closer to the best.
+
+        Args:
+            way: How layers are recomputed; ``offload`` if they are not.
+        """
+        most = len(self.free) if way.recomputes else 0
         numbers = sorted({round(most * share / 8) for share in range(9)})
         while True:
-            found = {number: self._best_kept(number) for number in numbers}
-            yield from found.values()
+            found = {number: self._best_kept(number, way) for number in numbers}
             best = min(found, key=lambda number: found[number].score)
             place = numbers.index(best)
             near = numbers[max(place - 1, 0) : place + 2]
@@ -230,13 +311,13 @@ class _Search:
                 return
             numbers = finer
 
-    def _best_kept(self, recomputed: int) -> _Trial:
+    def _best_kept(self, recomputed: int, way: Placement) -> _Trial:
         """The best number of kept layers: by halves if more are better as long as they fit, else all."""
         low, high = 0, len(self.free) - recomputed
-        trials = [self._try(self._spread(low, recomputed)), self._try(self._spread(high, recomputed))]
+        trials = [self._try(self._spread(kept, recomputed, way)) for kept in (low, high)]
         while high - low > 1:
             middle = (low + high) // 2
-            trial = self._try(self._spread(middle, recomputed))
+            trial = self._try(self._spread(middle, recomputed, way))
             trials.append(trial)
             if trial.score < min(trials[:-1], key=lambda each: each.score).score or not trial.score[0]:
                 low = middle
@@ -244,33 +325,31 @@ class _Search:
                 high = middle
         return min(trials, key=lambda trial: trial.score)
 
-    def _spread(self, kept: int, recomputed: int) -> tuple[Placement, ...]:
+    def _spread(self, kept: int, recomputed: int, way: Placement) -> tuple[Placement, ...]:
         """The last ones kept, among the others those that are recomputed spread evenly."""
-        placements = [OFFLOAD if placement is AUTO else placement for placement in self.policy]
+        placements = [OFFLOAD if placement is AUTO else placement for placement in self.layers.policy]
         others = self.free[: len(self.free) - kept]
         for layer in self.free[len(others) :]:
             placements[layer] = KEEP
         for position, layer in enumerate(others):
             is_one = (position + 1) * recomputed // len(others) > position * recomputed // len(others)
-            if is_one and layer not in self.not_recomputed:
-                placements[layer] = RECOMPUTE
+            if is_one and self.layers.allows(layer, way):
+                placements[layer] = way
         return tuple(placements)
 
     # ---- single changes --------------------------------------------------------------------------
 
-    def _improved(self, found: _Trial) -> None:
+    def _improve(self, found: _Trial) -> None:
         """Changes one layer after the other, until no change helps or enough was tried."""
         changed = True
         while changed:
             changed = False
             for layer in self.free:
-                for placement in self.choices:
+                for placement in self.terms.choices:
                     if len(self.trials) >= self.most_trials:
                         return
                     placements = list(found.plan.placements)
-                    if placements[layer] is placement:
-                        continue
-                    if placement is RECOMPUTE and layer in self.not_recomputed:
+                    if placements[layer] is placement or not self.layers.allows(layer, placement):
                         continue
                     placements[layer] = placement
                     trial = self._try(tuple(placements))
@@ -287,9 +366,7 @@ class _Search:
         layer = layers[-1]
         activations = self.profile.kind_of(layer).activations
         numbers = sorted(range(len(activations)), key=lambda number: activations[number].until)
-        for count in range(1, len(numbers)):
-            if len(self.trials) >= self.most_trials + len(numbers):
-                break
+        for count in range(1, min(len(numbers), self.most_filled)):
             kept = [frozenset[int]()] * len(self.profile.layers)
             kept[layer] = frozenset(numbers[:count])
             trial = self._try(found.plan.placements, tuple(kept))

@@ -34,17 +34,32 @@ class LayerKind:
     Attributes:
         activations: What one execution saves, in the order of saving.
         small_bytes: Bytes that it saves in tensors too small to offload; they always stay.
-        input_bytes: Bytes of its input, which stay if it is recomputed.
+        input_bytes: Bytes of its input: what is left of it between forward and backward if it is recomputed.
+        at_once: If it stands for several layers: most bytes that are in memory at once, inputs not counted,
+            if they are recomputed one after the other.
     """
 
     activations: tuple[Saved, ...]
     small_bytes: int
     input_bytes: int
+    at_once: int | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of all activations that can be offloaded."""
         return sum(saved.nbytes for saved in self.activations)
+
+    @property
+    def recomputed_bytes(self) -> int:
+        """Bytes that recomputation brings into memory beside the input."""
+        return self.nbytes + self.small_bytes - self.input_bytes if self.at_once is None else self.at_once
+
+
+def computed_as(placement: Placement) -> Placement:
+    """The placement among keep, offload and recompute that computes the same."""
+    if placement is Placement.AUTO:
+        return Placement.OFFLOAD
+    return Placement.RECOMPUTE if placement.recomputes else placement
 
 
 class Timing(NamedTuple):
@@ -103,10 +118,11 @@ class StepProfile:
         """Seconds of a layer under a placement; where it was not measured, estimated from what was.
 
         A layer that keeps its activations does what one that offloads them does, and less: a measurement that
-        says otherwise is noise. Recomputation is a kept layer with one more forward.
+        says otherwise is noise. Recomputation is a kept layer with one more forward, wherever its input was.
         """
         kind = self.layers[layer]
-        if not placement.recomputes:
+        placement = computed_as(placement)
+        if placement is not Placement.RECOMPUTE:
             offloaded = self._measured(kind, Placement.OFFLOAD)
             kept = self._measured(kind, Placement.KEEP)
             if placement is Placement.KEEP and kept is not None and offloaded is not None:
@@ -161,6 +177,7 @@ class StepProfile:
                         tuple(Saved(int(n), float(at), float(until)) for n, at, until in kind["activations"]),
                         int(kind["small_bytes"]),
                         int(kind["input_bytes"]),
+                        kind.get("at_once"),
                     )
                     for kind in document["kinds"]
                 ),

@@ -18,10 +18,12 @@ from tba_offload.policy import Placement
 if TYPE_CHECKING:
     from tba_offload.plan.bandwidth import Bandwidth
     from tba_offload.plan.plan import Plan
-    from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile
+    from tba_offload.plan.profile import LayerKind, Slot, StepProfile
 
 BATCH_BYTES = 4 * 2**20
 """Writes are handed over in batches of this many bytes, or of a quarter of the window."""
+
+INFINITY = float("inf")
 
 HELD_BACK = 0.25
 """This share of the window is written only when something else needs the room."""
@@ -57,7 +59,7 @@ class Outcome:
     @property
     def prediction(self) -> Prediction:
         """The figures that a step can be compared with."""
-        return Prediction(self.seconds, self.stall_seconds, self.peak_bytes)
+        return Prediction(self.seconds, self.stall_seconds, self.peak_bytes, self.written_bytes)
 
 
 def simulate(profile: StepProfile, plan: Plan, drive: Bandwidth) -> Outcome:
@@ -83,17 +85,17 @@ _Scope = tuple[int, int]
 
 
 class _Item:
-    """An activation that is offloaded; times are ``None`` until they are certain."""
+    """An activation that is offloaded; times are infinite until they are certain."""
 
     __slots__ = ("arrives", "in_memory", "nbytes", "until", "waits", "written")
 
-    def __init__(self, saved: Saved) -> None:
-        self.nbytes = saved.nbytes
-        self.until = saved.until
+    def __init__(self, nbytes: int, until: float) -> None:
+        self.nbytes = nbytes
+        self.until = until
         self.in_memory = True  # the original, on the offloader's account
         self.waits = True  # in the outbox
-        self.written: float | None = None
-        self.arrives: float | None = None  # or when it was used, if that needed no read
+        self.written = INFINITY
+        self.arrives = INFINITY  # or when it was used, if that needed no read
 
 
 class _Run:
@@ -117,6 +119,7 @@ class _Run:
         self.outbox: deque[_Item] = deque()
         self.outbox_bytes = 0
         self.writing: deque[_Item] = deque()
+        self.next_written = INFINITY  # when the first of them is
         # What each execution of a layer has saved, in the order in which backward is going to use it.
         self.saved: dict[_Scope, list[_Item]] = {}
         self.order = [
@@ -126,7 +129,7 @@ class _Run:
         self.ahead = 0  # position in the order from which to read ahead
 
     def _moves(self, slot: Slot) -> bool:
-        return self.plan.placements[slot.layer] in {Placement.OFFLOAD, Placement.AUTO}
+        return self.plan.placements[slot.layer] not in {Placement.KEEP, Placement.RECOMPUTE}
 
     def play(self) -> Outcome:
         for slot in self.profile.slots:
@@ -135,12 +138,16 @@ class _Run:
             kind = self.profile.kind_of(slot.layer)
             timing = self.profile.timing(slot.layer, placement)
             seconds = timing.backward if slot.backward else timing.forward
-            if self._moves(slot):
-                (self._offloaded_backward if slot.backward else self._offloaded_forward)(slot, kind, seconds)
-            elif placement is Placement.KEEP:
+            if placement is Placement.KEEP:
                 self._stays(kind.nbytes + kind.small_bytes, slot, seconds)
-            else:
+            elif placement is Placement.RECOMPUTE:
                 self._recomputed(kind, slot, seconds)
+            elif placement is Placement.RECOMPUTE_OFFLOAD:
+                self._recomputed_from_store(kind, slot, seconds)
+            elif slot.backward:
+                self._offloaded_backward(slot, kind, seconds)
+            else:
+                self._offloaded_forward(slot, kind, seconds)
         self.now += self.profile.tail
         return Outcome(
             seconds=self.now,
@@ -166,8 +173,8 @@ class _Run:
     def _recomputed(self, kind: LayerKind, slot: Slot, seconds: float) -> None:
         self.now += seconds
         if slot.backward:
-            self._hold(kind.nbytes + kind.small_bytes - kind.input_bytes)
-            self.settled -= kind.nbytes + kind.small_bytes
+            self._hold(kind.recomputed_bytes)
+            self.settled -= kind.recomputed_bytes + kind.input_bytes
         else:
             self._hold(kind.input_bytes)
 
@@ -176,10 +183,26 @@ class _Run:
         self._note_peak()
 
     def _note_peak(self) -> None:
-        self._settle()
-        self.peak = max(self.peak, self.in_flight + self.settled)
+        if self.next_written <= self.now:
+            self._settle()
+        if self.in_flight + self.settled > self.peak:
+            self.peak = self.in_flight + self.settled
 
     # ---- layers that travel ----------------------------------------------------------------------
+
+    def _recomputed_from_store(self, kind: LayerKind, slot: Slot, seconds: float) -> None:
+        scope = slot.layer, slot.micro_batch
+        if slot.backward:
+            for item in self.saved.pop(scope):
+                self._use(item)
+                self._read_ahead()
+            self.now += seconds
+            self._hold(kind.recomputed_bytes)
+            self.settled -= kind.recomputed_bytes + kind.input_bytes
+        else:
+            items = [self._save(kind.input_bytes, 0.0)] if kind.input_bytes else []
+            self.now += seconds
+            self._end_scope(scope, items)
 
     def _kept(self, layer: int) -> frozenset[int]:
         return self.plan.kept[layer] if self.plan.kept else frozenset()
@@ -195,17 +218,23 @@ class _Run:
             if number in kept:
                 self._hold(saved.nbytes)
                 continue
-            self._admit(saved.nbytes)
-            item = _Item(saved)
-            items.append(item)
-            self.in_flight += item.nbytes
-            self.outbox.append(item)
-            self.outbox_bytes += item.nbytes
-            self._note_peak()
-            if self.outbox_bytes >= self.batch_from:
-                self._flush(self.held_back)
+            items.append(self._save(saved.nbytes, saved.until))
         self.now += (1.0 - passed) * seconds
-        scope = slot.layer, slot.micro_batch
+        self._end_scope((slot.layer, slot.micro_batch), items)
+
+    def _save(self, nbytes: int, until: float) -> _Item:
+        """Something is saved for backward, and is going to be written."""
+        self._admit(nbytes)
+        item = _Item(nbytes, until)
+        self.in_flight += nbytes
+        self.outbox.append(item)
+        self.outbox_bytes += nbytes
+        self._note_peak()
+        if self.outbox_bytes >= self.batch_from:
+            self._flush(self.held_back)
+        return item
+
+    def _end_scope(self, scope: _Scope, items: list[_Item]) -> None:
         self.saved[scope] = sorted(items, key=lambda item: item.until)
         # With several micro-batches the order runs ahead of what exists; come back for what appears.
         self.ahead = min(self.ahead, self.position.get(scope, self.ahead))
@@ -221,7 +250,7 @@ class _Run:
             self._flush(0)
             if not self.writing:
                 return  # only what was read ahead is in flight; it would be given up
-            self._wait_until(self.writing[0].written)
+            self._wait_until(self.next_written)
             self._settle()
 
     def _flush(self, held_back: int) -> None:
@@ -235,17 +264,20 @@ class _Run:
             item.waits = False
             item.written = self.writer_free
             self.writing.append(item)
+            self.next_written = self.writing[0].written
 
     def _settle(self) -> None:
         """Takes note of the writes that have ended by now."""
-        while self.writing and self.writing[0].written is not None and self.writing[0].written <= self.now:
-            item = self.writing.popleft()
+        writing = self.writing
+        while self.next_written <= self.now:
+            item = writing.popleft()
+            self.next_written = writing[0].written if writing else INFINITY
             if item.in_memory:
                 item.in_memory = False
                 self.in_flight -= item.nbytes
 
-    def _wait_until(self, when: float | None) -> None:
-        if when is not None and when > self.now:
+    def _wait_until(self, when: float) -> None:
+        if when > self.now:
             self.stall += when - self.now
             self.now = when
 
@@ -274,7 +306,7 @@ class _Run:
             item.in_memory = False
             item.arrives = self.now
             self.in_flight -= item.nbytes
-        elif item.arrives is not None:
+        elif item.arrives < INFINITY:
             self._wait_until(item.arrives)
             self.in_flight -= item.nbytes
         else:
@@ -292,20 +324,21 @@ class _Run:
 
     def _start_read(self, item: _Item) -> None:
         seconds = self.drive.latency + item.nbytes / self.drive.read
-        self.reader_free = max(self.reader_free, self.now, item.written or 0.0) + seconds
+        self.reader_free = max(self.reader_free, self.now, item.written) + seconds
         self.read_seconds += seconds
         self.read += item.nbytes
         item.arrives = self.reader_free
 
     def _read_ahead(self) -> None:
-        self._settle()
+        if self.next_written <= self.now:
+            self._settle()
         if self.window is not None and self.in_flight > REFILL_BELOW * self.window:
             return
         while self.ahead < len(self.order):
             for item in self.saved.get(self.order[self.ahead], ()):
                 if item.in_memory:
                     self._take_back(item)  # it is about to be used where it is
-                elif item.arrives is None and not self._starts_early(item):
+                elif item.arrives == INFINITY and not self._starts_early(item):
                     return
             self.ahead += 1
 

@@ -150,9 +150,8 @@ def frontier(
     whole = peak_of_keep(profile, drive)
     choices: list[Choice] = []
     for budget in sorted(int(share * whole) for share in shares):
-        choice = Choice(budget, make_plan(profile, drive, Limits(budget, window), policy=policy))
         # What is good for less memory is good for more; the search is not perfect.
-        if choices and choices[-1].fits and choices[-1].seconds <= choice.seconds:
-            choice = Choice(budget, choices[-1].plan)
-        choices.append(choice)
+        known = [choices[-1].plan] if choices else []
+        plan = make_plan(profile, drive, Limits(budget, window), policy=policy, known=known)
+        choices.append(Choice(budget, plan))
     return choices

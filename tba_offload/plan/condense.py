@@ -1,0 +1,188 @@
+"""Makes a profile of very many activations small enough to be simulated many times.
+
+What is equal is treated as one: of many micro-batches a few show everything, neighbouring layers of one kind
+get one placement, and activations of a layer that are saved one after the other travel as one. Plans that are
+found on the small profile are made exact on the large one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator, Sequence
+
+    from tba_offload.policy import Placement
+
+PARTS = 4
+"""Activations of a layer are put together to so many, if there are too many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Condensed:
+    """A small profile, and what it stands for.
+
+    Attributes:
+        profile: The small profile.
+        members: For each of its layers, those of the large profile that it stands for.
+    """
+
+    profile: StepProfile
+    members: tuple[tuple[int, ...], ...]
+
+    def expanded(self, placements: Sequence[Placement]) -> tuple[Placement, ...]:
+        """The placements of the large profile's layers."""
+        of_layer = {
+            layer: placement
+            for placement, layers in zip(placements, self.members, strict=True)
+            for layer in layers
+        }
+        return tuple(of_layer[layer] for layer in range(len(of_layer)))
+
+
+def count_items(profile: StepProfile) -> int:
+    """How many activations the step saves."""
+    runs = Counter(slot.layer for slot in profile.slots if slot.backward)
+    return sum(len(profile.kind_of(layer).activations) * count for layer, count in runs.items())
+
+
+def condensed(profile: StepProfile, alike: Sequence[Hashable], items: int) -> Condensed:
+    """A profile of about so many activations that behaves like ``profile``.
+
+    Args:
+        profile: The step.
+        alike: For each layer, what must be equal, beside the kind, in layers that get one placement.
+        items: How many activations it may save.
+    """
+    small = with_few_micro_batches(profile)
+    members: tuple[tuple[int, ...], ...] = tuple((layer,) for layer in range(len(profile.layers)))
+    if count_items(small) > items:
+        small = _with_few_activations(small)
+    if (too_many := -(-count_items(small) // items)) > 1:
+        groups = tuple(_groups(small, alike, too_many))
+        grouped = _with_few_layers(small, groups)
+        if grouped is not None:
+            small, members = _with_few_activations(grouped), groups
+    return Condensed(small, members)
+
+
+# Micro-batches
+
+
+def with_few_micro_batches(profile: StepProfile) -> StepProfile:
+    """The step with no more micro-batches than are ever under way at once, and two more."""
+    begins: dict[int, int] = {}
+    ends: dict[int, int] = {}
+    for place, slot in enumerate(profile.slots):
+        begins.setdefault(slot.micro_batch, place)
+        ends[slot.micro_batch] = place
+    changes = sorted([(place, 1) for place in begins.values()] + [(place + 1, -1) for place in ends.values()])
+    most = max(itertools.accumulate(change for _, change in changes), default=0) + 2
+    if len(begins) <= most:
+        return profile
+    slots = tuple(slot for slot in profile.slots if slot.micro_batch < most)
+    return dataclasses.replace(profile, slots=slots)
+
+
+# Activations
+
+
+def _with_few_activations(profile: StepProfile) -> StepProfile:
+    kinds = tuple(
+        dataclasses.replace(kind, activations=_merged(kind.activations, PARTS)) for kind in profile.kinds
+    )
+    return dataclasses.replace(profile, kinds=kinds)
+
+
+def _merged(activations: Sequence[Saved], parts: int) -> tuple[Saved, ...]:
+    """At most so many, each of about as many bytes, in the order of saving."""
+    if len(activations) <= parts:
+        return tuple(activations)
+    share = sum(saved.nbytes for saved in activations) / parts
+    buckets: list[list[Saved]] = [[] for _ in range(parts)]
+    before = 0
+    for saved in sorted(activations, key=lambda saved: saved.at):
+        buckets[min(int((before + saved.nbytes / 2) / share), parts - 1) if share else 0].append(saved)
+        before += saved.nbytes
+    return tuple(_mean(bucket) for bucket in buckets if bucket)
+
+
+def _mean(bucket: Sequence[Saved]) -> Saved:
+    nbytes = sum(saved.nbytes for saved in bucket)
+    weights = [saved.nbytes / nbytes if nbytes else 1 / len(bucket) for saved in bucket]
+    at = sum(weight * saved.at for weight, saved in zip(weights, bucket, strict=True))
+    until = sum(weight * saved.until for weight, saved in zip(weights, bucket, strict=True))
+    return Saved(nbytes, min(at, 1.0), min(until, 1.0))
+
+
+# Layers
+
+
+def _groups(profile: StepProfile, alike: Sequence[Hashable], size: int) -> Iterator[tuple[int, ...]]:
+    """Neighbouring layers of one kind, at most so many in a group, each group as large as the others."""
+    same = itertools.groupby(
+        range(len(profile.layers)), key=lambda layer: (profile.layers[layer], alike[layer])
+    )
+    for _, run in same:
+        layers = tuple(run)
+        count = -(-len(layers) // size)
+        borders = [len(layers) * place // count for place in range(count + 1)]
+        yield from (layers[a:b] for a, b in itertools.pairwise(borders))
+
+
+def _with_few_layers(profile: StepProfile, groups: Sequence[tuple[int, ...]]) -> StepProfile | None:
+    """The step with a layer for each group; ``None`` if those of a group do not always run in one go."""
+    slots = _grouped_slots(profile, groups)
+    if slots is None:
+        return None
+    shapes = sorted({(profile.layers[group[0]], len(group)) for group in groups})
+    return dataclasses.replace(
+        profile,
+        kinds=tuple(_kind_of_several(profile.kinds[kind], size) for kind, size in shapes),
+        layers=tuple(shapes.index((profile.layers[group[0]], len(group))) for group in groups),
+        timings=tuple(_timings_of_several(profile.timings[kind], size) for kind, size in shapes),
+        slots=slots,
+    )
+
+
+def _grouped_slots(profile: StepProfile, groups: Sequence[tuple[int, ...]]) -> tuple[Slot, ...] | None:
+    group_of = {layer: number for number, group in enumerate(groups) for layer in group}
+    slots: list[Slot] = []
+    expected: list[int] = []  # layers that the last slot still waits for
+    for slot in profile.slots:
+        if expected:
+            last = slots[-1]
+            if slot[:3] != (expected.pop(), last.micro_batch, last.backward):
+                return None
+            slots[-1] = last._replace(gap=last.gap + slot.gap)
+            continue
+        group = groups[group_of[slot.layer]]
+        order = group[::-1] if slot.backward else group
+        if slot.layer != order[0]:
+            return None
+        slots.append(slot._replace(layer=group_of[slot.layer]))
+        expected = list(order[:0:-1])
+    return None if expected else tuple(slots)
+
+
+def _kind_of_several(kind: LayerKind, size: int) -> LayerKind:
+    """So many layers of a kind, one after the other."""
+    activations = tuple(
+        Saved(saved.nbytes, (place + saved.at) / size, (size - 1 - place + saved.until) / size)
+        for place in range(size)
+        for saved in kind.activations
+    )
+    return LayerKind(activations, kind.small_bytes * size, kind.input_bytes * size, kind.recomputed_bytes)
+
+
+def _timings_of_several(timings: dict[Placement, Timing], size: int) -> dict[Placement, Timing]:
+    return {
+        placement: Timing(timing.forward * size, timing.backward * size)
+        for placement, timing in timings.items()
+    }
