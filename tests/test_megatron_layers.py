@@ -8,14 +8,19 @@ import subprocess
 import sys
 import warnings
 import weakref
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
+from unittest import mock
 
 import pytest
 import torch
+from test_transformer_engine import SIZE, FusedLayer
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import tba_offload as tba
+from tba_offload.capture.hooks import LayerHooks
+from tba_offload.capture.layers import Layer, LayerStack
 from tba_offload.errors import UnsupportedError
 from tba_offload.megatron.cpu import seed_all, single_process, training_device
 from tba_offload.megatron.gpt import GptShape, build_encoder, build_gpt, gpt_loss, random_batch
@@ -28,6 +33,7 @@ from tba_offload.megatron.layers import (
     shorten,
 )
 from tba_offload.policy import LayerId, Placement, Rule
+from tba_offload.session import Session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -301,6 +307,93 @@ def build_mamba() -> nn.Module:
     return model
 
 
+class TestInputsThatTravel:
+    """Layers placed recompute-offload, which Megatron's checkpoint recomputes."""
+
+    @every_shape
+    def test_hooks_see_the_hidden_states_and_nothing_else(self, shape: GptShape) -> None:
+        """Not the dropout either, for which the layers switch gradients on."""
+        batch = random_batch(shape, batch_size=2, seed=2)
+        model = build_gpt(shape, seed=0)
+        given: list[tuple[int, torch.Size]] = []
+        for layer in find_layers(model):
+            layer.module.register_forward_pre_hook(
+                lambda _, args, kwargs: given.append(where(kwargs["hidden_states"])), with_kwargs=True
+            )
+        with attached(model) as (session, seen):
+            for _ in range(2):
+                given.clear()
+                seen.clear()
+                with session.step() as step:
+                    torch.autograd.backward(gpt_loss(model, batch))
+                assert seen == given
+                assert len(seen) == 3
+                assert step.record is not None
+                assert step.record.recomputed_scopes == 3
+
+    def test_inputs_are_freed(self) -> None:
+        batch = random_batch(SHAPE, batch_size=2, seed=2)
+        model = build_gpt(SHAPE, seed=0)
+        given: list[weakref.ref[torch.UntypedStorage]] = []
+        for layer in find_layers(model):
+            layer.module.register_forward_pre_hook(
+                lambda _, args, kwargs: given.append(weakref.ref(kwargs["hidden_states"].untyped_storage())),
+                with_kwargs=True,
+            )
+        with attached(model) as (session, _), session.step():
+            loss = gpt_loss(model, batch)
+            session.offloader.quiesce()
+            assert [storage() for storage in given] == [None] * 3
+            torch.autograd.backward(loss)
+
+    def test_a_context_of_all_decoder_layers_travels_once(self) -> None:
+        def train(session: tba.Session | None) -> list[Tensor]:
+            seed_all(3)
+            with session.step() if session else contextlib.nullcontext():
+                loss = t5_loss(model)
+                if session:
+                    session.offloader.quiesce()
+                loss.backward()
+            return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+
+        model = build_t5()
+        expected = train(None)
+        model = build_t5()
+        with attached(model) as (session, seen):
+            assert same_bits(train(session), expected)
+            (record,) = session.report()
+        hidden = 8 * 2 * 16 * 4
+        assert len(seen) == 2 + 2 * 2  # the decoder's layers are given hidden states and the context
+        assert (record.offloaded_bytes, record.read_bytes) == (5 * hidden, 5 * hidden)
+        assert (record.deduplicated_bytes, record.held_bytes) == (hidden, 0)
+
+
+@contextlib.contextmanager
+def attached(
+    model: nn.Module, stack: LayerStack | None = None
+) -> Iterator[tuple[tba.Session, list[tuple[int, torch.Size]]]]:
+    """A session that recomputes all layers and offloads their inputs, and the tensors its hooks see."""
+    seen: list[tuple[int, torch.Size]] = []
+    original = LayerHooks.pack
+
+    def pack(hooks: LayerHooks, tensor: Tensor) -> object:
+        seen.append(where(tensor))
+        return original(hooks, tensor)
+
+    config = tba.OffloadConfig(
+        default=Placement.RECOMPUTE_OFFLOAD, store=tba.StoreConfig(kind="host"), min_tensor_bytes=64
+    )
+    with (
+        mock.patch.object(LayerHooks, "pack", pack),
+        Session(stack or find_stack(model), [model], config) as session,
+    ):
+        yield session, seen
+
+
+def where(tensor: Tensor) -> tuple[int, torch.Size]:
+    return tensor.data_ptr(), tensor.shape
+
+
 class TestMamba:
     def test_its_layers_are_found(self) -> None:
         model = build_mamba()
@@ -326,9 +419,11 @@ class TestMamba:
                     assert record.offloaded_bytes + record.forwarded_bytes > 0
             return [output, hidden.grad, *(parameter.grad for parameter in model.parameters())]
 
-        rules = (Rule("0", Placement.RECOMPUTE), Rule("1", Placement.KEEP))
-        config = tba.OffloadConfig(layers=rules, store=tba.StoreConfig(kind="host"), min_tensor_bytes=64)
-        assert same_bits(train(config), train(None))
+        expected = train(None)
+        for recomputed in (Placement.RECOMPUTE, Placement.RECOMPUTE_OFFLOAD):
+            rules = (Rule("0", recomputed), Rule("1", Placement.KEEP))
+            config = tba.OffloadConfig(layers=rules, store=tba.StoreConfig(kind="host"), min_tensor_bytes=64)
+            assert same_bits(train(config), expected)
 
 
 def build_mtp() -> nn.Module:
@@ -401,6 +496,85 @@ class TestReducedPrecision:
         output.sum().backward()
         group = parallel_state.get_tensor_model_parallel_group()
         assert calls == [(False, tensor_parallel.get_cuda_rng_tracker, group)]
+
+    def test_hooks_see_what_its_checkpoint_saves_and_nothing_else(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It saves the tensors that it is given, once the layer has run, and holds nothing else."""
+        from megatron.core.extensions import transformer_engine
+
+        monkeypatch.setattr(
+            transformer_engine,
+            "te_checkpoint",
+            lambda run, distribute, tracker, group, *inputs: TeCheckpoint.apply(run, *inputs),
+        )
+
+        def train(session: tba.Session | None) -> list[Tensor]:
+            torch.manual_seed(3)
+            with session.step() if session else contextlib.nullcontext():
+                x = torch.randn(32, 2, SIZE, requires_grad=True)
+                hidden = x * 1
+                for layer in model:
+                    given.append((where(hidden), weakref.ref(hidden.untyped_storage())))
+                    hidden = layer(hidden)
+                if session:
+                    session.offloader.quiesce()
+                    assert [storage() for _, storage in given] == [None] * 3
+                hidden.square().mean().backward()
+            return [x.grad, *(parameter.grad for parameter in model.parameters())]  # type: ignore[list-item]
+
+        given: list[tuple[tuple[int, torch.Size], weakref.ref[torch.UntypedStorage]]] = []
+        model = quantized_layers()
+        expected = train(None)
+        given.clear()
+        model = quantized_layers()
+        stack = LayerStack(
+            tuple(Layer(LayerId(n, f"layers.{n}"), layer) for n, layer in enumerate(model)),
+            checkpoint=checkpoint_layer,
+        )
+        with attached(model, stack) as (session, seen):
+            assert same_bits(train(session), expected)
+            (record,) = session.report()
+        assert seen == [where for where, _ in given]
+        one = 32 * 2 * SIZE * 4
+        assert (record.recomputed_scopes, record.offloaded_bytes, record.read_bytes) == (3, 3 * one, 3 * one)
+
+
+class TeCheckpoint(torch.autograd.Function):
+    """In the place of Transformer Engine's own, as it is documented: reentrant, with the random state."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Any], *inputs: Tensor) -> Any:
+        ctx.run, ctx.random_state = run, torch.get_rng_state()
+        with torch.no_grad():
+            outputs = run(*inputs)
+        ctx.save_for_backward(*inputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        inputs = [saved.detach().requires_grad_(saved.requires_grad) for saved in ctx.saved_tensors]
+        with torch.random.fork_rng(), torch.enable_grad():
+            torch.set_rng_state(ctx.random_state)
+            outputs = ctx.run(*inputs)
+        torch.autograd.backward(outputs, gradients)
+        return None, *(each.grad for each in inputs)
+
+
+class QuantizedLayer(FusedLayer):
+    """With dropout, for which it switches gradients on, as Megatron's layers do."""
+
+    config = SimpleNamespace(fp8="hybrid", fp4=None)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        made = super().forward(hidden)
+        with torch.enable_grad():
+            return hidden + nn.functional.dropout(made, 0.1)
+
+
+def quantized_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(QuantizedLayer() for _ in range(3)))
 
 
 class TestShorten:

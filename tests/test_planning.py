@@ -84,6 +84,39 @@ def test_a_profile_tells_what_layers_save_and_in_which_order_they_run() -> None:
     assert {KEEP, OFFLOAD} <= set(profile.timings[0])
 
 
+def test_inputs_that_travel_are_not_taken_for_what_a_layer_saves(tmp_path: Path) -> None:
+    """Such layers stay as the policy places them, and the profile is that of the others."""
+    inputs = Placement.RECOMPUTE_OFFLOAD
+    rules = (tba.Rule("0-2", inputs), tba.Rule("3", Placement.KEEP))
+    model, path = make_model(layers=LAYERS), tmp_path / "run.jsonl"
+    config = config_for(default=AUTO, rules=rules, in_flight=MIB)
+    with tba.attach(model, config, measure_memory=False, run_log=path) as session:
+        train(model, session, steps=4)
+        profile, plan = profile_in(session), session.plan
+        first, *_, last = session.report()
+    assert plan.placements[:4] == (inputs, inputs, inputs, KEEP)
+    assert profile.layers == (0,) * LAYERS
+    (kind,) = profile.kinds
+    one = kind.input_bytes
+    assert kind.nbytes > 8 * one
+    # One of the layers is kept, and of three only the input is known to the hooks.
+    moved = first.offloaded_bytes + first.forwarded_bytes - 3 * one
+    assert 0.7 * moved <= 4 * kind.nbytes <= 1.3 * moved
+    assert {KEEP, OFFLOAD, RECOMPUTE} <= set(profile.timings[0])
+    assert inputs not in profile.timings[0]
+    assert plan.prediction is not None
+    assert last.recomputed_scopes == 3
+
+
+def test_layers_that_are_all_recomputed_from_inputs_that_travel_need_no_plan(tmp_path: Path) -> None:
+    model = make_model(layers=LAYERS)
+    config = config_for(default=Placement.RECOMPUTE_OFFLOAD, in_flight=MIB)
+    with tba.attach(model, config, measure_memory=False, run_log=tmp_path / "run.jsonl") as session:
+        train(model, session, steps=10)
+        assert session._planner is None
+        assert {record.predicted_seconds for record in session.report()} == {None}
+
+
 # What is decided
 
 

@@ -307,13 +307,15 @@ def test_a_checkpoint_inside_a_layer() -> None:
 # A slow drive
 
 
-@pytest.mark.parametrize(("activation", "keeps"), [(None, True), (100 * KIB, False)])
+@pytest.mark.parametrize(
+    ("activation", "seconds", "keeps"), [(None, 0.3, True), (100 * KIB, 0.001, False)], ids=["free", "budget"]
+)
 def test_a_slow_drive_may_mean_keeping_inputs_but_not_under_a_budget(
-    activation: int | None, *, keeps: bool
+    activation: int | None, seconds: float, *, keeps: bool
 ) -> None:
     """What recomputation itself holds in memory is counted by nobody."""
     drive = Drive()
-    drive.writes.seconds = 0.01
+    drive.writes.seconds = seconds
     records = assert_transparent(
         block=dropping,
         drive=drive,

@@ -9,6 +9,7 @@ itself alive if backward never runs. It returns a :class:`Kept` or a :class:`Pac
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ from tba_offload.errors import SavedTensorModifiedError
 from tba_offload.transfer.record import Handle, Record
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
 
     from tba_offload.transfer.offloader import Offloader
@@ -460,6 +462,21 @@ class LayerHooks:
         lo, hi, _ = view.footprint()
         self._require(record, copy, lo, hi)
         return record, view
+
+
+@contextlib.contextmanager
+def set_aside() -> Iterator[None]:
+    """Takes the hooks of a scope off the stack for as long as the block lasts, if they are on top of it."""
+    autograd: Any = torch._C._autograd
+    top = autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003 - positional in C++
+    if top is None or not isinstance(getattr(top[0], "__self__", None), LayerHooks):
+        yield
+        return
+    autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        autograd._push_saved_tensors_default_hooks(*top)
 
 
 def _check_version(witness: torch.Tensor, version: int, what: object) -> None:

@@ -14,7 +14,10 @@ from tba_offload.errors import UnsupportedError
 from tba_offload.policy import LayerId
 
 Checkpoint = Callable[..., Any]
-"""``checkpoint(forward, *args, **kwargs)``: runs forward now and again in backward."""
+"""``checkpoint(forward, *args, **kwargs)``: runs forward now and again in backward.
+
+Our saved-tensor hooks around it see the inputs that it saves, and nothing that forward saves.
+"""
 
 
 @dataclass(frozen=True)

@@ -9,33 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from tba_offload.capture.hooks import Capture, LayerHooks
+from tba_offload.capture.hooks import Capture, set_aside
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_autograd: Any = torch._C._autograd
 _original = torch.autograd.graph.disable_saved_tensors_hooks
 _captures: weakref.WeakSet[Capture] = weakref.WeakSet()
 
 
 @contextlib.contextmanager
 def _disable_without_ours(error_message: str) -> Iterator[None]:
-    top = _autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003 - positional in C++
-    if top is None or not isinstance(getattr(top[0], "__self__", None), LayerHooks):
-        with _original(error_message):
-            yield
-        return
-    _autograd._pop_saved_tensors_default_hooks()
-    try:
-        with _original(error_message):
-            yield
-    finally:
-        _autograd._push_saved_tensors_default_hooks(*top)
+    with set_aside(), _original(error_message):
+        yield
 
 
 def watch(capture: Capture) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from tba_offload.capture.hooks import set_aside
 from tba_offload.capture.layers import Layer, LayerStack
 from tba_offload.errors import UnsupportedError
 from tba_offload.policy import LayerId
@@ -165,7 +166,10 @@ def _checkpoint(forward: Callable[..., Any], inputs: _Arguments, closed_over: _A
     def run(*tensors: Tensor) -> tuple[Tensor, ...]:
         nonlocal is_tuple
         given = closed_over | dict(zip(names, tensors, strict=True))
-        returned = _call(forward, given)
+        # The layers of Megatron switch gradients on for a part of a forward that runs without: what is
+        # saved there is dropped at once, and hooks shall see the inputs only.
+        with set_aside():
+            returned = _call(forward, given)
         is_tuple = isinstance(returned, tuple)
         values = returned if is_tuple else (returned,)
         layout[:] = [_origin(value, given) for value in values]
