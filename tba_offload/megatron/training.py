@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from tba_offload.planning import Need
     from tba_offload.policy import LayerId, Placement, Policy
     from tba_offload.report.run_log import StepRecord
 
@@ -204,10 +205,15 @@ def _world_of(own: list[LayerId], config: OffloadConfig) -> World:
     return World(tuple(layers), _rank(), _ranks(), run, _agree)
 
 
-def _agree(proposed: dict[str, Placement]) -> dict[str, Placement]:
-    """Of each layer, what the first rank that has it proposes."""
+def _agree(proposed: dict[str, Placement], need: Need) -> dict[str, Placement]:
+    """Of each layer, what is proposed by the rank that has it and needs its proposal most.
+
+    All ranks of the job take part, so that tensor, expert and context parallel ranks do the same, and so do
+    data-parallel ones, over which experts may be spread. Pipeline stages have no layer in common.
+    """
     agreed: dict[str, Placement] = {}
-    for proposal in reversed(_of_all_ranks([proposed])):
+    proposals = reversed(_of_all_ranks([(need, proposed)]))  # the first of equals counts
+    for _, proposal in sorted(proposals, key=lambda each: each[0]):
         agreed.update(proposal)
     return agreed
 
