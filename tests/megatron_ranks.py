@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import itertools
 import json
 import multiprocessing
 import os
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
     from tba_offload.plan.bandwidth import Bandwidth
     from tba_offload.plan.plan import Plan
-    from tba_offload.plan.profile import StepProfile
     from tba_offload.planning import AutoPlanner
 
 SEED = 1234
@@ -112,14 +112,14 @@ class Job:
         variants: Label → flags of the session; ``None`` for training that the package never touches.
         directory: Where the ranks meet and where the results go.
         steps: How many each variant trains.
-        by_lot: Variants in which every rank draws lots instead of planning: hardly two are of one mind.
+        at_odds: Variants in which every rank decides otherwise than the one before, and than the last time.
     """
 
     layout: Layout
     variants: dict[str, list[str] | None]
     directory: str
     steps: int = STEPS
-    by_lot: tuple[str, ...] = ()
+    at_odds: tuple[str, ...] = ()
 
     def save(self) -> Path:
         """Writes the job where :meth:`load` reads it."""
@@ -134,7 +134,7 @@ class Job:
         layout = document.pop("layout")
         layout["micro_batches"] = tuple(layout["micro_batches"])
         layout["stages"] = tuple(map(tuple, layout["stages"]))
-        document["by_lot"] = tuple(document["by_lot"])
+        document["at_odds"] = tuple(document["at_odds"])
         return cls(layout=Layout(**layout), **document)
 
     def results(self, variant: str, rank: int) -> Path:
@@ -217,7 +217,7 @@ def run_rank(job: Job, rank: int) -> None:
     )
     initialize_parallelism(job.layout)
     for variant, flags in job.variants.items():
-        history = train(job.layout, flags, job.steps, by_lot=variant in job.by_lot)
+        history = train(job.layout, flags, job.steps, at_odds=variant in job.at_odds)
         torch.save(dataclasses.asdict(history), job.results(variant, rank))
     from megatron.core import parallel_state
 
@@ -242,7 +242,7 @@ def initialize_parallelism(layout: Layout) -> None:
 # Training, in the order in which Megatron's training loop does it
 
 
-def train(layout: Layout, flags: list[str] | None, steps: int = STEPS, *, by_lot: bool = False) -> History:
+def train(layout: Layout, flags: list[str] | None, steps: int = STEPS, *, at_odds: bool = False) -> History:
     """Trains a new model, attached as the flags say."""
     from megatron.core.num_microbatches_calculator import get_num_microbatches, update_num_microbatches
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -257,7 +257,7 @@ def train(layout: Layout, flags: list[str] | None, steps: int = STEPS, *, by_lot
     schedule, close = get_forward_backward_func(), no_session
     if flags is not None:
         schedule, close = attach(layout, flags, chunks, schedule)
-        watch_planner(history, by_lot=by_lot)
+        watch_planner(history, at_odds=at_odds)
     consumed = 0
     for iteration in range(steps):
         update_num_microbatches(consumed, consistency_check=False)
@@ -280,7 +280,8 @@ def train(layout: Layout, flags: list[str] | None, steps: int = STEPS, *, by_lot
         _, norm, _ = optimizer.step()
         history.norms.append(float(norm).hex())
         consumed += get_num_microbatches() * MICRO_BATCH * layout.data
-        evaluate(history, chunks, functools.partial(run, data_iterator=make_data(layout, EVALUATION)))
+        if iteration < STEPS or iteration == steps - 1:
+            evaluate(history, chunks, functools.partial(run, data_iterator=make_data(layout, EVALUATION)))
     close()
     note_state(history, chunks)
     return history
@@ -443,7 +444,7 @@ def attach(
     return training.stepping(schedule), close
 
 
-def watch_planner(history: History, *, by_lot: bool) -> None:
+def watch_planner(history: History, *, at_odds: bool) -> None:
     """Notes what the planner of the session proposes to the other ranks."""
     from tba_offload.megatron import training
 
@@ -457,23 +458,26 @@ def watch_planner(history: History, *, by_lot: bool) -> None:
         return agree(proposed, need)
 
     planner.agree = noting
-    if by_lot:
-        draw_lots(planner)
+    if at_odds:
+        decide_otherwise(planner)
 
 
-def draw_lots(planner: AutoPlanner) -> None:
-    """Has a planner decide by a generator of its own, which is another one on every rank."""
-    from tba_offload.plan.plan import Plan
-    from tba_offload.plan.simulator import simulate
+def decide_otherwise(planner: AutoPlanner) -> None:
+    """Has a planner decide by its rank and by how often it has; of several, the last one needs it most."""
+    from tba_offload.plan.plan import Plan, Prediction
     from tba_offload.policy import Placement
 
-    lots, choices = random.Random(dist.get_rank()), [Placement.KEEP, Placement.OFFLOAD, Placement.RECOMPUTE]
+    choices, turns = (
+        (Placement.KEEP, Placement.OFFLOAD, Placement.RECOMPUTE),
+        itertools.count(dist.get_rank()),
+    )
 
-    def decide(profile: StepProfile, drive: Bandwidth, plan: Plan, _: object) -> Plan:
-        placements = tuple(lots.choice(choices) for _ in planner.policy)
-        drawn = Plan(placements, window=plan.window)
+    def decide(_: object, drive: Bandwidth, plan: Plan, __: object) -> Plan:
+        turn = next(turns)
+        placements = tuple(choices[(turn + layer) % 3] for layer in range(len(planner.policy)))
+        expected = Prediction(seconds=float(turn), stall_seconds=0.0, peak_bytes=0)
         planner._planned_for = drive
-        planner._plan = dataclasses.replace(drawn, prediction=simulate(profile, drawn, drive).prediction)
+        planner._plan = Plan(placements, window=plan.window, prediction=expected)
         return planner._plan
 
     planner._decide = decide  # type: ignore[method-assign]
