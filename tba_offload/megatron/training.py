@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from tba_offload.planning import Need
     from tba_offload.policy import LayerId, Placement, Policy
     from tba_offload.report.run_log import StepRecord
 
@@ -205,7 +204,7 @@ def _world_of(own: list[LayerId], config: OffloadConfig) -> World:
     return World(tuple(layers), _rank(), _ranks(), run, _agree)
 
 
-def _agree(proposed: dict[str, Placement], need: Need) -> dict[str, Placement]:
+def _agree(proposed: dict[str, Placement], need: tuple[float, float]) -> dict[str, Placement]:
     """Of each layer, what is proposed by the rank that has it and needs its proposal most.
 
     All ranks of the job take part, so that tensor, expert and context parallel ranks do the same, and so do
