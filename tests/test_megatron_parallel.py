@@ -184,7 +184,7 @@ def test_training_is_the_same_bit_for_bit(name: str, crew: Crew, tmp_path: Path)
 # Layers that are the planner's
 
 SIX = ("0", "1", "2", "3", "4", "5")
-AUTO_STEPS = 10
+AUTO_STEPS = 9
 AGREED_BEHIND = (1, 2, 3, 8)
 """The steps behind which ranks agree: those from which the planner learns, and then each eighth."""
 
