@@ -13,11 +13,12 @@ from tba_offload.plan.planner import Limits, explain, make_plan
 from tba_offload.plan.profile import StepProfile
 from tba_offload.plan.what_if import frontier, peak_of_keep, stretched
 from tba_offload.policy import Objective, Placement, Rule
+from tba_offload.report.ranks import paths_of_ranks
 from tba_offload.report.run_log import read_run_log
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from tba_offload.plan.plan import Plan
     from tba_offload.plan.what_if import Choice
@@ -36,6 +37,7 @@ class Situation:
         drive: Its drives.
         window: Most bytes in flight, as it was configured.
         config: Its policy.
+        elsewhere: Layers of other processes, as those of other pipeline stages, and what they were placed.
     """
 
     names: tuple[str, ...]
@@ -43,15 +45,22 @@ class Situation:
     drive: Bandwidth
     window: int | None
     config: OffloadConfig
+    elsewhere: tuple[tuple[str, Placement], ...] = ()
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> Situation:
         """What the run log tells, by the last time that it was planned.
 
         Raises:
-            RunLogError: It cannot be read, or nothing in it was captured: no layer was offloaded in its first
-                steps.
+            RunLogError: It cannot be read, stands for those of several ranks, or nothing in it was captured:
+                no layer was offloaded in its first steps.
         """
+        first, *others = paths_of_ranks(path)
+        if others:
+            raise RunLogError(
+                f"{path}: each of the {1 + len(others)} ranks has a log of its own, and pipeline stages have "
+                f"different layers: name one of them, such as {first}"
+            )
         log = read_run_log(path)
         events = [event for event in log.others if event["event"] == EVENT]
         if not events:
@@ -67,6 +76,7 @@ class Situation:
                 drive=Bandwidth(**event["drive"]),
                 window=event["limits"]["window"],
                 config=OffloadConfig.from_yaml(log.header.policy or ""),
+                elsewhere=tuple(_placed_elsewhere(log.header.plan, event["names"])),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise RunLogError(f"{log.path}: its plan event cannot be read: {error!r}") from error
@@ -108,6 +118,7 @@ class Situation:
             profile=profile,
             drive=drive,
             window=self.window if window is None else window or None,
+            elsewhere=self.elsewhere if count == old else (),
         )
 
     @property
@@ -141,19 +152,22 @@ class Situation:
 
     def policy_for(self, plan: Plan, budget: int | None) -> OffloadConfig:
         """A policy that places layers as the plan does, otherwise as the run was configured."""
-        placements = plan.placements
+        placed = [*zip(self.names, plan.placements, strict=True), *self.elsewhere]
+        placements = [placement for _, placement in placed]
         default = max(set(placements), key=lambda placement: (placements.count(placement), placement))
-        rules = tuple(
-            Rule(name, placement)
-            for name, placement in zip(self.names, placements, strict=True)
-            if placement is not default
-        )
+        rules = tuple(Rule(name, placement) for name, placement in placed if placement is not default)
         return dataclasses.replace(
             self.config,
             default=default,
             layers=rules,
             budget=BudgetConfig(activation_bytes=budget, in_flight_bytes=plan.window),
         )
+
+
+def _placed_elsewhere(placed: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Placement]]:
+    for name, entry in placed.items():
+        if name not in names:
+            yield name, Placement(entry["placement"])
 
 
 def composition(placements: Sequence[Placement]) -> str:

@@ -57,6 +57,9 @@ _EXCURSIONS = (6, 12, 64)
 _TURN = 8
 """Later every so many steps are, and whatever surprises. Ranks that share layers agree behind these only."""
 
+Need = tuple[float, float]
+"""How much a rank needs its proposal: bytes over its budget, then seconds of its step."""
+
 
 class AutoPlanner:
     """The plans of one session.
@@ -67,7 +70,8 @@ class AutoPlanner:
         limits: What plans must keep to.
         objective: What is wanted of them; see :func:`make_plan`.
         agree: Where several ranks share layers: given this rank's proposal, name of a layer to its placement,
-            returns what all of them do. Every rank calls it behind the same steps.
+            and how much it needs it, returns the proposal that counts for each layer. Every rank calls it
+            behind the same steps.
     """
 
     def __init__(
@@ -77,7 +81,7 @@ class AutoPlanner:
         limits: Limits,
         *,
         objective: Objective | None = None,
-        agree: Callable[[dict[str, Placement]], dict[str, Placement]] | None = None,
+        agree: Callable[[dict[str, Placement], Need], dict[str, Placement]] | None = None,
     ) -> None:
         self.policy = tuple(policy)
         self.layers = tuple(layers)
@@ -91,7 +95,7 @@ class AutoPlanner:
         self._rates: list[tuple[MeasuredRate, MeasuredRate]] = []
         self._planned_for: Bandwidth | None = None
         self._plan: Plan | None = None
-        self._is_news = False
+        self._told: Plan | None = None
         self._on_excursion = False
         self._recent: deque[float] = deque(maxlen=3)  # seconds of the last steps under the plan
         self._unread: DeviceTimes | None = None  # of a step under the plan, while its device was not asked
@@ -126,9 +130,12 @@ class AutoPlanner:
 
     def news(self) -> dict[str, object] | None:
         """A new plan and everything that it was made from; ``None`` if there is none since last time."""
-        if not self._is_news or self._plan is None or self.profile is None or self._planned_for is None:
+        if self._plan is None or self.profile is None or self._planned_for is None:
             return None
-        self._is_news = False
+        bare = dataclasses.replace(self._plan, prediction=None)
+        if bare == self._told:
+            return None
+        self._told = bare
         return {
             "names": list(self.names),
             "policy": [placement.value for placement in self.policy],
@@ -178,7 +185,7 @@ class AutoPlanner:
         except Exception as error:  # noqa: BLE001 - a plan is advice: training goes on, and so do the other ranks
             self._warn(f"no plan could be made behind step {self._steps}: {error!r}; the one before stays")
             new = self._plan
-        return new if self.agree is None else self._agreed(plan if new is None else new, drive)
+        return new if self.agree is None else self._agreed(new or plan, drive)
 
     def _look(
         self,
@@ -274,20 +281,53 @@ class AutoPlanner:
         self._on_excursion = True
         return look
 
-    def _agreed(self, proposed: Plan, drive: Bandwidth | None) -> Plan | None:
-        """What all ranks do: ranks that share a layer have to recompute it together."""
+    def _agreed(self, proposed: Plan, drive: Bandwidth | None) -> Plan:
+        """The proposal of this rank, with the recomputed layers of all that share them.
+
+        What is kept and what is offloaded is nobody else's business, and may differ from rank to rank.
+        """
         if self.agree is None:
-            return None
-        agreed = self.agree(dict(zip(self.names, proposed.placements, strict=True)))
-        plan = dataclasses.replace(proposed, placements=tuple(agreed[name] for name in self.names))
-        if plan.placements != proposed.placements:
-            plan = dataclasses.replace(plan, kept=(), prediction=None)
-            if self.profile is not None and drive is not None and self._plan is not None:
-                # Nothing is left to decide but the window.
-                plan = make_plan(self.profile, drive, self.limits, policy=plan.placements)
+            return proposed
+        agreed = self.agree(dict(zip(self.names, proposed.placements, strict=True)), self._need(proposed))
+        wanted = [agreed[name] for name in self.names]
+        plan = proposed
+        if any(a.recomputes != b.recomputes for a, b in zip(wanted, proposed.placements, strict=True)):
+            plan = self._with_recomputed(wanted, proposed, drive)
         if self._plan is not None:
             self._plan = plan
         return plan
+
+    def _need(self, proposed: Plan) -> Need:
+        """Bytes over the budget and seconds: what is hardest on a rank is what all have to wait for."""
+        found = proposed.prediction
+        if found is None or self._plan is None:
+            return 0.0, 0.0
+        return max(found.peak_bytes - self.limits.planned, 0.0), found.seconds
+
+    def _with_recomputed(self, wanted: Sequence[Placement], proposed: Plan, drive: Bandwidth | None) -> Plan:
+        """The best that this rank can do if exactly those layers are recomputed that shall be."""
+        placements = [
+            placement if not agreed.recomputes else mine if mine.recomputes else agreed
+            for agreed, mine, placement in zip(wanted, proposed.placements, self.policy, strict=True)
+        ]
+        if self._plan is not None and self.profile is not None and drive is not None:
+            try:
+                return make_plan(
+                    self.profile,
+                    drive,
+                    self.limits,
+                    policy=placements,
+                    objective=self.objective,
+                    not_recomputed=frozenset(range(len(placements))),
+                )
+            except Exception as error:  # noqa: BLE001 - the other ranks have agreed and go on
+                self._warn(f"no plan could be made of what the ranks agreed on: {error!r}")
+        known = zip(placements, proposed.placements, strict=True)
+        placements = [
+            mine if placement is Placement.AUTO and not mine.recomputes else placement
+            for placement, mine in known
+        ]
+        return dataclasses.replace(proposed, placements=tuple(placements), kept=(), prediction=None)
 
     def drive(self) -> Bandwidth | None:
         """What all drives together can do; ``None`` before anything moved."""
@@ -365,7 +405,6 @@ class AutoPlanner:
     def _replan(self, profile: StepProfile, drive: Bandwidth, old: Plan) -> Plan | None:
         self._planned_for = drive
         if Placement.AUTO not in self.policy:
-            self._is_news = self._plan is None
             self._plan = dataclasses.replace(old, prediction=simulate(profile, old, drive).prediction)
             return self._plan
         new = make_plan(
@@ -382,7 +421,6 @@ class AutoPlanner:
             self._patience = min(2 * self._patience, _EXCURSIONS[-1])
             self._settled_until = self._steps + self._patience
         else:
-            self._is_news = True
             self._patience = 1
             self._recent.clear()
         budget, peak = self.limits.budget, new.prediction.peak_bytes if new.prediction is not None else 0

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from tba_offload.capture.trace import ScopeTrace
     from tba_offload.device.streams import Device
+    from tba_offload.planning import Need
     from tba_offload.store.base import ActivationStore
 
 ConfigLike = OffloadConfig | str | os.PathLike[str] | None
@@ -68,15 +69,15 @@ class World:
         rank: This one.
         ranks: How many there are.
         run: A word that all of them share, by which their run logs are put together; ``None`` if alone.
-        agree: Given what this rank proposes, name of a layer to its placement, tells what all ranks do; all
-            of them call it at once. ``None`` if alone.
+        agree: Given what this rank proposes, name of a layer to its placement, and how much it needs it,
+            tells the proposal that counts for each layer; all ranks call it at once. ``None`` if alone.
     """
 
     layers: tuple[LayerId, ...]
     rank: int = 0
     ranks: int = 1
     run: str | None = None
-    agree: Callable[[dict[str, Placement]], dict[str, Placement]] | None = None
+    agree: Callable[[dict[str, Placement], Need], dict[str, Placement]] | None = None
 
 
 class Session:

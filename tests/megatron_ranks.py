@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import itertools
 import json
 import multiprocessing
 import os
@@ -34,6 +35,10 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from tba_offload.plan.bandwidth import Bandwidth
+    from tba_offload.plan.plan import Plan
+    from tba_offload.planning import AutoPlanner
 
 SEED = 1234
 STEPS = 3
@@ -106,11 +111,15 @@ class Job:
         layout: How the model is spread.
         variants: Label → flags of the session; ``None`` for training that the package never touches.
         directory: Where the ranks meet and where the results go.
+        steps: How many each variant trains.
+        at_odds: Variants in which every rank decides otherwise than the one before, and than the last time.
     """
 
     layout: Layout
     variants: dict[str, list[str] | None]
     directory: str
+    steps: int = STEPS
+    at_odds: tuple[str, ...] = ()
 
     def save(self) -> Path:
         """Writes the job where :meth:`load` reads it."""
@@ -125,6 +134,7 @@ class Job:
         layout = document.pop("layout")
         layout["micro_batches"] = tuple(layout["micro_batches"])
         layout["stages"] = tuple(map(tuple, layout["stages"]))
+        document["at_odds"] = tuple(document["at_odds"])
         return cls(layout=Layout(**layout), **document)
 
     def results(self, variant: str, rank: int) -> Path:
@@ -145,6 +155,8 @@ class History:
         evaluations: Likewise of the evaluations.
         norms: The norm of the gradients of every step.
         runs: How often a layer ran forward, recomputations and evaluations included.
+        placements: Of every step, the name of each layer of this rank → what the session did with it.
+        proposals: Likewise, what this rank wanted whenever the ranks had to agree.
         tensors: Gradients of every step, parameters, the optimizer's copies of them, buffers, random states.
     """
 
@@ -152,6 +164,8 @@ class History:
     evaluations: list[list[list[str]]] = dataclasses.field(default_factory=list)
     norms: list[str] = dataclasses.field(default_factory=list)
     runs: int = 0
+    placements: list[dict[str, str]] = dataclasses.field(default_factory=list)
+    proposals: list[dict[str, str]] = dataclasses.field(default_factory=list)
     tensors: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
@@ -203,7 +217,7 @@ def run_rank(job: Job, rank: int) -> None:
     )
     initialize_parallelism(job.layout)
     for variant, flags in job.variants.items():
-        history = train(job.layout, flags)
+        history = train(job.layout, flags, job.steps, at_odds=variant in job.at_odds)
         torch.save(dataclasses.asdict(history), job.results(variant, rank))
     from megatron.core import parallel_state
 
@@ -228,7 +242,7 @@ def initialize_parallelism(layout: Layout) -> None:
 # Training, in the order in which Megatron's training loop does it
 
 
-def train(layout: Layout, flags: list[str] | None) -> History:
+def train(layout: Layout, flags: list[str] | None, steps: int = STEPS, *, at_odds: bool = False) -> History:
     """Trains a new model, attached as the flags say."""
     from megatron.core.num_microbatches_calculator import get_num_microbatches, update_num_microbatches
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -243,8 +257,9 @@ def train(layout: Layout, flags: list[str] | None) -> History:
     schedule, close = get_forward_backward_func(), no_session
     if flags is not None:
         schedule, close = attach(layout, flags, chunks, schedule)
+        watch_planner(history, at_odds=at_odds)
     consumed = 0
-    for iteration in range(STEPS):
+    for iteration in range(steps):
         update_num_microbatches(consumed, consistency_check=False)
         run = functools.partial(
             schedule,
@@ -258,13 +273,15 @@ def train(layout: Layout, flags: list[str] | None) -> History:
         for chunk in chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
+        note_placements(history)
         reported = run(data_iterator=make_data(layout, iteration), forward_only=False)
         history.losses.append([numbers_of(each) for each in reported])
         note_gradients(history, iteration, chunks)
         _, norm, _ = optimizer.step()
         history.norms.append(float(norm).hex())
         consumed += get_num_microbatches() * MICRO_BATCH * layout.data
-        evaluate(history, chunks, functools.partial(run, data_iterator=make_data(layout, EVALUATION)))
+        if iteration < STEPS or iteration == steps - 1:
+            evaluate(history, chunks, functools.partial(run, data_iterator=make_data(layout, EVALUATION)))
     close()
     note_state(history, chunks)
     return history
@@ -324,6 +341,16 @@ def count_runs(history: History, chunks: list[nn.Module]) -> None:
         for module in chunk.modules():
             if isinstance(module, TransformerLayer):
                 module.mlp.register_forward_hook(count)
+
+
+def note_placements(history: History) -> None:
+    """What the session, if there is one, is going to do."""
+    from tba_offload.megatron import training
+
+    session = training._session
+    if session is not None:
+        names = [layer.id.name for layer in session.layers]
+        history.placements.append(dict(zip(names, map(str, session.plan.placements), strict=True)))
 
 
 def note_gradients(history: History, iteration: int, chunks: list[nn.Module]) -> None:
@@ -415,6 +442,45 @@ def attach(
         training._session = None  # the loop trains one model in a process, this one several
 
     return training.stepping(schedule), close
+
+
+def watch_planner(history: History, *, at_odds: bool) -> None:
+    """Notes what the planner of the session proposes to the other ranks."""
+    from tba_offload.megatron import training
+
+    planner = training._session._planner if training._session is not None else None
+    if planner is None or planner.agree is None:
+        return
+    agree = planner.agree
+
+    def noting(proposed: dict[str, Any], need: Any) -> dict[str, Any]:
+        history.proposals.append({name: str(placement) for name, placement in proposed.items()})
+        return agree(proposed, need)
+
+    planner.agree = noting
+    if at_odds:
+        decide_otherwise(planner)
+
+
+def decide_otherwise(planner: AutoPlanner) -> None:
+    """Has a planner decide by its rank and by how often it has; of several, the last one needs it most."""
+    from tba_offload.plan.plan import Plan, Prediction
+    from tba_offload.policy import Placement
+
+    choices, turns = (
+        (Placement.KEEP, Placement.OFFLOAD, Placement.RECOMPUTE),
+        itertools.count(dist.get_rank()),
+    )
+
+    def decide(_: object, drive: Bandwidth, plan: Plan, __: object) -> Plan:
+        turn = next(turns)
+        placements = tuple(choices[(turn + layer) % 3] for layer in range(len(planner.policy)))
+        expected = Prediction(seconds=float(turn), stall_seconds=0.0, peak_bytes=0)
+        planner._planned_for = drive
+        planner._plan = Plan(placements, window=plan.window, prediction=expected)
+        return planner._plan
+
+    planner._decide = decide  # type: ignore[method-assign]
 
 
 def pretend_training_loop(arguments: argparse.Namespace) -> None:

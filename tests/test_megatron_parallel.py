@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -190,17 +191,118 @@ def test_training_is_the_same_bit_for_bit(name: str, crew: Crew, tmp_path: Path)
     assert left == []
 
 
-def check_plain(layout: Layout, rank: int, plain: dict[str, Any]) -> None:
+# Layers that are the planner's
+
+SIX = ("0", "1", "2", "3", "4", "5")
+AUTO_STEPS = 9
+AGREED_BEHIND = (1, 2, 3, 8)
+"""The steps behind which ranks agree: those from which the planner learns, and then each eighth."""
+
+AUTO_LAYOUTS = {
+    "tensor and sequence": Layout((FOUR,), tensor=2, sequence_parallel=True),
+    "pipeline": Layout((SIX[:3], SIX[3:]), micro_batches=(4, 4, 4)),
+    "interleaved pipeline": Layout(
+        (("0", "1", "4", "5"), ("2", "3", "6", "7")), chunks=2, micro_batches=(4, 4, 4)
+    ),
+    "pipeline and tensor": Layout((SIX[:3], SIX[3:]), tensor=2),
+    "experts": Layout((FOUR,), model="moe", data=2, expert=2),
+    "distributed optimizer": Layout((FOUR,), data=2, distributed_optimizer=True, bf16=True),
+}
+AUTO_BUDGETS = {"auto": None, "auto within a budget": "16MiB", "auto at odds": None}
+"""Variants. Everything fits into the budget in the end, so that what is tried before can be foretold."""
+
+
+def make_auto_job(layout: Layout, directory: Path) -> Job:
+    """Every layer is the planner's; what it plans for differs."""
+    variants: dict[str, list[str] | None] = {"plain": None}
+    for variant, budget in AUTO_BUDGETS.items():
+        drive = directory / f"{variant}-drive"
+        drive.mkdir()
+        variants[variant] = [
+            *("--tba-placement", "auto", "--tba-store", "file", "--tba-directory", str(drive)),
+            *("--tba-run-log", str(directory / f"{variant}.jsonl")),
+            *("--tba-policy", str(directory / "policy.yaml")),
+            *(("--tba-activation-bytes", budget) if budget is not None else ()),
+        ]
+    policy = "budget:\n  in_flight_bytes: 32KiB\nmin_tensor_bytes: 1KiB\n"
+    (directory / "policy.yaml").write_text(policy)
+    return Job(layout, variants, str(directory), AUTO_STEPS, at_odds=("auto at odds",))
+
+
+@pytest.mark.parametrize("name", AUTO_LAYOUTS)
+def test_the_planner_changes_no_bit(name: str, crew: Crew, tmp_path: Path) -> None:
+    layout = AUTO_LAYOUTS[name]
+    job = make_auto_job(layout, tmp_path)
+    crew.run(job)
+    for rank in range(layout.ranks):
+        plain = torch.load(job.results("plain", rank))
+        check_plain(layout, rank, plain, AUTO_STEPS)
+        for variant in AUTO_BUDGETS:
+            check_same(f"{variant} on rank {rank}", plain, torch.load(job.results(variant, rank)))
+    for variant in AUTO_BUDGETS:
+        histories = [torch.load(job.results(variant, rank)) for rank in range(layout.ranks)]
+        check_agreement(layout, variant, histories)
+        for log, history in zip(read_logs(job, variant), histories, strict=True):
+            check_plans(layout, variant, log, history)
+    assert [file for drive in tmp_path.glob("*-drive") for file in drive.iterdir()] == []
+
+
+def check_agreement(layout: Layout, variant: str, histories: list[dict[str, Any]]) -> None:
+    """Ranks that share layers recompute the same ones in each step, whatever each of them wanted."""
+    assert {name for history in histories for name in history["placements"][0]} == {
+        f"decoder.layers.{layer}" for layer in range(layout.layers)
+    }
+    for stage in range(layout.pipeline):
+        ranks = [each for rank, each in enumerate(histories) if layout.stage_of(rank) == stage]
+        done = [list(map(recomputed, each["placements"])) for each in ranks]
+        assert all(each == done[0] for each in done)
+        if variant == "auto at odds":
+            # Each turn brings something new, and what comes is what the last of them wants.
+            wanted = [list(map(recomputed, each["proposals"])) for each in ranks]
+            assert [done[0][step] for step in AGREED_BEHIND] == wanted[-1]
+            assert all(one != other for one, other in pairwise(wanted[-1]))
+            assert all(each != wanted[-1] for each in wanted[:-1])
+
+
+def recomputed(placements: dict[str, str]) -> frozenset[str]:
+    return frozenset(name for name, placement in placements.items() if placement.startswith("recompute"))
+
+
+def check_plans(layout: Layout, variant: str, log: RunLog, history: dict[str, Any]) -> None:
+    """What was planned is what was done, and the run log tells it."""
+    count, placed = layout.micro_batches[-1], history["placements"]
+    assert len(placed) == len(log.steps) == AUTO_STEPS
+    for step, placements in zip(log.steps, placed, strict=True):
+        assert step.scopes == len(placements) * count
+        assert step.recomputed_scopes == len(recomputed(placements)) * count
+    assert set(placed[0].values()) == {"auto"}
+    assert "auto" not in {placement for step in placed[3:] for placement in step.values()}
+    if variant == "auto":
+        assert not any(map(recomputed, placed))
+    if variant == "auto within a budget":
+        assert all(map(recomputed, placed[1:3]))
+        assert set(placed[-1].values()) == {"keep"}
+    plans = [event for event in log.others if event["event"] == "plan"]
+    assert plans[-1]["names"] == list(placed[-1])
+    assert plans[-1]["plan"]["placements"] == list(placed[-1].values())
+    if variant == "auto at odds":
+        assert [event["step"] for event in plans] == list(AGREED_BEHIND)
+
+
+def check_plain(layout: Layout, rank: int, plain: dict[str, Any], steps: int = STEPS) -> None:
     """The baseline is a training run worth comparing with."""
     is_last = layout.stage_of(rank) == layout.pipeline - 1
-    counts = layout.micro_batches if is_last else (0, 0, 0)
+    counts = (
+        (*layout.micro_batches, *layout.micro_batches[-1:] * (steps - STEPS)) if is_last else (0,) * steps
+    )
     assert [len(step) for step in plain["losses"]] == list(counts)
-    assert [len(step) for step in plain["evaluations"]] == list(counts)
+    evaluated = counts[:STEPS] + counts[STEPS:][-1:]
+    assert [len(step) for step in plain["evaluations"]] == list(evaluated)
     if is_last:
-        assert len({number for step in plain["losses"] for each in step for number in each}) > STEPS
+        assert len({number for step in plain["losses"] for each in step for number in each}) > steps
         assert plain["evaluations"][0] != plain["evaluations"][-1]
     kinds = Counter(name.split()[0] for name in plain["tensors"])
-    assert kinds["gradient"] == STEPS * kinds["parameter"] > 0
+    assert kinds["gradient"] == steps * kinds["parameter"] > 0
     assert kinds["random"] > 1
 
 

@@ -6,6 +6,7 @@ is attached.
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from typing import TYPE_CHECKING
@@ -224,6 +225,49 @@ def test_the_run_logs_of_two_ranks_are_one_point(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, ["rok", str(run_log), "--csv", "-"])
     assert done.exit_code == 0, done.output
     assert len(done.output.splitlines()) == 2
+
+
+# Layers that are the planner's
+
+STAGES = ("--pipeline-model-parallel-size", "2", "--num-layers", "8", "--eval-interval", "3")
+LONGER = ("--train-iters", "14", *REPEATABLE)
+FIRST = 5
+"""Steps before the run is interrupted; the planner begins anew behind them."""
+
+
+def auto_flags(directory: Path, budget: str) -> tuple[str, ...]:
+    return *tba_flags(directory, "offload"), "--tba-placement", "auto", "--tba-activation-bytes", budget
+
+
+def test_two_stages_plan_save_and_resume_and_train_the_same(tmp_path: Path) -> None:
+    """At first everything would fit into the budget, and later nothing; evaluations come in between."""
+    expected = train(PLAIN, tmp_path / "plain", *STAGES, *LONGER, ranks=2)
+    checkpoints = ("--save", str(tmp_path / "checkpoints"), "--save-interval", str(FIRST))
+    common, own = (*STAGES, *LONGER, *checkpoints), tmp_path / "run"
+    stop = ("--exit-interval", str(FIRST))
+    first = train(OFFLOADING, tmp_path / "first", *common, *stop, *auto_flags(own, "1GiB"), ranks=2)
+    resume = ("--load", str(tmp_path / "checkpoints"))
+    second = train(OFFLOADING, tmp_path / "second", *common, *resume, *auto_flags(own, "1KiB"), ranks=2)
+    for rank in range(2):
+        assert first[rank].losses + second[rank].losses == expected[rank].losses
+        assert first[rank].parameters != second[rank].parameters == expected[rank].parameters
+        log = read_run_log(own / f"run.rank{rank}.jsonl")
+        assert [step.recomputed_scopes > 0 for step in log.steps] == [False, True, True, False, False]
+        assert last_plan(log) == {f"decoder.layers.{4 * rank + layer}": "keep" for layer in range(4)}
+        later = read_run_log(own / f"run.2.rank{rank}.jsonl")
+        assert len(later.steps) == 14 - FIRST
+        assert last_plan(later).keys() == last_plan(log).keys()
+        assert later.steps[-1].predicted_peak_bytes is not None
+        assert "keep" not in last_plan(later).values()
+        done = CliRunner().invoke(main, ["plan", str(later.path), "--json"])
+        assert done.exit_code == 0, done.output
+        assert json.loads(done.output)["names"] == list(last_plan(log))
+
+
+def last_plan(log: RunLog) -> dict[str, str]:
+    """Layer → placement."""
+    *_, event = (event for event in log.others if event["event"] == "plan")
+    return dict(zip(event["names"], event["plan"]["placements"], strict=True))
 
 
 # The command line

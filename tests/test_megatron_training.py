@@ -112,6 +112,18 @@ def test_the_place_in_a_node_follows_from_the_hosts(as_rank: Callable[..., None]
     assert training._place_in_node() == (1, 3)
 
 
+def test_of_each_layer_counts_what_the_rank_proposes_that_needs_it_most(as_rank: Callable[..., None]) -> None:
+    keep, recompute = Placement.KEEP, Placement.RECOMPUTE
+    first_stage = [((0.0, 1.0), {"0": keep, "1": keep}), ((0.0, 2.0), {"0": recompute, "1": keep})]
+    second_stage = [((9.0, 1.0), {"2": recompute}), ((0.0, 5.0), {"2": keep})]
+    as_rank(0, [*first_stage, *second_stage])
+    agreed = training._agree({}, (0.0, 0.0))
+    assert agreed == {"0": recompute, "1": keep, "2": recompute}  # bytes over the budget weigh more than time
+    equal = (0.0, 0.0)
+    as_rank(0, [(equal, {"0": keep}), (equal, {"0": recompute}), (equal, {"0": recompute})])
+    assert training._agree({}, equal) == {"0": keep}
+
+
 def test_a_rank_that_fails_lets_all_fail(as_rank: Callable[..., None]) -> None:
     as_rank(0, [None, "rank 1 on b: no such drive"])
     with (

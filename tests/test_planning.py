@@ -25,10 +25,12 @@ from tba_offload.plan.planner import Limits, make_plan
 from tba_offload.plan.simulator import simulate
 from tba_offload.plan.what_if import Block, one_f_one_b, stretched
 from tba_offload.planning import AutoPlanner
-from tba_offload.policy import Placement
+from tba_offload.policy import LayerId, Placement
 from tba_offload.profiling import ComputeClock, profile_of
+from tba_offload.report.run_log import read_run_log
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tba_offload.plan.profile import StepProfile
@@ -282,6 +284,33 @@ def test_the_policy_file_reproduces_the_plan(run_log: Path, tmp_path: Path) -> N
         assert session.plan.window == min(found["plan"]["window"], config.budget.activation_bytes or 0)
 
 
+def test_the_policy_of_one_stage_leaves_the_others_as_they_were(run_log: Path, tmp_path: Path) -> None:
+    """Those that are not in the log of this rank: the header of each names all."""
+    header, *lines = run_log.read_text().splitlines()
+    document = json.loads(header)
+    for layer in range(LAYERS, 3 * LAYERS):
+        document["plan"][f"layers.{layer}"] = {"layer": layer, "placement": "auto", "why": "default"}
+    stage, policy = tmp_path / "run.rank0.jsonl", tmp_path / "policy.yaml"
+    stage.write_text("\n".join([json.dumps(document), *lines]) + "\n")
+    found = json.loads(run_plan(stage, "--budget", "3MiB", "-o", policy, "--json").output)
+    placed = load_config(policy).policy
+    layers = [LayerId(layer, f"layers.{layer}") for layer in range(3 * LAYERS)]
+    own, others = layers[:LAYERS], layers[LAYERS:]
+    assert [placed.explain(layer)[0].value for layer in own] == found["plan"]["placements"]
+    assert {placed.explain(layer)[0] for layer in others} == {AUTO}
+    assert placed.resolve(layers)
+    assert Situation.of(stage).changed(layers=LAYERS + 1).elsewhere == ()
+
+
+def test_of_several_ranks_one_has_to_be_named(run_log: Path, tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / f"run.rank{rank}.jsonl").write_text(run_log.read_text())
+    result = CliRunner().invoke(main, ["plan", str(tmp_path / "run.jsonl")])
+    assert result.exit_code == 1
+    assert "each of the 2 ranks has a log of its own" in " ".join(result.output.split())
+    assert "run.rank0.jsonl" in result.output
+
+
 def test_the_table_says_why(run_log: Path, tmp_path: Path) -> None:
     picture = tmp_path / "frontier.svg"
     output = run_plan(run_log, "--budget", "3MiB", "--picture", picture).output
@@ -477,19 +506,117 @@ def test_a_wrong_option_is_told(options: tuple[str, ...], problem: str, run_log:
     assert problem in result.output
 
 
-def test_ranks_that_share_layers_do_what_the_first_one_proposes() -> None:
+# Several ranks
+
+
+class Others:
+    """Stands for the ranks that share layers with a session: what they want is told in advance.
+
+    Args:
+        session: Its planner is going to ask.
+        recomputed: Numbers of the layers that the others want recomputed.
+    """
+
+    def __init__(self, session: Session, recomputed: set[int]) -> None:
+        self.recomputed = recomputed
+        self.calls: list[tuple[dict[str, Placement], tuple[float, float]]] = []
+        assert session._planner is not None
+        session._planner.agree = self.agree
+
+    def agree(self, proposed: dict[str, Placement], need: tuple[float, float]) -> dict[str, Placement]:
+        self.calls.append((proposed, need))
+        wanted = {f"layers.{number}" for number in self.recomputed}
+        return {name: RECOMPUTE if name in wanted else AUTO for name in proposed}
+
+
+def recomputed_layers(session: Session) -> set[int]:
+    return {layer for layer, placement in enumerate(session.plan.placements) if placement.recomputes}
+
+
+def test_what_is_recomputed_is_agreed_and_all_else_is_each_ranks_own() -> None:
     """Each calls the others behind the same steps, and the rest of its plan follows."""
-    calls: list[dict[str, Placement]] = []
-
-    def agree(proposed: dict[str, Placement]) -> dict[str, Placement]:
-        calls.append(proposed)
-        return {name: KEEP if name.endswith((".0", ".1")) else OFFLOAD for name in proposed}
-
+    seen = []
     model = make_model(layers=LAYERS)
     with auto_session(model, Drive()) as session:
-        assert session._planner is not None
-        session._planner.agree = agree
-        train(model, session, steps=9)
-        assert session.plan.placements == (KEEP, KEEP, *[OFFLOAD] * (LAYERS - 2))
+        others = Others(session, {1, 4})
+        train(model, session, steps=9, before_step=lambda _: seen.append(recomputed_layers(session)))
         assert session.plan.prediction is not None
-    assert len(calls) == 3 + 1  # behind the steps that learn, and behind the eighth
+        assert session.plan.placements.count(OFFLOAD) >= LAYERS - 4
+        assert AUTO not in session.plan.placements
+        report = session.report()
+    assert seen == [set(), *[{1, 4}] * 8]
+    assert [record.recomputed_scopes for record in report] == [0, *[2] * 8]
+    assert len(others.calls) == 3 + 1  # behind the steps that learn, and behind the eighth
+    assert [need > (0.0, 0.0) for _, need in others.calls] == [False, False, True, True]
+
+
+def test_a_rank_that_is_over_its_budget_says_so() -> None:
+    model = make_model(layers=LAYERS)
+    with auto_session(model, Drive(), activation=100 * KIB) as session:
+        others = Others(session, set())
+        with pytest.warns(RuntimeWarning, match="cannot be met"):
+            train(model, session, steps=3)
+    excess, seconds = others.calls[-1][1]
+    assert excess > 0
+    assert seconds > 0
+
+
+def test_no_rank_recomputes_alone_what_the_others_do_not() -> None:
+    """Although it has to, under its budget."""
+    drive, model = Drive(), make_model(layers=LAYERS)
+    drive.writes.bytes_per_second = drive.reads.bytes_per_second = SLOW
+    with auto_session(model, drive, activation=4 * MIB) as session:
+        others = Others(session, set())
+        train(model, session, steps=9)
+        report = session.report()
+    assert any(placement.recomputes for proposed, _ in others.calls for placement in proposed.values())
+    assert {record.recomputed_scopes for record in report} == {0}
+
+
+def test_a_rank_that_cannot_plan_does_what_was_agreed(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = 0
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        nonlocal plans
+        plans += 1
+        if plans > 1:  # the first is what it proposes, the second what it makes of the agreement
+            raise ZeroDivisionError("what no test has thought of")
+        return make_plan(*arguments, **options)
+
+    expected = train(make_model(layers=LAYERS), steps=5)
+    model = make_model(layers=LAYERS)
+    with auto_session(model, Drive()) as session:
+        Others(session, {2})
+        monkeypatch.setattr("tba_offload.planning.make_plan", failing)
+        with pytest.warns(RuntimeWarning, match="of what the ranks agreed on.*no test has thought of"):
+            found = train(model, session, steps=5)
+        assert recomputed_layers(session) == {2}
+        assert session.report()[-1].recomputed_scopes == 1
+    assert_same_history(found, expected)
+
+
+def plans_in_log(path: Path, default: Placement, changing: Callable[[int, set[int]], None]) -> list[Any]:
+    """The plan events of nine steps of a rank; behind each step the others may change their minds."""
+    model = make_model(layers=4)
+    config = config_for(in_flight=MIB, default=default)
+    with tba.attach(model, config, run_log=path, measure_memory=False) as session:
+        others = Others(session, set())
+        train(model, session, steps=9, before_step=lambda step: changing(step, others.recomputed))
+    return [event for event in read_run_log(path).others if event["event"] == "plan"]
+
+
+def test_a_rank_whose_layers_are_all_placed_says_once_what_they_are(tmp_path: Path) -> None:
+    """It takes part in the agreement, because others have layers that are the planner's."""
+    (event,) = plans_in_log(tmp_path / "run.jsonl", OFFLOAD, lambda step, recomputed: None)
+    assert event["step"] == 3
+    assert event["plan"]["placements"] == ["offload"] * 4
+
+
+def test_plans_that_others_have_brought_about_are_in_the_run_log(tmp_path: Path) -> None:
+    def changing(step: int, recomputed: set[int]) -> None:
+        if step == 5:
+            recomputed.add(1)
+
+    *_, event = plans_in_log(tmp_path / "run.jsonl", AUTO, changing)
+    assert event["step"] == 8
+    assert event["plan"]["placements"][1] == "recompute"

@@ -204,10 +204,15 @@ def _world_of(own: list[LayerId], config: OffloadConfig) -> World:
     return World(tuple(layers), _rank(), _ranks(), run, _agree)
 
 
-def _agree(proposed: dict[str, Placement]) -> dict[str, Placement]:
-    """Of each layer, what the first rank that has it proposes."""
+def _agree(proposed: dict[str, Placement], need: tuple[float, float]) -> dict[str, Placement]:
+    """Of each layer, what is proposed by the rank that has it and needs its proposal most.
+
+    All ranks of the job take part, so that tensor, expert and context parallel ranks do the same, and so do
+    data-parallel ones, over which experts may be spread. Pipeline stages have no layer in common.
+    """
     agreed: dict[str, Placement] = {}
-    for proposal in reversed(_of_all_ranks([proposed])):
+    proposals = reversed(_of_all_ranks([(need, proposed)]))  # the first of equals counts
+    for _, proposal in sorted(proposals, key=lambda each: each[0]):
         agreed.update(proposal)
     return agreed
 
