@@ -282,6 +282,13 @@ class ActivationStore(ABC):
         """What each drive has moved since the last call."""
 
     @abstractmethod
+    def write_rate(self) -> float | None:
+        """Bytes a second that writes went at of late, all drives together; ``None`` before the first.
+
+        Looking does not disturb :meth:`take_loads`, and costs next to nothing.
+        """
+
+    @abstractmethod
     def pending(self) -> int:
         """Transfers that are queued or running; one whose future is done no longer counts."""
 
