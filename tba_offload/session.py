@@ -641,6 +641,7 @@ def _open_store(config: OffloadConfig, device: Device) -> ActivationStore:
         kind=config.store.kind,
         directories=directories,
         capacity=config.store.capacity,
+        host_capacity=config.store.host_capacity,
         checksum=config.store.checksum,
         device=device,
     )

@@ -265,7 +265,7 @@ class QueuedStore(ActivationStore):
         self.capacity_bytes = capacity
         self.name = name
         self._device = device
-        self._drive = drive
+        self.drive_number = drive
         self._backing = backing
         self._checksum = _checksum_type() if checksum else None
         # Guards the allocator, the leases and the counters; held for microseconds, save while a file grows.
@@ -274,6 +274,7 @@ class QueuedStore(ActivationStore):
         self._leases: dict[int, _Lease] = {}
         self._pending = 0
         self._pending_bytes = 0
+        self._pending_write_bytes = 0
         self._closed = False
         self._forked = False
         self._callback_error: BaseException | None = None
@@ -326,7 +327,7 @@ class QueuedStore(ActivationStore):
                 self._check_open()
                 offset = self._space.allocate(length)
                 if offset is not None:
-                    extent = Extent(offset, length, nbytes, lead, self._drive)
+                    extent = Extent(offset, length, nbytes, lead, self.drive_number)
                     self._leases[offset] = _Lease(extent)
                     return extent
         except BaseException:
@@ -380,7 +381,8 @@ class QueuedStore(ActivationStore):
 
     def take_loads(self) -> list[DriveLoad]:
         """What the drive has moved; see :meth:`ActivationStore.take_loads`."""
-        return [DriveLoad(*(meter.take() for meter in self._meters))]
+        write, read = self._meters
+        return [DriveLoad(write.take(), read.take())]
 
     def write_rate(self) -> float | None:
         """Bytes a second that were written of late; see :meth:`ActivationStore.write_rate`."""
@@ -393,6 +395,10 @@ class QueuedStore(ActivationStore):
     def pending_bytes(self) -> int:
         """Bytes whose transfers are queued or running."""
         return self._pending_bytes
+
+    def pending_write_bytes(self) -> int:
+        """Bytes whose writes are queued or running."""
+        return self._pending_write_bytes
 
     def prepare(self, nbytes: int) -> None:
         """Grows the store; see :meth:`ActivationStore.prepare`."""
@@ -465,6 +471,7 @@ class QueuedStore(ActivationStore):
         if transfer.writes:
             lease.writing = True
             lease.written = False
+            self._pending_write_bytes += nbytes
         else:
             lease.reading += 1
         self._pending += 1
@@ -549,6 +556,7 @@ class QueuedStore(ActivationStore):
             if transfer.writes:
                 lease.writing = False
                 lease.written = succeeded
+                self._pending_write_bytes -= lease.extent.nbytes
             else:
                 lease.reading -= 1
 

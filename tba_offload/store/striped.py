@@ -123,6 +123,10 @@ class StripedStore(ActivationStore):
         """Bytes whose transfers are queued or running on all drives."""
         return sum(store.pending_bytes() for store in self.stores)
 
+    def pending_write_bytes(self) -> int:
+        """Bytes whose writes are queued or running on all drives."""
+        return sum(store.pending_write_bytes() for store in self.stores)
+
     def prepare(self, nbytes: int) -> None:
         """Grows every drive to its even share; see :meth:`ActivationStore.prepare`."""
         for store in self.stores:
