@@ -11,6 +11,7 @@ from tba_offload.errors import RunLogError
 from tba_offload.plan.bandwidth import Bandwidth
 from tba_offload.plan.planner import Limits, explain, make_plan
 from tba_offload.plan.profile import StepProfile
+from tba_offload.plan.simulator import simulate
 from tba_offload.plan.what_if import frontier, peak_of_keep, stretched
 from tba_offload.policy import Placement, Rule
 from tba_offload.report.run_log import read_run_log
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tba_offload.plan.plan import Plan
+    from tba_offload.plan.simulator import Outcome
     from tba_offload.plan.what_if import Choice
 
 EVENT = "plan"
@@ -64,7 +66,7 @@ class Situation:
             return cls(
                 names=tuple(event["names"]),
                 profile=StepProfile.from_json(event["profile"]),
-                drive=Bandwidth(**event["drive"]),
+                drive=Bandwidth.from_json(event["drive"]),
                 window=event["limits"]["window"],
                 config=OffloadConfig.from_yaml(log.header.policy or ""),
             )
@@ -80,6 +82,7 @@ class Situation:
         read: float | None = None,
         drives: float = 1,
         window: int | None = None,
+        host: int | None = None,
     ) -> Situation:
         """Another situation.
 
@@ -90,12 +93,19 @@ class Situation:
             read: Bytes a second from it.
             drives: So many times the drives there are.
             window: Most bytes in flight; 0 for no limit.
+            host: Bytes of host memory for what the drives have no time for; 0 for none. Unless the run had
+                some, its rates are a guess by those that were measured of the drives.
         """
         drive = dataclasses.replace(
             self.drive,
             write=self.drive.write if write is None else write,
             read=self.drive.read if read is None else read,
         ).scaled(drives)
+        if host is not None:
+            tier = self.drive.host or self.drive.with_host(host).host
+            drive = drive.with_host(
+                host or None, write=tier.write if tier else None, read=tier.read if tier else None
+            )
         old = len(self.names)
         count = old if layers is None else layers
         names = self.names if count == old else tuple(str(layer) for layer in range(count))
@@ -125,6 +135,10 @@ class Situation:
             self.profile, self.drive, Limits(budget, self.window), policy=self._policy, whole_layers=True
         )
 
+    def outcome(self, plan: Plan) -> Outcome:
+        """What a plan does in a step, tier by tier."""
+        return simulate(self.profile, plan, self.drive)
+
     def why(self, plan: Plan) -> list[str]:
         """For each layer, why the plan places it so, in one line."""
         return [explain(self.profile, plan, self.drive, layer) for layer in range(len(self.names))]
@@ -135,7 +149,11 @@ class Situation:
         return (Placement.AUTO,) * len(self.names)
 
     def policy_for(self, plan: Plan, budget: int | None) -> OffloadConfig:
-        """A policy that places layers as the plan does, otherwise as the run was configured."""
+        """A policy that places layers as the plan does, otherwise as the run was configured.
+
+        Raises:
+            ConfigError: There is host memory beside drives in this situation, and the run had no drives.
+        """
         placements = plan.placements
         default = max(set(placements), key=lambda placement: (placements.count(placement), placement))
         rules = tuple(
@@ -143,10 +161,12 @@ class Situation:
             for name, placement in zip(self.names, placements, strict=True)
             if placement is not default
         )
+        host = self.drive.host
         return dataclasses.replace(
             self.config,
             default=default,
             layers=rules,
+            store=dataclasses.replace(self.config.store, host_capacity=host.capacity if host else None),
             budget=BudgetConfig(activation_bytes=budget, in_flight_bytes=plan.window),
         )
 

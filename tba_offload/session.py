@@ -453,6 +453,7 @@ class Session:
             self.plan.placements,
             [(layer.chunk, layer.id.name) for layer in self.layers],
             Limits(config.budget.activation_bytes, config.budget.ceiling),
+            host_capacity=config.store.host_capacity,
             agree=self._world.agree if is_auto else None,
         )
 
