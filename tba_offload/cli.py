@@ -139,7 +139,7 @@ def _size(_context: click.Context, parameter: click.Parameter, text: str | None)
         size = None if text is None else parse_size(text)
     except ConfigError as error:
         raise click.BadParameter(str(error)) from error
-    if size == 0 and parameter.name != "window":
+    if size == 0 and parameter.name not in {"window", "host"}:
         raise click.BadParameter("must be more than 0")
     return size
 
@@ -187,6 +187,12 @@ def _finite(_context: click.Context, _parameter: click.Parameter, number: float)
     help="What if there were so many times as many.",
 )
 @click.option("--window", callback=_size, metavar="SIZE", help="What if so much were in flight.")
+@click.option(
+    "--host",
+    callback=_size,
+    metavar="SIZE",
+    help="What if so much host memory took what the drives have no time for; 0 for none.",
+)
 @click.option("--layers", type=click.IntRange(min=1), help="What if there were so many.")
 @click.option("--micro-batches", type=click.IntRange(min=1), help="What if there were so many.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
@@ -222,7 +228,13 @@ def plan(
         with _writing(output):
             output.write_text(situation.policy_for(best, budget).to_yaml(), encoding="utf-8")
     if as_json:
-        document = {"frontier": _frontier_rows(choices), "names": situation.names, "plan": best.as_json()}
+        outcome = situation.outcome(best)
+        document = {
+            "frontier": _frontier_rows(choices),
+            "names": situation.names,
+            "plan": best.as_json(),
+            "written_bytes": {"drives": outcome.written_bytes, "host": outcome.host_written_bytes},
+        }
         click.echo(json.dumps(document, indent=2))
     else:
         _print_plan(situation, choices, best)
@@ -253,6 +265,11 @@ def _print_plan(situation: Situation, choices: Sequence[Choice], best: Plan) -> 
         f"{len(situation.names)} layers; the drives write {drive.write / 1e9:.2f} GB/s and read "
         f"{drive.read / 1e9:.2f} GB/s; keeping everything peaks at {situation.peak_of_keep / mib:.1f} MiB"
     )
+    if drive.host is not None:
+        click.echo(
+            f"{drive.host.capacity / mib:.1f} MiB of host memory, written at {drive.host.write / 1e9:.2f} "
+            f"GB/s and read at {drive.host.read / 1e9:.2f} GB/s, take what the drives have no time for"
+        )
     table = Table(title="the best plan for each budget", title_justify="left")
     for heading in ("budget", "peak", "step", "stall", "layers"):
         table.add_column(heading, justify="left" if heading == "layers" else "right")
@@ -278,6 +295,13 @@ def _print_plan(situation: Situation, choices: Sequence[Choice], best: Plan) -> 
             f"predicted: peak {expected.peak_bytes / mib:.1f} MiB, step {expected.seconds:.3f} s of which "
             f"{expected.stall_seconds:.3f} s are waits; {expected.written_bytes / mib:.1f} MiB written; "
             f"window {window}"
+        )
+    outcome = situation.outcome(best)
+    if drive.host is not None:
+        click.echo(
+            f"a step writes {outcome.written_bytes / mib:.1f} MiB to the drives and "
+            f"{outcome.host_written_bytes / mib:.1f} MiB to host memory, which holds "
+            f"{outcome.host_peak_bytes / mib:.1f} MiB at most"
         )
 
 

@@ -197,6 +197,8 @@ class StoreConfig:
             at the working directory. If empty, the system's directory for temporary files.
         capacity: Bytes that the store of one process may hold at most; 0 and None mean as much as there is
             room for.
+        host_capacity: Bytes of host memory that take what the drives have no time for, with any kind but
+            ``host``; 0 and None mean that there is no such memory.
         checksum: Whether bytes that are read are compared with those written.
         stall_seconds: A wait for the drive during which nothing moves is named in a warning after a tenth of
             this time and is an error at its end; 0 and None mean never. Collective operations of other ranks
@@ -206,6 +208,7 @@ class StoreConfig:
     kind: Literal["auto", "gds", "file", "host"] = "auto"
     directories: tuple[_Directory, ...] = ()
     capacity: _Limit = None
+    host_capacity: _Limit = None
     checksum: Annotated[bool, Strict()] = False
     stall_seconds: _Seconds = 300.0
 
@@ -229,6 +232,18 @@ class StoreConfig:
             raise ConfigError(
                 f"{capacity} bytes hold no extent; the least is {least} bytes, 4 KiB a directory"
             )
+        return capacity
+
+    @pydantic.field_validator("host_capacity")
+    @classmethod
+    def _is_beside_drives(cls, capacity: int | None, info: ValidationInfo) -> int | None:
+        if capacity is not None and info.data.get("kind") == "host":
+            raise ConfigError(
+                "this is memory beside drives, so it has no effect with kind: host; set capacity instead, or "
+                "choose another kind"
+            )
+        if capacity is not None and capacity < _BLOCK:
+            raise ConfigError(f"{capacity} bytes hold no extent; the least is 4 KiB")
         return capacity
 
 
@@ -291,6 +306,7 @@ class OffloadConfig:
                 "kind": self.store.kind,
                 "directories": [str(directory) for directory in self.store.directories],
                 "capacity": _size_word(self.store.capacity),
+                "host_capacity": _size_word(self.store.host_capacity),
                 "checksum": self.store.checksum,
                 "stall_seconds": self.store.stall_seconds or 0,
             },

@@ -11,6 +11,7 @@ from tba_offload.errors import RunLogError
 from tba_offload.plan.bandwidth import Bandwidth
 from tba_offload.plan.planner import Limits, explain, make_plan
 from tba_offload.plan.profile import StepProfile
+from tba_offload.plan.simulator import simulate
 from tba_offload.plan.what_if import frontier, peak_of_keep, stretched
 from tba_offload.policy import Objective, Placement, Rule
 from tba_offload.report.ranks import paths_of_ranks
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from tba_offload.plan.plan import Plan
+    from tba_offload.plan.simulator import Outcome
     from tba_offload.plan.what_if import Choice
 
 EVENT = "plan"
@@ -73,7 +75,7 @@ class Situation:
             return cls(
                 names=tuple(event["names"]),
                 profile=StepProfile.from_json(event["profile"]),
-                drive=Bandwidth(**event["drive"]),
+                drive=Bandwidth.from_json(event["drive"]),
                 window=event["limits"]["window"],
                 config=OffloadConfig.from_yaml(log.header.policy or ""),
                 elsewhere=tuple(_placed_elsewhere(log.header.plan, event["names"])),
@@ -90,6 +92,7 @@ class Situation:
         read: float | None = None,
         drives: float = 1,
         window: int | None = None,
+        host: int | None = None,
     ) -> Situation:
         """Another situation.
 
@@ -100,12 +103,19 @@ class Situation:
             read: Bytes a second from it.
             drives: So many times the drives there are.
             window: Most bytes in flight; 0 for no limit.
+            host: Bytes of host memory for what the drives have no time for; 0 for none. Unless the run had
+                some, its rates are a guess by those that were measured of the drives.
         """
         drive = dataclasses.replace(
             self.drive,
             write=self.drive.write if write is None else write,
             read=self.drive.read if read is None else read,
         ).scaled(drives)
+        if host is not None:
+            tier = self.drive.host or self.drive.with_host(host).host
+            drive = drive.with_host(
+                host or None, write=tier.write if tier else None, read=tier.read if tier else None
+            )
         old = len(self.names)
         count = old if layers is None else layers
         names = self.names if count == old else tuple(str(layer) for layer in range(count))
@@ -141,6 +151,10 @@ class Situation:
             whole_layers=True,
         )
 
+    def outcome(self, plan: Plan) -> Outcome:
+        """What a plan does in a step, tier by tier."""
+        return simulate(self.profile, plan, self.drive)
+
     def why(self, plan: Plan) -> list[str]:
         """For each layer, why the plan places it so, in one line."""
         return [explain(self.profile, plan, self.drive, layer) for layer in range(len(self.names))]
@@ -151,15 +165,21 @@ class Situation:
         return (Placement.AUTO,) * len(self.names)
 
     def policy_for(self, plan: Plan, budget: int | None) -> OffloadConfig:
-        """A policy that places layers as the plan does, otherwise as the run was configured."""
+        """A policy that places layers as the plan does, otherwise as the run was configured.
+
+        Raises:
+            ConfigError: There is host memory beside drives in this situation, and the run had no drives.
+        """
         placed = [*zip(self.names, plan.placements, strict=True), *self.elsewhere]
         placements = [placement for _, placement in placed]
         default = max(set(placements), key=lambda placement: (placements.count(placement), placement))
         rules = tuple(Rule(name, placement) for name, placement in placed if placement is not default)
+        host = self.drive.host
         return dataclasses.replace(
             self.config,
             default=default,
             layers=rules,
+            store=dataclasses.replace(self.config.store, host_capacity=host.capacity if host else None),
             budget=BudgetConfig(activation_bytes=budget, in_flight_bytes=plan.window),
         )
 

@@ -20,6 +20,7 @@ from tba_offload.plan.profile import computed_as
 from tba_offload.plan.simulator import simulate
 from tba_offload.policy import Objective, Placement
 from tba_offload.profiling import LayerKey, profile_of
+from tba_offload.store.base import DRIVE_TIER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -69,6 +70,7 @@ class AutoPlanner:
         layers: Model chunk and module name of each layer.
         limits: What plans must keep to.
         objective: What is wanted of them; see :func:`make_plan`.
+        host_capacity: Bytes of host memory beside the drives; ``None`` if there is none.
         agree: Where several ranks share layers: given this rank's proposal, name of a layer to its placement,
             and how much it needs it, returns the proposal that counts for each layer. Every rank calls it
             behind the same steps.
@@ -81,6 +83,7 @@ class AutoPlanner:
         limits: Limits,
         *,
         objective: Objective | None = None,
+        host_capacity: int | None = None,
         agree: Callable[[dict[str, Placement], Need], dict[str, Placement]] | None = None,
     ) -> None:
         self.policy = tuple(policy)
@@ -92,7 +95,9 @@ class AutoPlanner:
         self.objective = objective
         self.agree = agree
         self.profile: StepProfile | None = None
+        self._host_capacity = host_capacity
         self._rates: list[tuple[MeasuredRate, MeasuredRate]] = []
+        self._host_rates = MeasuredRate(), MeasuredRate()
         self._planned_for: Bandwidth | None = None
         self._plan: Plan | None = None
         self._told: Plan | None = None
@@ -330,23 +335,29 @@ class AutoPlanner:
         return dataclasses.replace(proposed, placements=tuple(placements), kept=(), prediction=None)
 
     def drive(self) -> Bandwidth | None:
-        """What all drives together can do; ``None`` before anything moved."""
+        """What all drives together can do, and host memory beside them; ``None`` before anything moved."""
         write = sum(rate.rate or 0.0 for rate, _ in self._rates)
         read = sum(rate.rate or 0.0 for _, rate in self._rates)
         if not write:
             return None
-        return Bandwidth(write, read or write)  # all may have been forwarded so far
+        drives = Bandwidth(write, read or write)  # all may have been forwarded so far
+        to_host, from_host = self._host_rates
+        return drives.with_host(self._host_capacity, write=to_host.rate, read=from_host.rate)
 
     def _note_loads(self, loads: Sequence[DriveLoad]) -> None:
-        while len(self._rates) < len(loads):
+        drives = [load for load in loads if load.tier == DRIVE_TIER]
+        while len(self._rates) < len(drives):
             self._rates.append((MeasuredRate(), MeasuredRate()))
-        for (write, read), load in zip(self._rates, loads, strict=True):
+        rates = iter(self._rates)
+        for load in loads:
+            write, read = next(rates) if load.tier == DRIVE_TIER else self._host_rates
             write.add(*load.write)
             read.add(*load.read)
 
     def _forget_times(self) -> None:
         """What warming up cost says nothing: memory and files grow, caches are cold."""
         self._rates = []
+        self._host_rates = MeasuredRate(), MeasuredRate()
         if self.profile is not None:
             self.profile = dataclasses.replace(self.profile, timings=({},) * len(self.profile.kinds))
 
@@ -391,7 +402,7 @@ class AutoPlanner:
             return True
         then = self._planned_for
         share = BIG_DRIFT if self._steps < self._settled_until else DRIFT
-        if _differ(drive.write, then.write, share) or _differ(drive.read, then.read, share):
+        if _drifted(drive, then, share):
             return True
         if self._steps < self._settled_until:
             return False
@@ -455,6 +466,17 @@ class AutoPlanner:
             bare = dataclasses.replace(profile, rest_bytes=0)
             known = simulate(bare, plan, drive).peak_bytes
         return dataclasses.replace(profile, rest_bytes=max(peak - known, 0))
+
+
+def _drifted(now: Bandwidth, then: Bandwidth, share: float) -> bool:
+    """Whether a tier is no longer what it was, or was taken to be."""
+    if _differ(now.write, then.write, share) or _differ(now.read, then.read, share):
+        return True
+    if now.host is None or then.host is None:
+        return False
+    # A processor with much else to do copies at a rate that varies, and little may depend on it.
+    share = max(share, BIG_DRIFT)
+    return _differ(now.host.write, then.host.write, share) or _differ(now.host.read, then.host.read, share)
 
 
 def _differ(found: float, expected: float, share: float) -> bool:

@@ -467,6 +467,7 @@ class Session:
             [(layer.chunk, layer.id.name) for layer in self.layers],
             Limits(config.budget.activation_bytes, config.budget.ceiling),
             objective=config.budget.objective,
+            host_capacity=config.store.host_capacity,
             agree=self._world.agree if is_auto else None,
         )
 
@@ -666,6 +667,7 @@ def _open_store(config: OffloadConfig, device: Device) -> ActivationStore:
         kind=config.store.kind,
         directories=directories,
         capacity=config.store.capacity,
+        host_capacity=config.store.host_capacity,
         checksum=config.store.checksum,
         device=device,
     )

@@ -68,6 +68,10 @@ class Direction:
         """Fails the one that starts as number ``at``, from 1, or all from now on."""
         self._failing = lambda number: error if at is None or number == at else None
 
+    def fail_with(self, make_error: Callable[[], BaseException]) -> None:
+        """Fails all from now on, each with an error of its own: one that is kept keeps what callers hold."""
+        self._failing = lambda _: make_error()
+
     def recover(self) -> None:
         """Ends :meth:`fail`."""
         self._failing = lambda _: None
@@ -87,13 +91,20 @@ class Direction:
         try:
             assert self._gate.wait(PATIENCE)
             self._take_time(nbytes)
-            if (error := self._failing(number)) is not None:
-                raise error
+            self._fail_if_told(number)
             yield
         finally:
             with self._changed:
                 self.ended += 1
                 self._changed.notify_all()
+
+    def _fail_if_told(self, number: int) -> None:
+        error = self._failing(number)
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # it knows this frame, and so all callers and what they hold
 
     def _take_time(self, nbytes: int) -> None:
         seconds = self.seconds
@@ -165,6 +176,7 @@ def config_for(
     in_flight: int | None = None,
     activation: int | None = None,
     capacity: int | None = None,
+    host_capacity: int | None = None,
     directory: object = None,
     rules: tuple[Rule, ...] = (),
     **settings: Any,
@@ -177,7 +189,7 @@ def config_for(
     return OffloadConfig(
         layers=rules,
         budget=BudgetConfig(in_flight_bytes=in_flight, activation_bytes=activation),
-        store=StoreConfig(capacity=capacity, **where),
+        store=StoreConfig(capacity=capacity, host_capacity=host_capacity, **where),
         **settings,
     )
 

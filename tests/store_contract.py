@@ -594,6 +594,7 @@ class StoreContract:
             from tba_offload.store.file import FileStore
             from tba_offload.store.host import HostStore
             from tba_offload.store.striped import StripedStore
+            from tba_offload.store.tiered import TieredStore
             logging.disable()
             CPU, directory = CpuDevice(), Path({str(tmp_path)!r})
             store = {self.expression}

@@ -25,8 +25,12 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 UNITS = "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"
 TOP_KEYS = "default, layers, budget, store, on_full, on_slow, min_tensor_bytes"
 PLACEMENTS = "'keep', 'offload', 'recompute', 'recompute-offload' or 'auto'"
-STORE_KEYS = "kind, directories, capacity, checksum, stall_seconds"
+STORE_KEYS = "kind, directories, capacity, host_capacity, checksum, stall_seconds"
 NO_TIME = "not a time; write seconds, such as 300, or 0 for no limit"
+NO_DRIVES = (
+    "this is memory beside drives, so it has no effect with kind: host; set capacity instead, or choose "
+    "another kind"
+)
 EXAMPLES = Path(__file__).parents[1] / "examples" / "policies"
 
 FULL = """\
@@ -44,6 +48,7 @@ store:
   kind: file
   directories: [/mnt/nvme0/tba, relative]
   capacity: 1.5 GB
+  host_capacity: 8GiB
   checksum: true
   stall_seconds: 60
 on_full: error
@@ -157,6 +162,7 @@ def test_every_key_is_read() -> None:
             kind="file",
             directories=(Path("/mnt/nvme0/tba"), Path("relative")),
             capacity=15 * 10**8,
+            host_capacity=8 * GIB,
             checksum=True,
             stall_seconds=60,
         ),
@@ -170,7 +176,7 @@ def test_defaults() -> None:
     config = OffloadConfig()
     assert (config.default, config.layers, config.on_full, config.on_slow) == ("offload", (), "keep", None)
     assert (config.budget.activation_bytes, config.budget.in_flight_bytes) == (None, 256 * MIB)
-    assert dataclasses.astuple(config.store) == ("auto", (), None, False, 300.0)
+    assert dataclasses.astuple(config.store) == ("auto", (), None, None, False, 300.0)
     assert config.min_tensor_bytes == 64 * KIB
 
 
@@ -213,6 +219,7 @@ _LIMITS = st.none() | st.integers(1, 2**50)
             kind=st.sampled_from(["auto", "gds", "file"]),
             directories=st.sets(st.sampled_from(["/a b", "no", "1", "/ü", "x: y", "- z", "null"])).map(tuple),
             capacity=st.none() | st.integers(1 << 20, 1 << 50),
+            host_capacity=st.none() | st.integers(1 << 20, 1 << 50),
             checksum=st.booleans(),
             stall_seconds=st.none() | st.floats(0, 1e6),
         ),
@@ -239,6 +246,18 @@ def test_any_configuration_survives_yaml(config: OffloadConfig) -> None:
         ("on_full: {a: b}", "1: on_full: must be 'keep' or 'error', not {'a': 'b'}"),
         ("on_slow: fast", "1: on_slow: must be 'wait' or 'keep', not 'fast'"),
         ("store:\n  kind: hots", "2: store.kind: must be 'auto', 'gds', 'file' or 'host', not 'hots'"),
+        (
+            "store:\n  kind: host\n  host_capacity: 1GiB",
+            f"3: store.host_capacity: {NO_DRIVES}",
+        ),
+        (
+            "store:\n  host_capacity: 8",
+            f"2: store.host_capacity: '8' has no unit; write one of {UNITS} after the number, such as 12GiB",
+        ),
+        (
+            "store: {host_capacity: 4095B}",
+            "1: store.host_capacity: 4095 bytes hold no extent; the least is 4 KiB",
+        ),
         ("store:\n  stall_seconds: soon", f"2: store.stall_seconds: 'soon' is {NO_TIME}"),
         ("store:\n  stall_seconds: -1", f"2: store.stall_seconds: '-1' is {NO_TIME}"),
         ("store:\n  stall_seconds: inf", f"2: store.stall_seconds: 'inf' is {NO_TIME}"),

@@ -23,6 +23,7 @@ import tba_offload as tba
 from tba_offload.device import READY, ByteRange
 from tba_offload.errors import TransferError
 from tba_offload.store.queued import QueuedStore
+from tba_offload.store.tiered import TieredStore
 from tba_offload.transfer.offloader import Offloader
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from tba_offload.session import Session
     from tba_offload.store.base import ActivationStore
 
-STORES = ("file", "host")
+STORES = ("file", "host", "tiered")
 WINDOW = 400 * KIB
 
 
@@ -40,22 +41,29 @@ WINDOW = 400 * KIB
 def attached(
     device: OrderedDevice,
     model: nn.Module,
-    directory: Path | None,
+    where: dict[str, Any],
     *,
     layers: list[nn.Module] | None = None,
     in_flight: int | None = WINDOW,
     **settings: Any,
 ) -> Iterator[Session]:
-    config = config_for(directory=directory, in_flight=in_flight, **settings)
+    config = config_for(in_flight=in_flight, **where, **settings)
     with (
+        # Host memory comes first, until it is full.
+        mock.patch.multiple("tba_offload.store.tiered", SPILL_SHARE=-1.0, SPILL_BYTES=-1),
         mock.patch("tba_offload.session.device_of", return_value=device),
         tba.attach(model, config, layers=layers, measure_memory=False) as session,
     ):
         yield session
 
 
-def place(store: str, tmp_path: Path) -> Path | None:
-    return tmp_path if store == "file" else None
+def place(store: str, tmp_path: Path) -> dict[str, Any]:
+    """Settings of the store."""
+    return {
+        "file": {"directory": tmp_path},
+        "host": {},
+        "tiered": {"directory": tmp_path, "host_capacity": 256 * KIB},
+    }[store]
 
 
 # Nothing races
@@ -71,6 +79,8 @@ def test_training_races_with_nothing(kind: str, store: str, in_flight: int | Non
         with device.computing():
             found = train(model, session, steps=2, micro_batches=2)
         assert_all_given_back(session)
+        if isinstance(session.store, TieredStore):
+            assert min(session.store.drives.high_water_bytes, session.store.host.high_water_bytes) > 0
     assert_same_history(found, expected)
     # With a window activations must travel; without one, how many are still in memory depends on the drive.
     assert device.copies > (0 if in_flight is None else 100)
@@ -207,10 +217,10 @@ class HastyCopies(OrderedDevice):
         self.threads: list[threading.Thread] = []
 
 
-def races_of(device: OrderedDevice, directory: Path | None) -> list[str]:
+def races_of(device: OrderedDevice, where: dict[str, Any]) -> list[str]:
     """What is found in a training that is allowed to fail."""
     model = make_model()
-    with attached(device, model, directory) as session, device.computing():
+    with attached(device, model, where) as session, device.computing():
         try:
             train(model, session, micro_batches=2)
         except (RaceError, TransferError, ValueError):

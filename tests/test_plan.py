@@ -10,14 +10,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tba_offload.plan import planner, simulator
-from tba_offload.plan.bandwidth import Bandwidth, MeasuredRate
+from tba_offload.plan import bandwidth, planner, simulator
+from tba_offload.plan.bandwidth import HOST_SPEED, Bandwidth, HostTier, MeasuredRate
 from tba_offload.plan.condense import condensed, count_items, with_few_micro_batches
 from tba_offload.plan.plan import Plan
 from tba_offload.plan.planner import NO_STALL, SLACK, Limits, make_plan
 from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing
 from tba_offload.plan.simulator import Outcome, simulate
 from tba_offload.policy import Objective, Placement
+from tba_offload.store import extents, tiered
 from tba_offload.transfer import books, offloader
 
 if TYPE_CHECKING:
@@ -72,6 +73,10 @@ profiles = st.builds(
     backward=st.floats(0.001, 0.1),
 )
 drives = st.builds(Bandwidth, st.floats(5e7, 2e10), st.floats(5e7, 2e10), st.sampled_from([0.0, 1e-4]))
+hosts = st.builds(
+    HostTier, st.floats(5e7, 4e10), st.floats(5e7, 4e10), st.one_of(st.just(0), st.integers(0, 64 * MIB))
+)
+windows = st.one_of(st.none(), st.integers(MIB, 64 * MIB))
 shares = st.floats(0.05, 1.2)
 quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -219,6 +224,118 @@ def test_a_faster_drive_never_makes_keep_or_recompute_slower(profile: StepProfil
     for placement in (KEEP, RECOMPUTE):
         plan = all_of(profile, placement)
         assert simulate(profile, plan, drive) == simulate(profile, plan, drive.scaled(2))
+
+
+# Host memory beside the drive
+
+
+def test_the_simulator_spills_as_the_store_does() -> None:
+    assert simulator.BLOCK == extents.BLOCK
+    assert (bandwidth.SPILL_SHARE, bandwidth.SPILL_BYTES) == (tiered.SPILL_SHARE, tiered.SPILL_BYTES)
+    assert HostTier(1, 1, 1).spills_above(None) == tiered.SPILL_BYTES
+    assert HostTier(1, 1, 1).spills_above(3 * MIB) == 3 * MIB // 2
+
+
+def test_host_memory_is_taken_to_be_faster_until_it_is_measured() -> None:
+    drive = Bandwidth(1e9, 2e9, 1e-4)
+    assert drive.with_host(MIB).host == HostTier(HOST_SPEED * 1e9, HOST_SPEED * 2e9, MIB)
+    assert drive.with_host(MIB, write=5e9).host == HostTier(5e9, HOST_SPEED * 2e9, MIB)
+    assert drive.with_host(MIB).with_host(None) == drive
+    assert drive.with_host(MIB).scaled(2) == dataclasses.replace(
+        drive.scaled(2), host=drive.with_host(MIB).host
+    )
+
+
+@pytest.mark.parametrize("host", [None, HostTier(3e9, 4e9, MIB)])
+def test_rates_survive_their_way_through_a_run_log(host: HostTier | None) -> None:
+    drive = Bandwidth(1e9, 2e9, 1e-4, host)
+    assert Bandwidth.from_json(json.loads(json.dumps(dataclasses.asdict(drive)))) == drive
+    assert Bandwidth.from_json({"write": 1e9, "read": 2e9, "latency": 1e-4}) == Bandwidth(1e9, 2e9, 1e-4)
+
+
+@pytest.mark.parametrize(("write", "read", "capacity"), [(0, 1, 1), (1, 0, 1), (1, 1, -1)])
+def test_rates_of_host_memory_are_positive(write: float, read: float, capacity: int) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        HostTier(write, read, capacity)
+
+
+@given(profiles, drives, hosts, windows, st.randoms(use_true_random=False))
+@quick
+def test_host_memory_holds_no_more_than_its_capacity(
+    profile: StepProfile, drive: Bandwidth, host: HostTier, window: int | None, chance: object
+) -> None:
+    placements = tuple(chance.choice([KEEP, OFFLOAD, RECOMPUTE]) for _ in profile.layers)  # type: ignore[attr-defined]
+    plan = Plan(placements, window=window)
+    outcome = simulate(profile, plan, dataclasses.replace(drive, host=host))
+    assert outcome.host_peak_bytes <= host.capacity
+    runs = sum(slot.backward and placements[slot.layer] is OFFLOAD for slot in profile.slots)
+    moved = runs * profile.kinds[0].nbytes
+    assert outcome.read_bytes + outcome.host_read_bytes + outcome.forwarded_bytes == moved
+    assert outcome.read_bytes <= outcome.written_bytes
+    assert outcome.host_read_bytes <= outcome.host_written_bytes
+    assert outcome.written_bytes + outcome.host_written_bytes <= moved
+    assert outcome.seconds == pytest.approx(compute_seconds(profile, plan) + outcome.stall_seconds)
+    assert outcome.write_seconds * drive.write >= outcome.written_bytes * (1 - 1e-9)
+
+
+@given(profiles, drives, hosts, windows)
+@quick
+def test_without_host_memory_everything_is_as_it_was(
+    profile: StepProfile, drive: Bandwidth, host: HostTier, window: int | None
+) -> None:
+    plan = all_of(profile, OFFLOAD, window)
+    alone = simulate(profile, plan, drive)
+    empty = dataclasses.replace(host, capacity=0)
+    assert simulate(profile, plan, dataclasses.replace(drive, host=empty)) == alone
+    with_host = simulate(profile, plan, dataclasses.replace(drive, host=host))
+    if not with_host.host_written_bytes:
+        assert with_host == alone
+
+
+def test_a_drive_that_keeps_up_needs_no_host_memory() -> None:
+    profile = make_profile(16)
+    plan = all_of(profile, OFFLOAD, 8 * MIB)
+    assert simulate(profile, plan, FAST.with_host(1 << 30)) == simulate(profile, plan, FAST)
+
+
+def test_host_memory_takes_what_a_drive_at_half_the_needed_rate_cannot() -> None:
+    """And with less of it the rest of the waiting stays."""
+    profile = make_profile(40, gap=0.0)
+    whole = 40 * 12 * MIB
+    plan = all_of(profile, OFFLOAD, 16 * MIB)
+    drive = Bandwidth(whole / (40 * 0.03) / 2, 100e9)
+    stalls = []
+    for share in (0.0, 0.125, 0.25, 0.6):
+        outcome = simulate(profile, plan, drive.with_host(int(share * whole), write=100e9, read=100e9))
+        assert outcome.host_written_bytes == pytest.approx(min(share, 0.5) * whole, abs=24 * MIB)
+        stalls.append(outcome.stall_seconds)
+    assert stalls == pytest.approx([1.2, 0.9, 0.6, 0.0], abs=0.06)
+
+
+def test_host_memory_is_free_again_when_its_bytes_were_used() -> None:
+    """So each micro-batch finds it as the first one did."""
+    one = make_profile(8, gap=0.0)
+    slots = tuple(slot._replace(micro_batch=number) for number in range(6) for slot in one.slots)
+    many = dataclasses.replace(one, slots=slots)
+    drive = Bandwidth(8 * 12 * MIB / (8 * 0.03) / 4, 100e9).with_host(1 << 30, write=100e9, read=100e9)
+    first, all_six = (simulate(profile, all_of(profile, OFFLOAD, 16 * MIB), drive) for profile in (one, many))
+    assert all_six.host_written_bytes == pytest.approx(6 * first.host_written_bytes, rel=0.2)
+    assert 8 * MIB < all_six.host_peak_bytes <= first.host_peak_bytes + 16 * MIB
+
+
+def test_a_plan_with_host_memory_recomputes_less() -> None:
+    profile = make_profile(16)
+    budget = int(0.35 * peak_of_keep(profile))
+    slow = Bandwidth(2e8, 2e8)
+    capacities = (None, 64 * MIB, 1 << 30)
+    found = [
+        plan_for(profile, slow.with_host(capacity, write=10e9, read=10e9), budget) for capacity in capacities
+    ]
+    recomputed = [plan.placements.count(RECOMPUTE) for plan in found]
+    assert recomputed == sorted(recomputed, reverse=True)
+    assert recomputed[0] > recomputed[-1]
+    seconds = [plan.prediction.seconds for plan in found if plan.prediction is not None]
+    assert seconds == sorted(seconds, reverse=True)
 
 
 # The planner

@@ -21,13 +21,16 @@ from tba_offload.cli import main
 from tba_offload.config import load_config
 from tba_offload.errors import RunLogError
 from tba_offload.forecast import Situation, composition
+from tba_offload.plan.bandwidth import HOST_SPEED, Bandwidth
+from tba_offload.plan.plan import Plan
 from tba_offload.plan.planner import Limits, make_plan
 from tba_offload.plan.simulator import simulate
 from tba_offload.plan.what_if import Block, one_f_one_b, stretched
-from tba_offload.planning import AutoPlanner
+from tba_offload.planning import DRIFT, AutoPlanner, _drifted
 from tba_offload.policy import LayerId, Placement
 from tba_offload.profiling import ComputeClock, profile_of
 from tba_offload.report.run_log import read_run_log
+from tba_offload.store.base import DriveLoad, Load
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -241,6 +244,86 @@ def watching(session: Session) -> AutoPlanner:
     planner = AutoPlanner(session.plan.placements, layers, Limits(None, session.plan.window))
     session._planner = planner
     return planner
+
+
+# Host memory beside the drive
+
+
+def test_bytes_in_host_memory_are_not_counted_as_the_drives() -> None:
+    planner = AutoPlanner((AUTO,), [(0, "layers.0")], Limits(), host_capacity=MIB)
+    nothing = Load(0, 0.0)
+    drive = DriveLoad(Load(2_000_000, 0.001), Load(1_000_000, 0.001))
+    planner._note_loads([drive, drive, DriveLoad(nothing, nothing, "host")])
+    assert planner.drive() == Bandwidth(4e9, 2e9).with_host(MIB)
+    planner._note_loads([drive, drive, DriveLoad(Load(9_000_000, 0.001), Load(7_000_000, 0.001), "host")])
+    assert planner.drive() == Bandwidth(4e9, 2e9).with_host(MIB, write=9e9, read=7e9)
+    alone = AutoPlanner((AUTO,), [(0, "layers.0")], Limits())
+    alone._note_loads([drive])
+    assert alone.drive() == Bandwidth(2e9, 1e9)
+
+
+def test_host_memory_that_is_not_as_assumed_is_noticed() -> None:
+    then = Bandwidth(1e9, 1e9).with_host(MIB)
+    assert not _drifted(then, then, DRIFT)
+    assert _drifted(then.scaled(0.8), then, DRIFT)
+    assert not _drifted(then.with_host(MIB, write=3.2e9), then, DRIFT)
+    assert _drifted(then.with_host(MIB, write=1e9), then, DRIFT)
+    assert _drifted(then.with_host(MIB, read=1e9), then, DRIFT)
+    assert not _drifted(then.with_host(None), then, DRIFT)
+
+
+@pytest.fixture(scope="module")
+def host_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("host")
+    model = make_model(layers=LAYERS)
+    config = config_for(in_flight=MIB, default=AUTO, directory=directory, host_capacity=2 * MIB)
+    with (
+        mock.patch.multiple("tba_offload.store.tiered", SPILL_SHARE=-1.0),  # host memory first
+        tba.attach(model, config, run_log=directory / "run.jsonl", measure_memory=False) as session,
+    ):
+        train(model, session, steps=4)
+    return directory / "run.jsonl"
+
+
+def test_the_run_log_tells_of_host_memory(host_log: Path) -> None:
+    drive = Situation.of(host_log).drive
+    assert drive.host is not None
+    assert drive.host.capacity == 2 * MIB
+    assert drive.host.write != HOST_SPEED * drive.write  # it was measured
+    output = run_plan(host_log).output
+    assert "2.0 MiB of host memory, written at" in output
+    assert "MiB to host memory, which holds" in output
+
+
+def test_what_if_there_were_host_memory(run_log: Path, host_log: Path, tmp_path: Path) -> None:
+    slow = ("--write", "20MB", "--read", "20MB", "--budget", "3MiB", "--json")
+    found = [
+        json.loads(run_plan(log, *slow, *options).output)
+        for log, options in ((run_log, ()), (run_log, ("--host", "1GiB")), (host_log, ("--host", "0")))
+    ]
+    without, with_host, none = found
+    assert without["written_bytes"]["host"] == none["written_bytes"]["host"] == 0
+    slow_with_host = Situation.of(run_log).changed(write=20e6, read=20e6, host=MIB)
+    moved = slow_with_host.outcome(Plan((OFFLOAD,) * LAYERS, window=MIB))
+    assert 0 < moved.host_peak_bytes <= MIB
+    assert moved.host_written_bytes > 0 < moved.written_bytes
+    seconds = [each["plan"]["prediction"]["seconds"] for each in (with_host, without)]
+    assert seconds == sorted(seconds)
+    assert "of host memory" not in run_plan(host_log, "--host", "0").output
+    situation = Situation.of(host_log)
+    assert situation.changed(host=MIB, drives=3).drive.host == dataclasses.replace(
+        situation.drive.host, capacity=MIB
+    )
+
+
+def test_the_policy_file_asks_for_the_host_memory(run_log: Path, host_log: Path, tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    for options, expected in (((), 2 * MIB), (("--host", "5MiB"), 5 * MIB), (("--host", "0"), None)):
+        run_plan(host_log, *options, "-o", policy)
+        assert load_config(policy).store.host_capacity == expected
+    result = CliRunner().invoke(main, ["plan", str(run_log), "--host", "1GiB", "-o", str(policy)])
+    assert result.exit_code == 1
+    assert "host_capacity: this is memory beside drives" in result.output
 
 
 # What a run log tells

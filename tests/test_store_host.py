@@ -64,10 +64,18 @@ def test_prepare_allocates_before_the_step() -> None:
         assert store.host_bytes == 5 << 20
 
 
-def test_a_small_capacity_takes_a_small_slab() -> None:
-    with HostStore(10_000, device=CPU) as store:
-        assert torch.equal(get(store, put(store, pattern(5000))), pattern(5000))
-        assert store.host_bytes == 12_288
+@pytest.mark.parametrize(("capacity", "taken"), [(10_000, 8192), (5 << 18, 5 << 18), (3 << 20, 3 << 20)])
+def test_no_more_memory_is_taken_than_the_capacity(capacity: int, taken: int) -> None:
+    """Only the last slab is smaller, and extents that reach into it are like all others."""
+    with HostStore(capacity, device=CPU, slab_bytes=1 << 20) as store:
+        for seed in range(3):
+            extent = put(store, pattern(taken, seed))
+            assert store.host_bytes == taken
+            assert torch.equal(get(store, extent), pattern(taken, seed))
+            with pytest.raises(StoreFullError, match="capacity"):
+                store.reserve(1, 0)
+            store.release(extent)
+        assert store.host_bytes == taken
 
 
 def test_pinned_memory_is_allocated_when_the_store_opens() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import errno
+import threading
+from collections import Counter, deque
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,10 +17,14 @@ from tba_offload.store import open_store
 from tba_offload.store.base import ActivationStore, Extent
 from tba_offload.store.file import FileStore
 from tba_offload.store.host import HostStore
+from tba_offload.store.queued import _Meter
 from tba_offload.store.striped import StripedStore
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tba_offload.device import Event
+    from tba_offload.store.base import IoFuture
 
 
 class TestStripedStore(StoreContract):
@@ -75,6 +81,198 @@ def test_the_drive_with_the_least_to_do_is_chosen() -> None:
 
 def _pending(store: StripedStore) -> list[int]:
     return [drive.pending_bytes() for drive in store.stores]
+
+
+# Drives of different speed
+
+
+class Clock:
+    """Time as the test has it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class PacedStore(HostStore):
+    """A drive of known speed on a clock that only :func:`pass_one` sets: nothing here takes real time."""
+
+    def __init__(self, clock: Clock, speed: float, *, drive: int, capacity: int | None = None) -> None:
+        super().__init__(capacity, device=CPU, drive=drive, slab_bytes=1 << 20)
+        self.clock, self.speed = clock, speed
+        self.running: deque[tuple[float, threading.Semaphore]] = deque()
+        self.futures: deque[IoFuture] = deque()
+        self.began = threading.Semaphore(0)
+        self._meters = (_Meter(clock), _Meter(clock))
+
+    def _move_out(self, extent: Extent, source: ByteRange, after: Event) -> int | None:
+        gate = threading.Semaphore(0)
+        self.running.append((self.clock.now + extent.nbytes / self.speed, gate))
+        self.began.release()
+        assert gate.acquire(timeout=30)
+        return super()._move_out(extent, source, after)
+
+    def write(self, extent: Extent, *arguments: Any, **options: Any) -> IoFuture:
+        first = not self.futures
+        self.futures.append(super().write(extent, *arguments, **options))
+        if first:
+            assert self.began.acquire(timeout=30)
+        return self.futures[-1]
+
+
+def paced(clock: Clock, *speeds: float) -> StripedStore:
+    return StripedStore([PacedStore(clock, speed, drive=drive) for drive, speed in enumerate(speeds)])
+
+
+def drives_of(store: StripedStore) -> list[PacedStore]:
+    assert all(isinstance(drive, PacedStore) for drive in store.stores)
+    return list(store.stores)  # type: ignore[arg-type]
+
+
+def pass_one(store: StripedStore) -> None:
+    """Lets the clock run until the next write ends."""
+    drive = min((drive for drive in drives_of(store) if drive.running), key=lambda each: each.running[0][0])
+    drive.clock.now, gate = drive.running.popleft()
+    future = drive.futures.popleft()
+    gate.release()
+    future.wait(30)
+    if drive.futures:
+        assert drive.began.acquire(timeout=30)
+
+
+def drain(store: StripedStore) -> None:
+    while store.pending():
+        pass_one(store)
+
+
+def feed(store: StripedStore, count: int, *, depth: int, nbytes: int = 100_000) -> Counter[int]:
+    """Writes ``count`` extents with ``depth`` queued or running; how many went to each drive."""
+    data, taken = pattern(nbytes), Counter[int]()
+    for _ in range(count):
+        extent = store.reserve(nbytes, 0)
+        taken[extent.drive] += 1
+        store.write(extent, ByteRange.of(data), READY, done=lambda _, extent=extent: store.release(extent))
+        while store.pending() >= depth:
+            pass_one(store)
+    return taken
+
+
+@pytest.mark.parametrize("depth", [1, 12])
+@pytest.mark.parametrize("speeds", [(1e9, 1e9), (1e9, 3e9), (4e9, 1e9, 3e9)])
+def test_the_split_of_bytes_follows_the_rates(speeds: tuple[float, ...], depth: int) -> None:
+    """With queues as with one write at a time."""
+    with paced(Clock(), *speeds) as store:
+        feed(store, 40, depth=depth)
+        taken = feed(store, 400, depth=depth)
+        drain(store)
+        for drive, speed in enumerate(speeds):
+            assert taken[drive] == pytest.approx(400 * speed / sum(speeds), abs=6)
+        assert store.write_rate() == pytest.approx(sum(speeds))
+
+
+@pytest.mark.parametrize("depth", [1, 12])
+def test_a_drive_that_becomes_slow_gets_less_and_gets_more_when_it_recovers(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tba_offload.store.queued._RECENT_BYTES", 2 << 20)
+    with paced(Clock(), 1e9, 1e9) as store:
+        before = feed(store, 100, depth=depth)
+        drives_of(store)[1].speed = 1e8
+        feed(store, 200, depth=depth)  # until what was measured before has faded
+        slow = feed(store, 220, depth=depth)
+        drives_of(store)[1].speed = 1e9
+        feed(store, 400, depth=depth)
+        after = feed(store, 100, depth=depth)
+        drain(store)
+    assert before[1] == pytest.approx(50, abs=6)
+    assert slow[1] == pytest.approx(20, abs=8)
+    assert after[1] == pytest.approx(50, abs=6)
+
+
+def test_the_drive_that_writes_it_first_is_chosen_not_the_one_with_the_least_to_do() -> None:
+    data = pattern(100_000)
+    with paced(Clock(), 1e9, 4e9) as store:
+        feed(store, 20, depth=1)
+        slow, fast = drives_of(store)
+        for drive in (slow, fast) * 3:
+            drive.write(drive.reserve(100_000, 0), ByteRange.of(data), READY)
+        assert (slow.pending_bytes(), fast.pending_bytes()) == (300_000, 300_000)
+        assert store.reserve(100_000, 0).drive == 1
+        fast.write(fast.reserve(500_000, 0), ByteRange.of(pattern(500_000)), READY)
+        # The slow one would have written it after 0.4 ms, the fast one after 0.225.
+        assert store.reserve(100_000, 0).drive == 1
+        fast.write(fast.reserve(900_000, 0), ByteRange.of(pattern(900_000)), READY)
+        # And now after 0.45.
+        assert store.reserve(100_000, 0).drive == 0
+        drain(store)
+
+
+def test_a_fast_drive_with_little_to_do_comes_before_a_slow_one_with_nothing() -> None:
+    with paced(Clock(), 1e9, 10e9) as store:
+        feed(store, 40, depth=1)
+        _, fast = drives_of(store)
+        fast.write(fast.reserve(100_000, 0), ByteRange.of(pattern(100_000)), READY)
+        assert [store.reserve(100_000, 0).drive for _ in range(3)] == [1, 1, 1]
+        drain(store)
+
+
+def test_a_drive_that_was_not_measured_is_tried() -> None:
+    clock = Clock()
+    with paced(clock, 1e9, 1e9, 1e9) as store:
+        for drive in drives_of(store)[:2]:
+            drive.write(drive.reserve(100_000, 0), ByteRange.of(pattern(100_000)), READY)
+        drain(store)
+        assert [drive.write_rate() for drive in drives_of(store)] == [pytest.approx(1e9)] * 2 + [None]
+        assert feed(store, 30, depth=1) == {0: 10, 1: 10, 2: 10}
+
+
+def test_a_full_drive_is_owed_nothing_when_it_has_room_again() -> None:
+    clock = Clock()
+    small = PacedStore(clock, 1e9, drive=0, capacity=8 * 4096)
+    with StripedStore([small, *(PacedStore(clock, 1e9, drive=drive) for drive in (1, 2))]) as store:
+        block = small.reserve(8 * 4096, 0)
+        assert feed(store, 60, depth=1, nbytes=4096) == {1: 30, 2: 30}
+        small.release(block)
+        taken = feed(store, 30, depth=1, nbytes=4096)
+        assert taken[0] == pytest.approx(10, abs=1)
+
+
+def test_a_drive_that_was_busy_is_owed_nothing_for_the_turns_of_the_others() -> None:
+    with paced(Clock(), 1e9, 1e9) as store:
+        feed(store, 10, depth=1)
+        busy = drives_of(store)[0]
+        busy.write(busy.reserve(20_000_000, 0), ByteRange.of(pattern(20_000_000)), READY)
+        assert feed(store, 20, depth=2) == {1: 20}
+        drain(store)
+        assert feed(store, 10, depth=1)[0] == pytest.approx(5, abs=1)
+
+
+def test_looking_at_a_rate_leaves_the_loads_to_the_planner() -> None:
+    with paced(Clock(), 1e9) as store:
+        feed(store, 3, depth=1)
+        assert store.write_rate() == pytest.approx(1e9)
+        ((write, read),) = store.take_loads()
+        assert (write.nbytes, read.nbytes) == (300_000, 0)
+        assert write.seconds == pytest.approx(300e-6)
+        assert store.take_loads()[0].write == (0, 0.0)
+        assert store.write_rate() == pytest.approx(1e9)
+
+
+def test_a_write_that_fails_says_nothing_of_a_rate() -> None:
+    class Failing(PacedStore):
+        def _move_out(self, extent: Extent, source: ByteRange, after: Event) -> int | None:
+            super()._move_out(extent, source, after)
+            raise OSError(errno.EIO, "as the test wants it")
+
+    with StripedStore([Failing(Clock(), 1e9, drive=0)]) as store:
+        future = store.write(store.reserve(100_000, 0), ByteRange.of(pattern(100_000)), READY)
+        with pytest.raises(StoreError, match="as the test wants it"):
+            pass_one(store)
+        assert future.done()
+        assert store.write_rate() is None
+        assert store.take_loads()[0].write.nbytes == 0
 
 
 def test_a_full_drive_is_passed_over() -> None:

@@ -2,8 +2,9 @@
 
 The simulator does what the offloader does, activation by activation, with the rates of a drive instead of a
 drive: writes in the order of saving, a part of the window held back, reads ahead of backward as the window
-allows, waiting at its ceiling. Compute is a single thread of slots. Nothing else is modelled: rates are
-constant, and both directions have their own.
+allows, waiting at its ceiling. Host memory beside the drive takes writes while the drive has too much to do.
+Compute is a single thread of slots. Nothing else is modelled: rates are constant, and both directions of both
+tiers have their own.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tba_offload.plan.plan import Prediction
 from tba_offload.policy import Placement
 
 if TYPE_CHECKING:
-    from tba_offload.plan.bandwidth import Bandwidth
+    from tba_offload.plan.bandwidth import Bandwidth, HostTier
     from tba_offload.plan.plan import Plan
     from tba_offload.plan.profile import LayerKind, Slot, StepProfile
 
@@ -30,6 +31,9 @@ HELD_BACK = 0.25
 
 REFILL_BELOW = 0.75
 """Reading ahead starts again when less than this share of the window is in flight."""
+
+BLOCK = 4096
+"""Host memory is taken in blocks of this many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,9 @@ class Outcome:
         forwarded_bytes: Bytes of offloaded layers that were still there when backward came.
         write_seconds: How long the drive was busy with writes.
         read_seconds: How long it was busy with reads.
+        host_written_bytes: Bytes that went to host memory beside the drive.
+        host_read_bytes: Bytes that came back from there.
+        host_peak_bytes: Most bytes that it held.
     """
 
     seconds: float
@@ -55,6 +62,9 @@ class Outcome:
     forwarded_bytes: int
     write_seconds: float
     read_seconds: float
+    host_written_bytes: int = 0
+    host_read_bytes: int = 0
+    host_peak_bytes: int = 0
 
     @property
     def prediction(self) -> Prediction:
@@ -68,7 +78,7 @@ def simulate(profile: StepProfile, plan: Plan, drive: Bandwidth) -> Outcome:
     Args:
         profile: The step.
         plan: A placement for each of its layers, and the window.
-        drive: The rates.
+        drive: The rates, and the host memory beside the drive.
 
     Raises:
         ValueError: The plan is for another number of layers.
@@ -87,15 +97,51 @@ _Scope = tuple[int, int]
 class _Item:
     """An activation that is offloaded; times are infinite until they are certain."""
 
-    __slots__ = ("arrives", "in_memory", "nbytes", "until", "waits", "written")
+    __slots__ = ("arrives", "in_memory", "nbytes", "on_host", "until", "waits", "written")
 
     def __init__(self, nbytes: int, until: float) -> None:
         self.nbytes = nbytes
         self.until = until
         self.in_memory = True  # the original, on the offloader's account
         self.waits = True  # in the outbox
+        self.on_host = False
         self.written = INFINITY
         self.arrives = INFINITY  # or when it was used, if that needed no read
+
+
+class _HostMemory:
+    """The host tier in a run: what it holds, and when each of its directions is free again."""
+
+    def __init__(self, tier: HostTier, window: int | None) -> None:
+        self.tier = tier
+        self.spills_above = tier.spills_above(window)
+        self.backlog = 0  # bytes that the drive has still to write
+        self.held = self.peak = 0
+        self.written = self.read = 0
+        self.writer_free = self.reader_free = 0.0
+        self.writing: deque[_Item] = deque()
+
+    def takes(self, item: _Item) -> bool:
+        """Whether a write goes to host memory rather than to the drive."""
+        return self.backlog > self.spills_above and self.held + _blocks(item) <= self.tier.capacity
+
+    def write(self, item: _Item, now: float) -> None:
+        self.writer_free = max(self.writer_free, now) + item.nbytes / self.tier.write
+        self.written += item.nbytes
+        self.held += _blocks(item)
+        self.peak = max(self.peak, self.held)
+        item.on_host = True
+        item.written = self.writer_free
+        self.writing.append(item)
+
+    def start_read(self, item: _Item, now: float) -> None:
+        self.reader_free = max(self.reader_free, now, item.written) + item.nbytes / self.tier.read
+        self.read += item.nbytes
+        item.arrives = self.reader_free
+
+
+def _blocks(item: _Item) -> int:
+    return -(-item.nbytes // BLOCK) * BLOCK
 
 
 class _Run:
@@ -120,6 +166,7 @@ class _Run:
         self.outbox_bytes = 0
         self.writing: deque[_Item] = deque()
         self.next_written = INFINITY  # when the first of them is
+        self.host = _HostMemory(drive.host, window) if drive.host is not None else None
         # What each execution of a layer has saved, in the order in which backward is going to use it.
         self.saved: dict[_Scope, list[_Item]] = {}
         self.order = [
@@ -158,7 +205,17 @@ class _Run:
             forwarded_bytes=self.forwarded,
             write_seconds=self.write_seconds,
             read_seconds=self.read_seconds,
+            **self._host_figures(),
         )
+
+    def _host_figures(self) -> dict[str, int]:
+        if self.host is None:
+            return {}
+        return {
+            "host_written_bytes": self.host.written,
+            "host_read_bytes": self.host.read,
+            "host_peak_bytes": self.host.peak,
+        }
 
     # ---- layers that stay ------------------------------------------------------------------------
 
@@ -248,7 +305,7 @@ class _Run:
             if self.in_flight + nbytes <= self.window:
                 return
             self._flush(0)
-            if not self.writing:
+            if self.next_written == INFINITY:
                 return  # only what was read ahead is in flight; it would be given up
             self._wait_until(self.next_written)
             self._settle()
@@ -257,24 +314,43 @@ class _Run:
         while self.outbox and (not held_back or self.outbox_bytes > held_back):
             item = self.outbox.popleft()
             self.outbox_bytes -= item.nbytes
+            item.waits = False
+            if self.host is not None:
+                self._settle()
+                if self.host.takes(item):
+                    self.host.write(item, self.now)
+                    self._note_next()
+                    continue
+                self.host.backlog += item.nbytes
             seconds = self.drive.latency + item.nbytes / self.drive.write
             self.writer_free = max(self.writer_free, self.now) + seconds
             self.write_seconds += seconds
             self.written += item.nbytes
-            item.waits = False
             item.written = self.writer_free
             self.writing.append(item)
-            self.next_written = self.writing[0].written
+            self._note_next()
 
     def _settle(self) -> None:
         """Takes note of the writes that have ended by now."""
-        writing = self.writing
         while self.next_written <= self.now:
-            item = writing.popleft()
-            self.next_written = writing[0].written if writing else INFINITY
+            item = self._first_to_end().popleft()
+            self._note_next()
+            if self.host is not None and not item.on_host:
+                self.host.backlog -= item.nbytes
             if item.in_memory:
                 item.in_memory = False
                 self.in_flight -= item.nbytes
+
+    def _first_to_end(self) -> deque[_Item]:
+        """The writes of the tier that ends one before the other does."""
+        if self.host is None or not self.host.writing:
+            return self.writing
+        is_host = not self.writing or self.host.writing[0].written < self.writing[0].written
+        return self.host.writing if is_host else self.writing
+
+    def _note_next(self) -> None:
+        lane = self._first_to_end()
+        self.next_written = lane[0].written if lane else INFINITY
 
     def _wait_until(self, when: float) -> None:
         if when > self.now:
@@ -312,6 +388,8 @@ class _Run:
         else:
             self._start_read(item)
             self._wait_until(item.arrives)
+        if self.host is not None and item.on_host:
+            self.host.held -= _blocks(item)
         self.settled += item.nbytes
         self._note_peak()
 
@@ -323,6 +401,9 @@ class _Run:
             self.outbox_bytes -= item.nbytes
 
     def _start_read(self, item: _Item) -> None:
+        if self.host is not None and item.on_host:
+            self.host.start_read(item, self.now)
+            return
         seconds = self.drive.latency + item.nbytes / self.drive.read
         self.reader_free = max(self.reader_free, self.now, item.written) + seconds
         self.read_seconds += seconds

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
     from tba_offload.device import ByteRange, Device, Event
 
+DRIVE_TIER, HOST_TIER = "drive", "host"
+"""The legal tiers of :class:`DriveLoad`."""
+
 _FEW_CORES = 2
 KINDS = ("auto", "gds", "file", "host")
 """The legal kinds of :func:`open_store`."""
@@ -165,10 +168,17 @@ class Load(NamedTuple):
 
 
 class DriveLoad(NamedTuple):
-    """What one drive has moved."""
+    """What one drive has moved, or the host memory beside drives.
+
+    Attributes:
+        write: To it.
+        read: From it.
+        tier: Which of the two it is, "drive" or "host"; a store in host memory alone is its own drive.
+    """
 
     write: Load
     read: Load
+    tier: str = DRIVE_TIER
 
 
 class ActivationStore(ABC):
@@ -183,7 +193,7 @@ class ActivationStore(ABC):
     closed there and every use raises ``SessionError``.
 
     Attributes:
-        kind: "file", "host", "gds" or "striped".
+        kind: "file", "host", "gds", "striped" or "tiered".
         alignment: What addresses must match for a transfer without a copy, bytes; 1 where nothing is needed.
         capacity_bytes: The most bytes that extents may take; ``None`` if only the drive sets a limit.
     """
@@ -282,12 +292,29 @@ class ActivationStore(ABC):
         """What each drive has moved since the last call."""
 
     @abstractmethod
+    def write_rate(self) -> float | None:
+        """Bytes a second that writes went at of late, all drives together; ``None`` before the first.
+
+        Looking does not disturb :meth:`take_loads`, and costs next to nothing.
+        """
+
+    @abstractmethod
     def pending(self) -> int:
         """Transfers that are queued or running; one whose future is done no longer counts."""
 
     @abstractmethod
     def pending_bytes(self) -> int:
         """Bytes whose transfers are queued or running."""
+
+    @abstractmethod
+    def pending_write_bytes(self) -> int:
+        """Bytes whose writes are queued or running."""
+
+    def expect(self, in_flight: int | None) -> None:  # noqa: B027 - most stores have no use for it
+        """Tells the store how many bytes may be in flight at most; ``None`` for no limit.
+
+        Called between steps, whenever that changes.
+        """
 
     @abstractmethod
     def prepare(self, nbytes: int) -> None:
@@ -321,6 +348,7 @@ def open_store(
     kind: str = "auto",
     directories: Sequence[str | os.PathLike[str]] = (),
     capacity: int | None = None,
+    host_capacity: int | None = None,
     checksum: bool = False,
     device: Device,
     readers: int | None = None,
@@ -334,13 +362,15 @@ def open_store(
         directories: Where to put files, one for each drive; several make a striped store.
         capacity: Bytes that extents may take in all, divided evenly among the directories; ``None`` for no
             limit but the drives' own.
+        host_capacity: Bytes of host memory to use while the drives have too much to do; ``None`` for none.
         checksum: Verify every read against a checksum taken at the write.
         device: The device that activations lie on.
         readers: Threads that read, for each directory; ``None`` for what suits the machine.
         writers: Threads that write, likewise.
 
     Raises:
-        ConfigError: An unknown kind, a directory given twice, or directories that do not go with the kind.
+        ConfigError: An unknown kind, a directory given twice, or directories or ``host_capacity`` that do not
+            go with the kind.
         MissingDependencyError: "gds" without kvikio, or a checksum without xxhash.
         UnsupportedError: "gds" for activations on the CPU.
         StoreError: A directory cannot be used.
@@ -353,8 +383,17 @@ def open_store(
         "writers": usual if writers is None else writers,
     }
     if kind == "host" or (kind == "auto" and not directories):
+        if host_capacity is not None:
+            raise ConfigError("host_capacity is for memory beside drives; a store in memory has capacity")
         return _open_host(directories, capacity, device, checksum=checksum, threads=threads)
-    return _open_files(directories, capacity, device, kind=kind, checksum=checksum, threads=threads)
+    drives = _open_files(directories, capacity, device, kind=kind, checksum=checksum, threads=threads)
+    if host_capacity is None:
+        return drives
+    try:
+        return _with_host_memory(drives, host_capacity, device, len(directories), checksum=checksum)
+    except BaseException:
+        drives.close()
+        raise
 
 
 def threads_per_direction() -> int:
@@ -407,6 +446,16 @@ def _open_files(
             store.close()
         raise
     return stores[0] if len(stores) == 1 else StripedStore(stores)
+
+
+def _with_host_memory(
+    drives: ActivationStore, capacity: int, device: Device, count: int, *, checksum: bool
+) -> ActivationStore:
+    """Puts host memory beside ``count`` drives, with one thread for each direction."""
+    from tba_offload.store.host import HostStore
+    from tba_offload.store.tiered import TieredStore
+
+    return TieredStore(drives, HostStore(capacity, device=device, checksum=checksum, drive=count))
 
 
 def _distinct(directories: Sequence[str | os.PathLike[str]], kind: str) -> list[str]:

@@ -23,31 +23,35 @@ _NAME = "host memory"
 
 
 class _Slabs:
-    """Host memory in slabs of one size that together form one range of bytes; none is freed before the end.
+    """Host memory in slabs that together form one range of bytes; none is freed before the end.
 
-    Large slabs are few: pinning one blocks the device, and PyTorch rounds a pinned allocation up to a power
-    of two.
+    All slabs have one size but the last, which ends at the limit. Large slabs are few: pinning one blocks the
+    device, and PyTorch rounds a pinned allocation up to a power of two.
     """
 
-    def __init__(self, slab_bytes: int, device: Device) -> None:
+    def __init__(self, slab_bytes: int, limit: int | None, device: Device) -> None:
         self.slab_bytes = slab_bytes
+        self._limit = limit
         self._device = device
         self._slabs: list[torch.Tensor] = []
 
     @property
     def allocated_bytes(self) -> int:
         """Host memory taken."""
-        return len(self._slabs) * self.slab_bytes
+        return sum(slab.numel() for slab in self._slabs)
 
     def grow(self, size: int) -> None:
-        """Adds slabs until there are ``size`` bytes."""
+        """Adds slabs until there are ``size`` bytes, which are within the limit."""
         while self.allocated_bytes < size:
+            nbytes = self.slab_bytes
+            if self._limit is not None:
+                nbytes = min(nbytes, self._limit - self.allocated_bytes)
             try:
-                self._slabs.append(self._device.host_memory(self.slab_bytes))
+                self._slabs.append(self._device.host_memory(nbytes))
             except (MemoryError, OSError, RuntimeError) as error:  # malloc, mmap, CUDA
                 raise StoreFullError(
                     errno.ENOMEM,
-                    f"no {self.slab_bytes} bytes more than {self.allocated_bytes}: {error}; set "
+                    f"no {nbytes} bytes more than {self.allocated_bytes}: {error}; set "
                     "store.capacity or use a drive",
                     _NAME,
                 ) from error
@@ -73,7 +77,8 @@ class HostStore(QueuedStore):
     """A store in host memory, with one thread for each direction: a copy takes all the bandwidth it finds.
 
     Args:
-        capacity: Bytes that extents may take in all; ``None`` for no limit but the memory's own.
+        capacity: Bytes that extents may take in all, and host memory that the store takes at most; ``None``
+            for no limit but the memory's own.
         device: The device that activations lie on; on CUDA the memory is pinned.
         writers: Threads that copy to the store.
         readers: Threads that copy from the store.
@@ -102,11 +107,10 @@ class HostStore(QueuedStore):
     ) -> None:
         if slab_bytes <= 0 or slab_bytes % BLOCK:
             raise ValueError(f"a slab is a positive multiple of {BLOCK} bytes, not {slab_bytes}")
-        if capacity is not None:
-            slab_bytes = min(slab_bytes, max(round_up(capacity, BLOCK), BLOCK))
-        self._slabs = _Slabs(slab_bytes, device)
-        if capacity is not None and device.pins_memory:
-            self._slabs.grow(capacity)
+        limit = None if capacity is None else capacity // BLOCK * BLOCK
+        self._slabs = _Slabs(slab_bytes, limit, device)
+        if limit is not None and device.pins_memory:
+            self._slabs.grow(limit)
         super().__init__(
             alignment=1,
             capacity=capacity,
@@ -135,6 +139,11 @@ class HostStore(QueuedStore):
     def host_bytes(self) -> int:
         """Host memory that the store takes now."""
         return self._slabs.allocated_bytes
+
+    def may_hold(self, nbytes: int) -> bool:
+        """Whether an extent of ``nbytes`` may find room; no, if the capacity leaves too little of it."""
+        capacity = self._space.capacity
+        return capacity is None or self._space.used + round_up(nbytes, BLOCK) <= capacity
 
     def _move_out(self, extent: Extent, source: ByteRange, after: Event) -> int | None:
         hasher, data = self._hasher(), source.tensor()

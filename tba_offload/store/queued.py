@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 _PATIENCE_AT_FORK = 10.0
 """Seconds that a fork waits for running reads."""
 
+_RECENT_BYTES = 64 << 20
+"""How far back the rate of a direction looks: what came before so many bytes counts half, or less."""
+
 
 class Backing(Protocol):
     """What holds the bytes. It must not refer to the store, so that a forgotten store can be collected."""
@@ -62,40 +65,59 @@ class _Lease:
 
 
 class _Meter:
-    """How many bytes move in one direction, and for how long there is something to move."""
+    """How many bytes move in one direction, and for how long there is something to move.
 
-    def __init__(self) -> None:
+    Attributes:
+        rate: Bytes a second of late; ``None`` before anything has moved. Whoever looks takes no lock, and
+            does not disturb :meth:`take`.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.rate: float | None = None
+        self._clock = clock
         self._lock = threading.Lock()
         self._moving = 0
         self._since = 0.0
         self._nbytes = 0
         self._seconds = 0.0
+        self._recent_bytes = 0.0
+        self._recent_seconds = 0.0
 
     def begin(self) -> None:
         """A transfer starts."""
         with self._lock:
             if not self._moving:
-                self._since = time.perf_counter()
+                self._since = self._clock()
             self._moving += 1
 
     def end(self, nbytes: int) -> None:
-        """It has ended."""
+        """It has ended, and has moved so many bytes."""
         with self._lock:
+            self._pass_time()
             self._moving -= 1
             self._nbytes += nbytes
-            if not self._moving:
-                self._seconds += time.perf_counter() - self._since
+            self._recent_bytes += nbytes
+            if self._recent_seconds and self._recent_bytes:
+                self.rate = self._recent_bytes / self._recent_seconds
+            if self._recent_bytes >= _RECENT_BYTES:
+                self._recent_bytes /= 2
+                self._recent_seconds /= 2
 
     def take(self) -> Load:
         """What was moved since the last call."""
         with self._lock:
             if self._moving:
-                now = time.perf_counter()
-                self._seconds += now - self._since
-                self._since = now
+                self._pass_time()
             load = Load(self._nbytes, self._seconds)
             self._nbytes, self._seconds = 0, 0.0
             return load
+
+    def _pass_time(self) -> None:
+        """Counts the time since it was last counted, in all of which something moved."""
+        now = self._clock()
+        self._seconds += now - self._since
+        self._recent_seconds += now - self._since
+        self._since = now
 
 
 class Transfer(IoFuture):
@@ -243,7 +265,7 @@ class QueuedStore(ActivationStore):
         self.capacity_bytes = capacity
         self.name = name
         self._device = device
-        self._drive = drive
+        self.drive_number = drive
         self._backing = backing
         self._checksum = _checksum_type() if checksum else None
         # Guards the allocator, the leases and the counters; held for microseconds, save while a file grows.
@@ -252,6 +274,7 @@ class QueuedStore(ActivationStore):
         self._leases: dict[int, _Lease] = {}
         self._pending = 0
         self._pending_bytes = 0
+        self._pending_write_bytes = 0
         self._closed = False
         self._forked = False
         self._callback_error: BaseException | None = None
@@ -304,7 +327,7 @@ class QueuedStore(ActivationStore):
                 self._check_open()
                 offset = self._space.allocate(length)
                 if offset is not None:
-                    extent = Extent(offset, length, nbytes, lead, self._drive)
+                    extent = Extent(offset, length, nbytes, lead, self.drive_number)
                     self._leases[offset] = _Lease(extent)
                     return extent
         except BaseException:
@@ -358,7 +381,12 @@ class QueuedStore(ActivationStore):
 
     def take_loads(self) -> list[DriveLoad]:
         """What the drive has moved; see :meth:`ActivationStore.take_loads`."""
-        return [DriveLoad(*(meter.take() for meter in self._meters))]
+        write, read = self._meters
+        return [DriveLoad(write.take(), read.take())]
+
+    def write_rate(self) -> float | None:
+        """Bytes a second that were written of late; see :meth:`ActivationStore.write_rate`."""
+        return self._meters[0].rate
 
     def pending(self) -> int:
         """Transfers that are queued or running."""
@@ -367,6 +395,10 @@ class QueuedStore(ActivationStore):
     def pending_bytes(self) -> int:
         """Bytes whose transfers are queued or running."""
         return self._pending_bytes
+
+    def pending_write_bytes(self) -> int:
+        """Bytes whose writes are queued or running."""
+        return self._pending_write_bytes
 
     def prepare(self, nbytes: int) -> None:
         """Grows the store; see :meth:`ActivationStore.prepare`."""
@@ -439,6 +471,7 @@ class QueuedStore(ActivationStore):
         if transfer.writes:
             lease.writing = True
             lease.written = False
+            self._pending_write_bytes += nbytes
         else:
             lease.reading += 1
         self._pending += 1
@@ -495,14 +528,17 @@ class QueuedStore(ActivationStore):
         after.synchronize()  # before the clock starts: this is not the drive's time
         lease = transfer.lease
         meter = self._meters[0 if transfer.writes else 1]
+        moved = 0  # a transfer that fails, perhaps at once, says nothing of a rate
         meter.begin()
         try:
             if transfer.writes:
                 lease.digest = self._move_out(lease.extent, memory, after)
+                moved = lease.extent.nbytes
                 return
             digest = self._move_in(lease.extent, memory, after, padded=transfer.padded)
+            moved = lease.extent.nbytes
         finally:
-            meter.end(lease.extent.nbytes)
+            meter.end(moved)
         if digest != lease.digest:
             raise ChecksumError(
                 errno.EIO,
@@ -520,6 +556,7 @@ class QueuedStore(ActivationStore):
             if transfer.writes:
                 lease.writing = False
                 lease.written = succeeded
+                self._pending_write_bytes -= lease.extent.nbytes
             else:
                 lease.reading -= 1
 

@@ -1,8 +1,9 @@
-"""One store over several drives: an extent lies wholly on one of them, the one with the least to do."""
+"""One store over several drives: an extent lies wholly on one of them, the one that writes it first."""
 
 from __future__ import annotations
 
 import errno
+import math
 import threading
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ from tba_offload.errors import StoreFullError
 from tba_offload.store.base import ActivationStore, DriveLoad, Extent, IoFuture
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Container, Sequence
 
     from tba_offload.device import ByteRange, Event
 
@@ -19,8 +20,11 @@ if TYPE_CHECKING:
 class StripedStore(ActivationStore):
     """Spreads extents over stores.
 
-    A new extent goes to the store with the fewest bytes queued and running, in turn where several have
-    equally few; to another one if that is full. A slow drive thus gets less to do.
+    A new extent goes to the store that would have written it first, by the bytes queued and running there and
+    the rate that was measured of late; to another one if that is full. Where several have nothing to do they
+    take turns, a drive of twice the rate twice as often: else the fastest would get everything as long as
+    queues are short, the others would not help when it is read back, and their rates would never be measured
+    again. Until anything is measured all drives are taken for equally fast.
 
     Args:
         stores: At least one; the ``drive`` of the extents of each is its place in the list. They are closed
@@ -41,7 +45,9 @@ class StripedStore(ActivationStore):
         capacities = [store.capacity_bytes for store in stores]
         limited = [capacity for capacity in capacities if capacity is not None]
         self.capacity_bytes = sum(limited) if len(limited) == len(capacities) else None
-        self._turn = 0
+        # Weighted turns: when the last turn began, and when that of each drive ended, as if bytes were time.
+        self._now = 0.0
+        self._ended = [0.0] * len(self.stores)
         self._turn_lock = threading.Lock()
 
     @property
@@ -65,16 +71,17 @@ class StripedStore(ActivationStore):
         return sum(store.high_water_bytes for store in self.stores)
 
     def reserve(self, nbytes: int, address: int) -> Extent:
-        """Takes an extent where there is room and least to do; see :meth:`ActivationStore.reserve`."""
-        refusals = []
-        for drive in self._by_load():
+        """Takes an extent where it is written first; see :meth:`ActivationStore.reserve`."""
+        refusals: dict[int, str] = {}
+        while len(refusals) < len(self.stores):
+            drive = self._choose(nbytes, refusals)
             try:
                 return self.stores[drive].reserve(nbytes, address)
             except StoreFullError as error:
-                refusals.append(str(error))
+                refusals[drive] = str(error)
         raise StoreFullError(
             errno.ENOSPC,
-            f"none of {len(self.stores)} drives has room for {nbytes} bytes: {'; '.join(refusals)}",
+            f"none of {len(self.stores)} drives has room for {nbytes} bytes: {'; '.join(refusals.values())}",
         )
 
     def release(self, extent: Extent) -> None:
@@ -104,6 +111,10 @@ class StripedStore(ActivationStore):
         """What each drive has moved; see :meth:`ActivationStore.take_loads`."""
         return [load for store in self.stores for load in store.take_loads()]
 
+    def write_rate(self) -> float | None:
+        """The sum over the drives; see :meth:`ActivationStore.write_rate`."""
+        return sum(store.write_rate() or 0.0 for store in self.stores) or None
+
     def pending(self) -> int:
         """Transfers that are queued or running on all drives."""
         return sum(store.pending() for store in self.stores)
@@ -111,6 +122,10 @@ class StripedStore(ActivationStore):
     def pending_bytes(self) -> int:
         """Bytes whose transfers are queued or running on all drives."""
         return sum(store.pending_bytes() for store in self.stores)
+
+    def pending_write_bytes(self) -> int:
+        """Bytes whose writes are queued or running on all drives."""
+        return sum(store.pending_write_bytes() for store in self.stores)
 
     def prepare(self, nbytes: int) -> None:
         """Grows every drive to its even share; see :meth:`ActivationStore.prepare`."""
@@ -128,12 +143,38 @@ class StripedStore(ActivationStore):
             raise ValueError(f"{extent} is not reserved here: there are {len(self.stores)} drives")
         return self.stores[extent.drive]
 
-    def _by_load(self) -> list[int]:
-        """All drives, the one to use first in front."""
-        count = len(self.stores)
+    def _choose(self, nbytes: int, refused: Container[int]) -> int:
+        """The drive for ``nbytes``, none of those that refused them."""
+        speeds = self._speeds()
+        idle: list[int] = []
+        soonest, busy = math.inf, -1
+        for drive, store in enumerate(self.stores):
+            if drive in refused:
+                continue
+            pending = store.pending_bytes()
+            if not pending:
+                idle.append(drive)
+            elif (ends := (pending + nbytes) / speeds[drive]) < soonest:
+                soonest, busy = ends, drive
+        if len(idle) == 1 and busy < 0:
+            return idle[0]
+        if not idle or soonest < min(nbytes / speeds[drive] for drive in idle):
+            return busy
+        return self._take_turn(idle, nbytes, speeds)
+
+    def _speeds(self) -> list[float]:
+        """How fast each drive writes, as a share of the fastest; one that was not measured is as fast."""
+        rates = [store.write_rate() for store in self.stores]
+        best = max([rate for rate in rates if rate is not None], default=1.0)
+        return [1.0 if rate is None else rate / best for rate in rates]
+
+    def _take_turn(self, idle: Sequence[int], nbytes: int, speeds: Sequence[float]) -> int:
+        """Whose turn it is among drives with nothing to do: start-time fair queueing (Goyal et al. 1996).
+
+        A drive that was busy, or full, when others had their turns is owed nothing for that.
+        """
         with self._turn_lock:
-            first = self._turn
-            self._turn = (first + 1) % count
-        drives = [(first + i) % count for i in range(count)]
-        drives.sort(key=lambda drive: self.stores[drive].pending_bytes())  # stable: ties go in turn
-        return drives
+            drive = min(idle, key=self._ended.__getitem__)
+            self._now = max(self._ended[drive], self._now)
+            self._ended[drive] = self._now + nbytes / speeds[drive]
+        return drive

@@ -91,6 +91,7 @@ class Offloader:
         ceiling = self._books.ceiling
         self._batch_bytes = min(BATCH_BYTES, ceiling // 4) if ceiling is not None else BATCH_BYTES
         self._held_back_bytes = int(HELD_BACK * ceiling) if ceiling is not None else 0
+        self.store.expect(ceiling)
 
     def resize_window(self, ceiling: int | None) -> None:
         """Sets the most bytes in flight; between steps."""

@@ -1,0 +1,413 @@
+"""Drives with host memory beside them."""
+
+from __future__ import annotations
+
+import errno
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+import torch
+from harness import KIB, MIB, Drive, DrivenFileStore, assert_all_given_back, config_for, in_time
+from models import assert_same_history, make_model, train
+from store_contract import (
+    CPU,
+    READY,
+    Gate,
+    StoreContract,
+    descriptors,
+    get,
+    io_threads,
+    pattern,
+    put,
+)
+
+import tba_offload as tba
+from tba_offload.device import ByteRange
+from tba_offload.errors import ConfigError, StoreError, StoreFullError, TransferError
+from tba_offload.report.run_log import read_run_log
+from tba_offload.store import open_store
+from tba_offload.store.file import FileStore
+from tba_offload.store.host import HostStore
+from tba_offload.store.striped import StripedStore
+from tba_offload.store.tiered import SPILL_BYTES, TieredStore
+from tba_offload.transfer.offloader import Offloader
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from torch import nn
+
+    from tba_offload.session import Session
+    from tba_offload.store.base import ActivationStore, Extent, IoFuture
+
+HOST = 1
+"""The ``drive`` of extents in host memory, where there is one drive."""
+
+ALWAYS = -1
+"""Bytes to spill at, so that host memory comes first until it is full."""
+
+
+class TestTieredStore(StoreContract):
+    """A drive that has little to do, so that it gets everything."""
+
+    expression = "TieredStore(FileStore(directory, device=CPU), HostStore(1 << 20, device=CPU, drive=1))"
+
+    def make_store(self, directory: Path, *, capacity: int | None = None, **options: Any) -> ActivationStore:
+        share = None if capacity is None else capacity // 2
+        host = HostStore(share or MIB, device=CPU, drive=HOST, slab_bytes=1 << 16, **options)
+        return TieredStore(FileStore(directory, device=CPU, capacity=share, **options), host)
+
+    def corrupt(self, store: ActivationStore, extent: Extent) -> None:
+        assert isinstance(store, TieredStore)
+        assert isinstance(store.drives, FileStore)
+        data = pattern(extent.nbytes)
+        data[-1] ^= 1
+        home = store.host if extent.drive == HOST else store.drives
+        digest = home._leases[extent.offset].digest
+        store.write(extent, ByteRange.of(data), READY).wait(30)
+        home._leases[extent.offset].digest = digest
+
+
+class TestTieredStoreThatSpills(TestTieredStore):
+    """Host memory first, and what is too large for it to the drive."""
+
+    expression = (
+        "TieredStore(FileStore(directory, device=CPU), HostStore(64 << 20, device=CPU, drive=1), "
+        "spill_bytes=-1)"
+    )
+
+    def make_store(self, directory: Path, **options: Any) -> ActivationStore:
+        store = super().make_store(directory, **options)
+        assert isinstance(store, TieredStore)
+        store.spill_bytes = ALWAYS
+        return store
+
+    def test_a_padded_read_needs_room_for_the_padding(self, store: ActivationStore) -> None:
+        """In host memory there is no padding."""
+        data = pattern(5001)
+        extent = put(store, data)
+        assert (extent.drive, extent.lead) == (HOST, 0)
+        for padded in (True, False):
+            tight = torch.empty(5001, dtype=torch.uint8)
+            store.read(extent, ByteRange.of(tight), READY, padded=padded).wait(30)
+            assert torch.equal(tight, data)
+
+
+# Where extents go
+
+
+@pytest.fixture
+def drive() -> Drive:
+    return Drive()
+
+
+def no_space() -> StoreFullError:
+    return StoreFullError(errno.ENOSPC, "no space on the drive")
+
+
+def tiered(
+    drive: Drive, directory: Path, *, host: int = MIB, spill_bytes: int, capacity: int | None = None
+) -> TieredStore:
+    file = DrivenFileStore(drive, directory, device=CPU, writers=1, readers=1, capacity=capacity)
+    return TieredStore(file, HostStore(host, device=CPU, drive=HOST), spill_bytes=spill_bytes)
+
+
+def start(store: TieredStore, nbytes: int = 10_000) -> tuple[Extent, IoFuture]:
+    data = pattern(nbytes)
+    extent = store.reserve(nbytes, data.data_ptr())
+    return extent, store.write(extent, ByteRange.of(data), READY)
+
+
+def test_host_memory_takes_what_the_drives_have_no_time_for(drive: Drive, tmp_path: Path) -> None:
+    drive.writes.hold()
+    with tiered(drive, tmp_path, host=12 * 4096, spill_bytes=25_000) as store:
+        started = [start(store) for _ in range(8)]
+        # 30,000 bytes at the drive, then four times three blocks of host memory, then the drive anyway.
+        assert [extent.drive for extent, _ in started] == [0, 0, 0, HOST, HOST, HOST, HOST, 0]
+        assert store.drives.pending_write_bytes() == 40_000
+        for extent, written in started:
+            if extent.drive == HOST:
+                written.wait(30)
+        drive.release()
+        for _, written in started:
+            written.wait(30)
+        assert store.pending_write_bytes() == store.pending_bytes() == store.pending() == 0
+        assert [start(store)[0].drive for _ in range(1)] == [0]
+        for extent, _ in started:
+            assert torch.equal(get(store, extent), pattern(10_000))
+        assert store.host.host_bytes == 12 * 4096
+
+
+def test_host_memory_is_used_again_when_it_was_given_back(drive: Drive, tmp_path: Path) -> None:
+    drive.writes.hold()
+    with tiered(drive, tmp_path, host=12 * 4096, spill_bytes=0) as store:
+        start(store)
+        for _ in range(5):
+            started = [start(store) for _ in range(4)]
+            assert [extent.drive for extent, _ in started] == [HOST] * 4
+            assert store.host.host_bytes == store.host.used_bytes == 12 * 4096
+            for extent, written in started:
+                written.wait(30)
+                store.release(extent)
+        assert store.host.used_bytes == 0
+
+
+def test_reads_do_not_make_a_backlog(drive: Drive, tmp_path: Path) -> None:
+    """They have bandwidth of their own."""
+    with tiered(drive, tmp_path, spill_bytes=10_000) as store:
+        extents = [put(store, pattern(10_000)) for _ in range(4)]
+        drive.reads.hold()
+        rooms = [torch.empty(10_000, dtype=torch.uint8) for _ in extents]
+        reads = [
+            store.read(extent, ByteRange.of(room), READY, padded=False)
+            for extent, room in zip(extents, rooms, strict=True)
+        ]
+        assert (store.pending_bytes(), store.pending_write_bytes()) == (40_000, 0)
+        assert start(store)[0].drive == 0
+        drive.release()
+        for read in reads:
+            read.wait(30)
+
+
+def test_a_write_that_is_taken_back_is_no_backlog(tmp_path: Path) -> None:
+    gate = Gate()
+    file = FileStore(tmp_path, device=CPU, writers=1)
+    with TieredStore(file, HostStore(MIB, device=CPU, drive=HOST), spill_bytes=25_000) as store:
+        data = pattern(10_000)
+        writes = []
+        for _ in range(3):
+            extent = store.reserve(10_000, data.data_ptr())
+            writes.append(store.write(extent, ByteRange.of(data), gate))
+        assert store.reserve(1, 0).drive == HOST
+        assert writes[-1].cancel()
+        assert store.reserve(1, 0).drive == 0
+        gate.open()
+
+
+def test_full_drives_are_host_memory_s_turn_and_the_other_way_round(drive: Drive, tmp_path: Path) -> None:
+    drive.reservations.fail_with(no_space)
+    with tiered(drive, tmp_path, host=8 * 4096, spill_bytes=MIB) as store:
+        extent = put(store, pattern(8 * 4096))
+        assert extent.drive == HOST
+        assert store.place(extent) == "host memory"
+        with pytest.raises(
+            StoreFullError, match=r"neither .* 4096 bytes: .*no space on the drive.*; .*capacity of 32768"
+        ) as caught:
+            store.reserve(4096, 0)
+        assert caught.value.errno == errno.ENOSPC
+        drive.reservations.recover()
+        extent = put(store, pattern(4096))
+        assert extent.drive == 0
+        assert store.place(extent) == str(tmp_path)
+        store.spill_bytes = ALWAYS
+        assert store.reserve(4096, 0).drive == 0
+
+
+def test_host_memory_in_pieces_that_are_too_small_is_full(tmp_path: Path) -> None:
+    file = FileStore(tmp_path, device=CPU)
+    with TieredStore(file, HostStore(4 * 4096, device=CPU, drive=HOST), spill_bytes=ALWAYS) as store:
+        blocks = [store.reserve(4096, 0) for _ in range(4)]
+        for block in blocks[::2]:
+            store.release(block)
+        assert store.host.may_hold(8192)
+        assert store.reserve(8192, 0).drive == 0
+        assert store.reserve(4096, 0).drive == HOST
+
+
+@pytest.mark.parametrize(("window", "spills_at"), [(None, SPILL_BYTES), (3 * MIB, 3 * MIB // 2), (1, 0)])
+def test_half_the_window_of_the_offloader_is_a_backlog(
+    window: int | None, spills_at: int, tmp_path: Path
+) -> None:
+    file = FileStore(tmp_path, device=CPU)
+    with TieredStore(file, HostStore(MIB, device=CPU, drive=HOST)) as store:
+        offloader = Offloader(store, CPU, ceiling=window)
+        assert store.spill_bytes == spills_at
+        offloader.resize_window(40 * MIB)
+        assert store.spill_bytes == 20 * MIB
+        offloader.resize_window(window)
+        assert store.spill_bytes == store.description["spill_bytes"] == spills_at
+
+
+# What is told of it
+
+
+def test_tiers_are_told_apart(tmp_path: Path) -> None:
+    drives = StripedStore([FileStore(tmp_path / str(drive), device=CPU, drive=drive) for drive in range(2)])
+    with TieredStore(drives, HostStore(MIB, device=CPU, drive=2)) as store:
+        for _ in range(2):
+            get(store, put(store, pattern(10_000)))
+        store.spill_bytes = ALWAYS
+        extent = put(store, pattern(30_000))
+        get(store, extent)
+        assert extent.drive == 2
+        assert store.place(extent) == "host memory"
+        loads = store.take_loads()
+        assert [(load.tier, load.write.nbytes, load.read.nbytes) for load in loads] == [
+            ("drive", 10_000, 10_000),
+            ("drive", 10_000, 10_000),
+            ("host", 30_000, 30_000),
+        ]
+        assert store.write_rate() == drives.write_rate() != None  # noqa: E711
+        assert store.description == {
+            "kind": "tiered",
+            "alignment": drives.alignment,
+            "capacity": None,
+            "spill_bytes": ALWAYS,
+            "drives": drives.description,
+            "host": store.host.description,
+        }
+
+
+def test_what_the_drives_cannot_hold_is_prepared_in_host_memory(tmp_path: Path) -> None:
+    file = FileStore(tmp_path, device=CPU, capacity=8 * 4096)
+    with TieredStore(file, HostStore(8 * 4096, device=CPU, drive=HOST)) as store:
+        store.prepare(8 * 4096)
+        assert store.host.host_bytes == 0
+        store.prepare(12 * 4096)
+        assert store.host.host_bytes >= 4 * 4096
+        assert store.capacity_bytes == 16 * 4096
+
+
+# How it is opened
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_open_store_puts_host_memory_beside_drives(count: int, tmp_path: Path) -> None:
+    paths = [tmp_path / str(number) for number in range(count)]
+    with open_store(directories=paths, capacity=8 * MIB, host_capacity=MIB, device=CPU) as store:
+        assert isinstance(store, TieredStore)
+        assert isinstance(store.drives, StripedStore if count > 1 else FileStore)
+        assert (store.drives.capacity_bytes, store.host.capacity_bytes) == (8 * MIB, MIB)
+        assert store.host.drive_number == count
+        store.spill_bytes = ALWAYS
+        assert torch.equal(get(store, put(store, pattern(100_000))), pattern(100_000))
+        assert store.host.used_bytes > 0
+
+
+@pytest.mark.parametrize("kind", ["host", "auto"])
+def test_host_memory_has_none_beside_it(kind: str) -> None:
+    with pytest.raises(ConfigError, match="host_capacity is for memory beside drives"):
+        open_store(kind=kind, host_capacity=MIB, device=CPU)
+
+
+def test_open_store_leaves_nothing_open_when_there_is_no_host_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object, **__: object) -> None:
+        raise StoreFullError(errno.ENOMEM, "no pages to pin")
+
+    monkeypatch.setattr("tba_offload.store.host._Slabs", none)
+    before = descriptors()
+    with pytest.raises(StoreFullError, match="no pages to pin"):
+        open_store(directories=[tmp_path], host_capacity=MIB, device=CPU)
+    assert descriptors() == before
+    assert io_threads() == []
+
+
+def test_one_tier_that_fails_to_close_does_not_stop_the_other(tmp_path: Path) -> None:
+    class Stuck(HostStore):
+        def close(self) -> None:
+            super().close()
+            raise StoreError("stuck")
+
+    store = TieredStore(FileStore(tmp_path, device=CPU), Stuck(MIB, device=CPU, drive=HOST))
+    with pytest.raises(StoreError, match="stuck"):
+        store.close()
+    assert io_threads() == []
+
+
+# Training
+
+
+@contextmanager
+def attached(
+    model: nn.Module, drive: Drive, directory: Path, *, host: int = 8 * MIB, **settings: Any
+) -> Iterator[tuple[Session, TieredStore]]:
+    store = tiered(drive, directory, host=host, spill_bytes=0)
+    config = config_for(directory=directory, host_capacity=host, **settings)
+    with (
+        mock.patch("tba_offload.session.open_store", return_value=store),
+        tba.attach(model, config, measure_memory=False) as session,
+    ):
+        yield session, store
+
+
+def test_training_goes_on_while_the_drive_stands_still(drive: Drive, tmp_path: Path) -> None:
+    """Half the window lies in front of the drive, the rest goes to host memory; nobody waits for ever."""
+    expected = train(make_model(dropout=0.1), steps=3, micro_batches=2)
+    model, went = make_model(dropout=0.1), []
+
+    def before(step: int) -> None:
+        if step == 0:
+            drive.writes.hold()
+        if step == 1:
+            went.append((store.drives.high_water_bytes, store.host.high_water_bytes))
+            drive.release()
+
+    with attached(model, drive, tmp_path, in_flight=400 * KIB) as (session, store):
+        assert store.spill_bytes == 200 * KIB
+        found = in_time(lambda: train(model, session, steps=3, micro_batches=2, before_step=before))
+        report = session.report()
+        assert_all_given_back(session)
+        assert store.host.used_bytes == 0
+        assert store.host.host_bytes <= 8 * MIB
+    assert_same_history(found, expected)
+    (drives, host), first = went[0], report[0]
+    assert drives > 200 * KIB
+    assert host > 400 * KIB
+    assert first.in_flight_peak_bytes <= 400 * KIB
+    assert first.offloaded_bytes >= host  # the drive wrote nothing before the second step
+    assert first.fallback_kept_bytes == 0
+
+
+@pytest.mark.parametrize("in_flight", [None, 400 * KIB])
+def test_a_full_drive_is_no_reason_to_keep_anything(
+    in_flight: int | None, drive: Drive, tmp_path: Path
+) -> None:
+    expected = train(make_model(), steps=3)
+    model = make_model()
+
+    def before(step: int) -> None:
+        if step == 1:
+            drive.reservations.fail_with(no_space)
+
+    with attached(model, drive, tmp_path, in_flight=in_flight, on_full="error") as (session, store):
+        found = train(model, session, steps=3, before_step=before)
+        assert_all_given_back(session)
+        assert store.host.high_water_bytes > 0
+    assert_same_history(found, expected)
+
+
+def test_two_full_tiers_are_a_full_store(drive: Drive, tmp_path: Path) -> None:
+    expected = train(make_model(), steps=2)
+    drive.reservations.fail_with(no_space)
+    model = make_model()
+    with attached(model, drive, tmp_path, host=64 * KIB, on_full="keep") as (session, store):
+        found = train(model, session, steps=2)
+        assert all(record.fallback_kept_bytes > 0 for record in session.report())
+        assert 0 < store.host.host_bytes <= 64 * KIB
+        assert_all_given_back(session)
+    assert_same_history(found, expected)
+    model = make_model()
+    with (
+        attached(model, drive, tmp_path, host=64 * KIB, on_full="error") as (session, _),
+        pytest.raises(TransferError, match=r"no space on the drive.*store's capacity of 65536"),
+    ):
+        train(model, session, steps=1)
+
+
+def test_a_session_opens_both_tiers_and_logs_them(tmp_path: Path) -> None:
+    expected = train(make_model(), steps=2)
+    model, log = make_model(), tmp_path / "run.jsonl"
+    config = config_for(directory=tmp_path, host_capacity=MIB, in_flight=MIB, capacity=32 * MIB)
+    with tba.attach(model, config, run_log=log, measure_memory=False) as session:
+        found = train(model, session, steps=2)
+        assert isinstance(session.store, TieredStore)
+    assert_same_history(found, expected)
+    told = read_run_log(log).header.store
+    assert (told["kind"], told["spill_bytes"], told["capacity"]) == ("tiered", MIB // 2, 33 * MIB)
+    assert told["drives"]["directory"] == str(tmp_path)  # type: ignore[index]
+    assert (told["host"]["path"], told["host"]["capacity"]) == ("memory", MIB)  # type: ignore[index]
