@@ -7,26 +7,29 @@
 First the rivals (teraio_rivals.py) meet the results that their authors published; then TBA's cut, TERAIO's
 greedy and the planner of this package plan the same step, with the same memory and the same drive, and the
 simulator plays what they have planned. The figure is the share of the ideal: the step time with unlimited
-memory over the step time of the plan.
+memory over the step time of the plan. TERAIO also plans when transfers start, which the simulator decides for
+itself; where its books close it promises 100 %, so that is said beside what the simulator makes of its plan.
 
-Where the inputs come from. Marks in this file: [published] stands in one of the two papers or in a data sheet;
-[derived] follows from published figures, the comment says how; [assumed] is ours. TBA is arXiv 2408.10013
-(SSDTrain), TERAIO arXiv 2506.06472 (NeurIPS 2025). Heights of bars in figures could not be had, only what the
-text says of them, so there are no published iteration times: times are operations over an assumed rate.
+Where the inputs come from. Marks in this file: [published] stands in one of the two papers, or where the
+comment says; [derived] follows from published figures, the comment says how; [assumed] is ours. TBA is arXiv
+2408.10013 (SSDTrain), TERAIO arXiv 2506.06472 (NeurIPS 2025). Heights of bars in figures could not be had,
+only what the text says of them, so there are no published step times: times are operations over an assumed
+rate. Only the ratio of compute to bandwidth counts, so the sweep shows what another rate would do: on a GPU
+twice as fast, 16 GB/s are what 8 GB/s are here.
 
-What is compared. Activations only: the simulator knows nothing else. TERAIO moves weights, gradients and
-optimizer states too, and no tier of this package does. So there are two kinds of rows: with all of them on the
-GPU, and with the optimizer states away for all three planners, their bytes taken from the drive (a stand-in for
-what TERAIO does with them). Llama3-70B is left out: its weights, gradients and optimizer states alone are six
-times a GPU's memory. So is host memory as a second tier, which TERAIO's average of 80.7 % includes. Of the two
-stages of the pipeline the first is simulated, which holds twice as many activations as the second.
+What is compared: activations only, since the simulator knows nothing else. TERAIO moves weights, gradients
+and optimizer states too, and this package moves none of them. So there are two kinds of rows: with all of
+them on the GPU, and with the optimizer states away for all three planners, their bytes taken from the drive,
+which stands in for what TERAIO does with them. What is not compared: Llama3-70B, whose weights, gradients and
+optimizer states alone are six times a GPU's memory, and host memory as a second tier; TERAIO's average of
+80.7 % has both in it. Of the two stages of the pipeline the first is simulated, which holds twice as many
+activations as the second.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,8 +42,8 @@ from teraio_rivals import (
     everything_kept,
     fit_tba,
     one_layer_each,
-    play_teraio,
     play_tba,
+    play_teraio,
     scopes_of,
 )
 from transformer_profile import LayerShape, llama_layer, megatron_layer, stage
@@ -66,18 +69,19 @@ H100_MEMORY = 94 * GB
 """[published] Table 2: H100 NVL, 94 GB each; two of them."""
 
 MEMORY_OF_M = 80 * 2**30
-"""[derived] What 100 % is in the figures M of Figure 7. A stage keeps its output for every micro-batch: 65,536 more
-tokens of 4096 x 4 bytes are 1.0 GiB, and M grows by 1.25 %; with Llama3-70B by as much. Not by 94 GB."""
+"""[derived] What 100 % is in the figures M of Figure 7. A stage keeps its output for every micro-batch:
+65,536 tokens more of 4096 x 4 bytes are 1.0 GiB, and M grows by 1.25 %; with Llama3-70B by as much."""
 
 SSD_RATE = 16.0 * GB
-"""[published] Section 4.1: about 16 GB/s for each GPU, of 4 Samsung 990 PRO (26 GB/s). [assumed] In each direction."""
+"""[published] Section 4.1: about 16 GB/s for each GPU, of 4 Samsung 990 PRO (26 GB/s). [assumed] In each
+direction."""
 
 SWEEP = (8, 16, 24, 32, 48)
 """[published] GB/s; from the range of Figure 3 (4 to 64)."""
 
-H100_RATE = 0.7 * 60e12
-"""Floating-point operations a second. [published] Full precision (Section 4.1); 60 TFLOP/s of FP32 (data sheet of
-the H100 NVL). [assumed] 70 % of it."""
+H100_RATE = 42e12
+"""Floating-point operations a second. [published] Full precision (Section 4.1). [assumed] The rate: 60 to 67
+TFLOP/s of FP32 are named for the card, and a good two thirds of that are usual."""
 
 PIPELINE_STAGES = 2
 """[published] Section 2: 2-stage 1F1B over two GPUs."""
@@ -115,11 +119,12 @@ class Model:
 
     Attributes:
         name: Its name.
-        shape: Width, width of the MLP, heads, heads of keys and values, layers, vocabulary: [published], in
-            its configuration file.
+        shape: Width, width of the MLP, heads, heads of keys and values: [published], in its configuration.
+        layers: Their number, [published] likewise.
+        vocabulary: Its size, [published] likewise.
         micro_batch_tokens: [derived] The power of two with which the accounting comes closest to M.
         settings: The batches of Figure 7; the first stands for the model.
-        ssd_share: [published] What Section 4.2 says of TERAIO-SSD, in percent of the ideal; ``None`` for words.
+        ssd_share: [published] What Section 4.2 says of TERAIO-SSD, in percent; ``None`` if in words only.
         ssd_words: What it says.
     """
 
@@ -165,7 +170,7 @@ class Model:
         return 100 * (self.static_bytes + self.outputs(setting) + activations) / MEMORY_OF_M
 
     def scale(self, setting: Setting) -> float:
-        """So many times as large as the accounting says are activations, for the peak to be what was published."""
+        """By which factor activations differ from the accounting if the peak is to be the published one."""
         rest = self.static_bytes + self.outputs(setting)
         accounted = self.accounted(setting) / 100 * MEMORY_OF_M - rest
         return (setting.memory / 100 * MEMORY_OF_M - rest) / accounted
@@ -236,12 +241,12 @@ MODELS = (LLAMA_8B, GRANITE_8B)
 # ---- TBA's testbed ---------------------------------------------------------------------------------
 
 A100_RATE = 0.75 * 312e12 * 765 / 1410
-"""[published] FP16, clock locked at the base frequency (Section IV-A), 765 of 1410 MHz; 312 TFLOP/s at the latter
-(data sheet). [assumed] 75 % of that."""
+"""[published] FP16, clock locked at the base frequency (Section IV-A): 765 MHz (the authors' scripts).
+[assumed] 312 TFLOP/s at 1410 MHz, and 75 % of what is left of it."""
 
 OPTANE = Bandwidth(write=4 * 6.2 * GB, read=25.0 * GB)
-"""[published] 4 P5800X in RAID0 for the GPU that was measured (Section IV-A), 6.2 GB/s of writes each (data sheet).
-[assumed] Both directions reach that, up to 25 GB/s of PCIe 4.0 x16."""
+"""[published] 4 P5800X in RAID0 for the GPU that was measured (Section IV-A). [assumed] 6.2 GB/s of writes
+and 7.2 GB/s of reads each, and no more than 25 GB/s of PCIe 4.0 x16."""
 
 TBA_SHAPES = ((8192, 4), (12288, 3), (16384, 2))
 """[published] Width and layers (Section IV-B)."""
@@ -253,11 +258,11 @@ TBA_SEQUENCE, TBA_PARALLEL = 1024, 2
 """[published] Section IV-A: tokens of a sequence, ranks of tensor parallelism."""
 
 TBA_BATCH = 8
-"""[assumed] The default of the authors' script; what was measured is not in what could be had. Bytes and times
-both grow with it, so the shares do not depend on it."""
+"""[assumed] The default of the authors' script; what was measured could not be had. Bytes and times both grow
+with it, so the shares do not depend on it."""
 
 TBA_REDUCTION = (28.0, 40.0)
-"""[published] Section IV-B: percent by which the activation peak falls, over nine cases; 47 at best (abstract)."""
+"""[published] Section IV-B: percent by which the activation peak falls, over nine cases. The abstract: 47."""
 
 
 def tba_profile(model: str, hidden: int, layers: int) -> tuple[StepProfile, list[tuple[int, ...]]]:
@@ -390,10 +395,8 @@ def compare(model: Model, number: int, rate: float, memory: float, *, optimizer_
     scopes = scopes_of(profile, [model.layer(setting.sequence).scopes])
     cut = play_tba(profile, scopes, drive)
     teraio, closed = play_teraio(one_layer_each(profile), drive, budget)
-    began = time.perf_counter()
     plan = make_plan(profile, drive, Limits(int(budget)), policy=[Placement.AUTO] * len(profile.layers))
     assert plan.prediction is not None
-    planning = time.perf_counter() - began
 
     def share(played: Played | None) -> float | None:
         return None if played is None else ideal.seconds / played.outcome.seconds
@@ -414,9 +417,9 @@ def compare(model: Model, number: int, rate: float, memory: float, *, optimizer_
         "teraio": share(teraio),
         "teraio_books_close": closed,
         "ours": ideal.seconds / plan.prediction.seconds if plan.prediction.peak_bytes <= budget else None,
+        "ours_stall_seconds": plan.prediction.stall_seconds,
         "ours_layers": composition(plan.placements),
         "ours_plan": plan.as_json(),
-        "ours_planning_seconds": planning,
     }
     row["teraio_best"] = 1.0 if closed else row["teraio"] or 0.0
     fits = [row["tba"]] if cut.outcome.peak_bytes <= budget else []

@@ -19,10 +19,13 @@ from tba_offload.plan.simulator import Outcome, simulate
 from tba_offload.policy import Placement
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from tba_offload.plan.bandwidth import Bandwidth
     from tba_offload.plan.profile import StepProfile
+
+CEILINGS = 10
+"""How many sizes of the ceiling of bytes in flight are tried for a plan."""
 
 TRIALS = 6
 """How many shares of the tensors that TERAIO's books have no place for are tried."""
@@ -50,43 +53,34 @@ def play(profile: StepProfile, kept: Kept, drive: Bandwidth, window: int | None)
     return Played(plan, simulate(profile, plan, drive))
 
 
-def largest_window(profile: StepProfile, kept: Kept, drive: Bandwidth, budget: float) -> Played | None:
-    """Plays a plan with the largest ceiling at which its peak fits; ``None`` if it fits at none."""
-    return _by_halves(profile, kept, drive, lambda played: played.outcome.peak_bytes <= budget, largest=True)
+def windows(profile: StepProfile, most: float) -> list[int]:
+    """Ceilings to try, up to that many bytes, from three times the largest activation on."""
+    least = 3 * max(saved.nbytes for kind in profile.kinds for saved in kind.activations)
+    return sorted({least + int(max(most - least, 0) * share / CEILINGS) for share in range(CEILINGS + 1)})
 
 
-def smallest_window(profile: StepProfile, kept: Kept, drive: Bandwidth, stall: float) -> Played | None:
-    """Plays a plan with the smallest ceiling at which compute waits no longer than that."""
-    return _by_halves(
-        profile, kept, drive, lambda played: played.outcome.stall_seconds <= stall, largest=False
-    )
+def best_fitting(profile: StepProfile, kept: Kept, drive: Bandwidth, budget: float) -> Played | None:
+    """Plays a plan under ceilings of all sizes: the fastest whose peak fits; ``None`` if none does.
 
-
-def _by_halves(
-    profile: StepProfile,
-    kept: Kept,
-    drive: Bandwidth,
-    is_good: Callable[[Played], bool],
-    *,
-    largest: bool,
-) -> Played | None:
-    # Below three times the largest activation each waits for the one before.
-    low = 3 * max(saved.nbytes for kind in profile.kinds for saved in kind.activations)
-    high = max(everything_kept(profile, drive).peak_bytes, low)
-    best, other = (high, low) if largest else (low, high)
-    if is_good(found := play(profile, kept, drive, best)):
-        return found
-    found = play(profile, kept, drive, other)
-    if not is_good(found):
+    A larger ceiling is not always faster: what was read ahead too early is in the way of what is saved.
+    """
+    least = play(profile, kept, drive, windows(profile, 0)[0])
+    if least.outcome.peak_bytes > budget:
         return None
-    for _ in range(7):
-        middle = (best + other) // 2
-        trial = play(profile, kept, drive, middle)
-        if is_good(trial):
-            found, other = trial, middle
-        else:
-            best = middle
-    return found
+    most = (least.plan.window or 0) + budget - least.outcome.peak_bytes
+    found = [least, *(play(profile, kept, drive, window) for window in windows(profile, most)[1:])]
+    fitting = [played for played in found if played.outcome.peak_bytes <= budget]
+    return min(fitting, key=lambda played: played.outcome.seconds)
+
+
+def smallest_without_stall(profile: StepProfile, kept: Kept, drive: Bandwidth) -> Played:
+    """Plays a plan with the smallest ceiling at which compute does not wait, or with none."""
+    ideal = everything_kept(profile, drive)
+    for window in windows(profile, ideal.peak_bytes):
+        played = play(profile, kept, drive, window)
+        if played.outcome.stall_seconds <= 1e-3 * ideal.seconds:
+            return played
+    return play(profile, kept, drive, None)
 
 
 # ---- TBA -------------------------------------------------------------------------------------------
@@ -150,11 +144,10 @@ def kept_from(profile: StepProfile, scopes: Sequence[Scope], cut: int) -> Kept:
 def play_tba(profile: StepProfile, scopes: Sequence[Scope], drive: Bandwidth) -> Played:
     """TBA's plan where memory has no limit, with the smallest ceiling at which nothing waits.
 
-    TBA has no ceiling of bytes in flight: this one is a gift. If compute waits at every ceiling, there is none.
+    TBA has no ceiling of bytes in flight: this one is a gift. If compute waits at all, there is none.
     """
     kept = kept_from(profile, scopes, tba_cut(scopes, drive.write))
-    ideal = everything_kept(profile, drive)
-    return smallest_window(profile, kept, drive, 1e-3 * ideal.seconds) or play(profile, kept, drive, None)
+    return smallest_without_stall(profile, kept, drive)
 
 
 def fit_tba(profile: StepProfile, scopes: Sequence[Scope], drive: Bandwidth, budget: float) -> Played | None:
@@ -163,7 +156,7 @@ def fit_tba(profile: StepProfile, scopes: Sequence[Scope], drive: Bandwidth, bud
     Plain TBA knows no limit and would run out of memory where its own cut does not fit.
     """
     for cut in range(tba_cut(scopes, drive.write), len(scopes) + 1):
-        if played := largest_window(profile, kept_from(profile, scopes, cut), drive, budget):
+        if played := best_fitting(profile, kept_from(profile, scopes, cut), drive, budget):
             return played
     return None
 
@@ -279,10 +272,10 @@ class Greedy:
         while queue and not self.fits:
             _, size, number = heapq.heappop(queue)
             period = self.timeline.periods[number]
-            ratio = self.ratio(period)
-            if ratio > 0 and queue and -ratio > queue[0][0]:
-                heapq.heappush(queue, (-ratio, size, number))
-            elif ratio > 0:
+            again = (-self.ratio(period), size, number)
+            if again[0] < 0 and queue and again > queue[0]:
+                heapq.heappush(queue, again)
+            elif again[0] < 0:
                 self.choose(period)
         return self.chosen
 
@@ -339,12 +332,12 @@ def play_teraio(unrolled: StepProfile, drive: Bandwidth, budget: float) -> tuple
         (period for period in greedy.timeline.periods if (period.layer, period.number) not in chosen),
         key=lambda period: ends[period.start] - ends[period.end],
     )
-    played = largest_window(unrolled, _all_but(unrolled, chosen), drive, budget)
+    played = best_fitting(unrolled, _all_but(unrolled, chosen), drive, budget)
     best = played
     # More that travels leaves more room for what is in flight, and takes more of the drive.
     for count in sorted({round(len(others) * share / TRIALS) for share in range(1, TRIALS + 1)}):
         urgent = {(period.layer, period.number) for period in others[:count]}
-        trial = largest_window(unrolled, _all_but(unrolled, chosen | urgent), drive, budget)
+        trial = best_fitting(unrolled, _all_but(unrolled, chosen | urgent), drive, budget)
         if trial is not None and (best is None or trial.outcome.seconds < best.outcome.seconds):
             best = trial
     return best, greedy.fits
