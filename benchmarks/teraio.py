@@ -486,6 +486,13 @@ def verdict(rows: Sequence[Figures]) -> list[str]:
         for row in behind
     ]
     better = [row for row in rows if row["teraio_books_close"] and (row["ours"] or 0.0) < 1.0]
+    for model in MODELS:
+        ours = [
+            f"{percent(row['ours'])}{' (optimizer states away)' if row['optimizer_away'] else ''}"
+            for row in rows
+            if row["model"] == model.name and row["ssd_rate"] == SSD_RATE and row["setting"] == 0
+        ]
+        said.append(f"{model.name}: published of TERAIO-SSD: {model.ssd_words}; our plan: {', '.join(ours)}")
     said.append(
         f"in {len(better)} rows TERAIO's books close: by its own account, which starts every transfer at the"
         " moment that was planned, it reaches 100 %, which our plan does not"

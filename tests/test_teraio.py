@@ -206,6 +206,17 @@ def test_a_plan_is_played_with_the_fastest_ceiling_that_fits() -> None:
     assert found.outcome.seconds < slowest.outcome.seconds
 
 
+def test_a_ceiling_with_which_the_peak_does_not_fit_is_out() -> None:
+    profile = small_profile(layers=6)
+    rate = 1.2 * rate_for_all(profile)
+    peak = rivals.everything_kept(profile, FAST).peak_bytes
+    (least, *_) = rivals.windows(profile, 0)
+    with mock.patch.object(rivals, "windows", return_value=[least, peak]):
+        found = rivals.best_fitting(profile, (frozenset[int](),) * 6, Bandwidth(rate, rate), 0.5 * peak)
+    assert found is not None
+    assert found.plan.window == least
+
+
 # TERAIO
 
 
@@ -235,6 +246,8 @@ def test_the_timeline_needs_what_keeping_everything_needs(seed: int) -> None:
     assert timeline.seconds.sum() == pytest.approx(ideal.seconds)
     assert (timeline.seconds > 0).all()
     assert timeline.needed[-1] == 12345
+    # What a layer has kept goes when its backward ends, not before.
+    assert timeline.needed[-2] == 12345 + unrolled.kinds[0].nbytes
 
 
 def greedy_for(seed: int, share: float, capacity: float) -> rivals.Greedy:
@@ -242,6 +255,23 @@ def greedy_for(seed: int, share: float, capacity: float) -> rivals.Greedy:
     rate = share * rate_for_all(unrolled)
     peak = rivals.everything_kept(unrolled, FAST).peak_bytes
     return rivals.Greedy(rivals.timeline_of(unrolled), Bandwidth(rate, rate), capacity * peak)
+
+
+def test_only_time_in_which_memory_lacks_counts() -> None:
+    periods = [rivals.Inactive(0, 0, 8, 0, 6), rivals.Inactive(1, 0, 8, 3, 6)]
+    timeline = rivals.Timeline(
+        np.array([1.0, 1.0, 2.0, 4.0, 8.0, 1.0]), np.array([9.0, 30.0, 9.0, 30.0, 30.0, 9.0]), periods
+    )
+    greedy = rivals.Greedy(timeline, Bandwidth(8.0, 8.0), capacity=10.0)
+    assert greedy.gone(periods[0]) == (1, 5)  # written in the first cell, read in the last
+    assert greedy.ratio(periods[0]) == (1 + 4 + 8) / (1 / 8 + 1 / 8)
+    assert greedy.gone(periods[1]) == (4, 5)
+    assert greedy.ratio(periods[1]) == 8 / (1 / 8 + 1 / 8)
+    greedy.choose(periods[0])
+    assert greedy.needed.tolist() == [9, 22, 1, 22, 22, 9]
+    # The last cell has nothing left for reads.
+    assert greedy.gone(periods[1]) == (4, 4)
+    assert greedy.ratio(periods[1]) == 0
 
 
 CASES = list(itertools.product(range(3), (0.3, 1.0, 3.0), (0.3, 0.6, 0.9)))
