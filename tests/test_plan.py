@@ -147,6 +147,7 @@ def test_the_simulator_plays_the_window_of_the_offloader() -> None:
     assert simulator.BATCH_BYTES == offloader.BATCH_BYTES
     assert simulator.HELD_BACK == offloader.HELD_BACK
     assert simulator.REFILL_BELOW == books.REFILL_BELOW
+    assert simulator.ACROSS_FORWARD == books.ACROSS_FORWARD
 
 
 def test_what_is_kept_moves_nothing_and_peaks_with_everything() -> None:
@@ -162,6 +163,14 @@ def test_what_is_recomputed_keeps_inputs_and_one_layer() -> None:
     outcome = simulate(profile, all_of(profile, RECOMPUTE), FAST)
     assert outcome.peak_bytes == 7 * 2 * MIB + 12 * MIB + 1000 + MIB
     assert outcome.seconds == pytest.approx(8 * 0.12 + 0.03)
+
+
+def test_what_is_read_ahead_leaves_room_for_the_forward_that_comes_before_it() -> None:
+    """Otherwise that forward would wait for every byte that it saves, although the drive has time."""
+    profile = make_profile(8, micro_batches=8, warm_up=3)
+    needed = 12 * MIB / 0.03
+    outcome = simulate(profile, all_of(profile, OFFLOAD, 32 * MIB), Bandwidth(1.5 * needed, 1.5 * needed))
+    assert outcome.stall_seconds < 0.01 * outcome.seconds
 
 
 @pytest.mark.parametrize("layers", [4, 8, 32])

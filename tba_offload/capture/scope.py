@@ -4,6 +4,9 @@ A step repeats its order: whatever the schedule is (gradient accumulation, 1F1B,
 activations that backward asked for in one step it asks for in the next, in the same order. So prefetch
 follows the order recorded in the last step. Where there is none yet, or the step departs from it, the
 activations saved last are expected first.
+
+With several micro-batches under way backward passes take turns with forward passes. What is used behind the
+next forward pass is read ahead with restraint, because that pass needs the window for what it saves.
 """
 
 from __future__ import annotations
@@ -54,17 +57,21 @@ class Lookahead:
     def __init__(self, offloader: Offloader) -> None:
         self._offloader = offloader
         self._records: dict[ActivationKey, Record] = {}
-        self._recorded: list[ActivationKey] = []
-        self._expected: list[ActivationKey] = []
+        self._recorded: list[tuple[ActivationKey, int]] = []
+        self._expected: list[tuple[ActivationKey, int]] = []
         self._position: dict[ActivationKey, int] = {}
         self._next = 0
         self._given_up = 0
+        self._passes = 0  # how often forward came after backward in this step
+        self._in_backward = False
 
     def begin_step(self) -> None:
         """Expects the order that was recorded in the step before."""
         self._records.clear()
         self._expect(self._recorded)
         self._recorded = []
+        self._passes = 0
+        self._in_backward = False
 
     def abandon_step(self) -> None:
         """Forgets a step that did not end; the order before it stands."""
@@ -75,14 +82,18 @@ class Lookahead:
         """An activation was saved."""
         key: ActivationKey = record.key  # type: ignore[assignment]
         self._records[key] = record
+        if self._in_backward:
+            self._in_backward = False
+            self._passes += 1
         # With several micro-batches the order runs ahead of what exists; come back for what appears.
         self._next = min(self._next, self._position.get(key, self._next))
 
     def used(self, key: ActivationKey) -> None:
         """Backward used an activation for the first time: read ahead from the one after it."""
-        self._recorded.append(key)
+        self._recorded.append((key, self._passes))
+        self._in_backward = True
         if key not in self._position and self._is_lost():
-            self._expect(list(reversed(self._records)))
+            self._expect([(saved, self._passes) for saved in reversed(self._records)])
         position = self._position.get(key)
         given_up = self._offloader.stats.given_up
         if position is not None and (position >= self._next or given_up != self._given_up):
@@ -97,14 +108,17 @@ class Lookahead:
         known = sum(key in self._position for key in saved)
         return 2 * known < len(saved)
 
-    def _expect(self, order: list[ActivationKey]) -> None:
+    def _expect(self, order: list[tuple[ActivationKey, int]]) -> None:
+        """Expects activations in this order; each with the number of the backward pass that uses it."""
         self._expected = order
-        self._position = {key: position for position, key in enumerate(order)}
+        self._position = {key: position for position, (key, _) in enumerate(order)}
         self._next = 0
 
     def _read_ahead(self) -> None:
         while self._next < len(self._expected):
-            record = self._records.get(self._expected[self._next])
-            if record is not None and not self._offloader.prefetch(record):
+            key, passes = self._expected[self._next]
+            record = self._records.get(key)
+            across = passes > self._passes
+            if record is not None and not self._offloader.prefetch(record, across_forward=across):
                 return
             self._next += 1

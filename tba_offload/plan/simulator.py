@@ -17,12 +17,17 @@ from tba_offload.plan.plan import Prediction
 from tba_offload.policy import Placement
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tba_offload.plan.bandwidth import Bandwidth, HostTier
     from tba_offload.plan.plan import Plan
     from tba_offload.plan.profile import LayerKind, Slot, StepProfile
 
 BATCH_BYTES = 4 * 2**20
 """Writes are handed over in batches of this many bytes, or of a quarter of the window."""
+
+ACROSS_FORWARD = 0.25
+"""What is read ahead for after a forward pass may take this share of the window."""
 
 INFINITY = float("inf")
 
@@ -144,6 +149,18 @@ def _blocks(item: _Item) -> int:
     return -(-item.nbytes // BLOCK) * BLOCK
 
 
+def _backward_passes(slots: Sequence[Slot]) -> list[int]:
+    """Of each backward slot: how often forward came after backward before it."""
+    passes, numbers, before = 0, [], False
+    for slot in slots:
+        if slot.backward:
+            numbers.append(passes)
+        elif before:
+            passes += 1
+        before = slot.backward
+    return numbers
+
+
 class _Run:
     def __init__(self, profile: StepProfile, plan: Plan, drive: Bandwidth) -> None:
         window = plan.window
@@ -169,10 +186,12 @@ class _Run:
         self.host = _HostMemory(drive.host, window) if drive.host is not None else None
         # What each execution of a layer has saved, in the order in which backward is going to use it.
         self.saved: dict[_Scope, list[_Item]] = {}
-        self.order = [
-            (slot.layer, slot.micro_batch) for slot in profile.slots if slot.backward and self._moves(slot)
-        ]
+        moving = [slot for slot in profile.slots if self._moves(slot)]
+        self.order = [(slot.layer, slot.micro_batch) for slot in moving if slot.backward]
         self.position = {scope: position for position, scope in enumerate(self.order)}
+        self.pass_of = _backward_passes(moving)
+        self.passes = 0  # the backward pass that runs, or ran last
+        self.read_ahead = 0
         self.ahead = 0  # position in the order from which to read ahead
 
     def _moves(self, slot: Slot) -> bool:
@@ -250,6 +269,7 @@ class _Run:
     def _recomputed_from_store(self, kind: LayerKind, slot: Slot, seconds: float) -> None:
         scope = slot.layer, slot.micro_batch
         if slot.backward:
+            self.passes = self.pass_of[self.position[scope]]
             for item in self.saved.pop(scope):
                 self._use(item)
                 self._read_ahead()
@@ -360,6 +380,7 @@ class _Run:
     def _offloaded_backward(self, slot: Slot, kind: LayerKind, seconds: float) -> None:
         scope = slot.layer, slot.micro_batch
         passed, used = 0.0, 0
+        self.passes = self.pass_of[self.position[scope]]
         for item in self.saved[scope]:
             self.now += (item.until - passed) * seconds
             passed = item.until
@@ -385,6 +406,7 @@ class _Run:
         elif item.arrives < INFINITY:
             self._wait_until(item.arrives)
             self.in_flight -= item.nbytes
+            self.read_ahead -= item.nbytes
         else:
             self._start_read(item)
             self._wait_until(item.arrives)
@@ -416,18 +438,26 @@ class _Run:
         if self.window is not None and self.in_flight > REFILL_BELOW * self.window:
             return
         while self.ahead < len(self.order):
+            across = self.pass_of[self.ahead] > self.passes
             for item in self.saved.get(self.order[self.ahead], ()):
                 if item.in_memory:
+                    if across:
+                        return
                     self._take_back(item)  # it is about to be used where it is
-                elif item.arrives == INFINITY and not self._starts_early(item):
+                elif item.arrives == INFINITY and not self._starts_early(item, across_forward=across):
                     return
             self.ahead += 1
 
-    def _starts_early(self, item: _Item) -> bool:
-        if self.window is not None and self.in_flight + item.nbytes > self.window:
-            self._flush(0)  # what waits there is needed later
-            return False
+    def _starts_early(self, item: _Item, *, across_forward: bool) -> bool:
+        if self.window is not None:
+            if across_forward and self.read_ahead + item.nbytes > ACROSS_FORWARD * self.window:
+                return False
+            if self.in_flight + item.nbytes > self.window:
+                if not across_forward:
+                    self._flush(0)  # what waits there is needed later
+                return False
         self._start_read(item)
         self.in_flight += item.nbytes
+        self.read_ahead += item.nbytes
         self._note_peak()
         return True

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 REFILL_BELOW = 0.75
 """Reading ahead starts again when less than this share of the window is in flight."""
 
+ACROSS_FORWARD = 0.25
+"""What is read ahead for after a forward pass may take this share of the window: that pass needs the rest."""
+
 
 NOTICEABLE = 20e-6
 """Seconds; shorter waits are counted, but nobody needs to know when they were."""
@@ -69,6 +72,7 @@ class Books:
         in_flight: Bytes packed and not yet freed, and bytes whose read was submitted and that were not yet
             unpacked.
         departing: Those among them that queued and running writes alone will free.
+        read_ahead: Bytes whose read was submitted ahead of backward and that were not yet unpacked.
         settled: Bytes kept in memory outside the ceiling, because they could not be written or because
             backward uses them.
         stats: What moved.
@@ -78,6 +82,7 @@ class Books:
         self.ceiling = ceiling
         self.in_flight = 0
         self.departing = 0
+        self.read_ahead = 0
         self.settled = 0
         self.stats = TransferStats()
         # Entered before and removed after the attribute says so: see recount().
@@ -89,9 +94,13 @@ class Books:
         """Whether ``nbytes`` more would exceed the ceiling; what is larger than it goes alone."""
         return self.ceiling is not None and self.in_flight > 0 and self.in_flight + nbytes > self.ceiling
 
-    def may_be_read_ahead(self, nbytes: int) -> bool:
+    def may_be_read_ahead(self, nbytes: int, *, across_forward: bool) -> bool:
         """Whether the window has room for so much; what it can never hold is read on demand."""
-        return self.ceiling is None or self.in_flight + nbytes <= self.ceiling
+        if self.ceiling is None:
+            return True
+        if across_forward and self.read_ahead + nbytes > ACROSS_FORWARD * self.ceiling:
+            return False
+        return self.in_flight + nbytes <= self.ceiling
 
     def has_room(self) -> bool:
         """Whether so much of the window is free that reading ahead is worth a start.
@@ -155,11 +164,13 @@ class Books:
         """The buffer of a span is in flight from the submission of its read on."""
         self._charged[span] = None
         span.charged = span.nbytes
+        self.read_ahead += span.charged
         self._add_in_flight(span.charged)
 
     def uncharge_span(self, span: Span) -> int:
         """It was unpacked, or dropped; returns the bytes that counted."""
         charged, span.charged = span.charged, 0
+        self.read_ahead -= charged
         self._add_in_flight(-charged)
         self._charged.pop(span, None)
         return charged
@@ -182,6 +193,7 @@ class Books:
             if not charged.charged:
                 del self._charged[charged]
         self.in_flight = sum(charged.charged for charged in self._charged)
+        self.read_ahead = sum(span.charged for span in self._charged if isinstance(span, Span))
         self.departing = 0
         for record in self.records():
             record.writes = sum(piece.pending for piece in record.pieces())

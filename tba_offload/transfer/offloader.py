@@ -453,11 +453,16 @@ class Offloader:
 
     # ---- ahead of unpack -------------------------------------------------------------------------
 
-    def prefetch(self, record: Record) -> bool:
+    def prefetch(self, record: Record, *, across_forward: bool = False) -> bool:
         """Starts reading ``record`` if it is in the store and the window has room.
 
         A record that is still in memory is about to be used there: writes of it that have not started
         are taken back.
+
+        Args:
+            record: What backward is going to use.
+            across_forward: A forward pass comes before that, which will need most of the window: only a part
+                of it may be filled, and writes go on.
 
         Returns:
             Whether the next record may be tried: ``False`` means that the window is full.
@@ -465,24 +470,26 @@ class Offloader:
         Raises:
             TransferError: To make room, something was written that the store had no room for.
         """
-        if self._read_ahead(record):
+        if self._read_ahead(record, across_forward=across_forward):
             return True
-        if self._outbox:
+        if self._outbox and not across_forward:
             self.flush()  # it is needed later than this record, or it would have been taken out
         return False
 
-    def _read_ahead(self, record: Record) -> bool:
+    def _read_ahead(self, record: Record, *, across_forward: bool) -> bool:
         with self._lock:
             if record.released or not record.unread:
                 return True
             if record.memory() is not None:
-                if record.source is not None and record.writes:
+                if record.source is None or not record.writes:
+                    return True
+                if not across_forward:
                     self._cancel_writes(record)
-                return True
+                return not across_forward
             for span in record.spans:
                 if span.restored() is not None:
                     continue
-                if not self._books.may_be_read_ahead(span.nbytes):
+                if not self._books.may_be_read_ahead(span.nbytes, across_forward=across_forward):
                     return False
                 self._start_read(span)
                 self._prefetched[span] = record
