@@ -51,6 +51,12 @@ MANY_ITEMS = 4000
 FEW_ITEMS = 1000
 """To about so many."""
 
+BEST = 3
+"""So many of the best plans are played with smaller windows."""
+
+WINDOWS = (0.8, 0.6, 0.4, 0.25)
+"""Shares of the window."""
+
 SLACK = 0.9
 """Where nothing shall wait, plans are made for this share of the measured rates: drives have their moods."""
 
@@ -222,12 +228,16 @@ class _Search:
         for way in [way for way in self.terms.choices if way.recomputes] or [OFFLOAD]:
             self._try_family(way)
         self._improve(self._best_so_far())
+        self._try_smaller_windows()
         return self._finished(known)
 
     def best_of(self, plans: Sequence[Plan]) -> Plan:
-        """The best of some plans, its window fitted to the budget and the budget filled."""
+        """The best of some plans and of the simplest, its window fitted to the budget, the budget filled."""
         for plan in plans:
             self._try(plan.placements, plan.kept, plan.window)
+        for placement in self.terms.choices:
+            if self.most_filled or placement in {KEEP, RECOMPUTE}:  # those take next to no time to play
+                self._try(self._uniform(placement))
         return self._finished(())
 
     def predicted(self, plan: Plan) -> Plan:
@@ -281,6 +291,23 @@ class _Search:
                 return trial
             trial = self._play(Plan(placements, kept, smaller))
         return trial
+
+    def _try_smaller_windows(self) -> None:
+        """Plays the best plans with smaller windows: sometimes less in flight is better."""
+        if self.most_filled < BEST * len(WINDOWS):
+            return
+        for trial in sorted(self.trials.values(), key=lambda trial: trial.score)[:BEST]:
+            window = trial.plan.window or trial.outcome.peak_bytes
+            for share in WINDOWS:
+                if share * window >= self.least_window:
+                    self._play(dataclasses.replace(trial.plan, window=int(share * window)))
+
+    def _uniform(self, placement: Placement) -> tuple[Placement, ...]:
+        """All layers that may be get this placement, the others are offloaded."""
+        return tuple(
+            wanted if wanted is not AUTO else placement if self.layers.allows(layer, placement) else OFFLOAD
+            for layer, wanted in enumerate(self.layers.policy)
+        )
 
     def _best_so_far(self) -> _Trial:
         return min(self.trials.values(), key=lambda trial: trial.score)
