@@ -475,13 +475,19 @@ def checks_table(checks: Sequence[Check]) -> Table:
     return made
 
 
+LEVEL = 0.002
+"""Shares of the ideal that differ by less are level, as those of two plans that wait for next to nothing."""
+
+
 def verdict(rows: Sequence[Figures]) -> list[str]:
     """What the rows say, with what speaks against us."""
-    ahead = [row for row in rows if row["ahead"] > 0]
-    said = [f"on the same simulator our plan is ahead of both in {len(ahead)} of {len(rows)} rows"]
-    behind = [row for row in rows if row["ahead"] <= 0]
+    ahead = [row for row in rows if row["ahead"] > LEVEL]
+    level = [row for row in rows if abs(row["ahead"]) <= LEVEL]
+    behind = [row for row in rows if row["ahead"] < -LEVEL]
+    counts = f"{len(ahead)} of {len(rows)} rows, within {100 * LEVEL:.1f} points in {len(level)}"
+    said = [f"on the same simulator our plan is ahead of both in {counts}"]
     said += [
-        f"  not ahead: {row['model']} at {row['ssd_rate'] / GB:.0f} GB/s"
+        f"  behind: {row['model']} at {row['ssd_rate'] / GB:.0f} GB/s"
         f"{', optimizer states away' if row['optimizer_away'] else ''}: {100 * row['ahead']:+.1f} points"
         for row in behind
     ]

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from tba_offload.policy import Placement
 
-PARTS = 4
-"""Activations of a layer are put together to so many, if there are too many."""
+LEAST_PARTS = 4
+"""Activations of a layer are put together, but not to fewer than these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +62,14 @@ def condensed(profile: StepProfile, alike: Sequence[Hashable], items: int) -> Co
     """
     small = with_few_micro_batches(profile)
     members: tuple[tuple[int, ...], ...] = tuple((layer,) for layer in range(len(profile.layers)))
+    runs = sum(slot.backward for slot in small.slots)
     if count_items(small) > items:
-        small = _with_few_activations(small)
+        small = _with_few_activations(small, max(items // max(runs, 1), LEAST_PARTS))
     if (too_many := -(-count_items(small) // items)) > 1:
         groups = tuple(_groups(small, alike, too_many))
         grouped = _with_few_layers(small, groups)
         if grouped is not None:
-            small, members = _with_few_activations(grouped), groups
+            small, members = _with_few_activations(grouped, LEAST_PARTS), groups
     return Condensed(small, members)
 
 
@@ -93,9 +94,9 @@ def with_few_micro_batches(profile: StepProfile) -> StepProfile:
 # Activations
 
 
-def _with_few_activations(profile: StepProfile) -> StepProfile:
+def _with_few_activations(profile: StepProfile, parts: int) -> StepProfile:
     kinds = tuple(
-        dataclasses.replace(kind, activations=_merged(kind.activations, PARTS)) for kind in profile.kinds
+        dataclasses.replace(kind, activations=_merged(kind.activations, parts)) for kind in profile.kinds
     )
     return dataclasses.replace(profile, kinds=kinds)
 

@@ -51,6 +51,9 @@ MANY_ITEMS = 4000
 FEW_ITEMS = 1000
 """To about so many."""
 
+MANY_TRIALS = 16
+"""If so many are possible on the whole step, a search is tried there too."""
+
 BEST = 3
 """So many of the best plans are played with smaller windows."""
 
@@ -225,6 +228,7 @@ class _Search:
 
     def best(self, known: Sequence[Plan] = ()) -> Plan:
         """The best plan that is found, or known."""
+        self._try_simplest()
         for way in [way for way in self.terms.choices if way.recomputes] or [OFFLOAD]:
             self._try_family(way)
         self._improve(self._best_so_far())
@@ -235,9 +239,9 @@ class _Search:
         """The best of some plans and of the simplest, its window fitted to the budget, the budget filled."""
         for plan in plans:
             self._try(plan.placements, plan.kept, plan.window)
-        for placement in self.terms.choices:
-            if self.most_filled or placement in {KEEP, RECOMPUTE}:  # those take next to no time to play
-                self._try(self._uniform(placement))
+        self._try_simplest()
+        if self.most_trials >= MANY_TRIALS:
+            self._best_kept(0, OFFLOAD, plans[0].placements.count(KEEP))
         return self._finished(())
 
     def predicted(self, plan: Plan) -> Plan:
@@ -292,6 +296,11 @@ class _Search:
             trial = self._play(Plan(placements, kept, smaller))
         return trial
 
+    def _try_simplest(self) -> None:
+        for placement in self.terms.choices:
+            if self.most_filled or placement in {KEEP, RECOMPUTE}:  # those take next to no time to play
+                self._try(self._uniform(placement))
+
     def _try_smaller_windows(self) -> None:
         """Plays the best plans with smaller windows: sometimes less in flight is better."""
         if self.most_filled < BEST * len(WINDOWS):
@@ -328,8 +337,11 @@ class _Search:
         """
         most = len(self.free) if way.recomputes else 0
         numbers = sorted({round(most * share / 8) for share in range(9)})
+        kept: int | None = None
         while True:
-            found = {number: self._best_kept(number, way) for number in numbers}
+            found: dict[int, _Trial] = {}
+            for number in numbers:
+                found[number], kept = self._best_kept(number, way, kept)
             best = min(found, key=lambda number: found[number].score)
             place = numbers.index(best)
             near = numbers[max(place - 1, 0) : place + 2]
@@ -338,19 +350,28 @@ class _Search:
                 return
             numbers = finer
 
-    def _best_kept(self, recomputed: int, way: Placement) -> _Trial:
-        """The best number of kept layers: by halves if more are better as long as they fit, else all."""
-        low, high = 0, len(self.free) - recomputed
-        trials = [self._try(self._spread(kept, recomputed, way)) for kept in (low, high)]
-        while high - low > 1:
-            middle = (low + high) // 2
-            trial = self._try(self._spread(middle, recomputed, way))
-            trials.append(trial)
-            if trial.score < min(trials[:-1], key=lambda each: each.score).score or not trial.score[0]:
-                low = middle
+    def _best_kept(self, recomputed: int, way: Placement, near: int | None) -> tuple[_Trial, int]:
+        """The best number of kept layers, by ever smaller steps: the plan, and the number.
+
+        Args:
+            recomputed: How many layers are recomputed.
+            way: How.
+            near: Where to begin: what was best for nearly as many; ``None`` for in the middle.
+        """
+        most = len(self.free) - recomputed
+        kept = most // 2 if near is None else min(near, most)
+        step = max(most // (4 if near is None else 8), 1)
+        found = self._try(self._spread(kept, recomputed, way))
+        while True:
+            others = [other for other in (kept - step, kept + step) if 0 <= other <= most]
+            trials = [(self._try(self._spread(other, recomputed, way)), other) for other in others]
+            trial, other = min(trials, key=lambda pair: pair[0].score, default=(found, kept))
+            if trial.score < found.score:
+                found, kept = trial, other
+            elif step > 1:
+                step //= 2
             else:
-                high = middle
-        return min(trials, key=lambda trial: trial.score)
+                return found, kept
 
     def _spread(self, kept: int, recomputed: int, way: Placement) -> tuple[Placement, ...]:
         """The last ones kept, among the others those that are recomputed spread evenly."""
