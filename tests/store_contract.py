@@ -91,6 +91,9 @@ class StoreContract:
     expression = ""
     """Python that makes the same store in another process; ``directory`` and ``CPU`` are defined there."""
 
+    splits_alike = True
+    """Whether equal steps put the same extents into the same places."""
+
     def make_store(self, directory: Path, **options: Any) -> ActivationStore:
         raise NotImplementedError
 
@@ -248,7 +251,9 @@ class StoreContract:
                 store.release(extent)
             assert store.used_bytes == 0
             marks.append(store.high_water_bytes)
-        assert marks[-1] == marks[1] <= 4 * 800_000
+        assert marks[-1] <= 4 * 800_000
+        if self.splits_alike:
+            assert marks[-1] == marks[1]
 
     def test_live_extents_do_not_overlap(self, store: ActivationStore) -> None:
         extents = [store.reserve(nbytes, nbytes) for nbytes in (1, 4096, 5000, 100_000) for _ in range(5)]
