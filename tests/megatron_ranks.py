@@ -468,14 +468,14 @@ def decide_otherwise(planner: AutoPlanner) -> None:
     from tba_offload.policy import Placement
 
     choices, turns = (
-        (Placement.KEEP, Placement.OFFLOAD, Placement.RECOMPUTE),
+        (Placement.KEEP, Placement.OFFLOAD, Placement.RECOMPUTE, Placement.RECOMPUTE_OFFLOAD),
         itertools.count(dist.get_rank()),
     )
 
     def decide(_: object, drive: Bandwidth, plan: Plan, __: object) -> Plan:
         turn = next(turns)
-        placements = tuple(choices[(turn + layer) % 3] for layer in range(len(planner.policy)))
-        expected = Prediction(seconds=float(turn), stall_seconds=0.0, peak_bytes=0)
+        placements = tuple(choices[(turn + layer) % len(choices)] for layer in range(len(planner.policy)))
+        expected = Prediction(float(turn), stall_seconds=0.0, peak_bytes=0, written_bytes=0)
         planner._planned_for = drive
         planner._plan = Plan(placements, window=plan.window, prediction=expected)
         return planner._plan
