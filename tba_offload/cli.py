@@ -218,7 +218,7 @@ def plan(
     if budget is None and wanted in {Objective.TIME, Objective.ENDURANCE}:
         raise click.UsageError(f"--objective {wanted} needs --budget: without one nothing would leave memory")
     situation = Situation.of(run).changed(**changes)
-    choices, best = situation.frontier(), situation.plan(budget, wanted)
+    choices, best = situation.frontier(wanted), situation.plan(budget, wanted)
     if picture is not None:
         from tba_offload.report.rok import draw_frontier
 
@@ -296,8 +296,8 @@ def _print_plan(situation: Situation, choices: Sequence[Choice], best: Plan) -> 
             f"{expected.stall_seconds:.3f} s are waits; {expected.written_bytes / mib:.1f} MiB written; "
             f"window {window}"
         )
-    outcome = situation.outcome(best)
     if drive.host is not None:
+        outcome = situation.outcome(best)
         click.echo(
             f"a step writes {outcome.written_bytes / mib:.1f} MiB to the drives and "
             f"{outcome.host_written_bytes / mib:.1f} MiB to host memory, which holds "

@@ -180,10 +180,14 @@ class BudgetConfig:
         return objective
 
     @property
+    def limits(self) -> tuple[int | None, int | None]:
+        """Both limits."""
+        return self.activation_bytes, self.in_flight_bytes
+
+    @property
     def ceiling(self) -> int | None:
         """Most bytes in flight: the lower of the two limits."""
-        limits = [limit for limit in (self.activation_bytes, self.in_flight_bytes) if limit is not None]
-        return min(limits, default=None)
+        return min((limit for limit in self.limits if limit is not None), default=None)
 
 
 @_settings

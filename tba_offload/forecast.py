@@ -136,9 +136,9 @@ class Situation:
         """The activation peak if nothing were offloaded, bytes."""
         return peak_of_keep(self.profile, self.drive)
 
-    def frontier(self) -> list[Choice]:
-        """The fastest plans from a tenth of what keep needs up to all of it."""
-        return frontier(self.profile, self.drive, self._policy, window=self.window)
+    def frontier(self, objective: Objective | None = None) -> list[Choice]:
+        """The best plans from a tenth of what keep needs up to all of it; by default the fastest."""
+        return frontier(self.profile, self.drive, self._policy, window=self.window, objective=objective)
 
     def plan(self, budget: int | None, objective: Objective | None = None) -> Plan:
         """The best plan for a budget in bytes; without one the lowest peak at which nothing waits."""
@@ -180,7 +180,11 @@ class Situation:
             default=default,
             layers=rules,
             store=dataclasses.replace(self.config.store, host_capacity=host.capacity if host else None),
-            budget=BudgetConfig(activation_bytes=budget, in_flight_bytes=plan.window),
+            budget=BudgetConfig(
+                activation_bytes=budget,
+                in_flight_bytes=plan.window,
+                objective=self.config.budget.objective if budget is not None else None,
+            ),
         )
 
 

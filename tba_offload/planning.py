@@ -42,7 +42,6 @@ BIG_DRIFT = 1 / 3
 WORTH_IT = 0.02
 """A new plan must be better by this share, or the old one stays: plans shall not alternate."""
 
-
 _WARM_UP = 1
 """Steps whose times do not count."""
 
@@ -59,7 +58,7 @@ _TURN = 8
 """Later every so many steps are, and whatever surprises. Ranks that share layers agree behind these only."""
 
 Need = tuple[float, float]
-"""How much a rank needs its proposal: bytes over its budget, then seconds of its step."""
+"""How much a rank needs its proposal: bytes over its budget and seconds of its step without recomputation."""
 
 
 class AutoPlanner:
@@ -293,20 +292,27 @@ class AutoPlanner:
         """
         if self.agree is None:
             return proposed
-        agreed = self.agree(dict(zip(self.names, proposed.placements, strict=True)), self._need(proposed))
+        agreed = self.agree(
+            dict(zip(self.names, proposed.placements, strict=True)), self._need(proposed, drive)
+        )
         wanted = [agreed[name] for name in self.names]
         plan = proposed
         if any(a.recomputes != b.recomputes for a, b in zip(wanted, proposed.placements, strict=True)):
             plan = self._with_recomputed(wanted, proposed, drive)
         if self._plan is not None:
             self._plan = plan
+            self._check_budget(plan)
         return plan
 
-    def _need(self, proposed: Plan) -> Need:
-        """Bytes over the budget and seconds: what is hardest on a rank is what all have to wait for."""
-        found = proposed.prediction
-        if found is None or self._plan is None:
+    def _need(self, proposed: Plan, drive: Bandwidth | None) -> Need:
+        """How far this rank would be over its budget, and how long its step, if nothing were recomputed."""
+        if self._plan is None or self.profile is None or drive is None:
             return 0.0, 0.0
+        without = tuple(
+            Placement.OFFLOAD if mine.recomputes and wanted is Placement.AUTO else mine
+            for mine, wanted in zip(proposed.placements, self.policy, strict=True)
+        )
+        found = simulate(self.profile, dataclasses.replace(proposed, placements=without), drive)
         return max(found.peak_bytes - self.limits.planned, 0.0), found.seconds
 
     def _with_recomputed(self, wanted: Sequence[Placement], proposed: Plan, drive: Bandwidth | None) -> Plan:
@@ -395,7 +401,7 @@ class AutoPlanner:
 
     def _may_recompute(self, layer: int) -> bool:
         """Whether the planner may have a layer recomputed."""
-        return self.limits.budget is not None and layer not in self.not_recomputed
+        return self._wants_time and layer not in self.not_recomputed
 
     def _is_astray(self, plan: Plan, drive: Bandwidth, record: StepRecord) -> bool:
         if plan.prediction is None or self._planned_for is None:
@@ -434,11 +440,19 @@ class AutoPlanner:
         else:
             self._patience = 1
             self._recent.clear()
-        budget, peak = self.limits.budget, new.prediction.peak_bytes if new.prediction is not None else 0
-        if budget is not None and peak > budget:
-            self._warn(f"the budget of {budget} bytes cannot be met: the lowest peak found is {peak} bytes")
+        self._check_budget(new)
         self._plan = new
         return new
+
+    def _check_budget(self, plan: Plan) -> None:
+        budget, peak = self.limits.budget, plan.prediction.peak_bytes if plan.prediction is not None else 0
+        if budget is not None and peak > budget:
+            self._warn(f"the budget of {budget} bytes cannot be met: the lowest peak found is {peak} bytes")
+
+    @property
+    def _wants_time(self) -> bool:
+        """Whether a step shall be short before it is small."""
+        return self.objective is not Objective.MEMORY and self.limits.budget is not None
 
     def _is_better(self, new: Plan, old: Plan, profile: StepProfile, drive: Bandwidth) -> bool:
         """Whether a plan is so much better than the one in force that a change is worth it."""
@@ -447,9 +461,13 @@ class AutoPlanner:
             return False
         if (now.peak_bytes > self.limits.planned) != (then.peak_bytes > self.limits.planned):
             return now.peak_bytes > self.limits.planned
+        if now.peak_bytes > self.limits.planned:
+            return then.peak_bytes < (1 - WORTH_IT) * now.peak_bytes
+        if self.objective is Objective.ENDURANCE:
+            return then.written_bytes < (1 - WORTH_IT) * now.written_bytes
         if abs(then.seconds - now.seconds) > WORTH_IT * now.seconds:
             return then.seconds < now.seconds
-        return self.limits.budget is None and then.peak_bytes < (1 - 2 * WORTH_IT) * now.peak_bytes
+        return not self._wants_time and then.peak_bytes < (1 - 2 * WORTH_IT) * now.peak_bytes
 
     def _with_rest(
         self, profile: StepProfile, plan: Plan, drive: Bandwidth, record: StepRecord

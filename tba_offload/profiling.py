@@ -231,7 +231,8 @@ def _kinds(
     for activation in trace.activations:
         saved[activation.key.scope].append(activation)
     captured = [run for run in runs if run.scope.placement in _CAPTURED]
-    small = _small_bytes(trace) // max(len(captured), 1)
+    hooked = [run for run in runs if run.scope.placement in (*_CAPTURED, Placement.RECOMPUTE_OFFLOAD)]
+    small = _small_bytes(trace) // max(len(hooked), 1)
     members: list[list[tuple[_Run, list[ActivationTrace]]]] = []
     layers = [-1] * count
     for run in captured:
@@ -296,5 +297,5 @@ def _share(when: float, stretch: tuple[float, float]) -> float:
 
 
 def _small_bytes(trace: StepTrace) -> int:
-    """What captured layers kept because it was too small, or not understood."""
+    """What layers with hooks kept because it was too small, or not understood."""
     return trace.kept_bytes - sum(a.nbytes for a in trace.activations if a.fate is not Fate.OFFLOADED)

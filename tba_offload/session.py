@@ -205,7 +205,7 @@ class Session:
         if self._open_step() is not None:
             raise SessionError("placements cannot change inside a step; apply the policy between steps")
         wanted = read_config(config)
-        if (wanted.store, wanted.budget) != (self.config.store, self.config.budget):
+        if (wanted.store, wanted.budget.limits) != (self.config.store, self.config.budget.limits):
             raise ConfigError(
                 "store and budget are those that the session was opened with; close it and attach anew",
                 file=wanted.file,
@@ -514,6 +514,8 @@ class Session:
             on_device=DeviceTimes(trace, stats.marked_stalls) if trace.marks is not None else None,
         )
         if plan is not None:
+            if plan.placements != self.plan.placements:
+                self.capture.forget_learned()
             self.plan = plan
             self.offloader.resize_window(plan.window)
             news = self._planner.news()
@@ -635,7 +637,8 @@ class Step:
             return
         try:
             self.seconds = time.perf_counter() - self.began
-            session.capture.trace.end_step()
+            if kind is None:
+                session.capture.trace.end_step()
             if self.meter is not None:
                 self.activation_peak_bytes = max(self.meter.peak() - self._base, 0)
         except BaseException:

@@ -240,10 +240,11 @@ class StoreContract:
 
     def test_extents_are_reused_within_and_across_steps(self, store: ActivationStore) -> None:
         marks = []
+        # The same memory in every step: an extent is as long as the blocks that its bytes lie in.
+        saved = [torch.zeros(nbytes, dtype=torch.uint8) for nbytes in (10_000, 300_000, 5, 64_000, 300_000)]
         for _ in range(5):
             extents = []
-            for nbytes in (10_000, 300_000, 5, 64_000, 300_000):
-                data = torch.zeros(nbytes, dtype=torch.uint8)
+            for data in saved:
                 store.release(put(store, data))
                 extents.append(put(store, data))
             for extent in reversed(extents):

@@ -521,6 +521,25 @@ def test_a_condensed_step_saves_the_same_bytes_in_the_same_time(profile: StepPro
     assert simulate(shorter, all_of(profile, KEEP), FAST).peak_bytes == peak_of_keep(profile)
 
 
+def test_of_a_step_whose_micro_batches_pile_up_late_those_are_planned_for() -> None:
+    """First twenty one after the other, then four at once."""
+    one = make_profile(10, sizes=(MIB,) * 20)
+    slots = [slot._replace(micro_batch=number) for number in range(20) for slot in one.slots]
+    for backward in (False, True):
+        slots += [
+            slot._replace(micro_batch=number)
+            for number in range(20, 24)
+            for slot in one.slots
+            if slot.backward is backward
+        ]
+    profile = dataclasses.replace(one, slots=tuple(slots))
+    assert {slot.micro_batch for slot in with_few_micro_batches(profile).slots} == set(range(18, 24))
+    budget = peak_of_keep(profile) // 3
+    for rate in (1e9, 5e8):
+        drive = Bandwidth(rate, rate)
+        assert outcome_of(profile, plan_for(profile, drive, budget), drive).peak_bytes <= budget
+
+
 def test_layers_that_are_not_alike_are_not_put_together() -> None:
     profile = make_profile(12)
     small = condensed(profile, [layer < 5 for layer in range(12)], 8)

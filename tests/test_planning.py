@@ -419,8 +419,8 @@ def test_what_if_there_were_more(run_log: Path, options: tuple[str, ...], layers
 def test_what_if_the_drives_were_faster(run_log: Path) -> None:
     slow = Situation.of(run_log).changed(write=1e5, read=1e5)
     times = [slow.changed(drives=drives).plan(3 * MIB).prediction.seconds for drives in (1, 100, 1e6)]  # type: ignore[union-attr]
-    assert times == sorted(times, reverse=True)
     assert times[0] > times[2]
+    assert all(slow >= (1 - 1e-9) * fast for slow, fast in pairwise(times))
 
 
 def test_a_log_that_captured_nothing_is_told(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def run_step(model: nn.Module, session: Session, between: Callable[[], object] =
 
 def timed_session(device: TimedDevice, model: Waves, **settings: Any) -> Any:
     settings.setdefault("in_flight", None)
-    return attached(device, model, None, layers=list(model.layers), **settings)
+    return attached(device, model, {}, layers=list(model.layers), **settings)
 
 
 def learned_by(planner: AutoPlanner | None) -> StepProfile:

@@ -154,6 +154,12 @@ class Capture:
         if failed:
             self.lookahead.abandon_step()
             self.offloader.abandon()
+        else:
+            self.offloader.give_up_prefetched()
+
+    def forget_learned(self) -> None:
+        """Layers are placed anew: what was kept elsewhere may not be any longer."""
+        self._learned.clear()
 
     def _pop_left_hooks(self) -> None:
         """An interrupt may have struck just before a layer popped its hooks."""
@@ -472,11 +478,14 @@ def set_aside() -> Iterator[None]:
     if top is None or not isinstance(getattr(top[0], "__self__", None), LayerHooks):
         yield
         return
-    autograd._pop_saved_tensors_default_hooks()
+    is_aside = False
     try:
+        autograd._pop_saved_tensors_default_hooks()
+        is_aside = True
         yield
     finally:
-        autograd._push_saved_tensors_default_hooks(*top)
+        if is_aside:
+            autograd._push_saved_tensors_default_hooks(*top)
 
 
 def _check_version(witness: torch.Tensor, version: int, what: object) -> None:

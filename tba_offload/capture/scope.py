@@ -64,6 +64,7 @@ class Lookahead:
         self._given_up = 0
         self._passes = 0  # how often forward came after backward in this step
         self._in_backward = False
+        self._pass = 0  # the same when what is used now was used in the step before
 
     def begin_step(self) -> None:
         """Expects the order that was recorded in the step before."""
@@ -96,6 +97,8 @@ class Lookahead:
             self._expect([(saved, self._passes) for saved in reversed(self._records)])
         position = self._position.get(key)
         given_up = self._offloader.stats.given_up
+        if position is not None:
+            self._pass = self._expected[position][1]
         if position is not None and (position >= self._next or given_up != self._given_up):
             self._given_up = given_up
             self._next = position + 1
@@ -106,19 +109,20 @@ class Lookahead:
         """Whether the expected order says little about what was saved in this step."""
         saved = list(self._records)  # another thread may be saving
         known = sum(key in self._position for key in saved)
-        return 2 * known < len(saved)
+        return 2 * known <= len(saved)
 
     def _expect(self, order: list[tuple[ActivationKey, int]]) -> None:
         """Expects activations in this order; each with the number of the backward pass that uses it."""
         self._expected = order
         self._position = {key: position for position, (key, _) in enumerate(order)}
         self._next = 0
+        self._pass = 0
 
     def _read_ahead(self) -> None:
         while self._next < len(self._expected):
             key, passes = self._expected[self._next]
             record = self._records.get(key)
-            across = passes > self._passes
+            across = passes > self._pass
             if record is not None and not self._offloader.prefetch(record, across_forward=across):
                 return
             self._next += 1

@@ -77,17 +77,22 @@ def condensed(profile: StepProfile, alike: Sequence[Hashable], items: int) -> Co
 
 
 def with_few_micro_batches(profile: StepProfile) -> StepProfile:
-    """The step with no more micro-batches than are ever under way at once, and two more."""
-    begins: dict[int, int] = {}
-    ends: dict[int, int] = {}
+    """The step with the micro-batches that are under way when most of them are, and their neighbours."""
+    ends = {slot.micro_batch: place for place, slot in enumerate(profile.slots)}
+    order = list(dict.fromkeys(slot.micro_batch for slot in profile.slots))
+    under_way: dict[int, None] = {}
+    most: list[int] = []
     for place, slot in enumerate(profile.slots):
-        begins.setdefault(slot.micro_batch, place)
-        ends[slot.micro_batch] = place
-    changes = sorted([(place, 1) for place in begins.values()] + [(place + 1, -1) for place in ends.values()])
-    most = max(itertools.accumulate(change for _, change in changes), default=0) + 2
-    if len(begins) <= most:
+        under_way[slot.micro_batch] = None
+        if len(under_way) > len(most):
+            most = list(under_way)
+        if ends[slot.micro_batch] == place:
+            del under_way[slot.micro_batch]
+    first, last = (order.index(each) for each in (most[0], most[-1])) if most else (0, 0)
+    kept = {*order[max(first - 2, 0) : first], *most, *order[last + 1 : last + 3]}
+    if len(kept) == len(order):
         return profile
-    slots = tuple(slot for slot in profile.slots if slot.micro_batch < most)
+    slots = tuple(slot for slot in profile.slots if slot.micro_batch in kept)
     return dataclasses.replace(profile, slots=slots)
 
 

@@ -40,7 +40,7 @@ MARGIN = 0.02
 """This share of the budget is left free: a prediction is not exact, and a budget is hard."""
 
 MAX_TRIALS = 600
-"""Plans that are tried on the simulator, at most."""
+"""Plans that are tried on the simulator; behind that many no new way is begun."""
 
 MAX_ITEMS = 120_000
 """Activations that are simulated in all trials together: half a second. Then the best so far will do."""
@@ -176,7 +176,7 @@ def _best_of_many(profile: StepProfile, terms: _Terms, layers: _Layers, known: S
     candidate = Plan(small.expanded(found.placements), window=found.window)
     shorter = with_few_micro_batches(profile)
     exact = _Search(shorter, terms, layers).best_of([candidate, *known])
-    return exact if shorter is profile else _Search(profile, terms, layers).predicted(exact)
+    return exact if shorter is profile else _Search(profile, terms, layers).confirmed(exact, known)
 
 
 def explain(profile: StepProfile, plan: Plan, drive: Bandwidth, layer: int) -> str:
@@ -241,8 +241,15 @@ class _Search:
             self._try(plan.placements, plan.kept, plan.window)
         self._try_simplest()
         if self.most_trials >= MANY_TRIALS:
-            self._best_kept(0, OFFLOAD, plans[0].placements.count(KEEP))
+            self._best_kept(0, OFFLOAD, sum(plans[0].placements[layer] is KEEP for layer in self.free))
         return self._finished(())
+
+    def confirmed(self, plan: Plan, known: Sequence[Plan]) -> Plan:
+        """A plan for a part of this step, made to fit all of it."""
+        if self._play(dataclasses.replace(plan, prediction=None)).score[0]:
+            self._try(plan.placements, plan.kept, plan.window)
+            self._try_simplest()
+        return self._chosen(self._best_so_far(), known)
 
     def predicted(self, plan: Plan) -> Plan:
         """A plan with what it will do on the drive as it is."""
@@ -255,8 +262,21 @@ class _Search:
         found = self._best_so_far()
         if not self.terms.whole_layers:
             found = self._filled(found)
+        return self._chosen(found, known)
+
+    def _chosen(self, found: _Trial, known: Sequence[Plan]) -> Plan:
+        """The best of a plan and those that are known, with what it is going to do."""
         others = (self._play(dataclasses.replace(plan, prediction=None)) for plan in known)
-        return self.predicted(min((found, *others), key=lambda trial: trial.score).plan)
+        best = min((found, *others), key=lambda trial: trial.score)
+        return self.predicted((best if self.drive == self.terms.drive else self._sound(best)).plan)
+
+    def _sound(self, best: _Trial) -> _Trial:
+        """The best plan that is as good on the drive as it is: a faster one can mean more waiting."""
+        for trial in sorted(self.trials.values(), key=lambda trial: trial.score):
+            outcome = simulate(self.profile, trial.plan, self.terms.drive)
+            if self.score(outcome)[:2] <= trial.score[:2]:
+                return trial
+        return best
 
     # ---- what is wanted --------------------------------------------------------------------------
 
@@ -368,7 +388,7 @@ class _Search:
             trial, other = min(trials, key=lambda pair: pair[0].score, default=(found, kept))
             if trial.score < found.score:
                 found, kept = trial, other
-            elif step > 1:
+            elif step > 1 and len(self.trials) < self.most_trials:
                 step //= 2
             else:
                 return found, kept

@@ -450,7 +450,8 @@ class _Run:
 
     def _starts_early(self, item: _Item, *, across_forward: bool) -> bool:
         if self.window is not None:
-            if across_forward and self.read_ahead + item.nbytes > ACROSS_FORWARD * self.window:
+            restrained = across_forward and self.read_ahead > 0
+            if restrained and self.read_ahead + item.nbytes > ACROSS_FORWARD * self.window:
                 return False
             if self.in_flight + item.nbytes > self.window:
                 if not across_forward:

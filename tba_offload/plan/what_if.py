@@ -12,7 +12,7 @@ from tba_offload.plan.plan import Plan
 from tba_offload.plan.planner import Limits, make_plan
 from tba_offload.plan.profile import Slot
 from tba_offload.plan.simulator import simulate
-from tba_offload.policy import Placement
+from tba_offload.policy import Objective, Placement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -136,6 +136,7 @@ def frontier(
     policy: Sequence[Placement],
     *,
     window: int | None,
+    objective: Objective | None = None,
     shares: Sequence[float] = (0.1, 0.15, 0.2, 0.25, 0.35, 0.5, 0.65, 0.8, 1.05),
 ) -> list[Choice]:
     """The best plans for budgets from a tenth of what keep needs up to all of it.
@@ -145,6 +146,7 @@ def frontier(
         drive: How fast offloaded bytes travel.
         policy: For each layer, what the user wants; the planner decides on ``auto``.
         window: Most bytes in flight.
+        objective: What is wanted; by default the least time.
         shares: Budgets, as shares of the peak of keep.
     """
     whole = peak_of_keep(profile, drive)
@@ -152,6 +154,7 @@ def frontier(
     for budget in sorted(int(share * whole) for share in shares):
         # What is good for less memory is good for more; the search is not perfect.
         known = [choices[-1].plan] if choices else []
-        plan = make_plan(profile, drive, Limits(budget, window), policy=policy, known=known)
+        limits = Limits(budget, window)
+        plan = make_plan(profile, drive, limits, policy=policy, objective=objective, known=known)
         choices.append(Choice(budget, plan))
     return choices

@@ -19,7 +19,6 @@ REFILL_BELOW = 0.75
 ACROSS_FORWARD = 0.25
 """What is read ahead for after a forward pass may take this share of the window: that pass needs the rest."""
 
-
 NOTICEABLE = 20e-6
 """Seconds; shorter waits are counted, but nobody needs to know when they were."""
 
@@ -98,7 +97,7 @@ class Books:
         """Whether the window has room for so much; what it can never hold is read on demand."""
         if self.ceiling is None:
             return True
-        if across_forward and self.read_ahead + nbytes > ACROSS_FORWARD * self.ceiling:
+        if across_forward and self.read_ahead and self.read_ahead + nbytes > ACROSS_FORWARD * self.ceiling:
             return False
         return self.in_flight + nbytes <= self.ceiling
 

@@ -481,11 +481,11 @@ class Offloader:
             if record.released or not record.unread:
                 return True
             if record.memory() is not None:
-                if record.source is None or not record.writes:
-                    return True
-                if not across_forward:
+                if across_forward and not record.pinned:
+                    return False  # it may have to be read after all
+                if record.source is not None and record.writes:
                     self._cancel_writes(record)
-                return not across_forward
+                return True
             for span in record.spans:
                 if span.restored() is not None:
                     continue
@@ -650,6 +650,10 @@ class Offloader:
             self._failures = SimpleQueue()
         self.repair()
         self.drain()
+        self.give_up_prefetched()
+
+    def give_up_prefetched(self) -> None:
+        """Drops what was read ahead and not used in the step that is over."""
         with self._lock:
             while self._give_up_farthest():
                 pass
