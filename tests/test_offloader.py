@@ -496,6 +496,56 @@ def test_the_prefetch_window_is_counted_in_bytes(make: Callable[..., Bench], dri
     bench.assert_idle()
 
 
+def test_what_is_read_ahead_across_a_forward_pass_takes_a_quarter_of_the_window(
+    make: Callable[..., Bench],
+) -> None:
+    bench = make(8 * SIZE)
+    saved = store_all(bench, 6)
+    accepted = [bench.offloader.prefetch(one.record, across_forward=True) for one in saved]
+    assert accepted == [True] * 2 + [False] * 4
+    assert bench.offloader.prefetch(saved[2].record)  # when its turn has come
+    for one in saved:
+        bench.fetch(one)
+    bench.drop(*saved)
+    bench.assert_idle()
+
+
+def test_one_activation_is_read_ahead_across_a_forward_pass_however_large(make: Callable[..., Bench]) -> None:
+    bench = make(2 * SIZE)
+    near, far = store_all(bench, 2)
+    assert bench.offloader.prefetch(near.record, across_forward=True)
+    assert not bench.offloader.prefetch(far.record, across_forward=True)
+    bench.drop(near, far)
+    bench.assert_idle()
+
+
+def test_writes_of_what_is_used_behind_a_forward_pass_go_on(bench: Bench, drive: Drive) -> None:
+    drive.writes.hold()
+    running, queued = bench.save(), bench.save()
+    drive.writes.wait_started()
+    assert not bench.offloader.prefetch(queued.record, across_forward=True)
+    drive.writes.release()
+    bench.offloader.quiesce()
+    assert bench.offloader.stats.offloaded == 2 * SIZE
+    bench.drop(running, queued)
+    bench.assert_idle()
+
+
+def test_what_was_read_ahead_and_not_used_is_given_up_with_the_step(make: Callable[..., Bench]) -> None:
+    bench = make(8 * SIZE)
+    unused, used = store_all(bench, 2)
+    for one in (unused, used):
+        assert bench.offloader.prefetch(one.record)
+    bench.fetch(used)
+    wait_until(lambda: bench.store.pending() == 0, "reads pending")
+    bench.offloader.give_up_prefetched()
+    assert bench.offloader.in_flight == 0
+    assert unused.record.state is State.STORED
+    bench.fetch(unused)  # a later step may still ask for it
+    bench.drop(unused, used)
+    bench.assert_idle()
+
+
 def test_a_prefetched_activation_is_read_once(bench: Bench, drive: Drive) -> None:
     (saved,) = store_all(bench, 1)
     assert bench.offloader.prefetch(saved.record)

@@ -1,0 +1,88 @@
+"""Activations are read ahead in the order of the step before, with restraint across forward passes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tba_offload.capture.scope import ActivationKey, Lookahead, ScopeKey
+
+LAYERS = 2
+
+
+class Asked:
+    """Stands for an offloader with room: notes what is read ahead, and what with restraint."""
+
+    def __init__(self) -> None:
+        self.stats = SimpleNamespace(given_up=0)
+        self.plainly: list[tuple[int, int]] = []
+        self.across: list[tuple[int, int]] = []
+
+    def has_room(self) -> bool:
+        return True
+
+    def prefetch(self, record: Any, *, across_forward: bool) -> bool:
+        key = record.key.scope.micro_batch, record.key.scope.layer
+        (self.across if across_forward else self.plainly).append(key)
+        return not across_forward
+
+
+def key_of(micro_batch: int, layer: int) -> ActivationKey:
+    return ActivationKey(ScopeKey(layer, micro_batch, 0, f"layers.{layer}"), 0)
+
+
+def play(lookahead: Lookahead, asked: Asked, order: str) -> list[tuple[list[Any], list[Any]]]:
+    """One step: ``F0`` saves micro-batch 0, ``B0`` uses it. What each pass of backward asked for."""
+    lookahead.begin_step()
+    found = []
+    for word in order.split():
+        micro_batch = int(word[1:])
+        if word[0] == "F":
+            for layer in range(LAYERS):
+                lookahead.saved(SimpleNamespace(key=key_of(micro_batch, layer)))  # type: ignore[arg-type]
+            continue
+        asked.plainly, asked.across = [], []
+        for layer in reversed(range(LAYERS)):
+            lookahead.used(key_of(micro_batch, layer))
+        found.append((asked.plainly, asked.across))
+    return found
+
+
+@pytest.fixture
+def asked() -> Asked:
+    return Asked()
+
+
+@pytest.fixture
+def lookahead(asked: Asked) -> Lookahead:
+    return Lookahead(asked)  # type: ignore[arg-type]
+
+
+def test_what_a_pass_uses_is_read_ahead_plainly_and_the_next_pass_with_restraint(
+    lookahead: Lookahead, asked: Asked
+) -> None:
+    order = "F0 F1 B0 F2 B1 B2"
+    play(lookahead, asked, order)
+    first, second, third = play(lookahead, asked, order)
+    assert first == ([(0, 0)], [(1, 1), (1, 1)])  # a forward pass comes before micro-batch 1
+    assert second == ([(1, 0), (2, 1), (2, 0)], [])  # none comes before micro-batch 2
+    assert third == ([], [])
+
+
+def test_accumulated_gradients_are_read_ahead_plainly(lookahead: Lookahead, asked: Asked) -> None:
+    for _ in range(3):
+        passes = play(lookahead, asked, "F0 B0 F1 B1")
+    assert [across for _, across in passes] == [[], []]
+    assert [plainly for plainly, _ in passes] == [[(0, 0)], [(1, 0)]]
+
+
+def test_a_step_in_another_order_than_the_last_is_read_ahead_all_the_same(
+    lookahead: Lookahead, asked: Asked
+) -> None:
+    """Fewer turns between forward and backward than expected must not mean restraint until its end."""
+    for order in ("F0 B0 F1 B1 F2 B2", "F0 B0 F1 B1 F2 B2"):
+        play(lookahead, asked, order)
+    last = play(lookahead, asked, "F0 F1 F2 B0 B1 B2")[-1]
+    assert last == ([(2, 0)], [])
