@@ -475,12 +475,13 @@ def decide_otherwise(planner: AutoPlanner) -> None:
     def decide(_: object, drive: Bandwidth, plan: Plan, __: object) -> Plan:
         turn = next(turns)
         placements = tuple(choices[(turn + layer) % len(choices)] for layer in range(len(planner.policy)))
-        expected = Prediction(float(turn), stall_seconds=0.0, peak_bytes=0, written_bytes=0)
+        expected = Prediction(1.0, stall_seconds=0.0, peak_bytes=0, written_bytes=0)
         planner._planned_for = drive
         planner._plan = Plan(placements, window=plan.window, prediction=expected)
         return planner._plan
 
     planner._decide = decide  # type: ignore[method-assign]
+    planner._need = lambda *_: (0.0, float(dist.get_rank()))  # type: ignore[method-assign]
 
 
 def pretend_training_loop(arguments: argparse.Namespace) -> None:

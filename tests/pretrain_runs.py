@@ -47,7 +47,8 @@ PLAIN = ("-m", "tba_offload.megatron.cpu_scripts")
 OFFLOADING = ("-m", "tba_offload.megatron.launch", "--cpu")
 
 
-def _has_training() -> bool:
+def has_training() -> bool:
+    """Whether this environment has Megatron's training loop."""
     try:
         return importlib.util.find_spec("megatron.training") is not None
     except ModuleNotFoundError:
@@ -55,7 +56,7 @@ def _has_training() -> bool:
 
 
 needs_training = pytest.mark.skipif(
-    not _has_training(),
+    not has_training(),
     reason="needs megatron.training, which megatron-core carries from 0.19, for Python 3.12",
 )
 

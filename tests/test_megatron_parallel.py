@@ -21,6 +21,7 @@ import megatron_ranks
 import pytest
 import torch
 from megatron_ranks import MICRO_BATCH, SEQUENCE, STEPS, Job, Layout
+from pretrain_runs import has_training
 from test_cli import environment
 
 from tba_offload.report.ranks import path_of_rank
@@ -208,6 +209,10 @@ AUTO_LAYOUTS = {
     "experts": Layout((FOUR,), model="moe", data=2, expert=2),
     "distributed optimizer": Layout((FOUR,), data=2, distributed_optimizer=True, bf16=True),
 }
+slow = pytest.mark.skipif(not has_training(), reason="slow: runs beside Megatron's training loop only")
+
+AUTO_EVERYWHERE = ("tensor and sequence", "pipeline", "distributed optimizer")
+
 AUTO_BUDGETS = {"auto": None, "auto within a budget": "16MiB", "auto at odds": None}
 """Variants. Everything fits into the budget in the end, so that what is tried before can be foretold."""
 
@@ -229,7 +234,10 @@ def make_auto_job(layout: Layout, directory: Path) -> Job:
     return Job(layout, variants, str(directory), AUTO_STEPS, at_odds=("auto at odds",))
 
 
-@pytest.mark.parametrize("name", AUTO_LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in AUTO_EVERYWHERE else slow) for name in AUTO_LAYOUTS],
+)
 def test_the_planner_changes_no_bit(name: str, crew: Crew, tmp_path: Path) -> None:
     layout = AUTO_LAYOUTS[name]
     job = make_auto_job(layout, tmp_path)
