@@ -99,6 +99,7 @@ class AutoPlanner:
         self._host_rates = MeasuredRate(), MeasuredRate()
         self._planned_for: Bandwidth | None = None
         self._plan: Plan | None = None
+        self._knows_rest = False
         self._told: Plan | None = None
         self._on_excursion = False
         self._recent: deque[float] = deque(maxlen=3)  # seconds of the last steps under the plan
@@ -422,7 +423,9 @@ class AutoPlanner:
     def _replan(self, profile: StepProfile, drive: Bandwidth, old: Plan) -> Plan | None:
         self._planned_for = drive
         if Placement.AUTO not in self.policy:
-            self._plan = dataclasses.replace(old, prediction=simulate(profile, old, drive).prediction)
+            # Where memory was never measured, nobody knows what it holds beside activations of layers.
+            found = simulate(profile, old, drive).prediction if self._knows_rest else None
+            self._plan = dataclasses.replace(old, prediction=found)
             return self._plan
         new = make_plan(
             profile,
@@ -476,6 +479,7 @@ class AutoPlanner:
         peak = record.activation_peak_bytes
         if peak is None:
             return profile
+        self._knows_rest = True
         if all(placement in {Placement.OFFLOAD, Placement.AUTO} for placement in plan.placements):
             known = record.own_peak_bytes or 0
         elif record.fallback_kept_bytes:

@@ -351,11 +351,12 @@ class Session:
         tensor = first_differentiable(output)
         if tensor is None or tensor.grad_fn is None:  # a leaf would keep the hook
             return
-        trace = self.capture.trace
+        trace, lookahead = self.capture.trace, self.capture.lookahead
 
         def reached(_: torch.Tensor) -> None:
             if trace.backward_reached(scope):
                 torch.autograd.Variable._execution_engine.queue_callback(trace.backward_ended)
+            lookahead.reached()
 
         tensor.register_hook(reached)  # type: ignore[no-untyped-call]
 
@@ -514,8 +515,7 @@ class Session:
             on_device=DeviceTimes(trace, stats.marked_stalls) if trace.marks is not None else None,
         )
         if plan is not None:
-            if plan.placements != self.plan.placements:
-                self.capture.forget_learned()
+            self._forget_learned(plan)
             self.plan = plan
             self.offloader.resize_window(plan.window)
             news = self._planner.news()
@@ -523,6 +523,12 @@ class Session:
                 self._run_log.note("plan", {"step": record.step, **news})
         if self._planner.is_done:
             self._planner = None
+
+    def _forget_learned(self, plan: Plan) -> None:
+        """What a layer saves may be kept elsewhere because of how it, or the one before it, was placed."""
+        changed = [old is not new for old, new in zip(self.plan.placements, plan.placements, strict=True)]
+        near = (index for index, is_new in enumerate(changed) if is_new or (index and changed[index - 1]))
+        self.capture.forget_learned({self.layers[index].id.number for index in near})
 
     def _gradients_allocated(self) -> bool:
         parameters = (parameter for module in self._modules for parameter in module.parameters())

@@ -71,6 +71,18 @@ def test_what_a_pass_uses_is_read_ahead_plainly_and_the_next_pass_with_restraint
     assert third == ([], [])
 
 
+def test_reads_start_when_backward_comes_to_a_layer_of_which_nothing_travels(
+    lookahead: Lookahead, asked: Asked
+) -> None:
+    """Such as the last ones, which a plan keeps: else the first that was offloaded would come too late."""
+    play(lookahead, asked, "F0 B0")
+    asked.plainly = []
+    play(lookahead, asked, "F0")
+    assert asked.plainly == []
+    lookahead.reached()
+    assert asked.plainly == [(0, 1), (0, 0)]
+
+
 def test_accumulated_gradients_are_read_ahead_plainly(lookahead: Lookahead, asked: Asked) -> None:
     for _ in range(3):
         passes = play(lookahead, asked, "F0 B0 F1 B1")

@@ -157,9 +157,9 @@ class Capture:
         else:
             self.offloader.give_up_prefetched()
 
-    def forget_learned(self) -> None:
-        """Layers are placed anew: what was kept elsewhere may not be any longer."""
-        self._learned.clear()
+    def forget_learned(self, layers: set[int]) -> None:
+        """Layers of these numbers are placed anew: what was kept elsewhere may not be any longer."""
+        self._learned = {kept: until for kept, until in self._learned.items() if kept[0] not in layers}
 
     def _pop_left_hooks(self) -> None:
         """An interrupt may have struck just before a layer popped its hooks."""

@@ -105,6 +105,11 @@ class Lookahead:
         if self._offloader.has_room():
             self._read_ahead()
 
+    def reached(self) -> None:
+        """Backward has come to a layer, perhaps one of which nothing travels: reads start all the same."""
+        if self._offloader.has_room():
+            self._read_ahead()
+
     def _is_lost(self) -> bool:
         """Whether the expected order says little about what was saved in this step."""
         saved = list(self._records)  # another thread may be saving

@@ -100,7 +100,7 @@ class MeasuredRate:
         half_life: After so many steps a measurement counts half.
     """
 
-    def __init__(self, half_life: float = 1.0) -> None:
+    def __init__(self, half_life: float = 0.5) -> None:
         self._fade = 0.5 ** (1 / half_life)
         self._nbytes = 0.0
         self._seconds = 0.0

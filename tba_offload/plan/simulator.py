@@ -204,6 +204,8 @@ class _Run:
             kind = self.profile.kind_of(slot.layer)
             timing = self.profile.timing(slot.layer, placement)
             seconds = timing.backward if slot.backward else timing.forward
+            if slot.backward:
+                self._read_ahead()
             if placement is Placement.KEEP:
                 self._stays(kind.nbytes + kind.small_bytes, slot, seconds)
             elif placement is Placement.RECOMPUTE:
