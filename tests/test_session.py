@@ -610,17 +610,16 @@ def test_only_offload_holds_writes_back(model: Model, placement: str, at_once: b
 def test_a_slow_drive_makes_auto_keep_and_offload_wait(model: Model) -> None:
     def kept_and_stalled(default: str) -> tuple[int, float]:
         drive = Drive()
-        drive.writes.seconds = 0.01
+        drive.writes.seconds = 0.05
         with session_for(model, drive=drive, in_flight=128 * KIB, default=default) as session:
             record = one_step(session, model)
         return record.fallback_kept_bytes, record.stall_seconds or 0.0
 
     kept, stalled = kept_and_stalled("auto")
     assert kept > 0
-    assert stalled < 0.01
-    kept, stalled = kept_and_stalled("offload")
+    kept, waited = kept_and_stalled("offload")
     assert kept == 0
-    assert stalled > 0.01
+    assert waited > max(0.05, 2 * stalled)
 
 
 def test_a_session_cannot_be_closed_inside_its_step(model: Model) -> None:

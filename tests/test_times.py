@@ -25,16 +25,18 @@ from tba_offload import Placement, Rule
 from tba_offload.capture.scope import ActivationKey, ScopeKey
 from tba_offload.capture.trace import ActivationTrace, DeviceTimes, Fate, ScopeTrace, StepTrace
 from tba_offload.device import CpuDevice
-from tba_offload.plan.profile import Timing
+from tba_offload.plan.bandwidth import Bandwidth
+from tba_offload.plan.profile import StepProfile, Timing
+from tba_offload.plan.simulator import simulate
 from tba_offload.planning import AutoPlanner
 from tba_offload.profiling import profile_of
+from tba_offload.report.run_log import read_run_log
 from tba_offload.transfer.offloader import Offloader
 from tba_offload.transfer.record import Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tba_offload.plan.profile import StepProfile
     from tba_offload.session import Session
 
 KEEP, OFFLOAD, RECOMPUTE, AUTO = Placement.KEEP, Placement.OFFLOAD, Placement.RECOMPUTE, Placement.AUTO
@@ -364,6 +366,7 @@ def test_a_run_log_is_written_on_a_device_that_runs_behind(tmp_path: Any) -> Non
     ):
         for _ in range(4):
             run_step(model, session)
-        prediction = session.plan.prediction
-        assert prediction is not None
-        assert prediction.seconds - prediction.stall_seconds == pytest.approx(STEP)
+    (event,) = [event for event in read_run_log(tmp_path / "run.jsonl").others if event["event"] == "plan"]
+    profile = StepProfile.from_json(event["profile"])
+    predicted = simulate(profile, session.plan, Bandwidth.from_json(event["drive"]))
+    assert predicted.seconds - predicted.stall_seconds == pytest.approx(STEP)

@@ -146,7 +146,10 @@ def assert_same_bits(
     assert_same_history(found, expected)
     assert {record.scopes for record in report} == {LAYERS * micro_batches}
     moved = [record.offloaded_bytes for record in report]
-    assert all(moved) if placement not in {"keep", "recompute"} else not any(moved)
+    if placement in {"keep", "recompute"}:
+        assert not any(moved)
+    else:  # auto may keep everything, in the end, if the drive is slow
+        assert moved[0] if placement == "auto" else all(moved)
     recomputed = {"recompute": LAYERS, INPUTS: LAYERS, "mixed": 1}.get(placement, 0)
     assert {record.recomputed_scopes for record in report} == {recomputed * micro_batches}
 
