@@ -306,7 +306,7 @@ class Session:
             return site.forward(*args, **kwargs)
         if placement is Placement.RECOMPUTE:
             return self._stack.checkpoint(site.forward, *args, **kwargs)
-        kept = self.plan.kept[site.index] if self.plan.kept else frozenset[int]()
+        kept = self.plan.kept_of(site.index)
         slow = self._keeps_when_slow(placement)
         with LayerHooks(self.capture, scope.key, when_slow=slow, kept=kept):
             if placement is Placement.RECOMPUTE_OFFLOAD:

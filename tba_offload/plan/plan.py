@@ -69,6 +69,10 @@ class Plan:
         resolved = policy.resolve(layers, everywhere)
         return cls(tuple(resolved[index] for index in range(len(layers))), window=window)
 
+    def kept_of(self, layer: int) -> frozenset[int]:
+        """Numbers of the activations of an offloaded layer that stay in memory."""
+        return self.kept[layer] if self.kept else frozenset()
+
     def as_json(self) -> dict[str, Any]:
         """The plan for a run log."""
         return {

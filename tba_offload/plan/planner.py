@@ -182,7 +182,7 @@ def _best_of_many(profile: StepProfile, terms: _Terms, layers: _Layers, known: S
 def explain(profile: StepProfile, plan: Plan, drive: Bandwidth, layer: int) -> str:
     """Why a plan places a layer as it does, in one line."""
     kind, placement = profile.kind_of(layer), plan.placements[layer]
-    kept = _kept_of(plan, layer)
+    kept = plan.kept_of(layer)
     moved = sum(saved.nbytes for number, saved in enumerate(kind.activations) if number not in kept)
     seconds = moved / drive.write + moved / drive.read
     size = f"{kind.nbytes / 2**20:.1f} MiB"
@@ -196,10 +196,6 @@ def explain(profile: StepProfile, plan: Plan, drive: Bandwidth, layer: int) -> s
         return f"{again * 1e3:.1f} ms of compute, and {travels}"
     part = f"{moved / 2**20:.1f} of {size}" if moved < kind.nbytes else size
     return f"{part} are {seconds * 1e3:.1f} ms of the drive, and recomputing {again * 1e3:.1f} ms of compute"
-
-
-def _kept_of(plan: Plan, layer: int) -> frozenset[int]:
-    return plan.kept[layer] if plan.kept else frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -283,11 +283,8 @@ class _Run:
             self.now += seconds
             self._end_scope(scope, items)
 
-    def _kept(self, layer: int) -> frozenset[int]:
-        return self.plan.kept[layer] if self.plan.kept else frozenset()
-
     def _offloaded_forward(self, slot: Slot, kind: LayerKind, seconds: float) -> None:
-        kept = self._kept(slot.layer)
+        kept = self.plan.kept_of(slot.layer)
         items: list[_Item] = []
         passed = 0.0
         self._hold(kind.small_bytes)
@@ -392,7 +389,7 @@ class _Run:
             self._read_ahead()
         self.now += (1.0 - passed) * seconds
         del self.saved[scope]
-        numbers = self._kept(slot.layer)  # perhaps of a step in which the layer saved more than now
+        numbers = self.plan.kept_of(slot.layer)  # perhaps of a step in which the layer saved more than now
         kept = sum(saved.nbytes for number, saved in enumerate(kind.activations) if number in numbers)
         self.settled -= used + kept + kind.small_bytes
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 import errno
 import math
 import threading
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from tba_offload.errors import StoreFullError
-from tba_offload.store.base import ActivationStore, DriveLoad, Extent, IoFuture
+from tba_offload.store.combined import CombinedStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
+    from collections.abc import Container, Sequence
 
-    from tba_offload.device import ByteRange, Event
+    from tba_offload.store.base import ActivationStore, Extent
 
 
-class StripedStore(ActivationStore):
+class StripedStore(CombinedStore):
     """Spreads extents over stores.
 
     A new extent goes to the store that would have written it first, by the bytes queued and running there and
@@ -39,12 +38,7 @@ class StripedStore(ActivationStore):
     def __init__(self, stores: Sequence[ActivationStore]) -> None:
         if not stores:
             raise ValueError("a striped store needs at least one store")
-        self.stores = tuple(stores)
-        # Alignments are powers of two: what suits the largest suits all.
-        self.alignment = max(store.alignment for store in stores)
-        capacities = [store.capacity_bytes for store in stores]
-        limited = [capacity for capacity in capacities if capacity is not None]
-        self.capacity_bytes = sum(limited) if len(limited) == len(capacities) else None
+        super().__init__(stores)
         # Weighted turns: when the last turn began, and when that of each drive ended, as if bytes were time.
         self._now = 0.0
         self._ended = [0.0] * len(self.stores)
@@ -60,16 +54,6 @@ class StripedStore(ActivationStore):
             "stores": [store.description for store in self.stores],
         }
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes that extents take now, padding included, on all drives."""
-        return sum(store.used_bytes for store in self.stores)
-
-    @property
-    def high_water_bytes(self) -> int:
-        """The largest ends that extents ever had, summed over the drives."""
-        return sum(store.high_water_bytes for store in self.stores)
-
     def reserve(self, nbytes: int, address: int) -> Extent:
         """Takes an extent where it is written first; see :meth:`ActivationStore.reserve`."""
         refusals: dict[int, str] = {}
@@ -84,59 +68,14 @@ class StripedStore(ActivationStore):
             f"none of {len(self.stores)} drives has room for {nbytes} bytes: {'; '.join(refusals.values())}",
         )
 
-    def release(self, extent: Extent) -> None:
-        """Gives an extent back; see :meth:`ActivationStore.release`."""
-        self._store_of(extent).release(extent)
-
-    def write(
-        self,
-        extent: Extent,
-        source: ByteRange,
-        after: Event,
-        *,
-        done: Callable[[IoFuture], object] | None = None,
-    ) -> IoFuture:
-        """Queues a write; see :meth:`ActivationStore.write`."""
-        return self._store_of(extent).write(extent, source, after, done=done)
-
-    def read(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> IoFuture:
-        """Queues a read; see :meth:`ActivationStore.read`."""
-        return self._store_of(extent).read(extent, target, after, padded=padded)
-
-    def place(self, extent: Extent) -> str:
-        """The store that the extent lies in; see :meth:`ActivationStore.place`."""
-        return self._store_of(extent).place(extent)
-
-    def take_loads(self) -> list[DriveLoad]:
-        """What each drive has moved; see :meth:`ActivationStore.take_loads`."""
-        return [load for store in self.stores for load in store.take_loads()]
-
     def write_rate(self) -> float | None:
         """The sum over the drives; see :meth:`ActivationStore.write_rate`."""
         return sum(store.write_rate() or 0.0 for store in self.stores) or None
-
-    def pending(self) -> int:
-        """Transfers that are queued or running on all drives."""
-        return sum(store.pending() for store in self.stores)
-
-    def pending_bytes(self) -> int:
-        """Bytes whose transfers are queued or running on all drives."""
-        return sum(store.pending_bytes() for store in self.stores)
-
-    def pending_write_bytes(self) -> int:
-        """Bytes whose writes are queued or running on all drives."""
-        return sum(store.pending_write_bytes() for store in self.stores)
 
     def prepare(self, nbytes: int) -> None:
         """Grows every drive to its even share; see :meth:`ActivationStore.prepare`."""
         for store in self.stores:
             store.prepare(-(-nbytes // len(self.stores)))
-
-    def close(self) -> None:
-        """Closes every store, also if one of them raises; see :meth:`ActivationStore.close`."""
-        with ExitStack() as stack:
-            for store in self.stores:
-                stack.callback(store.close)
 
     def _store_of(self, extent: Extent) -> ActivationStore:
         if not 0 <= extent.drive < len(self.stores):

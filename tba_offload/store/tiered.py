@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import errno
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from tba_offload.errors import StoreFullError
-from tba_offload.store.base import HOST_TIER, ActivationStore, DriveLoad, Extent, IoFuture
+from tba_offload.store.base import HOST_TIER, ActivationStore, DriveLoad, Extent
+from tba_offload.store.combined import CombinedStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tba_offload.device import ByteRange, Event
     from tba_offload.store.host import HostStore
 
 SPILL_SHARE = 0.5
@@ -26,7 +23,7 @@ SPILL_BYTES = 64 << 20
 """The same where there is no window."""
 
 
-class TieredStore(ActivationStore):
+class TieredStore(CombinedStore):
     """Spreads extents over drives and host memory.
 
     A new extent goes to the drives, unless they have so much to write that training would soon wait for them:
@@ -47,14 +44,10 @@ class TieredStore(ActivationStore):
     kind = "tiered"
 
     def __init__(self, drives: ActivationStore, host: HostStore, *, spill_bytes: int = SPILL_BYTES) -> None:
+        super().__init__((drives, host))
         self.drives = drives
         self.host = host
         self.spill_bytes = spill_bytes
-        # Alignments are powers of two: what suits the larger suits both.
-        self.alignment = max(drives.alignment, host.alignment)
-        parts = (drives.capacity_bytes, host.capacity_bytes)
-        limited = [part for part in parts if part is not None]
-        self.capacity_bytes = sum(limited) if len(limited) == len(parts) else None
 
     @property
     def description(self) -> dict[str, object]:
@@ -67,16 +60,6 @@ class TieredStore(ActivationStore):
             "drives": self.drives.description,
             "host": self.host.description,
         }
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes that extents take now, padding included, in both tiers."""
-        return self.drives.used_bytes + self.host.used_bytes
-
-    @property
-    def high_water_bytes(self) -> int:
-        """The largest ends that extents ever had, summed over drives and host memory."""
-        return self.drives.high_water_bytes + self.host.high_water_bytes
 
     def reserve(self, nbytes: int, address: int) -> Extent:
         """Takes an extent where it is written soon; see :meth:`ActivationStore.reserve`."""
@@ -96,29 +79,6 @@ class TieredStore(ActivationStore):
                 f"neither the drives nor host memory have room for {nbytes} bytes: {refusal}; {error}",
             ) from None
 
-    def release(self, extent: Extent) -> None:
-        """Gives an extent back; see :meth:`ActivationStore.release`."""
-        self._store_of(extent).release(extent)
-
-    def write(
-        self,
-        extent: Extent,
-        source: ByteRange,
-        after: Event,
-        *,
-        done: Callable[[IoFuture], object] | None = None,
-    ) -> IoFuture:
-        """Queues a write; see :meth:`ActivationStore.write`."""
-        return self._store_of(extent).write(extent, source, after, done=done)
-
-    def read(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> IoFuture:
-        """Queues a read; see :meth:`ActivationStore.read`."""
-        return self._store_of(extent).read(extent, target, after, padded=padded)
-
-    def place(self, extent: Extent) -> str:
-        """The directory, or host memory; see :meth:`ActivationStore.place`."""
-        return self._store_of(extent).place(extent)
-
     def take_loads(self) -> list[DriveLoad]:
         """What each drive and host memory have moved; see :meth:`ActivationStore.take_loads`."""
         host = [load._replace(tier=HOST_TIER) for load in self.host.take_loads()]
@@ -127,18 +87,6 @@ class TieredStore(ActivationStore):
     def write_rate(self) -> float | None:
         """That of the drives; see :meth:`ActivationStore.write_rate`."""
         return self.drives.write_rate()
-
-    def pending(self) -> int:
-        """Transfers that are queued or running in both tiers."""
-        return self.drives.pending() + self.host.pending()
-
-    def pending_bytes(self) -> int:
-        """Bytes whose transfers are queued or running in both tiers."""
-        return self.drives.pending_bytes() + self.host.pending_bytes()
-
-    def pending_write_bytes(self) -> int:
-        """Bytes whose writes are queued or running in both tiers."""
-        return self.drives.pending_write_bytes() + self.host.pending_write_bytes()
 
     def prepare(self, nbytes: int) -> None:
         """Grows the drives, and host memory by what they cannot hold; see :meth:`ActivationStore.prepare`.
@@ -154,12 +102,6 @@ class TieredStore(ActivationStore):
     def expect(self, in_flight: int | None) -> None:
         """Sets when host memory is used, by the window; see :meth:`ActivationStore.expect`."""
         self.spill_bytes = SPILL_BYTES if in_flight is None else int(SPILL_SHARE * in_flight)
-
-    def close(self) -> None:
-        """Closes both tiers, also if one of them raises; see :meth:`ActivationStore.close`."""
-        with ExitStack() as stack:
-            for store in (self.drives, self.host):
-                stack.callback(store.close)
 
     def _store_of(self, extent: Extent) -> ActivationStore:
         return self.host if extent.drive == self.host.drive_number else self.drives

@@ -1,0 +1,89 @@
+"""What stores that are made of other stores have in common: each extent lies in one of them, wholly."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from tba_offload.store.base import ActivationStore, DriveLoad, Extent, IoFuture
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from tba_offload.device import ByteRange, Event
+
+
+class CombinedStore(ActivationStore):
+    """Several stores that look like one; what derives from it says where a new extent goes.
+
+    Args:
+        stores: At least one. They are closed with this one.
+    """
+
+    def __init__(self, stores: Sequence[ActivationStore]) -> None:
+        self.stores = tuple(stores)
+        # Alignments are powers of two: what suits the largest suits all.
+        self.alignment = max(store.alignment for store in stores)
+        capacities = [store.capacity_bytes for store in stores]
+        limited = [capacity for capacity in capacities if capacity is not None]
+        self.capacity_bytes = sum(limited) if len(limited) == len(capacities) else None
+
+    @abstractmethod
+    def _store_of(self, extent: Extent) -> ActivationStore:
+        """The store that an extent lies in."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that extents take now, padding included, in all stores."""
+        return sum(store.used_bytes for store in self.stores)
+
+    @property
+    def high_water_bytes(self) -> int:
+        """The largest ends that extents ever had, summed over the stores."""
+        return sum(store.high_water_bytes for store in self.stores)
+
+    def release(self, extent: Extent) -> None:
+        """Gives an extent back; see :meth:`ActivationStore.release`."""
+        self._store_of(extent).release(extent)
+
+    def write(
+        self,
+        extent: Extent,
+        source: ByteRange,
+        after: Event,
+        *,
+        done: Callable[[IoFuture], object] | None = None,
+    ) -> IoFuture:
+        """Queues a write; see :meth:`ActivationStore.write`."""
+        return self._store_of(extent).write(extent, source, after, done=done)
+
+    def read(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> IoFuture:
+        """Queues a read; see :meth:`ActivationStore.read`."""
+        return self._store_of(extent).read(extent, target, after, padded=padded)
+
+    def place(self, extent: Extent) -> str:
+        """Where in its store the extent lies; see :meth:`ActivationStore.place`."""
+        return self._store_of(extent).place(extent)
+
+    def take_loads(self) -> list[DriveLoad]:
+        """What each store has moved; see :meth:`ActivationStore.take_loads`."""
+        return [load for store in self.stores for load in store.take_loads()]
+
+    def pending(self) -> int:
+        """Transfers that are queued or running in all stores."""
+        return sum(store.pending() for store in self.stores)
+
+    def pending_bytes(self) -> int:
+        """Bytes whose transfers are queued or running in all stores."""
+        return sum(store.pending_bytes() for store in self.stores)
+
+    def pending_write_bytes(self) -> int:
+        """Bytes whose writes are queued or running in all stores."""
+        return sum(store.pending_write_bytes() for store in self.stores)
+
+    def close(self) -> None:
+        """Closes every store, also if one of them raises; see :meth:`ActivationStore.close`."""
+        with ExitStack() as stack:
+            for store in self.stores:
+                stack.callback(store.close)
