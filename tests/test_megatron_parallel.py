@@ -28,7 +28,7 @@ from tba_offload.report.ranks import path_of_rank
 from tba_offload.report.run_log import read_run_log
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from tba_offload.report.run_log import RunLog, StepRecord
 
@@ -177,11 +177,7 @@ def test_training_is_the_same_bit_for_bit(name: str, crew: Crew, tmp_path: Path)
     layout = LAYOUTS[name]
     job = make_job(name, tmp_path)
     crew.run(job)
-    for rank in range(layout.ranks):
-        plain = torch.load(job.results("plain", rank))
-        check_plain(layout, rank, plain)
-        for variant in variants_of(name):
-            check_same(f"{variant} on rank {rank}", plain, torch.load(job.results(variant, rank)))
+    check_bits(job, variants_of(name))
     for variant in variants_of(name):
         logs = read_logs(job, variant)
         for rank, log in enumerate(logs):
@@ -242,11 +238,7 @@ def test_the_planner_changes_no_bit(name: str, crew: Crew, tmp_path: Path) -> No
     layout = AUTO_LAYOUTS[name]
     job = make_auto_job(layout, tmp_path)
     crew.run(job)
-    for rank in range(layout.ranks):
-        plain = torch.load(job.results("plain", rank))
-        check_plain(layout, rank, plain, AUTO_STEPS)
-        for variant in AUTO_BUDGETS:
-            check_same(f"{variant} on rank {rank}", plain, torch.load(job.results(variant, rank)))
+    check_bits(job, AUTO_BUDGETS)
     for variant in AUTO_BUDGETS:
         histories = [torch.load(job.results(variant, rank)) for rank in range(layout.ranks)]
         check_agreement(layout, variant, histories)
@@ -297,7 +289,16 @@ def check_plans(layout: Layout, variant: str, log: RunLog, history: dict[str, An
         assert [event["step"] for event in plans] == list(AGREED_BEHIND)
 
 
-def check_plain(layout: Layout, rank: int, plain: dict[str, Any], steps: int = STEPS) -> None:
+def check_bits(job: Job, variants: Iterable[str]) -> None:
+    """Every variant left behind on every rank what plain training did."""
+    for rank in range(job.layout.ranks):
+        plain = torch.load(job.results("plain", rank))
+        check_plain(job.layout, rank, plain, job.steps)
+        for variant in variants:
+            check_same(f"{variant} on rank {rank}", plain, torch.load(job.results(variant, rank)))
+
+
+def check_plain(layout: Layout, rank: int, plain: dict[str, Any], steps: int) -> None:
     """The baseline is a training run worth comparing with."""
     is_last = layout.stage_of(rank) == layout.pipeline - 1
     counts = (

@@ -531,6 +531,13 @@ def test_writes_of_what_is_used_behind_a_forward_pass_go_on(bench: Bench, drive:
     bench.assert_idle()
 
 
+def test_in_a_forked_child_nothing_is_read_ahead(bench: Bench) -> None:
+    """The lock may be held for ever there; backward comes to layers of which nothing travels all the same."""
+    assert bench.offloader.has_room()
+    bench.offloader.become_inert()
+    assert not bench.offloader.has_room()
+
+
 def test_what_was_read_ahead_and_not_used_is_given_up_with_the_step(make: Callable[..., Bench]) -> None:
     bench = make(8 * SIZE)
     unused, used = store_all(bench, 2)

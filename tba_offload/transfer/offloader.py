@@ -113,8 +113,8 @@ class Offloader:
         return self._books.crowded(nbytes)
 
     def has_room(self) -> bool:
-        """Whether so much of the window is free that reading ahead is worth a start."""
-        return self._books.has_room()
+        """Whether reading ahead is worth a start: the window has room, and this is no forked child."""
+        return not self._inert and self._books.has_room()
 
     # ---- from pack -------------------------------------------------------------------------------
 
