@@ -195,8 +195,8 @@ class StoreConfig:
     """Where offloaded bytes go.
 
     Attributes:
-        kind: ``file``, ``host`` (memory of the host), ``auto``, which is ``file``, or ``gds`` (GPUDirect
-            Storage).
+        kind: ``file``, ``host`` (memory of the host), ``gds`` (GPUDirect Storage), or ``auto``: ``file``, and
+            on a GPU the faster of ``file`` and ``gds``, which is measured on each drive.
         directories: One per drive; extents are spread over them. ``~`` is expanded, relative ones start
             at the working directory. If empty, the system's directory for temporary files.
         capacity: Bytes that the store of one process may hold at most; 0 and None mean as much as there is

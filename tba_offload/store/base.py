@@ -8,6 +8,7 @@ store; each gives an :class:`IoFuture`.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from _thread import allocate_lock
 from abc import ABC, abstractmethod
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from tba_offload.device import ByteRange, Device, Event
+    from tba_offload.store.queued import QueuedStore
+
+logger = logging.getLogger(__name__)
 
 DRIVE_TIER, HOST_TIER = "drive", "host"
 """The legal tiers of :class:`DriveLoad`."""
@@ -357,8 +361,9 @@ def open_store(
     """Opens a store.
 
     Args:
-        kind: "file" writes files; "host" keeps bytes in host memory; "auto" is "file" where directories are
-            given and "host" elsewhere; "gds" moves bytes between GPU and drive directly.
+        kind: "file" writes files; "host" keeps bytes in host memory; "gds" moves bytes between GPU and drive
+            directly; "auto" is "host" where no directories are given, and elsewhere "file", or on a GPU the
+            faster of "file" and "gds", which is measured on each drive.
         directories: Where to put files, one for each drive; several make a striped store.
         capacity: Bytes that extents may take in all, divided evenly among the directories; ``None`` for no
             limit but the drives' own.
@@ -425,27 +430,53 @@ def _open_files(
     checksum: bool,
     threads: dict[str, int],
 ) -> ActivationStore:
-    from tba_offload.store.file import FileStore
-    from tba_offload.store.gds import GdsStore, import_kvikio
+    from tba_offload.store.gds import import_kvikio
     from tba_offload.store.striped import StripedStore
 
     paths = _distinct(directories, kind)
     share = None if capacity is None else capacity // len(paths)
-    make = GdsStore if kind == "gds" else FileStore
     if kind == "gds":
         import_kvikio()
         if device.torch_device.type == "cpu":
             raise UnsupportedError("store kind 'gds' moves GPU memory; on a CPU use 'file'")
-    stores: list[GdsStore | FileStore] = []
+    stores: list[QueuedStore] = []
     try:
         for drive, path in enumerate(paths):
-            store = make(path, capacity=share, device=device, checksum=checksum, drive=drive, **threads)
-            stores.append(store)
+            stores.append(_open_drive(path, kind, share, device, drive, checksum=checksum, threads=threads))
     except BaseException:
         for store in stores:
             store.close()
         raise
     return stores[0] if len(stores) == 1 else StripedStore(stores)
+
+
+def _open_drive(
+    path: str,
+    kind: str,
+    capacity: int | None,
+    device: Device,
+    drive: int,
+    *,
+    checksum: bool,
+    threads: dict[str, int],
+) -> QueuedStore:
+    """The store on one drive; "auto" is the faster kind where there are two ways to it."""
+    from tba_offload.store.choice import choose
+    from tba_offload.store.file import FileStore
+    from tba_offload.store.gds import GdsStore
+
+    choice = None
+    if kind == "auto" and device.pins_memory:
+        choice = choose(path, device, capacity=capacity, checksum=checksum, **threads)
+        kind = choice.kind
+        logger.info("%s: store kind %r, because %s", path, kind, choice.why)
+    make = GdsStore if kind == "gds" else FileStore
+    store: QueuedStore = make(
+        path, capacity=capacity, device=device, checksum=checksum, drive=drive, **threads
+    )
+    if choice is not None:
+        store.chosen = choice.as_json()
+    return store
 
 
 def _with_host_memory(

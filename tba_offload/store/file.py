@@ -99,7 +99,7 @@ class FileStore(QueuedStore):
 
     @property
     def description(self) -> dict[str, object]:
-        """Kind, directory, "O_DIRECT" or "buffered" and why, alignment, capacity, checksum, threads."""
+        """Kind, directory, "O_DIRECT" or "buffered" and why, alignment, checksum, threads and so on."""
         return {
             "kind": self.kind,
             "directory": self.directory,
@@ -109,6 +109,7 @@ class FileStore(QueuedStore):
             "capacity": self.capacity_bytes,
             "checksum": self._checksum is not None,
             **self._threads,
+            **({} if self.chosen is None else {"chosen": self.chosen}),
         }
 
     @property

@@ -2,7 +2,14 @@
 
 This is the only module that names kvikio. What kvikio does with a transfer depends on the machine: through
 the nvidia-fs driver or PCIe peer-to-peer the bytes never touch the host; without them cuFile, or kvikio
-itself, takes them through host memory. :attr:`GdsStore.description` says which it is.
+itself, takes them through host memory. :attr:`GdsStore.description` says which it is in a directory.
+
+No memory is registered with cuFile. That pays for a buffer that one owner uses again and again; here bytes
+travel from and into the very tensors of the model, which come from PyTorch's caching allocator and go back to
+it. Registering one would register the whole block of the allocator that it lies in, which would have to be
+undone before the allocator may give the block back, and would take address space of the GPU's PCIe window
+for memory of others. Unregistered memory passes through cuFile's own registered buffers on the GPU, a copy
+within its memory.
 
 kvikio orders its transfers with no stream: an I/O thread waits for the event first, moves the bytes, and
 returns when they have arrived.
@@ -17,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from tba_offload.device.sums import sums
 from tba_offload.errors import MissingDependencyError, StoreError, StoreFullError
+from tba_offload.store import posix
 from tba_offload.store.directory import RunFile, short_transfer
 from tba_offload.store.queued import QueuedStore
 
@@ -69,7 +77,7 @@ class GdsStore(QueuedStore):
         self.directory = os.fspath(directory)
         self._file = _GdsFile(RunFile(self.directory, capacity), kvikio)
         try:
-            self._path, self._reason = _path_of(kvikio)
+            self._path, self._reason = _path_of(kvikio, self._file)
             super().__init__(
                 alignment=1,
                 capacity=capacity,
@@ -88,7 +96,7 @@ class GdsStore(QueuedStore):
 
     @property
     def description(self) -> dict[str, object]:
-        """Kind, directory, I/O path and why, capacity, checksum, threads, version of kvikio."""
+        """Kind, directory, I/O path and why, capacity, checksum, threads, choice, version of kvikio."""
         return {
             "kind": self.kind,
             "directory": self.directory,
@@ -99,6 +107,7 @@ class GdsStore(QueuedStore):
             "checksum": self._checksum is not None,
             "kvikio": self._file.version,
             **self._threads,
+            **({} if self.chosen is None else {"chosen": self.chosen}),
         }
 
     def _move_out(self, extent: Extent, source: ByteRange, after: Event) -> int | None:  # noqa: ARG002
@@ -163,6 +172,15 @@ class _GdsFile:
         """Fills a uint8 tensor from the file; returns how many bytes came."""
         return int(self._handle.pread(_buffer(data), data.numel(), offset, TASK_BYTES).get())
 
+    def direct_io_refusal(self) -> str | None:
+        """Why there is no direct I/O in the directory, without which kvikio moves bytes by system calls."""
+        magic = posix.file_system_magic(self.fd)
+        if magic in posix.MEMORY_FILE_SYSTEMS:
+            return f"{posix.MEMORY_FILE_SYSTEMS[magic]} lies in memory and has no direct I/O"
+        if posix.direct_alignment(self.fd) == 0:
+            return "the file system does not offer direct I/O"
+        return None
+
     def grow(self, size: int) -> None:
         """See :meth:`RunFile.grow`."""
         self._file.grow(size)
@@ -200,10 +218,13 @@ def import_kvikio() -> Any:
     return kvikio
 
 
-def _path_of(kvikio: Any) -> tuple[str, str | None]:
-    """Which way bytes take, and why not the direct one."""
+def _path_of(kvikio: Any, file: _GdsFile) -> tuple[str, str | None]:
+    """Which way bytes take in the directory of a file, and why not the direct one."""
     if kvikio.defaults.is_compat_mode_preferred():
         return "kvikio POSIX", "kvikio is in compatibility mode: cuFile is not usable here"
+    refusal = file.direct_io_refusal()
+    if refusal is not None:
+        return "kvikio POSIX", f"{refusal}, which cuFile needs"
     try:
         through_driver = bool(kvikio.cufile_driver.get("is_gds_available"))
     except (RuntimeError, KeyError) as error:

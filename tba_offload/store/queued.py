@@ -264,6 +264,8 @@ class QueuedStore(ActivationStore):
         self.alignment = alignment
         self.capacity_bytes = capacity
         self.name = name
+        self.chosen: dict[str, object] | None = None
+        """Why ``auto`` took this kind of store, and what it measured; ``None`` if nothing was to choose."""
         self._device = device
         self.drive_number = drive
         self._backing = backing
