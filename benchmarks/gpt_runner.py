@@ -120,15 +120,17 @@ class GptRunner:
 
 
 def _checkpoint_layers(model: nn.Module) -> None:
-    for layer in _decoder(model).layers:
-        layer.forward = _checkpointed(layer.forward)
+    for layer in decoder_of(model).layers:
+        layer.forward = checkpointed(layer.forward)
 
 
-def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's forward that is recomputed, as ``torch.utils.checkpoint`` does it."""
     return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
-def _decoder(model: nn.Module) -> Any:
+def decoder_of(model: nn.Module) -> Any:
+    """The part of a Megatron GPT that has its layers."""
     return next(module for name, module in model.named_modules() if name.split(".")[-1] == "decoder")
 
 

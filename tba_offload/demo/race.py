@@ -88,6 +88,15 @@ def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Sp
     return Spread.of([a / b for a, b in zip(numerator, denominator, strict=True)])
 
 
+def turns(names: Sequence[str], round_: int) -> list[str]:
+    """The order of a round, counted from 0: each starts with another one.
+
+    Rounds that measure memory do not all start with the same one either.
+    """
+    shift = (round_ + round_ // MEASURE_EVERY) % len(names)
+    return [*names[shift:], *names[:shift]]
+
+
 def race(
     entrants: Mapping[str, Entrant], rounds: int, *, on_step: Callable[[], object] = lambda: None
 ) -> dict[str, list[dict[str, Any]]]:
@@ -108,9 +117,7 @@ def race(
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     with _started(entrants) as lanes:
         for round_ in range(rounds):
-            # Rounds that measure memory must not all start with the same one.
-            shift = (round_ + round_ // MEASURE_EVERY) % len(names)
-            for name in names[shift:] + names[:shift]:
+            for name in turns(names, round_):
                 results[name].append(lanes[name].ask("step"))
                 on_step()
         for name in names:
