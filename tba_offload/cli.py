@@ -380,6 +380,27 @@ def demo(*, as_json: bool, window: str | None, **options: Any) -> None:
 
 
 @main.command()
+@click.argument("directories", metavar="[DIR]...", nargs=-1, type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+def doctor(directories: tuple[Path, ...], *, as_json: bool) -> None:
+    """Say which way bytes take to each directory, how fast, and what would help.
+
+    By default the directory is the system's for temporary files. Some dozens of MiB are written to and read
+    from each, by every way that there is: through host memory, and on a GPU by GPUDirect Storage, through the
+    nvidia-fs driver or by PCIe peer-to-peer, where kvikio and cuFile offer it.
+    """
+    import tempfile
+
+    from tba_offload.device import streams
+    from tba_offload.doctor import examine, lines
+
+    findings = examine(directories or (Path(tempfile.gettempdir()),), streams.default_device())
+    click.echo(json.dumps(findings, indent=2) if as_json else "\n".join(lines(findings)))
+    if any(each["auto"] is None for each in findings["directories"]):
+        raise click.exceptions.Exit(1)
+
+
+@main.command()
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--check", is_flag=True, help="Change nothing; say whether it would work.")
 @click.option("--reverse", is_flag=True, help="Take the patch out again.")

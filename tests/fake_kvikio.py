@@ -89,5 +89,6 @@ def install(**driver: Any) -> types.ModuleType:
     defaults.set = settings.__setitem__  # type: ignore[attr-defined]
     defaults.is_compat_mode_preferred = lambda: driver["compat"]  # type: ignore[attr-defined]
     cufile.get = driver.__getitem__  # type: ignore[attr-defined]
+    cufile.libcufile_version = lambda: (1, 15)  # type: ignore[attr-defined]
     sys.modules.update({module.__name__: module for module in (package, defaults, cufile)})
     return package

@@ -42,6 +42,7 @@ ALLOWED = {
     "profiling": {"capture", "plan", "policy"},
     "planning": {"profiling", "capture", "store", "plan", "policy", "report"},
     "forecast": {"plan", "policy", "config", "report"},
+    "doctor": {"store", "device"},
     "attachment": {"session", "capture", "megatron"},
 }
 ON_TOP = {"cli", "demo", "__init__", "__main__"}

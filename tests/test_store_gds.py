@@ -165,8 +165,10 @@ def test_a_library_that_is_missing_is_named(
         return real(name, *arguments, **options)
 
     monkeypatch.setattr(builtins, "__import__", failing)
-    with pytest.raises(MissingDependencyError, match=rf"{missing}, .* 'tba-offload\[gds-cu12\]'"):
-        gds.import_kvikio()
+    for version, extra in ((None, "gds-cu12"), ("12.9", "gds-cu12"), ("13.0", "gds-cu13")):
+        monkeypatch.setattr(torch.version, "cuda", version)
+        with pytest.raises(MissingDependencyError, match=rf"{missing}, .* 'tba-offload\[{extra}\]'"):
+            gds.import_kvikio()
 
 
 @pytest.mark.usefixtures("kvikio")
@@ -211,6 +213,7 @@ def test_the_stand_in_has_the_names_and_arguments_of_kvikio() -> None:
     assert kvikio.defaults.get("num_threads") >= 1
     assert isinstance(kvikio.defaults.is_compat_mode_preferred(), bool)
     assert isinstance(kvikio.cufile_driver.get("is_gds_available"), bool)
+    assert len(kvikio.cufile_driver.libcufile_version()) == 2
 
 
 @pytest.mark.gpu

@@ -263,6 +263,11 @@ class CudaDevice(Device):
         return stream
 
 
+def default_device() -> Device:
+    """The current GPU where there is one, else the CPU."""
+    return CudaDevice() if torch.cuda.is_available() else CpuDevice()
+
+
 def device_of(device: torch.device | str) -> Device:
     """The twin of a torch device.
 

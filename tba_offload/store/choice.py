@@ -132,16 +132,22 @@ class Probe:
 
 
 def measure(
-    store: ActivationStore, device: Device, *, extent_bytes: int = EXTENT_BYTES, extents: int = EXTENTS
+    store: ActivationStore, device: Device, *, extent_bytes: int | None = None, extents: int = EXTENTS
 ) -> Rates:
     """What a store moves; the best of a few rounds.
 
     The first round does not count: in it the file grows, memory is pinned and drivers start.
 
+    Args:
+        store: The store; it is left as empty as it was.
+        device: The device that the bytes lie on.
+        extent_bytes: Size of an extent; by default :data:`EXTENT_BYTES`.
+        extents: How many are moved at once in each direction.
+
     Raises:
         StoreError: A transfer failed, or there is no room.
     """
-    probe = Probe(store, device, extent_bytes=extent_bytes, extents=extents)
+    probe = Probe(store, device, extent_bytes=extent_bytes or EXTENT_BYTES, extents=extents)
     probe.write()
     found: list[tuple[float, float, float]] = []
     began = time.perf_counter()

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -212,10 +213,30 @@ def import_kvikio() -> Any:
         import kvikio.cufile_driver
         import kvikio.defaults
     except ImportError as error:
-        raise MissingDependencyError("kvikio", "store kind 'gds'", extra="gds-cu12") from error
+        raise MissingDependencyError("kvikio", "store kind 'gds'", extra=_extra()) from error
     except RuntimeError as error:  # what kvikio raises where it does not find the library
-        raise MissingDependencyError("libcufile", "store kind 'gds'", extra="gds-cu12") from error
+        raise MissingDependencyError("libcufile", "store kind 'gds'", extra=_extra()) from error
     return kvikio
+
+
+def _extra() -> str:
+    """The extra of tba-offload that brings kvikio for the CUDA of this PyTorch."""
+    import torch
+
+    return "gds-cu13" if (torch.version.cuda or "").startswith("13.") else "gds-cu12"
+
+
+def driver_versions() -> dict[str, str | None]:
+    """Versions of kvikio, of cuFile and of the nvidia-fs driver; ``None`` for what is not there."""
+    found: dict[str, str | None] = {"kvikio": None, "cufile": None, "nvidia_fs": None}
+    with suppress(OSError):
+        found["nvidia_fs"] = _NVIDIA_FS.with_name("version").read_text().strip().removeprefix("version: ")
+    with suppress(MissingDependencyError):
+        kvikio = import_kvikio()
+        found["kvikio"] = str(getattr(kvikio, "__version__", "unknown"))
+        with suppress(RuntimeError, AttributeError):  # no library, or a kvikio that does not tell
+            found["cufile"] = ".".join(map(str, kvikio.cufile_driver.libcufile_version()))
+    return found
 
 
 def _path_of(kvikio: Any, file: _GdsFile) -> tuple[str, str | None]:

@@ -1,0 +1,167 @@
+"""What ``tba-offload doctor`` finds: the way to each directory, by the stand-in for kvikio."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import fake_kvikio
+import pytest
+from click.testing import CliRunner, Result
+from ordered_device import OrderedDevice
+from store_contract import CPU, descriptors
+from test_store_gds import MODULES
+
+from tba_offload import cli
+from tba_offload.device import streams
+from tba_offload.store import choice, gds, posix
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(autouse=True)
+def small_extents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "EXTENT_BYTES", 1 << 16)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A device with memory of its own, and kvikio."""
+    for name in MODULES:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(streams, "default_device", lambda: OrderedDevice(seconds=0.0))
+    fake_kvikio.install()
+    yield
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "default_device", lambda: CPU)
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.main, ["doctor", *arguments])
+
+
+def findings_of(*arguments: str) -> dict[str, Any]:
+    result = call("--json", *arguments)
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("driver", "nvidia_fs", "path", "advice"),
+    [
+        ({}, True, "GDS", None),
+        ({}, False, "GDS without nvidia-fs", None),
+        ({"is_gds_available": False}, False, "cuFile compatibility", "modprobe nvidia-fs"),
+        ({"compat": True}, True, "kvikio POSIX", "KVIKIO_COMPAT_MODE"),
+    ],
+)
+def test_each_directory_has_its_path_its_rates_and_advice(
+    driver: dict[str, bool],
+    nvidia_fs: bool,
+    path: str,
+    advice: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_kvikio.install(**driver)
+    monkeypatch.setattr(gds, "_NVIDIA_FS", tmp_path / "driver" / "stats")
+    if nvidia_fs:
+        (tmp_path / "driver").mkdir()
+        (tmp_path / "driver" / "stats").touch()
+        (tmp_path / "driver" / "version").write_text("version: 2.26.6\n")
+    (tmp_path / "drive").mkdir()
+    before = descriptors()
+    found = findings_of(str(tmp_path / "drive"))
+    assert descriptors() == before
+    assert list((tmp_path / "drive").iterdir()) == []
+    assert found["machine"]["kvikio"] == "fake"
+    assert found["machine"]["cufile"] == "1.15"
+    assert found["machine"]["nvidia_fs"] == ("2.26.6" if nvidia_fs else None)
+    (each,) = found["directories"]
+    assert set(each["ways"]) == {"file", "gds"}
+    assert each["ways"]["gds"]["path"] == path
+    for way in each["ways"].values():
+        assert min(way["bytes_per_second"].values()) > 0
+    assert each["auto"]["kind"] in each["ways"]
+    assert f"through kvikio ({path})" in each["auto"]["why"]
+    said = [sentence for sentence in each["advice"] if "direct I/O" not in sentence]
+    assert [advice in sentence for sentence in said if advice] == ([True] if advice else [])
+    assert bool(said) == bool(advice)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_directories_of_one_machine_may_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directories = [tmp_path / "drive", tmp_path / "memory"]
+    for directory in directories:
+        directory.mkdir()
+    monkeypatch.setattr(gds, "_NVIDIA_FS", tmp_path)
+    opened: list[bool] = []
+    original = gds.RunFile
+
+    def opening(directory: str, *arguments: Any) -> Any:
+        opened.append(directories[1].samefile(directory))
+        return original(directory, *arguments)
+
+    monkeypatch.setattr(gds, "RunFile", opening)
+    monkeypatch.setattr(posix, "file_system_magic", lambda fd: 0x01021994 if opened and opened[-1] else 0)
+    found = findings_of(*map(str, directories))["directories"]
+    assert [each["ways"]["gds"]["path"] for each in found] == ["GDS", "kvikio POSIX"]
+    assert "lies in memory" in found[1]["ways"]["gds"]["reason"]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_is_missing_is_said_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kvikio", None)
+    found = findings_of(str(tmp_path))
+    assert found["machine"]["kvikio"] is None
+    (each,) = found["directories"]
+    assert each["ways"]["gds"]["error"] == "kvikio is not installed"
+    assert each["auto"]["kind"] == "file"
+    assert any("pip install 'tba-offload[gds-cu1" in sentence for sentence in each["advice"])
+
+
+@pytest.mark.usefixtures("cpu")
+def test_on_a_cpu_there_is_one_way(tmp_path: Path) -> None:
+    (each,) = findings_of(str(tmp_path))["directories"]
+    assert set(each["ways"]) == {"file"}
+    assert each["auto"]["why"] == "activations lie in host memory, which drives reach directly"
+
+
+@pytest.mark.usefixtures("cpu")
+def test_the_default_is_the_directory_for_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert [each["directory"] for each in findings_of()["directories"]] == [str(tmp_path)]
+
+
+@pytest.mark.usefixtures("cpu")
+def test_a_directory_that_cannot_be_used_is_status_1(tmp_path: Path) -> None:
+    result = call(str(tmp_path), str(tmp_path / "not" / "there"))
+    assert result.exit_code == 1
+    assert "cannot be used: " in result.stdout
+    assert "'not' does not exist; create it, or mount its drive" in result.stdout
+    assert "auto  takes file" in result.stdout
+
+
+@pytest.mark.usefixtures("gpu")
+def test_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gds, "_NVIDIA_FS", tmp_path / "none")
+    head, directory, file, direct, auto, *_ = call(str(tmp_path)).stdout.splitlines()
+    assert head.endswith("kvikio fake; cuFile 1.15; nvidia-fs not found")
+    assert directory == str(tmp_path)
+    assert file.startswith("  file  ")
+    assert direct.startswith(
+        "  gds   GDS without nvidia-fs, because cuFile moves bytes by PCIe peer-to-peer: writes "
+    )
+    assert auto.startswith("  auto  takes ")

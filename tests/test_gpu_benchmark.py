@@ -1,0 +1,338 @@
+"""The benchmark for a GPU, on a CPU: it runs as a whole, finds other bits, and its figures add up."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from harness import PATIENCE
+from models import same_bits
+from torch import nn
+
+from tba_offload.report.run_log import read_run_log
+from tba_offload.store.choice import Rates
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # behind all others: it has an io.py
+
+import gpu
+import gpu_timeline
+from gpu_timeline import COMPUTE, FROM_HOST, READS, TO_HOST, WRITES
+from gpu_ways import OURS, WAYS, Size, Subject, Way, make_way
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+BENCHMARKS = Path(gpu.__file__).parent
+SIZE = Size.parse("256x3x64x2")
+"""Just so large that what it saves is offloaded."""
+
+CPU = torch.device("cpu")
+
+
+def settings_for(tmp_path: Path, *ways: str, **others: Any) -> gpu.Settings:
+    for name in ("drive", "tmpfs"):
+        (tmp_path / name).mkdir()
+    given = {
+        "device": CPU,
+        "sizes": (SIZE,),
+        "model": "torch",
+        "ways": ways,
+        "rounds": 2,
+        "minutes": None,
+        "budget": 0.5,
+        "window": None,
+        "drive": tmp_path / "drive",
+        "tmpfs": tmp_path / "tmpfs",
+        "output": tmp_path,
+        "timeline": (),
+    }
+    return gpu.Settings(**(given | others))
+
+
+@pytest.fixture
+def subject() -> Iterator[Subject]:
+    made = Subject("torch", SIZE, CPU)
+    yield made
+    made.close()
+
+
+# As a whole
+
+
+def test_it_runs_on_a_cpu(tmp_path: Path) -> None:
+    ways = ("recompute", "save_on_cpu", "deepspeed", "host", "drive", "auto, tmpfs")
+    command = [
+        *(sys.executable, str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--model", "torch"),
+        *("--size", "256x3x64x2", "--size", "256x3x64x4", "--rounds", "8", "--window", "64KiB"),
+        *(part for way in ways for part in ("--way", way)),
+        *("--drive", str(tmp_path), "--tmpfs", str(tmp_path), "--timeline", "drive"),
+        *("--output", str(tmp_path / "results")),
+    ]
+    environment = os.environ | {"PYTHONPATH": str(BENCHMARKS.parent)}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=5 * PATIENCE, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    (folder,) = (tmp_path / "results").iterdir()
+    document = json.loads((folder / "results.json").read_text())
+    assert {"started", "machine", "versions", "command", "sizes", "rok"} == set(document)
+    assert document["versions"]["torch"] == torch.__version__
+    for size in document["sizes"]:
+        rows = {row["name"]: row for row in size["rows"]}
+        assert list(rows) == ["keep", *(way for way in ways if way != "deepspeed")]
+        assert "No module named 'deepspeed'" in size["left_out"]["deepspeed"]
+        assert all(row["same_bits"] for row in rows.values())
+        assert rows["keep"]["over_keep"]["median"] == rows["keep"]["peak_over_keep"] == 1.0
+        assert rows["drive"]["written"] + rows["drive"]["forwarded"] > 3 * 256 * 64 * 2 * 2
+        assert rows["drive"]["bound_seconds"] >= rows["keep"]["seconds"]["median"]
+        assert rows["save_on_cpu"]["written"] == 0
+        assert set(size["timelines"]["drive"]) >= {COMPUTE, WRITES}
+        assert set(size["tiers"]) == {"host", "drive", "tmpfs"}
+        assert [len(steps) for steps in size["steps"].values()] == [8] * 6
+    assert "keep" in ended.stdout
+    assert {path.name for path in folder.glob("rok-*")} == {"rok-256x3x64.svg", "rok-256x3x64.png"}
+    assert (folder / "timeline-256x3x64x4-drive.png").read_bytes().startswith(b"\x89PNG")
+    trace = json.loads(gzip.decompress((folder / "timeline-256x3x64x4-drive.json.gz").read_bytes()))
+    assert {event["name"] for event in trace["traceEvents"] if event.get("cat") == "store"} <= {WRITES, READS}
+    log = read_run_log(folder / "runs" / "256x3x64x4-auto-tmpfs.jsonl")
+    assert (log.header.strategy, log.header.model["batch_size"], len(log.steps)) == ("auto, tmpfs", 4, 8)
+    assert not list(tmp_path.glob("tba-bench-*"))
+
+
+@pytest.mark.megatron
+def test_megatrons_layers_keep_no_scores(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    from tba_offload.megatron.cpu import single_process
+
+    with single_process():
+        subject = Subject("megatron", Size.parse("128x2x64x2"), CPU)
+        contest = gpu.Contest(settings_for(tmp_path, "keep", "recompute", "host"), subject)
+        saved: list[tuple[int, ...]] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x: saved.append(tuple(x.shape)) or x, lambda x: x
+        ):
+            subject.loss(subject.batch_of(0))
+        assert not [shape for shape in saved if shape[-2:] == (64, 64)]
+        contest.enter()
+        contest.run()
+        assert contest.left_out == {}
+        assert contest.proofs["host"] == contest.proofs["recompute"] == contest.proofs["keep"]
+        contest.close()
+        subject.close()
+
+
+# Ways
+
+
+def test_a_ways_forward_is_there_only_while_it_runs(tmp_path: Path, subject: Subject) -> None:
+    contest = gpu.Contest(settings_for(tmp_path, "keep", "recompute", "host", "drive"), subject)
+    contest.enter()
+    assert list(contest.ways) == ["keep", "recompute", "host", "drive"]
+    for name, way in contest.ways.items():
+        assert not any("forward" in vars(layer) for layer in subject.layers)
+        with way.installed():
+            assert all(("forward" in vars(layer)) == (name != "keep") for layer in subject.layers)
+    contest.close()
+    assert not any("forward" in vars(layer) for layer in subject.layers)
+
+
+def test_all_ways_of_a_round_see_the_same(tmp_path: Path, subject: Subject) -> None:
+    contest = gpu.Contest(settings_for(tmp_path, "keep", "recompute", "host"), subject)
+    contest.enter()
+    contest.run()
+    one, two, three = (contest.proofs[name] for name in ("keep", "recompute", "host"))
+    assert one == two == three
+    assert len(set(one)) == gpu.PROOF_ROUNDS  # the weights have changed in between
+    contest.close()
+
+
+def test_other_bits_are_found(tmp_path: Path, subject: Subject) -> None:
+    """One bit of one gradient."""
+    gradient = subject.layers[1].up.weight.grad
+    loss = torch.tensor(1.0)
+    gradient.fill_(1.0)
+    before = subject.fingerprint(loss)
+    assert subject.fingerprint(loss) == before
+    gradient.view(torch.int16)[5, 7] ^= 1
+    assert subject.fingerprint(loss) != before
+    gradient.view(torch.int16)[5, 7] ^= 1
+    assert subject.fingerprint(torch.nextafter(loss, 2 * loss)) != before
+    assert subject.fingerprint(loss) == before
+
+
+def test_wrong_bits_are_told(tmp_path: Path, subject: Subject) -> None:
+    class Rough(Way):
+        def step(self, batch: Any, *, measure: bool) -> Any:
+            found = super().step(batch, measure=measure)
+            subject.layers[0].up.weight.grad.view(torch.int16)[0, 0] ^= 1
+            return found
+
+    settings = settings_for(tmp_path, "keep", "host", rounds=gpu.LEAST_ROUNDS)
+    contest = gpu.Contest(settings, subject)
+    contest.enter()
+    contest.ways["host"].__class__ = Rough
+    contest.run()
+    tiers = {"host": {"write": 1e9, "read": 1e9, "both": 1e9}}
+    rows = {row["name"]: row for row in gpu.rows_of(contest, tiers)}
+    assert (rows["keep"]["same_bits"], rows["host"]["same_bits"]) == (True, False)
+    contest.close()
+
+
+def test_a_way_that_fails_is_left_out_and_the_others_go_on(tmp_path: Path, subject: Subject) -> None:
+    contest = gpu.Contest(settings_for(tmp_path, "keep", "gds", "torchtune", "host", rounds=3), subject)
+    contest.enter()
+    assert set(contest.left_out) == {"gds", "torchtune"}
+    session = contest.ways["host"].session
+    assert session is not None
+    session.store.close()
+    contest.run()
+    assert "is closed" in contest.left_out["host"]
+    assert (list(contest.ways), list(contest.steps)) == (["keep"], ["keep"])
+    assert len(contest.steps["keep"]) == 3
+    contest.close()
+
+
+def test_a_budget_is_a_share_of_keeps_peak(tmp_path: Path, subject: Subject) -> None:
+    contest = gpu.Contest(settings_for(tmp_path, "keep", "auto, host", budget=0.25), subject)
+    peaks: list[int] = []
+    original = Way.step
+
+    def noting(self: Way, batch: Any, *, measure: bool) -> Any:
+        figures, loss = original(self, batch, measure=measure)
+        peaks.append(figures["peak"])
+        return figures, loss
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Way, "step", noting)
+        contest.enter()
+    session = contest.ways["auto, host"].session
+    assert session is not None
+    assert session.config.budget.activation_bytes == int(0.25 * peaks[-1]) > 0
+    contest.close()
+
+
+def test_what_somebody_elses_hooks_move_is_counted(subject: Subject) -> None:
+    saved = 0
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal saved
+        saved += tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        expected = subject.loss(subject.batch_of(0))
+    way = Way(
+        subject,
+        tier="host",
+        hooks=lambda: torch.autograd.graph.save_on_cpu(),
+        counts=lambda tensor: not isinstance(tensor, nn.Parameter) or True,
+    )
+    figures, loss = way.step(subject.batch_of(0), measure=False)
+    assert same_bits(loss.detach(), expected.detach())
+    assert figures["written"] == figures["read"] == saved > 0
+
+
+def test_names_of_ours_are_known() -> None:
+    assert OURS[0] == "host"
+    assert {"keep", "recompute", "save_on_cpu", "torchtune", "deepspeed"} == set(WAYS) - set(OURS)
+    with pytest.raises(KeyError):
+        make_way("nonsense", None, None)  # type: ignore[arg-type]
+
+
+# Figures
+
+
+@pytest.mark.parametrize(
+    ("tier", "least"),
+    [
+        (Rates(1e9, 1e9, 1e9), 8.0),  # half duplex: both directions add up
+        (Rates(1e9, 1e9, 2e9), 4.0),  # full duplex
+        (Rates(1e9, 4e9, 4e9), 4.0),  # the writes alone
+        (Rates(4e9, 1e9, 1e9), 4.0),  # the reads alone
+        (Rates(1e12, 1e12, 1e12), 3.0),  # computation
+    ],
+)
+def test_no_step_is_faster_than_its_bound(tier: Rates, least: float) -> None:
+    assert gpu.bound(3.0, 4e9, 4e9, tier) == pytest.approx(least)
+
+
+def test_needs_are_bytes_by_the_time_that_keep_takes() -> None:
+    keep = [{"seconds": 3.0, "forward": 1.0, "backward": 2.0}] * 3
+    ours = [{"seconds": 4.5}, {"seconds": 3.0}, {"seconds": 6.0}]
+    tiers = {"drive": {"write": 2e9, "read": 4e9, "both": 3e9}}
+    row = {"tier": "drive", "written": 8e9, "read": 6e9, "seconds": {"median": 4.5}}
+    found = gpu.against_keep(ours, keep, row, tiers)
+    assert (found["needs_write"], found["needs_read"]) == (8e9, 3e9)
+    assert found["bound_seconds"] == 4.0
+    assert found["over_bound"] == 4.5 / 4.0
+    assert found["over_keep"]["median"] == 1.5
+
+
+def test_on_a_cpu_steps_whose_memory_was_sampled_have_no_time() -> None:
+    steps = [{"seconds": 9.0}] * gpu.WARM_UP + [{"seconds": 1.0}, {"seconds": 5.0, "peak": 3}]
+    assert gpu.timed(steps) == [{"seconds": 1.0}]
+    assert len(gpu.timed([{"seconds": 1.0, "peak": 3}] * 6)) == 6 - gpu.WARM_UP
+
+
+# The timeline
+
+
+def event(name: str, cat: str, start: float, duration: float, tid: int = 1) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "cat": cat, "ts": start, "dur": duration, "tid": tid, "pid": 0}
+
+
+def trace_of(*events: dict[str, Any]) -> dict[str, Any]:
+    return {"traceEvents": [event(gpu_timeline.MARK, "user_annotation", 1000.0, 500.0), *events]}
+
+
+def test_lanes_of_a_gpu_are_its_kernels_and_copies() -> None:
+    trace = trace_of(
+        event("gemm", "kernel", 1000, 100),
+        event("gelu", "kernel", 1050, 100),
+        event("gemm", "kernel", 1300, 100),
+        event("aten::mm", "cpu_op", 1000, 900),
+        event("Memcpy DtoH (Device -> Pinned)", "gpu_memcpy", 1100, 100),
+        event("Memcpy HtoD (Pinned -> Device)", "gpu_memcpy", 1350, 50),
+        event("Memcpy DtoD (Device -> Device)", "gpu_memcpy", 1000, 5),
+    )
+    gpu_timeline.add_transfers(trace, {WRITES: [(70.0001, 70.0002)], READS: []}, began=70.0)
+    lanes = gpu_timeline.lanes_of(trace)
+    assert {
+        name: [tuple(round(1e6 * at) for at in span) for span in lane] for name, lane in lanes.items()
+    } == {
+        COMPUTE: [(0, 150), (300, 400)],
+        TO_HOST: [(100, 200)],
+        FROM_HOST: [(350, 400)],
+        WRITES: [(100, 200)],
+        READS: [],
+    }
+    summary = gpu_timeline.summary(lanes)
+    assert summary[TO_HOST]["share_under_compute"] == pytest.approx(0.5)
+    assert summary[FROM_HOST]["share_under_compute"] == pytest.approx(1.0)
+    assert READS not in summary
+
+
+def test_without_a_gpu_compute_is_what_the_steps_thread_does() -> None:
+    trace = trace_of(event("aten::mm", "cpu_op", 1000, 100), event("aten::mm", "cpu_op", 1200, 100, tid=2))
+    assert gpu_timeline.lanes_of(trace)[COMPUTE] == [pytest.approx((0.0, 1e-4))]
+
+
+def test_watching_a_store_leaves_it_as_it_was(tmp_path: Path, subject: Subject) -> None:
+    contest = gpu.Contest(settings_for(tmp_path, "keep", "host", window=64 << 10), subject)
+    contest.enter()
+    session = contest.ways["host"].session
+    assert session is not None
+    before = dict(vars(session.store))
+    with contextlib.ExitStack() as stack:
+        found = stack.enter_context(gpu_timeline.watched(session.store))
+        figures, _ = contest.ways["host"].step(subject.batch_of(0), measure=False)
+    assert figures["written"] > 0
+    assert len(found[WRITES]) > 0
+    assert set(vars(session.store)) == set(before)
+    contest.close()
