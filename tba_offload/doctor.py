@@ -1,4 +1,4 @@
-"""What a machine offers to offloading: the way that bytes take to each directory, its speed, what would help."""
+"""What a machine offers to offloading: the way of bytes to each directory, its speed, and what would help."""
 
 from __future__ import annotations
 
