@@ -295,8 +295,11 @@ class Way:
             return pack(tensor)
 
         hooks.pack_hook = counting
-        with hooks:
-            yield
+        try:
+            with hooks:
+                yield
+        finally:
+            hooks.pack_hook = pack
         figures |= {"written": moved, "read": moved}
 
     def _record(self) -> Figures:
@@ -374,12 +377,17 @@ def _torchtune(subject: Subject, _: Places) -> Way:
         from trl.models.activation_offloading import OffloadActivations
     _needs_a_gpu(subject)
     least = 1024
-    return Way(
-        subject,
-        tier="host",
-        hooks=lambda: OffloadActivations(use_pin_memory=True, use_streams=True, min_offload_size=least),
-        counts=lambda tensor: tensor.nbytes >= least and not isinstance(tensor, nn.Parameter),
-    )
+    hooks = OffloadActivations(use_pin_memory=True, use_streams=True, min_offload_size=least)
+    parameters: set[int] = set()
+    if hasattr(hooks, "update_model_params"):  # TRL's leaves views of parameters where they are, too
+        hooks.update_model_params(subject.model)
+        parameters = {each.untyped_storage().data_ptr() for each in subject.model.parameters()}
+
+    def counts(tensor: Tensor) -> bool:
+        is_parameter = tensor.untyped_storage().data_ptr() in parameters
+        return tensor.nbytes >= least and not is_parameter and not isinstance(tensor, nn.Parameter)
+
+    return Way(subject, tier="host", hooks=lambda: hooks, counts=counts)
 
 
 def _deepspeed(subject: Subject, _: Places) -> Way:

@@ -1,40 +1,144 @@
 #!/usr/bin/env bash
-# The tests that need an NVIDIA GPU, also on a machine without a network.
-#     bash tests/gpu.sh download WHEELS    where there is a network: fills a folder with what the tests need
-#     bash tests/gpu.sh run WHEELS         where there is a GPU: installs from it into .venv-gpu, and runs the tests
-# torch is not among the wheels: the interpreter (PYTHON, 3.12 by default) has one that knows the GPU.
-# CUDA names the major version of CUDA whose kvikio is wanted, 13 by default. Further arguments go to pytest.
-set -euo pipefail
+# Tests and benchmark on a machine with an NVIDIA GPU, also one without a network that is there for minutes only.
+#
+#     bash tests/gpu.sh download WHEELS
+#         where there is a network: fills a folder with what that machine may lack, about 15 MB. torch, numpy and
+#         cupy are not among them: it has its own, which know the GPU. Whatever else lies in the folder is installed
+#         there too, such as a wheel of deepspeed, which the benchmark compares with if it can be imported.
+#     bash tests/gpu.sh run WHEELS RESULTS STEP...
+#         where there is a GPU: does the steps one after another, whatever becomes of the one before, each within
+#         a limit of its own, and writes RESULTS/STEP.log. The exit status is 1 if any of them failed.
+#
+#     step       limit  what
+#     doctor      60 s  versions, which way bytes take to a drive and to memory, and how fast
+#     tests      300 s  all that is marked gpu but the two below
+#     compiled   240 s  compiled layers, and other allocators: processes and compilers of their own
+#     sanitizer  240 s  the tests of orderly access once more, under compute-sanitizer if that is there
+#     quick      270 s  benchmarks/gpu.py --quick; everything that it wrote is RESULTS/quick.tar.gz
+#     benchmark  560 s  benchmarks/gpu.py; likewise
+#
+# Runbook for a machine that runs commands of ten minutes, thirty in all, and gets what is in a folder:
+#     1. here:  bash tests/gpu.sh download WHEELS
+#     2. there: bash tests/gpu.sh run WHEELS RESULTS doctor tests quick       within 10:30 min; less than 6 as a rule
+#     3. there: bash tests/gpu.sh run WHEELS RESULTS compiled sanitizer       within 8 min
+#     4. there: bash tests/gpu.sh run WHEELS RESULTS benchmark                within 9:20 min
+# Mend what the second step found before going on; LIMIT=seconds replaces the limit of every step, and ARGUMENTS go
+# to pytest, or to the benchmark: ARGUMENTS='-x -k host', ARGUMENTS='--size 8192x4x4096x1 --model torch'.
+#
+# PYTHON is the interpreter that has torch, python3 by default. TARGET is its version, 3.12 by default, and CUDA the
+# major version of CUDA whose kvikio is wanted, 13 by default: both concern the download. DRIVE is a directory on
+# the drive that is measured, by default the checkout's. Wheels go to SITE, a folder of their own and not a virtual
+# environment: one that is made inside of another does not see what that has installed.
+set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-if [ $# -lt 2 ]; then
-    sed -n '3,4s/^# *//p' "${BASH_SOURCE[0]}" >&2
+PYTHON=${PYTHON:-python3} TARGET=${TARGET:-3.12} CUDA=${CUDA:-13}
+
+usage() {
+    sed -n '4p;9p' "${BASH_SOURCE[0]}" | sed 's/^# *//' >&2
     exit 2
-fi
+}
+
+# download_wheels FOLDER: without dependencies, since each of them is named here or is on the machine
+download_wheels() {
+    local platforms=() name
+    for name in 2_28 2_27 2_24 2_17; do
+        platforms+=(--platform "manylinux_${name}_x86_64")
+    done
+    "$PYTHON" -m pip download --quiet --dest "$1" --no-deps --only-binary :all: --implementation cp \
+        --python-version "$TARGET" "${platforms[@]}" --platform manylinux2014_x86_64 \
+        "kvikio-cu$CUDA" "libkvikio-cu$CUDA" rapids-logger \
+        click pydantic annotated-types typing-inspection typing-extensions \
+        pyyaml rich markdown-it-py mdurl pygments xxhash megatron-core trl \
+        pytest pluggy iniconfig packaging pytest-timeout hypothesis sortedcontainers || return
+    # The core is released for one version of the rest.
+    local core
+    core=$(unzip -p "$1"/pydantic-*.whl '*/METADATA' | sed -n 's/^Requires-Dist: \(pydantic[-_]core==[^ ;]*\).*/\1/p')
+    "$PYTHON" -m pip download --quiet --dest "$1" --no-deps --only-binary :all: --implementation cp \
+        --python-version "$TARGET" "${platforms[@]}" --platform manylinux2014_x86_64 "$core"
+}
+
+install_wheels() {
+    SITE=${SITE:-$(mktemp -d)}
+    "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$SITE" \
+        "$1"/*.whl || return
+    export PYTHONPATH="$PWD:$SITE${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 CUBLAS_WORKSPACE_CONFIG=:4096:8
+    export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTEST_ADDOPTS="-p pytest_timeout -p no:cacheprovider"
+}
+
+# limited SECONDS COMMAND...: ends it by a signal that shows where it stands, then for good
+limited() {
+    local seconds=$1
+    shift
+    timeout --signal=INT --kill-after=15 "${LIMIT:-$seconds}" "$@"
+}
+
+APART='compiled or another_allocator'
+
+do_step() {
+    local results=$2 arguments=() folder
+    read -ra arguments <<<"${ARGUMENTS:-}"
+    case $1 in
+    doctor)
+        nvidia-smi
+        limited 60 "$PYTHON" -m tba_offload doctor "${DRIVE:-.}" /dev/shm
+        ;;
+    tests)
+        limited 300 "$PYTHON" -m pytest -m gpu -k "not ($APART)" --durations=10 "${arguments[@]}"
+        ;;
+    compiled)
+        limited 240 "$PYTHON" -m pytest -m gpu -k "$APART" --durations=10 "${arguments[@]}"
+        ;;
+    sanitizer)
+        if ! command -v compute-sanitizer >/dev/null; then
+            echo "skipped: compute-sanitizer is not on PATH; it is a part of the CUDA toolkit"
+            return
+        fi
+        # Without the caching allocator every tensor is an allocation of its own, whose bounds are known.
+        PYTORCH_NO_CUDA_MEMORY_CACHING=1 limited 240 \
+            compute-sanitizer --tool memcheck --target-processes all --error-exitcode 9 --print-limit 20 \
+            "$PYTHON" -m pytest -m gpu -k "TestCudaDevice or gpu_memory or stream" --timeout 200 "${arguments[@]}"
+        ;;
+    quick | benchmark)
+        folder=$(mktemp -d)
+        if [ "$1" = quick ]; then
+            limited 270 "$PYTHON" benchmarks/gpu.py --drive "${DRIVE:-.}" --output "$folder" --quick "${arguments[@]}"
+        else
+            limited 560 "$PYTHON" benchmarks/gpu.py --drive "${DRIVE:-.}" --output "$folder" --minutes 1.2 \
+                "${arguments[@]}"
+        fi
+        local status=$?
+        tar -C "$folder" -czf "$results/$1.tar.gz" .
+        rm -r "$folder"
+        return $status
+        ;;
+    *)
+        echo "there is no step $1" >&2
+        return 2
+        ;;
+    esac
+}
+
+[ $# -ge 2 ] || usage
 what=$1 wheels=$2
 shift 2
-CUDA=${CUDA:-13}
-PYTHON=${PYTHON:-python3.12}
-
 case $what in
 download)
-    # Without dependencies where these are large: cupy and CUDA's libraries are on the machine with the GPU.
-    "$PYTHON" -m pip download --quiet --dest "$wheels" --no-deps "kvikio-cu$CUDA" "libkvikio-cu$CUDA" \
-        rapids-logger cuda-pathfinder
-    "$PYTHON" -m pip download --quiet --dest "$wheels" --only-binary :all: \
-        click 'pydantic>=2.7' pyyaml rich xxhash numpy hypothesis pytest pytest-timeout 'setuptools>=77' wheel
+    download_wheels "$wheels"
     ;;
 run)
-    "$PYTHON" -m venv --system-site-packages .venv-gpu
-    .venv-gpu/bin/pip install --quiet --no-index --find-links "$wheels" --no-deps "$wheels"/*kvikio*.whl \
-        "$wheels"/rapids_logger*.whl "$wheels"/cuda_pathfinder*.whl
-    .venv-gpu/bin/pip install --quiet --no-index --find-links "$wheels" \
-        click pydantic pyyaml rich xxhash numpy hypothesis pytest pytest-timeout setuptools wheel
-    .venv-gpu/bin/pip install --quiet --no-index --no-deps --no-build-isolation --editable .
-    export CUBLAS_WORKSPACE_CONFIG=:4096:8
-    .venv-gpu/bin/python -m pytest -m gpu "$@"
+    [ $# -ge 2 ] || usage
+    results=$1 failed=0
+    shift
+    mkdir -p "$results"
+    install_wheels "$wheels" || exit
+    for step in "$@"; do
+        step=${step#--}
+        echo "== $step"
+        do_step "$step" "$results" 2>&1 | tee "$results/$step.log" || failed=1
+    done
+    exit $failed
     ;;
 *)
-    echo "neither download nor run: $what" >&2
-    exit 2
+    usage
     ;;
 esac

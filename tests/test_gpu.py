@@ -39,6 +39,7 @@ PLACEMENTS: dict[str, tuple[Placement, tuple[Rule, ...]]] = {
     "auto": (Placement.AUTO, ()),
     "mixed": (Placement.OFFLOAD, (Rule("0", Placement.RECOMPUTE), Rule("2", Placement.KEEP))),
 }
+HERE = Path(__file__).parent
 WINDOW = 256 * 1024
 LONG_SLEEP = 20_000_000
 """Clock cycles for which a kernel keeps the device busy: about 10 ms, in which the host gets far ahead."""
@@ -111,6 +112,7 @@ def test_same_bits_on_a_stream_of_the_users(store: str, tmp_path: Path) -> None:
     assert_same_history(found, expected)
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # the compiler's advice to be less precise
 @pytest.mark.parametrize("store", STORES)
 def test_same_bits_with_compiled_layers(store: str, tmp_path: Path) -> None:
     def compiled() -> nn.Module:
@@ -310,7 +312,7 @@ def test_same_bits_with_another_allocator(setting: str, store: str, tmp_path: Pa
     """
     environment = os.environ | {
         "PYTORCH_CUDA_ALLOC_CONF": setting,
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])]),
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }
     ended = subprocess.run(
