@@ -4,22 +4,22 @@
 #     bash tests/gpu.sh download WHEELS
 #         where there is a network: fills a folder with what that machine may lack, about 15 MB. torch, numpy and
 #         cupy are not among them: it has its own, which know the GPU. Whatever else lies in the folder is installed
-#         there too, such as a wheel of deepspeed, which the benchmark compares with if it can be imported.
+#         there too, such as a wheel of deepspeed, which the benchmark compares with where it can be imported.
 #     bash tests/gpu.sh run WHEELS RESULTS STEP...
 #         where there is a GPU: does the steps one after another, whatever becomes of the one before, each within
 #         a limit of its own, and writes RESULTS/STEP.log. The exit status is 1 if any of them failed.
 #
 #     step       limit  what
-#     doctor      60 s  versions, which way bytes take to a drive and to memory, and how fast
-#     tests      300 s  all that is marked gpu but the two below
+#     doctor      45 s  versions, which way bytes take to a drive and to memory, and how fast
+#     tests      270 s  all that is marked gpu but the two below
 #     compiled   240 s  compiled layers, and other allocators: processes and compilers of their own
 #     sanitizer  240 s  the tests of orderly access once more, under compute-sanitizer if that is there
-#     quick      270 s  benchmarks/gpu.py --quick; everything that it wrote is RESULTS/quick.tar.gz
+#     quick      255 s  benchmarks/gpu.py --quick; everything that it wrote is RESULTS/quick.tar.gz
 #     benchmark  560 s  benchmarks/gpu.py; likewise
 #
 # Runbook for a machine that runs commands of ten minutes, thirty in all, and gets what is in a folder:
 #     1. here:  bash tests/gpu.sh download WHEELS
-#     2. there: bash tests/gpu.sh run WHEELS RESULTS doctor tests quick       within 10:30 min; less than 6 as a rule
+#     2. there: bash tests/gpu.sh run WHEELS RESULTS doctor tests quick       within 9:30 min
 #     3. there: bash tests/gpu.sh run WHEELS RESULTS compiled sanitizer       within 8 min
 #     4. there: bash tests/gpu.sh run WHEELS RESULTS benchmark                within 9:20 min
 # Mend what the second step found before going on; LIMIT=seconds replaces the limit of every step, and ARGUMENTS go
@@ -34,7 +34,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-python3} TARGET=${TARGET:-3.12} CUDA=${CUDA:-13}
 
 usage() {
-    sed -n '4p;9p' "${BASH_SOURCE[0]}" | sed 's/^# *//' >&2
+    sed -n '4p;8p' "${BASH_SOURCE[0]}" | sed 's/^# *//' >&2
     exit 2
 }
 
@@ -80,10 +80,10 @@ do_step() {
     case $1 in
     doctor)
         nvidia-smi
-        limited 60 "$PYTHON" -m tba_offload doctor "${DRIVE:-.}" /dev/shm
+        limited 45 "$PYTHON" -m tba_offload doctor "${DRIVE:-.}" /dev/shm
         ;;
     tests)
-        limited 300 "$PYTHON" -m pytest -m gpu -k "not ($APART)" --durations=10 "${arguments[@]}"
+        limited 270 "$PYTHON" -m pytest -m gpu -k "not ($APART)" --durations=10 "${arguments[@]}"
         ;;
     compiled)
         limited 240 "$PYTHON" -m pytest -m gpu -k "$APART" --durations=10 "${arguments[@]}"
@@ -101,7 +101,8 @@ do_step() {
     quick | benchmark)
         folder=$(mktemp -d)
         if [ "$1" = quick ]; then
-            limited 270 "$PYTHON" benchmarks/gpu.py --drive "${DRIVE:-.}" --output "$folder" --quick "${arguments[@]}"
+            limited 255 "$PYTHON" benchmarks/gpu.py --drive "${DRIVE:-.}" --output "$folder" --quick \
+                "${arguments[@]}"
         else
             limited 560 "$PYTHON" benchmarks/gpu.py --drive "${DRIVE:-.}" --output "$folder" --minutes 1.2 \
                 "${arguments[@]}"

@@ -198,6 +198,33 @@ def test_a_way_that_fails_is_left_out_and_the_others_go_on(tmp_path: Path, subje
     contest.close()
 
 
+def test_the_slowest_are_left_out_where_there_is_no_time(tmp_path: Path, subject: Subject) -> None:
+    contest = gpu.Contest(settings_for(tmp_path, "keep", "recompute", "host", "drive"), subject)
+    contest.enter()
+    for name, seconds in (("keep", 99.0), ("recompute", 2.0), ("host", 5.0), ("drive", 4.0)):
+        contest.steps[name] = [{"host_seconds": 100.0}, {"host_seconds": seconds}]
+    contest._drop_the_slow(6.0)
+    assert list(contest.ways) == list(contest.steps) == ["keep", "recompute", "drive"]
+    assert contest.left_out == {"host": "TooSlowError: a step takes 5.0 s, and the minutes are few"}
+    contest._drop_the_slow(5.9)
+    assert list(contest.ways) == ["keep", "recompute"]
+    contest.close()
+
+
+@pytest.mark.parametrize(
+    ("why", "is_failure"),
+    [
+        ("MissingDependencyError: kvikio", False),
+        ("TooSlowError: a step takes 5.0 s", False),
+        ("RuntimeError: CUDA error", True),
+        ("AssertionError: ", True),
+    ],
+)
+def test_what_is_not_installed_is_no_failure(why: str, is_failure: bool) -> None:
+    assert gpu.failed({"left_out": {"host": why}}, "host") == is_failure
+    assert not gpu.failed({"left_out": {"host": why}}, "drive")
+
+
 def test_a_budget_is_a_share_of_keeps_peak(tmp_path: Path, subject: Subject) -> None:
     contest = gpu.Contest(settings_for(tmp_path, "keep", "auto, host", budget=0.25), subject)
     peaks: list[int] = []

@@ -113,6 +113,30 @@ def test_auto_takes_the_faster_way_and_says_why(
 
 
 @pytest.mark.usefixtures("kvikio")
+def test_a_way_that_waits_for_the_device_is_not_taken(
+    clock: Clock, device: OrderedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As kvikio waits for the default stream, which in training always has work."""
+    slow_down(FileStore, clock, monkeypatch)
+    monkeypatch.setattr(choice, "_BUSY_SECONDS", 0.0)
+    assert choose(tmp_path, device).kind == "gds"
+    queued: list[float] = []
+    monkeypatch.setattr(choice, "_BUSY_SECONDS", 9 * SLOW)
+    monkeypatch.setattr(device, "occupy", queued.append)
+    original = GdsStore._move_out
+
+    def waiting(self: Any, *arguments: Any) -> Any:
+        while queued:
+            clock.late += queued.pop()
+        return original(self, *arguments)
+
+    monkeypatch.setattr(GdsStore, "_move_out", waiting)
+    found = choose(tmp_path, device)
+    assert found.kind == "file"
+    assert found.why.endswith("pinned host memory, both directions at once, on a busy GPU")
+
+
+@pytest.mark.usefixtures("kvikio")
 def test_every_drive_has_its_own_choice(
     clock: Clock, device: OrderedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from tba_offload.device.ranges import ByteRange
 
 
+_USUAL_KILOHERTZ = 1_500_000
+
+
 class Event(Protocol):
     """A point in the work of a device; ``torch.cuda.Event`` is one."""
 
@@ -102,6 +105,10 @@ class Device(ABC):
             Seconds, one for each mark. Only differences within one list mean something.
         """
 
+    @abstractmethod
+    def occupy(self, seconds: float) -> None:
+        """Gives the calling thread's stream work for about so long, as training does; for measurements."""
+
     def is_host(self, memory: ByteRange) -> bool:
         """Whether a system call can reach the bytes."""
         return memory.storage.device.type == "cpu"
@@ -166,6 +173,9 @@ class CpuDevice(Device):
         """The marks themselves."""
         return list(marks)
 
+    def occupy(self, seconds: float) -> None:
+        """Does nothing: nobody waits for what a CPU computes."""
+
     def use(self, memory: ByteRange, stream: object) -> None:
         """Does nothing: what was called is done."""
 
@@ -225,6 +235,12 @@ class CudaDevice(Device):
         for mark in marks:  # they may be on several streams; one that is reached costs next to nothing
             mark.synchronize()
         return [0.0, *(marks[0].elapsed_time(mark) / 1000 for mark in marks[1:])] if marks else []
+
+    def occupy(self, seconds: float) -> None:
+        """Has one multiprocessor count clock cycles."""
+        properties = torch.cuda.get_device_properties(self.torch_device)
+        kilohertz = getattr(properties, "clock_rate", 0) or _USUAL_KILOHERTZ  # not every CUDA tells
+        torch.cuda._sleep(int(1e3 * kilohertz * seconds))
 
     def use(self, memory: ByteRange, stream: torch.cuda.Stream) -> None:
         """Tells the caching allocator that ``stream`` reads the memory."""

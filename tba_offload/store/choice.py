@@ -31,6 +31,9 @@ EXTENT_BYTES = 16 << 20
 EXTENTS = 2
 """Extents of a round in each direction."""
 
+_BUSY_SECONDS = 0.1
+"""How much work the device has queued when two ways are compared."""
+
 _ROUNDS = 3
 _ENOUGH_SECONDS = 1.0
 _PATIENCE = 60.0
@@ -95,18 +98,24 @@ class Probe:
         """Reads what was written last; bytes a second."""
         return self._timed(writes=False, reads=True)
 
-    def both(self) -> float:
-        """Reads what was written last while as much is written; bytes a second of both together."""
-        return self._timed(writes=True, reads=True)
+    def both(self, busy_seconds: float = 0.0) -> float:
+        """Reads what was written last while as much is written; bytes a second of both together.
+
+        Args:
+            busy_seconds: For how long the device has work meanwhile.
+        """
+        return self._timed(writes=True, reads=True, busy_seconds=busy_seconds)
 
     def done(self) -> None:
         """Gives the extents back."""
         while self._full:
             self._store.release(self._full.pop())
 
-    def _timed(self, *, writes: bool, reads: bool) -> float:
+    def _timed(self, *, writes: bool, reads: bool, busy_seconds: float = 0.0) -> float:
         after = self._device.event()
         after.synchronize()
+        if busy_seconds:
+            self._device.occupy(busy_seconds)
         written: list[Extent] = []
         futures: list[IoFuture] = []
         began = time.perf_counter()
@@ -187,7 +196,9 @@ def choose(
 ) -> Choice:
     """The faster kind of store on a drive, by what they move in both directions at once.
 
-    They take turns, and the best round of each counts; both are gone when this returns. Where GPUDirect
+    They take turns, and the best round of each counts; both are gone when this returns. The device has work
+    meanwhile, as in training: kvikio lets a transfer wait for what PyTorch's default stream was given before,
+    so that what is fast on an idle GPU can be slow on a busy one. Where GPUDirect
     Storage cannot be had, or there is no room to try it, it is the file store. Several processes that start
     at once disturb each other's measurements.
 
@@ -219,7 +230,9 @@ def choose(
         return Choice("file", f"GPUDirect Storage could not be measured: {error}", {})
     moved = f"{rates['gds'] / 1e9:.2f} GB/s through kvikio ({path}), {rates['file'] / 1e9:.2f} GB/s through"
     kind = "gds" if rates["gds"] > rates["file"] else "file"
-    return Choice(kind, f"it is the faster: {moved} pinned host memory, both directions at once", rates)
+    return Choice(
+        kind, f"it is the faster: {moved} pinned host memory, both directions at once, on a busy GPU", rates
+    )
 
 
 def _in_turn(stores: Mapping[str, ActivationStore], device: Device) -> dict[str, float]:
@@ -236,5 +249,5 @@ def _in_turn(stores: Mapping[str, ActivationStore], device: Device) -> dict[str,
         if turn and time.perf_counter() - began > _ENOUGH_SECONDS:
             break
         for kind, probe in probes.items():
-            best[kind] = max(best[kind], probe.both())
+            best[kind] = max(best[kind], probe.both(_BUSY_SECONDS))
     return best

@@ -11,8 +11,11 @@ undone before the allocator may give the block back, and would take address spac
 for memory of others. Unregistered memory passes through cuFile's own registered buffers on the GPU, a copy
 within its memory.
 
-kvikio orders its transfers with no stream: an I/O thread waits for the event first, moves the bytes, and
-returns when they have arrived.
+kvikio orders its transfers with no stream of ours: an I/O thread waits for the event first, moves the bytes,
+and returns when they have arrived. But it lets each transfer wait for all that CUDA's default stream was
+given before, which is PyTorch's stream unless told otherwise. That is never wrong, and takes overlap away
+where the host is far ahead of the device; a model that trains on a stream of its own
+(``with torch.cuda.stream(...)``) is spared that.
 """
 
 from __future__ import annotations
