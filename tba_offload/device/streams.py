@@ -240,7 +240,7 @@ class CudaDevice(Device):
         """Has one multiprocessor count clock cycles."""
         properties = torch.cuda.get_device_properties(self.torch_device)
         kilohertz = getattr(properties, "clock_rate", 0) or _USUAL_KILOHERTZ  # not every CUDA tells
-        torch.cuda._sleep(int(1e3 * kilohertz * seconds))
+        torch.cuda._sleep(int(1e3 * kilohertz * seconds))  # type: ignore[no-untyped-call]
 
     def use(self, memory: ByteRange, stream: torch.cuda.Stream) -> None:
         """Tells the caching allocator that ``stream`` reads the memory."""
