@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from gpt_runner import HEAD_WIDTH, checkpointed, decoder_of
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.autograd.graph import save_on_cpu
 from torch.nn import functional
 
@@ -25,6 +25,7 @@ import tba_offload as tba
 from tba_offload.device import ByteRange, device_of
 from tba_offload.device.memory import meter_of
 from tba_offload.device.sums import sums
+from tba_offload.errors import UnsupportedError
 from tba_offload.megatron.gpt import GptShape, build_gpt, causal_mask, model_flops, random_batch
 from tba_offload.policy import Placement
 
@@ -346,7 +347,7 @@ def make_way(name: str, subject: Subject, places: Places) -> Way:
 
     Raises:
         ImportError: What it needs is not installed.
-        RuntimeError: It cannot be had here.
+        UnsupportedError: It cannot be had here.
     """
     return WAYS[name](subject, places)
 
@@ -392,9 +393,13 @@ def _torchtune(subject: Subject, _: Places) -> Way:
 
 def _deepspeed(subject: Subject, _: Places) -> Way:
     """Recomputes layers from inputs that lie in host memory."""
+    import deepspeed
     from deepspeed.runtime.activation_checkpointing import checkpointing
 
     _needs_a_gpu(subject)
+    if not distributed.is_initialized():  # it asks for its rank
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     checkpointing.configure(None, checkpoint_in_cpu=True)
 
     def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -413,7 +418,7 @@ def _deepspeed(subject: Subject, _: Places) -> Way:
 
 def _needs_a_gpu(subject: Subject) -> None:
     if subject.device.torch_device.type != "cuda":
-        raise RuntimeError("it needs a GPU")
+        raise UnsupportedError("it needs a GPU")
 
 
 def _ours(kind: str, tier: str, placement: Placement) -> Callable[[Subject, Places], Way]:

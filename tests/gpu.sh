@@ -4,7 +4,8 @@
 #     bash tests/gpu.sh download WHEELS
 #         where there is a network: fills a folder with what that machine may lack, about 15 MB. torch, numpy and
 #         cupy are not among them: it has its own, which know the GPU. Whatever else lies in the folder is installed
-#         there too, such as a wheel of deepspeed, which the benchmark compares with where it can be imported.
+#         there too: to have the benchmark compare with DeepSpeed, put in what this makes where torch is installed:
+#         DS_BUILD_OPS=0 pip wheel --no-deps --no-build-isolation deepspeed hjson einops msgpack ninja py-cpuinfo tqdm
 #     bash tests/gpu.sh run WHEELS RESULTS STEP...
 #         where there is a GPU: does the steps one after another, whatever becomes of the one before, each within
 #         a limit of its own, and writes RESULTS/STEP.log. The exit status is 1 if any of them failed.
@@ -34,7 +35,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-python3} TARGET=${TARGET:-3.12} CUDA=${CUDA:-13}
 
 usage() {
-    sed -n '4p;8p' "${BASH_SOURCE[0]}" | sed 's/^# *//' >&2
+    sed -n '4p;9p' "${BASH_SOURCE[0]}" | sed 's/^# *//' >&2
     exit 2
 }
 
