@@ -47,6 +47,7 @@ from torch.profiler import ProfilerActivity
 from tba_offload.config import parse_size
 from tba_offload.demo.race import Spread, measures_memory, paired_ratio, turns
 from tba_offload.device.memory import keep_freed_pages
+from tba_offload.errors import RunLogError, StoreError, UnsupportedError
 from tba_offload.megatron.cpu import single_process
 from tba_offload.report import rok
 from tba_offload.report.run_log import RunHeader, RunLogWriter, StepRecord
@@ -54,7 +55,7 @@ from tba_offload.store import open_store
 from tba_offload.store.choice import Rates, measure
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 WARM_UP = 4
 """Rounds that do not count: memory is allocated and pinned, and auto learns and changes to its plan."""
@@ -113,22 +114,44 @@ class Contest:
         self.steps: dict[str, list[Figures]] = {}
         self.proofs: dict[str, list[str]] = {}
         self.left_out: dict[str, str] = {}
+        self.interrupted = False
         self._rounds = 0
 
-    def enter(self) -> None:
-        """Makes the ways, keep first: a budget is a share of its peak."""
+    def enter(self, tiers: Mapping[str, Figures] | None = None) -> None:
+        """Makes the ways, keep first: a budget is a share of its peak.
+
+        Args:
+            tiers: What is known of the tiers; ways to one with an ``error`` are left out.
+        """
         window = self.settings.window or WINDOW_LAYERS * self.subject.size.layer_bytes
         places = Places(self.settings.drive, self.settings.tmpfs, window)
         for name in self.settings.ways:
             with self._failures_of(name):
                 self.ways[name] = make_way(name, self.subject, places)
                 self.steps[name] = []
+                trouble = (tiers or {}).get(self.ways[name].tier or "", {}).get("error")
+                if trouble is not None:
+                    raise UnsupportedError(f"its tier cannot be used: {trouble}")
                 if name == "keep":
                     peaks = [self._step("keep", 0, measure_memory=True)["peak"] for _ in range(2)]
                     places = dataclasses.replace(places, budget=int(self.settings.budget * peaks[-1]) or None)
 
     def run(self) -> None:
-        """Races until the rounds, or the minutes, are over; then compares bits."""
+        """Races until the rounds, or the minutes, are over; then compares bits.
+
+        Who interrupts it gets what is known by then: the machine may be borrowed, and its time over.
+        """
+        try:
+            self._race()
+            with deterministic():
+                for number in range(self._rounds, self._rounds + PROOF_ROUNDS):
+                    self._proof(number)
+        except KeyboardInterrupt:
+            self.interrupted = True
+            shortest = min(map(len, self.steps.values()))
+            self.steps = {name: steps[:shortest] for name, steps in self.steps.items()}
+
+    def _race(self) -> None:
         began = time.perf_counter()
         for number in range(self.settings.rounds):
             self._round(number)
@@ -139,9 +162,6 @@ class Contest:
                 self._drop_the_slow(left / (LEAST_ROUNDS - 2 + PROOF_ROUNDS))
             if left < 0 and number + 1 >= LEAST_ROUNDS:
                 break
-        with deterministic():
-            for number in range(self._rounds, self._rounds + PROOF_ROUNDS):
-                self._proof(number)
 
     def record_timelines(self, folder: Path) -> dict[str, Any]:
         """One more step of some ways, as trace and picture; what the lanes come to."""
@@ -153,7 +173,7 @@ class Contest:
             way = self.ways.get(name)
             if way is None or way.session is None:
                 continue
-            with self._failures_of(name):
+            try:
                 stem = folder / f"timeline-{self.subject.size}-{slug(name)}"
                 lanes = gpu_timeline.record(
                     lambda name=name: self._step(name, 0, measure_memory=False),
@@ -164,6 +184,8 @@ class Contest:
                 found[name] = gpu_timeline.summary(lanes)
                 with contextlib.suppress(ModuleNotFoundError):
                     gpu_timeline.draw(lanes, f"{name}, {self.subject.size}", stem.with_suffix(".png"))
+            except Exception as error:  # noqa: BLE001 - the profiler has its moods, and the figures are there
+                found[name] = {"error": f"{type(error).__name__}: {error}"}
         return found
 
     def close(self) -> None:
@@ -194,10 +216,14 @@ class Contest:
 
     def _proof(self, number: int) -> None:
         for name in turns(list(self.ways), number):
-            with self._failures_of(name):
-                self.subject.clear_gradients()
+            self.subject.clear_gradients()
+            try:
                 _, loss = self.ways[name].step(self.subject.batch_of(number), measure=False)
-                self.proofs.setdefault(name, []).append(self.subject.fingerprint(loss))
+                proof = self.subject.fingerprint(loss)
+            except Exception as error:  # noqa: BLE001 - its times count nevertheless
+                proof = f"{name}: {type(error).__name__}: {error}"
+                click.echo(f"  no proof of {proof}", err=True)
+            self.proofs.setdefault(name, []).append(proof)
         self.subject.learn()
 
     def _step(self, name: str, number: int, *, measure_memory: bool) -> Figures:
@@ -235,9 +261,12 @@ def tiers_of(settings: Settings, size: Size, subject: Subject) -> dict[str, dict
         ("drive", "auto", (settings.drive,)),
         ("tmpfs", "file", (settings.tmpfs,)),
     ):
-        with open_store(kind=kind, directories=directories, device=subject.device) as store:
-            rates = measure(store, subject.device, extent_bytes=extent, extents=4)
-            found[name] = {**rates._asdict(), "extent_bytes": extent, "store": store.description}
+        try:
+            with open_store(kind=kind, directories=directories, device=subject.device) as store:
+                rates = measure(store, subject.device, extent_bytes=extent, extents=4)
+                found[name] = {**rates._asdict(), "extent_bytes": extent, "store": store.description}
+        except StoreError as error:
+            found[name] = {"error": str(error)}
     return found
 
 
@@ -267,8 +296,10 @@ def rows_of(contest: Contest, tiers: dict[str, dict[str, Any]]) -> list[Figures]
             "tier": contest.ways[name].tier,
             "seconds": dataclasses.asdict(Spread.of([step["seconds"] for step in counted])),
             "host_seconds": statistics.median(step["host_seconds"] for step in counted),
-            "peak_bytes": max(step["peak"] for step in steps[WARM_UP - 1 :] if "peak" in step),
-            "same_bits": contest.proofs.get(name) == contest.proofs.get("keep"),
+            "peak_bytes": max(
+                (step["peak"] for step in steps[WARM_UP - 1 :] if "peak" in step), default=None
+            ),
+            "same_bits": None if contest.interrupted else contest.proofs[name] == contest.proofs.get("keep"),
             **{key: median(counted, key) for key in MEDIANS},
         }
         if keep is not None:
@@ -276,7 +307,7 @@ def rows_of(contest: Contest, tiers: dict[str, dict[str, Any]]) -> list[Figures]
         rows.append(row)
     base = next((row["peak_bytes"] for row in rows if row["name"] == "keep"), None)
     for row in rows:
-        row["peak_over_keep"] = row["peak_bytes"] / base if base else None
+        row["peak_over_keep"] = row["peak_bytes"] / base if base and row["peak_bytes"] else None
     return rows
 
 
@@ -307,7 +338,7 @@ def against_keep(
 
 def timed(steps: Sequence[Figures]) -> list[Figures]:
     """The steps whose time counts: on a CPU not those in which memory was sampled."""
-    counted = steps[WARM_UP:]
+    counted = steps[WARM_UP:] or steps
     return [step for step in counted if "peak" not in step] or list(counted)
 
 
@@ -333,7 +364,7 @@ def table_of(document: dict[str, Any]) -> Table:
             row["name"],
             f"{row['seconds']['median']:.4f}",
             str(Spread(**over)) if over else "",
-            f"{row['peak_bytes'] / GIB:.3f}",
+            number_or_blank(row["peak_bytes"] and row["peak_bytes"] / GIB),
             number_or_blank(row["peak_over_keep"]),
             pair(row["written"], row["read"], GIB),
             number_or_blank(row["stall"], 4),
@@ -341,7 +372,7 @@ def table_of(document: dict[str, Any]) -> Table:
             ", ".join(f"{tier[name] / GB:.1f}" for name in Rates._fields) if tier else "",
             number_or_blank(row.get("bound_seconds"), 4),
             number_or_blank(row.get("over_bound")),
-            "same" if row["same_bits"] else "differ",
+            {True: "same", False: "differ", None: ""}[row["same_bits"]],
         )
     return made
 
@@ -393,7 +424,11 @@ def draw_rok(settings: Settings, folder: Path, logs: Path) -> dict[str, list[str
         paths = sorted(logs.glob(f"{name}x*.jsonl"))
         if not paths:
             continue
-        points = rok.points(paths, warmup=WARM_UP)
+        try:
+            points = rok.points(paths, warmup=WARM_UP)
+        except RunLogError as error:  # interrupted before there was enough
+            said[name] = [str(error)]
+            continue
         said[name] = rok.advice(points)
         with contextlib.suppress(ImportError):
             for suffix in ("svg", "png"):
@@ -445,9 +480,9 @@ def run_size(settings: Settings, size: Size, folder: Path, machine: Figures) -> 
         tiers = tiers_of(settings, size, subject)
         contest = Contest(settings, subject)
         try:
-            contest.enter()
+            contest.enter(tiers)
             contest.run()
-            timelines = contest.record_timelines(folder)
+            timelines = {} if contest.interrupted else contest.record_timelines(folder)
             write_logs(contest, folder / "runs", machine)
             return {
                 "size": str(size),
@@ -460,6 +495,7 @@ def run_size(settings: Settings, size: Size, folder: Path, machine: Figures) -> 
                 "rows": rows_of(contest, tiers),
                 "left_out": contest.left_out,
                 "timelines": timelines,
+                "interrupted": contest.interrupted,
                 "steps": contest.steps,
             }
         finally:
@@ -488,6 +524,8 @@ def run(settings: Settings) -> dict[str, Any]:
         console.print(table_of(document["sizes"][-1]))
         for name, why in document["sizes"][-1]["left_out"].items():
             console.print(f"left out: {name}, because {why}", markup=False)
+        if document["sizes"][-1]["interrupted"]:
+            break
     document["rok"] = draw_rok(settings, folder, folder / "runs")
     (folder / "results.json").write_text(json.dumps(document, indent=1) + "\n")
     click.echo(f"written to {folder}")
@@ -589,7 +627,7 @@ def failed(size: dict[str, Any], name: str) -> bool:
 
 def bits_of(size: dict[str, Any], name: str) -> bool:
     """Whether a way that took part gave keep's bits."""
-    return all(row["same_bits"] for row in size["rows"] if row["name"] == name)
+    return all(row["same_bits"] is not False for row in size["rows"] if row["name"] == name)
 
 
 if __name__ == "__main__":

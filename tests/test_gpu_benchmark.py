@@ -59,9 +59,12 @@ def settings_for(tmp_path: Path, *ways: str, **others: Any) -> gpu.Settings:
 
 @pytest.fixture
 def subject() -> Iterator[Subject]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny operations; on a busy machine several threads wait for one another
     made = Subject("torch", SIZE, CPU)
     yield made
     made.close()
+    torch.set_num_threads(threads)
 
 
 # As a whole
@@ -76,7 +79,7 @@ def test_it_runs_on_a_cpu(tmp_path: Path) -> None:
         *("--drive", str(tmp_path), "--tmpfs", str(tmp_path), "--timeline", "drive"),
         *("--output", str(tmp_path / "results")),
     ]
-    environment = os.environ | {"PYTHONPATH": str(BENCHMARKS.parent)}
+    environment = os.environ | {"PYTHONPATH": str(BENCHMARKS.parent), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=5 * PATIENCE, env=environment)
     assert ended.returncode == 0, ended.stderr
     (folder,) = (tmp_path / "results").iterdir()
@@ -195,6 +198,70 @@ def test_a_way_that_fails_is_left_out_and_the_others_go_on(tmp_path: Path, subje
     assert "is closed" in contest.left_out["host"]
     assert (list(contest.ways), list(contest.steps)) == (["keep"], ["keep"])
     assert len(contest.steps["keep"]) == 3
+    contest.close()
+
+
+def test_what_has_no_proof_has_times_nevertheless(
+    tmp_path: Path, subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_for(tmp_path, "keep", "host", rounds=gpu.LEAST_ROUNDS)
+    contest = gpu.Contest(settings, subject)
+    contest.enter()
+
+    def refusing(_: object) -> str:
+        raise RuntimeError("no deterministic kernel")
+
+    monkeypatch.setattr(subject, "fingerprint", refusing)
+    contest.run()
+    tiers = {"host": {"write": 1e9, "read": 1e9, "both": 1e9}}
+    rows = {row["name"]: row for row in gpu.rows_of(contest, tiers)}
+    assert list(rows) == ["keep", "host"]
+    assert not rows["host"]["same_bits"]
+    assert "no deterministic kernel" in contest.proofs["host"][0]
+    contest.close()
+
+
+@pytest.mark.parametrize("at", [2, gpu.WARM_UP + 2, gpu.LEAST_ROUNDS])
+def test_who_interrupts_gets_what_is_known(
+    at: int, tmp_path: Path, subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contest = gpu.Contest(settings_for(tmp_path, "keep", "host", rounds=gpu.LEAST_ROUNDS), subject)
+    contest.enter()
+    original = subject.batch_of
+
+    def interrupting(number: int) -> Any:
+        if number == at and len(contest.steps["keep"]) != len(contest.steps["host"]):
+            raise KeyboardInterrupt
+        if number == at == gpu.LEAST_ROUNDS:  # among the rounds that compare bits
+            raise KeyboardInterrupt
+        return original(number)
+
+    monkeypatch.setattr(subject, "batch_of", interrupting)
+    contest.run()
+    assert contest.interrupted
+    assert {len(steps) for steps in contest.steps.values()} == {at}
+    tiers = {"host": {"write": 1e9, "read": 1e9, "both": 1e9}}
+    rows = gpu.rows_of(contest, tiers)
+    assert [row["same_bits"] for row in rows] == [None, None]
+    assert all(row["seconds"]["median"] > 0 for row in rows)
+    gpu.table_of({"model": "torch", "size": "1", "rounds": at, "rows": rows, "tiers": tiers})
+    gpu.write_logs(contest, tmp_path, {})
+    gpu.draw_rok(contest.settings, tmp_path, tmp_path)
+    contest.close()
+
+
+def test_a_tier_that_cannot_be_used_leaves_its_ways_out(tmp_path: Path, subject: Subject) -> None:
+    settings = settings_for(tmp_path, "keep", "tmpfs", "host")
+    settings.tmpfs.rmdir()
+    settings.tmpfs.write_text("no directory")
+    tiers = gpu.tiers_of(settings, SIZE, subject)
+    assert "error" in tiers["tmpfs"]
+    assert "error" not in tiers["host"]
+    contest = gpu.Contest(settings, subject)
+    contest.enter({"host": {"error": "too small"}})
+    assert list(contest.ways) == ["keep"]
+    assert contest.left_out["host"] == "UnsupportedError: its tier cannot be used: too small"
+    assert "StoreError" in contest.left_out["tmpfs"]
     contest.close()
 
 
