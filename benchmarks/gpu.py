@@ -148,7 +148,7 @@ class Contest:
                     self._proof(number)
         except KeyboardInterrupt:
             self.interrupted = True
-            shortest = min(map(len, self.steps.values()))
+            shortest = min(map(len, self.steps.values()), default=0)
             self.steps = {name: steps[:shortest] for name, steps in self.steps.items()}
 
     def _race(self) -> None:
@@ -291,6 +291,8 @@ def rows_of(contest: Contest, tiers: dict[str, dict[str, Any]]) -> list[Figures]
     rows = []
     for name, steps in contest.steps.items():
         counted = timed(steps)
+        if not counted:  # interrupted before it began
+            continue
         row: Figures = {
             "name": name,
             "tier": contest.ways[name].tier,
