@@ -34,6 +34,7 @@ from tba_offload.planning import AutoPlanner
 from tba_offload.policy import LayerId, Placement
 from tba_offload.report.run_log import RunHeader, RunLogWriter, StepRecord
 from tba_offload.store import open_store
+from tba_offload.store.base import HOST_TIER
 from tba_offload.transfer.offloader import Offloader
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from tba_offload.capture.trace import ScopeTrace
     from tba_offload.device.streams import Device
     from tba_offload.planning import Need
-    from tba_offload.store.base import ActivationStore
+    from tba_offload.store.base import ActivationStore, DriveLoad
 
 ConfigLike = OffloadConfig | str | os.PathLike[str] | None
 
@@ -382,6 +383,7 @@ class Session:
         for site in self._sites:
             site.runs = 0
         self.offloader.reset_stats()
+        self.store.take_loads()  # what a failed step moved is nobody's
         self._resident.reset()
         if self._meter is not None and step.meter is None:
             self._meter.peak()  # an interrupted step may have left it watching
@@ -411,12 +413,13 @@ class Session:
             self.offloader.abandon()
             raise
 
-    def _record(self, step: Step) -> StepRecord:
+    def _record(self, step: Step, loads: Sequence[DriveLoad]) -> StepRecord:
         """What the step was like, from the meters, the trace and the offloader's books."""
         # How long it took to give a device its work is not how long the work took.
         computed_in_time = not self._device.runs_behind
         trace, stats, prediction = self.capture.trace, self.offloader.stats, self.plan.prediction
         recomputed = sum(Placement(scope.placement).recomputes for scope in trace.scopes)
+        on_host = [load for load in loads if load.tier == HOST_TIER]
         return StepRecord(
             step=self._steps,
             seconds=step.seconds,
@@ -433,6 +436,8 @@ class Session:
             gradients_allocated=step.gradients_allocated,
             offloaded_bytes=stats.offloaded,
             read_bytes=stats.read,
+            host_offloaded_bytes=sum(load.write.nbytes for load in on_host),
+            host_read_bytes=sum(load.read.nbytes for load in on_host),
             forwarded_bytes=stats.forwarded,
             deduplicated_bytes=trace.deduplicated_bytes,
             kept_bytes=trace.kept_bytes,
@@ -495,7 +500,7 @@ class Session:
         if wanted:
             self.capture.trace.mark_times(self._device)
 
-    def _learn(self, step: Step, record: StepRecord) -> None:
+    def _learn(self, step: Step, record: StepRecord, loads: Sequence[DriveLoad]) -> None:
         """Shows the planner what the step was like, and takes its plan for the next one."""
         if self._planner is None:
             return
@@ -508,7 +513,7 @@ class Session:
         plan = self._planner.learn(
             trace,
             stats.stalls,
-            self.store.take_loads(),
+            loads,
             self.plan,
             record,
             began=step.began,
@@ -652,9 +657,10 @@ class Step:
             raise
         session._end(failed=kind is not None)
         if kind is None:
-            self.record = session._record(self)
+            loads = session.store.take_loads()
+            self.record = session._record(self, loads)
             session._log(self.record)
-            session._learn(self, self.record)
+            session._learn(self, self.record, loads)
 
 
 def read_config(config: ConfigLike) -> OffloadConfig:

@@ -10,7 +10,7 @@ import pytest
 from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig
 from tba_offload.errors import ConfigError
 from tba_offload.megatron.arguments import CONFLICTS, add_arguments, config_of, is_on, refuse_conflicts
-from tba_offload.policy import Placement, Rule
+from tba_offload.policy import Objective, Placement, Rule
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,7 +43,9 @@ def test_without_a_flag_nothing_is_on() -> None:
         ("--tba-directory", "/mnt/a", "/mnt/b"),
         ("--tba-activation-bytes", "12GiB"),
         ("--tba-in-flight-bytes", "1GiB"),
+        ("--tba-objective", "memory"),
         ("--tba-store", "host"),
+        ("--tba-host-capacity", "8GiB"),
         ("--tba-checksum",),
         ("--tba-run-log", "run.jsonl"),
     ],
@@ -58,11 +60,12 @@ def test_flags_alone_make_a_policy(tmp_path: Path) -> None:
     flags = read(
         *("--tba-placement", "auto", "--tba-activation-bytes", "12GiB", "--tba-in-flight-bytes", "1GiB"),
         *("--tba-store", "file", "--tba-checksum", "--tba-directory", *directories),
+        *("--tba-objective", "endurance", "--tba-host-capacity", "2GiB"),
     )
     assert config_of(flags) == OffloadConfig(
         default=Placement.AUTO,
-        budget=BudgetConfig(activation_bytes=12 * GIB, in_flight_bytes=GIB),
-        store=StoreConfig(kind="file", directories=tuple(directories), checksum=True),
+        budget=BudgetConfig(activation_bytes=12 * GIB, in_flight_bytes=GIB, objective=Objective.ENDURANCE),
+        store=StoreConfig(kind="file", directories=tuple(directories), host_capacity=2 * GIB, checksum=True),
     )
 
 
@@ -85,6 +88,8 @@ def test_flags_override_the_file_and_leave_the_rest(tmp_path: Path) -> None:
     [
         (("--tba-policy", "{tmp}/none.yaml"), "none.yaml"),
         (("--tba-in-flight-bytes", "1000"), "--tba-in-flight-bytes: '1000' has no unit"),
+        (("--tba-host-capacity", "8"), "--tba-host-capacity: '8' has no unit"),
+        (("--tba-store", "host", "--tba-host-capacity", "1GiB"), "this is memory beside drives"),
         (("--tba-activation-bytes", "much"), "--tba-activation-bytes: 'much' is not a size"),
         (("--tba-directory", "/a", "/a"), "'/a' is given twice"),
         (("--tba-store", "host", "--tba-directory", "/a"), "these have no effect with kind: host"),

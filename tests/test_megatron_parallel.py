@@ -172,7 +172,14 @@ def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
             os.killpg(process.pid, signal.SIGKILL)  # the ranks too
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+slow = pytest.mark.skipif(not has_training(), reason="slow: runs beside Megatron's training loop only")
+
+FOUR_RANKS = ("experts and tensor", "pipeline and tensor")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=slow if name in FOUR_RANKS else ()) for name in LAYOUTS]
+)
 def test_training_is_the_same_bit_for_bit(name: str, crew: Crew, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     job = make_job(name, tmp_path)
@@ -205,9 +212,7 @@ AUTO_LAYOUTS = {
     "experts": Layout((FOUR,), model="moe", data=2, expert=2),
     "distributed optimizer": Layout((FOUR,), data=2, distributed_optimizer=True, bf16=True),
 }
-slow = pytest.mark.skipif(not has_training(), reason="slow: runs beside Megatron's training loop only")
-
-AUTO_EVERYWHERE = ("tensor and sequence", "pipeline", "distributed optimizer")
+AUTO_EVERYWHERE = ("pipeline", "distributed optimizer")
 
 AUTO_BUDGETS = {"auto": None, "auto within a budget": "16MiB", "auto at odds": None}
 """Variants. Everything fits into the budget in the end, so that what is tried before can be foretold."""

@@ -332,6 +332,31 @@ def test_what_is_held_back_makes_room_at_the_ceiling(make: Callable[..., Bench],
     bench.assert_idle()
 
 
+def test_what_takes_the_room_of_a_large_activation_is_written_before_that_comes(
+    make: Callable[..., Bench],
+) -> None:
+    """So that the drive works while it is computed, and does not only begin when it has to wait."""
+    bench = make(8 * SIZE)
+    bench.eager = False
+    small = 7 * SIZE // 2
+
+    def writes(nbytes: int) -> bool:
+        saved = bench.save(nbytes=nbytes)
+        written = bench.store.used_bytes > 0
+        bench.offloader.quiesce()
+        bench.drop(saved)
+        return written
+
+    assert not writes(small)  # another one as large fits beside it
+    assert writes(5 * SIZE)
+    assert writes(small)
+    bench.offloader.reset_stats()  # the step is over; what was large in it is expected in the next one
+    assert writes(small)
+    bench.offloader.reset_stats()  # and in no later one
+    assert not writes(small)
+    bench.assert_idle()
+
+
 def test_what_is_dropped_while_it_is_held_back_is_never_written(make: Callable[..., Bench]) -> None:
     bench = make(16 * SIZE)
     bench.eager = False

@@ -290,6 +290,9 @@ def test_the_run_log_tells_of_host_memory(host_log: Path) -> None:
     assert drive.host is not None
     assert drive.host.capacity == 2 * MIB
     assert drive.host.write != HOST_SPEED * drive.write  # it was measured
+    steps = read_run_log(host_log).steps
+    assert all(0 < step.host_offloaded_bytes <= step.offloaded_bytes for step in steps)
+    assert all(0 < step.host_read_bytes <= step.read_bytes for step in steps)
     output = run_plan(host_log).output
     assert "2.0 MiB of host memory, written at" in output
     assert "MiB to host memory, which holds" in output
@@ -563,15 +566,21 @@ def test_chunks_with_equal_names_are_told_apart() -> None:
         assert len(session.plan.placements) == 6
 
 
+def never(*_: object) -> bool:
+    return False
+
+
 def test_a_budget_that_cannot_be_met_is_told_once_and_planned_for_now_and_then() -> None:
     model = make_model(layers=4)
     with (
         auto_session(model, Drive(), activation=100 * KIB) as session,
         mock.patch("tba_offload.planning.make_plan", side_effect=make_plan) as planned,
+        # Nor is there another reason to plan: the moods of the machine are none here.
+        mock.patch.multiple("tba_offload.planning", _drifted=never, _differ=never),
         pytest.warns(RuntimeWarning, match="the budget of 102400 bytes cannot be met") as told,
     ):
         train(model, session, steps=24)
-    assert planned.call_count <= 12
+    assert 2 <= planned.call_count <= 6
     assert len([each for each in told if "cannot be met" in str(each.message)]) == 1
 
 

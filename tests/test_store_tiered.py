@@ -285,6 +285,8 @@ def test_open_store_puts_host_memory_beside_drives(count: int, tmp_path: Path) -
         store.spill_bytes = ALWAYS
         assert torch.equal(get(store, put(store, pattern(100_000))), pattern(100_000))
         assert store.host.used_bytes > 0
+        with pytest.raises(StoreFullError, match=r"raise store\.capacity .* raise store\.host_capacity "):
+            store.reserve(9 * MIB, 0)
 
 
 @pytest.mark.parametrize("kind", ["host", "auto"])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tba_offload.config import OffloadConfig, load_config, parse_size
 from tba_offload.errors import ConfigError
-from tba_offload.policy import Placement
+from tba_offload.policy import Objective, Placement
 from tba_offload.store.base import KINDS
 
 if TYPE_CHECKING:
@@ -115,7 +115,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--tba-activation-bytes", metavar="SIZE", help="Most bytes of resident activations, such as 12GiB."
     )
     group.add_argument("--tba-in-flight-bytes", metavar="SIZE", help="Most bytes in flight, such as 1GiB.")
+    group.add_argument(
+        "--tba-objective",
+        choices=[objective.value for objective in Objective],
+        help="What layers placed auto are planned for.",
+    )
     group.add_argument("--tba-store", choices=KINDS, help="Kind of store.")
+    group.add_argument(
+        "--tba-host-capacity",
+        metavar="SIZE",
+        help="Host memory of each rank for what the drives have no time for, such as 16GiB.",
+    )
     group.add_argument(
         "--tba-checksum",
         action=argparse.BooleanOptionalAction,
@@ -150,10 +160,12 @@ def config_of(arguments: argparse.Namespace) -> OffloadConfig:
     budget = _given(
         activation_bytes=_size("--tba-activation-bytes", arguments.tba_activation_bytes),
         in_flight_bytes=_size("--tba-in-flight-bytes", arguments.tba_in_flight_bytes),
+        objective=Objective(arguments.tba_objective) if arguments.tba_objective is not None else None,
     )
     store = _given(
         kind=arguments.tba_store,
         directories=_paths(arguments.tba_directory),
+        host_capacity=_size("--tba-host-capacity", arguments.tba_host_capacity),
         checksum=arguments.tba_checksum,
     )
     return dataclasses.replace(

@@ -171,6 +171,7 @@ class _Run:
         batch = BATCH_BYTES if window is None else min(BATCH_BYTES, window // 4)
         self.held_back = 0 if window is None else int(HELD_BACK * window)
         self.batch_from = self.held_back + batch
+        self.largest = max((saved.nbytes for kind in profile.kinds for saved in kind.activations), default=0)
         self.now = 0.0
         self.stall = 0.0
         self.in_flight = 0
@@ -306,7 +307,9 @@ class _Run:
         self.outbox.append(item)
         self.outbox_bytes += nbytes
         self._note_peak()
-        if self.outbox_bytes >= self.batch_from:
+        if self._is_crowded(self.largest):
+            self._flush(0)  # or the next one may find no room
+        elif self.outbox_bytes >= self.batch_from:
             self._flush(self.held_back)
         return item
 
@@ -319,15 +322,18 @@ class _Run:
 
     def _admit(self, nbytes: int) -> None:
         """Waits at the ceiling for writes to end."""
-        while self.window is not None and self.in_flight and self.in_flight + nbytes > self.window:
+        while self._is_crowded(nbytes):
             self._settle()
-            if self.in_flight + nbytes <= self.window:
+            if not self._is_crowded(nbytes):
                 return
             self._flush(0)
             if self.next_written == INFINITY:
                 return  # only what was read ahead is in flight; it would be given up
             self._wait_until(self.next_written)
             self._settle()
+
+    def _is_crowded(self, nbytes: int) -> bool:
+        return self.window is not None and self.in_flight > 0 and self.in_flight + nbytes > self.window
 
     def _flush(self, held_back: int) -> None:
         while self.outbox and (not held_back or self.outbox_bytes > held_back):

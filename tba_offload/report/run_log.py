@@ -111,6 +111,8 @@ class StepRecord:
             part of ``activation_peak_bytes``.
         offloaded_bytes: Bytes written to the store.
         read_bytes: Bytes read back from the store.
+        host_offloaded_bytes: Those of the bytes written that went to host memory beside the drives.
+        host_read_bytes: Those of the bytes read that came from there.
         forwarded_bytes: Bytes handed to backward from memory, without a read, because they were still there.
         deduplicated_bytes: Bytes not written because the same storage was offloaded already.
         kept_bytes: Bytes that captured layers kept because they are small, not understood, or held elsewhere.
@@ -144,6 +146,8 @@ class StepRecord:
     gradients_allocated: bool = False
     offloaded_bytes: int = 0
     read_bytes: int = 0
+    host_offloaded_bytes: int = 0
+    host_read_bytes: int = 0
     forwarded_bytes: int = 0
     deduplicated_bytes: int = 0
     kept_bytes: int = 0

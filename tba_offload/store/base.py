@@ -418,7 +418,9 @@ def _open_host(
 
     if directories:
         raise ConfigError("store kind 'host' keeps bytes in memory; remove the directories or the kind")
-    return HostStore(capacity, device=device, checksum=checksum, **threads)
+    return HostStore(
+        capacity, device=device, checksum=checksum, writers=threads["writers"], readers=threads["readers"]
+    )
 
 
 def _open_files(
@@ -486,7 +488,8 @@ def _with_host_memory(
     from tba_offload.store.host import HostStore
     from tba_offload.store.tiered import TieredStore
 
-    return TieredStore(drives, HostStore(capacity, device=device, checksum=checksum, drive=count))
+    host = HostStore(capacity, device=device, checksum=checksum, drive=count, setting="store.host_capacity")
+    return TieredStore(drives, host)
 
 
 def _distinct(directories: Sequence[str | os.PathLike[str]], kind: str) -> list[str]:

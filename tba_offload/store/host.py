@@ -29,10 +29,11 @@ class _Slabs:
     device, and PyTorch rounds a pinned allocation up to a power of two.
     """
 
-    def __init__(self, slab_bytes: int, limit: int | None, device: Device) -> None:
+    def __init__(self, slab_bytes: int, limit: int | None, device: Device, setting: str) -> None:
         self.slab_bytes = slab_bytes
         self._limit = limit
         self._device = device
+        self._setting = setting
         self._slabs: list[torch.Tensor] = []
 
     @property
@@ -52,7 +53,7 @@ class _Slabs:
                 raise StoreFullError(
                     errno.ENOMEM,
                     f"no {nbytes} bytes more than {self.allocated_bytes}: {error}; set "
-                    "store.capacity or use a drive",
+                    f"{self._setting} to less or use a drive",
                     _NAME,
                 ) from error
 
@@ -84,6 +85,7 @@ class HostStore(QueuedStore):
         readers: Threads that copy from the store.
         checksum: Verify every read against a checksum taken at the write.
         drive: The ``drive`` of the extents.
+        setting: The setting that the capacity comes from, for messages.
         slab_bytes: The store grows by this much, a multiple of 4096. On CUDA the store grows to its capacity
             at once if it has one, because growing blocks the device.
 
@@ -103,12 +105,13 @@ class HostStore(QueuedStore):
         readers: int = 1,
         checksum: bool = False,
         drive: int = 0,
+        setting: str = "store.capacity",
         slab_bytes: int = SLAB_BYTES,
     ) -> None:
         if slab_bytes <= 0 or slab_bytes % BLOCK:
             raise ValueError(f"a slab is a positive multiple of {BLOCK} bytes, not {slab_bytes}")
         limit = None if capacity is None else capacity // BLOCK * BLOCK
-        self._slabs = _Slabs(slab_bytes, limit, device)
+        self._slabs = _Slabs(slab_bytes, limit, device, setting)
         if limit is not None and device.pins_memory:
             self._slabs.grow(limit)
         super().__init__(
@@ -120,6 +123,7 @@ class HostStore(QueuedStore):
             readers=readers,
             drive=drive,
             name=_NAME,
+            setting=setting,
             backing=self._slabs,
         )
 

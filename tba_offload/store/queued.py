@@ -241,6 +241,7 @@ class QueuedStore(ActivationStore):
         readers: Threads that read, at least 1.
         drive: The ``drive`` of the extents.
         name: What messages call the store.
+        setting: The setting that its capacity comes from, for messages.
         backing: What holds the bytes; the store closes it.
     """
 
@@ -255,6 +256,7 @@ class QueuedStore(ActivationStore):
         readers: int,
         drive: int,
         name: str,
+        setting: str = "store.capacity",
         backing: Backing,
     ) -> None:
         if writers < 1 or readers < 1:
@@ -266,6 +268,7 @@ class QueuedStore(ActivationStore):
         self.name = name
         self.chosen: dict[str, object] | None = None
         """Why ``auto`` took this kind of store, and what it measured; ``None`` if nothing was to choose."""
+        self._setting = setting
         self._device = device
         self.drive_number = drive
         self._backing = backing
@@ -339,7 +342,7 @@ class QueuedStore(ActivationStore):
         raise StoreFullError(
             errno.ENOSPC,
             f"{length} bytes do not fit: {self._space.used} of the store's capacity of "
-            f"{self.capacity_bytes} bytes are taken; raise store.capacity or offload less",
+            f"{self.capacity_bytes} bytes are taken; raise {self._setting} or offload less",
             self.name,
         )
 

@@ -86,12 +86,18 @@ class Books:
         self.stats = TransferStats()
         # Entered before and removed after the attribute says so: see recount().
         self._charged: dict[Record | Span, None] = {}
+        self._largest = 0
+        self._largest_before = 0
 
     # ---- the window ------------------------------------------------------------------------------
 
     def crowded(self, nbytes: int) -> bool:
         """Whether ``nbytes`` more would exceed the ceiling; what is larger than it goes alone."""
         return self.ceiling is not None and self.in_flight > 0 and self.in_flight + nbytes > self.ceiling
+
+    def is_tight(self) -> bool:
+        """Whether another activation as large as the largest of late would have to wait for writes."""
+        return self.crowded(max(self._largest, self._largest_before))
 
     def may_be_read_ahead(self, nbytes: int, *, across_forward: bool) -> bool:
         """Whether the window has room for so much; what it can never hold is read on demand."""
@@ -115,6 +121,7 @@ class Books:
         if not record.charged:
             self._charged[record] = None
             record.charged = record.nbytes
+            self._largest = max(self._largest, record.nbytes)
             self._add_in_flight(record.charged)
             self._count_departing(record, +1)
 
@@ -179,6 +186,7 @@ class Books:
     def reset_stats(self) -> TransferStats:
         """Starts new :attr:`stats` and returns the old ones."""
         old, self.stats = self.stats, TransferStats()
+        self._largest_before, self._largest = self._largest, 0
         self._add_in_flight(0)
         return old
 

@@ -208,10 +208,17 @@ class Offloader:
                 self._outbox[piece] = record
                 self._outbox_bytes += piece.weight
             self._notify()
+        self._flush_if_due(at_once=at_once)
+        return True
+
+    def _flush_if_due(self, *, at_once: bool) -> None:
+        """Writes what is more than a batch; all of it if the next activation may find no room."""
+        if self._books.is_tight():
+            self.flush()
+            return
         held_back = 0 if at_once else self._held_back_bytes
         if self._outbox_bytes >= held_back + self._batch_bytes:
             self.flush(held_back)
-        return True
 
     def end_scope(self, *, at_once: bool) -> None:
         """A scope has saved everything; without a window nothing is held back, nor if ``at_once``."""
