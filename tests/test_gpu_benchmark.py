@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 BENCHMARKS = Path(gpu.__file__).parent
+SCRIPT = Path(__file__).with_name("gpu.sh")
 SIZE = Size.parse("256x3x64x2")
 """Just so large that what it saves is offloaded."""
 
@@ -373,6 +375,32 @@ def test_on_a_cpu_steps_whose_memory_was_sampled_have_no_time() -> None:
     steps = [{"seconds": 9.0}] * gpu.WARM_UP + [{"seconds": 1.0}, {"seconds": 5.0, "peak": 3}]
     assert gpu.timed(steps) == [{"seconds": 1.0}]
     assert len(gpu.timed([{"seconds": 1.0, "peak": 3}] * 6)) == 6 - gpu.WARM_UP
+
+
+# The script that runs it
+
+
+def test_the_runbook_keeps_to_the_limits_of_its_steps() -> None:
+    text = SCRIPT.read_text()
+    told = {step: int(limit) for step, limit in re.findall(r"^#     (\w+) +(\d+) s  ", text, re.MULTILINE)}
+    assert list(told) == ["doctor", "tests", "compiled", "sanitizer", "quick", "benchmark"]
+    assert [int(limit) for limit in re.findall(r"^[^#]*\blimited (\d+)", text, re.MULTILINE)] == [
+        *told.values()
+    ]
+    runs = re.findall(r"run WHEELS RESULTS ([a-z ]+?) +within ([\d:]+) min", text)
+    assert {step for steps, _ in runs for step in steps.split()} == set(told)
+    for steps, within in runs:
+        minutes, _, seconds = within.partition(":")
+        assert sum(told[step] for step in steps.split()) == 60 * int(minutes) + int(seconds or 0) < 600
+
+
+def test_the_script_says_how_it_is_used() -> None:
+    ended = subprocess.run(["bash", str(SCRIPT)], capture_output=True, text=True, timeout=PATIENCE)
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines() == [
+        "bash tests/gpu.sh download WHEELS",
+        "bash tests/gpu.sh run WHEELS RESULTS STEP...",
+    ]
 
 
 # The timeline
