@@ -81,7 +81,8 @@ def test_it_runs_on_a_cpu(tmp_path: Path) -> None:
         *("--drive", str(tmp_path), "--tmpfs", str(tmp_path), "--timeline", "drive"),
         *("--output", str(tmp_path / "results")),
     ]
-    environment = os.environ | {"PYTHONPATH": str(BENCHMARKS.parent), "OMP_NUM_THREADS": "1"}
+    paths = [str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=5 * PATIENCE, env=environment)
     assert ended.returncode == 0, ended.stderr
     (folder,) = (tmp_path / "results").iterdir()
