@@ -175,11 +175,16 @@ def _of_self(make: Callable[..., Tensor], **settings: str) -> Maker:
     """For an operation that saves its argument; ``settings`` are names of arguments and of what is saved."""
 
     def maker(finder: Finder, node: Node, _: int) -> Recipe | None:
-        values = {argument: getattr(node, f"_saved_{saved}") for argument, saved in settings.items()}
+        values = {argument: _signed(getattr(node, f"_saved_{saved}")) for argument, saved in settings.items()}
         name = ":".join((node.name(), *map(str, values.values())))
         return recipe(name, partial(make, **values), finder.saved(node, "self"))
 
     return maker
+
+
+def _signed(value: Any) -> Any:
+    """Nodes tell negative dimensions as if they had no sign."""
+    return value - (1 << 64) if isinstance(value, int) and value >= 1 << 63 else value
 
 
 def _product(finder: Finder, node: Node, depth: int) -> Recipe | None:
@@ -197,6 +202,12 @@ def _copied(finder: Finder, node: Node, depth: int) -> Recipe | None:
     # The same object twice must not become one storage for two.
     make = partial(Tensor.to, device=result.device, dtype=result.dtype, copy=True)
     return recipe(f"{node.name()}:{result.dtype}", make, finder.given(node, 0, depth))
+
+
+def _viewed(finder: Finder, node: Node, depth: int) -> Recipe | None:
+    """Only between two others: what is looked for is the storage, whatever the view."""
+    shape = tuple(node._input_metadata[0].shape)
+    return recipe(node.name(), partial(Tensor.view, size=shape), finder.given(node, 0, depth))
 
 
 def _dropped_out(finder: Finder, node: Node, depth: int) -> Recipe | None:
@@ -247,6 +258,8 @@ _MAKERS: dict[str, Maker] = {
     "GluBackward0": _of_self(functional.glu, dim="dim"),
     "MulBackward0": _product,
     "ToCopyBackward0": _copied,
+    "ViewBackward0": _viewed,
+    "UnsafeViewBackward0": _viewed,
     "NativeDropoutBackward0": _dropped_out,
     "NativeLayerNormBackward0": _normalized(_layer_norm, "weight", "bias"),
     "FusedRmsNormBackward0": _normalized(_rms_norm, "weight"),

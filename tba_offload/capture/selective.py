@@ -34,12 +34,17 @@ if TYPE_CHECKING:
 
 
 class Likeness(NamedTuple):
-    """By what a recipe is recognized: equal activations of equal layers have one verdict."""
+    """By what a recipe is recognized: activations of equal layers have one verdict, whatever their size.
+
+    Attributes:
+        name: Of the recipe.
+        number: Of the activation in its scope.
+        dtype: Of the saved tensor.
+    """
 
     name: str
     number: int
-    nbytes: int
-    view: View
+    dtype: torch.dtype
 
 
 class Rebuild:
@@ -145,14 +150,18 @@ class OnTrial:
 
     Attributes:
         packed: The tensor as it was packed.
+        view: How it looks at its storage.
+        nbytes: Size of that storage.
         recipe: What is tried, once.
         likeness: For what the verdict holds.
     """
 
-    __slots__ = ("likeness", "packed", "recipe")
+    __slots__ = ("likeness", "nbytes", "packed", "recipe", "view")
 
     def __init__(self, packed: Packed, recipe: Recipe, likeness: Likeness) -> None:
         self.packed = packed
+        self.view = packed.view
+        self.nbytes = packed.handle.record.nbytes
         self.recipe: Recipe | None = recipe
         self.likeness = likeness
 
@@ -231,7 +240,7 @@ class Rebuilds:
         if recipe is None or self._verdicts.get(likeness) is False:
             return
         made = self.compute(recipe)
-        is_same = made.nbytes() == likeness.nbytes and _same_bits(look(made, likeness.view), tensor)
+        is_same = made.nbytes() == trial.nbytes and _same_bits(look(made, trial.view), tensor)
         self._verdicts[likeness] = is_same
         if is_same:
             trial.packed.trace.fate = Fate.REBUILT
@@ -294,7 +303,7 @@ class SelectiveHooks(LayerHooks):
         recipe = self._recipe_of(tensor, storage, view)
         if recipe is None:
             return super()._pack_new(tensor, storage, view)
-        likeness = Likeness(recipe.name, self._count, storage.nbytes(), view)
+        likeness = Likeness(recipe.name, self._count, tensor.dtype)
         verdict = self._rebuilds.verdict(likeness)
         if verdict:
             return _rebuilt(self._rebuilds.add(tensor, recipe, self._next_key()), tensor, view)
