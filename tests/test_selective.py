@@ -54,6 +54,15 @@ STEPS = 3
 SELECTIVE = {"default": "selective"}
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Models this small gain nothing from a second thread, which waits busily for the first."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 class Normed(Block):
     """A block with a norm, or something else that has parameters, where others have a function."""
 
@@ -554,6 +563,7 @@ def test_what_somebody_keeps_anyway_is_no_longer_made_again() -> None:
 # Precision and memory
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_under_autocast() -> None:
     """Casts are made again as well: those of outputs of norms, and those of weights, from the weights."""
 
@@ -600,6 +610,7 @@ def live_peak(kind: str, default: str, in_flight: int | None, batch: int) -> int
     return bytes_.peak
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("kind", ["gpt", "llama", "encoder"])
 def test_the_peak_is_that_of_offloading_and_what_one_recipe_takes(kind: str) -> None:
     """Attention's weights are made of the softmax and the mask, which are there while they are used."""
