@@ -190,6 +190,22 @@ def test_what_is_saved_in_another_precision_is_no_source() -> None:
     assert nbytes == 0
 
 
+def test_a_function_is_given_what_looks_the_same() -> None:
+    """A compiled one may choose its code by that."""
+    seen: list[tuple[object, ...]] = []
+    original = fused(GELU, "bias_gelu")
+
+    def bias_gelu(*tensors: Tensor) -> Tensor:
+        seen.append(tuple((type(tensor), tensor.requires_grad, tensor.stride()) for tensor in tensors))
+        assert not torch.is_grad_enabled()
+        return original(*tensors)  # type: ignore[no-any-return]
+
+    with mock.patch("megatron.core.fusions.fused_bias_gelu.bias_gelu", bias_gelu):
+        run(*FUNCTIONS["gelu"], session=True)
+    assert len(seen) == 2 * LAYERS * STEPS
+    assert len(set(seen)) == 1
+
+
 def test_every_function_that_there_is_has_a_recipe() -> None:
     """Those of the installed version, so that a new one is not forgotten."""
     import megatron.core.fusions as package

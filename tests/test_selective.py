@@ -438,6 +438,20 @@ def test_the_order_of_use_is_learned_with_recipes() -> None:
         assert all(record.given_up_bytes == 0 for record in session.report())
 
 
+def test_in_a_chain_one_in_three_travels() -> None:
+    """Or all of the chain would come into being when its last link is needed."""
+
+    def chain(h: Tensor) -> Tensor:
+        for _ in range(6):
+            h = F.gelu(h)
+        return h
+
+    records = assert_transparent(block=mixing(chain), steps=STEPS, **SELECTIVE)
+    offloaded = assert_transparent(block=mixing(chain), steps=STEPS, default="offload")
+    assert rebuilt(records) == [0, 4 * ONE, 4 * ONE]
+    assert offloaded[-1].offloaded_bytes - records[-1].offloaded_bytes == LAYERS * 4 * ONE
+
+
 # Graphs and schedules
 
 
@@ -463,6 +477,44 @@ def test_a_gradient_of_a_gradient() -> None:
 
     records = assert_transparent(work, mixing(F.gelu), **SELECTIVE)
     assert rebuilt(records) == [0, ONE, ONE]
+
+
+@pytest.mark.parametrize("is_custom", [True, False])
+def test_a_graph_that_is_used_up_is_no_source(*, is_custom: bool) -> None:
+    """Its nodes have let go of what they saved."""
+
+    def spent(h: Tensor) -> Tensor:
+        y: Tensor = Scaled.apply(h) if is_custom else F.gelu(h)
+        y.sum().backward(inputs=[h])
+        return y
+
+    def maker(finder: recipes.Finder, node: Any, _: int) -> recipes.Recipe | None:
+        saved = finder.all_saved(node)
+        return recipes.recipe("Scaled", lambda h: h * 3, *saved) if saved else None
+
+    with attached(mixing(spent), **SELECTIVE) as (net, session):
+        session._rebuilds.functions = {Scaled: maker}
+        with session.step():
+            net(make_input())
+        assert not any(a.fate is Fate.REBUILT for a in session.capture.trace.activations)
+        for layer in net.layers:  # and there would have been a recipe
+            layer.mix = Scaled.apply if is_custom else F.gelu
+        run(net, forward_backward, session, 2)
+        assert session.report()[-1].rebuilt_bytes == LAYERS * ONE
+
+
+class Scaled(torch.autograd.Function):
+    """A custom function."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        ctx.save_for_backward(h)
+        return h * 3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        assert ctx.saved_tensors
+        return gradient * 3
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -586,16 +638,21 @@ def test_under_autocast() -> None:
 
 
 def test_backward_under_autocast_makes_what_forward_made() -> None:
+    """Autocast would have norms compute in full precision."""
+
     def work(net: Net, number: int) -> list[Tensor]:
-        x = make_input(number)
-        loss = net(x).pow(2).mean()
+        x = make_input(number).detach().bfloat16().requires_grad_()
+        loss = net(x).float().pow(2).mean()
         with torch.autocast("cpu", torch.bfloat16):
             loss.backward()
         assert x.grad is not None
         return [x.grad]
 
-    records = assert_transparent(work, mixing(lambda h: F.layer_norm(F.gelu(h), (INNER,))), **SELECTIVE)
-    assert rebuilt(records) == [0, ONE, ONE]
+    def block() -> nn.Module:
+        return Normed(partial(nn.LayerNorm, INNER)).bfloat16()
+
+    records = assert_transparent(work, block, **SELECTIVE)
+    assert rebuilt(records) == [0, ONE // 2, ONE // 2]
 
 
 def live_peak(kind: str, default: str, in_flight: int | None, batch: int) -> int:
@@ -712,26 +769,35 @@ def test_what_another_session_saved_is_no_source() -> None:
         assert_all_given_back(second)
 
 
-def test_a_storage_that_its_owner_empties_and_fills_again() -> None:
-    """As Megatron does it with what it makes again itself."""
+class Emptied(Block):
+    """Empties the storage of its large activation, as Megatron does with what it makes again itself."""
 
-    class Emptied(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            y = F.gelu(self.up(x))
-            z = self.down(y)
-            storage, bytes_ = y.untyped_storage(), y.detach().clone()
-            storage.resize_(0)
+    refills = True
 
-            def refill(_: Tensor) -> None:
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.gelu(self.up(x))
+        z = self.down(y)
+        storage, bytes_ = y.untyped_storage(), y.detach().clone()
+        storage.resize_(0)
+
+        def refill(_: Tensor) -> None:
+            if self.refills:
                 storage.resize_(bytes_.untyped_storage().nbytes())
-                with torch.no_grad():
-                    torch.empty(0).set_(storage, 0, bytes_.shape).copy_(bytes_)
+                torch.empty(0).set_(storage, 0, bytes_.shape).copy_(bytes_)
 
-            z.register_hook(refill)
-            return x + z
+        z.register_hook(refill)  # type: ignore[no-untyped-call]
+        return x + z
 
+
+def test_a_storage_that_its_owner_empties_and_fills_again() -> None:
+    """Once it is made again without the owner's help, that is not needed any more."""
     with attached(partial(Emptied, F.gelu), **SELECTIVE) as (net, session):
-        assert_same(run(net, forward_backward, session, STEPS), plain(block=mixing(F.gelu), steps=STEPS))
+        found = run(net, forward_backward, session, STEPS)
+        assert_same(found, plain(block=mixing(F.gelu), steps=STEPS))
+        for layer in net.layers:
+            layer.refills = False  # type: ignore[assignment]
+        assert_same(run(net, forward_backward, session, STEPS), found)
+        assert session.report()[-1].rebuilt_bytes == LAYERS * ONE
         assert_all_given_back(session)
 
 

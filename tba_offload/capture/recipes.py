@@ -57,6 +57,14 @@ class Recipe:
     make: Callable[..., Tensor]
     sources: tuple[object, ...]
 
+    def leaves(self) -> Iterator[object]:
+        """What it takes of what was saved."""
+        for source in self.sources:
+            if isinstance(source, Recipe):
+                yield from source.leaves()
+            else:
+                yield source
+
     def compute(self, unpack: Unpack, device: torch.device) -> Tensor:
         """The tensor, contiguous and with a storage of its own."""
         with torch.no_grad(), _without_autocast(device):
@@ -115,7 +123,11 @@ class Finder:
 
     def all_saved(self, node: Node) -> list[object | None]:
         """What a custom function has saved; ``None`` for what cannot be had, or was never given."""
-        return [self._share(_held_by(raw)) for raw in node._raw_saved_tensors]
+        try:
+            saved = node._raw_saved_tensors
+        except RuntimeError:  # backward is over, and has freed it
+            return []
+        return [self._share(_held_by(raw)) for raw in saved]
 
     def given(self, node: Node, index: int, depth: int) -> object | None:
         """An argument that a node has not saved: the result of another one, which did, or can be computed."""

@@ -33,6 +33,13 @@ if TYPE_CHECKING:
     from tba_offload.capture.trace import ActivationTrace
 
 
+NESTED = 2
+"""Recipes that take what recipes make: at most so many, one within the other.
+
+All that a recipe takes is in memory with what it makes. So in a chain one in three is offloaded after all.
+"""
+
+
 class Likeness(NamedTuple):
     """By what a recipe is recognized: activations of equal layers have one verdict, whatever their size.
 
@@ -65,6 +72,7 @@ class Rebuild:
         "_alive",
         "_held",
         "_stream",
+        "depth",
         "nbytes",
         "rebuilds",
         "recipe",
@@ -85,6 +93,7 @@ class Rebuild:
         self.rebuilds = rebuilds
         self.nbytes = storage.nbytes()
         self.recipe = recipe
+        self.depth = _depth(recipe)
         self.trace = trace
         self.witness = witness
         self.version = witness._version
@@ -153,16 +162,18 @@ class OnTrial:
         view: How it looks at its storage.
         nbytes: Size of that storage.
         recipe: What is tried, once.
+        depth: How many recipes it takes to make it again, one within the other.
         likeness: For what the verdict holds.
     """
 
-    __slots__ = ("likeness", "nbytes", "packed", "recipe", "view")
+    __slots__ = ("depth", "likeness", "nbytes", "packed", "recipe", "view")
 
-    def __init__(self, packed: Packed, recipe: Recipe, likeness: Likeness) -> None:
+    def __init__(self, packed: Packed, recipe: Recipe | None, depth: int, likeness: Likeness) -> None:
         self.packed = packed
         self.view = packed.view
         self.nbytes = packed.handle.record.nbytes
-        self.recipe: Recipe | None = recipe
+        self.recipe = recipe
+        self.depth = depth
         self.likeness = likeness
 
 
@@ -309,7 +320,7 @@ class SelectiveHooks(LayerHooks):
             return _rebuilt(self._rebuilds.add(tensor, recipe, self._next_key()), tensor, view)
         packed = super()._pack_new(tensor, storage, view)
         if verdict is None and isinstance(packed, Packed):
-            return OnTrial(packed, recipe, likeness)
+            return OnTrial(packed, recipe, _depth(recipe), likeness)
         return packed
 
     def _recipe_of(self, tensor: Tensor, storage: torch.UntypedStorage, view: View) -> Recipe | None:
@@ -318,12 +329,14 @@ class SelectiveHooks(LayerHooks):
         is_small = view.footprint().distinct < capture.min_tensor_bytes
         if is_small or key.number in self._kept or capture.is_learned(key, storage.nbytes()):
             return None
-        return self._finder.recipe_of(tensor)
+        recipe = self._finder.recipe_of(tensor)
+        return recipe if recipe is not None and _depth(recipe) <= NESTED else None
 
-    def _share(self, packed: object) -> Kept | Packed | Rebuilt | None:
+    def _share(self, packed: object) -> Kept | Packed | Rebuilt | OnTrial | None:
         """A hold of its own on what was saved, so that its use by a recipe is not taken for the only one."""
         if isinstance(packed, OnTrial):
-            packed = packed.packed
+            own = self._share(packed.packed)
+            return OnTrial(own, None, packed.depth, packed.likeness) if isinstance(own, Packed) else None
         if isinstance(packed, Kept):
             return packed
         if isinstance(packed, torch.nn.Parameter):
@@ -341,6 +354,17 @@ class SelectiveHooks(LayerHooks):
         if handle.record in self._deferred and handle.record.span_over(handle.lo, handle.hi) is None:
             self._deferred[handle.record].append(weakref.ref(twin))
         return twin
+
+
+def _depth(recipe: Recipe) -> int:
+    """How many recipes lie one within the other, if those of what it takes count."""
+    return 1 + max((_depth_of(source) for source in recipe.leaves()), default=0)
+
+
+def _depth_of(source: object) -> int:
+    if isinstance(source, Rebuilt):
+        return source.rebuild.depth
+    return source.depth if isinstance(source, OnTrial) else 0
 
 
 def _rebuilt(rebuild: Rebuild, tensor: Tensor, view: View) -> Rebuilt:
