@@ -687,16 +687,18 @@ def live_peak(kind: str, default: str, batch: int, *, in_flight: int | None, wri
     """
     drive, model = Drive(), make_model(kind, layers=4, dropout=0.1)
     with session_for(model, drive=drive, default=default, in_flight=in_flight) as session:
-        train(model, session, steps=2)
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+        for _ in range(2):  # with the same sizes: smaller tensors have no numbers
+            with session.step():
+                loss_of(model, make_tokens(0, batch)).backward()
         if not written:
             drive.writes.hold()
-        with LiveBytes() as bytes_, session.step():
+        with LiveBytes() as bytes_, session.step() as step:
             loss = loss_of(model, make_tokens(0, batch))
             if written:
                 session.offloader.quiesce()
             loss.backward()
+    assert step.record is not None
+    assert (step.record.rebuilt_bytes > 0) is (default == "selective")
     return bytes_.peak
 
 
@@ -719,7 +721,7 @@ def test_on_a_drive_that_is_too_slow_less_is_in_memory(kind: str) -> None:
     offload, made_again = (
         live_peak(kind, default, 16, in_flight=None, written=False) for default in ("offload", "selective")
     )
-    assert made_again < 0.95 * offload
+    assert made_again < 0.85 * offload
 
 
 # What fails
