@@ -51,6 +51,7 @@ RECORD = StepRecord(
     host_read_bytes=1,
     forwarded_bytes=3,
     deduplicated_bytes=4,
+    rebuilt_bytes=12,
     kept_bytes=5,
     recomputed_scopes=6,
     scopes=24,
