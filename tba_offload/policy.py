@@ -43,6 +43,7 @@ class Placement(StrEnum):
     OFFLOAD = "offload"
     RECOMPUTE = "recompute"
     RECOMPUTE_OFFLOAD = "recompute-offload"  # recomputed, and its inputs are offloaded meanwhile
+    SELECTIVE = "selective"  # offloaded, but what cheap parts of the layer put out is rebuilt in backward
     AUTO = "auto"  # only in a policy: the planner replaces it by one of the others
 
     @property

@@ -16,7 +16,8 @@ from models import assert_same_history, loss_of, make_model, make_tokens, train
 from torch import nn
 
 import tba_offload as tba
-from tba_offload.capture.trace import StepTrace
+from tba_offload.capture.scope import ActivationKey, ScopeKey
+from tba_offload.capture.trace import ActivationTrace, Fate, ScopeTrace, StepTrace
 from tba_offload.cli import main
 from tba_offload.config import load_config
 from tba_offload.errors import RunLogError
@@ -27,19 +28,20 @@ from tba_offload.plan.planner import Limits, make_plan
 from tba_offload.plan.simulator import simulate
 from tba_offload.plan.what_if import Block, one_f_one_b, stretched
 from tba_offload.planning import DRIFT, AutoPlanner, _drifted
-from tba_offload.policy import LayerId, Placement
+from tba_offload.policy import LayerId, Objective, Placement
 from tba_offload.profiling import ComputeClock, profile_of
 from tba_offload.report.run_log import read_run_log
 from tba_offload.store.base import DriveLoad, Load
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from tba_offload.plan.profile import StepProfile
     from tba_offload.session import Session
 
 KEEP, OFFLOAD, RECOMPUTE, AUTO = Placement.KEEP, Placement.OFFLOAD, Placement.RECOMPUTE, Placement.AUTO
+SELECTIVE = Placement.SELECTIVE
 LAYERS = 8
 SLOW = 5e6
 """Bytes a second: a layer of these models needs many times its own time to travel, on a busy machine too."""
@@ -120,6 +122,114 @@ def test_layers_that_are_all_recomputed_from_inputs_that_travel_need_no_plan(tmp
         train(model, session, steps=10)
         assert session._planner is None
         assert {record.predicted_seconds for record in session.report()} == {None}
+
+
+# What can be rebuilt
+
+
+def trace_of(*placements: Placement, rebuilt: Sequence[int] = (1,)) -> StepTrace:
+    """Layers that save three activations each; in those placed selective the first one is needed early."""
+    trace = StepTrace(backward_ends=[40.0])
+    for layer, placement in enumerate(placements):
+        key = ScopeKey(layer, 0, 0, f"layers.{layer}")
+        start, back = 2.0 * layer, 38.0 - 2.0 * layer
+        scope = ScopeTrace(key, placement, start, forward_ended=start + 1.0, backward_began=back)
+        trace.scopes.append(scope)
+        if placement in {KEEP, RECOMPUTE}:
+            continue
+        is_selective = placement is SELECTIVE
+        for number, until in enumerate((0.25 if is_selective else 0.75, 0.5, 0.25)):
+            fate = Fate.REBUILT if is_selective and number in rebuilt else Fate.OFFLOADED
+            activation = ActivationTrace(ActivationKey(key, number), 100, fate, start + 0.25 * (number + 1))
+            activation.unpacked_at = back + 2.0 * until
+            trace.activations.append(activation)
+    return trace
+
+
+def profile_by_hand(
+    *placements: Placement, before: StepProfile | None = None, rebuilt: Sequence[int] = (1,)
+) -> StepProfile:
+    layers = [(0, f"layers.{layer}") for layer in range(len(placements))]
+    trace = trace_of(*placements, rebuilt=rebuilt)
+    profile = profile_of(trace, [], layers, began=0.0, ended=40.0, before=before)
+    assert profile is not None
+    return profile
+
+
+def test_what_is_rebuilt_is_learned_from_a_layer_that_runs_so() -> None:
+    profile = profile_by_hand(OFFLOAD, SELECTIVE, OFFLOAD)
+    (kind,) = profile.kinds
+    assert [saved.rebuilt for saved in kind.activations] == [False, True, False]
+    assert [saved.needed for saved in kind.activations] == [0.25, None, 0.25]
+    assert [saved.until for saved in kind.activations] == [0.75, 0.5, 0.25]
+    assert kind.small_bytes == 0
+    assert set(profile.timings[0]) == {OFFLOAD, SELECTIVE}
+    (unknown,) = profile_by_hand(OFFLOAD, OFFLOAD).kinds
+    assert [saved.rebuilt for saved in unknown.activations] == [None] * 3
+
+
+@pytest.mark.parametrize("later", [(OFFLOAD, KEEP), (SELECTIVE, SELECTIVE), (KEEP, RECOMPUTE)])
+def test_what_was_learned_of_rebuilding_stays_known(later: tuple[Placement, ...]) -> None:
+    before = profile_by_hand(OFFLOAD, SELECTIVE)
+    assert profile_by_hand(*later, before=before).kinds == before.kinds
+
+
+def test_what_is_not_rebuilt_any_longer_is_noticed() -> None:
+    before = profile_by_hand(OFFLOAD, SELECTIVE)
+    (kind,) = profile_by_hand(OFFLOAD, SELECTIVE, before=before, rebuilt=()).kinds
+    assert [saved.rebuilt for saved in kind.activations] == [False] * 3
+
+
+def test_a_run_whose_layers_are_all_rebuilt_in_part_can_be_planned_from() -> None:
+    profile = profile_by_hand(SELECTIVE, SELECTIVE)
+    (kind,) = profile.kinds
+    assert kind.rebuilt_bytes == 100
+    assert [saved.until for saved in kind.activations] == [0.25, 0.5, 0.25]
+    plan = make_plan(profile, Bandwidth(10, 10), Limits(250), policy=(AUTO, AUTO), objective=Objective.TIME)
+    assert plan.prediction is not None
+
+
+def planner_of(count: int, **options: Any) -> AutoPlanner:
+    layers = [(0, f"layers.{layer}") for layer in range(count)]
+    limits = Limits(options.pop("budget", 10**6), options.pop("window", None))
+    return AutoPlanner((AUTO,) * count, layers, limits, **options)
+
+
+def test_each_way_is_tried_once_while_the_planner_learns() -> None:
+    planner, profile = planner_of(8), profile_by_hand(*(OFFLOAD,) * 8)
+    assert set(planner._probe(profile, Bandwidth(100, 100)).placements) == {AUTO, KEEP, RECOMPUTE, SELECTIVE}
+
+
+@pytest.mark.parametrize("options", [{"budget": None}, {"objective": Objective.MEMORY}])
+def test_nothing_is_computed_again_to_learn_for_those_who_want_memory_at_no_cost(options: Any) -> None:
+    planner, profile = planner_of(8, **options), profile_by_hand(*(OFFLOAD,) * 8)
+    assert set(planner._probe(profile, Bandwidth(100, 100)).placements) == {AUTO, KEEP}
+
+
+@pytest.mark.parametrize(
+    ("before", "tried"),
+    [((OFFLOAD, RECOMPUTE), SELECTIVE), ((OFFLOAD, SELECTIVE), RECOMPUTE), ((RECOMPUTE, SELECTIVE), OFFLOAD)],
+)
+def test_with_few_layers_an_excursion_tries_first_what_was_never_seen(
+    before: tuple[Placement, ...], tried: Placement
+) -> None:
+    planner, profile = planner_of(1), profile_by_hand(*before)
+    plan = planner._excursion(single(profile), Bandwidth(100, 100), Plan((KEEP,)))
+    assert plan.placements == (tried,)
+
+
+def test_an_excursion_does_not_try_to_rebuild_where_nothing_is_rebuilt() -> None:
+    planner = planner_of(1)
+    profile = single(profile_by_hand(OFFLOAD, SELECTIVE, RECOMPUTE, rebuilt=()))
+    known = dataclasses.replace(profile, timings=({OFFLOAD: profile.timings[0][OFFLOAD]},))
+    planner.not_recomputed = frozenset({0})
+    assert planner._excursion(known, Bandwidth(100, 100), Plan((OFFLOAD,))).placements == (OFFLOAD,)
+
+
+def single(profile: StepProfile) -> StepProfile:
+    """The step of the first layer alone."""
+    slots = tuple(slot for slot in profile.slots if slot.layer == 0)
+    return dataclasses.replace(profile, layers=profile.layers[:1], slots=slots)
 
 
 # What is decided

@@ -26,6 +26,7 @@ class Fate(enum.Enum):
     LEARNED_KEEP = "learned keep"
     SLOW_KEEP = "slow keep"
     PLANNED_KEEP = "planned keep"
+    REBUILT = "rebuilt"
 
 
 class ScopeTimes(NamedTuple):
