@@ -6,10 +6,10 @@ and every plan comes with what it is expected to do. It is pure: the same argume
 Which plans are tried. Layers that are kept are the last ones: what backward needs first is not worth a round
 trip. Among the others the layers that are recomputed are spread evenly, because each gives the drive time for
 those between; their inputs stay or travel. So two numbers describe a plan, how many layers are kept and how
-many recomputed; the best pair is searched for first, for both ways of recomputing, and likewise with layers
-of which only cheap parts are rebuilt: instead of those that are recomputed, and instead of all that are
-offloaded beside them. After that single layers change their placement as long as that helps, and at last
-single activations stay where the budget has room.
+many recomputed; the best pair is searched for first, for both ways of recomputing. Layers of which only cheap
+parts are rebuilt are tried in the same two roles: instead of those that are recomputed, and instead of those
+that are offloaded beside them. After that single layers change their placement as long as that helps, and at
+last single activations stay where the budget has room.
 
 A step with very many activations is planned on a condensed profile, and the plan made exact on the whole one.
 """
@@ -48,14 +48,14 @@ MAX_TRIALS = 600
 MAX_ITEMS = 120_000
 """Activations that are simulated in all trials together: half a second. Then the best so far will do."""
 
+WITH_REBUILDING = 1.5
+"""So many times as many where layers can be rebuilt in part: one choice more."""
+
 MANY_ITEMS = 4000
 """A step that saves more activations than this is condensed."""
 
 FEW_ITEMS = 1000
 """To about so many."""
-
-FIRST_FAMILIES = 2
-"""So many families of plans are tried in any case, the others where there are trials left."""
 
 MANY_TRIALS = 16
 """If so many are possible on the whole step, a search is tried there too."""
@@ -247,7 +247,8 @@ class _Search:
         self.layers = layers
         self.free = [layer for layer, placement in enumerate(layers.policy) if placement is AUTO]
         items = max(count_items(profile), 1)
-        self.most_trials = min(MAX_TRIALS, MAX_ITEMS // items)
+        most_items = int(MAX_ITEMS * WITH_REBUILDING) if self.may_rebuild else MAX_ITEMS
+        self.most_trials = min(MAX_TRIALS, most_items // items)
         self.most_filled = MAX_ITEMS // 4 // items
         self.score: Callable[[Outcome], Score] = getattr(self, f"_score_{terms.objective.value}")
         self.trials: dict[Plan, _Trial] = {}
@@ -255,12 +256,19 @@ class _Search:
         largest = max((saved.nbytes for kind in profile.kinds for saved in kind.activations), default=0)
         self.least_window = 3 * largest
 
+    @property
+    def may_rebuild(self) -> bool:
+        """Whether there is a layer that can be placed ``selective``."""
+        return SELECTIVE in self.terms.choices and not self.layers.not_rebuilt.issuperset(self.free)
+
     def best(self, known: Sequence[Plan] = ()) -> Plan:
         """The best plan that is found, or known."""
         self._try_simplest()
-        for number, (way, others) in enumerate(self._families()):
-            if number < FIRST_FAMILIES or len(self.trials) < self.most_trials:
-                self._try_family(way, others)
+        others = self._best_others()
+        if self.may_rebuild:
+            self._try_family(SELECTIVE, OFFLOAD)
+        for way in [way for way in self.terms.choices if way.recomputes] or [others]:
+            self._try_family(way, others)
         self._improve(self._best_so_far())
         self._try_smaller_windows()
         return self._finished(known)
@@ -350,7 +358,7 @@ class _Search:
 
     def _try_simplest(self) -> None:
         for placement in self.terms.choices:
-            if placement is SELECTIVE and not self._may_rebuild:
+            if placement is SELECTIVE and not self.may_rebuild:
                 continue
             if self.most_filled or placement in {KEEP, RECOMPUTE}:  # those take next to no time to play
                 self._try(self._uniform(placement))
@@ -383,24 +391,17 @@ class _Search:
 
     # ---- two numbers -----------------------------------------------------------------------------
 
-    @property
-    def _may_rebuild(self) -> bool:
-        """Whether there is a layer that can be placed ``selective``."""
-        return SELECTIVE in self.terms.choices and not self.layers.not_rebuilt.issuperset(self.free)
-
-    def _families(self) -> list[tuple[Placement, Placement]]:
-        """The families of plans: what layers are that shall spare the drive, and what are the others."""
-        ways = [way for way in self.terms.choices if way.recomputes]
-        families = [(way, OFFLOAD) for way in ways or [OFFLOAD]]
-        if self._may_rebuild:
-            families += [(SELECTIVE, OFFLOAD), *((way, SELECTIVE) for way in ways)]
-        return families
+    def _best_others(self) -> Placement:
+        """What layers had better be that are neither kept nor recomputed: offloaded, or rebuilt in part."""
+        if not self.may_rebuild:
+            return OFFLOAD
+        return min((OFFLOAD, SELECTIVE), key=lambda way: self._best_kept(0, way, None, way)[0].score)
 
     def _try_family(self, way: Placement, others: Placement) -> None:
         """Finds the best number of kept layers for some numbers of those that spare the drive, ever closer.
 
         Args:
-            way: How they spare it; ``offload`` if none does.
+            way: How they spare it; the same as ``others`` if none does.
             others: What is neither kept nor one of those.
         """
         most = len(self.free) if way is not others else 0
