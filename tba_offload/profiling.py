@@ -186,16 +186,26 @@ def _timings(
     layers: Sequence[int],
     before: StepProfile | None,
 ) -> tuple[dict[Placement, Timing], ...]:
-    """The median of each kind under each placement, mixed with what was known of it."""
+    """The median of each kind under each placement, mixed with what was known of it.
+
+    What a layer takes to find out what can be rebuilt of it counts only if nothing else is known.
+    """
     found: list[dict[Placement, list[Timing]]] = [defaultdict(list) for _ in kinds]
+    on_trial: list[dict[Placement, list[Timing]]] = [defaultdict(list) for _ in kinds]
     for run in runs:
         placement = computed_as(Placement(run.scope.placement))
-        found[layers[run.layer]][placement].append(run.timing)
+        finds_out = placement is Placement.SELECTIVE and not (
+            before is not None and before.kind_of(run.layer).knows_rebuilt
+        )
+        (on_trial if finds_out else found)[layers[run.layer]][placement].append(run.timing)
     known: list[dict[Placement, Timing]] = [{} for _ in kinds]
     if before is not None:
         for layer, kind in enumerate(layers):
             known[kind] = dict(before.timings[before.layers[layer]])
-    renewed = [_renewed(old, by_placement) for old, by_placement in zip(known, found, strict=True)]
+    renewed = [
+        _renewed(old, known_ways) or _renewed(old, trials)
+        for old, known_ways, trials in zip(known, found, on_trial, strict=True)
+    ]
     some = next(timings for timings in renewed if timings)
     return tuple(timings or dict(some) for timings in renewed)  # a kind of which no layer went backward
 
