@@ -303,7 +303,10 @@ def _saved(
     runs: Sequence[_Run], column: Sequence[ActivationTrace], clock: ComputeClock, known: Saved | None
 ) -> Saved:
     """One activation of equal layers; what this step does not tell of it is what was known."""
-    at, until, needed, fates = [], [], [], []
+    at: list[float] = []
+    until: list[float] = []
+    needed: list[float] = []
+    fates: list[Fate] = []
     for run, activation in zip(runs, column, strict=True):
         is_selective = run.scope.placement == Placement.SELECTIVE
         at.append(_share(clock(activation.packed_at), run.host.forward))

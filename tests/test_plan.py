@@ -648,8 +648,8 @@ def test_of_a_kind_that_never_ran_so_nothing_is_rebuilt() -> None:
     kinds = (*profile.kinds, make_profile(8).kinds[0])
     layers = tuple(layer % 2 for layer in range(8))
     mixed = dataclasses.replace(profile, kinds=kinds, layers=layers, timings=profile.timings * 2)
-    drive = Bandwidth(0.5 * 12 * MIB / 0.03, 0.5 * 12 * MIB / 0.03)
-    budget, held = int(0.3 * peak_of_keep(profile)), frozenset(range(8))
+    drive = Bandwidth(0.6 * 12 * MIB / 0.03, 0.6 * 12 * MIB / 0.03)
+    budget, held = int(0.25 * peak_of_keep(profile)), frozenset(range(8))
     plan = plan_for(mixed, drive, budget, not_recomputed=held)
     found = {kind: {plan.placements[layer] for layer in range(kind, 8, 2)} for kind in range(2)}
     assert SELECTIVE in found[0]
