@@ -23,6 +23,7 @@ from tba_offload.capture.hooks import Capture, LayerHooks
 from tba_offload.capture.layers import Layer, LayerStack, check_disjoint, first_differentiable
 from tba_offload.capture.recompute import is_recomputation
 from tba_offload.capture.scope import ScopeKey
+from tba_offload.capture.selective import Rebuilds, SelectiveHooks
 from tba_offload.capture.trace import DeviceTimes
 from tba_offload.config import OffloadConfig, load_config
 from tba_offload.device.memory import MemoryMeter, ResidentPeak, meter_of
@@ -137,6 +138,7 @@ class Session:
             min_tensor_bytes=config.min_tensor_bytes,
             budget_bytes=config.budget.activation_bytes,
         )
+        self._rebuilds = Rebuilds(self.capture, stack.functions)
         self._measure_memory = measure_memory
         self._meter: MemoryMeter | None = None
         self._resident = ResidentPeak()
@@ -306,13 +308,18 @@ class Session:
             return site.forward(*args, **kwargs)
         if placement is Placement.RECOMPUTE:
             return self._stack.checkpoint(site.forward, *args, **kwargs)
-        kept = self.plan.kept_of(site.index)
-        slow = self._keeps_when_slow(placement)
-        with LayerHooks(self.capture, scope.key, when_slow=slow, kept=kept):
+        with self._hooks(site, placement, scope):
             if placement is Placement.RECOMPUTE_OFFLOAD:
                 # Checkpoints save the inputs through the hooks around them, and nothing else.
                 return self._stack.checkpoint(site.forward, *args, **kwargs)
             return site.forward(*args, **kwargs)
+
+    def _hooks(self, site: _Site, placement: Placement, scope: ScopeTrace) -> LayerHooks:
+        kept = self.plan.kept_of(site.index)
+        slow = self._keeps_when_slow(placement)
+        if placement is Placement.SELECTIVE:
+            return SelectiveHooks(self._rebuilds, site.layer.module, scope.key, when_slow=slow, kept=kept)
+        return LayerHooks(self.capture, scope.key, when_slow=slow, kept=kept)
 
     def _leave_alone(self, site: _Site) -> None:
         """A layer runs inside somebody else's hooks, where neither ours nor a checkpoint's can be."""
@@ -331,7 +338,7 @@ class Session:
         """``offload`` waits for a slow drive unless told otherwise, ``auto`` keeps until there is a plan."""
         if self._planner is not None and self._planner.has_planned:
             return False  # what is kept was decided with the budget in view
-        counted = {Placement.OFFLOAD, Placement.AUTO}
+        counted = {Placement.OFFLOAD, Placement.SELECTIVE, Placement.AUTO}
         if self.config.budget.activation_bytes is not None and not counted.issuperset(self.plan.placements):
             return False  # nobody counts what the others hold
         if self.config.on_slow is None:
@@ -435,6 +442,7 @@ class Session:
             read_bytes=stats.read,
             forwarded_bytes=stats.forwarded,
             deduplicated_bytes=trace.deduplicated_bytes,
+            rebuilt_bytes=trace.rebuilt_bytes,
             kept_bytes=trace.kept_bytes,
             recomputed_scopes=recomputed,
             scopes=len(trace.scopes),

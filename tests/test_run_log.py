@@ -49,6 +49,7 @@ RECORD = StepRecord(
     read_bytes=2,
     forwarded_bytes=3,
     deduplicated_bytes=4,
+    rebuilt_bytes=12,
     kept_bytes=5,
     recomputed_scopes=6,
     scopes=24,

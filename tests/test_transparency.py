@@ -40,6 +40,7 @@ PLACEMENTS: dict[str, tuple[Placement, tuple[Rule, ...]]] = {
     "offload": (Placement.OFFLOAD, ()),
     "recompute": (Placement.RECOMPUTE, ()),
     INPUTS: (Placement.RECOMPUTE_OFFLOAD, ()),
+    "selective": (Placement.SELECTIVE, ()),
     "auto": (Placement.AUTO, ()),
     "mixed": (
         Placement.OFFLOAD,
@@ -150,6 +151,9 @@ def assert_same_bits(
         assert not any(moved)
     else:  # auto may keep everything, in the end, if the drive is slow
         assert moved[0] if placement == "auto" else all(moved)
+    # In the first micro-batch recipes are tried, and nothing is rebuilt yet.
+    rebuilt = [record.rebuilt_bytes for record in report]
+    assert rebuilt[-1] > 0.2 * moved[-1] if placement == "selective" else not any(rebuilt)
     recomputed = {"recompute": LAYERS, INPUTS: LAYERS, "mixed": 1}.get(placement, 0)
     assert {record.recomputed_scopes for record in report} == {recomputed * micro_batches}
 

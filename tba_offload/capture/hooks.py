@@ -33,7 +33,7 @@ from tba_offload.errors import SavedTensorModifiedError
 from tba_offload.transfer.record import Handle, Record
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from types import TracebackType
 
     from tba_offload.transfer.offloader import Offloader
@@ -238,7 +238,7 @@ class Capture:
         """
         if isinstance(packed, Packed):
             return self._unpack_offloaded(packed)
-        _check_version(packed.witness, packed.version, "a kept activation")
+        check_version(packed.witness, packed.version, "a kept activation")
         if packed.spread is None:
             return packed.tensor
         return self._spread(packed.tensor, packed.spread, packed.address)
@@ -246,7 +246,7 @@ class Capture:
     def _unpack_offloaded(self, packed: Packed) -> torch.Tensor:
         handle = packed.handle
         record = handle.record
-        _check_version(packed.witness, packed.version, record.key)
+        check_version(packed.witness, packed.version, record.key)
         self.offloader.tidy()
         first = not handle.read
         storage, shift = self.offloader.fetch(handle)
@@ -299,7 +299,7 @@ class LayerHooks:
     def __enter__(self) -> None:
         self.capture.offloader.raise_failures()
         # Made here and dropped on exit, because it refers back to this object.
-        self._hooks = saved_tensors_hooks(self.pack, self.capture.unpack)
+        self._hooks = saved_tensors_hooks(self.pack, self._unpacker())
         self._hooks.__enter__()
 
     def __exit__(
@@ -317,6 +317,10 @@ class LayerHooks:
         for record, views in self._deferred.items():
             self._decide(record, views)
         self.capture.offloader.end_scope(at_once=self._when_slow)
+
+    def _unpacker(self) -> Callable[..., torch.Tensor]:
+        """Who gives back what is packed here; it must not know this object, which is of one scope only."""
+        return self.capture.unpack
 
     # ---- pack ------------------------------------------------------------------------------------
 
@@ -488,7 +492,12 @@ def set_aside() -> Iterator[None]:
             autograd._push_saved_tensors_default_hooks(*top)
 
 
-def _check_version(witness: torch.Tensor, version: int, what: object) -> None:
+def check_version(witness: torch.Tensor, version: int, what: object) -> None:
+    """Checks that a saved tensor has not changed since.
+
+    Raises:
+        SavedTensorModifiedError: It was changed in place.
+    """
     if witness._version != version:
         raise SavedTensorModifiedError(
             f"a tensor that backward needs was changed in place after it was saved ({what}): it is at "

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,6 +12,9 @@ from torch import nn
 from tba_offload.capture.recompute import torch_checkpoint
 from tba_offload.errors import UnsupportedError
 from tba_offload.policy import LayerId
+
+if TYPE_CHECKING:
+    from tba_offload.capture.recipes import Maker
 
 Checkpoint = Callable[..., Any]
 """``checkpoint(forward, *args, **kwargs)``: runs forward now and again in backward.
@@ -44,11 +47,13 @@ class LayerStack:
         checkpoint: Recomputes one layer, with the random state of the framework.
         micro_batch: Number of the micro-batch that a layer is about to run, where the framework tells;
             otherwise ``None`` and executions are counted.
+        functions: How outputs of the framework's own autograd functions are computed anew.
     """
 
     layers: tuple[Layer, ...]
     checkpoint: Checkpoint = torch_checkpoint
     micro_batch: Callable[[nn.Module], int | None] | None = None
+    functions: Mapping[type, Maker] = field(default_factory=dict)
 
 
 def find_layers(model: nn.Module | Sequence[nn.Module]) -> LayerStack:

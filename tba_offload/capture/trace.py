@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 class Fate(enum.Enum):
-    """What became of an activation when it was saved."""
+    """What became of an activation when it was saved.
+
+    One that was offloaded and could as well have been rebuilt, as backward found out, counts as rebuilt.
+    """
 
     OFFLOADED = "offloaded"
     LEARNED_KEEP = "learned keep"
@@ -124,6 +127,7 @@ class StepTrace:
             to be kept elsewhere. Parameters and buffers do not count, nor layers placed ``keep``, which
             run without hooks.
         deduplicated_bytes: Bytes of saved tensors whose storage was recorded already.
+        rebuilt_bytes: Bytes of activations that were neither kept nor offloaded, to be computed anew.
         left_alone: Scopes that ran inside somebody else's saved-tensor hooks or under a transform that
             forbids hooks, and were therefore not captured.
         backward_seconds: Time of the backward passes, from the first scope to the end of the graph.
@@ -135,6 +139,7 @@ class StepTrace:
     activations: list[ActivationTrace] = field(default_factory=list)
     kept_bytes: int = 0
     deduplicated_bytes: int = 0
+    rebuilt_bytes: int = 0
     left_alone: int = 0
     backward_seconds: float = 0.0
     backward_ends: list[float] = field(default_factory=list)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tba_offload.capture.hooks import set_aside
 from tba_offload.capture.layers import Layer, LayerStack
 from tba_offload.errors import UnsupportedError
+from tba_offload.megatron.recipes import fused_functions
 from tba_offload.policy import LayerId
 
 if TYPE_CHECKING:
@@ -59,7 +60,12 @@ def find_stack(
     own = [layer.id for layer in found]
     ids = shorten(own, gather(own) if gather is not None else own)
     layers = tuple(replace(layer, id=short) for layer, short in zip(found, ids, strict=True))
-    return LayerStack(layers, checkpoint=checkpoint_layer, micro_batch=current_microbatch)
+    return LayerStack(
+        layers,
+        checkpoint=checkpoint_layer,
+        micro_batch=current_microbatch,
+        functions=fused_functions(),
+    )
 
 
 def find_layers(model: nn.Module | Sequence[nn.Module]) -> list[Layer]:

@@ -38,6 +38,7 @@ _LOOKS: dict[str, _Look] = {
     "offload": ("#D55E00", "s", "-"),
     "recompute": ("#009E73", "^", "-"),
     "recompute-offload": ("#E69F00", "h", "-"),
+    "selective": ("#56B4E9", "d", "-"),
 }
 _MORE_LOOKS: list[_Look] = [
     ("#CC79A7", "D", "--"),

@@ -113,6 +113,7 @@ class StepRecord:
         read_bytes: Bytes read back from the store.
         forwarded_bytes: Bytes handed to backward from memory, without a read, because they were still there.
         deduplicated_bytes: Bytes not written because the same storage was offloaded already.
+        rebuilt_bytes: Bytes neither kept nor written, because backward computed them anew.
         kept_bytes: Bytes that captured layers kept because they are small, not understood, or held elsewhere.
         recomputed_scopes: Scopes that were recomputed in backward.
         scopes: Scopes that ran: one for each layer, micro-batch and model chunk.
@@ -146,6 +147,7 @@ class StepRecord:
     read_bytes: int = 0
     forwarded_bytes: int = 0
     deduplicated_bytes: int = 0
+    rebuilt_bytes: int = 0
     kept_bytes: int = 0
     recomputed_scopes: int = 0
     scopes: int = 0

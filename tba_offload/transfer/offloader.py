@@ -123,6 +123,10 @@ class Offloader:
         with self._lock:
             return Handle(record, lo, hi, self._dropped)
 
+    def owns(self, handle: Handle) -> bool:
+        """Whether a handle is of a record of this offloader."""
+        return handle.is_told(self._dropped)
+
     def admit(self, nbytes: int) -> None:
         """Waits until ``nbytes`` more may be in flight, or until waiting cannot help.
 

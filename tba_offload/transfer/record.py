@@ -261,6 +261,10 @@ class Handle:
         record.live += 1
         record.unread += 1
 
+    def is_told(self, dropped: SimpleQueue[tuple[Record, bool]]) -> bool:
+        """Whether its end is told to this queue."""
+        return self._dropped is dropped
+
     def __del__(self) -> None:
         try:  # noqa: SIM105 - a context manager costs more than the rest
             self._dropped.put((self.record, self.read))

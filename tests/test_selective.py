@@ -1,0 +1,819 @@
+"""Layers placed ``selective``: what is made again instead of written, its views, lifetimes and failures."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import KIB, Drive, assert_all_given_back, config_for, session_for
+from models import HEADS, SEQUENCE, assert_same_history, loss_of, make_model, make_tokens, same_bits, train
+from test_bugs import (
+    INNER,
+    LENGTH,
+    ONE,
+    ROWS,
+    SCHEDULES,
+    WIDTH,
+    Block,
+    Net,
+    assert_same,
+    assert_transparent,
+    attached,
+    forward_backward,
+    gradients,
+    make_input,
+    make_net,
+    plain,
+    run,
+    schedule,
+)
+from test_memory_promise import LiveBytes
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import tba_offload as tba
+from tba_offload.capture import recipes, selective
+from tba_offload.capture.trace import Fate
+from tba_offload.errors import SavedTensorModifiedError, TransferError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tba_offload.report.run_log import StepRecord
+    from tba_offload.session import Session
+
+LAYERS = 3
+STEPS = 3
+SELECTIVE = {"default": "selective"}
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Models this small gain nothing from a second thread, which waits busily for the first."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Normed(Block):
+    """A block with a norm, or something else that has parameters, where others have a function."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.mix = make()  # type: ignore[assignment]
+
+
+def normed(make: Callable[..., nn.Module], *arguments: Any, **settings: Any) -> Callable[[], nn.Module]:
+    return partial(Normed, partial(make, *arguments, **settings))
+
+
+def mixing(mix: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
+    return partial(Block, mix)
+
+
+def halves(make: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
+    """For what puts out half as much as it takes."""
+    return mixing(lambda h: make(torch.cat((h, h), dim=-1)))
+
+
+def rebuilt(records: list[StepRecord]) -> list[int]:
+    """Bytes that each layer had computed anew, step by step."""
+    found = [divmod(record.rebuilt_bytes, LAYERS) for record in records]
+    assert all(rest == 0 for _, rest in found)
+    return [nbytes for nbytes, _ in found]
+
+
+def dropped(h: Tensor) -> Tensor:
+    return F.dropout(torch.softmax(h, dim=-1), 0.2)
+
+
+def dropped_in_half(h: Tensor) -> Tensor:
+    """As attention does it in low precision."""
+    return F.dropout(torch.softmax(h, dim=-1).bfloat16(), 0.2)
+
+
+def natively_dropped(h: Tensor) -> Tensor:
+    return torch.native_dropout(torch.softmax(h, dim=-1), 0.2, train=True)[0]
+
+
+def gated(h: Tensor) -> Tensor:
+    return F.silu(h) * h
+
+
+def unsafely_viewed(h: Tensor) -> Tensor:
+    """As products of many dimensions put it out: a view that does not know of what."""
+    return torch.ops.aten._unsafe_view(F.gelu(h), [ROWS * LENGTH, INNER]).view(ROWS, LENGTH, INNER)
+
+
+# What is made again: bytes of each layer. Each of them takes what it is made of as it was saved.
+MADE_AGAIN: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "gelu": (mixing(F.gelu), ONE),
+    "gelu by tanh": (mixing(partial(F.gelu, approximate="tanh")), ONE),
+    "silu": (mixing(F.silu), ONE),
+    "mish": (mixing(F.mish), ONE),
+    "hardswish": (mixing(F.hardswish), ONE),
+    "leaky relu": (mixing(partial(F.leaky_relu, negative_slope=0.2)), ONE),
+    "glu": (halves(partial(F.glu, dim=-1)), ONE),
+    "gate": (mixing(gated), 2 * ONE),
+    "dropout": (mixing(dropped), ONE),
+    "native dropout": (mixing(natively_dropped), ONE),
+    "layer norm": (normed(nn.LayerNorm, INNER, eps=1e-3), ONE),
+    "layer norm without a bias": (normed(nn.LayerNorm, INNER, bias=False), ONE),
+    "layer norm without parameters": (normed(nn.LayerNorm, INNER, elementwise_affine=False), ONE),
+    "layer norm over two dimensions": (normed(nn.LayerNorm, (LENGTH, INNER)), ONE),
+    "rms norm": (normed(nn.RMSNorm, INNER, eps=1e-3), 2 * ONE),
+    "norm of a function": (
+        lambda: nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        ),
+        2 * ROWS * LENGTH * WIDTH * 4,
+    ),
+    "a view that does not know of what": (mixing(unsafely_viewed), ONE),
+}
+
+
+@pytest.mark.parametrize("settled", [True, False])
+@pytest.mark.parametrize("name", MADE_AGAIN)
+def test_what_is_made_again(name: str, *, settled: bool) -> None:
+    """In the first step it is tried, and from then on not written."""
+    block, nbytes = MADE_AGAIN[name]
+    records = assert_transparent(block=block, steps=STEPS, settled=settled, **SELECTIVE)
+    assert rebuilt(records) == [0, nbytes, nbytes]
+    if settled:
+        offloaded = assert_transparent(block=block, steps=STEPS, default="offload")
+        saved = [a.offloaded_bytes - b.offloaded_bytes for a, b in zip(offloaded, records, strict=True)]
+        assert saved == [0, LAYERS * nbytes, LAYERS * nbytes]
+
+
+class Cast(Block):
+    """Its large activation is of another type."""
+
+    def __init__(self, mix: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+        super().__init__(mix)
+        self.down = nn.Linear(INNER, WIDTH, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.mix(self.up(x))).float()
+
+
+def test_dropout_in_low_precision_is_made_from_the_softmax() -> None:
+    """The cast in between is not saved by anybody."""
+    block = partial(Cast, dropped_in_half, torch.bfloat16)
+    records = assert_transparent(block=block, steps=STEPS, **SELECTIVE)
+    assert rebuilt(records) == [0, ONE // 2, ONE // 2]
+
+
+class FunctionalNorm(nn.Module):
+    def forward(self, h: Tensor) -> Tensor:
+        return F.layer_norm(h, (INNER,), eps=1e-2)
+
+
+class OtherNorm(nn.LayerNorm):
+    """Does not do what its eps says."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return F.layer_norm(h, (INNER,), self.weight, self.bias, eps=1e-2)
+
+
+def changed_by_stealth(h: Tensor) -> Tensor:
+    """Behind autograd's back, but not behind that of the version."""
+    y = F.gelu(h)
+    with torch.no_grad():
+        y.mul_(2)
+    return y
+
+
+def changed_in_between(h: Tensor) -> Tensor:
+    """Of what is changed nobody has saved anything."""
+    p = torch.softmax(h, dim=-1).double()
+    with torch.no_grad():
+        p.mul_(2)
+    return F.dropout(p, 0.2)
+
+
+def changed_openly(h: Tensor) -> Tensor:
+    return F.gelu(h).add_(1)
+
+
+def part_of_a_whole(h: Tensor) -> Tensor:
+    whole = torch.empty(2, *h.shape)
+    whole[0] = F.gelu(h)
+    return whole[0]
+
+
+def half_of_it(h: Tensor) -> Tensor:
+    return F.gelu(h) * 0.5
+
+
+NOT_MADE_AGAIN: dict[str, Callable[[], nn.Module]] = {
+    "tanh": mixing(torch.tanh),
+    "relu": mixing(F.relu),
+    "sum": mixing(lambda h: h + 1),
+    "a norm of a function": normed(FunctionalNorm),
+    "a norm with a forward of its own": normed(OtherNorm, INNER),
+    "changed by stealth": mixing(changed_by_stealth),
+    "changed in place": mixing(changed_openly),
+    "a part of a larger storage": mixing(part_of_a_whole),
+    "a product with a number": mixing(half_of_it),
+    "dropout of what is not saved": mixing(partial(F.dropout, p=0.2)),
+    "in place": mixing(lambda h: F.silu(h, inplace=True)),
+    "columns first": mixing(lambda h: F.gelu(h.transpose(1, 2)).transpose(1, 2)),
+}
+
+
+@pytest.mark.parametrize("name", NOT_MADE_AGAIN)
+def test_what_is_offloaded_as_ever(name: str) -> None:
+    block = NOT_MADE_AGAIN[name]
+    records = assert_transparent(block=block, steps=2, **SELECTIVE)
+    offloaded = assert_transparent(block=block, steps=2, default="offload")
+    assert rebuilt(records) == [0, 0]
+    assert [record.offloaded_bytes for record in records] == [r.offloaded_bytes for r in offloaded]
+
+
+def test_a_recipe_that_does_not_make_the_same_is_found_out() -> None:
+    """Its first tensor was offloaded, so nothing is lost."""
+    block = partial(Cast, changed_in_between, torch.float64)
+    records = assert_transparent(block=block, steps=STEPS, **SELECTIVE)
+    offloaded = assert_transparent(block=block, steps=STEPS, default="offload")
+    assert rebuilt(records) == [0, 0, 0]
+    assert [record.offloaded_bytes for record in records] == [r.offloaded_bytes for r in offloaded]
+
+
+def test_a_recipe_that_is_off_by_a_bit_is_found_out() -> None:
+    def almost(x: Tensor) -> Tensor:
+        y = F.silu(x)
+        y.view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
+        return y
+
+    with mock.patch.dict(recipes._MAKERS, SiluBackward0=recipes._of_self(almost)):
+        records = assert_transparent(block=mixing(F.silu), steps=STEPS, **SELECTIVE)
+    assert rebuilt(records) == [0, 0, 0]
+
+
+def test_what_was_found_out_of_one_layer_holds_for_equal_ones() -> None:
+    """Layers that are placed anew need no trial."""
+    block, rules = mixing(F.gelu), (tba.Rule("1-2", tba.Placement.OFFLOAD),)
+    net = make_net(block)
+
+    def place(number: int) -> None:
+        if number == 2:
+            session.apply(config_for(**SELECTIVE))
+
+    with session_for(net, layers=list(net.layers), rules=rules, **SELECTIVE) as session:
+        history = []
+        for number in range(STEPS):
+            place(number)
+            torch.manual_seed(number)
+            with session.step():
+                results = forward_backward(net, number)
+            history.append([*results, *gradients(net)])
+        assert_same(history, plain(block=block, steps=STEPS))
+        assert [record.rebuilt_bytes for record in session.report()] == [0, ONE, LAYERS * ONE]
+
+
+# Views
+
+
+class Pieces(nn.Module):
+    """Saves views of one GELU's output: its halves, transposed, all of it in another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, INNER)
+        self.downs = nn.ModuleList(nn.Linear(INNER // 2, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.gelu(self.up(x))
+        left, right = y.chunk(2, dim=-1)
+        mixed = left.transpose(1, 2) @ right
+        return x + self.downs[0](left) + self.downs[1](right @ mixed[:, : INNER // 2]) * y[..., ::4]
+
+
+def test_views_of_what_is_made_again() -> None:
+    for settled in (True, False):
+        records = assert_transparent(block=Pieces, steps=STEPS, settled=settled, **SELECTIVE)
+        assert rebuilt(records) == [0, ONE, ONE]
+        assert records[-1].offloaded_bytes < records[0].offloaded_bytes
+
+
+class FromAQuarter(nn.Module):
+    """Its function takes a small part of each row, which is gathered before it travels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER // 4, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)[..., : INNER // 4]).contiguous())
+
+
+@pytest.mark.parametrize("settled", [True, False])
+def test_what_is_made_of_strided_views(*, settled: bool) -> None:
+    records = assert_transparent(block=FromAQuarter, steps=STEPS, settled=settled, **SELECTIVE)
+    offloaded = assert_transparent(block=FromAQuarter, steps=STEPS, default="offload", settled=settled)
+    assert rebuilt(records)[1:] == [ONE // 4] * 2
+    if settled:
+        assert records[-1].offloaded_bytes == offloaded[-1].offloaded_bytes - LAYERS * ONE // 4
+
+
+# Lifetimes
+
+
+class Watched(Block):
+    """Notes the storages of what its function takes and puts out."""
+
+    seen: ClassVar[list[weakref.ref[torch.UntypedStorage]]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        y = self.mix(h)
+        Watched.seen += [weakref.ref(tensor.untyped_storage()) for tensor in (h, y)]
+        return x + self.down(y)
+
+
+@contextmanager
+def trained(block: Callable[[], nn.Module], **settings: Any) -> Iterator[tuple[Net, Session]]:
+    """A session whose recipes have passed their trial."""
+    Watched.seen.clear()
+    with attached(block, **(SELECTIVE | settings)) as (net, session):
+        run(net, forward_backward, session, 1)
+        Watched.seen.clear()
+        yield net, session
+
+
+def alive() -> int:
+    return sum(storage() is not None for storage in Watched.seen)
+
+
+def test_neither_sources_nor_results_stay_between_forward_and_backward() -> None:
+    with trained(partial(Watched, gated)) as (net, session), session.step() as step:
+        loss = net(make_input()).sum()
+        session.offloader.quiesce()
+        assert (len(Watched.seen), alive()) == (2 * LAYERS, 0)
+        loss.backward()
+    assert step.record is not None
+    assert step.record.rebuilt_bytes == 2 * LAYERS * ONE
+
+
+def test_a_graph_that_is_never_used_gives_everything_back() -> None:
+    with trained(partial(Watched, gated), in_flight=4 * ONE) as (net, session):
+        with session.step():
+            net(make_input()).sum()
+        gc.collect()
+        assert alive() == 0
+        assert_all_given_back(session)
+
+
+def test_what_is_still_in_memory_is_not_made_again() -> None:
+    kept: list[Tensor] = []
+    with trained(partial(Watched, F.gelu)) as (net, session), counted() as computed:
+        for layer in net.layers:
+            layer.mix = lambda h: kept.append(F.gelu(h)) or kept[-1]  # type: ignore[assignment,func-returns-value]
+        with session.step() as step:
+            net(make_input()).sum().backward()
+        assert step.record is not None
+        assert step.record.rebuilt_bytes == LAYERS * ONE
+        assert not computed
+
+
+@contextmanager
+def counted() -> Iterator[list[str]]:
+    """The names of the recipes that are computed."""
+    names: list[str] = []
+    original = recipes.Recipe.compute
+
+    def compute(recipe: recipes.Recipe, *arguments: Any) -> Tensor:
+        names.append(recipe.name)
+        return original(recipe, *arguments)
+
+    with mock.patch.object(recipes.Recipe, "compute", compute):
+        yield names
+
+
+class Several(Block):
+    """Three products of one norm's output, as queries, keys and values are, each of which saves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.ups = nn.ModuleList(nn.Linear(WIDTH, INNER) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (up(y) for up in self.ups)
+        return x + self.down(torch.tanh(q * k) + v)
+
+
+def test_several_that_need_it_share_what_is_made() -> None:
+    """Once for each layer, though backward of the first is over before the last one asks."""
+    with trained(Several) as (net, session), counted() as computed, session.step():
+        loss = net(make_input()).sum()
+        session.offloader.quiesce()
+        loss.backward()
+    assert sum(name.startswith("NativeLayerNorm") for name in computed) == LAYERS
+
+
+def test_bytes_are_read_once_though_a_recipe_needs_them_before_their_owner() -> None:
+    with trained(partial(Watched, gated), in_flight=ONE) as (net, session), session.step() as step:
+        loss = net(make_input()).sum()
+        session.offloader.quiesce()
+        loss.backward()
+    assert step.record is not None
+    assert step.record.read_bytes == step.record.offloaded_bytes
+
+
+def test_the_order_of_use_is_learned_with_recipes() -> None:
+    """From the second selective step on everything is read ahead: nothing is read on demand twice."""
+    with trained(partial(Watched, gated)) as (net, session):
+        for _ in range(2):
+            run(net, forward_backward, session, 1)
+        assert all(record.given_up_bytes == 0 for record in session.report())
+
+
+def test_in_a_chain_one_in_three_travels() -> None:
+    """Or all of the chain would come into being when its last link is needed."""
+
+    def chain(h: Tensor) -> Tensor:
+        for _ in range(6):
+            h = F.gelu(h)
+        return h
+
+    records = assert_transparent(block=mixing(chain), steps=STEPS, **SELECTIVE)
+    offloaded = assert_transparent(block=mixing(chain), steps=STEPS, default="offload")
+    assert rebuilt(records) == [0, 4 * ONE, 4 * ONE]
+    assert offloaded[-1].offloaded_bytes - records[-1].offloaded_bytes == LAYERS * 4 * ONE
+
+
+# Graphs and schedules
+
+
+@pytest.mark.parametrize("settled", [True, False])
+def test_a_graph_that_is_used_twice(*, settled: bool) -> None:
+    def work(net: Net, number: int) -> list[Tensor]:
+        loss = net(make_input(number)).pow(2).mean()
+        loss.backward(retain_graph=True)
+        once = gradients(net)
+        loss.backward()
+        return once
+
+    records = assert_transparent(work, mixing(gated), settled=settled, in_flight=2 * ONE, **SELECTIVE)
+    assert rebuilt(records) == [0, 2 * ONE, 2 * ONE]
+
+
+def test_a_gradient_of_a_gradient() -> None:
+    def work(net: Net, number: int) -> list[Tensor]:
+        x = make_input(number)
+        (gradient,) = torch.autograd.grad(net(x).pow(2).mean(), x, create_graph=True)
+        gradient.pow(2).sum().backward()
+        return [gradient.detach()]
+
+    records = assert_transparent(work, mixing(F.gelu), **SELECTIVE)
+    assert rebuilt(records) == [0, ONE, ONE]
+
+
+@pytest.mark.parametrize("is_custom", [True, False])
+def test_a_graph_that_is_used_up_is_no_source(*, is_custom: bool) -> None:
+    """Its nodes have let go of what they saved."""
+
+    def spent(h: Tensor) -> Tensor:
+        y: Tensor = Scaled.apply(h) if is_custom else F.gelu(h)
+        y.sum().backward(inputs=[h])
+        return y
+
+    def maker(finder: recipes.Finder, node: Any, _: int) -> recipes.Recipe | None:
+        saved = finder.all_saved(node)
+        return recipes.recipe("Scaled", lambda h: h * 3, *saved) if saved else None
+
+    with attached(mixing(spent), **SELECTIVE) as (net, session):
+        session._rebuilds.functions = {Scaled: maker}
+        with session.step():
+            net(make_input())
+        assert not any(a.fate is Fate.REBUILT for a in session.capture.trace.activations)
+        for layer in net.layers:  # and there would have been a recipe
+            layer.mix = Scaled.apply if is_custom else F.gelu
+        run(net, forward_backward, session, 2)
+        assert session.report()[-1].rebuilt_bytes == LAYERS * ONE
+
+
+class Scaled(torch.autograd.Function):
+    """A custom function."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        ctx.save_for_backward(h)
+        return h * 3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        assert ctx.saved_tensors
+        return gradient * 3
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_of_micro_batches(name: str) -> None:
+    drive = Drive()
+    drive.writes.seconds = drive.reads.seconds = 0.001
+    records = assert_transparent(
+        schedule(SCHEDULES[name]), mixing(gated), drive=drive, in_flight=2 * ONE, settled=False, **SELECTIVE
+    )
+    assert records[-1].rebuilt_bytes == records[-1].scopes * 2 * ONE
+
+
+def test_batches_of_all_lengths() -> None:
+    """What was found out of one holds for the others."""
+
+    def work(net: Net, number: int) -> list[Tensor]:
+        x = make_input(number, LENGTH + number)
+        net(x).pow(2).mean().backward()
+        assert x.grad is not None
+        return [x.grad]
+
+    records = assert_transparent(work, mixing(F.gelu), **SELECTIVE)
+    assert rebuilt(records) == [0, ONE * (LENGTH + 1) // LENGTH, ONE * (LENGTH + 2) // LENGTH]
+
+
+def test_a_checkpoint_inside_a_layer_is_left_alone() -> None:
+    def mix(h: Tensor) -> Tensor:
+        found: Tensor = checkpoint(lambda h: gated(F.dropout(h, 0.2)), h, use_reentrant=False)
+        return F.gelu(found)
+
+    records = assert_transparent(block=mixing(mix), **SELECTIVE)
+    assert rebuilt(records) == [0, ONE, ONE]
+
+
+def test_placements_side_by_side() -> None:
+    """What one layer puts out another one saves, placed otherwise."""
+    rules = (tba.Rule("0", tba.Placement.OFFLOAD), tba.Rule("2", tba.Placement.RECOMPUTE_OFFLOAD))
+
+    def block() -> nn.Module:
+        return nn.Sequential(Block(F.gelu), nn.LayerNorm(WIDTH))
+
+    for order in (rules, (tba.Rule("1", tba.Placement.KEEP),)):
+        records = assert_transparent(block=block, rules=order, **SELECTIVE)
+        assert records[-1].rebuilt_bytes > records[0].rebuilt_bytes == 0
+
+
+def test_activations_have_the_numbers_that_they_have_when_all_travel() -> None:
+    def activations(default: str) -> list[tuple[object, int, bool]]:
+        model = make_model("llama", layers=2, dropout=0.1)
+        with session_for(model, default=default) as session:
+            train(model, session, steps=2)
+            return [(a.key, a.nbytes, a.fate is Fate.REBUILT) for a in session.capture.trace.activations]
+
+    travelling, made = activations("offload"), activations("selective")
+    assert [activation[:2] for activation in travelling] == [activation[:2] for activation in made]
+    assert not any(is_rebuilt for *_, is_rebuilt in travelling)
+    assert any(is_rebuilt for *_, is_rebuilt in made)
+
+
+def test_a_trial_tells_what_will_be_made_again() -> None:
+    """So that a plan knows it from the first step."""
+    model = make_model("gpt", layers=2, dropout=0.1)
+    fates = []
+    with session_for(model, default="selective") as session:
+        for _ in range(2):
+            train(model, session, steps=1)
+            fates.append([activation.fate for activation in session.capture.trace.activations])
+    assert fates[0] == fates[1]
+    assert Fate.REBUILT in fates[0]
+
+
+def test_what_the_plan_keeps_stays() -> None:
+    net = make_net(mixing(F.gelu))
+    with session_for(net, layers=list(net.layers), default="selective") as session:
+        run(net, forward_backward, session, 2)
+        number = next(a.key.number for a in session.capture.trace.activations if a.fate is Fate.REBUILT)
+        with mock.patch.object(type(session.plan), "kept_of", return_value=frozenset({number})):
+            run(net, forward_backward, session, 1)
+        fates = {a.fate for a in session.capture.trace.activations if a.key.number == number}
+        assert fates == {Fate.PLANNED_KEEP}
+        assert session.report()[-1].rebuilt_bytes == 0
+
+
+def test_what_somebody_keeps_anyway_is_no_longer_made_again() -> None:
+    """It is offloaded in the first step, to try, and found out there."""
+    kept: list[Tensor] = []
+
+    def mix(h: Tensor) -> Tensor:
+        kept.append(F.gelu(h))
+        return kept[-1]
+
+    records = assert_transparent(block=mixing(mix), steps=2, **SELECTIVE)
+    given = ROWS * LENGTH * WIDTH * 4
+    assert records[0].held_bytes == LAYERS * ONE + given
+    assert rebuilt(records) == [0, 0]
+
+
+# Precision and memory
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_under_autocast() -> None:
+    """Casts are made again as well: those of outputs of norms, and those of weights, from the weights."""
+
+    def loss(model: nn.Module, number: int) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_of(model, make_tokens(number))
+
+    for kind in ("gpt", "llama"):
+        expected = train(make_model(kind, layers=2, dropout=0.1), steps=STEPS, loss=loss)
+        offloaded = {}
+        for default in ("offload", "selective"):
+            model = make_model(kind, layers=2, dropout=0.1)
+            with session_for(model, default=default, in_flight=256 * KIB) as session:
+                assert_same_history(train(model, session, steps=STEPS, loss=loss), expected)
+                assert_all_given_back(session)
+                record = session.report()[-1]
+                offloaded[default] = record.offloaded_bytes + record.forwarded_bytes
+        assert record.rebuilt_bytes > 0
+        assert offloaded["selective"] < 0.7 * offloaded["offload"]
+
+
+def test_backward_under_autocast_makes_what_forward_made() -> None:
+    """Autocast would have norms compute in full precision."""
+
+    def work(net: Net, number: int) -> list[Tensor]:
+        x = make_input(number).detach().bfloat16().requires_grad_()
+        loss = net(x).float().pow(2).mean()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss.backward()
+        assert x.grad is not None
+        return [x.grad]
+
+    def block() -> nn.Module:
+        return Normed(partial(nn.LayerNorm, INNER)).bfloat16()
+
+    records = assert_transparent(work, block, **SELECTIVE)
+    assert rebuilt(records) == [0, ONE // 2, ONE // 2]
+
+
+def live_peak(kind: str, default: str, in_flight: int | None, batch: int) -> int:
+    """The most live bytes in a step of a small model, once recipes have passed their trial."""
+    model = make_model(kind, layers=4, dropout=0.1)
+    with session_for(model, default=default, in_flight=in_flight) as session:
+        train(model, session, steps=2)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        with LiveBytes() as bytes_, session.step():
+            loss_of(model, make_tokens(0, batch)).backward()
+    return bytes_.peak
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("kind", ["gpt", "llama", "encoder"])
+def test_the_peak_is_that_of_offloading_and_what_one_recipe_takes(kind: str) -> None:
+    """Attention's weights are made of the softmax and the mask, which are there while they are used."""
+    batch = 16
+    weights = batch * HEADS * SEQUENCE * SEQUENCE * 4
+    offload, made_again = (live_peak(kind, default, 256 * KIB, batch) for default in ("offload", "selective"))
+    assert made_again <= offload + 2 * weights
+    offload, made_again = (live_peak(kind, default, None, batch) for default in ("offload", "selective"))
+    assert made_again < offload
+
+
+# What fails
+
+
+@pytest.mark.parametrize("what", ["result", "source", "weight"])
+def test_what_is_changed_in_place_is_noticed(what: str) -> None:
+    taken: dict[str, Tensor] = {}
+
+    class Taking(Normed):
+        def forward(self, x: Tensor) -> Tensor:
+            taken["source"] = self.up(x)
+            taken["result"] = self.mix(taken["source"])
+            taken["weight"] = self.mix.weight  # type: ignore[attr-defined]
+            return x + self.down(taken["result"])
+
+    block = partial(Taking, partial(nn.LayerNorm, INNER))
+    with trained(block) as (net, session), session.step():
+        loss = net(make_input()).sum()
+        with torch.no_grad():
+            taken[what].add_(1)
+        taken.clear()
+        session.offloader.quiesce()
+        with pytest.raises(SavedTensorModifiedError, match="changed in place"):
+            loss.backward()
+
+
+def test_a_source_that_cannot_be_read_is_named() -> None:
+    drive = Drive()
+    block = mixing(F.gelu)
+    with attached(block, drive=drive, in_flight=ONE, **SELECTIVE) as (net, session):
+        run(net, forward_backward, session, 1)
+        drive.reads.fail(OSError(5, "Input/output error"))
+        with pytest.raises(TransferError, match=r"could not read .* of layer"), session.step():
+            loss = net(make_input()).sum()
+            session.offloader.quiesce()
+            loss.backward()
+        drive.reads.recover()
+        net.zero_grad()
+        assert_same(run(net, forward_backward, session, 2), plain(block=block, steps=2))
+
+
+def test_a_layer_that_fails_leaves_no_hook_on_its_norms() -> None:
+    class Failing(Normed):
+        is_failing = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if Failing.is_failing:
+                raise KeyboardInterrupt
+            return super().forward(x)
+
+    with trained(partial(Failing, partial(nn.LayerNorm, INNER))) as (net, session):
+        Failing.is_failing = True
+        with pytest.raises(KeyboardInterrupt), session.step():
+            net(make_input())
+        Failing.is_failing = False
+        assert not any(module._forward_hooks for module in net.modules())
+        run(net, forward_backward, session, 2)
+        assert not any(module._forward_hooks for module in net.modules())
+        assert session.report()[-1].rebuilt_bytes == LAYERS * ONE
+
+
+def test_what_another_session_saved_is_no_source() -> None:
+    """Its offloader is another one."""
+    block = mixing(F.gelu)
+    torch.manual_seed(0)
+    nets = [make_net(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))), make_net(block)]
+
+    def work(sessions: list[Session]) -> list[Tensor]:
+        x = make_input()
+        with sessions[0].step() if sessions else nullcontext():
+            with sessions[1].step() if sessions else nullcontext():
+                # The last norm's output is saved by the first layer of the other one.
+                nets[1](nets[0](x)).pow(2).mean().backward()
+        assert x.grad is not None
+        return [x.grad, *gradients(nets[0]), *gradients(nets[1])]
+
+    expected = work([])
+    with (
+        session_for(nets[0], layers=list(nets[0].layers), **SELECTIVE) as first,
+        session_for(nets[1], layers=list(nets[1].layers), **SELECTIVE) as second,
+    ):
+        for _ in range(3):
+            found = work([first, second])
+            assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+        one = ROWS * LENGTH * WIDTH * 4
+        assert first.report()[-1].rebuilt_bytes == (LAYERS - 1) * one
+        assert second.report()[-1].rebuilt_bytes == LAYERS * ONE
+        assert_all_given_back(first)
+        assert_all_given_back(second)
+
+
+class Emptied(Block):
+    """Empties the storage of its large activation, as Megatron does with what it makes again itself."""
+
+    refills = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.gelu(self.up(x))
+        z = self.down(y)
+        storage, bytes_ = y.untyped_storage(), y.detach().clone()
+        storage.resize_(0)
+
+        def refill(_: Tensor) -> None:
+            if self.refills:
+                storage.resize_(bytes_.untyped_storage().nbytes())
+                torch.empty(0).set_(storage, 0, bytes_.shape).copy_(bytes_)
+
+        z.register_hook(refill)  # type: ignore[no-untyped-call]
+        return x + z
+
+
+def test_a_storage_that_its_owner_empties_and_fills_again() -> None:
+    """Once it is made again without the owner's help, that is not needed any more."""
+    with attached(partial(Emptied, F.gelu), **SELECTIVE) as (net, session):
+        found = run(net, forward_backward, session, STEPS)
+        assert_same(found, plain(block=mixing(F.gelu), steps=STEPS))
+        for layer in net.layers:
+            layer.refills = False  # type: ignore[assignment]
+        assert_same(run(net, forward_backward, session, STEPS), found)
+        assert session.report()[-1].rebuilt_bytes == LAYERS * ONE
+        assert_all_given_back(session)
+
+
+def test_without_a_word_on_what_hooks_hold_everything_travels() -> None:
+    """Older versions of PyTorch do not tell it."""
+    with mock.patch.object(recipes, "_held_by", return_value=None):
+        records = assert_transparent(block=mixing(F.gelu), **SELECTIVE)
+    assert rebuilt(records) == [0, 0, 0]
+
+
+def test_a_rebuilt_storage_of_another_size_is_an_error() -> None:
+    with trained(partial(Watched, F.gelu)) as (net, session), session.step():
+        loss = net(make_input()).sum()
+        with (
+            mock.patch.object(selective.Rebuilds, "compute", return_value=torch.UntypedStorage(8)),
+            pytest.raises(AssertionError, match=r"GeluBackward0:none\(\) made 8 bytes"),
+        ):
+            session.offloader.quiesce()
+            loss.backward()
