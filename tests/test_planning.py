@@ -25,6 +25,7 @@ from tba_offload.forecast import Situation, composition
 from tba_offload.plan.bandwidth import HOST_SPEED, Bandwidth
 from tba_offload.plan.plan import Plan
 from tba_offload.plan.planner import Limits, make_plan
+from tba_offload.plan.profile import Timing
 from tba_offload.plan.simulator import simulate
 from tba_offload.plan.what_if import Block, one_f_one_b, stretched
 from tba_offload.planning import DRIFT, AutoPlanner, _drifted
@@ -195,6 +196,63 @@ def test_a_run_whose_layers_are_all_rebuilt_in_part_can_be_planned_from() -> Non
     assert [saved.until for saved in kind.activations] == [0.25, 0.5, 0.25]
     plan = make_plan(profile, Bandwidth(10, 10), Limits(250), policy=(AUTO, AUTO), objective=Objective.TIME)
     assert plan.prediction is not None
+
+
+def test_layers_run_rebuilt_while_the_planner_learns_and_no_bit_changes(tmp_path: Path) -> None:
+    """What it has learned is in the run log."""
+    expected = train(make_model(layers=LAYERS, dropout=0.1), steps=8)
+    model, path = make_model(layers=LAYERS, dropout=0.1), tmp_path / "run.jsonl"
+    config = config_for(default=AUTO, in_flight=MIB, activation=16 * MIB)
+    plans = []
+    with tba.attach(model, config, run_log=path, measure_memory=False) as session:
+        found = train(model, session, steps=8, before_step=lambda _: plans.append(session.plan))
+        profile, report = profile_in(session), session.report()
+        assert_all_given_back(session)
+    assert_same_history(found, expected)
+    assert [SELECTIVE in plan.placements for plan in plans[:3]] == [False, True, True]
+    assert report[0].rebuilt_bytes == 0 < report[2].rebuilt_bytes
+    (kind,) = profile.kinds
+    assert 0.2 * kind.nbytes < kind.rebuilt_bytes < 0.5 * kind.nbytes
+    assert SELECTIVE in profile.timings[0]
+    (logged,) = Situation.of(path).profile.kinds
+    assert logged.rebuilt_bytes == kind.rebuilt_bytes
+
+
+def test_a_plan_made_from_a_run_log_may_rebuild(tmp_path: Path) -> None:
+    """And its policy file does what the plan said."""
+    model, path = make_model(layers=LAYERS), tmp_path / "run.jsonl"
+    rules = (tba.Rule("0-3", SELECTIVE),)
+    with tba.attach(
+        model, config_for(in_flight=MIB, rules=rules), run_log=path, measure_memory=False
+    ) as session:
+        train(model, session, steps=4)
+    profile = Situation.of(path).profile
+    cheap = dataclasses.replace(
+        profile, timings=({OFFLOAD: Timing(0.01, 0.02), SELECTIVE: Timing(0.01, 0.0201)},)
+    )
+    rate = 0.75 * profile.kinds[0].nbytes / 0.01
+    situation = dataclasses.replace(Situation.of(path), profile=cheap, drive=Bandwidth(rate, rate))
+    plan = situation.plan(2 * MIB)
+    assert SELECTIVE in plan.placements
+    said = situation.why(plan)[plan.placements.index(SELECTIVE)]
+    assert "of compute spare the drive" in said
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(situation.policy_for(plan, 2 * MIB).to_yaml())
+    placed = load_config(policy).policy
+    assert [placed.explain(layer.id)[0] for layer in session.layers] == list(plan.placements)
+
+
+def test_ranks_need_not_agree_on_what_is_rebuilt() -> None:
+    model = make_model(layers=LAYERS)
+    with auto_session(model, Drive(), activation=3 * MIB) as session:
+        others = Others(session, {1, 4})
+        train(model, session, steps=3)
+        session.plan = dataclasses.replace(session.plan, placements=(SELECTIVE,) * LAYERS)
+        assert session._planner is not None
+        agreed = session._planner._agreed(session.plan, session._planner.drive())
+        train(model, session, steps=1)
+    assert others.calls[-1][0] == {f"layers.{layer}": SELECTIVE for layer in range(LAYERS)}
+    assert {layer for layer, placement in enumerate(agreed.placements) if placement.recomputes} == {1, 4}
 
 
 def planner_of(count: int, **options: Any) -> AutoPlanner:
