@@ -416,7 +416,7 @@ class AutoPlanner:
             return self._wants_time and layer not in self.not_recomputed
         if placement is Placement.SELECTIVE:
             kind = profile.kind_of(layer)
-            return self._wants_time and (kind.rebuilt_bytes > 0 or not kind.knows_rebuilt)
+            return kind.rebuilt_bytes > 0 or not kind.knows_rebuilt
         return True
 
     def _is_astray(self, plan: Plan, drive: Bandwidth, record: StepRecord) -> bool:

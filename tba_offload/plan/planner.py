@@ -37,7 +37,7 @@ RECOMPUTE_OFFLOAD, SELECTIVE = Placement.RECOMPUTE_OFFLOAD, Placement.SELECTIVE
 TRAVELS = frozenset({OFFLOAD, RECOMPUTE_OFFLOAD, SELECTIVE})
 
 NO_STALL = 0.01
-"""Waiting for less than this share of the step counts as not waiting."""
+"""Waiting for less than this share of the step, rebuilding included, counts as not waiting."""
 
 MARGIN = 0.02
 """This share of the budget is left free: a prediction is not exact, and a budget is hard."""
@@ -102,9 +102,9 @@ class _Terms:
 
     @property
     def choices(self) -> tuple[Placement, ...]:
-        """What the planner may decide for: who wants memory at no cost in time wants nothing done again."""
+        """What the planner may decide for: who wants memory at no cost in time wants no recomputation."""
         return (
-            (KEEP, OFFLOAD)
+            (KEEP, OFFLOAD, SELECTIVE)
             if self.objective is Objective.MEMORY
             else (KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, SELECTIVE)
         )
@@ -327,7 +327,9 @@ class _Search:
         return self._excess(outcome), outcome.seconds, outcome.peak_bytes
 
     def _score_memory(self, outcome: Outcome) -> Score:
-        waits = max(outcome.stall_seconds / outcome.seconds - NO_STALL, 0.0) if outcome.seconds else 0.0
+        # What is rebuilt spares the drive, so that more can travel; but who waits for it waits.
+        lost = outcome.stall_seconds + outcome.rebuild_seconds
+        waits = max(lost / outcome.seconds - NO_STALL, 0.0) if outcome.seconds else 0.0
         return self._excess(outcome), waits, outcome.peak_bytes, outcome.seconds
 
     def _score_endurance(self, outcome: Outcome) -> Score:

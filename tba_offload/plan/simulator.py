@@ -57,6 +57,7 @@ class Outcome:
         host_written_bytes: Bytes that went to host memory beside the drive.
         host_read_bytes: Bytes that came back from there.
         host_peak_bytes: Most bytes that it held.
+        rebuild_seconds: Compute that rebuilding activations added.
     """
 
     seconds: float
@@ -70,6 +71,7 @@ class Outcome:
     host_written_bytes: int = 0
     host_read_bytes: int = 0
     host_peak_bytes: int = 0
+    rebuild_seconds: float = 0.0
 
     @property
     def prediction(self) -> Prediction:
@@ -191,6 +193,7 @@ class _Run:
         self.batch_from = self.held_back + batch
         self.now = 0.0
         self.stall = 0.0
+        self.rebuild_seconds = 0.0
         self.in_flight = 0
         self.settled = 0
         self.peak = 0
@@ -246,6 +249,7 @@ class _Run:
             forwarded_bytes=self.forwarded,
             write_seconds=self.write_seconds,
             read_seconds=self.read_seconds,
+            rebuild_seconds=self.rebuild_seconds,
             **self._host_figures(),
         )
 
@@ -416,6 +420,8 @@ class _Run:
     def _selective_backward(self, slot: Slot, kind: LayerKind, seconds: float) -> None:
         """What is rebuilt comes into being when it is used; what it is made of stays until its own use."""
         passed, used = 0.0, 0
+        without = self.profile.timing(slot.layer, Placement.OFFLOAD).backward
+        self.rebuild_seconds += max(seconds - without, 0.0)
         self.passes = self.pass_of[self.position[slot.layer, slot.micro_batch]]
         for event in self._selective_events(slot, kind):
             self.now += (event.at - passed) * seconds
