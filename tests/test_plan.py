@@ -645,7 +645,7 @@ def test_layers_are_recomputed_beside_others_that_are_rebuilt_in_part() -> None:
 
 def test_of_a_kind_that_never_ran_so_nothing_is_rebuilt() -> None:
     """Although it is known of another kind."""
-    profile = rebuilding(make_profile(8), seconds=0.001)
+    profile = rebuilding(make_profile(8), seconds=0.0)
     kinds = (*profile.kinds, make_profile(8).kinds[0])
     layers = tuple(layer % 2 for layer in range(8))
     mixed = dataclasses.replace(profile, kinds=kinds, layers=layers, timings=profile.timings * 2)
