@@ -4,6 +4,9 @@ The autograd graph knows what made a tensor, and it holds what that operation sa
 do the operation a second time (an activation function, a product with a dropout mask, a norm whose eps a
 module tells) there is a recipe for its output. Recipes run the same operation on the same bytes, below
 autocast, because the nodes of the graph stand behind the casts that autocast has put in.
+
+The graph does not tell everything: what lies between two nodes and was saved by neither may have been changed
+behind autograd's back. So whoever uses recipes should try them first.
 """
 
 from __future__ import annotations
@@ -105,10 +108,7 @@ class Finder:
         # A version means that somebody has changed it since it was made.
         if whole._version or not _fills_its_storage(whole):
             return None
-        node, output = whole.grad_fn, whole.output_nr
-        while node is not None and node.name() == "UnsafeViewBackward0":  # the one view without a base
-            node, output = node.next_functions[0]
-        found = self._made_by(node, output, _DEEPEST)
+        found = self._made_by(whole.grad_fn, whole.output_nr, _DEEPEST)
         return found if isinstance(found, Recipe) else None
 
     def saved(self, node: Node, name: str) -> object | None:
@@ -217,7 +217,7 @@ def _copied(finder: Finder, node: Node, depth: int) -> Recipe | None:
 
 
 def _viewed(finder: Finder, node: Node, depth: int) -> Recipe | None:
-    """Only between two others: what is looked for is the storage, whatever the view."""
+    """Between two others, or a view that does not tell of what, as products of many dimensions put it out."""
     shape = tuple(node._input_metadata[0].shape)
     return recipe(node.name(), partial(Tensor.view, size=shape), finder.given(node, 0, depth))
 

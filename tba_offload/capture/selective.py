@@ -8,6 +8,7 @@ makes the same bits are neither kept nor written. One that failed is not tried a
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
@@ -45,11 +46,13 @@ class Likeness(NamedTuple):
 
     Attributes:
         name: Of the recipe.
+        kind: Class of the layer.
         number: Of the activation in its scope.
         dtype: Of the saved tensor.
     """
 
     name: str
+    kind: type
     number: int
     dtype: torch.dtype
 
@@ -268,7 +271,7 @@ class SelectiveHooks(LayerHooks):
         kept: Numbers of the activations that the plan keeps in memory.
     """
 
-    __slots__ = ("_finder", "_layer", "_rebuilds", "_watched")
+    __slots__ = ("_layer", "_rebuilds", "_watched")
 
     def __init__(
         self,
@@ -282,13 +285,16 @@ class SelectiveHooks(LayerHooks):
         super().__init__(rebuilds.capture, key, when_slow=when_slow, kept=kept)
         self._rebuilds = rebuilds
         self._layer = layer
-        self._finder = Finder(self._share, rebuilds.functions)
         self._watched: list[RemovableHandle] = []
 
     def __enter__(self) -> None:
-        for norm in self._rebuilds.norms_of(self._layer):
-            self._watched.append(watch_norm(norm))
         super().__enter__()
+        try:
+            for norm in self._rebuilds.norms_of(self._layer):
+                self._watched.append(watch_norm(norm))
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
 
     def __exit__(
         self,
@@ -296,9 +302,11 @@ class SelectiveHooks(LayerHooks):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for handle in self._watched:
-            handle.remove()
-        super().__exit__(kind, error, traceback)
+        try:
+            super().__exit__(kind, error, traceback)
+        finally:
+            for handle in self._watched:
+                handle.remove()
 
     def _unpacker(self) -> Callable[..., Tensor]:
         return self._rebuilds.unpack
@@ -314,7 +322,7 @@ class SelectiveHooks(LayerHooks):
         recipe = self._recipe_of(tensor, storage, view)
         if recipe is None:
             return super()._pack_new(tensor, storage, view)
-        likeness = Likeness(recipe.name, self._count, tensor.dtype)
+        likeness = Likeness(recipe.name, type(self._layer), self._count, tensor.dtype)
         verdict = self._rebuilds.verdict(likeness)
         if verdict:
             return _rebuilt(self._rebuilds.add(tensor, recipe, self._next_key()), tensor, view)
@@ -329,7 +337,8 @@ class SelectiveHooks(LayerHooks):
         is_small = view.footprint().distinct < capture.min_tensor_bytes
         if is_small or key.number in self._kept or capture.is_learned(key, storage.nbytes()):
             return None
-        recipe = self._finder.recipe_of(tensor)
+        # Made anew each time, because it refers back to this object.
+        recipe = Finder(self._share, self._rebuilds.functions).recipe_of(tensor)
         return recipe if recipe is not None and _depth(recipe) <= NESTED else None
 
     def _share(self, packed: object) -> Kept | Packed | Rebuilt | OnTrial | None:
@@ -342,7 +351,7 @@ class SelectiveHooks(LayerHooks):
         if isinstance(packed, torch.nn.Parameter):
             return Kept(packed)
         if isinstance(packed, Rebuilt):
-            return packed.twin() if packed.rebuild.rebuilds is self._rebuilds else None
+            return packed.twin()
         if isinstance(packed, Packed) and self.capture.offloader.owns(packed.handle):
             return self._share_record(packed)
         return None
