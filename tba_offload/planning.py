@@ -1,8 +1,8 @@
 """Decides between steps on the layers that are placed ``auto``: learns from each step, and plans.
 
-The first step offloads all of them, so that a budget holds from the start. The next two show what kept and
-recomputed layers of each kind cost. Then there is a plan. It is renewed when a step was not as predicted, or
-the drive is not what it was, and only if the new one is clearly better.
+The first step offloads all of them, so that a budget holds from the start. The next two show what layers of
+each kind cost if they are kept, recomputed, or rebuilt in part. Then there is a plan. It is renewed when a
+step was not as predicted, or the drive is not what it was, and only if the new one is clearly better.
 """
 
 from __future__ import annotations
@@ -53,6 +53,9 @@ _CLOSELY = 16
 
 _EXCURSIONS = (6, 12, 64)
 """Behind these steps, and later whenever the last has passed again, one step tries what the plan does not."""
+
+_LOOKS = (Placement.OFFLOAD, Placement.RECOMPUTE, Placement.SELECTIVE)
+"""What is tried then, if the plan has none of it."""
 
 _TURN = 8
 """Later every so many steps are, and whatever surprises. Ranks that share layers agree behind these only."""
@@ -274,9 +277,13 @@ class AutoPlanner:
         for kind in set(profile.layers):
             free = self._free_layers(profile, kind)
             measured = {computed_as(plan.placements[layer]) for layer in free}
-            missing = {Placement.OFFLOAD, Placement.RECOMPUTE} - measured
-            for placement, layer in zip(sorted(missing), free, strict=False):
-                if placement is Placement.OFFLOAD or self._may_recompute(layer):
+            missing = [placement for placement in _LOOKS if placement not in measured]
+            # What was never seen comes first: there may be fewer layers than placements.
+            missing.sort(key=lambda placement: placement in profile.timings[kind])
+            for layer in free:
+                placement = next((each for each in missing if self._may_try(profile, layer, each)), None)
+                if placement is not None:
+                    missing.remove(placement)
                     placements[layer] = placement
         look = dataclasses.replace(plan, placements=tuple(placements), kept=(), prediction=None)
         if placements == list(plan.placements):
@@ -369,16 +376,17 @@ class AutoPlanner:
             self.profile = dataclasses.replace(self.profile, timings=({},) * len(self.profile.kinds))
 
     def _probe(self, profile: StepProfile, drive: Bandwidth) -> Plan:
-        """Has some layers of each kind kept and some recomputed, as many as the budget allows, to see."""
+        """Has some layers of each kind kept, recomputed and rebuilt, as many as the budget allows, to see."""
         first = self.first()
-        for parts in (3, 6, 12, max(len(self.policy), 2)):
+        fewest = 4 if self._wants_time else 3  # with one for each placement that is a choice
+        for parts in (fewest, 6, 12, max(len(self.policy), 2)):
             plan = dataclasses.replace(first, placements=self._mixed(profile, parts))
             if simulate(profile, plan, drive).peak_bytes <= self.limits.planned:
                 return plan
         return first
 
     def _mixed(self, profile: StepProfile, parts: int) -> tuple[Placement, ...]:
-        """Of every so many layers of a kind one is kept, and one recomputed if recomputing is a choice."""
+        """Of every so many layers of a kind one gets each placement that is a choice, the others offload."""
         placements = list(self.policy)
         for kind in set(profile.layers):
             free = self._free_layers(profile, kind)
@@ -388,8 +396,10 @@ class AutoPlanner:
                 turn = (place + self._steps) % parts
                 if turn == 0:
                     placements[layer] = Placement.KEEP
-                elif turn == 1 and self._may_recompute(layer):
+                elif turn == 1 and self._may_try(profile, layer, Placement.RECOMPUTE):
                     placements[layer] = Placement.RECOMPUTE
+                elif turn == 2 and self._may_try(profile, layer, Placement.SELECTIVE):
+                    placements[layer] = Placement.SELECTIVE
         return tuple(placements)
 
     def _free_layers(self, profile: StepProfile, kind: int) -> list[int]:
@@ -400,9 +410,14 @@ class AutoPlanner:
             if wanted is Placement.AUTO and profile.layers[layer] == kind
         ]
 
-    def _may_recompute(self, layer: int) -> bool:
-        """Whether the planner may have a layer recomputed."""
-        return self._wants_time and layer not in self.not_recomputed
+    def _may_try(self, profile: StepProfile, layer: int, placement: Placement) -> bool:
+        """Whether the planner may have a layer run so, and there is something to learn from it."""
+        if placement is Placement.RECOMPUTE:
+            return self._wants_time and layer not in self.not_recomputed
+        if placement is Placement.SELECTIVE:
+            kind = profile.kind_of(layer)
+            return kind.rebuilt_bytes > 0 or not kind.knows_rebuilt
+        return True
 
     def _is_astray(self, plan: Plan, drive: Bandwidth, record: StepRecord) -> bool:
         if plan.prediction is None or self._planned_for is None:

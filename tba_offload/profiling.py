@@ -33,7 +33,7 @@ NEWER = 0.5
 LayerKey = tuple[int, str]
 """Model chunk and module name of a layer."""
 
-_CAPTURED = (Placement.OFFLOAD, Placement.AUTO)
+_CAPTURED = (Placement.OFFLOAD, Placement.AUTO, Placement.SELECTIVE)
 
 
 class ComputeClock:
@@ -186,16 +186,26 @@ def _timings(
     layers: Sequence[int],
     before: StepProfile | None,
 ) -> tuple[dict[Placement, Timing], ...]:
-    """The median of each kind under each placement, mixed with what was known of it."""
+    """The median of each kind under each placement, mixed with what was known of it.
+
+    What a layer takes to find out what can be rebuilt of it counts only if nothing else is known.
+    """
     found: list[dict[Placement, list[Timing]]] = [defaultdict(list) for _ in kinds]
+    on_trial: list[dict[Placement, list[Timing]]] = [defaultdict(list) for _ in kinds]
     for run in runs:
         placement = computed_as(Placement(run.scope.placement))
-        found[layers[run.layer]][placement].append(run.timing)
+        finds_out = placement is Placement.SELECTIVE and not (
+            before is not None and before.kind_of(run.layer).knows_rebuilt
+        )
+        (on_trial if finds_out else found)[layers[run.layer]][placement].append(run.timing)
     known: list[dict[Placement, Timing]] = [{} for _ in kinds]
     if before is not None:
         for layer, kind in enumerate(layers):
             known[kind] = dict(before.timings[before.layers[layer]])
-    renewed = [_renewed(old, by_placement) for old, by_placement in zip(known, found, strict=True)]
+    renewed = [
+        _renewed(old, known_ways) or _renewed(old, trials)
+        for old, known_ways, trials in zip(known, found, on_trial, strict=True)
+    ]
     some = next(timings for timings in renewed if timings)
     return tuple(timings or dict(some) for timings in renewed)  # a kind of which no layer went backward
 
@@ -242,7 +252,7 @@ def _kinds(
             members.append([])
         members[kind].append((run, activations))
         layers[run.layer] = kind
-    kinds = [_kind(group, clock, small) for group in members]
+    kinds = [_kind(group, clock, small, before) for group in members]
     if not kinds and before is None:
         return (), ()
     usual = statistics.mode(kind for kind in layers if kind >= 0) if kinds else 0
@@ -268,27 +278,63 @@ def _close(count: int, nbytes: int, other_count: int, other_nbytes: int) -> bool
     return count == other_count and abs(nbytes - other_nbytes) <= ALIKE * max(nbytes, other_nbytes)
 
 
-def _kind(group: Sequence[tuple[_Run, list[ActivationTrace]]], clock: ComputeClock, small: int) -> LayerKind:
+def _kind(
+    group: Sequence[tuple[_Run, list[ActivationTrace]]],
+    clock: ComputeClock,
+    small: int,
+    before: StepProfile | None,
+) -> LayerKind:
     """What the executions of equal layers have in common: the most bytes, the median times."""
-    columns = zip(*(activations for _, activations in group), strict=True)
+    columns = list(zip(*(activations for _, activations in group), strict=True))
     runs = [run for run, _ in group]
+    known: Sequence[Saved | None] = [None] * len(columns)
+    if before is not None and len(before.kind_of(runs[0].layer).activations) == len(columns):
+        known = before.kind_of(runs[0].layer).activations
     return LayerKind(
-        activations=tuple(_saved(runs, column, clock) for column in columns),
+        activations=tuple(
+            _saved(runs, column, clock, last) for column, last in zip(columns, known, strict=True)
+        ),
         small_bytes=small,
         input_bytes=max(run.scope.input_bytes for run in runs),
     )
 
 
-def _saved(runs: Sequence[_Run], column: Sequence[ActivationTrace], clock: ComputeClock) -> Saved:
-    at, until = [], []
+def _saved(
+    runs: Sequence[_Run], column: Sequence[ActivationTrace], clock: ComputeClock, known: Saved | None
+) -> Saved:
+    """One activation of equal layers; what this step does not tell of it is what was known."""
+    at: list[float] = []
+    until: list[float] = []
+    needed: list[float] = []
+    fates: list[Fate] = []
     for run, activation in zip(runs, column, strict=True):
+        is_selective = run.scope.placement == Placement.SELECTIVE
         at.append(_share(clock(activation.packed_at), run.host.forward))
+        if is_selective:
+            fates.append(activation.fate)
         if activation.unpacked_at is not None:
-            until.append(_share(clock(activation.unpacked_at), run.host.backward))
+            # Where others are rebuilt from it, it may be needed before its own use.
+            uses = needed if is_selective else until
+            uses.append(_share(clock(activation.unpacked_at), run.host.backward))
     # What somebody else keeps costs nothing to keep, and gains nothing to offload.
     counts = all(activation.fate is not Fate.LEARNED_KEEP for activation in column)
-    nbytes = max(activation.nbytes for activation in column) if counts else 0
-    return Saved(nbytes, statistics.median(at), statistics.median(until) if until else 1.0)
+    saved = Saved(
+        max(activation.nbytes for activation in column) if counts else 0,
+        statistics.median(at),
+        statistics.median(until) if until else _used_if_selective(needed, known),
+    )
+    if not fates:
+        return saved if known is None else saved._replace(rebuilt=known.rebuilt, needed=known.needed)
+    is_rebuilt = all(fate is Fate.REBUILT for fate in fates)
+    early = statistics.median(needed) if needed and not is_rebuilt else None
+    return saved._replace(rebuilt=is_rebuilt, needed=early)
+
+
+def _used_if_selective(needed: Sequence[float], known: Saved | None) -> float:
+    """When an activation is used, if all layers that saved it were placed selective or none used it."""
+    if not needed:
+        return 1.0
+    return statistics.median(needed) if known is None else known.until
 
 
 def _share(when: float, stretch: tuple[float, float]) -> float:
@@ -298,4 +344,5 @@ def _share(when: float, stretch: tuple[float, float]) -> float:
 
 def _small_bytes(trace: StepTrace) -> int:
     """What layers with hooks kept because it was too small, or not understood."""
-    return trace.kept_bytes - sum(a.nbytes for a in trace.activations if a.fate is not Fate.OFFLOADED)
+    gone = {Fate.OFFLOADED, Fate.REBUILT}
+    return trace.kept_bytes - sum(a.nbytes for a in trace.activations if a.fate not in gone)

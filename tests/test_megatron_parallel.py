@@ -285,7 +285,7 @@ def check_plans(layout: Layout, variant: str, log: RunLog, history: dict[str, An
     if variant == "auto":
         assert not any(map(recomputed, placed))
     if variant == "auto within a budget":
-        assert all(map(recomputed, placed[1:3]))
+        assert any(map(recomputed, placed[1:3]))
         assert set(placed[-1].values()) == {"keep"}
     plans = [event for event in log.others if event["event"] == "plan"]
     assert plans[-1]["names"] == list(placed[-1])

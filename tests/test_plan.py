@@ -14,7 +14,7 @@ from tba_offload.plan import bandwidth, planner, simulator
 from tba_offload.plan.bandwidth import HOST_SPEED, Bandwidth, HostTier, MeasuredRate
 from tba_offload.plan.condense import condensed, count_items, with_few_micro_batches
 from tba_offload.plan.plan import Plan
-from tba_offload.plan.planner import NO_STALL, SLACK, Limits, make_plan
+from tba_offload.plan.planner import NO_STALL, SLACK, Limits, explain, make_plan
 from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing
 from tba_offload.plan.simulator import Outcome, simulate
 from tba_offload.policy import Objective, Placement
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 KEEP, OFFLOAD, RECOMPUTE, AUTO = Placement.KEEP, Placement.OFFLOAD, Placement.RECOMPUTE, Placement.AUTO
-RECOMPUTE_OFFLOAD = Placement.RECOMPUTE_OFFLOAD
+RECOMPUTE_OFFLOAD, SELECTIVE = Placement.RECOMPUTE_OFFLOAD, Placement.SELECTIVE
 MIB = 1 << 20
 FAST = Bandwidth(100e9, 100e9)
 
@@ -72,6 +72,39 @@ profiles = st.builds(
     forward=st.floats(0.001, 0.1),
     backward=st.floats(0.001, 0.1),
 )
+
+
+def rebuilding(
+    profile: StepProfile, which: Sequence[bool] = (False, True, False), *, seconds: float | None = None
+) -> StepProfile:
+    """The same step, but it is known that some activations are rebuilt, each from the one before it.
+
+    Args:
+        profile: The step.
+        which: Of which it is known that they are; repeated.
+        seconds: What rebuilding adds to a backward; ``None`` for what was not measured.
+    """
+    (kind,), (timing,) = profile.kinds, profile.timings
+    flags = [which[number % len(which)] for number in range(len(kind.activations))]
+    activations = []
+    for number, saved in enumerate(kind.activations):
+        feeds = number + 1 < len(flags) and flags[number + 1] and not flags[number]
+        needed = kind.activations[number + 1].until if feeds else None
+        activations.append(saved._replace(rebuilt=flags[number], needed=needed))
+    if seconds is not None:
+        forward, backward = profile.timing(0, OFFLOAD)
+        timing = timing | {SELECTIVE: Timing(forward, backward + seconds)}
+    kind = dataclasses.replace(kind, activations=tuple(activations))
+    return dataclasses.replace(profile, kinds=(kind,), timings=(timing,))
+
+
+rebuilding_profiles = st.builds(
+    rebuilding,
+    profiles,
+    st.lists(st.booleans(), min_size=1, max_size=4),
+    seconds=st.one_of(st.none(), st.floats(0.0, 0.02)),
+)
+all_profiles = st.one_of(profiles, rebuilding_profiles)
 drives = st.builds(Bandwidth, st.floats(5e7, 2e10), st.floats(5e7, 2e10), st.sampled_from([0.0, 1e-4]))
 hosts = st.builds(
     HostTier, st.floats(5e7, 4e10), st.floats(5e7, 4e10), st.one_of(st.just(0), st.integers(0, 64 * MIB))
@@ -98,13 +131,24 @@ def compute_seconds(profile: StepProfile, plan: Plan) -> float:
 # Profiles
 
 
-@given(profiles)
+@given(all_profiles)
 @quick
 def test_a_profile_survives_its_way_through_a_run_log(profile: StepProfile) -> None:
     assert StepProfile.from_json(json.loads(json.dumps(profile.as_json()))) == profile
 
 
-@pytest.mark.parametrize("broken", [{}, {"kinds": 3}, {"kinds": [{"activations": [[1]]}]}])
+@given(profiles)
+@quick
+def test_a_run_log_of_the_time_before_selective_can_be_read(profile: StepProfile) -> None:
+    document = json.loads(json.dumps(profile.as_json()))
+    for kind in document["kinds"]:
+        kind["activations"] = [saved[:3] for saved in kind["activations"]]
+    assert StepProfile.from_json(document) == profile
+
+
+@pytest.mark.parametrize(
+    "broken", [{}, {"kinds": 3}, *({"kinds": [{"activations": [[1] * n]}]} for n in (1, 2, 4, 6))]
+)
 def test_what_is_no_profile_is_refused(broken: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="not a step profile"):
         StepProfile.from_json(broken)
@@ -116,6 +160,22 @@ def test_times_that_were_not_measured_are_estimated() -> None:
     assert profile.timing(0, RECOMPUTE) == (0.03, 0.09)
     only = dataclasses.replace(profile, timings=({RECOMPUTE: Timing(0.03, 0.09)},))
     assert only.timing(0, KEEP) == pytest.approx((0.03, 0.06))
+
+
+def test_rebuilding_takes_its_share_of_a_forward_until_it_was_measured() -> None:
+    profile = rebuilding(make_profile())
+    assert profile.kinds[0].rebuilt_bytes == 4 * MIB
+    assert profile.timing(0, SELECTIVE) == pytest.approx((0.03, 0.06 + 0.03 / 3))
+    assert rebuilding(make_profile(), seconds=0.002).timing(0, SELECTIVE) == (0.03, 0.062)
+    assert make_profile().timing(0, SELECTIVE) == (0.03, 0.06)
+
+
+def test_a_layer_that_keeps_everything_is_never_slower_than_one_that_rebuilds() -> None:
+    profile = make_profile()
+    odd = dataclasses.replace(profile, timings=({**profile.timings[0], SELECTIVE: Timing(0.02, 0.07)},))
+    assert odd.timing(0, SELECTIVE) == (0.03, 0.07)
+    only = dataclasses.replace(profile, timings=({SELECTIVE: Timing(0.02, 0.07)},))
+    assert {only.timing(0, placement) for placement in (KEEP, OFFLOAD, SELECTIVE)} == {(0.02, 0.07)}
 
 
 # Rates
@@ -208,16 +268,67 @@ def test_a_plan_of_another_model_is_refused() -> None:
         simulate(make_profile(8), Plan((KEEP,) * 3), FAST)
 
 
-@given(profiles, drives, st.one_of(st.none(), st.integers(MIB, 64 * MIB)), st.randoms(use_true_random=False))
+@given(profiles, drives, windows)
+@quick
+def test_a_layer_of_which_nothing_is_rebuilt_runs_as_if_offloaded(
+    profile: StepProfile, drive: Bandwidth, window: int | None
+) -> None:
+    offloaded = simulate(profile, all_of(profile, OFFLOAD, window), drive)
+    for known in (profile, rebuilding(profile, [False])):
+        assert simulate(known, all_of(profile, SELECTIVE, window), drive) == offloaded
+
+
+@given(rebuilding_profiles, drives, windows)
+@quick
+def test_what_is_rebuilt_need_not_be_in_memory_between_forward_and_backward(
+    profile: StepProfile, drive: Bandwidth, window: int | None
+) -> None:
+    """With all the drive's time in between, only what backward holds counts."""
+    slots = tuple(
+        slot._replace(gap=1e6 if slot.backward and place and not profile.slots[place - 1].backward else 0.0)
+        for place, slot in enumerate(profile.slots)
+    )
+    profile = dataclasses.replace(profile, slots=slots)
+    selective, offloaded = (
+        simulate(profile, all_of(profile, placement, window), drive) for placement in (SELECTIVE, OFFLOAD)
+    )
+    assert selective.written_bytes <= offloaded.written_bytes
+    assert selective.peak_bytes <= offloaded.peak_bytes + profile.kinds[0].nbytes
+
+
+@pytest.mark.parametrize(("size", "peak"), [(4, 2 + 16), (20, 2 + 8 + 20)])
+def test_what_is_rebuilt_goes_after_its_use_and_what_it_is_made_of_after_its_own(
+    size: int, peak: int
+) -> None:
+    """MiB: a source of 2, what is rebuilt from it, 8 and 16 that are used before the source is."""
+    sizes = [(2, 0.9, False, 0.2), (size, 0.2, True, None), (8, 0.5, False, None), (16, 0.7, False, None)]
+    saved = tuple(
+        Saved(nbytes * MIB, 0.5, until, rebuilt, needed) for nbytes, until, rebuilt, needed in sizes
+    )
+    kind = LayerKind(saved, small_bytes=1000, input_bytes=0)
+    slots = (Slot(0, 0, False, 0.0), Slot(0, 0, True, 1.0))
+    profile = StepProfile((kind,), (0,), ({KEEP: Timing(0.03, 0.06)},), slots)
+    outcome = simulate(profile, all_of(profile, SELECTIVE, 8 * MIB), FAST)
+    assert outcome.peak_bytes == peak * MIB + 1000
+
+
+@given(
+    all_profiles, drives, st.one_of(st.none(), st.integers(MIB, 64 * MIB)), st.randoms(use_true_random=False)
+)
 @quick
 def test_every_byte_and_every_second_is_accounted_for(
     profile: StepProfile, drive: Bandwidth, window: int | None, chance: object
 ) -> None:
-    choices = [KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD]
+    choices = [KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, SELECTIVE]
     placements = tuple(chance.choice(choices) for _ in profile.layers)  # type: ignore[attr-defined]
     plan = Plan(placements, window=window)
     outcome = simulate(profile, plan, drive)
-    travels = {OFFLOAD: profile.kinds[0].nbytes, RECOMPUTE_OFFLOAD: profile.kinds[0].input_bytes}
+    (kind,) = profile.kinds
+    travels = {
+        OFFLOAD: kind.nbytes,
+        RECOMPUTE_OFFLOAD: kind.input_bytes,
+        SELECTIVE: kind.nbytes - kind.rebuilt_bytes,
+    }
     saved = sum(slot.backward * travels.get(placements[slot.layer], 0) for slot in profile.slots)
     assert outcome.read_bytes + outcome.forwarded_bytes == saved
     assert outcome.read_bytes <= outcome.written_bytes <= saved
@@ -365,7 +476,7 @@ def outcome_of(profile: StepProfile, plan: Plan, drive: Bandwidth) -> Outcome:
     return simulate(profile, plan, drive)
 
 
-@given(profiles, drives, shares)
+@given(all_profiles, drives, shares)
 @quick
 def test_a_budget_is_kept_or_nothing_that_was_tried_keeps_it(
     profile: StepProfile, drive: Bandwidth, share: float
@@ -375,12 +486,12 @@ def test_a_budget_is_kept_or_nothing_that_was_tried_keeps_it(
     found = outcome_of(profile, plan, drive)
     assert plan.prediction == found.prediction
     if found.peak_bytes > budget:
-        for placement in (OFFLOAD, RECOMPUTE, KEEP):
+        for placement in (OFFLOAD, RECOMPUTE, KEEP, SELECTIVE):
             other = simulate(profile, all_of(profile, placement, 32 * MIB), drive)
             assert other.peak_bytes > 0.98 * budget
 
 
-@given(profiles, drives, shares)
+@given(all_profiles, drives, shares)
 @quick
 def test_no_simple_plan_within_the_budget_is_faster(
     profile: StepProfile, drive: Bandwidth, share: float
@@ -388,37 +499,38 @@ def test_no_simple_plan_within_the_budget_is_faster(
     budget = int(share * peak_of_keep(profile))
     plan = plan_for(profile, drive, budget)
     found = outcome_of(profile, plan, drive)
-    for placement in (KEEP, OFFLOAD, RECOMPUTE):
+    for placement in (KEEP, OFFLOAD, RECOMPUTE, SELECTIVE):
         other = simulate(profile, all_of(profile, placement, 32 * MIB), drive)
         if other.peak_bytes <= 0.98 * budget:
             assert found.peak_bytes <= budget
             assert found.seconds <= other.seconds * (1 + 1e-9)
 
 
-@given(profiles, drives)
+@given(all_profiles, drives)
 @quick
 def test_without_a_budget_nothing_waits_and_nothing_is_recomputed(
     profile: StepProfile, drive: Bandwidth
 ) -> None:
     plan = plan_for(profile, drive, None)
-    assert set(plan.placements) <= {KEEP, OFFLOAD}
+    assert set(plan.placements) <= {KEEP, OFFLOAD, SELECTIVE}
     found = outcome_of(profile, plan, drive)
-    assert found.stall_seconds <= 0.01 * found.seconds + 1e-9
+    lost = found.seconds - compute_seconds(profile, all_of(profile, OFFLOAD))
+    assert lost <= 0.01 * found.seconds + 1e-9
     assert found.peak_bytes <= peak_of_keep(profile)
 
 
-@given(profiles, drives, shares)
+@given(all_profiles, drives, shares)
 @quick
 def test_the_same_question_has_the_same_answer(profile: StepProfile, drive: Bandwidth, share: float) -> None:
     budget = int(share * peak_of_keep(profile))
     assert plan_for(profile, drive, budget) == plan_for(profile, drive, budget)
 
 
-@given(profiles, drives, shares)
+@given(all_profiles, drives, shares)
 @quick
 def test_the_policy_of_the_user_stands(profile: StepProfile, drive: Bandwidth, share: float) -> None:
     count = len(profile.layers)
-    policy = tuple((KEEP, RECOMPUTE, OFFLOAD, AUTO)[layer % 4] for layer in range(count))
+    policy = tuple((AUTO, SELECTIVE, KEEP, RECOMPUTE, OFFLOAD)[layer % 5] for layer in range(count))
     limits = Limits(int(share * peak_of_keep(profile)), window=32 * MIB)
     plan = make_plan(profile, drive, limits, policy=policy)
     for wanted, found in zip(policy, plan.placements, strict=True):
@@ -460,7 +572,7 @@ def test_what_the_budget_has_left_is_filled_with_single_activations() -> None:
         assert all(not kept or plan.placements[layer] is OFFLOAD for layer, kept in enumerate(plan.kept))
 
 
-@given(profiles, drives, st.lists(shares, min_size=2, max_size=4))
+@given(all_profiles, drives, st.lists(shares, min_size=2, max_size=4))
 @quick
 def test_more_memory_is_never_worse_if_the_plan_for_less_is_known(
     profile: StepProfile, drive: Bandwidth, some: list[float]
@@ -474,7 +586,7 @@ def test_more_memory_is_never_worse_if_the_plan_for_less_is_known(
         before = score
 
 
-@given(profiles, drives, shares, st.floats(1.0, 8.0))
+@given(all_profiles, drives, shares, st.floats(1.0, 8.0))
 @quick
 def test_a_faster_drive_is_never_worse_if_the_plan_for_the_slower_is_known(
     profile: StepProfile, drive: Bandwidth, share: float, factor: float
@@ -499,10 +611,104 @@ def test_a_plan_without_waits_stays_so_on_a_drive_that_is_a_little_slower(
     assert found.stall_seconds <= NO_STALL * found.seconds + 1e-9
 
 
+@given(profiles, drives, shares)
+@quick
+def test_nothing_is_rebuilt_of_which_nobody_knows_that_it_would_be(
+    profile: StepProfile, drive: Bandwidth, share: float
+) -> None:
+    budget = int(share * peak_of_keep(profile))
+    for known in (profile, rebuilding(profile, [False])):
+        assert SELECTIVE not in plan_for(known, drive, budget).placements
+
+
+@pytest.mark.parametrize("share", [0.2, 0.35])
+def test_what_is_cheap_to_rebuild_spares_a_drive_that_cannot_follow(share: float) -> None:
+    unknown = make_profile(16)
+    profile = rebuilding(unknown, seconds=0.001)
+    drive = Bandwidth(0.75 * 12 * MIB / 0.03, 0.75 * 12 * MIB / 0.03)
+    budget = int(share * peak_of_keep(profile))
+    plan, before = (plan_for(each, drive, budget) for each in (profile, unknown))
+    assert SELECTIVE in plan.placements
+    assert outcome_of(profile, plan, drive).peak_bytes <= budget
+    assert outcome_of(profile, plan, drive).seconds < outcome_of(unknown, before, drive).seconds
+
+
+def test_layers_are_recomputed_beside_others_that_are_rebuilt_in_part() -> None:
+    unknown = make_profile(32, sizes=(MIB,) * 12)
+    profile = rebuilding(unknown, seconds=0.001)
+    drive = Bandwidth(0.3 * 12 * MIB / 0.03, 0.3 * 12 * MIB / 0.03)
+    budget = int(0.15 * peak_of_keep(profile))
+    plan, before = (plan_for(each, drive, budget) for each in (profile, unknown))
+    assert {SELECTIVE, RECOMPUTE} <= set(plan.placements)
+    assert outcome_of(profile, plan, drive).seconds < 0.97 * outcome_of(unknown, before, drive).seconds
+
+
+def test_of_a_kind_that_never_ran_so_nothing_is_rebuilt() -> None:
+    """Although it is known of another kind."""
+    profile = rebuilding(make_profile(8), seconds=0.0)
+    kinds = (*profile.kinds, make_profile(8).kinds[0])
+    layers = tuple(layer % 2 for layer in range(8))
+    mixed = dataclasses.replace(profile, kinds=kinds, layers=layers, timings=profile.timings * 2)
+    drive = Bandwidth(0.6 * 12 * MIB / 0.03, 0.6 * 12 * MIB / 0.03)
+    budget, held = int(0.25 * peak_of_keep(profile)), frozenset(range(8))
+    plan = plan_for(mixed, drive, budget, not_recomputed=held)
+    found = {kind: {plan.placements[layer] for layer in range(kind, 8, 2)} for kind in range(2)}
+    assert SELECTIVE in found[0]
+    assert SELECTIVE not in found[1]
+
+
+@pytest.mark.parametrize(("seconds", "peak"), [(0.001, 22), (0.003, 94), (0.02, 118)])
+def test_without_a_budget_a_little_rebuilding_lets_more_travel(seconds: float, peak: int) -> None:
+    """MiB, at 80 % of the rate that offloading everything needs; without any rebuilding it is 118."""
+    profile = rebuilding(make_profile(24), seconds=seconds)
+    rate = 0.8 * 12 * MIB / 0.03
+    found = outcome_of(profile, plan_for(profile, Bandwidth(rate, rate), None), Bandwidth(rate, rate))
+    assert 0.8 * peak * MIB <= found.peak_bytes <= peak * MIB
+    assert found.rebuild_seconds == pytest.approx(found.seconds - found.stall_seconds - 24 * 0.09 - 0.03)
+    assert found.rebuild_seconds + found.stall_seconds <= 0.01 * found.seconds
+
+
+def test_what_cannot_be_recomputed_is_rebuilt_to_write_less() -> None:
+    unknown = make_profile(16)
+    profile = rebuilding(unknown, seconds=0.001)
+    budget, held = int(0.3 * peak_of_keep(profile)), frozenset(range(16))
+    plan, before = (
+        plan_for(each, FAST, budget, objective=Objective.ENDURANCE, not_recomputed=held)
+        for each in (profile, unknown)
+    )
+    assert set(plan.placements) == {KEEP, SELECTIVE}
+    assert outcome_of(profile, plan, FAST).peak_bytes <= budget
+    written = [outcome_of(profile, each, FAST).written_bytes for each in (plan, before)]
+    assert written[0] < 0.7 * written[1]
+
+
+def test_a_plan_says_what_is_rebuilt_and_why() -> None:
+    profile = rebuilding(make_profile(2), seconds=0.002)
+    plan = dataclasses.replace(all_of(profile, SELECTIVE), kept=(frozenset({0}), frozenset()))
+    said = [explain(profile, plan, Bandwidth(MIB, 2 * MIB), layer) for layer in range(2)]
+    begins = "2.0 ms of compute spare the drive 6000.0 ms for 4.0 MiB; "
+    assert said == [f"{begins}6.0 MiB travel", f"{begins}8.0 MiB travel"]
+
+
+def test_single_activations_stay_of_layers_that_are_rebuilt_in_part() -> None:
+    """But none of those that would be rebuilt."""
+    profile, slow = rebuilding(make_profile(8), seconds=0.0), Bandwidth(1e8, 1e8)
+    held = frozenset(range(8))
+    plans = [plan_for(profile, slow, budget * MIB, not_recomputed=held) for budget in range(40, 90, 7)]
+    kept = [
+        numbers
+        for plan in plans
+        for placement, numbers in zip(plan.placements, plan.kept, strict=False)
+        if placement is SELECTIVE
+    ]
+    assert max(map(len, kept)) > 1
+    assert all(not numbers & {1, 4} for numbers in kept)
+
+
 # Very many activations
 
 
-@given(profiles, st.integers(1, 40))
+@given(all_profiles, st.integers(1, 40))
 @quick
 def test_a_condensed_step_saves_the_same_bytes_in_the_same_time(profile: StepProfile, items: int) -> None:
     small = condensed(profile, [None] * len(profile.layers), items)
@@ -510,15 +716,36 @@ def test_a_condensed_step_saves_the_same_bytes_in_the_same_time(profile: StepPro
     for group, kind in zip(small.members, small.profile.layers, strict=True):
         found, each = small.profile.kinds[kind], profile.kinds[0]
         assert found.nbytes == len(group) * each.nbytes
+        assert found.rebuilt_bytes == len(group) * each.rebuilt_bytes
         assert found.small_bytes == len(group) * each.small_bytes
         assert found.recomputed_bytes == each.recomputed_bytes
         assert all(0 <= saved.at <= 1 and 0 <= saved.until <= 1 for saved in found.activations)
+        assert all(saved.needed is None or 0 <= saved.needed <= 1 for saved in found.activations)
     shorter = with_few_micro_batches(profile)
     for placement in (KEEP, RECOMPUTE):
         few, all_ = (simulate(p, all_of(p, placement), FAST) for p in (small.profile, shorter))
         assert few.seconds == pytest.approx(all_.seconds)
         assert few.peak_bytes == all_.peak_bytes or placement is RECOMPUTE
     assert simulate(shorter, all_of(profile, KEEP), FAST).peak_bytes == peak_of_keep(profile)
+
+
+@pytest.mark.parametrize("items", [60, 200, 500])
+def test_a_condensed_step_rebuilds_the_same_bytes_at_the_same_time(items: int) -> None:
+    profile = rebuilding(make_profile(24, sizes=(MIB,) * 20), seconds=0.002)
+    small = condensed(profile, [None] * 24, items).profile
+    assert count_items(small) <= max(items, 24 * 4)
+    found, exact = (simulate(each, all_of(each, SELECTIVE, 64 * MIB), FAST) for each in (small, profile))
+    assert found.read_bytes + found.forwarded_bytes == exact.read_bytes + exact.forwarded_bytes
+    assert found.seconds == pytest.approx(exact.seconds)
+
+    def mean_wait(kind: LayerKind, layers: int) -> float:
+        """How long, on average over bytes, what others are made from is needed before its own use."""
+        waits = [saved.nbytes * (saved.until - saved.fetched) for saved in kind.activations]
+        return layers * sum(waits) / kind.nbytes
+
+    groups = [len(group) for group in condensed(profile, [None] * 24, items).members]
+    for layer, size in enumerate(groups):
+        assert mean_wait(small.kind_of(layer), size) == pytest.approx(mean_wait(profile.kinds[0], 1))
 
 
 def test_of_a_step_whose_micro_batches_pile_up_late_those_are_planned_for() -> None:
@@ -562,10 +789,12 @@ def test_layers_that_do_not_run_in_one_go_are_not_put_together() -> None:
 
 @pytest.mark.parametrize("share", [0.2, 0.5])
 @pytest.mark.parametrize("rate", [1.5, 0.5])
+@pytest.mark.parametrize("which", [[False], [False, True, False]])
 def test_a_plan_of_a_condensed_step_is_nearly_as_good(
-    share: float, rate: float, monkeypatch: pytest.MonkeyPatch
+    share: float, rate: float, which: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profile = make_profile(24, sizes=(MIB,) * 20, micro_batches=4, warm_up=2)
+    profile = rebuilding(profile, which, seconds=0.002 * any(which))
     drive = Bandwidth(rate * 20 * MIB / 0.03, rate * 20 * MIB / 0.03)
     budget = int(share * peak_of_keep(profile))
     whole = outcome_of(profile, plan_for(profile, drive, budget), drive)
@@ -577,11 +806,13 @@ def test_a_plan_of_a_condensed_step_is_nearly_as_good(
 
 
 @pytest.mark.parametrize("shape", [(100, 50, 4), (5000, 1, 1), (100, 50, 50)])
+@pytest.mark.parametrize("which", [[False], [False, True, False]])
 def test_a_hundred_thousand_activations_are_planned_in_a_few_simulations(
-    shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int, int], which: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layers, micro_batches, warm_up = shape
     profile = make_profile(layers, sizes=(MIB,) * 20, micro_batches=micro_batches, warm_up=warm_up)
+    profile = rebuilding(profile, which, seconds=0.002)
     budget = int(0.35 * peak_of_keep(profile))
     played: list[int] = []
 

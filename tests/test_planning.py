@@ -16,7 +16,8 @@ from models import assert_same_history, loss_of, make_model, make_tokens, train
 from torch import nn
 
 import tba_offload as tba
-from tba_offload.capture.trace import StepTrace
+from tba_offload.capture.scope import ActivationKey, ScopeKey
+from tba_offload.capture.trace import ActivationTrace, Fate, ScopeTrace, StepTrace
 from tba_offload.cli import main
 from tba_offload.config import load_config
 from tba_offload.errors import RunLogError
@@ -24,22 +25,24 @@ from tba_offload.forecast import Situation, composition
 from tba_offload.plan.bandwidth import HOST_SPEED, Bandwidth
 from tba_offload.plan.plan import Plan
 from tba_offload.plan.planner import Limits, make_plan
+from tba_offload.plan.profile import Timing
 from tba_offload.plan.simulator import simulate
 from tba_offload.plan.what_if import Block, one_f_one_b, stretched
 from tba_offload.planning import DRIFT, AutoPlanner, _drifted
-from tba_offload.policy import LayerId, Placement
+from tba_offload.policy import LayerId, Objective, Placement
 from tba_offload.profiling import ComputeClock, profile_of
 from tba_offload.report.run_log import read_run_log
 from tba_offload.store.base import DriveLoad, Load
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from tba_offload.plan.profile import StepProfile
     from tba_offload.session import Session
 
 KEEP, OFFLOAD, RECOMPUTE, AUTO = Placement.KEEP, Placement.OFFLOAD, Placement.RECOMPUTE, Placement.AUTO
+SELECTIVE = Placement.SELECTIVE
 LAYERS = 8
 SLOW = 5e6
 """Bytes a second: a layer of these models needs many times its own time to travel, on a busy machine too."""
@@ -122,6 +125,179 @@ def test_layers_that_are_all_recomputed_from_inputs_that_travel_need_no_plan(tmp
         assert {record.predicted_seconds for record in session.report()} == {None}
 
 
+# What can be rebuilt
+
+
+def trace_of(*placements: Placement, rebuilt: Sequence[int] = (1,)) -> StepTrace:
+    """Layers that save three activations each; in those placed selective the first one is needed early."""
+    trace = StepTrace(backward_ends=[40.0])
+    for layer, placement in enumerate(placements):
+        key = ScopeKey(layer, 0, 0, f"layers.{layer}")
+        start, back = 2.0 * layer, 38.0 - 2.0 * layer
+        scope = ScopeTrace(key, placement, start, forward_ended=start + 1.0, backward_began=back)
+        trace.scopes.append(scope)
+        if placement in {KEEP, RECOMPUTE}:
+            continue
+        is_selective = placement is SELECTIVE
+        for number, until in enumerate((0.25 if is_selective else 0.75, 0.5, 0.25)):
+            fate = Fate.REBUILT if is_selective and number in rebuilt else Fate.OFFLOADED
+            activation = ActivationTrace(ActivationKey(key, number), 100, fate, start + 0.25 * (number + 1))
+            activation.unpacked_at = back + 2.0 * until
+            trace.activations.append(activation)
+    return trace
+
+
+def profile_by_hand(
+    *placements: Placement, before: StepProfile | None = None, rebuilt: Sequence[int] = (1,)
+) -> StepProfile:
+    layers = [(0, f"layers.{layer}") for layer in range(len(placements))]
+    trace = trace_of(*placements, rebuilt=rebuilt)
+    profile = profile_of(trace, [], layers, began=0.0, ended=40.0, before=before)
+    assert profile is not None
+    return profile
+
+
+def test_what_is_rebuilt_is_learned_from_a_layer_that_runs_so() -> None:
+    profile = profile_by_hand(OFFLOAD, SELECTIVE, OFFLOAD)
+    (kind,) = profile.kinds
+    assert [saved.rebuilt for saved in kind.activations] == [False, True, False]
+    assert [saved.needed for saved in kind.activations] == [0.25, None, 0.25]
+    assert [saved.until for saved in kind.activations] == [0.75, 0.5, 0.25]
+    assert kind.small_bytes == 0
+    (unknown,) = profile_by_hand(OFFLOAD, OFFLOAD).kinds
+    assert [saved.rebuilt for saved in unknown.activations] == [None] * 3
+
+
+def test_what_it_takes_to_find_out_what_can_be_rebuilt_is_not_what_rebuilding_takes() -> None:
+    first = profile_by_hand(OFFLOAD, SELECTIVE)
+    assert set(first.timings[0]) == {OFFLOAD}
+    assert set(profile_by_hand(OFFLOAD, SELECTIVE, before=first).timings[0]) == {OFFLOAD, SELECTIVE}
+    assert set(profile_by_hand(SELECTIVE, SELECTIVE).timings[0]) == {SELECTIVE}
+
+
+@pytest.mark.parametrize("later", [(OFFLOAD, KEEP), (SELECTIVE, SELECTIVE), (KEEP, RECOMPUTE)])
+def test_what_was_learned_of_rebuilding_stays_known(later: tuple[Placement, ...]) -> None:
+    before = profile_by_hand(OFFLOAD, SELECTIVE)
+    found = profile_by_hand(*later, before=before)
+    assert found.kinds == before.kinds
+    assert (SELECTIVE in found.timings[0]) is (SELECTIVE in later)
+
+
+def test_what_is_not_rebuilt_any_longer_is_noticed() -> None:
+    before = profile_by_hand(OFFLOAD, SELECTIVE)
+    (kind,) = profile_by_hand(OFFLOAD, SELECTIVE, before=before, rebuilt=()).kinds
+    assert [saved.rebuilt for saved in kind.activations] == [False] * 3
+
+
+def test_a_run_whose_layers_are_all_rebuilt_in_part_can_be_planned_from() -> None:
+    profile = profile_by_hand(SELECTIVE, SELECTIVE)
+    (kind,) = profile.kinds
+    assert kind.rebuilt_bytes == 100
+    assert [saved.until for saved in kind.activations] == [0.25, 0.5, 0.25]
+    plan = make_plan(profile, Bandwidth(10, 10), Limits(250), policy=(AUTO, AUTO), objective=Objective.TIME)
+    assert plan.prediction is not None
+
+
+def test_layers_run_rebuilt_while_the_planner_learns_and_no_bit_changes(tmp_path: Path) -> None:
+    """What it has learned is in the run log."""
+    expected = train(make_model(layers=LAYERS, dropout=0.1), steps=8)
+    model, path = make_model(layers=LAYERS, dropout=0.1), tmp_path / "run.jsonl"
+    config = config_for(default=AUTO, in_flight=MIB, activation=16 * MIB)
+    plans = []
+    with tba.attach(model, config, run_log=path, measure_memory=False) as session:
+        found = train(model, session, steps=8, before_step=lambda _: plans.append(session.plan))
+        profile, report = profile_in(session), session.report()
+        assert_all_given_back(session)
+    assert_same_history(found, expected)
+    assert [SELECTIVE in plan.placements for plan in plans[:3]] == [False, True, True]
+    assert report[0].rebuilt_bytes == 0 < report[2].rebuilt_bytes
+    (kind,) = profile.kinds
+    assert 0.2 * kind.nbytes < kind.rebuilt_bytes < 0.5 * kind.nbytes
+    assert SELECTIVE in profile.timings[0]
+    (logged,) = Situation.of(path).profile.kinds
+    assert logged.rebuilt_bytes == kind.rebuilt_bytes
+
+
+def test_a_plan_made_from_a_run_log_may_rebuild(tmp_path: Path) -> None:
+    """And its policy file does what the plan said."""
+    model, path = make_model(layers=LAYERS), tmp_path / "run.jsonl"
+    rules = (tba.Rule("0-3", SELECTIVE),)
+    with tba.attach(
+        model, config_for(in_flight=MIB, rules=rules), run_log=path, measure_memory=False
+    ) as session:
+        train(model, session, steps=4)
+    profile = Situation.of(path).profile
+    cheap = dataclasses.replace(
+        profile, timings=({OFFLOAD: Timing(0.01, 0.02), SELECTIVE: Timing(0.01, 0.0201)},)
+    )
+    rate = 0.75 * profile.kinds[0].nbytes / 0.01
+    situation = dataclasses.replace(Situation.of(path), profile=cheap, drive=Bandwidth(rate, rate))
+    plan = situation.plan(2 * MIB)
+    assert SELECTIVE in plan.placements
+    said = situation.why(plan)[plan.placements.index(SELECTIVE)]
+    assert "of compute spare the drive" in said
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(situation.policy_for(plan, 2 * MIB).to_yaml())
+    placed = load_config(policy).policy
+    assert [placed.explain(layer.id)[0] for layer in session.layers] == list(plan.placements)
+
+
+def test_ranks_need_not_agree_on_what_is_rebuilt() -> None:
+    model = make_model(layers=LAYERS)
+    with auto_session(model, Drive(), activation=3 * MIB) as session:
+        others = Others(session, {1, 4})
+        train(model, session, steps=3)
+        session.plan = dataclasses.replace(session.plan, placements=(SELECTIVE,) * LAYERS)
+        assert session._planner is not None
+        agreed = session._planner._agreed(session.plan, session._planner.drive())
+        train(model, session, steps=1)
+    assert others.calls[-1][0] == {f"layers.{layer}": SELECTIVE for layer in range(LAYERS)}
+    assert {layer for layer, placement in enumerate(agreed.placements) if placement.recomputes} == {1, 4}
+
+
+def planner_of(count: int, **options: Any) -> AutoPlanner:
+    layers = [(0, f"layers.{layer}") for layer in range(count)]
+    limits = Limits(options.pop("budget", 10**6), options.pop("window", None))
+    return AutoPlanner((AUTO,) * count, layers, limits, **options)
+
+
+def test_each_way_is_tried_once_while_the_planner_learns() -> None:
+    planner, profile = planner_of(8), profile_by_hand(*(OFFLOAD,) * 8)
+    assert set(planner._probe(profile, Bandwidth(100, 100)).placements) == {AUTO, KEEP, RECOMPUTE, SELECTIVE}
+
+
+@pytest.mark.parametrize("options", [{"budget": None}, {"objective": Objective.MEMORY}])
+def test_nothing_is_recomputed_to_learn_for_those_who_want_memory_at_no_cost(options: Any) -> None:
+    planner, profile = planner_of(8, **options), profile_by_hand(*(OFFLOAD,) * 8)
+    assert set(planner._probe(profile, Bandwidth(100, 100)).placements) == {AUTO, KEEP, SELECTIVE}
+
+
+@pytest.mark.parametrize(
+    ("before", "tried"),
+    [((OFFLOAD, RECOMPUTE), SELECTIVE), ((OFFLOAD, SELECTIVE), RECOMPUTE), ((RECOMPUTE, SELECTIVE), OFFLOAD)],
+)
+def test_with_few_layers_an_excursion_tries_first_what_was_never_seen(
+    before: tuple[Placement, ...], tried: Placement
+) -> None:
+    planner, profile = planner_of(1), profile_by_hand(*before, before=profile_by_hand(*before))
+    plan = planner._excursion(single(profile), Bandwidth(100, 100), Plan((KEEP,)))
+    assert plan.placements == (tried,)
+
+
+def test_an_excursion_does_not_try_to_rebuild_where_nothing_is_rebuilt() -> None:
+    planner = planner_of(1)
+    profile = single(profile_by_hand(OFFLOAD, SELECTIVE, RECOMPUTE, rebuilt=()))
+    known = dataclasses.replace(profile, timings=({OFFLOAD: profile.timings[0][OFFLOAD]},))
+    planner.not_recomputed = frozenset({0})
+    assert planner._excursion(known, Bandwidth(100, 100), Plan((OFFLOAD,))).placements == (OFFLOAD,)
+
+
+def single(profile: StepProfile) -> StepProfile:
+    """The step of the first layer alone."""
+    slots = tuple(slot for slot in profile.slots if slot.layer == 0)
+    return dataclasses.replace(profile, layers=profile.layers[:1], slots=slots)
+
+
 # What is decided
 
 
@@ -133,8 +309,8 @@ def test_without_a_budget_a_fast_drive_takes_nearly_everything() -> None:
         report = session.report()
         assert_all_given_back(session)
     assert_same_history(found, expected)
-    assert session.plan.placements.count(OFFLOAD) >= LAYERS - 2
-    assert RECOMPUTE not in session.plan.placements
+    assert session.plan.placements.count(KEEP) <= 2
+    assert set(session.plan.placements) <= {KEEP, OFFLOAD, SELECTIVE}
     assert [record.predicted_seconds is None for record in report] == [True] * 3 + [False] * 3
 
 
@@ -193,10 +369,16 @@ def test_a_drive_that_gets_slower_gets_less_within_three_steps() -> None:
 
 def test_plans_do_not_alternate() -> None:
     model = make_model(layers=LAYERS)
-    plans = []
+    plans: list[Plan] = []
+
+    def before(step: int) -> None:
+        assert session._planner is not None
+        if step >= 3 and not session._planner._on_excursion:
+            plans.append(session.plan)
+
     with auto_session(model, Drive()) as session:
-        train(model, session, steps=16, before_step=lambda _: plans.append(session.plan.placements))
-    changes = sum(old != new for old, new in pairwise(plans[3:]))
+        train(model, session, steps=16, before_step=before)
+    changes = sum(old.placements != new.placements for old, new in pairwise(plans))
     assert changes <= 2
 
 
@@ -551,7 +733,7 @@ def test_a_layer_without_backward_does_not_keep_the_others_from_being_planned() 
             with session.step():
                 loss_of(model, make_tokens(number)).backward()
         assert session.plan.prediction is not None
-        assert session.plan.placements.count(OFFLOAD) > 1
+        assert session.plan.placements.count(KEEP) < LAYERS - 1
 
 
 def test_chunks_with_equal_names_are_told_apart() -> None:
@@ -633,7 +815,7 @@ def test_what_is_recomputed_is_agreed_and_all_else_is_each_ranks_own() -> None:
         others = Others(session, {1, 4})
         train(model, session, steps=9, before_step=lambda _: seen.append(recomputed_layers(session)))
         assert session.plan.prediction is not None
-        assert session.plan.placements.count(OFFLOAD) >= LAYERS - 4
+        assert session.plan.placements.count(KEEP) <= 2
         assert AUTO not in session.plan.placements
         report = session.report()
     assert seen == [set(), *[{1, 4}] * 8]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
+    from collections.abc import Hashable, Iterable, Iterator, Sequence
 
     from tba_offload.policy import Placement
 
@@ -107,24 +107,45 @@ def _with_few_activations(profile: StepProfile, parts: int) -> StepProfile:
 
 
 def _merged(activations: Sequence[Saved], parts: int) -> tuple[Saved, ...]:
-    """At most so many, each of about as many bytes, in the order of saving."""
+    """At most so many, in the order of saving; those that ``selective`` rebuilds apart from the others."""
     if len(activations) <= parts:
         return tuple(activations)
+    rebuilt = [saved for saved in activations if saved.rebuilt]
+    others = [saved for saved in activations if not saved.rebuilt]
+    if not rebuilt or not others:
+        return tuple(_merged_alike(activations, parts))
+    share = sum(saved.nbytes for saved in rebuilt) / max(sum(saved.nbytes for saved in activations), 1)
+    few = min(max(round(parts * share), 1), parts - 1)
+    merged = [*_merged_alike(rebuilt, few), *_merged_alike(others, parts - few)]
+    return tuple(sorted(merged, key=lambda saved: saved.at))
+
+
+def _merged_alike(activations: Sequence[Saved], parts: int) -> list[Saved]:
+    """At most so many, each of about as many bytes, in the order of saving."""
     share = sum(saved.nbytes for saved in activations) / parts
     buckets: list[list[Saved]] = [[] for _ in range(parts)]
     before = 0
     for saved in sorted(activations, key=lambda saved: saved.at):
         buckets[min(int((before + saved.nbytes / 2) / share), parts - 1) if share else 0].append(saved)
         before += saved.nbytes
-    return tuple(_mean(bucket) for bucket in buckets if bucket)
+    return [_mean(bucket) for bucket in buckets if bucket]
 
 
 def _mean(bucket: Sequence[Saved]) -> Saved:
     nbytes = sum(saved.nbytes for saved in bucket)
     weights = [saved.nbytes / nbytes if nbytes else 1 / len(bucket) for saved in bucket]
-    at = sum(weight * saved.at for weight, saved in zip(weights, bucket, strict=True))
-    until = sum(weight * saved.until for weight, saved in zip(weights, bucket, strict=True))
-    return Saved(nbytes, min(at, 1.0), min(until, 1.0))
+
+    def mean(values: Iterable[float]) -> float:
+        return min(sum(weight * value for weight, value in zip(weights, values, strict=True)), 1.0)
+
+    is_needed_early = any(saved.needed is not None for saved in bucket)
+    return Saved(
+        nbytes,
+        mean(saved.at for saved in bucket),
+        mean(saved.until for saved in bucket),
+        bucket[0].rebuilt,
+        mean(saved.fetched for saved in bucket) if is_needed_early else None,
+    )
 
 
 # Layers
@@ -180,7 +201,11 @@ def _grouped_slots(profile: StepProfile, groups: Sequence[tuple[int, ...]]) -> t
 def _kind_of_several(kind: LayerKind, size: int) -> LayerKind:
     """So many layers of a kind, one after the other."""
     activations = tuple(
-        Saved(saved.nbytes, (place + saved.at) / size, (size - 1 - place + saved.until) / size)
+        saved._replace(
+            at=(place + saved.at) / size,
+            until=(size - 1 - place + saved.until) / size,
+            needed=None if saved.needed is None else (size - 1 - place + saved.needed) / size,
+        )
         for place in range(size)
         for saved in kind.activations
     )

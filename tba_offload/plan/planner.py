@@ -6,8 +6,10 @@ and every plan comes with what it is expected to do. It is pure: the same argume
 Which plans are tried. Layers that are kept are the last ones: what backward needs first is not worth a round
 trip. Among the others the layers that are recomputed are spread evenly, because each gives the drive time for
 those between; their inputs stay or travel. So two numbers describe a plan, how many layers are kept and how
-many recomputed; the best pair is searched for first, for both ways of recomputing. After that single layers
-change their placement as long as that helps, and at last single activations stay where the budget has room.
+many recomputed; the best pair is searched for first, for both ways of recomputing. Layers of which only cheap
+parts are rebuilt are tried in the same two roles: instead of those that are recomputed, and instead of those
+that are offloaded beside them. After that single layers change their placement as long as that helps, and at
+last single activations stay where the budget has room.
 
 A step with very many activations is planned on a condensed profile, and the plan made exact on the whole one.
 """
@@ -31,10 +33,11 @@ if TYPE_CHECKING:
     from tba_offload.plan.profile import StepProfile
 
 KEEP, OFFLOAD, RECOMPUTE, AUTO = Placement.KEEP, Placement.OFFLOAD, Placement.RECOMPUTE, Placement.AUTO
-RECOMPUTE_OFFLOAD = Placement.RECOMPUTE_OFFLOAD
+RECOMPUTE_OFFLOAD, SELECTIVE = Placement.RECOMPUTE_OFFLOAD, Placement.SELECTIVE
+TRAVELS = frozenset({OFFLOAD, RECOMPUTE_OFFLOAD, SELECTIVE})
 
 NO_STALL = 0.01
-"""Waiting for less than this share of the step counts as not waiting."""
+"""Waiting for less than this share of the step, rebuilding included, counts as not waiting."""
 
 MARGIN = 0.02
 """This share of the budget is left free: a prediction is not exact, and a budget is hard."""
@@ -44,6 +47,9 @@ MAX_TRIALS = 600
 
 MAX_ITEMS = 120_000
 """Activations that are simulated in all trials together: half a second. Then the best so far will do."""
+
+WITH_REBUILDING = 1.5
+"""So many times as many where layers can be rebuilt in part: one choice more."""
 
 MANY_ITEMS = 4000
 """A step that saves more activations than this is condensed."""
@@ -98,9 +104,9 @@ class _Terms:
     def choices(self) -> tuple[Placement, ...]:
         """What the planner may decide for: who wants memory at no cost in time wants no recomputation."""
         return (
-            (KEEP, OFFLOAD)
+            (KEEP, OFFLOAD, SELECTIVE)
             if self.objective is Objective.MEMORY
-            else (KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD)
+            else (KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, SELECTIVE)
         )
 
     @property
@@ -111,10 +117,20 @@ class _Terms:
 
 @dataclass(frozen=True, slots=True)
 class _Layers:
-    """What may be decided of each layer."""
+    """What may be decided of each layer: all but what stands in the way of single ones."""
 
     policy: tuple[Placement, ...]
     not_recomputed: frozenset[int]
+    not_rebuilt: frozenset[int]
+
+    @classmethod
+    def all_of(
+        cls, profile: StepProfile, policy: Sequence[Placement], not_recomputed: frozenset[int]
+    ) -> _Layers:
+        """Those of a step; nothing is rebuilt of layers of which nobody knows that it would be."""
+        count = len(profile.layers)
+        not_rebuilt = frozenset(layer for layer in range(count) if not profile.kind_of(layer).rebuilt_bytes)
+        return cls(tuple(policy), not_recomputed, not_rebuilt)
 
     @property
     def alike(self) -> list[tuple[Placement, bool]]:
@@ -123,11 +139,17 @@ class _Layers:
 
     def of(self, groups: Sequence[tuple[int, ...]]) -> _Layers:
         """The same of groups of layers that are alike."""
-        held = frozenset(place for place, group in enumerate(groups) if group[0] in self.not_recomputed)
-        return _Layers(tuple(self.policy[group[0]] for group in groups), held)
+
+        def of_groups(layers: frozenset[int]) -> frozenset[int]:
+            return frozenset(place for place, group in enumerate(groups) if group[0] in layers)
+
+        policy = tuple(self.policy[group[0]] for group in groups)
+        return _Layers(policy, of_groups(self.not_recomputed), of_groups(self.not_rebuilt))
 
     def allows(self, layer: int, placement: Placement) -> bool:
         """Whether the planner may give a layer this placement."""
+        if placement is SELECTIVE:
+            return layer not in self.not_rebuilt
         return not placement.recomputes or layer not in self.not_recomputed
 
 
@@ -162,7 +184,7 @@ def make_plan(
     if objective is None:
         objective = Objective.MEMORY if limits.budget is None else Objective.TIME
     terms = _Terms(drive, limits, objective, whole_layers=whole_layers)
-    layers = _Layers(tuple(policy), not_recomputed)
+    layers = _Layers.all_of(profile, policy, not_recomputed)
     if count_items(profile) <= MANY_ITEMS:
         return _Search(profile, terms, layers).best(known)
     return _best_of_many(profile, terms, layers, known)
@@ -187,6 +209,8 @@ def explain(profile: StepProfile, plan: Plan, drive: Bandwidth, layer: int) -> s
     seconds = moved / drive.write + moved / drive.read
     size = f"{kind.nbytes / 2**20:.1f} MiB"
     again = profile.timing(layer, RECOMPUTE).backward - profile.timing(layer, KEEP).backward
+    if placement is SELECTIVE:
+        return _explain_selective(profile, drive, layer, moved)
     if placement is KEEP:
         return f"{size} have room, and need no {seconds * 1e3:.1f} ms of the drive"
     if placement is RECOMPUTE:
@@ -196,6 +220,15 @@ def explain(profile: StepProfile, plan: Plan, drive: Bandwidth, layer: int) -> s
         return f"{again * 1e3:.1f} ms of compute, and {travels}"
     part = f"{moved / 2**20:.1f} of {size}" if moved < kind.nbytes else size
     return f"{part} are {seconds * 1e3:.1f} ms of the drive, and recomputing {again * 1e3:.1f} ms of compute"
+
+
+def _explain_selective(profile: StepProfile, drive: Bandwidth, layer: int, moved: int) -> str:
+    kind = profile.kind_of(layer)
+    seconds = kind.rebuilt_bytes / drive.write + kind.rebuilt_bytes / drive.read
+    again = profile.timing(layer, SELECTIVE).whole - profile.timing(layer, OFFLOAD).whole
+    rebuilt, rest = (f"{nbytes / 2**20:.1f}" for nbytes in (kind.rebuilt_bytes, moved - kind.rebuilt_bytes))
+    compute = f"{max(again, 0.0) * 1e3:.1f} ms of compute"
+    return f"{compute} spare the drive {seconds * 1e3:.1f} ms for {rebuilt} MiB; {rest} MiB travel"
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +247,8 @@ class _Search:
         self.layers = layers
         self.free = [layer for layer, placement in enumerate(layers.policy) if placement is AUTO]
         items = max(count_items(profile), 1)
-        self.most_trials = min(MAX_TRIALS, MAX_ITEMS // items)
+        most_items = int(MAX_ITEMS * WITH_REBUILDING) if self.may_rebuild else MAX_ITEMS
+        self.most_trials = min(MAX_TRIALS, most_items // items)
         self.most_filled = MAX_ITEMS // 4 // items
         self.score: Callable[[Outcome], Score] = getattr(self, f"_score_{terms.objective.value}")
         self.trials: dict[Plan, _Trial] = {}
@@ -222,11 +256,19 @@ class _Search:
         largest = max((saved.nbytes for kind in profile.kinds for saved in kind.activations), default=0)
         self.least_window = 3 * largest
 
+    @property
+    def may_rebuild(self) -> bool:
+        """Whether there is a layer that can be placed ``selective``."""
+        return SELECTIVE in self.terms.choices and not self.layers.not_rebuilt.issuperset(self.free)
+
     def best(self, known: Sequence[Plan] = ()) -> Plan:
         """The best plan that is found, or known."""
         self._try_simplest()
-        for way in [way for way in self.terms.choices if way.recomputes] or [OFFLOAD]:
-            self._try_family(way)
+        others = self._best_others()
+        if self.may_rebuild:
+            self._try_family(SELECTIVE, OFFLOAD)
+        for way in [way for way in self.terms.choices if way.recomputes] or [others]:
+            self._try_family(way, others)
         self._improve(self._best_so_far())
         self._try_smaller_windows()
         return self._finished(known)
@@ -237,7 +279,9 @@ class _Search:
             self._try(plan.placements, plan.kept, plan.window)
         self._try_simplest()
         if self.most_trials >= MANY_TRIALS:
-            self._best_kept(0, OFFLOAD, sum(plans[0].placements[layer] is KEEP for layer in self.free))
+            placements = [plans[0].placements[layer] for layer in self.free]
+            others = SELECTIVE if SELECTIVE in placements else OFFLOAD
+            self._best_kept(0, others, placements.count(KEEP), others)
         return self._finished(())
 
     def confirmed(self, plan: Plan, known: Sequence[Plan]) -> Plan:
@@ -283,7 +327,9 @@ class _Search:
         return self._excess(outcome), outcome.seconds, outcome.peak_bytes
 
     def _score_memory(self, outcome: Outcome) -> Score:
-        waits = max(outcome.stall_seconds / outcome.seconds - NO_STALL, 0.0) if outcome.seconds else 0.0
+        # What is rebuilt spares the drive, so that more can travel; but who waits for it waits.
+        lost = outcome.stall_seconds + outcome.rebuild_seconds
+        waits = max(lost / outcome.seconds - NO_STALL, 0.0) if outcome.seconds else 0.0
         return self._excess(outcome), waits, outcome.peak_bytes, outcome.seconds
 
     def _score_endurance(self, outcome: Outcome) -> Score:
@@ -302,7 +348,7 @@ class _Search:
         for _ in range(3):
             excess = self._excess(trial.outcome)
             window = trial.plan.window
-            if not excess or {OFFLOAD, RECOMPUTE_OFFLOAD}.isdisjoint(placements):
+            if not excess or TRAVELS.isdisjoint(placements):
                 return trial
             if window is None:
                 window = trial.outcome.peak_bytes
@@ -314,6 +360,8 @@ class _Search:
 
     def _try_simplest(self) -> None:
         for placement in self.terms.choices:
+            if placement is SELECTIVE and not self.may_rebuild:
+                continue
             if self.most_filled or placement in {KEEP, RECOMPUTE}:  # those take next to no time to play
                 self._try(self._uniform(placement))
 
@@ -345,19 +393,26 @@ class _Search:
 
     # ---- two numbers -----------------------------------------------------------------------------
 
-    def _try_family(self, way: Placement) -> None:
-        """Finds the best number of kept layers for some numbers of recomputed ones, ever closer to the best.
+    def _best_others(self) -> Placement:
+        """What layers had better be that are neither kept nor recomputed: offloaded, or rebuilt in part."""
+        if not self.may_rebuild:
+            return OFFLOAD
+        return min((OFFLOAD, SELECTIVE), key=lambda way: self._best_kept(0, way, None, way)[0].score)
+
+    def _try_family(self, way: Placement, others: Placement) -> None:
+        """Finds the best number of kept layers for some numbers of those that spare the drive, ever closer.
 
         Args:
-            way: How layers are recomputed; ``offload`` if they are not.
+            way: How they spare it; the same as ``others`` if none does.
+            others: What is neither kept nor one of those.
         """
-        most = len(self.free) if way.recomputes else 0
+        most = len(self.free) if way is not others else 0
         numbers = sorted({round(most * share / 8) for share in range(9)})
         kept: int | None = None
         while True:
             found: dict[int, _Trial] = {}
             for number in numbers:
-                found[number], kept = self._best_kept(number, way, kept)
+                found[number], kept = self._best_kept(number, way, kept, others)
             best = min(found, key=lambda number: found[number].score)
             place = numbers.index(best)
             near = numbers[max(place - 1, 0) : place + 2]
@@ -366,21 +421,24 @@ class _Search:
                 return
             numbers = finer
 
-    def _best_kept(self, recomputed: int, way: Placement, near: int | None) -> tuple[_Trial, int]:
+    def _best_kept(
+        self, sparing: int, way: Placement, near: int | None, others: Placement = OFFLOAD
+    ) -> tuple[_Trial, int]:
         """The best number of kept layers, by ever smaller steps: the plan, and the number.
 
         Args:
-            recomputed: How many layers are recomputed.
+            sparing: How many layers spare the drive.
             way: How.
             near: Where to begin: what was best for nearly as many; ``None`` for in the middle.
+            others: What is neither kept nor one of those.
         """
-        most = len(self.free) - recomputed
+        most = len(self.free) - sparing
         kept = most // 2 if near is None else min(near, most)
         step = max(most // (4 if near is None else 8), 1)
-        found = self._try(self._spread(kept, recomputed, way))
+        found = self._try(self._spread(kept, sparing, way, others))
         while True:
-            others = [other for other in (kept - step, kept + step) if 0 <= other <= most]
-            trials = [(self._try(self._spread(other, recomputed, way)), other) for other in others]
+            near_by = [other for other in (kept - step, kept + step) if 0 <= other <= most]
+            trials = [(self._try(self._spread(other, sparing, way, others)), other) for other in near_by]
             trial, other = min(trials, key=lambda pair: pair[0].score, default=(found, kept))
             if trial.score < found.score:
                 found, kept = trial, other
@@ -389,14 +447,14 @@ class _Search:
             else:
                 return found, kept
 
-    def _spread(self, kept: int, recomputed: int, way: Placement) -> tuple[Placement, ...]:
-        """The last ones kept, among the others those that are recomputed spread evenly."""
-        placements = [OFFLOAD if placement is AUTO else placement for placement in self.layers.policy]
-        others = self.free[: len(self.free) - kept]
-        for layer in self.free[len(others) :]:
+    def _spread(self, kept: int, sparing: int, way: Placement, others: Placement) -> tuple[Placement, ...]:
+        """The last ones kept, among the others those that spare the drive spread evenly."""
+        placements = list(self._uniform(others))
+        first = self.free[: len(self.free) - kept]
+        for layer in self.free[len(first) :]:
             placements[layer] = KEEP
-        for position, layer in enumerate(others):
-            is_one = (position + 1) * recomputed // len(others) > position * recomputed // len(others)
+        for position, layer in enumerate(first):
+            is_one = (position + 1) * sparing // len(first) > position * sparing // len(first)
             if is_one and self.layers.allows(layer, way):
                 placements[layer] = way
         return tuple(placements)
@@ -421,15 +479,19 @@ class _Search:
                         found, changed = trial, True
 
     def _filled(self, found: _Trial) -> _Trial:
-        """Keeps single activations of the last layer that is offloaded, those that backward needs first."""
+        """Keeps single activations of the last layer that travels, those that backward needs first."""
         if self.limits.budget is None or found.score[0]:
             return found
-        layers = [layer for layer in self.free if found.plan.placements[layer] is OFFLOAD]
+        layers = [layer for layer in self.free if found.plan.placements[layer] in {OFFLOAD, SELECTIVE}]
         if not layers:
             return found
         layer = layers[-1]
         activations = self.profile.kind_of(layer).activations
-        numbers = sorted(range(len(activations)), key=lambda number: activations[number].until)
+        is_selective = found.plan.placements[layer] is SELECTIVE
+        numbers = sorted(
+            (number for number, saved in enumerate(activations) if not (is_selective and saved.rebuilt)),
+            key=lambda number: activations[number].until,
+        )
         for count in range(1, min(len(numbers), self.most_filled)):
             kept = [frozenset[int]()] * len(self.profile.layers)
             kept[layer] = frozenset(numbers[:count])

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tba_offload.policy import Placement
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class Saved(NamedTuple):
@@ -20,11 +23,35 @@ class Saved(NamedTuple):
         nbytes: Its size.
         at: When it is saved, as a share of the layer's forward time, 0 to 1.
         until: When backward first uses it, as a share of the layer's backward time, 0 to 1.
+        rebuilt: Whether it is rebuilt rather than offloaded if the layer is placed ``selective``; ``None``
+            before a layer of its kind has run so.
+        needed: When backward first needs it in such a layer, perhaps to rebuild another from it; ``None`` if
+            that is not known, or it is rebuilt itself.
     """
 
     nbytes: int
     at: float
     until: float
+    rebuilt: bool | None = None
+    needed: float | None = None
+
+    @property
+    def fetched(self) -> float:
+        """When it must be in memory in a layer placed ``selective``, as far as that is known."""
+        return self.until if self.needed is None else min(self.needed, self.until)
+
+    @classmethod
+    def from_json(cls, values: Sequence[Any]) -> Saved:
+        """An activation of a run log; before there was a placement ``selective`` they said less of it."""
+        nbytes, at, until, *more = values
+        rebuilt, needed = more or (None, None)
+        return cls(
+            int(nbytes),
+            float(at),
+            float(until),
+            rebuilt if rebuilt is None else bool(rebuilt),
+            needed if needed is None else float(needed),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +77,23 @@ class LayerKind:
         return sum(saved.nbytes for saved in self.activations)
 
     @property
+    def rebuilt_bytes(self) -> int:
+        """Bytes of those that are rebuilt if the layer is placed ``selective``; 0 if that is not known."""
+        return sum(saved.nbytes for saved in self.activations if saved.rebuilt)
+
+    @property
+    def knows_rebuilt(self) -> bool:
+        """Whether it is known which are."""
+        return all(saved.rebuilt is not None for saved in self.activations)
+
+    @property
     def recomputed_bytes(self) -> int:
         """Bytes that recomputation brings into memory beside the input."""
         return self.nbytes + self.small_bytes - self.input_bytes if self.at_once is None else self.at_once
 
 
 def computed_as(placement: Placement) -> Placement:
-    """The placement among keep, offload and recompute that computes the same."""
+    """The placement among keep, offload, selective and recompute that computes the same."""
     if placement is Placement.AUTO:
         return Placement.OFFLOAD
     return Placement.RECOMPUTE if placement.recomputes else placement
@@ -119,24 +156,39 @@ class StepProfile:
 
         A layer that keeps its activations does what one that offloads them does, and less: a measurement that
         says otherwise is noise. Recomputation is a kept layer with one more forward, wherever its input was.
+        Rebuilding activations takes no more of a forward than their share of its bytes: they are of its
+        cheap parts.
         """
         kind = self.layers[layer]
         placement = computed_as(placement)
-        if placement is not Placement.RECOMPUTE:
-            offloaded = self._measured(kind, Placement.OFFLOAD)
-            kept = self._measured(kind, Placement.KEEP)
-            if placement is Placement.KEEP and kept is not None and offloaded is not None:
-                return Timing(*map(min, kept, offloaded))
-            found = kept or offloaded if placement is Placement.KEEP else offloaded or kept
-            if found is not None:
-                return found
-            forward, backward = self.timings[kind][Placement.RECOMPUTE]
-            return Timing(forward, max(backward - forward, 0.0))
-        measured = self._measured(kind, Placement.RECOMPUTE)
-        if measured is None:
+        if placement is Placement.RECOMPUTE:
+            measured = self._measured(kind, Placement.RECOMPUTE)
+            if measured is not None:
+                return measured
             forward, backward = self.timing(layer, Placement.KEEP)
             return Timing(forward, backward + forward)
-        return measured
+        if placement is Placement.SELECTIVE:
+            return self._timing_of_selective(layer)
+        offloaded = self._measured(kind, Placement.OFFLOAD)
+        kept = self._measured(kind, Placement.KEEP)
+        if placement is Placement.KEEP and kept is not None and offloaded is not None:
+            return Timing(*map(min, kept, offloaded))
+        found = kept or offloaded if placement is Placement.KEEP else offloaded or kept
+        if found is not None:
+            return found
+        selective = self._measured(kind, Placement.SELECTIVE)
+        if selective is not None:
+            return selective
+        forward, backward = self.timings[kind][Placement.RECOMPUTE]
+        return Timing(forward, max(backward - forward, 0.0))
+
+    def _timing_of_selective(self, layer: int) -> Timing:
+        measured = self._measured(self.layers[layer], Placement.SELECTIVE)
+        if measured is not None:
+            return Timing(*map(max, measured, self.timing(layer, Placement.KEEP)))
+        kind, (forward, backward) = self.kind_of(layer), self.timing(layer, Placement.OFFLOAD)
+        share = kind.rebuilt_bytes / kind.nbytes if kind.nbytes else 0.0
+        return Timing(forward, backward + share * forward)
 
     def _measured(self, kind: int, placement: Placement) -> Timing | None:
         """What was measured of a kind, or of another kind in proportion."""
@@ -174,7 +226,7 @@ class StepProfile:
             return cls(
                 kinds=tuple(
                     LayerKind(
-                        tuple(Saved(int(n), float(at), float(until)) for n, at, until in kind["activations"]),
+                        tuple(Saved.from_json(saved) for saved in kind["activations"]),
                         int(kind["small_bytes"]),
                         int(kind["input_bytes"]),
                         kind.get("at_once"),

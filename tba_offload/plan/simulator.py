@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tba_offload.plan.plan import Prediction
 from tba_offload.policy import Placement
@@ -57,6 +57,7 @@ class Outcome:
         host_written_bytes: Bytes that went to host memory beside the drive.
         host_read_bytes: Bytes that came back from there.
         host_peak_bytes: Most bytes that it held.
+        rebuild_seconds: Compute that rebuilding activations added.
     """
 
     seconds: float
@@ -70,6 +71,7 @@ class Outcome:
     host_written_bytes: int = 0
     host_read_bytes: int = 0
     host_peak_bytes: int = 0
+    rebuild_seconds: float = 0.0
 
     @property
     def prediction(self) -> Prediction:
@@ -106,12 +108,30 @@ class _Item:
 
     def __init__(self, nbytes: int, until: float) -> None:
         self.nbytes = nbytes
-        self.until = until
+        self.until = until  # when backward first needs it, as a share of its layer's time
         self.in_memory = True  # the original, on the offloader's account
         self.waits = True  # in the outbox
         self.on_host = False
         self.written = INFINITY
         self.arrives = INFINITY  # or when it was used, if that needed no read
+
+
+class _Event(NamedTuple):
+    """Backward of a layer placed ``selective`` comes to an activation.
+
+    Attributes:
+        at: When, as a share of the layer's backward time.
+        nbytes: Its size.
+        item: If it travelled, and is needed for the first time.
+        uses: Whether this is its own use, and not that something else is rebuilt from it.
+        rebuilds: Whether it is rebuilt.
+    """
+
+    at: float
+    nbytes: int
+    item: _Item | None = None
+    uses: bool = True
+    rebuilds: bool = False
 
 
 class _HostMemory:
@@ -174,6 +194,7 @@ class _Run:
         self.largest = max((saved.nbytes for kind in profile.kinds for saved in kind.activations), default=0)
         self.now = 0.0
         self.stall = 0.0
+        self.rebuild_seconds = 0.0
         self.in_flight = 0
         self.settled = 0
         self.peak = 0
@@ -213,10 +234,12 @@ class _Run:
                 self._recomputed(kind, slot, seconds)
             elif placement is Placement.RECOMPUTE_OFFLOAD:
                 self._recomputed_from_store(kind, slot, seconds)
-            elif slot.backward:
-                self._offloaded_backward(slot, kind, seconds)
-            else:
+            elif not slot.backward:
                 self._offloaded_forward(slot, kind, seconds)
+            elif placement is Placement.SELECTIVE:
+                self._selective_backward(slot, kind, seconds)
+            else:
+                self._offloaded_backward(slot, kind, seconds)
         self.now += self.profile.tail
         return Outcome(
             seconds=self.now,
@@ -227,6 +250,7 @@ class _Run:
             forwarded_bytes=self.forwarded,
             write_seconds=self.write_seconds,
             read_seconds=self.read_seconds,
+            rebuild_seconds=self.rebuild_seconds,
             **self._host_figures(),
         )
 
@@ -286,6 +310,7 @@ class _Run:
 
     def _offloaded_forward(self, slot: Slot, kind: LayerKind, seconds: float) -> None:
         kept = self.plan.kept_of(slot.layer)
+        is_selective = self.plan.placements[slot.layer] is Placement.SELECTIVE
         items: list[_Item] = []
         passed = 0.0
         self._hold(kind.small_bytes)
@@ -294,8 +319,10 @@ class _Run:
             passed = saved.at
             if number in kept:
                 self._hold(saved.nbytes)
-                continue
-            items.append(self._save(saved.nbytes, saved.until))
+            elif not is_selective:
+                items.append(self._save(saved.nbytes, saved.until))
+            elif not saved.rebuilt:
+                items.append(self._save(saved.nbytes, saved.fetched))
         self.now += (1.0 - passed) * seconds
         self._end_scope((slot.layer, slot.micro_batch), items)
 
@@ -394,7 +421,44 @@ class _Run:
             self._use(item)
             self._read_ahead()
         self.now += (1.0 - passed) * seconds
-        del self.saved[scope]
+        self._end_backward(slot, kind, used)
+
+    def _selective_backward(self, slot: Slot, kind: LayerKind, seconds: float) -> None:
+        """What is rebuilt comes into being when it is used; what it is made of stays until its own use."""
+        passed, used = 0.0, 0
+        without = self.profile.timing(slot.layer, Placement.OFFLOAD).backward
+        self.rebuild_seconds += max(seconds - without, 0.0)
+        self.passes = self.pass_of[self.position[slot.layer, slot.micro_batch]]
+        for event in self._selective_events(slot, kind):
+            self.now += (event.at - passed) * seconds
+            passed = event.at
+            if event.uses:
+                self.settled -= used
+                used = event.nbytes
+            if event.item is not None:
+                self._use(event.item)
+                self._read_ahead()
+            elif event.rebuilds:
+                self._hold(event.nbytes)
+        self.now += (1.0 - passed) * seconds
+        self._end_backward(slot, kind, used)
+
+    def _selective_events(self, slot: Slot, kind: LayerKind) -> list[_Event]:
+        """Backward of a layer of which some activations are rebuilt, in its order."""
+        kept = self.plan.kept_of(slot.layer)
+        moved = [saved for number, saved in enumerate(kind.activations) if number not in kept]
+        events = [_Event(saved.until, saved.nbytes, rebuilds=True) for saved in moved if saved.rebuilt]
+        travelled = sorted((saved for saved in moved if not saved.rebuilt), key=lambda saved: saved.fetched)
+        for saved, item in zip(travelled, self.saved[slot.layer, slot.micro_batch], strict=True):
+            is_last = saved.fetched == saved.until
+            events.append(_Event(saved.fetched, saved.nbytes, item, uses=is_last))
+            if not is_last:
+                events.append(_Event(saved.until, saved.nbytes))
+        return sorted(events, key=lambda event: event.at)
+
+    def _end_backward(self, slot: Slot, kind: LayerKind, used: int) -> None:
+        """A layer has gone backward: nothing of it is left, neither what was used last."""
+        del self.saved[slot.layer, slot.micro_batch]
         numbers = self.plan.kept_of(slot.layer)  # perhaps of a step in which the layer saved more than now
         kept = sum(saved.nbytes for number, saved in enumerate(kind.activations) if number in numbers)
         self.settled -= used + kept + kind.small_bytes
