@@ -160,6 +160,11 @@ def test_times_that_were_not_measured_are_estimated() -> None:
     assert profile.timing(0, RECOMPUTE) == (0.03, 0.09)
     only = dataclasses.replace(profile, timings=({RECOMPUTE: Timing(0.03, 0.09)},))
     assert only.timing(0, KEEP) == pytest.approx((0.03, 0.06))
+    measured = {KEEP: Timing(0.03, 0.06), RECOMPUTE: Timing(0.03, 0.07)}
+    odd = dataclasses.replace(make_profile(), timings=(measured,))
+    assert odd.timing(0, RECOMPUTE) == (0.03, 0.09)  # a second forward is not that cheap
+    measured[RECOMPUTE] = Timing(0.03, 0.08)
+    assert odd.timing(0, RECOMPUTE) == (0.03, 0.08)
 
 
 def test_rebuilding_takes_its_share_of_a_forward_until_it_was_measured() -> None:

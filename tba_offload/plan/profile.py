@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+LEAST_RECOMPUTED = 0.5
+"""A second forward takes at least this share of the first."""
+
+LEAST_REBUILT = 0.05
+"""Rebuilding activations takes at least this share of what their bytes are of a forward."""
+
+
 class Saved(NamedTuple):
     """One activation: a storage that a layer saves for backward.
 
@@ -157,16 +164,12 @@ class StepProfile:
         A layer that keeps its activations does what one that offloads them does, and less: a measurement that
         says otherwise is noise. Recomputation is a kept layer with one more forward, wherever its input was.
         Rebuilding activations takes no more of a forward than their share of its bytes: they are of its
-        cheap parts.
+        cheap parts. That doing something again takes much less than that, or nothing, is noise too.
         """
         kind = self.layers[layer]
         placement = computed_as(placement)
         if placement is Placement.RECOMPUTE:
-            measured = self._measured(kind, Placement.RECOMPUTE)
-            if measured is not None:
-                return measured
-            forward, backward = self.timing(layer, Placement.KEEP)
-            return Timing(forward, backward + forward)
+            return self._timing_of_recompute(layer)
         if placement is Placement.SELECTIVE:
             return self._timing_of_selective(layer)
         offloaded = self._measured(kind, Placement.OFFLOAD)
@@ -182,12 +185,22 @@ class StepProfile:
         forward, backward = self.timings[kind][Placement.RECOMPUTE]
         return Timing(forward, max(backward - forward, 0.0))
 
+    def _timing_of_recompute(self, layer: int) -> Timing:
+        measured = self._measured(self.layers[layer], Placement.RECOMPUTE)
+        kept = self.timing(layer, Placement.KEEP)
+        if measured is not None and measured.whole >= kept.whole + LEAST_RECOMPUTED * kept.forward:
+            return measured
+        return Timing(kept.forward, kept.backward + kept.forward)
+
     def _timing_of_selective(self, layer: int) -> Timing:
+        kind = self.kind_of(layer)
+        share = kind.rebuilt_bytes / kind.nbytes if kind.nbytes else 0.0
         measured = self._measured(self.layers[layer], Placement.SELECTIVE)
         if measured is not None:
-            return Timing(*map(max, measured, self.timing(layer, Placement.KEEP)))
-        kind, (forward, backward) = self.kind_of(layer), self.timing(layer, Placement.OFFLOAD)
-        share = kind.rebuilt_bytes / kind.nbytes if kind.nbytes else 0.0
+            forward, backward = self.timing(layer, Placement.KEEP)
+            least = Timing(forward, backward + LEAST_REBUILT * share * forward)
+            return Timing(*map(max, measured, least))
+        forward, backward = self.timing(layer, Placement.OFFLOAD)
         return Timing(forward, backward + share * forward)
 
     def _measured(self, kind: int, placement: Placement) -> Timing | None:

@@ -208,7 +208,10 @@ class _Run:
         self.host = _HostMemory(drive.host, window) if drive.host is not None else None
         # What each execution of a layer has saved, in the order in which backward is going to use it.
         self.saved: dict[_Scope, list[_Item]] = {}
-        moving = [slot for slot in profile.slots if self._moves(slot)]
+        # Of each layer, looked up once: there are many more slots than layers.
+        self.timings = [profile.timing(layer, placement) for layer, placement in enumerate(plan.placements)]
+        moves = [placement not in {Placement.KEEP, Placement.RECOMPUTE} for placement in plan.placements]
+        moving = [slot for slot in profile.slots if moves[slot.layer]]
         self.order = [(slot.layer, slot.micro_batch) for slot in moving if slot.backward]
         self.position = {scope: position for position, scope in enumerate(self.order)}
         self.pass_of = _backward_passes(moving)
@@ -216,15 +219,12 @@ class _Run:
         self.read_ahead = 0
         self.ahead = 0  # position in the order from which to read ahead
 
-    def _moves(self, slot: Slot) -> bool:
-        return self.plan.placements[slot.layer] not in {Placement.KEEP, Placement.RECOMPUTE}
-
     def play(self) -> Outcome:
         for slot in self.profile.slots:
             self.now += slot.gap
             placement = self.plan.placements[slot.layer]
             kind = self.profile.kind_of(slot.layer)
-            timing = self.profile.timing(slot.layer, placement)
+            timing = self.timings[slot.layer]
             seconds = timing.backward if slot.backward else timing.forward
             if slot.backward:
                 self._read_ahead()
