@@ -42,6 +42,15 @@ BIG_DRIFT = 1 / 3
 WORTH_IT = 0.02
 """A new plan must be better by this share, or the old one stays: plans shall not alternate."""
 
+WAITS = 0.02
+"""Who waits for more than this share of two steps, where nothing shall wait, plans for a slower drive."""
+
+CAUTION = 0.85
+"""So much slower, each time."""
+
+MOST_CAUTION = 0.5
+"""But no slower than this share of what was measured."""
+
 _WARM_UP = 1
 """Steps whose times do not count."""
 
@@ -106,6 +115,8 @@ class AutoPlanner:
         self._told: Plan | None = None
         self._on_excursion = False
         self._recent: deque[float] = deque(maxlen=3)  # seconds of the last steps under the plan
+        self._waited: deque[float] = deque(maxlen=2)  # shares of them that compute waited for
+        self._caution = 1.0  # plans count on this share of the measured rates
         self._unread: DeviceTimes | None = None  # of a step under the plan, while its device was not asked
         self._steps = 0
         self._patience = 1  # steps before a plan that was confirmed is questioned again
@@ -238,6 +249,8 @@ class AutoPlanner:
             return
         if on_device is None:
             self._recent.append(record.seconds)
+            if self._plan is not None:
+                self._waited.append((record.stall_seconds or 0.0) / record.seconds)
         else:
             self._unread = on_device
 
@@ -426,6 +439,8 @@ class AutoPlanner:
         share = BIG_DRIFT if self._steps < self._settled_until else DRIFT
         if _drifted(drive, then, share):
             return True
+        if self._waits_too_long():
+            return True
         if self._steps < self._settled_until:
             return False
         if self.limits.budget is not None and (record.activation_peak_bytes or 0) > self.limits.budget:
@@ -435,29 +450,42 @@ class AutoPlanner:
             statistics.median(self._recent), plan.prediction.seconds, ASTRAY
         )
 
+    def _waits_too_long(self) -> bool:
+        """Whether compute waits under a plan by which it should not: compute and drives have their moods."""
+        is_settled = self._wants_time or self._caution <= MOST_CAUTION
+        return not is_settled and len(self._waited) > 1 and min(self._waited) > WAITS
+
     def _replan(self, profile: StepProfile, drive: Bandwidth, old: Plan) -> Plan | None:
+        if self._planned_for is not None and _drifted(drive, self._planned_for, DRIFT):
+            self._caution = 1.0
+        elif self._waits_too_long():
+            self._caution = max(CAUTION * self._caution, MOST_CAUTION)
+        self._waited.clear()
         self._planned_for = drive
         if Placement.AUTO not in self.policy:
             # Where memory was never measured, nobody knows what it holds beside activations of layers.
             found = simulate(profile, old, drive).prediction if self._knows_rest else None
             self._plan = dataclasses.replace(old, prediction=found)
             return self._plan
+        careful = drive.scaled(self._caution)
         new = make_plan(
             profile,
-            drive,
+            careful,
             self.limits,
             policy=self.policy,
             objective=self.objective,
             not_recomputed=self.not_recomputed,
         )
-        if self._plan is not None and not self._is_better(new, old, profile, drive):
-            new = dataclasses.replace(old, prediction=simulate(profile, old, drive).prediction)
+        if self._plan is not None and not self._is_better(new, old, profile, careful):
+            new = old
             # It was in doubt without need: the next doubt has to wait longer.
             self._patience = min(2 * self._patience, _EXCURSIONS[-1])
             self._settled_until = self._steps + self._patience
         else:
             self._patience = 1
             self._recent.clear()
+        if new is old or careful != drive:
+            new = dataclasses.replace(new, prediction=simulate(profile, new, drive).prediction)
         self._check_budget(new)
         self._plan = new
         return new

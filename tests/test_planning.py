@@ -28,7 +28,7 @@ from tba_offload.plan.planner import Limits, make_plan
 from tba_offload.plan.profile import Timing
 from tba_offload.plan.simulator import simulate
 from tba_offload.plan.what_if import Block, one_f_one_b, stretched
-from tba_offload.planning import DRIFT, AutoPlanner, _drifted
+from tba_offload.planning import CAUTION, DRIFT, MOST_CAUTION, AutoPlanner, _drifted
 from tba_offload.policy import LayerId, Objective, Placement
 from tba_offload.profiling import ComputeClock, profile_of
 from tba_offload.report.run_log import read_run_log
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tba_offload.plan.profile import StepProfile
+    from tba_offload.report.run_log import StepRecord
     from tba_offload.session import Session
 
 KEEP, OFFLOAD, RECOMPUTE, AUTO = Placement.KEEP, Placement.OFFLOAD, Placement.RECOMPUTE, Placement.AUTO
@@ -84,7 +85,7 @@ def test_a_profile_tells_what_layers_save_and_in_which_order_they_run() -> None:
         (layer, 1, True) for layer in reversed(range(LAYERS))
     ]
     (kind,) = profile.kinds
-    moved = record.offloaded_bytes + record.forwarded_bytes
+    moved = record.offloaded_bytes + record.forwarded_bytes + record.fallback_kept_bytes
     assert 0.9 * moved <= 2 * LAYERS * kind.nbytes <= 1.3 * moved
     assert kind.input_bytes == 4 * 32 * 64 * 4
     assert all(0 <= saved.at <= 1 and 0 <= saved.until <= 1 for saved in kind.activations)
@@ -108,8 +109,8 @@ def test_inputs_that_travel_are_not_taken_for_what_a_layer_saves(tmp_path: Path)
     one = kind.input_bytes
     assert kind.nbytes > 8 * one
     # One of the layers is kept, and of three only the input is known to the hooks.
-    moved = first.offloaded_bytes + first.forwarded_bytes - 3 * one
-    assert 0.7 * moved <= 4 * kind.nbytes <= 1.3 * moved
+    moved = first.offloaded_bytes + first.forwarded_bytes + first.fallback_kept_bytes
+    assert moved == 4 * kind.nbytes + 3 * one
     assert {KEEP, OFFLOAD, RECOMPUTE} <= set(profile.timings[0])
     assert inputs not in profile.timings[0]
     assert plan.prediction is not None
@@ -365,6 +366,32 @@ def test_a_drive_that_gets_slower_gets_less_within_three_steps() -> None:
     moved = [record.offloaded_bytes for record in report]
     assert max(moved[9:]) < 0.9 * min(moved[3:6])
     assert (report[-1].stall_seconds or 0.0) < 0.5 * report[-1].seconds
+
+
+def test_who_waits_where_nothing_should_wait_plans_for_a_slower_drive() -> None:
+    """The simulator may say that a plan waits for nothing, while compute or the drive have their moods."""
+    model, record_of = make_model(layers=LAYERS), tba.Session._record
+    shares: list[float] = []
+
+    def waiting(*arguments: Any) -> StepRecord:
+        record = record_of(*arguments)
+        return dataclasses.replace(record, stall_seconds=0.1 * record.seconds)
+
+    def noted(profile: StepProfile, drive: Bandwidth, *arguments: Any, **options: Any) -> Plan:
+        measured = session._planner.drive() if session._planner is not None else None
+        assert measured is not None
+        shares.append(round(drive.write / measured.write, 9))
+        return make_plan(profile, drive, *arguments, **options)
+
+    with (
+        mock.patch.object(tba.Session, "_record", waiting),
+        mock.patch.multiple("tba_offload.planning", make_plan=noted, _drifted=never, _differ=never),
+        auto_session(model, Drive()) as session,
+    ):
+        train(model, session, steps=20)
+    steps = list(dict.fromkeys(shares))  # one that tries something else makes a plan behind it anyway
+    assert steps == pytest.approx([max(CAUTION**count, MOST_CAUTION) for count in range(len(steps))])
+    assert steps[-1] == MOST_CAUTION
 
 
 def test_plans_do_not_alternate() -> None:
