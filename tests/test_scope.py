@@ -98,3 +98,47 @@ def test_a_step_in_another_order_than_the_last_is_read_ahead_all_the_same(
         play(lookahead, asked, order)
     last = play(lookahead, asked, "F0 F1 F2 B0 B1 B2")[-1]
     assert last == ([(2, 0)], [])
+
+
+def saves(lookahead: Lookahead, *layers: int, micro_batch: int = 0) -> None:
+    for layer in layers:
+        lookahead.saved(SimpleNamespace(key=key_of(micro_batch, layer)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ((0, 1, 4, 5), (0, 1, 2, 3, 4, 5)),  # in the middle
+        ((1, 2, 3), (0, 1, 2, 3)),  # at the end of backward
+        ((0, 1, 2), (0, 1, 2, 3, 4)),  # at its beginning
+        ((0, 2, 3, 5), (1, 2, 4, 5)),  # others are gone
+    ],
+)
+def test_layers_that_are_new_are_expected_in_their_place(
+    before: tuple[int, ...], now: tuple[int, ...], lookahead: Lookahead, asked: Asked
+) -> None:
+    lookahead.begin_step()
+    saves(lookahead, *before)
+    for layer in reversed(before):
+        lookahead.used(key_of(0, layer))
+    lookahead.begin_step()
+    saves(lookahead, *now)
+    asked.plainly = []
+    lookahead.reached()
+    assert asked.plainly == [(0, layer) for layer in reversed(now)]
+
+
+def test_new_layers_of_several_micro_batches_are_each_expected_in_their_place(
+    lookahead: Lookahead, asked: Asked
+) -> None:
+    for layers in ((0, 2), (0, 1, 2)):
+        lookahead.begin_step()
+        for micro_batch in range(2):
+            saves(lookahead, *layers, micro_batch=micro_batch)
+        asked.plainly = []
+        lookahead.reached()
+        expected = asked.plainly
+        for micro_batch in range(2):
+            for layer in reversed(layers):
+                lookahead.used(key_of(micro_batch, layer))
+    assert expected == [(micro_batch, layer) for micro_batch in range(2) for layer in (2, 1, 0)]

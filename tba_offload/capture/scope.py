@@ -3,7 +3,8 @@
 A step repeats its order: whatever the schedule is (gradient accumulation, 1F1B, interleaved), the
 activations that backward asked for in one step it asks for in the next, in the same order. So prefetch
 follows the order recorded in the last step. Where there is none yet, or the step departs from it, the
-activations saved last are expected first.
+activations saved last are expected first. What was not saved in the last step, because its layer had another
+placement, is expected behind what was saved after it.
 
 With several micro-batches under way backward passes take turns with forward passes. What is used behind the
 next forward pass is read ahead with restraint, because that pass needs the window for what it saves.
@@ -14,6 +15,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tba_offload.transfer.offloader import Offloader
     from tba_offload.transfer.record import Record
 
@@ -61,6 +64,7 @@ class Lookahead:
         self._expected: list[tuple[ActivationKey, int]] = []
         self._position: dict[ActivationKey, int] = {}
         self._next = 0
+        self._has_new = False  # something was saved that is not expected
         self._given_up = 0
         self._passes = 0  # how often forward came after backward in this step
         self._in_backward = False
@@ -71,6 +75,7 @@ class Lookahead:
         self._records.clear()
         self._expect(self._recorded)
         self._recorded = []
+        self._has_new = False
         self._passes = 0
         self._in_backward = False
 
@@ -87,14 +92,18 @@ class Lookahead:
             self._in_backward = False
             self._passes += 1
         # With several micro-batches the order runs ahead of what exists; come back for what appears.
-        self._next = min(self._next, self._position.get(key, self._next))
+        position = self._position.get(key)
+        if position is None:
+            self._has_new = True
+        elif position < self._next:
+            self._next = position
 
     def used(self, key: ActivationKey) -> None:
         """Backward used an activation for the first time: read ahead from the one after it."""
         self._recorded.append((key, self._passes))
         self._in_backward = True
-        if key not in self._position and self._is_lost():
-            self._expect([(saved, self._passes) for saved in reversed(self._records)])
+        if self._has_new:
+            self._expect_new()
         position = self._position.get(key)
         given_up = self._offloader.stats.given_up
         if position is not None:
@@ -107,6 +116,8 @@ class Lookahead:
 
     def reached(self) -> None:
         """Backward has come to a layer, perhaps one of which nothing travels: reads start all the same."""
+        if self._has_new:
+            self._expect_new()
         if self._offloader.has_room():
             self._read_ahead()
 
@@ -115,6 +126,29 @@ class Lookahead:
         saved = list(self._records)  # another thread may be saving
         known = sum(key in self._position for key in saved)
         return 2 * known <= len(saved)
+
+    def _expect_new(self) -> None:
+        """Takes up what was saved and is not expected."""
+        self._has_new = False
+        if self._is_lost():
+            self._expect([(saved, self._passes) for saved in reversed(self._records)])
+            return
+        # Of each micro-batch, backward comes to a new one behind what was saved after it.
+        behind: dict[ActivationKey, ActivationKey] = {}
+        order: list[tuple[ActivationKey, int]] = []
+        later: dict[int, ActivationKey] = {}
+        for key in reversed(list(self._records)):
+            if key not in self._position:
+                after = later.get(key.scope.micro_batch)
+                if after is None:
+                    order.append((key, self._passes))
+                else:
+                    behind[after] = key
+            later[key.scope.micro_batch] = key
+        order = [(key, passes) for first, passes in order + self._expected for key in _run(first, behind)]
+        now = self._pass
+        self._expect(order)
+        self._pass = now
 
     def _expect(self, order: list[tuple[ActivationKey, int]]) -> None:
         """Expects activations in this order; each with the number of the backward pass that uses it."""
@@ -131,3 +165,11 @@ class Lookahead:
             if record is not None and not self._offloader.prefetch(record, across_forward=across):
                 return
             self._next += 1
+
+
+def _run(first: ActivationKey, behind: dict[ActivationKey, ActivationKey]) -> Iterator[ActivationKey]:
+    """An activation and those that come behind it."""
+    key: ActivationKey | None = first
+    while key is not None:
+        yield key
+        key = behind.get(key)
