@@ -174,12 +174,10 @@ def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
 
 slow = pytest.mark.skipif(not has_training(), reason="slow: runs beside Megatron's training loop only")
 
-FOUR_RANKS = ("experts and tensor", "pipeline and tensor")
+LONG = ("experts", "experts and tensor", "pipeline and tensor", "t5")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=slow if name in FOUR_RANKS else ()) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=slow if name in LONG else ()) for name in LAYOUTS])
 def test_training_is_the_same_bit_for_bit(name: str, crew: Crew, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     job = make_job(name, tmp_path)
@@ -212,7 +210,6 @@ AUTO_LAYOUTS = {
     "experts": Layout((FOUR,), model="moe", data=2, expert=2),
     "distributed optimizer": Layout((FOUR,), data=2, distributed_optimizer=True, bf16=True),
 }
-AUTO_EVERYWHERE = ("pipeline", "distributed optimizer")
 
 AUTO_BUDGETS = {"auto": None, "auto within a budget": "16MiB", "auto at odds": None}
 """Variants. Everything fits into the budget in the end, so that what is tried before can be foretold."""
@@ -235,10 +232,8 @@ def make_auto_job(layout: Layout, directory: Path) -> Job:
     return Job(layout, variants, str(directory), AUTO_STEPS, at_odds=("auto at odds",))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in AUTO_EVERYWHERE else slow) for name in AUTO_LAYOUTS],
-)
+@slow
+@pytest.mark.parametrize("name", AUTO_LAYOUTS)
 def test_the_planner_changes_no_bit(name: str, crew: Crew, tmp_path: Path) -> None:
     layout = AUTO_LAYOUTS[name]
     job = make_auto_job(layout, tmp_path)

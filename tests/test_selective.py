@@ -314,7 +314,8 @@ def test_views_of_what_is_made_again() -> None:
     for settled in (True, False):
         records = assert_transparent(block=Pieces, steps=STEPS, settled=settled, **SELECTIVE)
         assert rebuilt(records) == [0, ONE, ONE]
-        assert records[-1].offloaded_bytes < records[0].offloaded_bytes
+        if settled:  # or it depends on the drive how much is still in memory when backward asks for it
+            assert records[-1].offloaded_bytes < records[0].offloaded_bytes
 
 
 class FromAQuarter(nn.Module):
