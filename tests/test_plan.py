@@ -15,7 +15,7 @@ from tba_offload.plan.bandwidth import HOST_SPEED, Bandwidth, HostTier, Measured
 from tba_offload.plan.condense import condensed, count_items, with_few_micro_batches
 from tba_offload.plan.plan import Plan
 from tba_offload.plan.planner import NO_STALL, SLACK, Limits, explain, make_plan
-from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing
+from tba_offload.plan.profile import HOOK_SECONDS, LayerKind, Saved, Slot, StepProfile, Timing
 from tba_offload.plan.simulator import Outcome, simulate
 from tba_offload.policy import Objective, Placement
 from tba_offload.store import extents, tiered
@@ -160,6 +160,13 @@ def test_times_that_were_not_measured_are_estimated() -> None:
     assert profile.timing(0, RECOMPUTE) == (0.03, 0.09)
     only = dataclasses.replace(profile, timings=({RECOMPUTE: Timing(0.03, 0.09)},))
     assert only.timing(0, KEEP) == pytest.approx((0.03, 0.06))
+    measured = {KEEP: Timing(0.03, 0.06), OFFLOAD: Timing(0.02, 0.07)}
+    noisy = dataclasses.replace(make_profile(), timings=(measured,))
+    assert noisy.timing(0, KEEP) == (0.02, 0.06)
+    hooks = HOOK_SECONDS * len(
+        noisy.kinds[0].activations
+    )  # or equal times would look like memory for nothing
+    assert noisy.timing(0, OFFLOAD) == (0.02 + hooks, 0.07)
     measured = {KEEP: Timing(0.03, 0.06), RECOMPUTE: Timing(0.03, 0.07)}
     odd = dataclasses.replace(make_profile(), timings=(measured,))
     assert odd.timing(0, RECOMPUTE) == (0.03, 0.09)  # a second forward is not that cheap

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 LEAST_RECOMPUTED = 0.5
 """A second forward takes at least this share of the first."""
 
+HOOK_SECONDS = 10e-6
+"""Offloading an activation takes at least so much of the thread that trains, in either direction."""
+
 LEAST_REBUILT = 0.05
 """Rebuilding activations takes at least this share of what their bytes are of a forward."""
 
@@ -174,8 +177,12 @@ class StepProfile:
             return self._timing_of_selective(layer)
         offloaded = self._measured(kind, Placement.OFFLOAD)
         kept = self._measured(kind, Placement.KEEP)
-        if placement is Placement.KEEP and kept is not None and offloaded is not None:
-            return Timing(*map(min, kept, offloaded))
+        if kept is not None and offloaded is not None:
+            least = Timing(*map(min, kept, offloaded))
+            if placement is Placement.KEEP:
+                return least
+            hooks = HOOK_SECONDS * len(self.kinds[kind].activations)
+            return Timing(*(max(seconds, hooks + few) for seconds, few in zip(offloaded, least, strict=True)))
         found = kept or offloaded if placement is Placement.KEEP else offloaded or kept
         if found is not None:
             return found
