@@ -227,7 +227,8 @@ def make_auto_job(layout: Layout, directory: Path) -> Job:
             *("--tba-policy", str(directory / "policy.yaml")),
             *(("--tba-activation-bytes", budget) if budget is not None else ()),
         ]
-    policy = "budget:\n  in_flight_bytes: 32KiB\nmin_tensor_bytes: 1KiB\n"
+    # Or the first step may keep everything on a busy machine, and nobody learns how fast the drive is.
+    policy = "budget:\n  in_flight_bytes: 32KiB\nmin_tensor_bytes: 1KiB\non_slow: wait\n"
     (directory / "policy.yaml").write_text(policy)
     return Job(layout, variants, str(directory), AUTO_STEPS, at_odds=("auto at odds",))
 
