@@ -111,7 +111,7 @@ def saves(lookahead: Lookahead, *layers: int, micro_batch: int = 0) -> None:
         ((0, 1, 4, 5), (0, 1, 2, 3, 4, 5)),  # in the middle
         ((1, 2, 3), (0, 1, 2, 3)),  # at the end of backward
         ((0, 1, 2), (0, 1, 2, 3, 4)),  # at its beginning
-        ((0, 2, 3, 5), (1, 2, 4, 5)),  # others are gone
+        ((0, 2, 3, 5, 6), (1, 2, 4, 5, 6)),  # others are gone
     ],
 )
 def test_layers_that_are_new_are_expected_in_their_place(
@@ -142,3 +142,15 @@ def test_new_layers_of_several_micro_batches_are_each_expected_in_their_place(
             for layer in reversed(layers):
                 lookahead.used(key_of(micro_batch, layer))
     assert expected == [(micro_batch, layer) for micro_batch in range(2) for layer in (2, 1, 0)]
+
+
+def test_without_an_order_nothing_is_read_before_backward_says_where_it_is(
+    lookahead: Lookahead, asked: Asked
+) -> None:
+    lookahead.begin_step()
+    for micro_batch in range(2):
+        saves(lookahead, 0, 1, micro_batch=micro_batch)
+    lookahead.reached()
+    assert asked.plainly == []
+    lookahead.used(key_of(0, 1))
+    assert asked.plainly == [(0, 0)]

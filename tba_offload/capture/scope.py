@@ -102,8 +102,11 @@ class Lookahead:
         """Backward used an activation for the first time: read ahead from the one after it."""
         self._recorded.append((key, self._passes))
         self._in_backward = True
-        if self._has_new:
-            self._expect_new()
+        if key not in self._position and self._is_lost():
+            self._has_new = False
+            self._expect([(saved, self._passes) for saved in reversed(self._records)])
+        elif self._has_new:
+            self._insert_new()
         position = self._position.get(key)
         given_up = self._offloader.stats.given_up
         if position is not None:
@@ -116,8 +119,8 @@ class Lookahead:
 
     def reached(self) -> None:
         """Backward has come to a layer, perhaps one of which nothing travels: reads start all the same."""
-        if self._has_new:
-            self._expect_new()
+        if self._has_new and not self._is_lost():  # or there is nothing yet to go by
+            self._insert_new()
         if self._offloader.has_room():
             self._read_ahead()
 
@@ -127,13 +130,9 @@ class Lookahead:
         known = sum(key in self._position for key in saved)
         return 2 * known <= len(saved)
 
-    def _expect_new(self) -> None:
-        """Takes up what was saved and is not expected."""
+    def _insert_new(self) -> None:
+        """Expects what is new: of each micro-batch behind what was saved after it."""
         self._has_new = False
-        if self._is_lost():
-            self._expect([(saved, self._passes) for saved in reversed(self._records)])
-            return
-        # Of each micro-batch, backward comes to a new one behind what was saved after it.
         behind: dict[ActivationKey, ActivationKey] = {}
         order: list[tuple[ActivationKey, int]] = []
         later: dict[int, ActivationKey] = {}
