@@ -616,6 +616,31 @@ def test_a_trial_tells_what_will_be_made_again() -> None:
     assert Fate.REBUILT in fates[0]
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, torch.OutOfMemoryError])
+def test_a_recipe_whose_operations_refuse_is_not_trusted(kind: type[Exception]) -> None:
+    """Training goes on with the bytes that travelled, and the recipe is not tried again."""
+
+    def refuse(*_: object) -> Tensor:
+        raise kind("not with this")
+
+    with mock.patch.object(recipes.Recipe, "compute", side_effect=refuse) as tried:
+        records = assert_transparent(block=mixing(F.gelu), steps=STEPS, **SELECTIVE)
+    assert rebuilt(records) == [0] * STEPS
+    assert 0 < tried.call_count <= 4
+
+
+def test_what_fails_to_travel_is_no_fault_of_the_recipe() -> None:
+    net = make_net(mixing(F.gelu))
+    with session_for(net, layers=list(net.layers), default="selective") as session:
+        with (
+            mock.patch.object(recipes.Recipe, "compute", side_effect=TransferError("the drive is gone")),
+            pytest.raises(TransferError, match="the drive is gone"),
+        ):
+            run(net, forward_backward, session, 1)
+        run(net, forward_backward, session, 3)
+        assert session.report()[-1].rebuilt_bytes > 0
+
+
 def test_what_the_plan_keeps_stays() -> None:
     net = make_net(mixing(F.gelu))
     with session_for(net, layers=list(net.layers), default="selective") as session:

@@ -72,7 +72,8 @@ class Recipe:
         """The tensor, contiguous and with a storage of its own."""
         with torch.no_grad(), _without_autocast(device):
             # What operations leave in another order than that of the tensor only copies have put in order.
-            return self._compute(unpack).contiguous()
+            made = self._compute(unpack).contiguous()
+        return made if _fills_its_storage(made) else made.clone()
 
     def _compute(self, unpack: Unpack) -> Tensor:
         return self.make(*(_value(source, unpack) for source in self.sources))
@@ -300,6 +301,6 @@ def watch_norm(norm: nn.Module) -> RemovableHandle:
 
 
 def _note_eps(norm: nn.Module, _: object, output: Tensor) -> None:
-    node: Node = output.grad_fn
+    node: Node = getattr(output, "grad_fn", None)  # somebody's hook may have made anything of it
     if node is not None:
         node.metadata[_EPS] = norm.eps

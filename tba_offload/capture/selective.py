@@ -20,6 +20,7 @@ from tba_offload.capture.identity import View, look, shares_version, version_wit
 from tba_offload.capture.recipes import Finder, norms_of, watch_norm
 from tba_offload.capture.scope import ActivationKey
 from tba_offload.capture.trace import Fate
+from tba_offload.errors import TbaError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -253,8 +254,14 @@ class Rebuilds:
         likeness = trial.likeness
         if recipe is None or self._verdicts.get(likeness) is False:
             return
-        made = self.compute(recipe)
-        is_same = made.nbytes() == trial.nbytes and _same_bits(look(made, trial.view), tensor)
+        try:
+            made = self.compute(recipe)
+        except TbaError:
+            raise
+        except RuntimeError:  # the operations refuse what they were given, or there is no memory for a trial
+            is_same = False
+        else:
+            is_same = made.nbytes() == trial.nbytes and _same_bits(look(made, trial.view), tensor)
         self._verdicts[likeness] = is_same
         if is_same:
             trial.packed.trace.fate = Fate.REBUILT
