@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING
 
+import fake_kvikio
 import pytest
 import torch
 
 if TYPE_CHECKING:
+    import types
     from collections.abc import Iterator
 
 
@@ -25,6 +28,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Models this small gain nothing from a second thread, which waits busily for the first."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def kvikio(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+    """The stand-in for kvikio, whether or not there is a real one."""
+    for name in fake_kvikio.MODULES:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield fake_kvikio.install()
+    for name in fake_kvikio.MODULES:
+        sys.modules.pop(name, None)
 
 
 @pytest.fixture(autouse=True)

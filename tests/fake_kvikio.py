@@ -12,6 +12,8 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+MODULES = ("kvikio", "kvikio.defaults", "kvikio.cufile_driver")
+
 
 class IOFuture:
     """What ``pread`` and ``pwrite`` return; it moves when it is asked."""

@@ -11,14 +11,13 @@ import pytest
 from click.testing import CliRunner, Result
 from ordered_device import OrderedDevice
 from store_contract import CPU, descriptors
-from test_store_gds import MODULES
 
 from tba_offload import cli
 from tba_offload.device import streams
 from tba_offload.store import choice, gds, posix
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    import types
     from pathlib import Path
 
 
@@ -28,15 +27,10 @@ def small_extents(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def gpu(monkeypatch: pytest.MonkeyPatch, kvikio: types.ModuleType) -> None:
     """A device with memory of its own, and kvikio."""
-    for name in MODULES:
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert kvikio.__name__ == "kvikio"
     monkeypatch.setattr(streams, "default_device", lambda: OrderedDevice(seconds=0.0))
-    fake_kvikio.install()
-    yield
-    for name in MODULES:
-        sys.modules.pop(name, None)
 
 
 @pytest.fixture

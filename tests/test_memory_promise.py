@@ -95,14 +95,15 @@ class LiveBytes(TorchDispatchMode):
 class Chain(nn.Module):
     """A layer that saves sixteen activations of the same size."""
 
-    def __init__(self) -> None:
+    def __init__(self, function: Callable[[Tensor], Tensor] = torch.tanh) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
+        self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.linear(x)
         for _ in range(15):
-            h = torch.tanh(h)
+            h = self.function(h)
         return h
 
 
@@ -121,18 +122,9 @@ class Heads(nn.Module):
         return h
 
 
-class Activated(nn.Module):
+def activated() -> Chain:
     """A layer whose activations are made of each other; in ``selective`` layers most are made again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.linear(x)
-        for _ in range(15):
-            h = torch.nn.functional.gelu(h)
-        return h
+    return Chain(nn.functional.gelu)
 
 
 class Stack(nn.Module):
@@ -207,8 +199,8 @@ def test_resident_activations_keep_to_the_promise(block: type[nn.Module], direct
 @pytest.mark.parametrize("direction", ["writes", "reads", "both"])
 def test_the_promise_holds_where_activations_are_made_again(direction: str) -> None:
     """In the first step, in which all travel and are made again as well, to compare, and in later ones."""
-    scope = scope_bytes(Activated)
-    stack = make_stack(Activated, 6)
+    scope = scope_bytes(activated)
+    stack = make_stack(activated, 6)
     with session_for(stack, drive=slow_drive(direction), default="selective", in_flight=CEILING) as session:
         for number in range(3):
             assert peak_of(stack, session) <= CEILING + 1.2 * scope

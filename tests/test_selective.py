@@ -55,15 +55,6 @@ STEPS = 3
 SELECTIVE = {"default": "selective"}
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Models this small gain nothing from a second thread, which waits busily for the first."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 class Normed(Block):
     """A block with a norm, or something else that has parameters, where others have a function."""
 

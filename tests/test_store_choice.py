@@ -6,12 +6,10 @@ import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
-import fake_kvikio
 import pytest
 import torch
 from ordered_device import OrderedDevice
 from store_contract import CPU, descriptors, get, pattern, put
-from test_store_gds import MODULES
 
 import tba_offload as tba
 from tba_offload import StoreConfig, session
@@ -23,7 +21,6 @@ from tba_offload.store.gds import GdsStore
 from tba_offload.store.host import HostStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from tba_offload.store.queued import QueuedStore
@@ -56,15 +53,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(choice, "time", clock)
     monkeypatch.setattr(choice, "EXTENT_BYTES", 64 * KIB + 1)
     return clock
-
-
-@pytest.fixture
-def kvikio(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    for name in MODULES:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield fake_kvikio.install()
-    for name in MODULES:
-        sys.modules.pop(name, None)
 
 
 def slow_down(kind: type[QueuedStore], clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

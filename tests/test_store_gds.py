@@ -6,7 +6,6 @@ import builtins
 import errno
 import importlib.util
 import inspect
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,22 +28,9 @@ from tba_offload.store import gds, open_store
 from tba_offload.store.gds import GdsStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tba_offload.store.base import ActivationStore, Extent
 
 HAS_KVIKIO = importlib.util.find_spec("kvikio") is not None
-MODULES = ("kvikio", "kvikio.defaults", "kvikio.cufile_driver")
-
-
-@pytest.fixture
-def kvikio(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The stand-in."""
-    for name in MODULES:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield fake_kvikio.install()
-    for name in MODULES:
-        sys.modules.pop(name, None)
 
 
 @pytest.mark.usefixtures("kvikio")

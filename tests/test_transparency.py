@@ -63,15 +63,6 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(mode=False)
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Models this small gain nothing from a second thread, which waits busily for the first."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module", params=KINDS)
 def kind(request: pytest.FixtureRequest) -> Iterator[str]:
     """The kind of model; the process group of megatron-core's is set up once for all tests of a kind."""
