@@ -210,6 +210,10 @@ class _Run:
         self.saved: dict[_Scope, list[_Item]] = {}
         # Of each layer, looked up once: there are many more slots than layers.
         self.timings = [profile.timing(layer, placement) for layer, placement in enumerate(plan.placements)]
+        self.rebuilding = [
+            max(timing.backward - profile.timing(layer, Placement.OFFLOAD).backward, 0.0)
+            for layer, timing in enumerate(self.timings)
+        ]
         moves = [placement not in {Placement.KEEP, Placement.RECOMPUTE} for placement in plan.placements]
         moving = [slot for slot in profile.slots if moves[slot.layer]]
         self.order = [(slot.layer, slot.micro_batch) for slot in moving if slot.backward]
@@ -426,8 +430,7 @@ class _Run:
     def _selective_backward(self, slot: Slot, kind: LayerKind, seconds: float) -> None:
         """What is rebuilt comes into being when it is used; what it is made of stays until its own use."""
         passed, used = 0.0, 0
-        without = self.profile.timing(slot.layer, Placement.OFFLOAD).backward
-        self.rebuild_seconds += max(seconds - without, 0.0)
+        self.rebuild_seconds += self.rebuilding[slot.layer]
         self.passes = self.pass_of[self.position[slot.layer, slot.micro_batch]]
         for event in self._selective_events(slot, kind):
             self.now += (event.at - passed) * seconds
