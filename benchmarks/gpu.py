@@ -244,7 +244,7 @@ class Contest:
             way = self.ways.pop(name, None)
             self.steps.pop(name, None)
             if way is not None:
-                with contextlib.suppress(Exception):
+                with contextlib.suppress(Exception):  # it is left out already, and says why
                     way.close()
             self.subject.give_up_memory()
 

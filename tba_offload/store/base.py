@@ -12,7 +12,7 @@ import logging
 import os
 from _thread import allocate_lock
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self, TypedDict
 
 from tba_offload.errors import ConfigError, StoreError, UnsupportedError
 
@@ -383,10 +383,9 @@ def open_store(
     if kind not in KINDS:
         raise ConfigError(f"store kind {kind!r} is not one of {', '.join(KINDS)}")
     usual = threads_per_direction()
-    threads = {
-        "readers": usual if readers is None else readers,
-        "writers": usual if writers is None else writers,
-    }
+    threads = Threads(
+        readers=usual if readers is None else readers, writers=usual if writers is None else writers
+    )
     if kind == "host" or (kind == "auto" and not directories):
         if host_capacity is not None:
             raise ConfigError("host_capacity is for memory beside drives; a store in memory has capacity")
@@ -401,6 +400,13 @@ def open_store(
         raise
 
 
+class Threads(TypedDict):
+    """How many threads of a store read and how many write, on each drive."""
+
+    readers: int
+    writers: int
+
+
 def threads_per_direction() -> int:
     """Threads that read, or write, on each drive: one is enough for most, and spares the compute cores."""
     return 1 if len(os.sched_getaffinity(0)) <= _FEW_CORES else 2
@@ -412,15 +418,13 @@ def _open_host(
     device: Device,
     *,
     checksum: bool,
-    threads: dict[str, int],
+    threads: Threads,
 ) -> ActivationStore:
     from tba_offload.store.host import HostStore
 
     if directories:
         raise ConfigError("store kind 'host' keeps bytes in memory; remove the directories or the kind")
-    return HostStore(
-        capacity, device=device, checksum=checksum, writers=threads["writers"], readers=threads["readers"]
-    )
+    return HostStore(capacity, device=device, checksum=checksum, **threads)
 
 
 def _open_files(
@@ -430,7 +434,7 @@ def _open_files(
     *,
     kind: str,
     checksum: bool,
-    threads: dict[str, int],
+    threads: Threads,
 ) -> ActivationStore:
     from tba_offload.store.gds import import_kvikio
     from tba_offload.store.striped import StripedStore
@@ -460,7 +464,7 @@ def _open_drive(
     drive: int,
     *,
     checksum: bool,
-    threads: dict[str, int],
+    threads: Threads,
 ) -> QueuedStore:
     """The store on one drive; "auto" is the faster kind where there are two ways to it."""
     from tba_offload.store.choice import choose
