@@ -283,6 +283,22 @@ def test_what_was_found_out_of_one_layer_holds_for_equal_ones() -> None:
         assert [record.rebuilt_bytes for record in session.report()] == [0, ONE, LAYERS * ONE]
 
 
+class Dropping(Block):
+    """Its dropout leaves the same graph when it drops nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.softmax(self.up(x), dim=-1)
+        return x + self.down(torch.native_dropout(weights, 0.2, train=self.training)[0])
+
+
+def test_what_was_found_out_in_training_does_not_hold_in_evaluation() -> None:
+    def work(net: Net, number: int) -> list[Tensor]:
+        return forward_backward(net.train(number < STEPS), number)
+
+    records = assert_transparent(work, Dropping, steps=2 * STEPS, **SELECTIVE)
+    assert rebuilt(records) == [0, ONE, ONE, 0, 0, 0]
+
+
 # Views
 
 

@@ -50,12 +50,14 @@ class Likeness(NamedTuple):
         kind: Class of the layer.
         number: Of the activation in its scope.
         dtype: Of the saved tensor.
+        training: Whether the layer is in training mode: a dropout that drops nothing leaves the same graph.
     """
 
     name: str
     kind: type
     number: int
     dtype: torch.dtype
+    training: bool
 
 
 class Rebuild:
@@ -329,7 +331,7 @@ class SelectiveHooks(LayerHooks):
         recipe = self._recipe_of(tensor, storage, view)
         if recipe is None:
             return super()._pack_new(tensor, storage, view)
-        likeness = Likeness(recipe.name, type(self._layer), self._count, tensor.dtype)
+        likeness = Likeness(recipe.name, type(self._layer), self._count, tensor.dtype, self._layer.training)
         verdict = self._rebuilds.verdict(likeness)
         if verdict:
             return _rebuilt(self._rebuilds.add(tensor, recipe, self._next_key()), tensor, view)
