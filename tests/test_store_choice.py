@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,8 +14,9 @@ from store_contract import CPU, descriptors, get, pattern, put
 
 import tba_offload as tba
 from tba_offload import StoreConfig, session
+from tba_offload.errors import StoreError
 from tba_offload.report.run_log import read_run_log
-from tba_offload.store import choice, gds, open_store, posix
+from tba_offload.store import choice, gds, open_store, posix, queued
 from tba_offload.store.choice import EXTENTS, Probe, choose, measure
 from tba_offload.store.file import FileStore
 from tba_offload.store.gds import GdsStore
@@ -169,11 +171,56 @@ def test_a_way_that_fails_is_not_taken(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_way_that_hangs_is_not_taken(
+    clock: Clock, device: OrderedDevice, tmp_path: Path, kvikio: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does anybody wait for it, not even the end of the process."""
+    goes_on = threading.Event()
+    pread = kvikio.CuFile.pread
+
+    def hanging(*arguments: Any, **options: Any) -> Any:
+        goes_on.wait()
+        return pread(*arguments, **options)
+
+    monkeypatch.setattr(kvikio.CuFile, "pread", hanging)
+    monkeypatch.setattr(choice, "_PATIENCE", 0.05)
+    found = choose(tmp_path, device)
+    assert (found.kind, found.rates) == ("file", {})
+    assert "had not ended after" in found.why
+    assert not queued._open_stores
+    goes_on.set()
+
+
+def test_without_memory_for_a_measurement_it_is_the_file_store(
+    clock: Clock, device: OrderedDevice, tmp_path: Path, kvikio: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "randint", full)
+    found = choose(tmp_path, device)
+    assert found.kind == "file"
+    assert found.why == "GPUDirect Storage could not be measured: CUDA out of memory"
+
+
+def test_a_measurement_that_fails_leaves_no_extent_taken(
+    clock: Clock, device: OrderedDevice, tmp_path: Path, kvikio: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> None:
+        raise RuntimeError("KvikIO failure: Operation not supported")
+
+    monkeypatch.setattr(kvikio.CuFile, "pread", failing)
+    with GdsStore(tmp_path, device=device) as store:
+        with pytest.raises(StoreError, match="Operation not supported"):
+            choice.measure(store, device)
+        assert (store.used_bytes, store.pending()) == (0, 0)
+
+
 @pytest.mark.usefixtures("kvikio")
 def test_a_capacity_without_room_is_not_exceeded_for_a_measurement(
     clock: Clock, device: OrderedDevice, tmp_path: Path
 ) -> None:
-    room = 2 * EXTENTS * (68 + 4) * KIB
+    room = 2 * 2 * EXTENTS * (68 + 4) * KIB
     assert choose(tmp_path, device, capacity=room - 1).why.endswith("has no room to measure the other way")
     assert clock.read == 0
     choose(tmp_path, device, capacity=room)

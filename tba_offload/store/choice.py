@@ -8,6 +8,8 @@ where in the machine GPU and drive sit, and no library tells it beforehand. So b
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack, suppress
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     from tba_offload.device import Device
     from tba_offload.store.base import ActivationStore, Extent, IoFuture
+    from tba_offload.store.queued import QueuedStore
 
 EXTENT_BYTES = 16 << 20
 """What one activation of a large layer comes to."""
@@ -130,14 +133,23 @@ class Probe:
             for future in futures:
                 future.wait(_PATIENCE)
             seconds = time.perf_counter() - began
-        except BaseException:
-            for future in futures:
-                future.cancel()
+        except StoreError:
+            self._undo(written, futures)
             raise
         if writes:
             self.done()
             self._full = written
         return len(futures) * self._source.nbytes / seconds
+
+    def _undo(self, written: list[Extent], futures: list[IoFuture]) -> None:
+        """Gives all extents back when some transfers have failed and others may still run."""
+        for future in futures:
+            future.cancel()
+        for future in futures:
+            with suppress(StoreError):
+                future.wait(_PATIENCE)
+        self._full += written
+        self.done()
 
 
 def measure(
@@ -155,6 +167,7 @@ def measure(
 
     Raises:
         StoreError: A transfer failed, or there is no room.
+        TimeoutError: A transfer hangs; the store cannot be closed then, but given up.
     """
     probe = Probe(store, device, extent_bytes=extent_bytes or EXTENT_BYTES, extents=extents)
     probe.write()
@@ -198,9 +211,9 @@ def choose(
 
     They take turns, and the best round of each counts; both are gone when this returns. The device has work
     meanwhile, as in training: kvikio lets a transfer wait for what PyTorch's default stream was given before,
-    so that what is fast on an idle GPU can be slow on a busy one. Where GPUDirect
-    Storage cannot be had, or there is no room to try it, it is the file store. Several processes that start
-    at once disturb each other's measurements.
+    so that what is fast on an idle GPU can be slow on a busy one. Where GPUDirect Storage cannot be had or
+    hangs, or there is no room to try it, it is the file store. Several processes that start at once disturb
+    each other's measurements.
 
     Args:
         directory: A directory on the drive.
@@ -213,26 +226,41 @@ def choose(
     if not device.pins_memory:
         return Choice("file", "activations lie in host memory, which drives reach directly", {})
     room = 2 * EXTENTS * (round_up(EXTENT_BYTES, BLOCK) + BLOCK)  # an extent may start inside a block
-    if capacity is not None and capacity < room:
+    if capacity is not None and capacity < 2 * room:  # both kinds have a file for a moment
         return Choice("file", f"a capacity of {capacity} bytes has no room to measure the other way", {})
     options = {"device": device, "checksum": checksum, "writers": writers, "readers": readers}
     try:
         import_kvikio()
-        with (
-            FileStore(directory, capacity=room, **options) as file,  # type: ignore[arg-type]
-            GdsStore(directory, capacity=room, **options) as direct,  # type: ignore[arg-type]
-        ):
+        with ExitStack() as stack:
+            file = FileStore(directory, capacity=room, **options)  # type: ignore[arg-type]
+            stack.push(partial(_end, file))
+            direct = GdsStore(directory, capacity=room, **options)  # type: ignore[arg-type]
+            stack.push(partial(_end, direct))
             rates = _in_turn({"file": file, "gds": direct}, device)
             path = direct.description["path"]
     except MissingDependencyError as error:
         return Choice("file", f"GPUDirect Storage needs {error.package}, which is not installed", {})
-    except StoreError as error:
+    except TimeoutError:
+        return Choice(
+            "file",
+            f"a transfer of {EXTENT_BYTES} bytes had not ended after {_PATIENCE:.0f} s of measuring",
+            {},
+        )
+    except (StoreError, torch.OutOfMemoryError) as error:
         return Choice("file", f"GPUDirect Storage could not be measured: {error}", {})
     moved = f"{rates['gds'] / 1e9:.2f} GB/s through kvikio ({path}), {rates['file'] / 1e9:.2f} GB/s through"
     kind = "gds" if rates["gds"] > rates["file"] else "file"
     return Choice(
         kind, f"it is the faster: {moved} pinned host memory, both directions at once, on a busy GPU", rates
     )
+
+
+def _end(store: QueuedStore, kind: type[BaseException] | None, *_: object) -> None:
+    """Closes a store that was tried; one with transfers that hang is left to itself."""
+    if kind is TimeoutError:
+        store.give_up()
+    else:
+        store.close()
 
 
 def _in_turn(stores: Mapping[str, ActivationStore], device: Device) -> dict[str, float]:

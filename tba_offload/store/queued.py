@@ -438,6 +438,19 @@ class QueuedStore(ActivationStore):
         if self._callback_error is not None:
             raise self._callback_error
 
+    def give_up(self) -> None:
+        """Ends the store without waiting for transfers that hang.
+
+        Their threads, and the file, stay until the process ends.
+        """
+        with self._lock:
+            self._closed = True
+        for lane in self._lanes:
+            lane.cancel_queued()
+            lane.stop()
+        self._finalizer.detach()
+        _open_stores.discard(self)
+
     # On the training thread.
 
     def _queue(
