@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the checks and the tests in .venv, which it makes. Arguments go to pytest.
+# Runs the checks and the tests in .venv, which it makes. Arguments go to pytest: -n 0 for a single process.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . examples/setup.sh
@@ -7,4 +7,4 @@ setup_venv dev,megatron
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
-.venv/bin/python -m pytest "$@"
+.venv/bin/python -m pytest -n 2 --dist worksteal "$@"

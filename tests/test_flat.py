@@ -307,12 +307,10 @@ def test_a_forked_child_trains_plainly(model: Model) -> None:
     def in_the_child() -> list[bytes]:
         return [gradient.numpy().tobytes() for gradient in plain_gradients(model)]
 
-    torch.set_num_threads(1)
     expected = in_the_child()
     model.zero_grad()
     with session_for(model) as session, session.step():
         _, found = step_with_fork(model, session, in_the_child)
-    torch.set_num_threads(2)
     assert found == expected
 
 

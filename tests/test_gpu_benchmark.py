@@ -61,12 +61,9 @@ def settings_for(tmp_path: Path, *ways: str, **others: Any) -> gpu.Settings:
 
 @pytest.fixture
 def subject() -> Iterator[Subject]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny operations; on a busy machine several threads wait for one another
     made = Subject("torch", SIZE, CPU)
     yield made
     made.close()
-    torch.set_num_threads(threads)
 
 
 # As a whole

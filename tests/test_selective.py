@@ -677,7 +677,6 @@ def test_what_somebody_keeps_anyway_is_no_longer_made_again() -> None:
 # Precision and memory
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_under_autocast() -> None:
     """Casts are made again as well: those of outputs of norms, and those of weights, from the weights."""
 
@@ -735,7 +734,6 @@ def live_peak(kind: str, default: str, batch: int, *, in_flight: int | None, wri
     return bytes_.peak
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("kind", ["gpt", "llama", "encoder"])
 def test_the_peak_is_that_of_offloading_and_what_one_recipe_takes(kind: str) -> None:
     """Attention's weights are made of the softmax and the mask, which are there while they are used."""
@@ -748,7 +746,6 @@ def test_the_peak_is_that_of_offloading_and_what_one_recipe_takes(kind: str) -> 
     assert made_again <= offload + 2 * weights
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("kind", ["gpt", "llama", "encoder"])
 def test_on_a_drive_that_is_too_slow_less_is_in_memory(kind: str) -> None:
     offload, made_again = (

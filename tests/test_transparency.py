@@ -104,7 +104,6 @@ def config_for(placement: str, store: str, directory: Path) -> OffloadConfig:
     )
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -116,7 +115,6 @@ def test_same_bits(
     assert_same_bits(kind, placement, store, dtype, dropout, micro_batches, tmp_path)
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("store", ["host", "file"])
@@ -152,7 +150,6 @@ def assert_same_bits(
     assert {record.recomputed_scopes for record in report} == {recomputed * micro_batches}
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_runs_compared_differ_in_dropout(kind: str, dtype: str) -> None:
     """Dropout that does nothing, or draws nothing, would be reproduced by everybody."""
@@ -161,6 +158,7 @@ def test_the_runs_compared_differ_in_dropout(kind: str, dtype: str) -> None:
     assert not same_bits(without.random_states[0], dropping.random_states[0])
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_bytes_really_go_out_and_come_back(kind: str, tmp_path: Path) -> None:
     """Of all but the last activations, as the window holds a fraction of a layer; with two threads."""
     expected = plain(kind, "fp32", 0.1, threads=2)
@@ -173,7 +171,6 @@ def test_bytes_really_go_out_and_come_back(kind: str, tmp_path: Path) -> None:
     assert record.in_flight_peak_bytes <= 1.5 * WINDOW
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_placements_change_between_steps(kind: str, tmp_path: Path) -> None:
     placements = ["offload", "recompute", "mixed"]
     expected = plain(kind, "fp32", 0.1, steps=len(placements))
