@@ -2,6 +2,7 @@
 
     python benchmarks/planner.py                    every budget, with the drive as it is
     python benchmarks/planner.py --rate 200MB       on a drive slowed down to 200 MB/s in each direction
+    python benchmarks/planner.py --budget 0         without a budget, against keep and offload
     python benchmarks/planner.py --adapt            the drive halves its rate in the middle of a run
     python benchmarks/planner.py --scale            how long planning takes, up to 100,000 activations
 
@@ -164,8 +165,10 @@ def policy(
     ).to_yaml()
 
 
-def by_hand(directory: str, layers: int, budget: int, peak: int, window: int) -> dict[str, str]:
+def by_hand(directory: str, layers: int, budget: int | None, peak: int, window: int) -> dict[str, str]:
     """Policies that somebody could write: the last layers kept, as many as should fit."""
+    if budget is None:
+        return {"offload all": policy(directory, Placement.OFFLOAD, window=window)}
     one = peak / layers
     found = {}
     for other in (Placement.OFFLOAD, Placement.RECOMPUTE):
@@ -219,24 +222,24 @@ class Bench:
 
 
 def sweep(bench: Bench, shares: Sequence[int], rate: float | None) -> list[Figures]:
-    """Races auto at every budget; one row for each policy."""
+    """Races auto at every budget, or without one; one row for each policy."""
     peak, rows = bench.peak_of_keep(), []
     for share in shares:
-        budget = peak * share // 100
+        budget = peak * share // 100 if share else None
         configs = {
             "keep": bench.keep(),
             "auto": policy(bench.directory, Placement.AUTO, budget=budget),
             **by_hand(bench.directory, bench.shape.layers, budget, peak, bench.window),
         }
         results = bench.race(configs, ((0, rate),))
-        rows += judge(results, share, budget)
+        rows += judge(results, share, peak if budget is None else budget)
         Console(width=130).print(table(rows[-len(configs) :], share, rate))
         click.echo(verdict(rows[-len(configs) :]))
     return rows
 
 
 def judge(results: dict[str, list[Figures]], share: int, budget: int) -> list[Figures]:
-    """Peak, time and prediction of each policy, against auto."""
+    """Peak, time and prediction of each policy, against auto; without a budget keep's peak stands for it."""
     auto = timed(results["auto"])
     rows = []
     for name, steps in results.items():
@@ -249,7 +252,7 @@ def judge(results: dict[str, list[Figures]], share: int, budget: int) -> list[Fi
                 "budget_bytes": budget,
                 "name": name,
                 "peak_bytes": peak,
-                "fits": peak <= budget,
+                "fits": peak <= budget or not share,
                 "seconds_median": statistics.median(seconds),
                 "auto_over_it": paired_ratio(auto, seconds),
                 "stall_median": statistics.median(step["stall"] for step in steps[WARM_UP:]),
@@ -270,8 +273,17 @@ def timed(steps: Sequence[Figures]) -> list[float]:
 def table(rows: Sequence[Figures], share: int, rate: float | None) -> Table:
     """The rows of one budget."""
     drive = "the drive as it is" if rate is None else f"{rate / 1e6:.0f} MB/s"
-    made = Table(title=f"budget {share}% of keep's peak, {drive}")
-    for head in ("", "peak, x budget", "step s", "stall s", "auto / it (quartiles)", "losses", "layers"):
+    budget = f"budget {share}% of keep's peak" if share else "no budget"
+    made = Table(title=f"{budget}, {drive}")
+    for head in (
+        "",
+        "peak, x budget" if share else "peak, x keep's",
+        "step s",
+        "stall s",
+        "auto / it (quartiles)",
+        "losses",
+        "layers",
+    ):
         made.add_column(head, justify="left" if head in {"", "layers"} else "right")
     for row in rows:
         made.add_row(
@@ -290,7 +302,8 @@ def verdict(rows: Sequence[Figures]) -> str:
     """Auto against the best of the others, and its predictions."""
     auto = next(row for row in rows if row["name"] == "auto")
     others = [row for row in rows if row["fits"] and row["name"] != "auto"]
-    said = f"auto: peak {auto['peak_bytes'] / auto['budget_bytes']:.3f} x budget"
+    limit = "budget" if auto["share"] else "keep's"
+    said = f"auto: peak {auto['peak_bytes'] / auto['budget_bytes']:.3f} x {limit}"
     if others:
         best = min(others, key=lambda row: row["seconds_median"])
         said += f", {best['auto_over_it']} x the time of the best ({best['name']})"
@@ -380,7 +393,15 @@ def _growth(rows: Sequence[Figures]) -> float:
 
 
 @click.command()
-@click.option("--budget", "shares", type=int, multiple=True, default=(20, 35, 50, 75), show_default=True)
+@click.option(
+    "--budget",
+    "shares",
+    type=click.IntRange(min=0),
+    multiple=True,
+    default=(20, 35, 50, 75),
+    show_default=True,
+    help="Percent of keep's peak; 0 for no budget.",
+)
 @click.option("--rate", default=None, help="Slow the drive down to this much a second, such as 200MB.")
 @click.option(
     "--adapt", "adapts", is_flag=True, help="Halve the rate in the middle; --rate is 800MB by default."

@@ -51,7 +51,7 @@ from transformer_profile import LayerShape, llama_layer, megatron_layer, stage
 from tba_offload.config import parse_size
 from tba_offload.forecast import composition
 from tba_offload.plan.bandwidth import Bandwidth
-from tba_offload.plan.planner import Limits, make_plan
+from tba_offload.plan.planner import MARGIN, Limits, make_plan
 from tba_offload.policy import Placement
 
 if TYPE_CHECKING:
@@ -395,7 +395,9 @@ def compare(model: Model, number: int, rate: float, memory: float, *, optimizer_
     scopes = scopes_of(profile, [model.layer(setting.sequence).scopes])
     cut = play_tba(profile, scopes, drive)
     teraio, closed = play_teraio(one_layer_each(profile), drive, budget)
-    plan = make_plan(profile, drive, Limits(int(budget)), policy=[Placement.AUTO] * len(profile.layers))
+    # The planner's margin is for predictions that do not come true. Here they do, and the rivals have none.
+    limits = Limits(int(budget / (1 - MARGIN)))
+    plan = make_plan(profile, drive, limits, policy=[Placement.AUTO] * len(profile.layers))
     assert plan.prediction is not None
 
     def share(played: Played | None) -> float | None:
