@@ -160,6 +160,7 @@ class AutoPlanner:
             "policy": [placement.value for placement in self.policy],
             "profile": self.profile.as_json(),
             "drive": dataclasses.asdict(self._planned_for),
+            "caution": self._caution,
             "limits": dataclasses.asdict(self.limits),
             "plan": self._plan.as_json(),
         }
@@ -221,6 +222,8 @@ class AutoPlanner:
         if times is not None and self._unread is not None:
             self._unread = None
             self._recent.append(times.ended - times.began)
+            if self._plan is not None:
+                self._waited.append(times.waited)
         profile = profile_of(
             trace,
             stalls,
@@ -262,7 +265,8 @@ class AutoPlanner:
     def _is_turn(self, plan: Plan, drive: Bandwidth | None, record: StepRecord) -> bool:
         """Whether to look at a step closely: not at each, because that takes time."""
         if self.agree is not None:  # the ranks talk behind the same steps
-            return self._steps <= _LEARNING or self._steps % _TURN == 0
+            is_soon = _has_excursion(self._steps) or _has_excursion(self._steps - 1)
+            return self._steps <= _LEARNING or self._steps % _TURN == 0 or is_soon
         if self._plan is None or self._steps <= _CLOSELY or self._steps % _TURN == 0 or self._on_excursion:
             return True
         return drive is not None and self._is_astray(plan, drive, record)
@@ -276,7 +280,10 @@ class AutoPlanner:
             self._on_excursion = False
             return self._replan(profile, drive, self._plan)
         self._plan = dataclasses.replace(plan, prediction=simulate(profile, plan, drive).prediction)
-        if self.agree is None and (self._steps in _EXCURSIONS or self._steps % _EXCURSIONS[-1] == 0):
+        if self._caution < 1.0 and self._steps % _EXCURSIONS[-1] == 0:
+            self._caution = min(self._caution / CAUTION, 1.0)  # a slow hour ends some time
+            return self._replan(profile, drive, self._plan)
+        if _has_excursion(self._steps):
             return self._excursion(profile, drive, self._plan)
         return self._plan
 
@@ -284,13 +291,18 @@ class AutoPlanner:
         """The plan, but with one layer of each kind under a placement that has none now.
 
         What it costs was measured when memory and files still grew, or on another drive. Without a look at it
-        now and then, a bad measurement would be believed for ever.
+        now and then, a bad measurement would be believed for ever. Where several ranks share layers, what is
+        recomputed is not tried: that would be everybody's business.
         """
         placements = list(plan.placements)
         for kind in set(profile.layers):
             free = self._free_layers(profile, kind)
             measured = {computed_as(plan.placements[layer]) for layer in free}
-            missing = [placement for placement in _LOOKS if placement not in measured]
+            missing = [
+                placement
+                for placement in _LOOKS
+                if placement not in measured and (self.agree is None or not placement.recomputes)
+            ]
             # What was never seen comes first: there may be fewer layers than placements.
             missing.sort(key=lambda placement: placement in profile.timings[kind])
             for layer in free:
@@ -298,7 +310,7 @@ class AutoPlanner:
                 if placement is not None:
                     missing.remove(placement)
                     placements[layer] = placement
-        look = dataclasses.replace(plan, placements=tuple(placements), kept=(), prediction=None)
+        look = dataclasses.replace(plan, placements=tuple(placements), kept=(), part=None, prediction=None)
         if placements == list(plan.placements):
             return plan
         if simulate(profile, look, drive).peak_bytes > self.limits.planned:
@@ -320,7 +332,8 @@ class AutoPlanner:
         plan = proposed
         if any(a.recomputes != b.recomputes for a, b in zip(wanted, proposed.placements, strict=True)):
             plan = self._with_recomputed(wanted, proposed, drive)
-        if self._plan is not None:
+            self._on_excursion = False
+        if self._plan is not None and not self._on_excursion:
             self._plan = plan
             self._check_budget(plan)
         return plan
@@ -359,7 +372,9 @@ class AutoPlanner:
             mine if placement is Placement.AUTO and not mine.recomputes else placement
             for placement, mine in known
         ]
-        return dataclasses.replace(proposed, placements=tuple(placements), kept=(), prediction=None)
+        return dataclasses.replace(
+            proposed, placements=tuple(placements), kept=(), part=None, prediction=None
+        )
 
     def drive(self) -> Bandwidth | None:
         """What all drives together can do, and host memory beside them; ``None`` before anything moved."""
@@ -531,6 +546,11 @@ class AutoPlanner:
             bare = dataclasses.replace(profile, rest_bytes=0)
             known = simulate(bare, plan, drive).peak_bytes
         return dataclasses.replace(profile, rest_bytes=max(peak - known, 0))
+
+
+def _has_excursion(step: int) -> bool:
+    """Whether the step behind this one may try what the plan does not."""
+    return step in _EXCURSIONS or (step > 0 and step % _EXCURSIONS[-1] == 0)
 
 
 def _drifted(now: Bandwidth, then: Bandwidth, share: float) -> bool:

@@ -316,11 +316,12 @@ class Session:
             return site.forward(*args, **kwargs)
 
     def _hooks(self, site: _Site, placement: Placement, scope: ScopeTrace) -> LayerHooks:
-        kept = self.plan.kept_of(site.index)
+        kept, part = self.plan.kept_of(site.index), self.plan.part_of(site.index)
         slow = self._keeps_when_slow(placement)
         if placement is Placement.SELECTIVE:
-            return SelectiveHooks(self._rebuilds, site.layer.module, scope.key, when_slow=slow, kept=kept)
-        return LayerHooks(self.capture, scope.key, when_slow=slow, kept=kept)
+            layer = site.layer.module
+            return SelectiveHooks(self._rebuilds, layer, scope.key, when_slow=slow, kept=kept, part=part)
+        return LayerHooks(self.capture, scope.key, when_slow=slow, kept=kept, part=part)
 
     def _leave_alone(self, site: _Site) -> None:
         """A layer runs inside somebody else's hooks, where neither ours nor a checkpoint's can be."""

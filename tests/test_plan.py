@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tba_offload.plan import bandwidth, planner, simulator
 from tba_offload.plan.bandwidth import HOST_SPEED, Bandwidth, HostTier, MeasuredRate
 from tba_offload.plan.condense import condensed, count_items, with_few_micro_batches
-from tba_offload.plan.plan import Plan
+from tba_offload.plan.plan import Part, Plan
 from tba_offload.plan.planner import NO_STALL, SLACK, Limits, explain, make_plan
 from tba_offload.plan.profile import HOOK_SECONDS, LayerKind, Saved, Slot, StepProfile, Timing
 from tba_offload.plan.simulator import Outcome, simulate
@@ -22,6 +22,7 @@ from tba_offload.store import extents, tiered
 from tba_offload.transfer import books, offloader
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Sequence
 
 KEEP, OFFLOAD, RECOMPUTE, AUTO = Placement.KEEP, Placement.OFFLOAD, Placement.RECOMPUTE, Placement.AUTO
@@ -329,21 +330,29 @@ def test_what_is_rebuilt_goes_after_its_use_and_what_it_is_made_of_after_its_own
 )
 @quick
 def test_every_byte_and_every_second_is_accounted_for(
-    profile: StepProfile, drive: Bandwidth, window: int | None, chance: object
+    profile: StepProfile, drive: Bandwidth, window: int | None, chance: random.Random
 ) -> None:
     choices = [KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, SELECTIVE]
-    placements = tuple(chance.choice(choices) for _ in profile.layers)  # type: ignore[attr-defined]
-    plan = Plan(placements, window=window)
-    outcome = simulate(profile, plan, drive)
+    placements = tuple(chance.choice(choices) for _ in profile.layers)
     (kind,) = profile.kinds
+    part = Part(0, chance.randrange(len(kind.activations)), chance.randrange(2 * MIB))
+    plan = Plan(placements, window=window, part=part)
+    outcome = simulate(profile, plan, drive)
     travels = {
         OFFLOAD: kind.nbytes,
         RECOMPUTE_OFFLOAD: kind.input_bytes,
         SELECTIVE: kind.nbytes - kind.rebuilt_bytes,
     }
     saved = sum(slot.backward * travels.get(placements[slot.layer], 0) for slot in profile.slots)
-    assert outcome.read_bytes + outcome.forwarded_bytes == saved
-    assert outcome.read_bytes <= outcome.written_bytes <= saved
+    partly = kind.activations[part.number]
+    stays = placements[0] is OFFLOAD or (placements[0] is SELECTIVE and not partly.rebuilt)
+    parts = (
+        part.nbytes
+        * (stays and part.nbytes < partly.nbytes)
+        * sum(s.backward for s in profile.slots if s.layer == 0)
+    )
+    assert saved - parts <= outcome.read_bytes + outcome.forwarded_bytes <= saved
+    assert outcome.read_bytes <= outcome.written_bytes <= saved - parts
     assert outcome.seconds == pytest.approx(compute_seconds(profile, plan) + outcome.stall_seconds)
     # No more is moved than the drive can move in the time.
     assert outcome.read_seconds <= outcome.seconds * (1 + 1e-9)
@@ -582,6 +591,49 @@ def test_what_the_budget_has_left_is_filled_with_single_activations() -> None:
     assert any(any(kept) for plan in plans for kept in plan.kept)
     for plan in plans:
         assert all(not kept or plan.placements[layer] is OFFLOAD for layer, kept in enumerate(plan.kept))
+
+
+def test_a_part_of_an_activation_is_memory_for_time() -> None:
+    profile, slow = make_profile(2, sizes=(8 * MIB,)), Bandwidth(1e8, 1e8)
+    whole = all_of(profile, OFFLOAD, window=8 * MIB)
+    before = simulate(profile, whole, slow)
+    for nbytes in (MIB, 4 * MIB):
+        after = simulate(profile, dataclasses.replace(whole, part=Part(0, 0, nbytes)), slow)
+        assert after.written_bytes == before.written_bytes - nbytes
+        assert after.stall_seconds < before.stall_seconds
+        assert before.peak_bytes <= after.peak_bytes <= before.peak_bytes + nbytes
+
+
+def test_the_last_activation_that_the_budget_has_room_for_stays_in_part() -> None:
+    timings = ({KEEP: Timing(0.03, 0.06), OFFLOAD: Timing(0.03, 0.06)},)
+    profile = dataclasses.replace(make_profile(4, sizes=(8 * MIB,) * 4), timings=timings)
+    slow, peak = Bandwidth(4e8, 4e8), peak_of_keep(profile)
+    gains = []
+    for share in range(30, 100, 3):
+        limits = Limits(peak * share // 100)
+        plan = make_plan(profile, slow, limits, policy=(AUTO,) * 4, not_recomputed=frozenset(range(4)))
+        if plan.part is None:
+            continue
+        assert plan.placements[plan.part.layer] is OFFLOAD
+        assert plan.part.number not in plan.kept_of(plan.part.layer)
+        assert 0 < plan.part.nbytes < 8 * MIB
+        found = outcome_of(profile, plan, slow)
+        without = outcome_of(profile, dataclasses.replace(plan, part=None), slow)
+        assert found.peak_bytes <= limits.planned
+        gains.append(without.seconds / found.seconds - 1)
+    assert min(gains) >= 0
+    assert max(gains) > 0.02
+
+
+def test_a_plan_that_only_the_smallest_window_lets_fit_is_found() -> None:
+    """The peak of a slow drive does not fall with the window until that is small."""
+    timings = ({KEEP: Timing(0.03, 0.06), OFFLOAD: Timing(0.03, 0.06)},)
+    profile = dataclasses.replace(make_profile(3, sizes=(16 * MIB,) * 2), timings=timings)
+    slow, every = Bandwidth(3e8, 3e8), frozenset(range(3))
+    for budget in range(84, 96, 2):
+        limits = Limits(budget * MIB)
+        plan = make_plan(profile, slow, limits, policy=(AUTO, AUTO, KEEP), not_recomputed=every)
+        assert outcome_of(profile, plan, slow).peak_bytes <= limits.planned
 
 
 @given(all_profiles, drives, st.lists(shares, min_size=2, max_size=4))

@@ -23,7 +23,7 @@ from tba_offload.config import load_config
 from tba_offload.errors import RunLogError
 from tba_offload.forecast import Situation, composition
 from tba_offload.plan.bandwidth import HOST_SPEED, Bandwidth
-from tba_offload.plan.plan import Plan
+from tba_offload.plan.plan import Part, Plan
 from tba_offload.plan.planner import Limits, make_plan
 from tba_offload.plan.profile import Timing
 from tba_offload.plan.simulator import simulate
@@ -93,6 +93,17 @@ def test_a_profile_tells_what_layers_save_and_in_which_order_they_run() -> None:
     assert {KEEP, OFFLOAD} <= set(profile.timings[0])
 
 
+def all_written(session: Session) -> Callable[[nn.Module, int], torch.Tensor]:
+    """A loss behind which nothing is still to be written, however busy the machine is."""
+
+    def loss(model: nn.Module, number: int) -> torch.Tensor:
+        found = loss_of(model, make_tokens(number))
+        session.offloader.quiesce()
+        return found
+
+    return loss
+
+
 def test_inputs_that_travel_are_not_taken_for_what_a_layer_saves(tmp_path: Path) -> None:
     """Such layers stay as the policy places them, and the profile is that of the others."""
     inputs = Placement.RECOMPUTE_OFFLOAD
@@ -100,7 +111,7 @@ def test_inputs_that_travel_are_not_taken_for_what_a_layer_saves(tmp_path: Path)
     model, path = make_model(layers=LAYERS), tmp_path / "run.jsonl"
     config = config_for(default=AUTO, rules=rules, in_flight=MIB)
     with tba.attach(model, config, measure_memory=False, run_log=path) as session:
-        train(model, session, steps=4)
+        train(model, session, steps=4, loss=all_written(session))
         profile, plan = profile_in(session), session.plan
         first, *_, last = session.report()
     assert plan.placements[:4] == (inputs, inputs, inputs, KEEP)
@@ -396,6 +407,30 @@ def test_who_waits_where_nothing_should_wait_plans_for_a_slower_drive() -> None:
     assert steps[-1] == MOST_CAUTION
 
 
+def test_caution_is_given_up_little_by_little_and_logged(tmp_path: Path) -> None:
+    model, path = make_model(layers=LAYERS), tmp_path / "run.jsonl"
+    config = config_for(default=AUTO, in_flight=MIB)
+    with (
+        mock.patch.multiple("tba_offload.planning", _drifted=never, _differ=never, _EXCURSIONS=(99, 8)),
+        tba.attach(model, config, run_log=path, measure_memory=False) as session,
+    ):
+        planner = session._planner
+        assert planner is not None
+
+        def before(step: int) -> None:
+            if step == 4:
+                planner._caution = CAUTION**2
+            seen.append(planner._caution)
+            planner._waited.clear()  # the moods of the machine are none here
+            planner._told = None
+
+        seen: list[float] = []
+        train(model, session, steps=26, before_step=before)
+    assert [seen[step] for step in (4, 9, 17, 25)] == pytest.approx([CAUTION**2, CAUTION, 1.0, 1.0])
+    logged = [event["caution"] for event in read_run_log(path).others if event["event"] == "plan"]
+    assert list(dict.fromkeys(logged)) == pytest.approx([1.0, CAUTION**2, CAUTION])
+
+
 def test_plans_do_not_alternate() -> None:
     model = make_model(layers=LAYERS)
     plans: list[Plan] = []
@@ -409,6 +444,29 @@ def test_plans_do_not_alternate() -> None:
         train(model, session, steps=16, before_step=before)
     changes = sum(old.placements != new.placements for old, new in pairwise(plans))
     assert changes <= 2
+
+
+@pytest.mark.parametrize("placement", [OFFLOAD, SELECTIVE])
+@pytest.mark.parametrize("kind", ["host", "file"])
+def test_a_part_of_an_activation_stays_where_the_plan_says_so(
+    kind: str, placement: Placement, tmp_path: Path
+) -> None:
+    directory = tmp_path if kind == "file" else None
+    expected = train(make_model(layers=3), steps=4)
+    moved = []
+
+    for part in (None, Part(layer=0, number=3, nbytes=10 * KIB)):
+        model = make_model(layers=3)
+        with session_for(model, directory=directory, default=placement, in_flight=MIB) as session:
+            session.plan = dataclasses.replace(session.plan, part=part)
+            found = train(model, session, steps=4, loss=all_written(session))
+            assert_all_given_back(session)
+            moved.append(session.report()[-1])
+        assert_same_history(found, expected)
+    whole, less = moved
+    stays = whole.offloaded_bytes - less.offloaded_bytes
+    assert 10 * KIB - session.store.alignment < stays <= 10 * KIB
+    assert whole.read_bytes - less.read_bytes == stays
 
 
 def test_single_activations_stay_where_the_plan_says_so() -> None:
@@ -849,8 +907,33 @@ def test_what_is_recomputed_is_agreed_and_all_else_is_each_ranks_own() -> None:
         report = session.report()
     assert seen == [set(), *[{1, 4}] * 8]
     assert [record.recomputed_scopes for record in report] == [0, *[2] * 8]
-    assert len(others.calls) == 3 + 1  # behind the steps that learn, and behind the eighth
-    assert [need > (0.0, 0.0) for _, need in others.calls] == [False, False, True, True]
+    # Behind the steps that learn, before and behind one that may try something else, and behind the eighth.
+    assert [need > (0.0, 0.0) for _, need in others.calls] == [False] * 2 + [True] * 4
+
+
+def test_one_of_several_ranks_tries_only_what_is_its_own_business() -> None:
+    model = make_model(layers=LAYERS)
+    tried: list[tuple[bool, int, int]] = []
+
+    def planned(*arguments: Any, **options: Any) -> Plan:
+        return dataclasses.replace(make_plan(*arguments, **options), placements=(OFFLOAD,) * LAYERS, kept=())
+
+    def before(_: int) -> None:
+        placements = session.plan.placements
+        assert session._planner is not None
+        tried.append(
+            (session._planner._on_excursion, placements.count(SELECTIVE), placements.count(RECOMPUTE))
+        )
+
+    with (
+        mock.patch.multiple("tba_offload.planning", make_plan=planned, _drifted=never, _differ=never),
+        auto_session(model, Drive(), activation=16 * MIB) as session,
+    ):
+        Others(session, set())
+        train(model, session, steps=9, before_step=before)
+    assert [on_excursion for on_excursion, _, _ in tried] == [False] * 6 + [True] + [False] * 2
+    assert tried[6] == (True, 1, 0)
+    assert tried[7] == (False, 0, 0)
 
 
 def test_a_rank_that_is_over_its_budget_says_so() -> None:
@@ -920,6 +1003,7 @@ def test_plans_that_others_have_brought_about_are_in_the_run_log(tmp_path: Path)
         if step == 5:
             recomputed.add(1)
 
-    *_, event = plans_in_log(tmp_path / "run.jsonl", AUTO, changing)
-    assert event["step"] == 8
-    assert event["plan"]["placements"][1] == "recompute"
+    events = plans_in_log(tmp_path / "run.jsonl", AUTO, changing)
+    first = next(event for event in events if event["step"] > 5)
+    assert first["step"] == 6
+    assert first["plan"]["placements"][1] == "recompute"

@@ -272,6 +272,30 @@ def test_the_device_is_waited_for_only_when_a_step_is_looked_at_closely() -> Non
     assert list(recent) == [STEP, STEP + DRY, STEP]
 
 
+@pytest.mark.parametrize("dry", [0.0, DRY])
+def test_waits_of_the_device_make_the_planner_careful(dry: float) -> None:
+    """Not those of the host, while the device has work."""
+    device, model = TimedDevice(SECONDS), Waves()
+    original = Offloader._await_transfer
+
+    def waits(*given: Any) -> None:
+        original(*given)
+        time.sleep(0.001)
+        device.runs_dry(dry)
+
+    with (
+        timed_session(device, model) as session,
+        device.computing(),
+        mock.patch.object(Span, "arrived", return_value=False),
+        mock.patch.object(Offloader, "_await_transfer", autospec=True, side_effect=waits),
+    ):
+        planner = watching(session)
+        planner._plan = session.plan
+        run_step(model, session)
+    lost = 2 * LAYERS * dry
+    assert list(planner._waited) == [lost / (STEP + lost)]
+
+
 def test_a_step_on_excursion_is_not_taken_for_one_under_the_plan() -> None:
     device, model = TimedDevice(SECONDS), Waves()
     with timed_session(device, model) as session, device.computing():

@@ -281,17 +281,25 @@ class LayerHooks:
         key: The scope.
         when_slow: Whether activations may be kept when the ceiling of bytes in flight is reached.
         kept: Numbers of the activations that the plan keeps in memory.
+        part: Number of the one that it keeps a part of, and how many bytes that is.
     """
 
-    __slots__ = ("_count", "_deferred", "_hooks", "_kept", "_key", "_when_slow", "capture")
+    __slots__ = ("_count", "_deferred", "_hooks", "_kept", "_key", "_part", "_when_slow", "capture")
 
     def __init__(
-        self, capture: Capture, key: ScopeKey, *, when_slow: bool, kept: frozenset[int] = frozenset()
+        self,
+        capture: Capture,
+        key: ScopeKey,
+        *,
+        when_slow: bool,
+        kept: frozenset[int] = frozenset(),
+        part: tuple[int, int] | None = None,
     ) -> None:
         self.capture = capture
         self._key = key
         self._when_slow = when_slow
         self._kept = kept
+        self._part = part
         self._count = 0
         self._deferred: dict[Record, list[weakref.ref[Packed]]] = {}
         self._hooks: saved_tensors_hooks | None = None
@@ -362,6 +370,8 @@ class LayerHooks:
         capture.offloader.admit(nbytes)
         witness = version_witness(tensor)
         record, trace = capture.add(storage, key, witness)
+        if self._part is not None and self._part[0] == key.number:
+            record.part = self._part[1]
         handle = capture.offloader.handle(record, footprint.lo, footprint.hi)
         return self._queue(Packed(tensor, view, handle, witness, trace), record, storage, footprint)
 

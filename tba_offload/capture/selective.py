@@ -278,6 +278,7 @@ class SelectiveHooks(LayerHooks):
         key: The scope.
         when_slow: Whether activations may be kept when the ceiling of bytes in flight is reached.
         kept: Numbers of the activations that the plan keeps in memory.
+        part: Number of the one that it keeps a part of, and how many bytes that is.
     """
 
     __slots__ = ("_layer", "_rebuilds", "_watched")
@@ -290,8 +291,9 @@ class SelectiveHooks(LayerHooks):
         *,
         when_slow: bool,
         kept: frozenset[int] = frozenset(),
+        part: tuple[int, int] | None = None,
     ) -> None:
-        super().__init__(rebuilds.capture, key, when_slow=when_slow, kept=kept)
+        super().__init__(rebuilds.capture, key, when_slow=when_slow, kept=kept, part=part)
         self._rebuilds = rebuilds
         self._layer = layer
         self._watched: list[RemovableHandle] = []

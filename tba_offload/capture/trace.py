@@ -58,6 +58,11 @@ class StepTimes:
     backward_ends: Sequence[float]
     stalls: Sequence[tuple[float, float]]
 
+    @property
+    def waited(self) -> float:
+        """The share of the step that compute waited."""
+        return sum(until - since for since, until in self.stalls) / (self.ended - self.began)
+
 
 @dataclass(slots=True)
 class ActivationTrace:

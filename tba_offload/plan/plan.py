@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +29,20 @@ class Prediction:
     written_bytes: int
 
 
+class Part(NamedTuple):
+    """What stays in memory of an activation whose other bytes travel, each time that its layer runs.
+
+    Attributes:
+        layer: Index of the layer.
+        number: Of the activation in its scope.
+        nbytes: So much of it, or less by what an alignment takes.
+    """
+
+    layer: int
+    number: int
+    nbytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What every layer of this process does; never changes inside a step.
@@ -37,6 +51,7 @@ class Plan:
         placements: One for each layer, in the order of the session's layers.
         kept: For each layer that is offloaded, the numbers of those of its activations that stay in memory;
             empty if there are none anywhere.
+        part: One activation more of which only a part stays; ``None`` if there is none.
         window: Most bytes in flight; ``None`` for no limit.
         prediction: What it is expected to do, if somebody has found out.
     """
@@ -45,6 +60,7 @@ class Plan:
     kept: tuple[frozenset[int], ...] = ()
     window: int | None = None
     prediction: Prediction | None = None
+    part: Part | None = None
 
     @classmethod
     def from_policy(
@@ -73,11 +89,16 @@ class Plan:
         """Numbers of the activations of an offloaded layer that stay in memory."""
         return self.kept[layer] if self.kept else frozenset()
 
+    def part_of(self, layer: int) -> tuple[int, int] | None:
+        """Number of the activation of a layer of which a part stays, and how many bytes that is."""
+        return self.part[1:] if self.part is not None and self.part.layer == layer else None
+
     def as_json(self) -> dict[str, Any]:
         """The plan for a run log."""
         return {
             "placements": [placement.value for placement in self.placements],
             "kept": [sorted(numbers) for numbers in self.kept],
+            "part": self.part._asdict() if self.part is not None else None,
             "window": self.window,
             "prediction": dataclasses.asdict(self.prediction) if self.prediction is not None else None,
         }

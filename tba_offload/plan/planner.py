@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tba_offload.plan.condense import condensed, count_items, with_few_micro_batches
-from tba_offload.plan.plan import Plan
+from tba_offload.plan.plan import Part, Plan
 from tba_offload.plan.simulator import Outcome, simulate
 from tba_offload.policy import Objective, Placement
 
@@ -62,6 +62,9 @@ MANY_TRIALS = 16
 
 BEST = 3
 """So many of the best plans are played with smaller windows."""
+
+PARTS = 4
+"""How often the part that stays of one activation is tried to be made larger or smaller."""
 
 WINDOWS = (0.8, 0.6, 0.4, 0.25)
 """Shares of the window."""
@@ -206,6 +209,8 @@ def explain(profile: StepProfile, plan: Plan, drive: Bandwidth, layer: int) -> s
     kind, placement = profile.kind_of(layer), plan.placements[layer]
     kept = plan.kept_of(layer)
     moved = sum(saved.nbytes for number, saved in enumerate(kind.activations) if number not in kept)
+    if (part := plan.part_of(layer)) is not None:
+        moved -= part[1]
     seconds = moved / drive.write + moved / drive.read
     size = f"{kind.nbytes / 2**20:.1f} MiB"
     again = profile.timing(layer, RECOMPUTE).backward - profile.timing(layer, KEEP).backward
@@ -218,8 +223,8 @@ def explain(profile: StepProfile, plan: Plan, drive: Bandwidth, layer: int) -> s
     if placement is RECOMPUTE_OFFLOAD:
         travels = f"{kind.input_bytes / 2**20:.1f} MiB travel instead of {size}"
         return f"{again * 1e3:.1f} ms of compute, and {travels}"
-    part = f"{moved / 2**20:.1f} of {size}" if moved < kind.nbytes else size
-    return f"{part} are {seconds * 1e3:.1f} ms of the drive, and recomputing {again * 1e3:.1f} ms of compute"
+    what = f"{moved / 2**20:.1f} of {size}" if moved < kind.nbytes else size
+    return f"{what} are {seconds * 1e3:.1f} ms of the drive, and recomputing {again * 1e3:.1f} ms of compute"
 
 
 def _explain_selective(profile: StepProfile, drive: Bandwidth, layer: int, moved: int) -> str:
@@ -236,6 +241,10 @@ class _Trial:
     plan: Plan
     outcome: Outcome
     score: Score
+
+
+def _score_of(trial: _Trial) -> Score:
+    return trial.score
 
 
 class _Search:
@@ -276,7 +285,7 @@ class _Search:
     def best_of(self, plans: Sequence[Plan]) -> Plan:
         """The best of some plans and of the simplest, its window fitted to the budget, the budget filled."""
         for plan in plans:
-            self._try(plan.placements, plan.kept, plan.window)
+            self._try(plan.placements, plan.kept, plan.window, plan.part)
         self._try_simplest()
         if self.most_trials >= MANY_TRIALS:
             placements = [plans[0].placements[layer] for layer in self.free]
@@ -287,7 +296,7 @@ class _Search:
     def confirmed(self, plan: Plan, known: Sequence[Plan]) -> Plan:
         """A plan for a part of this step, made to fit all of it."""
         if self._play(dataclasses.replace(plan, prediction=None)).score[0]:
-            self._try(plan.placements, plan.kept, plan.window)
+            self._try(plan.placements, plan.kept, plan.window, plan.part)
             self._try_simplest()
         return self._chosen(self._best_so_far(), known)
 
@@ -307,16 +316,21 @@ class _Search:
     def _chosen(self, found: _Trial, known: Sequence[Plan]) -> Plan:
         """The best of a plan and those that are known, with what it is going to do."""
         others = (self._play(dataclasses.replace(plan, prediction=None)) for plan in known)
-        best = min((found, *others), key=lambda trial: trial.score)
+        best = min((found, *others), key=_score_of)
         return self.predicted((best if self.drive == self.terms.drive else self._sound(best)).plan)
 
     def _sound(self, best: _Trial) -> _Trial:
-        """The best plan that is as good on the drive as it is: a faster one can mean more waiting."""
-        for trial in sorted(self.trials.values(), key=lambda trial: trial.score):
-            outcome = simulate(self.profile, trial.plan, self.terms.drive)
-            if self.score(outcome)[:2] <= trial.score[:2]:
+        """The best plan that is as good on the drive as it is: a faster one can mean more waiting.
+
+        If none is, it is the one that is best there.
+        """
+        scores: list[tuple[Score, _Trial]] = []
+        for trial in sorted({best.plan: best, **self.trials}.values(), key=lambda trial: trial.score):
+            score = self.score(simulate(self.profile, trial.plan, self.terms.drive))
+            if score[:2] <= trial.score[:2]:
                 return trial
-        return best
+            scores.append((score, trial))
+        return min(scores, key=lambda pair: pair[0])[1]
 
     # ---- what is wanted --------------------------------------------------------------------------
 
@@ -342,9 +356,11 @@ class _Search:
         placements: tuple[Placement, ...],
         kept: tuple[frozenset[int], ...] = (),
         window: int | None = None,
+        part: Part | None = None,
     ) -> _Trial:
         """Plays a plan with the largest window that the budget leaves room for."""
-        trial = self._play(Plan(placements, kept, self.limits.window if window is None else window))
+        plan = Plan(placements, kept, self.limits.window if window is None else window, part=part)
+        trial = self._play(plan)
         for _ in range(3):
             excess = self._excess(trial.outcome)
             window = trial.plan.window
@@ -355,8 +371,11 @@ class _Search:
             smaller = max(int(window - excess), self.least_window)
             if smaller >= window:
                 return trial
-            trial = self._play(Plan(placements, kept, smaller))
-        return trial
+            trial = self._play(dataclasses.replace(plan, window=smaller))
+        if not self._excess(trial.outcome):
+            return trial
+        # A peak that much smaller windows do not lower may still fall with the smallest.
+        return min(trial, self._play(dataclasses.replace(plan, window=self.least_window)), key=_score_of)
 
     def _try_simplest(self) -> None:
         for placement in self.terms.choices:
@@ -369,11 +388,11 @@ class _Search:
         """Plays the best plans with smaller windows: sometimes less in flight is better."""
         if self.most_filled < BEST * len(WINDOWS):
             return
-        for trial in sorted(self.trials.values(), key=lambda trial: trial.score)[:BEST]:
+        for trial in sorted(self.trials.values(), key=_score_of)[:BEST]:
             window = trial.plan.window or trial.outcome.peak_bytes
-            for share in WINDOWS:
-                if share * window >= self.least_window:
-                    self._play(dataclasses.replace(trial.plan, window=int(share * window)))
+            smaller = {int(share * window) for share in WINDOWS if share * window >= self.least_window}
+            for size in sorted(smaller | {min(self.least_window, window)}):
+                self._play(dataclasses.replace(trial.plan, window=size))
 
     def _uniform(self, placement: Placement) -> tuple[Placement, ...]:
         """All layers that may be get this placement, the others are offloaded."""
@@ -383,7 +402,7 @@ class _Search:
         )
 
     def _best_so_far(self) -> _Trial:
-        return min(self.trials.values(), key=lambda trial: trial.score)
+        return min(self.trials.values(), key=_score_of)
 
     def _play(self, plan: Plan) -> _Trial:
         if plan not in self.trials:
@@ -497,7 +516,23 @@ class _Search:
             kept[layer] = frozenset(numbers[:count])
             trial = self._try(found.plan.placements, tuple(kept))
             if trial.score[0]:
-                break
+                return self._filled_up(
+                    found, layer, numbers[count - 1], activations[numbers[count - 1]].nbytes
+                )
             if trial.score < found.score:
                 found = trial
+        return found
+
+    def _filled_up(self, found: _Trial, layer: int, number: int, nbytes: int) -> _Trial:
+        """Keeps a part of the activation that has no room as a whole."""
+        least, most = 0, nbytes
+        for _ in range(PARTS):
+            part = (least + most) // 2
+            plan = found.plan
+            trial = self._try(plan.placements, plan.kept, part=Part(layer, number, part))
+            if trial.score[0]:
+                most = part
+            else:
+                least = part
+                found = min(found, trial, key=_score_of)
         return found

@@ -192,6 +192,15 @@ class StepProfile:
         forward, backward = self.timings[kind][Placement.RECOMPUTE]
         return Timing(forward, max(backward - forward, 0.0))
 
+    def rebuild_seconds(self, layer: int) -> float:
+        """Seconds of a layer's backward that rebuilding takes, if it is placed ``selective``."""
+        offloaded, selective = self.timing(layer, Placement.OFFLOAD), self._timing_of_selective(layer)
+        return max(selective.backward - offloaded.backward, self._least_rebuilding(layer, offloaded.forward))
+
+    def _least_rebuilding(self, layer: int, forward: float) -> float:
+        kind = self.kind_of(layer)
+        return LEAST_REBUILT * kind.rebuilt_bytes / kind.nbytes * forward if kind.nbytes else 0.0
+
     def _timing_of_recompute(self, layer: int) -> Timing:
         measured = self._measured(self.layers[layer], Placement.RECOMPUTE)
         kept = self.timing(layer, Placement.KEEP)
@@ -205,7 +214,7 @@ class StepProfile:
         measured = self._measured(self.layers[layer], Placement.SELECTIVE)
         if measured is not None:
             forward, backward = self.timing(layer, Placement.KEEP)
-            least = Timing(forward, backward + LEAST_REBUILT * share * forward)
+            least = Timing(forward, backward + self._least_rebuilding(layer, forward))
             return Timing(*map(max, measured, least))
         forward, backward = self.timing(layer, Placement.OFFLOAD)
         return Timing(forward, backward + share * forward)

@@ -104,10 +104,11 @@ _Scope = tuple[int, int]
 class _Item:
     """An activation that is offloaded; times are infinite until they are certain."""
 
-    __slots__ = ("arrives", "in_memory", "nbytes", "on_host", "until", "waits", "written")
+    __slots__ = ("arrives", "in_memory", "moved", "nbytes", "on_host", "until", "waits", "written")
 
-    def __init__(self, nbytes: int, until: float) -> None:
+    def __init__(self, nbytes: int, until: float, part: int = 0) -> None:
         self.nbytes = nbytes
+        self.moved = nbytes - part  # the bytes that travel
         self.until = until  # when backward first needs it, as a share of its layer's time
         self.in_memory = True  # the original, on the offloader's account
         self.waits = True  # in the outbox
@@ -151,8 +152,8 @@ class _HostMemory:
         return self.backlog > self.spills_above and self.held + _blocks(item) <= self.tier.capacity
 
     def write(self, item: _Item, now: float) -> None:
-        self.writer_free = max(self.writer_free, now) + item.nbytes / self.tier.write
-        self.written += item.nbytes
+        self.writer_free = max(self.writer_free, now) + item.moved / self.tier.write
+        self.written += item.moved
         self.held += _blocks(item)
         self.peak = max(self.peak, self.held)
         item.on_host = True
@@ -160,13 +161,13 @@ class _HostMemory:
         self.writing.append(item)
 
     def start_read(self, item: _Item, now: float) -> None:
-        self.reader_free = max(self.reader_free, now, item.written) + item.nbytes / self.tier.read
-        self.read += item.nbytes
+        self.reader_free = max(self.reader_free, now, item.written) + item.moved / self.tier.read
+        self.read += item.moved
         item.arrives = self.reader_free
 
 
 def _blocks(item: _Item) -> int:
-    return -(-item.nbytes // BLOCK) * BLOCK
+    return -(-item.moved // BLOCK) * BLOCK
 
 
 def _backward_passes(slots: Sequence[Slot]) -> list[int]:
@@ -192,6 +193,7 @@ class _Run:
         self.held_back = 0 if window is None else int(HELD_BACK * window)
         self.batch_from = self.held_back + batch
         self.largest = max((saved.nbytes for kind in profile.kinds for saved in kind.activations), default=0)
+        self.may_be_tight = window is not None and self.largest <= window
         self.now = 0.0
         self.stall = 0.0
         self.rebuild_seconds = 0.0
@@ -211,8 +213,8 @@ class _Run:
         # Of each layer, looked up once: there are many more slots than layers.
         self.timings = [profile.timing(layer, placement) for layer, placement in enumerate(plan.placements)]
         self.rebuilding = [
-            max(timing.backward - profile.timing(layer, Placement.OFFLOAD).backward, 0.0)
-            for layer, timing in enumerate(self.timings)
+            profile.rebuild_seconds(layer) if placement is Placement.SELECTIVE else 0.0
+            for layer, placement in enumerate(plan.placements)
         ]
         moves = [placement not in {Placement.KEEP, Placement.RECOMPUTE} for placement in plan.placements]
         moving = [slot for slot in profile.slots if moves[slot.layer]]
@@ -324,21 +326,31 @@ class _Run:
             if number in kept:
                 self._hold(saved.nbytes)
             elif not is_selective:
-                items.append(self._save(saved.nbytes, saved.until))
+                part = self._part_of(slot, number, saved.nbytes)
+                items.append(self._save(saved.nbytes, saved.until, part))
             elif not saved.rebuilt:
-                items.append(self._save(saved.nbytes, saved.fetched))
+                part = self._part_of(slot, number, saved.nbytes)
+                items.append(self._save(saved.nbytes, saved.fetched, part))
         self.now += (1.0 - passed) * seconds
         self._end_scope((slot.layer, slot.micro_batch), items)
 
-    def _save(self, nbytes: int, until: float) -> _Item:
-        """Something is saved for backward, and is going to be written."""
+    def _part_of(self, slot: Slot, number: int, nbytes: int) -> int:
+        """Bytes of an activation that stay in memory while the others travel."""
+        part = self.plan.part
+        if part is None or part[:2] != (slot.layer, number) or part.nbytes >= nbytes:
+            return 0
+        return part.nbytes
+
+    def _save(self, nbytes: int, until: float, part: int = 0) -> _Item:
+        """Something is saved for backward and is going to be written, but for a part that stays as a copy."""
         self._admit(nbytes)
-        item = _Item(nbytes, until)
+        item = _Item(nbytes, until, part)
+        self.settled += part
         self.in_flight += nbytes
         self.outbox.append(item)
         self.outbox_bytes += nbytes
         self._note_peak()
-        if self._is_crowded(self.largest):
+        if self.may_be_tight and self._is_crowded(self.largest):
             self._flush(0)  # or the next one may find no room
         elif self.outbox_bytes >= self.batch_from:
             self._flush(self.held_back)
@@ -377,11 +389,11 @@ class _Run:
                     self.host.write(item, self.now)
                     self._note_next()
                     continue
-                self.host.backlog += item.nbytes
-            seconds = self.drive.latency + item.nbytes / self.drive.write
+                self.host.backlog += item.moved
+            seconds = self.drive.latency + item.moved / self.drive.write
             self.writer_free = max(self.writer_free, self.now) + seconds
             self.write_seconds += seconds
-            self.written += item.nbytes
+            self.written += item.moved
             item.written = self.writer_free
             self.writing.append(item)
             self._note_next()
@@ -392,7 +404,7 @@ class _Run:
             item = self._first_to_end().popleft()
             self._note_next()
             if self.host is not None and not item.on_host:
-                self.host.backlog -= item.nbytes
+                self.host.backlog -= item.moved
             if item.in_memory:
                 item.in_memory = False
                 self.in_flight -= item.nbytes
@@ -461,10 +473,10 @@ class _Run:
 
     def _end_backward(self, slot: Slot, kind: LayerKind, used: int) -> None:
         """A layer has gone backward: nothing of it is left, neither what was used last."""
-        del self.saved[slot.layer, slot.micro_batch]
+        parts = sum(item.nbytes - item.moved for item in self.saved.pop((slot.layer, slot.micro_batch)))
         numbers = self.plan.kept_of(slot.layer)  # perhaps of a step in which the layer saved more than now
         kept = sum(saved.nbytes for number, saved in enumerate(kind.activations) if number in numbers)
-        self.settled -= used + kept + kind.small_bytes
+        self.settled -= used + kept + parts + kind.small_bytes
 
     def _use(self, item: _Item) -> None:
         """Backward needs an activation: it waits for it if it must, and holds it from now on."""
@@ -498,10 +510,10 @@ class _Run:
         if self.host is not None and item.on_host:
             self.host.start_read(item, self.now)
             return
-        seconds = self.drive.latency + item.nbytes / self.drive.read
+        seconds = self.drive.latency + item.moved / self.drive.read
         self.reader_free = max(self.reader_free, self.now, item.written) + seconds
         self.read_seconds += seconds
-        self.read += item.nbytes
+        self.read += item.moved
         item.arrives = self.reader_free
 
     def _read_ahead(self) -> None:

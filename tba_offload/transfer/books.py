@@ -72,8 +72,8 @@ class Books:
             unpacked.
         departing: Those among them that queued and running writes alone will free.
         read_ahead: Bytes whose read was submitted ahead of backward and that were not yet unpacked.
-        settled: Bytes kept in memory outside the ceiling, because they could not be written or because
-            backward uses them.
+        settled: Bytes kept in memory outside the ceiling, because they could not be written, because
+            backward uses them, or because the plan leaves a part of an activation there.
         stats: What moved.
     """
 
@@ -96,8 +96,12 @@ class Books:
         return self.ceiling is not None and self.in_flight > 0 and self.in_flight + nbytes > self.ceiling
 
     def is_tight(self) -> bool:
-        """Whether another activation as large as the largest of late would have to wait for writes."""
-        return self.crowded(max(self._largest, self._largest_before))
+        """Whether another activation as large as the largest of late would have to wait for writes.
+
+        One that is larger than the window waits for all of them, whenever they began.
+        """
+        largest = max(self._largest, self._largest_before)
+        return self.ceiling is not None and largest <= self.ceiling and self.crowded(largest)
 
     def may_be_read_ahead(self, nbytes: int, *, across_forward: bool) -> bool:
         """Whether the window has room for so much; what it can never hold is read on demand."""
@@ -163,6 +167,10 @@ class Books:
         if pinned is not None:
             record.pinned = pinned
         self._count_departing(record, +1)
+
+    def leave(self, record: Record, sign: int = 1) -> None:
+        """The copy of a part of a record stays in memory, or with a ``sign`` of -1 does so no longer."""
+        self.settled += sign * record.copied
 
     # ---- spans read ahead ------------------------------------------------------------------------
 

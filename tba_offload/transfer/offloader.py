@@ -194,12 +194,16 @@ class Offloader:
         Raises:
             TransferError: The store is full and is not allowed to fall back to memory.
         """
+        copy = self._copy_of_part(record, storage, lo, hi) if record.part else None
         with self._lock:
             if record.pinned:
                 return False
             missing = record.claim(lo, hi)
             if not missing:
                 return False
+            if copy is not None:
+                missing = record.leave(copy, self.device.stream())
+                self._books.leave(record)
             record.epoch = self._epoch
             record.source = storage
             if not record.writes:
@@ -214,6 +218,16 @@ class Offloader:
             self._notify()
         self._flush_if_due(at_once=at_once)
         return True
+
+    def _copy_of_part(
+        self, record: Record, storage: torch.UntypedStorage, lo: int, hi: int
+    ) -> ByteRange | None:
+        """A copy of the bytes that stay, the last ones; ``None`` if some are written already."""
+        start = hi - record.part
+        start += -(storage.data_ptr() + start) % self.store.alignment  # so that the others end with a block
+        if record.spans or not lo < start < hi:
+            return None
+        return ByteRange.of(ByteRange(storage, start, hi - start).tensor().clone())
 
     def _flush_if_due(self, *, at_once: bool) -> None:
         """Writes what is more than a batch; all of it if the next activation may find no room."""
@@ -325,6 +339,7 @@ class Offloader:
                 self._take_out(piece)
             if piece.extent is not None:
                 self.store.release(piece.extent)
+        self._books.leave(record, -1)
         record.discard(pieces)
         self._books.change(record, writes=-len(pieces), pinned=True)
         self._notify()
@@ -370,11 +385,23 @@ class Offloader:
             shift = span.shift
             self._prefetched.pop(span, None)  # another thread that needs room must not take it away
         self._await(record, span)
+        if not span.is_complete:
+            self._complete(span, buffer)
         if (stream := self.device.stream()) != span.stream:
             self.device.use(ByteRange(buffer, 0, buffer.nbytes()), stream)
         with self._lock:
             self._unpacked(handle, span)
         return buffer, shift
+
+    def _complete(self, span: Span, buffer: torch.UntypedStorage) -> None:
+        """Puts what stayed in memory beside what was read."""
+        for piece in span.pieces:
+            if piece.copy is not None:
+                if (stream := self.device.stream()) != piece.stream:
+                    self.device.use(piece.copy, stream)
+                room = ByteRange(buffer, piece.lo + span.shift, piece.nbytes)
+                room.tensor().copy_(piece.copy.tensor())
+        span.is_complete = True
 
     def _forward(self, record: Record, handle: Handle) -> torch.UntypedStorage | None:
         """The original memory of a record, if it is alive; then what was still to be written is not."""
@@ -412,7 +439,7 @@ class Offloader:
         after = self.device.event()
         reads: list[IoFuture] = []
         try:
-            for piece in span.pieces:
+            for piece in span.travelled():
                 target = room if alone else room.part(piece.lo - span.lo, piece.nbytes)
                 # Next to a neighbour in the same buffer the store must not touch the padding.
                 reads.append(self.store.read(_extent_of(piece), target, after, padded=alone))
@@ -422,7 +449,7 @@ class Offloader:
                 read.cancel()
             raise
         span.restores_into(room, reads, self.device.stream())
-        self.stats.read += span.nbytes
+        self.stats.read += sum(piece.nbytes for piece in span.travelled())
         return room.storage
 
     def _await(self, record: Record, span: Span) -> None:
@@ -432,7 +459,7 @@ class Offloader:
         mark = self.device.mark() if self.marks_stalls and not span.arrived() else None
         started = time.perf_counter()
         try:
-            for piece, read in zip(span.pieces, span.reads, strict=True):
+            for piece, read in zip(span.travelled(), span.reads, strict=True):
                 self._await_transfer(read, "read", record, piece)
         except StoreError as error:
             raise _transfer_error("read", record, error) from error
@@ -563,12 +590,15 @@ class Offloader:
             self._cancel_writes(record)
         if record.pinned and not record.charged:
             self._books.settled -= record.nbytes
+        self._books.leave(record, -1)
+        record.copied = 0
         self._settle(record)
 
     def _release_extents(self, record: Record) -> None:
         for span in record.spans:
-            reads: Iterable[IoFuture | None] = span.reads or (None,) * len(span.pieces)
-            for piece, read in zip(span.pieces, reads, strict=True):
+            pieces = span.travelled()
+            reads: Iterable[IoFuture | None] = span.reads or (None,) * len(pieces)
+            for piece, read in zip(pieces, reads, strict=True):
                 if piece.extent is None:
                     continue
                 if read is None or read.done() or read.cancel():

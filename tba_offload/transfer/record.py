@@ -36,10 +36,10 @@ class Piece:
     """Bytes [lo, hi) of a storage that travel as one extent.
 
     A piece that was handed to the store is never extended: what a later view needs beyond it becomes a
-    piece of its own.
+    piece of its own. A piece with a copy does not travel: its bytes stay in memory.
     """
 
-    __slots__ = ("address", "extent", "hi", "lo", "pending", "stream", "waiting", "weight", "write")
+    __slots__ = ("address", "copy", "extent", "hi", "lo", "pending", "stream", "waiting", "weight", "write")
 
     def __init__(self, lo: int, hi: int) -> None:
         self.lo = lo
@@ -51,6 +51,7 @@ class Piece:
         self.weight = 0  # bytes of memory that wait with it; the first piece of a record has them all
         self.pending = True  # neither written nor given up
         self.write: IoFuture | None = None
+        self.copy: ByteRange | None = None
 
     @property
     def nbytes(self) -> int:
@@ -61,7 +62,7 @@ class Piece:
 class Span:
     """Bytes [lo, hi) of a storage without a gap, restored into one buffer that all views of it share."""
 
-    __slots__ = ("buffer", "charged", "hi", "lo", "pieces", "reads", "shift", "stream", "weak")
+    __slots__ = ("buffer", "charged", "hi", "is_complete", "lo", "pieces", "reads", "shift", "stream", "weak")
 
     def __init__(self, pieces: list[Piece]) -> None:
         self.pieces = pieces  # in order, without a gap
@@ -72,6 +73,7 @@ class Span:
         self.shift = 0  # byte b of the original storage is byte b + shift of the buffer
         self.stream: object = None  # of the device, on which the buffer was allocated
         self.reads: list[IoFuture] = []
+        self.is_complete = False  # the copies of what did not travel are in the buffer
         self.charged = 0
 
     @property
@@ -83,6 +85,10 @@ class Span:
     def address(self) -> int:
         """Where the first byte lay when it was written."""
         return self.pieces[0].address
+
+    def travelled(self) -> list[Piece]:
+        """The pieces that the store has, in the order of their reads."""
+        return [piece for piece in self.pieces if piece.copy is None]
 
     def restored(self) -> torch.UntypedStorage | None:
         """The buffer that holds, or is about to hold, the bytes, if one is alive."""
@@ -96,6 +102,7 @@ class Span:
         self.shift = room.start - self.lo
         self.buffer = room.storage
         self.reads = reads
+        self.is_complete = False
 
     def arrived(self) -> bool:
         """Whether no read of this span is under way."""
@@ -119,6 +126,8 @@ class Record:
     Attributes:
         key: Which activation it is; its text names layer and micro-batch in messages.
         nbytes: Size of the whole storage in bytes; what its memory costs while it is in flight.
+        part: So many bytes shall stay in memory while the others travel.
+        copied: So many do, as a copy.
         source: The storage itself while its memory must stay: until every byte needed is written.
         origin: Weak reference to the same storage: while somebody else keeps it, it is forwarded.
         spans: What was or is being written.
@@ -135,6 +144,7 @@ class Record:
 
     __slots__ = (
         "charged",
+        "copied",
         "deferred",
         "epoch",
         "error",
@@ -144,6 +154,7 @@ class Record:
         "live",
         "nbytes",
         "origin",
+        "part",
         "pinned",
         "released",
         "source",
@@ -163,6 +174,8 @@ class Record:
     ) -> None:
         self.key = key
         self.nbytes = storage.nbytes()
+        self.part = 0
+        self.copied = 0
         self.source: torch.UntypedStorage | None = None
         self.origin = weakref.ref(storage)
         self.version_tensor = version_tensor
@@ -234,8 +247,24 @@ class Record:
         self.spans.append(Span(sorted(old + missing, key=lambda piece: piece.lo)))
         return missing
 
+    def leave(self, copy: ByteRange, stream: object) -> list[Piece]:
+        """Has the last bytes of the only piece stay, as a copy made on ``stream``; returns what travels."""
+        (piece,) = self.spans[0].pieces
+        travels, stays = Piece(piece.lo, piece.hi - copy.nbytes), Piece(piece.hi - copy.nbytes, piece.hi)
+        stays.copy, stays.stream = copy, stream
+        stays.waiting = stays.pending = False
+        self.spans = [Span([travels, stays])]
+        self.copied = copy.nbytes
+        return [travels]
+
     def discard(self, pieces: set[Piece]) -> None:
-        """Forgets pieces that were never written; what remains of a span is split where they lay."""
+        """Forgets pieces that were never written; what remains of a span is split where they lay.
+
+        Copies are forgotten as well: the memory that they were taken from stays.
+        """
+        if self.copied:
+            pieces = pieces | {piece for piece in self.pieces() if piece.copy is not None}
+            self.copied = 0
         if len(self.spans) == 1 and pieces.issuperset(self.spans[0].pieces):
             self.spans = []
             return
