@@ -63,6 +63,9 @@ MANY_TRIALS = 16
 BEST = 3
 """So many of the best plans are played with smaller windows."""
 
+FITTED = (1.0, 0.9, 0.75)
+"""Shares of what the budget has left that are added to the smallest window, if larger ones do not fit."""
+
 PARTS = 4
 """How often the part that stays of one activation is tried to be made larger or smaller."""
 
@@ -361,21 +364,30 @@ class _Search:
         """Plays a plan with the largest window that the budget leaves room for."""
         plan = Plan(placements, kept, self.limits.window if window is None else window, part=part)
         trial = self._play(plan)
-        for _ in range(3):
-            excess = self._excess(trial.outcome)
-            window = trial.plan.window
-            if not excess or TRAVELS.isdisjoint(placements):
-                return trial
-            if window is None:
-                window = trial.outcome.peak_bytes
-            smaller = max(int(window - excess), self.least_window)
-            if smaller >= window:
-                return trial
-            trial = self._play(dataclasses.replace(plan, window=smaller))
-        if not self._excess(trial.outcome):
+        excess = self._excess(trial.outcome)
+        if not excess or TRAVELS.isdisjoint(placements):
             return trial
-        # A peak that much smaller windows do not lower may still fall with the smallest.
-        return min(trial, self._play(dataclasses.replace(plan, window=self.least_window)), key=_score_of)
+        largest = trial.outcome.peak_bytes if plan.window is None else plan.window
+        if largest <= self.least_window:
+            return trial
+        smaller = self._play(dataclasses.replace(plan, window=max(int(largest - excess), self.least_window)))
+        return smaller if not self._excess(smaller.outcome) else self._fitted(plan, smaller)
+
+    def _fitted(self, plan: Plan, found: _Trial) -> _Trial:
+        """Plays a plan with the smallest window, and with one that is larger by what the budget then has left.
+
+        Windows that are large enough to be never full lower no peak. From the smallest on the peak grows with
+        the window, and mostly no faster.
+        """
+        small = self._play(dataclasses.replace(plan, window=self.least_window))
+        room = self.limits.planned - small.outcome.peak_bytes
+        if room <= 0:
+            return min(found, small, key=_score_of)
+        for share in FITTED:
+            larger = self._play(dataclasses.replace(plan, window=int(self.least_window + share * room)))
+            if not self._excess(larger.outcome):
+                return min(small, larger, key=_score_of)
+        return small
 
     def _try_simplest(self) -> None:
         for placement in self.terms.choices:
