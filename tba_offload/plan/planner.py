@@ -374,7 +374,7 @@ class _Search:
         return smaller if not self._excess(smaller.outcome) else self._fitted(plan, smaller)
 
     def _fitted(self, plan: Plan, found: _Trial) -> _Trial:
-        """Plays a plan with the smallest window, and with one that is larger by what the budget then has left.
+        """Plays a plan with the smallest window, and with one larger by what the budget then has left.
 
         Windows that are large enough to be never full lower no peak. From the smallest on the peak grows with
         the window, and mostly no faster.
