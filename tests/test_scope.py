@@ -29,6 +29,26 @@ class Asked:
         return not across_forward
 
 
+class Window(Asked):
+    """With room for two records that were read and not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: set[ActivationKey] = set()
+        self.used: set[ActivationKey] = set()
+
+    def has_room(self) -> bool:
+        return len(self.read - self.used) < 2
+
+    def prefetch(self, record: Any, *, across_forward: bool) -> bool:
+        if record.key in self.read | self.used:
+            return True
+        if not self.has_room():
+            return False
+        self.read.add(record.key)
+        return super().prefetch(record, across_forward=across_forward)
+
+
 def key_of(micro_batch: int, layer: int) -> ActivationKey:
     return ActivationKey(ScopeKey(layer, micro_batch, 0, f"layers.{layer}"), 0)
 
@@ -154,3 +174,35 @@ def test_without_an_order_nothing_is_read_before_backward_says_where_it_is(
     assert asked.plainly == []
     lookahead.used(key_of(0, 1))
     assert asked.plainly == [(0, 0)]
+
+
+def step_in_order(lookahead: Lookahead, window: Window, order: tuple[int, ...]) -> list[int]:
+    """Saves six layers, and uses them in an order; returns what was used before it was read."""
+    lookahead.begin_step()
+    window.read, window.used = set(), set()
+    saves(lookahead, *range(6))
+    on_demand = []
+    for layer in order:
+        key = key_of(0, layer)
+        if key not in window.read:
+            on_demand.append(layer)
+        window.used.add(key)
+        lookahead.used(key)
+    return on_demand
+
+
+def test_what_comes_before_its_turn_does_not_mean_that_all_between_are_left_out() -> None:
+    """As a mask that the first layer saved, and all others use."""
+    window = Window()
+    lookahead = Lookahead(window)  # type: ignore[arg-type]
+    step_in_order(lookahead, window, (5, 4, 3, 2, 1, 0))
+    assert step_in_order(lookahead, window, (5, 4, 3, 2, 1, 0)) == [5]
+    assert step_in_order(lookahead, window, (5, 0, 4, 3, 2, 1)) == [5, 0]
+    assert step_in_order(lookahead, window, (5, 0, 4, 3, 2, 1)) == [5]
+
+
+def test_a_backward_that_begins_elsewhere_is_followed() -> None:
+    window = Window()
+    lookahead = Lookahead(window)  # type: ignore[arg-type]
+    step_in_order(lookahead, window, (5, 4, 3, 2, 1, 0))
+    assert step_in_order(lookahead, window, (3, 2, 1, 0)) == [3]

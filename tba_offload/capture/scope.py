@@ -64,6 +64,7 @@ class Lookahead:
         self._expected: list[tuple[ActivationKey, int]] = []
         self._position: dict[ActivationKey, int] = {}
         self._next = 0
+        self._last = -1  # position of what was used last
         self._has_new = False  # something was saved that is not expected
         self._given_up = 0
         self._passes = 0  # how often forward came after backward in this step
@@ -108,14 +109,24 @@ class Lookahead:
         elif self._has_new:
             self._insert_new()
         position = self._position.get(key)
-        given_up = self._offloader.stats.given_up
         if position is not None:
-            self._pass = self._expected[position][1]
-        if position is not None and (position >= self._next or given_up != self._given_up):
-            self._given_up = given_up
-            self._next = position + 1
+            self._follow(position)
         if self._offloader.has_room():
             self._read_ahead()
+
+    def _follow(self, position: int) -> None:
+        """Backward is at a position of the order: what comes behind it is read next.
+
+        A single activation that comes before its turn, such as a mask that the last layer shares with the
+        first, does not mean that all between are left out.
+        """
+        self._pass = self._expected[position][1]
+        given_up = self._offloader.stats.given_up
+        is_next = position <= self._next or position == self._last + 1 or self._last < 0
+        self._last = position
+        if (position >= self._next and is_next) or given_up != self._given_up:
+            self._given_up = given_up
+            self._next = position + 1
 
     def reached(self) -> None:
         """Backward has come to a layer, perhaps one of which nothing travels: reads start all the same."""
@@ -154,6 +165,7 @@ class Lookahead:
         self._expected = order
         self._position = {key: position for position, (key, _) in enumerate(order)}
         self._next = 0
+        self._last = -1
         self._pass = 0
 
     def _read_ahead(self) -> None:
