@@ -51,6 +51,9 @@ CAUTION = 0.85
 MOST_CAUTION = 0.5
 """But no slower than this share of what was measured."""
 
+UNSURE = 0.04
+"""The first plan leaves this share of the budget free too: no step like it was measured before."""
+
 _WARM_UP = 1
 """Steps whose times do not count."""
 
@@ -483,10 +486,13 @@ class AutoPlanner:
             self._plan = dataclasses.replace(old, prediction=found)
             return self._plan
         careful = drive.scaled(self._caution)
+        limits = self.limits
+        if self._plan is None and limits.budget is not None:
+            limits = dataclasses.replace(limits, budget=int((1 - UNSURE) * limits.budget))
         new = make_plan(
             profile,
             careful,
-            self.limits,
+            limits,
             policy=self.policy,
             objective=self.objective,
             not_recomputed=self.not_recomputed,

@@ -28,7 +28,7 @@ from tba_offload.plan.planner import Limits, make_plan
 from tba_offload.plan.profile import Timing
 from tba_offload.plan.simulator import simulate
 from tba_offload.plan.what_if import Block, one_f_one_b, stretched
-from tba_offload.planning import CAUTION, DRIFT, MOST_CAUTION, AutoPlanner, _drifted
+from tba_offload.planning import CAUTION, DRIFT, MOST_CAUTION, UNSURE, AutoPlanner, _drifted
 from tba_offload.policy import LayerId, Objective, Placement
 from tba_offload.profiling import ComputeClock, profile_of
 from tba_offload.report.run_log import read_run_log
@@ -379,6 +379,23 @@ def test_a_drive_that_gets_slower_gets_less_within_three_steps() -> None:
     moved = [record.offloaded_bytes for record in report]
     assert max(moved[9:]) < 0.9 * min(moved[3:6])
     assert (report[-1].stall_seconds or 0.0) < 0.5 * report[-1].seconds
+
+
+def test_the_first_plan_leaves_more_of_the_budget_free_than_those_behind_it() -> None:
+    """No step was measured yet in which layers had several placements."""
+    model, budgets = make_model(layers=LAYERS), []
+
+    def noted(profile: StepProfile, drive: Bandwidth, limits: Limits, **options: Any) -> Plan:
+        budgets.append(limits.budget)
+        return make_plan(profile, drive, limits, **options)
+
+    with (
+        mock.patch("tba_offload.planning.make_plan", noted),
+        auto_session(model, Drive(), activation=16 * MIB) as session,
+    ):
+        train(model, session, steps=8)  # behind the sixth one tries something else, and a plan follows it
+    assert budgets[0] == int((1 - UNSURE) * 16 * MIB)
+    assert set(budgets[1:]) == {16 * MIB}
 
 
 def test_who_waits_where_nothing_should_wait_plans_for_a_slower_drive() -> None:
