@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import torch
 
 from tba_offload.errors import MissingDependencyError, StoreError
 from tba_offload.store import gds
-from tba_offload.store.choice import choose, measure
+from tba_offload.store.choice import choose, end, measure
 from tba_offload.store.file import FileStore
 from tba_offload.store.gds import GdsStore
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 Findings = dict[str, Any]
 
+_HANGS = "check driver and drive; choose the other kind with store.kind meanwhile"
 _REMEDIES = {
     "buffered": "use a directory on a local drive whose file system offers direct I/O, such as ext4 or XFS",
     "kvikio POSIX": (
@@ -85,12 +87,16 @@ def _examine_directory(directory: str, device: Device) -> Findings:
 def _try(make: Callable[[], QueuedStore], device: Device) -> Findings:
     """One way to a directory: its path and why, and what it moves."""
     try:
-        with make() as store:
+        with ExitStack() as stack:
+            store = make()
+            stack.push(partial(end, store))
             told = store.description
             rates = measure(store, device)
     except MissingDependencyError as error:
         return {"error": f"{error.package} is not installed", "remedy": str(error)}
-    except StoreError as error:
+    except TimeoutError:
+        return {"error": "a transfer hangs", "remedy": _HANGS}
+    except (StoreError, torch.OutOfMemoryError) as error:
         return {"error": str(error)}
     return {
         "path": told["path"],

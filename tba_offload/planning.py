@@ -299,7 +299,11 @@ class AutoPlanner:
         """
         placements = list(plan.placements)
         for kind in set(profile.layers):
-            free = self._free_layers(profile, kind)
+            free = [
+                layer
+                for layer in self._free_layers(profile, kind)
+                if self.agree is None or not plan.placements[layer].recomputes
+            ]
             measured = {computed_as(plan.placements[layer]) for layer in free}
             missing = [
                 placement

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from ordered_device import OrderedDevice
 from store_contract import CPU, descriptors
 
-from tba_offload import cli
+from tba_offload import cli, doctor
 from tba_offload.device import streams
 from tba_offload.store import choice, gds, posix
 
@@ -159,3 +159,16 @@ def test_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "  gds   GDS without nvidia-fs, because cuFile moves bytes by PCIe peer-to-peer: writes "
     )
     assert auto.startswith("  auto  takes ")
+
+
+@pytest.mark.usefixtures("cpu")
+def test_a_way_that_hangs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hanging(*_: object) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(doctor, "measure", hanging)
+    result = call("--json", str(tmp_path))
+    assert result.exit_code == 1
+    (way,) = json.loads(result.stdout)["directories"][0]["ways"].values()
+    assert way["error"] == "a transfer hangs"
+    assert "store.kind" in way["remedy"]

@@ -928,6 +928,30 @@ def test_what_is_recomputed_is_agreed_and_all_else_is_each_ranks_own() -> None:
     assert [need > (0.0, 0.0) for _, need in others.calls] == [False] * 2 + [True] * 4
 
 
+def test_what_ranks_have_agreed_to_recompute_none_of_them_tries_otherwise() -> None:
+    """Another one may have no memory for it."""
+    model = make_model(layers=LAYERS)
+    tried: list[bool] = []
+
+    def planned(*arguments: Any, **options: Any) -> Plan:
+        placements = (RECOMPUTE,) * LAYERS
+        return dataclasses.replace(
+            make_plan(*arguments, **options), placements=placements, kept=(), part=None
+        )
+
+    def before(_: int) -> None:
+        assert session._planner is not None
+        tried.append(session._planner._on_excursion)
+
+    with (
+        mock.patch.multiple("tba_offload.planning", make_plan=planned, _drifted=never, _differ=never),
+        auto_session(model, Drive(), activation=16 * MIB) as session,
+    ):
+        Others(session, set(range(LAYERS)))
+        train(model, session, steps=9, before_step=before)
+    assert not any(tried)
+
+
 def test_one_of_several_ranks_tries_only_what_is_its_own_business() -> None:
     model = make_model(layers=LAYERS)
     tried: list[tuple[bool, int, int]] = []

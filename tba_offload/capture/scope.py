@@ -157,8 +157,10 @@ class Lookahead:
             later[key.scope.micro_batch] = key
         order = [(key, passes) for first, passes in order + self._expected for key in _run(first, behind)]
         now = self._pass
+        last = self._expected[self._last][0] if self._last >= 0 else None
         self._expect(order)
         self._pass = now
+        self._last = self._position[last] if last is not None else -1
 
     def _expect(self, order: list[tuple[ActivationKey, int]]) -> None:
         """Expects activations in this order; each with the number of the backward pass that uses it."""

@@ -371,9 +371,9 @@ class _Search:
         if largest <= self.least_window:
             return trial
         smaller = self._play(dataclasses.replace(plan, window=max(int(largest - excess), self.least_window)))
-        return smaller if not self._excess(smaller.outcome) else self._fitted(plan, smaller)
+        return smaller if not self._excess(smaller.outcome) else self._fitted(plan, smaller, largest)
 
-    def _fitted(self, plan: Plan, found: _Trial) -> _Trial:
+    def _fitted(self, plan: Plan, found: _Trial, largest: int) -> _Trial:
         """Plays a plan with the smallest window, and with one larger by what the budget then has left.
 
         Windows that are large enough to be never full lower no peak. From the smallest on the peak grows with
@@ -384,7 +384,8 @@ class _Search:
         if room <= 0:
             return min(found, small, key=_score_of)
         for share in FITTED:
-            larger = self._play(dataclasses.replace(plan, window=int(self.least_window + share * room)))
+            size = min(int(self.least_window + share * room), largest)
+            larger = self._play(dataclasses.replace(plan, window=size))
             if not self._excess(larger.outcome):
                 return min(small, larger, key=_score_of)
         return small
@@ -533,6 +534,8 @@ class _Search:
                 )
             if trial.score < found.score:
                 found = trial
+        if 0 < len(numbers) <= self.most_filled:
+            return self._filled_up(found, layer, numbers[-1], activations[numbers[-1]].nbytes)
         return found
 
     def _filled_up(self, found: _Trial, layer: int, number: int, nbytes: int) -> _Trial:

@@ -133,8 +133,11 @@ class Probe:
             for future in futures:
                 future.wait(_PATIENCE)
             seconds = time.perf_counter() - began
-        except StoreError:
-            self._undo(written, futures)
+        except BaseException as error:
+            for future in futures:
+                future.cancel()
+            if isinstance(error, StoreError):
+                self._undo(written, futures)
             raise
         if writes:
             self.done()
@@ -143,8 +146,6 @@ class Probe:
 
     def _undo(self, written: list[Extent], futures: list[IoFuture]) -> None:
         """Gives all extents back when some transfers have failed and others may still run."""
-        for future in futures:
-            future.cancel()
         for future in futures:
             with suppress(StoreError):
                 future.wait(_PATIENCE)
@@ -233,9 +234,9 @@ def choose(
         import_kvikio()
         with ExitStack() as stack:
             file = FileStore(directory, capacity=room, **options)  # type: ignore[arg-type]
-            stack.push(partial(_end, file))
+            stack.push(partial(end, file))
             direct = GdsStore(directory, capacity=room, **options)  # type: ignore[arg-type]
-            stack.push(partial(_end, direct))
+            stack.push(partial(end, direct))
             rates = _in_turn({"file": file, "gds": direct}, device)
             path = direct.description["path"]
     except MissingDependencyError as error:
@@ -255,9 +256,9 @@ def choose(
     )
 
 
-def _end(store: QueuedStore, kind: type[BaseException] | None, *_: object) -> None:
-    """Closes a store that was tried; one with transfers that hang is left to itself."""
-    if kind is TimeoutError:
+def end(store: QueuedStore, kind: type[BaseException] | None, *_: object) -> None:
+    """Closes a store that was tried, behind whatever exception; one with transfers that hang is given up."""
+    if kind is TimeoutError and store.pending():
         store.give_up()
     else:
         store.close()

@@ -168,9 +168,11 @@ class Books:
             record.pinned = pinned
         self._count_departing(record, +1)
 
-    def leave(self, record: Record, sign: int = 1) -> None:
-        """The copy of a part of a record stays in memory, or with a ``sign`` of -1 does so no longer."""
-        self.settled += sign * record.copied
+    def leave(self, record: Record, nbytes: int) -> None:
+        """So many bytes of a record stay in memory as a copy while the others travel."""
+        self.settled += nbytes - record.copied
+        record.copied = nbytes
+        self._add_in_flight(0)
 
     # ---- spans read ahead ------------------------------------------------------------------------
 

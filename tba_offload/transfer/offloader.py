@@ -203,7 +203,7 @@ class Offloader:
                 return False
             if copy is not None:
                 missing = record.leave(copy, self.device.stream())
-                self._books.leave(record)
+                self._books.leave(record, copy.nbytes)
             record.epoch = self._epoch
             record.source = storage
             if not record.writes:
@@ -339,8 +339,9 @@ class Offloader:
                 self._take_out(piece)
             if piece.extent is not None:
                 self.store.release(piece.extent)
-        self._books.leave(record, -1)
         record.discard(pieces)
+        if record.copied:
+            self._books.leave(record, 0)
         self._books.change(record, writes=-len(pieces), pinned=True)
         self._notify()
 
@@ -385,7 +386,7 @@ class Offloader:
             shift = span.shift
             self._prefetched.pop(span, None)  # another thread that needs room must not take it away
         self._await(record, span)
-        if not span.is_complete:
+        if record.copied:
             self._complete(span, buffer)
         if (stream := self.device.stream()) != span.stream:
             self.device.use(ByteRange(buffer, 0, buffer.nbytes()), stream)
@@ -394,14 +395,20 @@ class Offloader:
         return buffer, shift
 
     def _complete(self, span: Span, buffer: torch.UntypedStorage) -> None:
-        """Puts what stayed in memory beside what was read."""
+        """Puts what stayed in memory beside what was read; the calling thread's stream may then use both."""
+        stream = self.device.stream()
+        if span.completed is not None:
+            filled_on, filled = span.completed
+            if filled_on != stream:
+                filled.wait(stream)
+            return
         for piece in span.pieces:
             if piece.copy is not None:
-                if (stream := self.device.stream()) != piece.stream:
+                if stream != piece.stream:
                     self.device.use(piece.copy, stream)
                 room = ByteRange(buffer, piece.lo + span.shift, piece.nbytes)
                 room.tensor().copy_(piece.copy.tensor())
-        span.is_complete = True
+        span.completed = stream, self.device.event()
 
     def _forward(self, record: Record, handle: Handle) -> torch.UntypedStorage | None:
         """The original memory of a record, if it is alive; then what was still to be written is not."""
@@ -590,8 +597,8 @@ class Offloader:
             self._cancel_writes(record)
         if record.pinned and not record.charged:
             self._books.settled -= record.nbytes
-        self._books.leave(record, -1)
-        record.copied = 0
+        if record.copied:
+            self._books.leave(record, 0)
         self._settle(record)
 
     def _release_extents(self, record: Record) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from tba_offload.device.ranges import ByteRange
+    from tba_offload.device.streams import Event
     from tba_offload.store.base import Extent, IoFuture
 
 
@@ -62,7 +63,7 @@ class Piece:
 class Span:
     """Bytes [lo, hi) of a storage without a gap, restored into one buffer that all views of it share."""
 
-    __slots__ = ("buffer", "charged", "hi", "is_complete", "lo", "pieces", "reads", "shift", "stream", "weak")
+    __slots__ = ("buffer", "charged", "completed", "hi", "lo", "pieces", "reads", "shift", "stream", "weak")
 
     def __init__(self, pieces: list[Piece]) -> None:
         self.pieces = pieces  # in order, without a gap
@@ -73,7 +74,8 @@ class Span:
         self.shift = 0  # byte b of the original storage is byte b + shift of the buffer
         self.stream: object = None  # of the device, on which the buffer was allocated
         self.reads: list[IoFuture] = []
-        self.is_complete = False  # the copies of what did not travel are in the buffer
+        # On which stream copies of what did not travel were put into the buffer, and when.
+        self.completed: tuple[object, Event] | None = None
         self.charged = 0
 
     @property
@@ -102,7 +104,7 @@ class Span:
         self.shift = room.start - self.lo
         self.buffer = room.storage
         self.reads = reads
-        self.is_complete = False
+        self.completed = None
 
     def arrived(self) -> bool:
         """Whether no read of this span is under way."""
@@ -254,7 +256,6 @@ class Record:
         stays.copy, stays.stream = copy, stream
         stays.waiting = stays.pending = False
         self.spans = [Span([travels, stays])]
-        self.copied = copy.nbytes
         return [travels]
 
     def discard(self, pieces: set[Piece]) -> None:
@@ -264,7 +265,6 @@ class Record:
         """
         if self.copied:
             pieces = pieces | {piece for piece in self.pieces() if piece.copy is not None}
-            self.copied = 0
         if len(self.spans) == 1 and pieces.issuperset(self.spans[0].pieces):
             self.spans = []
             return
