@@ -155,13 +155,16 @@ def test_without_kvikio_it_is_the_file_store(
     assert clock.read == 0
 
 
-def test_a_way_that_fails_is_not_taken(
-    clock: Clock, device: OrderedDevice, tmp_path: Path, kvikio: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def failing_reads(kvikio: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*_: object) -> None:
         raise RuntimeError("KvikIO failure: Operation not supported")
 
     monkeypatch.setattr(kvikio.CuFile, "pread", failing)
+
+
+@pytest.mark.usefixtures("failing_reads")
+def test_a_way_that_fails_is_not_taken(clock: Clock, device: OrderedDevice, tmp_path: Path) -> None:
     before = descriptors()
     found = choose(tmp_path, device)
     assert (found.kind, found.rates) == ("file", {})
@@ -203,13 +206,10 @@ def test_without_memory_for_a_measurement_it_is_the_file_store(
     assert found.why == "GPUDirect Storage could not be measured: CUDA out of memory"
 
 
+@pytest.mark.usefixtures("failing_reads")
 def test_a_measurement_that_fails_leaves_no_extent_taken(
-    clock: Clock, device: OrderedDevice, tmp_path: Path, kvikio: Any, monkeypatch: pytest.MonkeyPatch
+    clock: Clock, device: OrderedDevice, tmp_path: Path
 ) -> None:
-    def failing(*_: object) -> None:
-        raise RuntimeError("KvikIO failure: Operation not supported")
-
-    monkeypatch.setattr(kvikio.CuFile, "pread", failing)
     with GdsStore(tmp_path, device=device) as store:
         with pytest.raises(StoreError, match="Operation not supported"):
             choice.measure(store, device)

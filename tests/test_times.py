@@ -7,6 +7,7 @@ On the host they take next to none, so a time of the host's is found at once.
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -35,7 +36,7 @@ from tba_offload.transfer.offloader import Offloader
 from tba_offload.transfer.record import Span
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from tba_offload.session import Session
 
@@ -166,10 +167,9 @@ def test_only_sessions_that_plan_mark_times() -> None:
 # Waiting for I/O
 
 
-@pytest.mark.parametrize("seconds", [0.0, DRY])
-def test_waits_for_reads_are_no_compute_time(seconds: float) -> None:
-    """Nor are they if the host waits while the device has work: then they take no time at all."""
-    device, model = TimedDevice(SECONDS), Waves()
+@contextmanager
+def waiting_for_reads(device: TimedDevice, seconds: float) -> Iterator[None]:
+    """The host waits for each read, and the device stands still for so long."""
     original = Offloader._await_transfer
 
     def waits(*given: Any) -> None:
@@ -178,11 +178,17 @@ def test_waits_for_reads_are_no_compute_time(seconds: float) -> None:
         device.runs_dry(seconds)
 
     with (
-        timed_session(device, model) as session,
-        device.computing(),
         mock.patch.object(Span, "arrived", return_value=False),
         mock.patch.object(Offloader, "_await_transfer", autospec=True, side_effect=waits),
     ):
+        yield
+
+
+@pytest.mark.parametrize("seconds", [0.0, DRY])
+def test_waits_for_reads_are_no_compute_time(seconds: float) -> None:
+    """Nor are they if the host waits while the device has work: then they take no time at all."""
+    device, model = TimedDevice(SECONDS), Waves()
+    with timed_session(device, model) as session, device.computing(), waiting_for_reads(device, seconds):
         planner = watching(session)
         for _ in range(3):
             run_step(model, session)
@@ -276,19 +282,7 @@ def test_the_device_is_waited_for_only_when_a_step_is_looked_at_closely() -> Non
 def test_waits_of_the_device_make_the_planner_careful(dry: float) -> None:
     """Not those of the host, while the device has work."""
     device, model = TimedDevice(SECONDS), Waves()
-    original = Offloader._await_transfer
-
-    def waits(*given: Any) -> None:
-        original(*given)
-        time.sleep(0.001)
-        device.runs_dry(dry)
-
-    with (
-        timed_session(device, model) as session,
-        device.computing(),
-        mock.patch.object(Span, "arrived", return_value=False),
-        mock.patch.object(Offloader, "_await_transfer", autospec=True, side_effect=waits),
-    ):
+    with timed_session(device, model) as session, device.computing(), waiting_for_reads(device, dry):
         planner = watching(session)
         planner._plan = session.plan
         run_step(model, session)
