@@ -328,7 +328,7 @@ class _Search:
         If none is, it is the one that is best there.
         """
         scores: list[tuple[Score, _Trial]] = []
-        for trial in sorted({best.plan: best, **self.trials}.values(), key=lambda trial: trial.score):
+        for trial in sorted({best.plan: best, **self.trials}.values(), key=_score_of):
             score = self.score(simulate(self.profile, trial.plan, self.terms.drive))
             if score[:2] <= trial.score[:2]:
                 return trial
@@ -529,18 +529,16 @@ class _Search:
             kept[layer] = frozenset(numbers[:count])
             trial = self._try(found.plan.placements, tuple(kept))
             if trial.score[0]:
-                return self._filled_up(
-                    found, layer, numbers[count - 1], activations[numbers[count - 1]].nbytes
-                )
+                return self._filled_up(found, layer, numbers[count - 1])
             if trial.score < found.score:
                 found = trial
         if 0 < len(numbers) <= self.most_filled:
-            return self._filled_up(found, layer, numbers[-1], activations[numbers[-1]].nbytes)
+            return self._filled_up(found, layer, numbers[-1])
         return found
 
-    def _filled_up(self, found: _Trial, layer: int, number: int, nbytes: int) -> _Trial:
+    def _filled_up(self, found: _Trial, layer: int, number: int) -> _Trial:
         """Keeps a part of the activation that has no room as a whole."""
-        least, most = 0, nbytes
+        least, most = 0, self.profile.kind_of(layer).activations[number].nbytes
         for _ in range(PARTS):
             part = (least + most) // 2
             plan = found.plan

@@ -325,12 +325,9 @@ class _Run:
             passed = saved.at
             if number in kept:
                 self._hold(saved.nbytes)
-            elif not is_selective:
-                part = self._part_of(slot, number, saved.nbytes)
-                items.append(self._save(saved.nbytes, saved.until, part))
-            elif not saved.rebuilt:
-                part = self._part_of(slot, number, saved.nbytes)
-                items.append(self._save(saved.nbytes, saved.fetched, part))
+            elif not (is_selective and saved.rebuilt):
+                needed = saved.fetched if is_selective else saved.until
+                items.append(self._save(saved.nbytes, needed, self._part_of(slot, number, saved.nbytes)))
         self.now += (1.0 - passed) * seconds
         self._end_scope((slot.layer, slot.micro_batch), items)
 

@@ -441,12 +441,12 @@ class Offloader:
 
     def _start_read(self, span: Span) -> torch.UntypedStorage:
         """Submits the reads of a span into a new buffer. Called on the training thread, under the lock."""
-        alone = len(span.pieces) == 1
+        alone, pieces = len(span.pieces) == 1, span.travelled()
         room = aligned_range(span.nbytes, span.address, self.store.alignment, self.device)
         after = self.device.event()
         reads: list[IoFuture] = []
         try:
-            for piece in span.travelled():
+            for piece in pieces:
                 target = room if alone else room.part(piece.lo - span.lo, piece.nbytes)
                 # Next to a neighbour in the same buffer the store must not touch the padding.
                 reads.append(self.store.read(_extent_of(piece), target, after, padded=alone))
@@ -456,7 +456,7 @@ class Offloader:
                 read.cancel()
             raise
         span.restores_into(room, reads, self.device.stream())
-        self.stats.read += sum(piece.nbytes for piece in span.travelled())
+        self.stats.read += sum(piece.nbytes for piece in pieces)
         return room.storage
 
     def _await(self, record: Record, span: Span) -> None:
