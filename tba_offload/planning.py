@@ -52,7 +52,7 @@ MOST_CAUTION = 0.5
 """But no slower than this share of what was measured."""
 
 UNSURE = 0.04
-"""The first plan leaves this share of the budget free too: no step like it was measured before."""
+"""This share of the budget is left free too until the peak of a step under a plan was measured."""
 
 _WARM_UP = 1
 """Steps whose times do not count."""
@@ -115,6 +115,7 @@ class AutoPlanner:
         self._planned_for: Bandwidth | None = None
         self._plan: Plan | None = None
         self._knows_rest = False
+        self._is_unsure = limits.budget is not None and Placement.AUTO in self.policy
         self._told: Plan | None = None
         self._on_excursion = False
         self._recent: deque[float] = deque(maxlen=3)  # seconds of the last steps under the plan
@@ -139,9 +140,8 @@ class AutoPlanner:
 
     @property
     def wants_memory(self) -> bool:
-        """Whether the next step's peak must be measured: nothing is known of it yet."""
-        wanted = self.limits.budget is not None and Placement.AUTO in self.policy
-        return wanted and self._steps <= _LEARNING
+        """Whether the next step's peak must be measured: none under a plan was yet, and there is a budget."""
+        return self._is_unsure and self._steps < _CLOSELY
 
     def first(self) -> Plan:
         """The plan of the first steps: what memory holds beside activations of layers is not known yet."""
@@ -269,7 +269,7 @@ class AutoPlanner:
         """Whether to look at a step closely: not at each, because that takes time."""
         if self.agree is not None:  # the ranks talk behind the same steps
             is_soon = _has_excursion(self._steps) or _has_excursion(self._steps - 1)
-            return self._steps <= _LEARNING or self._steps % _TURN == 0 or is_soon
+            return self._steps <= _LEARNING + 1 or self._steps % _TURN == 0 or is_soon
         if self._plan is None or self._steps <= _CLOSELY or self._steps % _TURN == 0 or self._on_excursion:
             return True
         return drive is not None and self._is_astray(plan, drive, record)
@@ -279,10 +279,13 @@ class AutoPlanner:
             return self._probe(profile, drive) if Placement.AUTO in self.policy else None
         if self._plan is None:
             return self._replan(profile, drive, plan)
-        if self._on_excursion or self._is_astray(plan, drive, record):
+        is_sure_now = self._is_unsure and not self._on_excursion and record.activation_peak_bytes is not None
+        if is_sure_now:
+            self._is_unsure = False
+        if is_sure_now or self._on_excursion or self._is_astray(plan, drive, record):
             self._on_excursion = False
             return self._replan(profile, drive, self._plan)
-        self._plan = dataclasses.replace(plan, prediction=simulate(profile, plan, drive).prediction)
+        self._plan = _predicted(plan, profile, drive)
         if self._caution < 1.0 and self._steps % _EXCURSIONS[-1] == 0:
             self._caution = min(self._caution / CAUTION, 1.0)  # a slow hour ends some time
             return self._replan(profile, drive, self._plan)
@@ -364,14 +367,9 @@ class AutoPlanner:
         ]
         if self._plan is not None and self.profile is not None and drive is not None:
             try:
-                return make_plan(
-                    self.profile,
-                    drive,
-                    self.limits,
-                    policy=placements,
-                    objective=self.objective,
-                    not_recomputed=frozenset(range(len(placements))),
-                )
+                everything = frozenset(range(len(placements)))
+                plan = self._made(self.profile, drive, policy=placements, not_recomputed=everything)
+                return _predicted(plan, self.profile, drive)
             except Exception as error:  # noqa: BLE001 - the other ranks have agreed and go on
                 self._warn(f"no plan could be made of what the ranks agreed on: {error!r}")
         known = zip(placements, proposed.placements, strict=True)
@@ -489,19 +487,8 @@ class AutoPlanner:
             found = simulate(profile, old, drive).prediction if self._knows_rest else None
             self._plan = dataclasses.replace(old, prediction=found)
             return self._plan
-        careful = drive.scaled(self._caution)
-        limits = self.limits
-        if self._plan is None and limits.budget is not None:
-            limits = dataclasses.replace(limits, budget=int((1 - UNSURE) * limits.budget))
-        new = make_plan(
-            profile,
-            careful,
-            limits,
-            policy=self.policy,
-            objective=self.objective,
-            not_recomputed=self.not_recomputed,
-        )
-        if self._plan is not None and not self._is_better(new, old, profile, careful):
+        new = self._made(profile, drive, policy=self.policy, not_recomputed=self.not_recomputed)
+        if self._plan is not None and not self._is_better(new, old, profile, drive.scaled(self._caution)):
             new = old
             # It was in doubt without need: the next doubt has to wait longer.
             self._patience = min(2 * self._patience, _EXCURSIONS[-1])
@@ -509,11 +496,40 @@ class AutoPlanner:
         else:
             self._patience = 1
             self._recent.clear()
-        if new is old or careful != drive:
-            new = dataclasses.replace(new, prediction=simulate(profile, new, drive).prediction)
+        if new is old or self._caution < 1.0:
+            new = _predicted(new, profile, drive)
         self._check_budget(new)
         self._plan = new
         return new
+
+    def _made(
+        self,
+        profile: StepProfile,
+        drive: Bandwidth,
+        *,
+        policy: Sequence[Placement],
+        not_recomputed: frozenset[int],
+    ) -> Plan:
+        """The best plan for a drive that is as much slower as caution says."""
+        careful = drive.scaled(self._caution)
+
+        def within(limits: Limits) -> Plan:
+            return make_plan(
+                profile,
+                careful,
+                limits,
+                policy=policy,
+                objective=self.objective,
+                not_recomputed=not_recomputed,
+            )
+
+        budget = self.limits.budget
+        if budget is None or not self._is_unsure:
+            return within(self.limits)
+        limits = dataclasses.replace(self.limits, budget=int((1 - UNSURE) * budget))
+        plan = within(limits)
+        fits = plan.prediction is not None and plan.prediction.peak_bytes <= limits.planned
+        return plan if fits else within(self.limits)
 
     def _check_budget(self, plan: Plan) -> None:
         budget, peak = self.limits.budget, plan.prediction.peak_bytes if plan.prediction is not None else 0
@@ -556,6 +572,11 @@ class AutoPlanner:
             bare = dataclasses.replace(profile, rest_bytes=0)
             known = simulate(bare, plan, drive).peak_bytes
         return dataclasses.replace(profile, rest_bytes=max(peak - known, 0))
+
+
+def _predicted(plan: Plan, profile: StepProfile, drive: Bandwidth) -> Plan:
+    """A plan with what it does on a drive."""
+    return dataclasses.replace(plan, prediction=simulate(profile, plan, drive).prediction)
 
 
 def _has_excursion(step: int) -> bool:

@@ -9,12 +9,14 @@ import threading
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 import torch
 from harness import CPU, KIB, MIB, PATIENCE, Drive, DrivenHostStore, host_store, in_time, wait_until
 
 from tba_offload.capture.identity import version_witness
+from tba_offload.device.ranges import ByteRange
 from tba_offload.errors import ShortTransferError, StoreError, StoreFullError, TransferError
 from tba_offload.transfer.offloader import Offloader
 from tba_offload.transfer.record import Handle, Record, State
@@ -1062,6 +1064,20 @@ def test_a_part_goes_with_what_is_dropped_or_forwarded(bench: Bench, drive: Driv
     assert bench.offloader.stats.own_peak == SIZE
     bench.drop(forwarded)
     drive.release()
+    bench.assert_idle()
+
+
+def test_all_of_it_travels_where_there_is_no_memory_for_the_part(bench: Bench) -> None:
+    def no_memory(_: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("no memory for a copy")
+
+    with mock.patch.object(ByteRange, "of", no_memory):
+        saved = bench.save(part=PART)
+    bench.offloader.quiesce()
+    assert saved.record.copied == 0
+    assert bench.store.used_bytes >= SIZE
+    bench.fetch(saved)
+    bench.drop(saved)
     bench.assert_idle()
 
 

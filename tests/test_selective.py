@@ -299,6 +299,28 @@ def test_what_was_found_out_in_training_does_not_hold_in_evaluation() -> None:
     assert rebuilt(records) == [0, ONE, ONE, 0, 0, 0]
 
 
+def test_what_one_module_does_in_training_does_not_hold_in_its_evaluation() -> None:
+    """The layer itself is in training mode all the time."""
+
+    class Within(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Dropping()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.inner(x)
+            return y
+
+    def work(net: Net, number: int) -> list[Tensor]:
+        for module in net.modules():
+            if isinstance(module, Dropping):
+                module.train(number < STEPS)
+        return forward_backward(net, number)
+
+    records = assert_transparent(work, Within, steps=2 * STEPS, **SELECTIVE)
+    assert rebuilt(records) == [0, ONE, ONE, 0, 0, 0]
+
+
 # Views
 
 

@@ -50,14 +50,15 @@ class Likeness(NamedTuple):
         kind: Class of the layer.
         number: Of the activation in its scope.
         dtype: Of the saved tensor.
-        training: Whether the layer is in training mode: a dropout that drops nothing leaves the same graph.
+        training: Which modules of the layer are in training mode: a dropout that drops nothing leaves the
+            same graph.
     """
 
     name: str
     kind: type
     number: int
     dtype: torch.dtype
-    training: bool
+    training: tuple[bool, ...]
 
 
 class Rebuild:
@@ -281,7 +282,7 @@ class SelectiveHooks(LayerHooks):
         part: Number of the one that it keeps a part of, and how many bytes that is.
     """
 
-    __slots__ = ("_layer", "_rebuilds", "_watched")
+    __slots__ = ("_layer", "_rebuilds", "_training", "_watched")
 
     def __init__(
         self,
@@ -296,6 +297,7 @@ class SelectiveHooks(LayerHooks):
         super().__init__(rebuilds.capture, key, when_slow=when_slow, kept=kept, part=part)
         self._rebuilds = rebuilds
         self._layer = layer
+        self._training = tuple(module.training for module in layer.modules())
         self._watched: list[RemovableHandle] = []
 
     def __enter__(self) -> None:
@@ -333,7 +335,7 @@ class SelectiveHooks(LayerHooks):
         recipe = self._recipe_of(tensor, storage, view)
         if recipe is None:
             return super()._pack_new(tensor, storage, view)
-        likeness = Likeness(recipe.name, type(self._layer), self._count, tensor.dtype, self._layer.training)
+        likeness = Likeness(recipe.name, type(self._layer), self._count, tensor.dtype, self._training)
         verdict = self._rebuilds.verdict(likeness)
         if verdict:
             return _rebuilt(self._rebuilds.add(tensor, recipe, self._next_key()), tensor, view)

@@ -69,6 +69,9 @@ FITTED = (1.0, 0.9, 0.75)
 PARTS = 4
 """How often the part that stays of one activation is tried to be made larger or smaller."""
 
+SOUND = 32
+"""So many of the best plans for a slower drive are played on the real one at most."""
+
 WINDOWS = (0.8, 0.6, 0.4, 0.25)
 """Shares of the window."""
 
@@ -325,10 +328,10 @@ class _Search:
     def _sound(self, best: _Trial) -> _Trial:
         """The best plan that is as good on the drive as it is: a faster one can mean more waiting.
 
-        If none is, it is the one that is best there.
+        If none of those that come next is, it is the one of them that is best there.
         """
         scores: list[tuple[Score, _Trial]] = []
-        for trial in sorted({best.plan: best, **self.trials}.values(), key=_score_of):
+        for trial in sorted({best.plan: best, **self.trials}.values(), key=_score_of)[:SOUND]:
             score = self.score(simulate(self.profile, trial.plan, self.terms.drive))
             if score[:2] <= trial.score[:2]:
                 return trial

@@ -222,12 +222,15 @@ class Offloader:
     def _copy_of_part(
         self, record: Record, storage: torch.UntypedStorage, lo: int, hi: int
     ) -> ByteRange | None:
-        """A copy of the bytes that stay, the last ones; ``None`` if some are written already."""
+        """A copy of the bytes that stay, the last ones; ``None`` if some are written already, or no room."""
         start = hi - record.part
         start += -(storage.data_ptr() + start) % self.store.alignment  # so that the others end with a block
         if record.spans or not lo < start < hi:
             return None
-        return ByteRange.of(ByteRange(storage, start, hi - start).tensor().clone())
+        try:
+            return ByteRange.of(ByteRange(storage, start, hi - start).tensor().clone())
+        except RuntimeError:  # out of memory: then all of it travels
+            return None
 
     def _flush_if_due(self, *, at_once: bool) -> None:
         """Writes what is more than a batch; all of it if the next activation may find no room."""
