@@ -23,7 +23,7 @@ from tba_offload.profiling import LayerKey, profile_of
 from tba_offload.store.base import DRIVE_TIER
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from tba_offload.capture.trace import DeviceTimes, StepTrace
     from tba_offload.plan.profile import StepProfile
@@ -43,7 +43,8 @@ WORTH_IT = 0.02
 """A new plan must be better by this share, or the old one stays: plans shall not alternate."""
 
 WAITS = 0.02
-"""Who waits for more than this share of two steps, where nothing shall wait, plans for a slower drive."""
+"""Who waits for more than this share of two steps, where nothing shall wait, plans for a slower drive. Nor
+does a step that tries something else wait for longer than that."""
 
 CAUTION = 0.85
 """So much slower, each time."""
@@ -297,10 +298,28 @@ class AutoPlanner:
         """The plan, but with one layer of each kind under a placement that has none now.
 
         What it costs was measured when memory and files still grew, or on another drive. Without a look at it
-        now and then, a bad measurement would be believed for ever. Where several ranks share layers, what is
-        recomputed is not tried: that would be everybody's business.
+        now and then, a bad measurement would be believed for ever. But what a drive costs that moves bytes
+        anyway is known. Where several ranks share layers, what is recomputed is not tried: that would be
+        everybody's business.
         """
-        placements = list(plan.placements)
+        bare = look = dataclasses.replace(plan, kept=(), part=None, prediction=None)
+        now = simulate(profile, bare, drive)
+        for layer, placement in self._untried(profile, plan):
+            placements = list(look.placements)
+            placements[layer] = placement
+            wider = dataclasses.replace(look, placements=tuple(placements))
+            then = simulate(profile, wider, drive)
+            is_known = now.written_bytes > 0 and placement in profile.timings[profile.layers[layer]]
+            waits = then.stall_seconds - now.stall_seconds > WAITS * now.seconds
+            if then.peak_bytes <= self.limits.planned and not (is_known and waits):
+                look = wider
+        if look is bare:
+            return plan
+        self._on_excursion = True
+        return look
+
+    def _untried(self, profile: StepProfile, plan: Plan) -> Iterator[tuple[int, Placement]]:
+        """One layer of each kind for each placement that the plan has none of."""
         for kind in set(profile.layers):
             free = [
                 layer
@@ -319,14 +338,7 @@ class AutoPlanner:
                 placement = next((each for each in missing if self._may_try(profile, layer, each)), None)
                 if placement is not None:
                     missing.remove(placement)
-                    placements[layer] = placement
-        look = dataclasses.replace(plan, placements=tuple(placements), kept=(), part=None, prediction=None)
-        if placements == list(plan.placements):
-            return plan
-        if simulate(profile, look, drive).peak_bytes > self.limits.planned:
-            return plan
-        self._on_excursion = True
-        return look
+                    yield layer, placement
 
     def _agreed(self, proposed: Plan, drive: Bandwidth | None) -> Plan:
         """The proposal of this rank, with the recomputed layers of all that share them.

@@ -304,6 +304,19 @@ def test_an_excursion_does_not_try_to_rebuild_where_nothing_is_rebuilt() -> None
     assert planner._excursion(known, Bandwidth(100, 100), Plan((OFFLOAD,))).placements == (OFFLOAD,)
 
 
+@pytest.mark.parametrize(
+    ("first", "rate", "tried"), [(SELECTIVE, 1000, True), (SELECTIVE, 1, False), (KEEP, 1, True)]
+)
+def test_an_excursion_waits_for_no_drive_that_is_known(first: Placement, rate: int, *, tried: bool) -> None:
+    """It is known where the plan moves bytes anyway."""
+    profile = profile_by_hand(SELECTIVE, OFFLOAD, KEEP, KEEP)
+    planner, plan = planner_of(4), Plan((first, KEEP, KEEP, KEEP))
+    planner.not_recomputed = frozenset(range(4))
+    look = planner._excursion(profile, Bandwidth(rate, rate), plan)
+    assert (OFFLOAD in look.placements) is tried
+    assert planner._on_excursion is tried
+
+
 def single(profile: StepProfile) -> StepProfile:
     """The step of the first layer alone."""
     slots = tuple(slot for slot in profile.slots if slot.layer == 0)
