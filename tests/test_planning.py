@@ -310,7 +310,7 @@ def test_an_excursion_does_not_try_to_rebuild_where_nothing_is_rebuilt() -> None
 def test_an_excursion_waits_for_no_drive_that_is_known(first: Placement, rate: int, *, tried: bool) -> None:
     """It is known where the plan moves bytes anyway."""
     profile = profile_by_hand(SELECTIVE, OFFLOAD, KEEP, KEEP)
-    planner, plan = planner_of(4), Plan((first, KEEP, KEEP, KEEP))
+    planner, plan = planner_of(4), Plan((first, KEEP, KEEP, KEEP), window=100)
     planner.not_recomputed = frozenset(range(4))
     look = planner._excursion(profile, Bandwidth(rate, rate), plan)
     assert (OFFLOAD in look.placements) is tried
