@@ -259,12 +259,17 @@ def _print_plan(situation: Situation, choices: Sequence[Choice], best: Plan) -> 
     from rich.console import Console
     from rich.table import Table
 
+    from tba_offload.store.base import HOST_TIER
+
     console, mib = Console(), float(2**20)
     drive = situation.drive
     click.echo(
         f"{len(situation.names)} layers; the drives write {drive.write / 1e9:.2f} GB/s and read "
         f"{drive.read / 1e9:.2f} GB/s; keeping everything peaks at {situation.peak_of_keep / mib:.1f} MiB"
     )
+    for number, tier in enumerate(situation.measured):
+        name = "host memory" if tier["tier"] == HOST_TIER else f"drive {number}"
+        click.echo(f"measured: {name} wrote {_rate(tier['write'])} and read {_rate(tier['read'])}")
     if drive.host is not None:
         click.echo(
             f"{drive.host.capacity / mib:.1f} MiB of host memory, written at {drive.host.write / 1e9:.2f} "
@@ -292,9 +297,9 @@ def _print_plan(situation: Situation, choices: Sequence[Choice], best: Plan) -> 
         expected = best.prediction
         window = "no limit" if best.window is None else f"{best.window / mib:.1f} MiB"
         click.echo(
-            f"predicted: peak {expected.peak_bytes / mib:.1f} MiB, step {expected.seconds:.3f} s of which "
-            f"{expected.stall_seconds:.3f} s are waits; {expected.written_bytes / mib:.1f} MiB written; "
-            f"window {window}"
+            f"predicted: peak {expected.peak_bytes / mib:.1f} MiB, in {situation.peak_of(best)}; "
+            f"step {expected.seconds:.3f} s of which {expected.stall_seconds:.3f} s are waits; "
+            f"{expected.written_bytes / mib:.1f} MiB written; window {window}"
         )
     if drive.host is not None:
         outcome = situation.outcome(best)
@@ -303,6 +308,12 @@ def _print_plan(situation: Situation, choices: Sequence[Choice], best: Plan) -> 
             f"{outcome.host_written_bytes / mib:.1f} MiB to host memory, which holds "
             f"{outcome.host_peak_bytes / mib:.1f} MiB at most"
         )
+
+
+def _rate(measured: dict[str, float | None]) -> str:
+    """A measured rate and how much it differs from step to step."""
+    rate = measured["bytes_per_second"]
+    return "nothing" if rate is None else f"{rate / 1e9:.2f} GB/s (± {measured['spread']:.0%})"
 
 
 class _PolicyType(click.Path):

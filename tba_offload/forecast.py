@@ -39,6 +39,8 @@ class Situation:
         drive: Its drives.
         window: Most bytes in flight, as it was configured.
         config: Its policy.
+        measured: What each drive, and host memory beside them, was found to do: tier, write and read, with
+            rate and spread.
         elsewhere: Layers of other processes, as those of other pipeline stages, and what they were placed.
     """
 
@@ -47,6 +49,7 @@ class Situation:
     drive: Bandwidth
     window: int | None
     config: OffloadConfig
+    measured: tuple[dict[str, Any], ...] = ()
     elsewhere: tuple[tuple[str, Placement], ...] = ()
 
     @classmethod
@@ -78,6 +81,7 @@ class Situation:
                 drive=Bandwidth.from_json(event["drive"]),
                 window=event["limits"]["window"],
                 config=OffloadConfig.from_yaml(log.header.policy or ""),
+                measured=tuple(event["rates"]),
                 elsewhere=tuple(_placed_elsewhere(log.header.plan, event["names"])),
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -154,6 +158,14 @@ class Situation:
     def outcome(self, plan: Plan) -> Outcome:
         """What a plan does in a step, tier by tier."""
         return simulate(self.profile, plan, self.drive)
+
+    def peak_of(self, plan: Plan) -> str:
+        """What runs when a plan's memory is at its peak."""
+        slot = self.outcome(plan).peak_slot
+        if slot is None:
+            return "nowhere"
+        what = "backward" if slot.backward else "forward"
+        return f"{what} of {self.names[slot.layer]}, micro-batch {slot.micro_batch}"
 
     def why(self, plan: Plan) -> list[str]:
         """For each layer, why the plan places it so, in one line."""

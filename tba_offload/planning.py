@@ -20,7 +20,7 @@ from tba_offload.plan.profile import computed_as
 from tba_offload.plan.simulator import simulate
 from tba_offload.policy import Objective, Placement
 from tba_offload.profiling import LayerKey, profile_of
-from tba_offload.store.base import DRIVE_TIER
+from tba_offload.store.base import DRIVE_TIER, HOST_TIER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -164,6 +164,7 @@ class AutoPlanner:
             "policy": [placement.value for placement in self.policy],
             "profile": self.profile.as_json(),
             "drive": dataclasses.asdict(self._planned_for),
+            "rates": self._measured(),
             "caution": self._caution,
             "limits": dataclasses.asdict(self.limits),
             "plan": self._plan.as_json(),
@@ -285,7 +286,7 @@ class AutoPlanner:
             self._is_unsure = False
         if is_sure_now or self._on_excursion or self._is_astray(plan, drive, record):
             self._on_excursion = False
-            return self._replan(profile, drive, self._plan)
+            return self._replan(profile, drive, self._plan, worth=0.0 if is_sure_now else WORTH_IT)
         self._plan = _predicted(plan, profile, drive)
         if self._caution < 1.0 and self._steps % _EXCURSIONS[-1] == 0:
             self._caution = min(self._caution / CAUTION, 1.0)  # a slow hour ends some time
@@ -403,6 +404,15 @@ class AutoPlanner:
         to_host, from_host = self._host_rates
         return drives.with_host(self._host_capacity, write=to_host.rate, read=from_host.rate)
 
+    def _measured(self) -> list[dict[str, object]]:
+        """What each drive was found to do, and host memory beside them."""
+        tiers = [(DRIVE_TIER, *rates) for rates in self._rates]
+        if self._host_capacity is not None:
+            tiers.append((HOST_TIER, *self._host_rates))
+        return [
+            {"tier": tier, "write": write.as_json(), "read": read.as_json()} for tier, write, read in tiers
+        ]
+
     def _note_loads(self, loads: Sequence[DriveLoad]) -> None:
         drives = [load for load in loads if load.tier == DRIVE_TIER]
         while len(self._rates) < len(drives):
@@ -487,7 +497,9 @@ class AutoPlanner:
         is_settled = self._wants_time or self._caution <= MOST_CAUTION
         return not is_settled and len(self._waited) > 1 and min(self._waited) > WAITS
 
-    def _replan(self, profile: StepProfile, drive: Bandwidth, old: Plan) -> Plan | None:
+    def _replan(
+        self, profile: StepProfile, drive: Bandwidth, old: Plan, *, worth: float = WORTH_IT
+    ) -> Plan | None:
         if self._planned_for is not None and _drifted(drive, self._planned_for, DRIFT):
             self._caution = 1.0
         elif self._waits_too_long():
@@ -500,7 +512,8 @@ class AutoPlanner:
             self._plan = dataclasses.replace(old, prediction=found)
             return self._plan
         new = self._made(profile, drive, policy=self.policy, not_recomputed=self.not_recomputed)
-        if self._plan is not None and not self._is_better(new, old, profile, drive.scaled(self._caution)):
+        careful = drive.scaled(self._caution)
+        if self._plan is not None and not self._is_better(new, old, profile, careful, worth):
             new = old
             # It was in doubt without need: the next doubt has to wait longer.
             self._patience = min(2 * self._patience, _EXCURSIONS[-1])
@@ -553,20 +566,20 @@ class AutoPlanner:
         """Whether a step shall be short before it is small."""
         return self.objective is not Objective.MEMORY and self.limits.budget is not None
 
-    def _is_better(self, new: Plan, old: Plan, profile: StepProfile, drive: Bandwidth) -> bool:
-        """Whether a plan is so much better than the one in force that a change is worth it."""
+    def _is_better(self, new: Plan, old: Plan, profile: StepProfile, drive: Bandwidth, worth: float) -> bool:
+        """Whether a plan is better than the one in force by the share that makes a change worth it."""
         now, then = simulate(profile, old, drive), new.prediction
         if then is None:
             return False
         if (now.peak_bytes > self.limits.planned) != (then.peak_bytes > self.limits.planned):
             return now.peak_bytes > self.limits.planned
         if now.peak_bytes > self.limits.planned:
-            return then.peak_bytes < (1 - WORTH_IT) * now.peak_bytes
+            return then.peak_bytes < (1 - worth) * now.peak_bytes
         if self.objective is Objective.ENDURANCE:
-            return then.written_bytes < (1 - WORTH_IT) * now.written_bytes
-        if abs(then.seconds - now.seconds) > WORTH_IT * now.seconds:
+            return then.written_bytes < (1 - worth) * now.written_bytes
+        if abs(then.seconds - now.seconds) > worth * now.seconds:
             return then.seconds < now.seconds
-        return not self._wants_time and then.peak_bytes < (1 - 2 * WORTH_IT) * now.peak_bytes
+        return not self._wants_time and then.peak_bytes < (1 - 2 * worth) * now.peak_bytes
 
     def _with_rest(
         self, profile: StepProfile, plan: Plan, drive: Bandwidth, record: StepRecord
@@ -576,10 +589,10 @@ class AutoPlanner:
         if peak is None:
             return profile
         self._knows_rest = True
-        if all(placement in {Placement.OFFLOAD, Placement.AUTO} for placement in plan.placements):
-            known = record.own_peak_bytes or 0
+        if {Placement.AUTO} <= set(plan.placements) <= {Placement.AUTO, Placement.OFFLOAD}:
+            known = record.own_peak_bytes or 0  # what was kept is in no plan
         elif record.fallback_kept_bytes:
-            return profile  # what was kept in need is in no plan
+            return profile  # nor is what was kept in need
         else:
             bare = dataclasses.replace(profile, rest_bytes=0)
             known = simulate(bare, plan, drive).peak_bytes

@@ -225,6 +225,14 @@ def test_the_simulator_plays_the_window_of_the_offloader() -> None:
     assert simulator.ACROSS_FORWARD == books.ACROSS_FORWARD
 
 
+@pytest.mark.parametrize(("placement", "backward"), [(KEEP, False), (RECOMPUTE, True)])
+def test_the_simulator_tells_what_runs_at_the_peak(placement: Placement, *, backward: bool) -> None:
+    profile = make_profile(4)
+    slot = simulate(profile, all_of(profile, placement), FAST).peak_slot
+    assert slot is not None
+    assert slot[:3] == (3, 0, backward)
+
+
 def test_what_is_kept_moves_nothing_and_peaks_with_everything() -> None:
     profile = make_profile(8)
     outcome = simulate(profile, all_of(profile, KEEP), FAST)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -713,6 +714,8 @@ def test_the_table_says_why(run_log: Path, tmp_path: Path) -> None:
     picture = tmp_path / "frontier.svg"
     output = run_plan(run_log, "--budget", "3MiB", "--picture", picture).output
     assert "8 layers; the drives write" in output
+    assert re.search(r"measured: drive 0 wrote \d+\.\d\d GB/s \(± \d+%\) and read \d", output)
+    assert re.search(r"predicted: peak \d+\.\d MiB, in (back|for)ward of layers\.\d, micro-batch \d;", output)
     assert "the best plan for each budget" in output
     assert "MiB have room" in output or "of the drive, and recomputing" in output
     assert picture.read_bytes().startswith(b"<?xml")

@@ -233,7 +233,7 @@ def test_a_step_with_a_layer_for_each_execution_is_the_same_step(ahead: int) -> 
             simulate(each, Plan((placement,) * len(each.layers), window=limit), Bandwidth(rate, rate))
             for each in (profile, unrolled)
         )
-        assert one == other
+        assert dataclasses.replace(one, peak_slot=None) == dataclasses.replace(other, peak_slot=None)
 
 
 @pytest.mark.parametrize("seed", range(4))

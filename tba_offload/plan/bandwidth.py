@@ -119,6 +119,10 @@ class MeasuredRate:
         """Bytes a second; ``None`` before anything moved."""
         return self._nbytes / self._seconds if self._seconds else None
 
+    def as_json(self) -> dict[str, float | None]:
+        """For the run log: rate in bytes a second, and its spread."""
+        return {"bytes_per_second": self.rate, "spread": self.spread}
+
     @property
     def spread(self) -> float:
         """Relative standard deviation of the last ten steps; 0 for less than two."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tba_offload.plan.profile import LayerKind
     from tba_offload.policy import LayerId, Placement, Policy
 
 
@@ -92,6 +93,12 @@ class Plan:
     def part_of(self, layer: int) -> tuple[int, int] | None:
         """Number of the activation of a layer of which a part stays, and how many bytes that is."""
         return self.part[1:] if self.part is not None and self.part.layer == layer else None
+
+    def staying_bytes(self, layer: int, kind: LayerKind) -> int:
+        """Bytes of an offloaded layer's activations that stay in memory."""
+        numbers, part = self.kept_of(layer), self.part_of(layer)
+        whole = sum(saved.nbytes for number, saved in enumerate(kind.activations) if number in numbers)
+        return whole if part is None else whole + part[1]
 
     def as_json(self) -> dict[str, Any]:
         """The plan for a run log."""

@@ -213,10 +213,7 @@ def _best_of_many(profile: StepProfile, terms: _Terms, layers: _Layers, known: S
 def explain(profile: StepProfile, plan: Plan, drive: Bandwidth, layer: int) -> str:
     """Why a plan places a layer as it does, in one line."""
     kind, placement = profile.kind_of(layer), plan.placements[layer]
-    kept = plan.kept_of(layer)
-    moved = sum(saved.nbytes for number, saved in enumerate(kind.activations) if number not in kept)
-    if (part := plan.part_of(layer)) is not None:
-        moved -= part[1]
+    moved = kind.nbytes - plan.staying_bytes(layer, kind)
     seconds = moved / drive.write + moved / drive.read
     size = f"{kind.nbytes / 2**20:.1f} MiB"
     again = profile.timing(layer, RECOMPUTE).backward - profile.timing(layer, KEEP).backward

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from tba_offload.plan.plan import Prediction
+from tba_offload.plan.profile import Timing
 from tba_offload.policy import Placement
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class Outcome:
         host_read_bytes: Bytes that came back from there.
         host_peak_bytes: Most bytes that it held.
         rebuild_seconds: Compute that rebuilding activations added.
+        peak_slot: What ran when memory was at its peak; ``None`` for a step without activations.
     """
 
     seconds: float
@@ -72,6 +74,7 @@ class Outcome:
     host_read_bytes: int = 0
     host_peak_bytes: int = 0
     rebuild_seconds: float = 0.0
+    peak_slot: Slot | None = None
 
     @property
     def prediction(self) -> Prediction:
@@ -200,6 +203,8 @@ class _Run:
         self.in_flight = 0
         self.settled = 0
         self.peak = 0
+        self.slot: Slot | None = None  # what runs
+        self.peak_slot: Slot | None = None  # what ran at the peak
         self.written = self.read = self.forwarded = 0
         self.writer_free = self.reader_free = 0.0
         self.write_seconds = self.read_seconds = 0.0
@@ -211,7 +216,7 @@ class _Run:
         # What each execution of a layer has saved, in the order in which backward is going to use it.
         self.saved: dict[_Scope, list[_Item]] = {}
         # Of each layer, looked up once: there are many more slots than layers.
-        self.timings = [profile.timing(layer, placement) for layer, placement in enumerate(plan.placements)]
+        self.timings = [self._timing_of(layer, placement) for layer, placement in enumerate(plan.placements)]
         self.rebuilding = [
             profile.rebuild_seconds(layer) if placement is Placement.SELECTIVE else 0.0
             for layer, placement in enumerate(plan.placements)
@@ -225,8 +230,22 @@ class _Run:
         self.read_ahead = 0
         self.ahead = 0  # position in the order from which to read ahead
 
+    def _timing_of(self, layer: int, placement: Placement) -> Timing:
+        """What a layer takes: so much less as offloading takes for what stays in memory."""
+        timing, kind = self.profile.timing(layer, placement), self.profile.kind_of(layer)
+        staying = self.plan.staying_bytes(layer, kind)
+        if not staying or placement not in {Placement.OFFLOAD, Placement.SELECTIVE}:
+            return timing
+        offloaded = self.profile.timing(layer, Placement.OFFLOAD)
+        kept = self.profile.timing(layer, Placement.KEEP)
+        share = min(staying / kind.nbytes, 1.0)
+        return Timing(
+            *(max(own - share * (a - b), b) for own, a, b in zip(timing, offloaded, kept, strict=True))
+        )
+
     def play(self) -> Outcome:
         for slot in self.profile.slots:
+            self.slot = slot
             self.now += slot.gap
             placement = self.plan.placements[slot.layer]
             kind = self.profile.kind_of(slot.layer)
@@ -257,6 +276,7 @@ class _Run:
             write_seconds=self.write_seconds,
             read_seconds=self.read_seconds,
             rebuild_seconds=self.rebuild_seconds,
+            peak_slot=self.peak_slot,
             **self._host_figures(),
         )
 
@@ -296,6 +316,7 @@ class _Run:
             self._settle()
         if self.in_flight + self.settled > self.peak:
             self.peak = self.in_flight + self.settled
+            self.peak_slot = self.slot
 
     # ---- layers that travel ----------------------------------------------------------------------
 
