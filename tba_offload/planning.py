@@ -52,8 +52,8 @@ CAUTION = 0.85
 MOST_CAUTION = 0.5
 """But no slower than this share of what was measured."""
 
-UNSURE = 0.04
-"""This share of the budget is left free too until the peak of a step under a plan was measured."""
+UNSURE = 0.05
+"""New plans leave this share of the budget free too, if they can: no step under them was measured yet."""
 
 _WARM_UP = 1
 """Steps whose times do not count."""
@@ -549,7 +549,7 @@ class AutoPlanner:
             )
 
         budget = self.limits.budget
-        if budget is None or not self._is_unsure:
+        if budget is None:
             return within(self.limits)
         limits = dataclasses.replace(self.limits, budget=int((1 - UNSURE) * budget))
         plan = within(limits)
