@@ -7,6 +7,7 @@ raises on purpose ends as one line on stderr and exit status 1; a wrong command 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -232,6 +233,8 @@ def plan(
         document = {
             "frontier": _frontier_rows(choices),
             "names": situation.names,
+            "measured": situation.measured,
+            "peak_in": situation.peak_in(best),
             "plan": best.as_json(),
             "written_bytes": {"drives": outcome.written_bytes, "host": outcome.host_written_bytes},
         }
@@ -267,9 +270,10 @@ def _print_plan(situation: Situation, choices: Sequence[Choice], best: Plan) -> 
         f"{len(situation.names)} layers; the drives write {drive.write / 1e9:.2f} GB/s and read "
         f"{drive.read / 1e9:.2f} GB/s; keeping everything peaks at {situation.peak_of_keep / mib:.1f} MiB"
     )
-    for number, tier in enumerate(situation.measured):
-        name = "host memory" if tier["tier"] == HOST_TIER else f"drive {number}"
-        click.echo(f"measured: {name} wrote {_rate(tier['write'])} and read {_rate(tier['read'])}")
+    for tier, directory in itertools.zip_longest(situation.measured, situation.config.store.directories):
+        if tier is not None:
+            place = "host memory" if tier["tier"] == HOST_TIER else directory or "the store"
+            click.echo(f"measured: {place} wrote {_rate(tier['write'])} and read {_rate(tier['read'])}")
     if drive.host is not None:
         click.echo(
             f"{drive.host.capacity / mib:.1f} MiB of host memory, written at {drive.host.write / 1e9:.2f} "
@@ -297,8 +301,8 @@ def _print_plan(situation: Situation, choices: Sequence[Choice], best: Plan) -> 
         expected = best.prediction
         window = "no limit" if best.window is None else f"{best.window / mib:.1f} MiB"
         click.echo(
-            f"predicted: peak {expected.peak_bytes / mib:.1f} MiB, in {situation.peak_of(best)}; "
-            f"step {expected.seconds:.3f} s of which {expected.stall_seconds:.3f} s are waits; "
+            f"predicted: peak {expected.peak_bytes / mib:.1f} MiB in {situation.peak_in(best) or 'no layer'},"
+            f" step {expected.seconds:.3f} s of which {expected.stall_seconds:.3f} s are waits; "
             f"{expected.written_bytes / mib:.1f} MiB written; window {window}"
         )
     if drive.host is not None:
@@ -312,8 +316,10 @@ def _print_plan(situation: Situation, choices: Sequence[Choice], best: Plan) -> 
 
 def _rate(measured: dict[str, float | None]) -> str:
     """A measured rate and how much it differs from step to step."""
-    rate = measured["bytes_per_second"]
-    return "nothing" if rate is None else f"{rate / 1e9:.2f} GB/s (± {measured['spread']:.0%})"
+    rate, spread = measured["bytes_per_second"], measured["spread"]
+    if rate is None:
+        return "nothing"
+    return f"{rate / 1e9:.2f} GB/s" + ("" if spread is None else f" (± {spread:.0%})")
 
 
 class _PolicyType(click.Path):

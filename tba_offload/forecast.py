@@ -81,7 +81,7 @@ class Situation:
                 drive=Bandwidth.from_json(event["drive"]),
                 window=event["limits"]["window"],
                 config=OffloadConfig.from_yaml(log.header.policy or ""),
-                measured=tuple(event["rates"]),
+                measured=tuple(event.get("rates", ())),
                 elsewhere=tuple(_placed_elsewhere(log.header.plan, event["names"])),
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -159,13 +159,13 @@ class Situation:
         """What a plan does in a step, tier by tier."""
         return simulate(self.profile, plan, self.drive)
 
-    def peak_of(self, plan: Plan) -> str:
-        """What runs when a plan's memory is at its peak."""
+    def peak_in(self, plan: Plan) -> str | None:
+        """What runs when a plan's memory is at its peak; ``None`` if nothing is saved."""
         slot = self.outcome(plan).peak_slot
         if slot is None:
-            return "nowhere"
+            return None
         what = "backward" if slot.backward else "forward"
-        return f"{what} of {self.names[slot.layer]}, micro-batch {slot.micro_batch}"
+        return f"{what} of layer {slot.layer} ({self.names[slot.layer]}), micro-batch {slot.micro_batch}"
 
     def why(self, plan: Plan) -> list[str]:
         """For each layer, why the plan places it so, in one line."""

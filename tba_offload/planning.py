@@ -42,9 +42,12 @@ BIG_DRIFT = 1 / 3
 WORTH_IT = 0.02
 """A new plan must be better by this share, or the old one stays: plans shall not alternate."""
 
+WORTH_REFINING = 0.002
+"""For this share the first plan is changed once, when a step under it was measured."""
+
 WAITS = 0.02
 """Who waits for more than this share of two steps, where nothing shall wait, plans for a slower drive. Nor
-does a step that tries something else wait for longer than that."""
+is something tried that would wait for longer than that, unless nothing is known of it or of the drive."""
 
 CAUTION = 0.85
 """So much slower, each time."""
@@ -52,7 +55,7 @@ CAUTION = 0.85
 MOST_CAUTION = 0.5
 """But no slower than this share of what was measured."""
 
-UNSURE = 0.05
+UNMEASURED = 0.05
 """New plans leave this share of the budget free too, if they can: no step under them was measured yet."""
 
 _WARM_UP = 1
@@ -71,7 +74,8 @@ _LOOKS = (Placement.OFFLOAD, Placement.RECOMPUTE, Placement.SELECTIVE)
 """What is tried then, if the plan has none of it."""
 
 _TURN = 8
-"""Later every so many steps are, and whatever surprises. Ranks that share layers agree behind these only."""
+"""Later every so many steps are, and whatever surprises. Ranks that share layers agree behind these, the
+first few, and those around one that tries something else."""
 
 Need = tuple[float, float]
 """How much a rank needs its proposal: bytes over its budget and seconds of its step without recomputation."""
@@ -116,7 +120,8 @@ class AutoPlanner:
         self._planned_for: Bandwidth | None = None
         self._plan: Plan | None = None
         self._knows_rest = False
-        self._is_unsure = limits.budget is not None and Placement.AUTO in self.policy
+        self._is_measured = limits.budget is None or Placement.AUTO not in self.policy  # the plan in force
+        self._is_refined = self._is_measured
         self._told: Plan | None = None
         self._on_excursion = False
         self._recent: deque[float] = deque(maxlen=3)  # seconds of the last steps under the plan
@@ -141,8 +146,8 @@ class AutoPlanner:
 
     @property
     def wants_memory(self) -> bool:
-        """Whether the next step's peak must be measured: none under a plan was yet, and there is a budget."""
-        return self._is_unsure and self._steps < _CLOSELY
+        """Whether the next step's peak must be measured: none under this plan was, and there is a budget."""
+        return not self._is_measured and (self._plan is not None or self._steps < _CLOSELY)
 
     def first(self) -> Plan:
         """The plan of the first steps: what memory holds beside activations of layers is not known yet."""
@@ -202,6 +207,8 @@ class AutoPlanner:
         self._note_loads(loads)
         drive = self.drive()
         self._note_seconds(record, on_device)
+        if self._plan is not None and not self._on_excursion and record.activation_peak_bytes is not None:
+            self._is_measured = True
         if not self._is_turn(plan, drive, record):
             return None
         new: Plan | None = None
@@ -281,12 +288,12 @@ class AutoPlanner:
             return self._probe(profile, drive) if Placement.AUTO in self.policy else None
         if self._plan is None:
             return self._replan(profile, drive, plan)
-        is_sure_now = self._is_unsure and not self._on_excursion and record.activation_peak_bytes is not None
-        if is_sure_now:
-            self._is_unsure = False
-        if is_sure_now or self._on_excursion or self._is_astray(plan, drive, record):
+        if self._on_excursion or self._is_astray(plan, drive, record):
             self._on_excursion = False
-            return self._replan(profile, drive, self._plan, worth=0.0 if is_sure_now else WORTH_IT)
+            return self._replan(profile, drive, self._plan)
+        if self._is_measured and not self._is_refined:
+            self._is_refined = True
+            return self._replan(profile, drive, self._plan, worth=WORTH_REFINING)
         self._plan = _predicted(plan, profile, drive)
         if self._caution < 1.0 and self._steps % _EXCURSIONS[-1] == 0:
             self._caution = min(self._caution / CAUTION, 1.0)  # a slow hour ends some time
@@ -305,14 +312,15 @@ class AutoPlanner:
         """
         bare = look = dataclasses.replace(plan, kept=(), part=None, prediction=None)
         now = simulate(profile, bare, drive)
+        drive_is_known = now.written_bytes > 0
         for layer, placement in self._untried(profile, plan):
             placements = list(look.placements)
             placements[layer] = placement
             wider = dataclasses.replace(look, placements=tuple(placements))
             then = simulate(profile, wider, drive)
-            is_known = now.written_bytes > 0 and placement in profile.timings[profile.layers[layer]]
             waits = then.stall_seconds - now.stall_seconds > WAITS * now.seconds
-            if then.peak_bytes <= self.limits.planned and not (is_known and waits):
+            is_known = drive_is_known and placement in profile.timings[profile.layers[layer]]
+            if then.peak_bytes <= self._careful_limits.planned and not (is_known and waits):
                 look = wider
         if look is bare:
             return plan
@@ -356,6 +364,7 @@ class AutoPlanner:
         if any(a.recomputes != b.recomputes for a, b in zip(wanted, proposed.placements, strict=True)):
             plan = self._with_recomputed(wanted, proposed, drive)
             self._on_excursion = False
+            self._is_measured = self.limits.budget is None
         if self._plan is not None and not self._on_excursion:
             self._plan = plan
             self._check_budget(plan)
@@ -436,7 +445,7 @@ class AutoPlanner:
         fewest = 4 if self._wants_time else 3  # with one for each placement that is a choice
         for parts in (fewest, 6, 12, max(len(self.policy), 2)):
             plan = dataclasses.replace(first, placements=self._mixed(profile, parts))
-            if simulate(profile, plan, drive).peak_bytes <= self.limits.planned:
+            if simulate(profile, plan, drive).peak_bytes <= self._careful_limits.planned:
                 return plan
         return first
 
@@ -521,6 +530,7 @@ class AutoPlanner:
         else:
             self._patience = 1
             self._recent.clear()
+            self._is_measured = self.limits.budget is None
         if new is old or self._caution < 1.0:
             new = _predicted(new, profile, drive)
         self._check_budget(new)
@@ -548,13 +558,15 @@ class AutoPlanner:
                 not_recomputed=not_recomputed,
             )
 
+        plan = within(self._careful_limits)
+        peak = plan.prediction.peak_bytes if plan.prediction is not None else 0
+        return within(self.limits) if self._careful_limits.planned < peak <= self.limits.planned else plan
+
+    @property
+    def _careful_limits(self) -> Limits:
+        """Those of what was never measured."""
         budget = self.limits.budget
-        if budget is None:
-            return within(self.limits)
-        limits = dataclasses.replace(self.limits, budget=int((1 - UNSURE) * budget))
-        plan = within(limits)
-        fits = plan.prediction is not None and plan.prediction.peak_bytes <= limits.planned
-        return plan if fits else within(self.limits)
+        return self.limits if budget is None else Limits(int((1 - UNMEASURED) * budget), self.limits.window)
 
     def _check_budget(self, plan: Plan) -> None:
         budget, peak = self.limits.budget, plan.prediction.peak_bytes if plan.prediction is not None else 0
@@ -588,14 +600,13 @@ class AutoPlanner:
         peak = record.activation_peak_bytes
         if peak is None:
             return profile
-        self._knows_rest = True
-        if {Placement.AUTO} <= set(plan.placements) <= {Placement.AUTO, Placement.OFFLOAD}:
-            known = record.own_peak_bytes or 0  # what was kept is in no plan
-        elif record.fallback_kept_bytes:
-            return profile  # nor is what was kept in need
+        if not record.fallback_kept_bytes:
+            known = simulate(dataclasses.replace(profile, rest_bytes=0), plan, drive).peak_bytes
+        elif {Placement.AUTO, Placement.OFFLOAD}.issuperset(plan.placements):
+            known = record.own_peak_bytes or 0  # what was kept in need is in no plan, but counts there
         else:
-            bare = dataclasses.replace(profile, rest_bytes=0)
-            known = simulate(bare, plan, drive).peak_bytes
+            return profile
+        self._knows_rest = True
         return dataclasses.replace(profile, rest_bytes=max(peak - known, 0))
 
 

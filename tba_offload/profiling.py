@@ -20,6 +20,7 @@ from tba_offload.policy import Placement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from collections.abc import Set as AbstractSet
 
     from tba_offload.capture.scope import ScopeKey
     from tba_offload.capture.trace import ActivationTrace, ScopeTrace, StepTimes, StepTrace
@@ -128,7 +129,7 @@ def profile_of(
     return StepProfile(
         kinds=kinds,
         layers=layers,
-        timings=_timings(runs, kinds, layers, before),
+        timings=_timings(runs, kinds, layers, before, partly=_partly_kept(trace)),
         slots=slots,
         tail=max(clock(times.ended) - last, 0.0),
         rest_bytes=before.rest_bytes if before is not None else 0,
@@ -185,29 +186,38 @@ def _timings(
     kinds: Sequence[LayerKind],
     layers: Sequence[int],
     before: StepProfile | None,
+    *,
+    partly: AbstractSet[ScopeKey],
 ) -> tuple[dict[Placement, Timing], ...]:
     """The median of each kind under each placement, mixed with what was known of it.
 
-    What a layer takes to find out what can be rebuilt of it counts only if nothing else is known.
+    What a layer takes to find out what can be rebuilt of it, or while a plan keeps a part of what it saves,
+    counts only if nothing else is known.
     """
     found: list[dict[Placement, list[Timing]]] = [defaultdict(list) for _ in kinds]
-    on_trial: list[dict[Placement, list[Timing]]] = [defaultdict(list) for _ in kinds]
+    odd: list[dict[Placement, list[Timing]]] = [defaultdict(list) for _ in kinds]
     for run in runs:
         placement = computed_as(Placement(run.scope.placement))
         finds_out = placement is Placement.SELECTIVE and not (
             before is not None and before.kind_of(run.layer).knows_rebuilt
         )
-        (on_trial if finds_out else found)[layers[run.layer]][placement].append(run.timing)
+        is_odd = finds_out or run.scope.key in partly
+        (odd if is_odd else found)[layers[run.layer]][placement].append(run.timing)
     known: list[dict[Placement, Timing]] = [{} for _ in kinds]
     if before is not None:
         for layer, kind in enumerate(layers):
             known[kind] = dict(before.timings[before.layers[layer]])
     renewed = [
-        _renewed(old, known_ways) or _renewed(old, trials)
-        for old, known_ways, trials in zip(known, found, on_trial, strict=True)
+        _renewed(old, usual_ways) or _renewed(old, odd_ways)
+        for old, usual_ways, odd_ways in zip(known, found, odd, strict=True)
     ]
     some = next(timings for timings in renewed if timings)
     return tuple(timings or dict(some) for timings in renewed)  # a kind of which no layer went backward
+
+
+def _partly_kept(trace: StepTrace) -> AbstractSet[ScopeKey]:
+    """Executions of which a plan keeps single activations."""
+    return {a.key.scope for a in trace.activations if a.fate is Fate.PLANNED_KEEP}
 
 
 def _renewed(old: dict[Placement, Timing], found: dict[Placement, list[Timing]]) -> dict[Placement, Timing]:

@@ -198,8 +198,8 @@ def test_training_is_the_same_bit_for_bit(name: str, crew: Crew, tmp_path: Path)
 SIX = ("0", "1", "2", "3", "4", "5")
 AUTO_STEPS = 9
 AGREED_BEHIND = (1, 2, 3, 4, 6, 7, 8)
-"""The steps behind which ranks agree: those from which the planner learns, those before and behind one that
-may try something else, and then each eighth."""
+"""The steps behind which ranks agree: those from which the planner learns, the first under a plan, those
+before and behind one that may try something else, and then each eighth."""
 
 AUTO_LAYOUTS = {
     "tensor and sequence": Layout((FOUR,), tensor=2, sequence_parallel=True),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -223,6 +223,29 @@ def test_the_simulator_plays_the_window_of_the_offloader() -> None:
     assert simulator.HELD_BACK == offloader.HELD_BACK
     assert simulator.REFILL_BELOW == books.REFILL_BELOW
     assert simulator.ACROSS_FORWARD == books.ACROSS_FORWARD
+
+
+@pytest.mark.parametrize("stays", [{"kept": (frozenset({0, 1, 2}), frozenset())}, {"part": Part(0, 3, MIB)}])
+def test_what_stays_of_a_layer_spares_its_share_of_what_offloading_takes(stays: dict[str, Any]) -> None:
+    timings = {KEEP: Timing(0.03, 0.06), OFFLOAD: Timing(0.04, 0.08)}
+    profile = dataclasses.replace(make_profile(2), timings=(timings,))
+
+    def seconds(placements: tuple[Placement, ...], **options: Any) -> float:
+        return simulate(profile, Plan(placements, **options), FAST).seconds
+
+    some = seconds((OFFLOAD, OFFLOAD), **stays)
+    assert seconds((KEEP, OFFLOAD)) < some < seconds((OFFLOAD, OFFLOAD))
+
+
+@pytest.mark.parametrize("sizes", [(), (MIB, MIB)])
+def test_a_part_of_what_a_layer_no_longer_saves_is_none(sizes: tuple[int, ...]) -> None:
+    """Steps may have other shapes than when the plan was made."""
+    kind = LayerKind(make_profile(1, sizes=sizes or (MIB,)).kinds[0].activations[: len(sizes)], 0, MIB)
+    profile = dataclasses.replace(make_profile(2), kinds=(kind,))
+    plan = all_of(profile, OFFLOAD)
+    assert simulate(profile, dataclasses.replace(plan, part=Part(0, 1, MIB)), FAST) == simulate(
+        profile, plan, FAST
+    )
 
 
 @pytest.mark.parametrize(("placement", "backward"), [(KEEP, False), (RECOMPUTE, True)])

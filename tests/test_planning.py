@@ -29,7 +29,7 @@ from tba_offload.plan.planner import MARGIN, Limits, make_plan
 from tba_offload.plan.profile import Timing
 from tba_offload.plan.simulator import simulate
 from tba_offload.plan.what_if import Block, one_f_one_b, stretched
-from tba_offload.planning import CAUTION, DRIFT, MOST_CAUTION, UNSURE, AutoPlanner, _drifted
+from tba_offload.planning import CAUTION, DRIFT, MOST_CAUTION, UNMEASURED, AutoPlanner, _drifted
 from tba_offload.policy import LayerId, Objective, Placement
 from tba_offload.profiling import ComputeClock, profile_of
 from tba_offload.report.run_log import read_run_log
@@ -194,6 +194,37 @@ def test_what_was_learned_of_rebuilding_stays_known(later: tuple[Placement, ...]
     found = profile_by_hand(*later, before=before)
     assert found.kinds == before.kinds
     assert (SELECTIVE in found.timings[0]) is (SELECTIVE in later)
+
+
+def test_a_layer_of_which_a_plan_keeps_a_part_does_not_tell_what_offloading_takes() -> None:
+    trace = trace_of(OFFLOAD, OFFLOAD)
+    trace.scopes[0].forward_ended = 1.75
+    trace.activations[0].fate = Fate.PLANNED_KEEP
+    profile = profile_of(trace, [], [(0, "layers.0"), (0, "layers.1")], began=0.0, ended=40.0)
+    assert profile is not None
+    assert profile.timings == ({OFFLOAD: Timing(1.0, 2.0)},)
+
+
+@pytest.mark.parametrize(
+    ("placements", "fallback", "rest"),
+    [
+        ((OFFLOAD, OFFLOAD), 0, 700),
+        ((OFFLOAD, OFFLOAD), 1, 900),
+        ((AUTO, AUTO), 0, 700),
+        ((AUTO, AUTO), 1, 900),
+        ((KEEP, AUTO), 1, 7),
+    ],
+)
+def test_what_memory_holds_beside_layers_is_found_with_the_simulator_or_the_books(
+    placements: tuple[Placement, ...], fallback: int, rest: int
+) -> None:
+    """The simulator knows what backward uses, the books what was kept although no plan says so."""
+    planner, drive = planner_of(2), Bandwidth(100, 100)
+    profile = dataclasses.replace(profile_by_hand(OFFLOAD, OFFLOAD), rest_bytes=7)
+    record = mock.Mock(activation_peak_bytes=1000, own_peak_bytes=100, fallback_kept_bytes=fallback)
+    plan = Plan(placements, window=200)
+    assert fallback or simulate(dataclasses.replace(profile, rest_bytes=0), plan, drive).peak_bytes == 300
+    assert planner._with_rest(profile, plan, drive, record).rest_bytes == rest
 
 
 def test_what_is_not_rebuilt_any_longer_is_noticed() -> None:
@@ -410,7 +441,7 @@ def test_plans_are_made_again_when_a_step_under_one_was_measured_and_leave_more_
     ):
         train(model, session, steps=5)
         is_measured = [record.activation_peak_bytes is not None for record in session.report()]
-    assert budgets == [int((1 - UNSURE) * 16 * MIB)] * 2
+    assert budgets == [int((1 - UNMEASURED) * 16 * MIB)] * 2
     assert is_measured == [True] * 4 + [False]
 
 
@@ -421,7 +452,7 @@ def test_a_plan_takes_the_whole_budget_where_nothing_smaller_fits() -> None:
     planner = planner_of(8, budget=int(lowest.peak_bytes / (1 - MARGIN)) + 1, window=1)
     plan = planner._made(profile, drive, policy=planner.policy, not_recomputed=frozenset())
     assert plan.prediction is not None
-    assert (1 - UNSURE) * planner.limits.planned < plan.prediction.peak_bytes <= planner.limits.planned
+    assert (1 - UNMEASURED) * planner.limits.planned < plan.prediction.peak_bytes <= planner.limits.planned
 
 
 def test_who_waits_where_nothing_should_wait_plans_for_a_slower_drive() -> None:
@@ -713,11 +744,22 @@ def test_the_table_says_why(run_log: Path, tmp_path: Path) -> None:
     picture = tmp_path / "frontier.svg"
     output = run_plan(run_log, "--budget", "3MiB", "--picture", picture).output
     assert "8 layers; the drives write" in output
-    assert re.search(r"measured: drive 0 wrote \d+\.\d\d GB/s \(± \d+%\) and read \d", output)
-    assert re.search(r"predicted: peak \d+\.\d MiB, in (back|for)ward of layers\.\d, micro-batch \d;", output)
+    assert re.search(r"measured: the store wrote \d+\.\d\d GB/s \(± \d+%\) and read \d", output)
+    place = r"(back|for)ward of layer \d \(layers\.\d\), micro-batch \d"
+    assert re.search(rf"predicted: peak \d+\.\d MiB in {place}, step", output)
     assert "the best plan for each budget" in output
     assert "MiB have room" in output or "of the drive, and recomputing" in output
     assert picture.read_bytes().startswith(b"<?xml")
+
+
+def test_a_log_of_the_time_before_rates_were_told_can_be_planned_from(run_log: Path, tmp_path: Path) -> None:
+    older = tmp_path / "older.jsonl"
+    with older.open("w") as file:
+        for line in run_log.read_text().splitlines():
+            event = json.loads(line)
+            event.pop("rates", None)
+            file.write(json.dumps(event) + "\n")
+    assert "measured:" not in run_plan(older).output
 
 
 @pytest.mark.parametrize(

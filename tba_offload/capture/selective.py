@@ -297,7 +297,7 @@ class SelectiveHooks(LayerHooks):
         super().__init__(rebuilds.capture, key, when_slow=when_slow, kept=kept, part=part)
         self._rebuilds = rebuilds
         self._layer = layer
-        self._training = tuple(module.training for module in layer.modules())
+        self._training: tuple[bool, ...] | None = None
         self._watched: list[RemovableHandle] = []
 
     def __enter__(self) -> None:
@@ -335,6 +335,8 @@ class SelectiveHooks(LayerHooks):
         recipe = self._recipe_of(tensor, storage, view)
         if recipe is None:
             return super()._pack_new(tensor, storage, view)
+        if self._training is None:
+            self._training = tuple(module.training for module in self._layer.modules())
         likeness = Likeness(recipe.name, type(self._layer), self._count, tensor.dtype, self._training)
         verdict = self._rebuilds.verdict(likeness)
         if verdict:

@@ -124,9 +124,9 @@ class MeasuredRate:
         return {"bytes_per_second": self.rate, "spread": self.spread}
 
     @property
-    def spread(self) -> float:
-        """Relative standard deviation of the last ten steps; 0 for less than two."""
+    def spread(self) -> float | None:
+        """Relative standard deviation of the last ten steps; ``None`` for less than two."""
         if len(self._rates) < 2:
-            return 0.0
+            return None
         mean = sum(self._rates) / len(self._rates)
         return math.sqrt(sum((rate - mean) ** 2 for rate in self._rates) / (len(self._rates) - 1)) / mean

@@ -96,9 +96,19 @@ class Plan:
 
     def staying_bytes(self, layer: int, kind: LayerKind) -> int:
         """Bytes of an offloaded layer's activations that stay in memory."""
-        numbers, part = self.kept_of(layer), self.part_of(layer)
-        whole = sum(saved.nbytes for number, saved in enumerate(kind.activations) if number in numbers)
-        return whole if part is None else whole + part[1]
+        numbers = self.kept_of(layer)
+        if not numbers and self.part_of(layer) is None:
+            return 0
+        return sum(
+            saved.nbytes if number in numbers else self.part_bytes(layer, number, saved.nbytes)
+            for number, saved in enumerate(kind.activations)
+        )
+
+    def part_bytes(self, layer: int, number: int, nbytes: int) -> int:
+        """Bytes that stay of an activation of so many while its others travel; of a smaller one none do."""
+        part = self.part
+        is_it = part is not None and part[:2] == (layer, number) and part.nbytes < nbytes
+        return part.nbytes if part is not None and is_it else 0
 
     def as_json(self) -> dict[str, Any]:
         """The plan for a run log."""

@@ -232,13 +232,16 @@ class _Run:
 
     def _timing_of(self, layer: int, placement: Placement) -> Timing:
         """What a layer takes: so much less as offloading takes for what stays in memory."""
-        timing, kind = self.profile.timing(layer, placement), self.profile.kind_of(layer)
+        timing = self.profile.timing(layer, placement)
+        if placement not in {Placement.OFFLOAD, Placement.SELECTIVE}:
+            return timing
+        kind = self.profile.kind_of(layer)
         staying = self.plan.staying_bytes(layer, kind)
-        if not staying or placement not in {Placement.OFFLOAD, Placement.SELECTIVE}:
+        if not staying:
             return timing
         offloaded = self.profile.timing(layer, Placement.OFFLOAD)
         kept = self.profile.timing(layer, Placement.KEEP)
-        share = min(staying / kind.nbytes, 1.0)
+        share = staying / kind.nbytes
         return Timing(
             *(max(own - share * (a - b), b) for own, a, b in zip(timing, offloaded, kept, strict=True))
         )
@@ -348,16 +351,10 @@ class _Run:
                 self._hold(saved.nbytes)
             elif not (is_selective and saved.rebuilt):
                 needed = saved.fetched if is_selective else saved.until
-                items.append(self._save(saved.nbytes, needed, self._part_of(slot, number, saved.nbytes)))
+                part = self.plan.part_bytes(slot.layer, number, saved.nbytes)
+                items.append(self._save(saved.nbytes, needed, part))
         self.now += (1.0 - passed) * seconds
         self._end_scope((slot.layer, slot.micro_batch), items)
-
-    def _part_of(self, slot: Slot, number: int, nbytes: int) -> int:
-        """Bytes of an activation that stay in memory while the others travel."""
-        part = self.plan.part
-        if part is None or part[:2] != (slot.layer, number) or part.nbytes >= nbytes:
-            return 0
-        return part.nbytes
 
     def _save(self, nbytes: int, until: float, part: int = 0) -> _Item:
         """Something is saved for backward and is going to be written, but for a part that stays as a copy."""

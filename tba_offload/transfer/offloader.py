@@ -20,6 +20,8 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
+import torch
+
 from tba_offload.device.ranges import ByteRange, aligned_range
 from tba_offload.errors import SessionError, StoreError, StoreFullError, TransferError
 from tba_offload.transfer.books import Books, TransferStats
@@ -28,8 +30,6 @@ from tba_offload.transfer.record import Handle, Piece, Record, Span
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    import torch
 
     from tba_offload.device.streams import Device, Event
     from tba_offload.store.base import ActivationStore, Extent, IoFuture
@@ -229,7 +229,7 @@ class Offloader:
             return None
         try:
             return ByteRange.of(ByteRange(storage, start, hi - start).tensor().clone())
-        except RuntimeError:  # out of memory: then all of it travels
+        except torch.OutOfMemoryError:  # then all of it travels
             return None
 
     def _flush_if_due(self, *, at_once: bool) -> None:
