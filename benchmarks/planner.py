@@ -253,7 +253,7 @@ def judge(results: dict[str, list[Figures]], share: int, budget: int) -> list[Fi
                 "name": name,
                 "peak_bytes": peak,
                 "fits": peak <= budget or not share,
-                "seconds_median": statistics.median(seconds),
+                "seconds_median": statistics.median(each for each in seconds if each is not None),
                 "auto_over_it": paired_ratio(auto, seconds),
                 "stall_median": statistics.median(step["stall"] for step in steps[WARM_UP:]),
                 "same_losses": [s["loss"] for s in steps] == [s["loss"] for s in results["keep"]],
@@ -265,9 +265,9 @@ def judge(results: dict[str, list[Figures]], share: int, budget: int) -> list[Fi
     return rows
 
 
-def timed(steps: Sequence[Figures]) -> list[float]:
-    """Times of the steps that count and in which nothing was sampled."""
-    return [step["seconds"] for step in steps[WARM_UP:] if step["peak"] is None]
+def timed(steps: Sequence[Figures]) -> list[float | None]:
+    """Times of the steps that count; ``None`` where memory was sampled."""
+    return [step["seconds"] if step["peak"] is None else None for step in steps[WARM_UP:]]
 
 
 def table(rows: Sequence[Figures], share: int, rate: float | None) -> Table:

@@ -261,6 +261,7 @@ def test_ratios_are_taken_round_by_round() -> None:
     assert paired_ratio([2.0, 3.0, 8.0], [1.0, 2.0, 2.0]) == Spread(2.0, 1.75, 3.0)
     # a machine that is ten times slower in one round changes nothing
     assert paired_ratio([1.5, 15.0, 1.5], [1.0, 10.0, 1.0]) == Spread(1.5, 1.5, 1.5)
+    assert paired_ratio([1.5, None, 9.0], [1.0, 1.0, None]) == Spread(1.5, 1.5, 1.5)
 
 
 @pytest.mark.parametrize(("numerator", "denominator"), [([1.0, 2.0], [1.0]), ([1.0], [1.0, 2.0])])

@@ -83,9 +83,14 @@ def measures_memory(round_: int) -> bool:
     return round_ % MEASURE_EVERY == MEASURE_EVERY - 1
 
 
-def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Spread:
-    """The ratio round by round: what the machine did in a round cancels out."""
-    return Spread.of([a / b for a, b in zip(numerator, denominator, strict=True)])
+def paired_ratio(numerator: Sequence[float | None], denominator: Sequence[float | None]) -> Spread:
+    """The ratio round by round: what the machine did in a round cancels out.
+
+    Rounds in which one of the two has no time that counts are left out: a planner has memory measured in
+    rounds of its own.
+    """
+    pairs = zip(numerator, denominator, strict=True)
+    return Spread.of([a / b for a, b in pairs if a is not None and b is not None])
 
 
 def turns(names: Sequence[str], round_: int) -> list[str]:

@@ -221,12 +221,16 @@ def _strategy(steps: Sequence[Figures]) -> Figures:
 
 def _measured(steps: Sequence[Figures]) -> list[Figures]:
     """The counted steps in which memory was measured."""
-    return [step for step in steps[WARM_UP:] if step["activation_peak_bytes"] is not None]
+    return [step for step in steps[WARM_UP:] if _is_measured(step)]
 
 
 def _timed(steps: Sequence[Figures]) -> list[Figures]:
     """The other ones: nothing was sampled, so their time is that of the training."""
-    return [step for step in steps[WARM_UP:] if step["activation_peak_bytes"] is None]
+    return [step for step in steps[WARM_UP:] if not _is_measured(step)]
+
+
+def _is_measured(step: Figures) -> bool:
+    return step["activation_peak_bytes"] is not None
 
 
 def _median(steps: Sequence[Figures], name: str) -> float:
@@ -243,7 +247,10 @@ def _ratios(lanes: Mapping[str, Sequence[Figures]], ours: str) -> dict[str, floa
 
 
 def _spreads(lanes: Mapping[str, Sequence[Figures]], ours: str) -> dict[str, dict[str, float]]:
-    times = {name: [step["whole_step_seconds"] for step in _timed(steps)] for name, steps in lanes.items()}
+    times = {
+        name: [None if _is_measured(step) else step["whole_step_seconds"] for step in steps[WARM_UP:]]
+        for name, steps in lanes.items()
+    }
     spreads: dict[str, Spread] = {
         f"time_{ours}_over_keep": paired_ratio(times[ours], times["keep"]),
         f"time_{ours}_over_recompute": paired_ratio(times[ours], times["recompute"]),
