@@ -234,7 +234,7 @@ def plan(
             "frontier": _frontier_rows(choices),
             "names": situation.names,
             "measured": situation.measured,
-            "peak_in": situation.peak_in(best),
+            "peak_in": situation.peak_in(outcome),
             "plan": best.as_json(),
             "written_bytes": {"drives": outcome.written_bytes, "host": outcome.host_written_bytes},
         }
@@ -270,10 +270,10 @@ def _print_plan(situation: Situation, choices: Sequence[Choice], best: Plan) -> 
         f"{len(situation.names)} layers; the drives write {drive.write / 1e9:.2f} GB/s and read "
         f"{drive.read / 1e9:.2f} GB/s; keeping everything peaks at {situation.peak_of_keep / mib:.1f} MiB"
     )
-    for tier, directory in itertools.zip_longest(situation.measured, situation.config.store.directories):
-        if tier is not None:
-            place = "host memory" if tier["tier"] == HOST_TIER else directory or "the store"
-            click.echo(f"measured: {place} wrote {_rate(tier['write'])} and read {_rate(tier['read'])}")
+    places = itertools.chain(situation.config.store.directories, itertools.repeat("the store"))
+    for tier, directory in zip(situation.measured, places, strict=False):
+        place = "host memory" if tier["tier"] == HOST_TIER else directory
+        click.echo(f"measured: {place} wrote {_rate(tier['write'])} and read {_rate(tier['read'])}")
     if drive.host is not None:
         click.echo(
             f"{drive.host.capacity / mib:.1f} MiB of host memory, written at {drive.host.write / 1e9:.2f} "
@@ -297,16 +297,17 @@ def _print_plan(situation: Situation, choices: Sequence[Choice], best: Plan) -> 
     for name, placement, why in zip(situation.names, best.placements, situation.why(best), strict=True):
         table.add_row(name, placement.value, why)
     console.print(table)
+    outcome = situation.outcome(best)
     if best.prediction is not None:
         expected = best.prediction
         window = "no limit" if best.window is None else f"{best.window / mib:.1f} MiB"
+        place = situation.peak_in(outcome) or "no layer"
         click.echo(
-            f"predicted: peak {expected.peak_bytes / mib:.1f} MiB in {situation.peak_in(best) or 'no layer'},"
-            f" step {expected.seconds:.3f} s of which {expected.stall_seconds:.3f} s are waits; "
+            f"predicted: peak {expected.peak_bytes / mib:.1f} MiB in {place}, "
+            f"step {expected.seconds:.3f} s of which {expected.stall_seconds:.3f} s are waits; "
             f"{expected.written_bytes / mib:.1f} MiB written; window {window}"
         )
     if drive.host is not None:
-        outcome = situation.outcome(best)
         click.echo(
             f"a step writes {outcome.written_bytes / mib:.1f} MiB to the drives and "
             f"{outcome.host_written_bytes / mib:.1f} MiB to host memory, which holds "

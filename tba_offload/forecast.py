@@ -159,9 +159,9 @@ class Situation:
         """What a plan does in a step, tier by tier."""
         return simulate(self.profile, plan, self.drive)
 
-    def peak_in(self, plan: Plan) -> str | None:
-        """What runs when a plan's memory is at its peak; ``None`` if nothing is saved."""
-        slot = self.outcome(plan).peak_slot
+    def peak_in(self, outcome: Outcome) -> str | None:
+        """What runs when memory is at its peak; ``None`` if nothing is saved."""
+        slot = outcome.peak_slot
         if slot is None:
             return None
         what = "backward" if slot.backward else "forward"

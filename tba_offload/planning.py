@@ -120,8 +120,8 @@ class AutoPlanner:
         self._planned_for: Bandwidth | None = None
         self._plan: Plan | None = None
         self._knows_rest = False
-        self._is_measured = limits.budget is None or Placement.AUTO not in self.policy  # the plan in force
-        self._is_refined = self._is_measured
+        self._is_measured = False  # the peak of a step under the plan in force
+        self._is_refined = False
         self._told: Plan | None = None
         self._on_excursion = False
         self._recent: deque[float] = deque(maxlen=3)  # seconds of the last steps under the plan
@@ -145,9 +145,15 @@ class AutoPlanner:
         return self._plan is not None and Placement.AUTO in self.policy
 
     @property
+    def _has_budget(self) -> bool:
+        """Whether plans have to keep to one."""
+        return self.limits.budget is not None and Placement.AUTO in self.policy
+
+    @property
     def wants_memory(self) -> bool:
         """Whether the next step's peak must be measured: none under this plan was, and there is a budget."""
-        return not self._is_measured and (self._plan is not None or self._steps < _CLOSELY)
+        may_be_soon = self._plan is not None or self._steps < _CLOSELY
+        return self._has_budget and not self._is_measured and may_be_soon
 
     def first(self) -> Plan:
         """The plan of the first steps: what memory holds beside activations of layers is not known yet."""
@@ -291,7 +297,7 @@ class AutoPlanner:
         if self._on_excursion or self._is_astray(plan, drive, record):
             self._on_excursion = False
             return self._replan(profile, drive, self._plan)
-        if self._is_measured and not self._is_refined:
+        if self._has_budget and self._is_measured and not self._is_refined:
             self._is_refined = True
             return self._replan(profile, drive, self._plan, worth=WORTH_REFINING)
         self._plan = _predicted(plan, profile, drive)
@@ -364,7 +370,7 @@ class AutoPlanner:
         if any(a.recomputes != b.recomputes for a, b in zip(wanted, proposed.placements, strict=True)):
             plan = self._with_recomputed(wanted, proposed, drive)
             self._on_excursion = False
-            self._is_measured = self.limits.budget is None
+            self._is_measured = False
         if self._plan is not None and not self._on_excursion:
             self._plan = plan
             self._check_budget(plan)
@@ -530,7 +536,7 @@ class AutoPlanner:
         else:
             self._patience = 1
             self._recent.clear()
-            self._is_measured = self.limits.budget is None
+            self._is_measured = False
         if new is old or self._caution < 1.0:
             new = _predicted(new, profile, drive)
         self._check_budget(new)

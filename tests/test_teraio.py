@@ -233,7 +233,10 @@ def test_a_step_with_a_layer_for_each_execution_is_the_same_step(ahead: int) -> 
             simulate(each, Plan((placement,) * len(each.layers), window=limit), Bandwidth(rate, rate))
             for each in (profile, unrolled)
         )
-        assert dataclasses.replace(one, peak_slot=None) == dataclasses.replace(other, peak_slot=None)
+        # Layers are numbered anew, nothing else.
+        assert other.peak_slot is not None
+        known_as = other.peak_slot._replace(layer=other.peak_slot.layer % len(profile.layers))
+        assert one == dataclasses.replace(other, peak_slot=known_as)
 
 
 @pytest.mark.parametrize("seed", range(4))

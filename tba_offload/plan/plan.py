@@ -96,19 +96,24 @@ class Plan:
 
     def staying_bytes(self, layer: int, kind: LayerKind) -> int:
         """Bytes of an offloaded layer's activations that stay in memory."""
-        numbers = self.kept_of(layer)
-        if not numbers and self.part_of(layer) is None:
+        nbytes, part = self.kept_bytes(layer, kind), self.part_of(layer)
+        if part is not None and part[0] < len(kind.activations) and part[0] not in self.kept_of(layer):
+            nbytes += self.part_bytes(layer, part[0], kind.activations[part[0]].nbytes)
+        return nbytes
+
+    def kept_bytes(self, layer: int, kind: LayerKind) -> int:
+        """Bytes of those among them that stay as a whole."""
+        numbers = self.kept_of(layer)  # perhaps of a step in which the layer saved more than now
+        if not numbers:
             return 0
-        return sum(
-            saved.nbytes if number in numbers else self.part_bytes(layer, number, saved.nbytes)
-            for number, saved in enumerate(kind.activations)
-        )
+        return sum(saved.nbytes for number, saved in enumerate(kind.activations) if number in numbers)
 
     def part_bytes(self, layer: int, number: int, nbytes: int) -> int:
         """Bytes that stay of an activation of so many while its others travel; of a smaller one none do."""
         part = self.part
-        is_it = part is not None and part[:2] == (layer, number) and part.nbytes < nbytes
-        return part.nbytes if part is not None and is_it else 0
+        if part is None or part[:2] != (layer, number) or part.nbytes >= nbytes:
+            return 0
+        return part.nbytes
 
     def as_json(self) -> dict[str, Any]:
         """The plan for a run log."""

@@ -489,8 +489,7 @@ class _Run:
     def _end_backward(self, slot: Slot, kind: LayerKind, used: int) -> None:
         """A layer has gone backward: nothing of it is left, neither what was used last."""
         parts = sum(item.nbytes - item.moved for item in self.saved.pop((slot.layer, slot.micro_batch)))
-        numbers = self.plan.kept_of(slot.layer)  # perhaps of a step in which the layer saved more than now
-        kept = sum(saved.nbytes for number, saved in enumerate(kind.activations) if number in numbers)
+        kept = self.plan.kept_bytes(slot.layer, kind)
         self.settled -= used + kept + parts + kind.small_bytes
 
     def _use(self, item: _Item) -> None:
