@@ -33,7 +33,7 @@ from rich.table import Table
 
 import tba_offload as tba
 from tba_offload.config import parse_size
-from tba_offload.demo.race import MEASURE_EVERY, Entrant, measures_memory, paired_ratio, race
+from tba_offload.demo.race import MEASURE_EVERY, Entrant, Spread, measures_memory, race, timed_rounds
 from tba_offload.device.memory import FAST_ALLOCATOR, keep_freed_pages
 from tba_offload.forecast import composition
 from tba_offload.megatron.cpu import single_process
@@ -240,10 +240,9 @@ def sweep(bench: Bench, shares: Sequence[int], rate: float | None) -> list[Figur
 
 def judge(results: dict[str, list[Figures]], share: int, budget: int) -> list[Figures]:
     """Peak, time and prediction of each policy, against auto; without a budget keep's peak stands for it."""
-    auto = timed(results["auto"])
     rows = []
     for name, steps in results.items():
-        seconds = timed(steps)
+        rounds = timed_rounds(results["auto"], steps, warm_up=WARM_UP, peak="peak")
         measured = [step for step in steps[WARM_UP - 1 :] if step["peak"] is not None]
         peak = max(step["peak"] for step in measured)
         rows.append(
@@ -253,8 +252,8 @@ def judge(results: dict[str, list[Figures]], share: int, budget: int) -> list[Fi
                 "name": name,
                 "peak_bytes": peak,
                 "fits": peak <= budget or not share,
-                "seconds_median": statistics.median(each for each in seconds if each is not None),
-                "auto_over_it": paired_ratio(auto, seconds),
+                "seconds_median": statistics.median(step["seconds"] for _, step in rounds),
+                "auto_over_it": Spread.of([auto["seconds"] / step["seconds"] for auto, step in rounds]),
                 "stall_median": statistics.median(step["stall"] for step in steps[WARM_UP:]),
                 "same_losses": [s["loss"] for s in steps] == [s["loss"] for s in results["keep"]],
                 "predicted_peak_bytes": measured[-1]["predicted_peak"],
@@ -263,11 +262,6 @@ def judge(results: dict[str, list[Figures]], share: int, budget: int) -> list[Fi
             }
         )
     return rows
-
-
-def timed(steps: Sequence[Figures]) -> list[float | None]:
-    """Times of the steps that count; ``None`` where memory was sampled."""
-    return [step["seconds"] if step["peak"] is None else None for step in steps[WARM_UP:]]
 
 
 def table(rows: Sequence[Figures], share: int, rate: float | None) -> Table:

@@ -323,6 +323,18 @@ def test_summary_by_hand() -> None:
     assert summary["measured"]["warm_up_steps"] == WARM_UP
 
 
+def test_a_planner_that_measured_memory_in_every_step_has_times_all_the_same() -> None:
+    lanes = {
+        "keep": [*WARM, *timed(1.0, 2.0), figures(4.0, 300)],
+        "recompute": [*WARM, *timed(2.0, 4.0), figures(8.0, 50)],
+        "auto": [*WARM, *(figures(each, 200) for each in (2.0, 2.0, 2.0))],
+    }
+    summary = summarize({2: lanes}, "auto")
+    assert summary["batch_sizes"]["2"]["auto"]["step_seconds_median"] == 2.0
+    assert summary["ratios"]["2"]["time_auto_over_keep"] == 1.0  # of 2, 1 and 0.5
+    assert summary["ratios"]["2"]["time_auto_over_recompute"] == 0.5
+
+
 @pytest.mark.parametrize("strategy", ["recompute", "offload"])
 @pytest.mark.parametrize("step", [0, WARM_UP])
 def test_one_loss_that_differs_in_the_last_bit_is_found(strategy: str, step: int) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tba_offload.demo.race import Entrant, RaceError, Spread, paired_ratio, race
+from tba_offload.demo.race import Entrant, RaceError, Spread, paired_ratio, race, timed_rounds
 from tba_offload.errors import TbaError
 
 if TYPE_CHECKING:
@@ -261,7 +261,21 @@ def test_ratios_are_taken_round_by_round() -> None:
     assert paired_ratio([2.0, 3.0, 8.0], [1.0, 2.0, 2.0]) == Spread(2.0, 1.75, 3.0)
     # a machine that is ten times slower in one round changes nothing
     assert paired_ratio([1.5, 15.0, 1.5], [1.0, 10.0, 1.0]) == Spread(1.5, 1.5, 1.5)
-    assert paired_ratio([1.5, None, 9.0], [1.0, 1.0, None]) == Spread(1.5, 1.5, 1.5)
+
+
+def test_rounds_in_which_a_lane_measured_memory_have_no_time() -> None:
+    ours = [{"seconds": float(round_), "peak": 9 if round_ in {1, 3} else None} for round_ in range(6)]
+    others = [{"seconds": -float(round_), "peak": 9 if round_ in {1, 4} else None} for round_ in range(6)]
+    timed = timed_rounds(ours, others, warm_up=1, peak="peak")
+    assert [tuple(step["seconds"] for step in steps) for steps in timed] == [(2.0, -2.0), (5.0, -5.0)]
+    assert [step["seconds"] for (step,) in timed_rounds(ours, warm_up=1, peak="peak")] == [2.0, 4.0, 5.0]
+
+
+def test_if_memory_was_measured_in_every_round_their_times_must_do() -> None:
+    ours = [{"seconds": 1.0, "peak": None}, {"seconds": 2.0, "peak": 9}, {"seconds": 3.0, "peak": None}]
+    others = [{"seconds": 4.0, "peak": None}, {"seconds": 5.0, "peak": None}, {"seconds": 6.0, "peak": 9}]
+    timed = timed_rounds(ours, others, warm_up=1, peak="peak")
+    assert [tuple(step["seconds"] for step in steps) for steps in timed] == [(2.0, 5.0), (3.0, 6.0)]
 
 
 @pytest.mark.parametrize(("numerator", "denominator"), [([1.0, 2.0], [1.0]), ([1.0], [1.0, 2.0])])

@@ -83,14 +83,28 @@ def measures_memory(round_: int) -> bool:
     return round_ % MEASURE_EVERY == MEASURE_EVERY - 1
 
 
-def paired_ratio(numerator: Sequence[float | None], denominator: Sequence[float | None]) -> Spread:
-    """The ratio round by round: what the machine did in a round cancels out.
+def timed_rounds(
+    *lanes: Sequence[Mapping[str, Any]], warm_up: int, peak: str
+) -> list[tuple[Mapping[str, Any], ...]]:
+    """The rounds behind the warm-up whose time counts: those in which no lane measured memory.
 
-    Rounds in which one of the two has no time that counts are left out: a planner has memory measured in
-    rounds of its own.
+    A planner has it measured in rounds of its own. If that leaves no round, all of them count.
+
+    Args:
+        lanes: The figures of the steps of each.
+        warm_up: Rounds that are left out.
+        peak: The figure that is ``None`` where memory was not measured.
+
+    Returns:
+        For each round, its step of each lane.
     """
-    pairs = zip(numerator, denominator, strict=True)
-    return Spread.of([a / b for a, b in pairs if a is not None and b is not None])
+    rounds = list(zip(*(steps[warm_up:] for steps in lanes), strict=True))
+    return [steps for steps in rounds if all(step[peak] is None for step in steps)] or rounds
+
+
+def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Spread:
+    """The ratio round by round: what the machine did in a round cancels out."""
+    return Spread.of([a / b for a, b in zip(numerator, denominator, strict=True)])
 
 
 def turns(names: Sequence[str], round_: int) -> list[str]:

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig, format_size, load_config
-from tba_offload.demo.race import MEASURE_EVERY, Entrant, Spread, measures_memory, paired_ratio, race
+from tba_offload.demo.race import (
+    MEASURE_EVERY,
+    Entrant,
+    Spread,
+    measures_memory,
+    race,
+    timed_rounds,
+)
 from tba_offload.demo.text import write_text
 from tba_offload.demo.trainer import Trainer
 from tba_offload.device.memory import FAST_ALLOCATOR
@@ -32,6 +39,8 @@ _MOVED = ("offloaded", "read", "forwarded", "deduplicated", "kept", "given_up", 
 
 WARM_UP = 3
 """Steps that medians and peaks leave out: the first allocates, the second settles."""
+
+_PEAK = "activation_peak_bytes"
 
 Figures = dict[str, Any]
 
@@ -199,8 +208,8 @@ def summarize(races: Mapping[int, Mapping[str, Sequence[Figures]]], ours: str = 
 
 
 def _strategy(steps: Sequence[Figures]) -> Figures:
-    counted, timed = steps[WARM_UP:], _timed(steps)
-    peaks = [step["activation_peak_bytes"] for step in _measured(steps)]
+    counted, timed = steps[WARM_UP:], [step for (step,) in _timed(steps)]
+    peaks = [step[_PEAK] for step in _measured(steps)]
     figures: Figures = {
         "activation_peak_bytes": max(peaks),
         "activation_peak_bytes_median": int(statistics.median(peaks)),
@@ -221,19 +230,15 @@ def _strategy(steps: Sequence[Figures]) -> Figures:
 
 def _measured(steps: Sequence[Figures]) -> list[Figures]:
     """The counted steps in which memory was measured."""
-    return [step for step in steps[WARM_UP:] if _is_measured(step)]
+    return [step for step in steps[WARM_UP:] if step[_PEAK] is not None]
 
 
-def _timed(steps: Sequence[Figures]) -> list[Figures]:
-    """The other ones: nothing was sampled, so their time is that of the training."""
-    return [step for step in steps[WARM_UP:] if not _is_measured(step)]
+def _timed(*lanes: Sequence[Figures]) -> list[tuple[Mapping[str, Any], ...]]:
+    """The rounds in which nothing was sampled, so that their time is that of the training."""
+    return timed_rounds(*lanes, warm_up=WARM_UP, peak=_PEAK)
 
 
-def _is_measured(step: Figures) -> bool:
-    return step["activation_peak_bytes"] is not None
-
-
-def _median(steps: Sequence[Figures], name: str) -> float:
+def _median(steps: Sequence[Mapping[str, Any]], name: str) -> float:
     return float(statistics.median(step[name] for step in steps))
 
 
@@ -247,15 +252,13 @@ def _ratios(lanes: Mapping[str, Sequence[Figures]], ours: str) -> dict[str, floa
 
 
 def _spreads(lanes: Mapping[str, Sequence[Figures]], ours: str) -> dict[str, dict[str, float]]:
-    times = {
-        name: [None if _is_measured(step) else step["whole_step_seconds"] for step in steps[WARM_UP:]]
-        for name, steps in lanes.items()
-    }
-    spreads: dict[str, Spread] = {
-        f"time_{ours}_over_keep": paired_ratio(times[ours], times["keep"]),
-        f"time_{ours}_over_recompute": paired_ratio(times[ours], times["recompute"]),
-    }
-    return {name: dataclasses.asdict(spread) for name, spread in spreads.items()}
+    def spread(other: str) -> dict[str, float]:
+        rounds = _timed(lanes[ours], lanes[other])
+        return dataclasses.asdict(
+            Spread.of([mine["whole_step_seconds"] / its["whole_step_seconds"] for mine, its in rounds])
+        )
+
+    return {f"time_{ours}_over_{other}": spread(other) for other in ("keep", "recompute")}
 
 
 def _claim_output(settings: DemoSettings) -> dict[tuple[int, str], Path]:

@@ -193,9 +193,11 @@ class StepProfile:
         return Timing(forward, max(backward - forward, 0.0))
 
     def rebuild_seconds(self, layer: int) -> float:
-        """Seconds of a layer's backward that rebuilding takes, if it is placed ``selective``."""
-        offloaded, selective = self.timing(layer, Placement.OFFLOAD), self._timing_of_selective(layer)
-        return max(selective.backward - offloaded.backward, self._least_rebuilding(layer, offloaded.forward))
+        """Seconds that a layer placed ``selective`` takes longer than a kept one.
+
+        Who rebuilds a part to let the rest travel pays for both.
+        """
+        return self._timing_of_selective(layer).whole - self.timing(layer, Placement.KEEP).whole
 
     def _least_rebuilding(self, layer: int, forward: float) -> float:
         kind = self.kind_of(layer)

@@ -58,7 +58,7 @@ class Outcome:
         host_written_bytes: Bytes that went to host memory beside the drive.
         host_read_bytes: Bytes that came back from there.
         host_peak_bytes: Most bytes that it held.
-        rebuild_seconds: Compute that rebuilding activations added.
+        rebuild_seconds: Compute that layers placed ``selective`` took longer than kept ones.
         peak_slot: What ran when memory was at its peak; ``None`` for a step without activations.
     """
 
