@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from tba_offload.plan.bandwidth import Bandwidth, MeasuredRate
 from tba_offload.plan.plan import Plan
-from tba_offload.plan.planner import Limits, make_plan
+from tba_offload.plan.planner import Limits, default_objective, is_better, make_plan
 from tba_offload.plan.profile import computed_as
 from tba_offload.plan.simulator import simulate
 from tba_offload.policy import Objective, Placement
@@ -111,7 +111,7 @@ class AutoPlanner:
         self.not_recomputed: frozenset[int] = frozenset()
         """Layers that would not be the same if their forward ran twice; known behind the first step."""
         self.limits = limits
-        self.objective = objective
+        self.objective = objective or default_objective(limits)
         self.agree = agree
         self.profile: StepProfile | None = None
         self._host_capacity = host_capacity
@@ -448,7 +448,9 @@ class AutoPlanner:
     def _probe(self, profile: StepProfile, drive: Bandwidth) -> Plan:
         """Has some layers of each kind kept, recomputed and rebuilt, as many as the budget allows, to see."""
         first = self.first()
-        fewest = 4 if self._wants_time else 3  # with one for each placement that is a choice
+        fewest = (
+            3 if self.objective is Objective.MEMORY else 4
+        )  # with one for each placement that is a choice
         for parts in (fewest, 6, 12, max(len(self.policy), 2)):
             plan = dataclasses.replace(first, placements=self._mixed(profile, parts))
             if simulate(profile, plan, drive).peak_bytes <= self._careful_limits.planned:
@@ -483,7 +485,7 @@ class AutoPlanner:
     def _may_try(self, profile: StepProfile, layer: int, placement: Placement) -> bool:
         """Whether the planner may have a layer run so, and there is something to learn from it."""
         if placement is Placement.RECOMPUTE:
-            return self._wants_time and layer not in self.not_recomputed
+            return self.objective is not Objective.MEMORY and layer not in self.not_recomputed
         if placement is Placement.SELECTIVE:
             kind = profile.kind_of(layer)
             return kind.rebuilt_bytes > 0 or not kind.knows_rebuilt
@@ -509,7 +511,7 @@ class AutoPlanner:
 
     def _waits_too_long(self) -> bool:
         """Whether compute waits under a plan by which it should not: compute and drives have their moods."""
-        is_settled = self._wants_time or self._caution <= MOST_CAUTION
+        is_settled = self.objective is not Objective.MEMORY or self._caution <= MOST_CAUTION
         return not is_settled and len(self._waited) > 1 and min(self._waited) > WAITS
 
     def _replan(
@@ -528,7 +530,9 @@ class AutoPlanner:
             return self._plan
         new = self._made(profile, drive, policy=self.policy, not_recomputed=self.not_recomputed)
         careful = drive.scaled(self._caution)
-        if self._plan is not None and not self._is_better(new, old, profile, careful, worth):
+        if self._plan is not None and not is_better(
+            profile, careful, self.limits, new, old, policy=self.policy, objective=self.objective, worth=worth
+        ):
             new = old
             # It was in doubt without need: the next doubt has to wait longer.
             self._patience = min(2 * self._patience, _EXCURSIONS[-1])
@@ -578,26 +582,6 @@ class AutoPlanner:
         budget, peak = self.limits.budget, plan.prediction.peak_bytes if plan.prediction is not None else 0
         if budget is not None and peak > budget:
             self._warn(f"the budget of {budget} bytes cannot be met: the lowest peak found is {peak} bytes")
-
-    @property
-    def _wants_time(self) -> bool:
-        """Whether a step shall be short before it is small."""
-        return self.objective is not Objective.MEMORY and self.limits.budget is not None
-
-    def _is_better(self, new: Plan, old: Plan, profile: StepProfile, drive: Bandwidth, worth: float) -> bool:
-        """Whether a plan is better than the one in force by the share that makes a change worth it."""
-        now, then = simulate(profile, old, drive), new.prediction
-        if then is None:
-            return False
-        if (now.peak_bytes > self.limits.planned) != (then.peak_bytes > self.limits.planned):
-            return now.peak_bytes > self.limits.planned
-        if now.peak_bytes > self.limits.planned:
-            return then.peak_bytes < (1 - worth) * now.peak_bytes
-        if self.objective is Objective.ENDURANCE:
-            return then.written_bytes < (1 - worth) * now.written_bytes
-        if abs(then.seconds - now.seconds) > worth * now.seconds:
-            return then.seconds < now.seconds
-        return not self._wants_time and then.peak_bytes < (1 - 2 * worth) * now.peak_bytes
 
     def _with_rest(
         self, profile: StepProfile, plan: Plan, drive: Bandwidth, record: StepRecord

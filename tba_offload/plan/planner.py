@@ -39,6 +39,10 @@ TRAVELS = frozenset({OFFLOAD, RECOMPUTE_OFFLOAD, SELECTIVE})
 NO_STALL = 0.01
 """Waiting for less than this share of the step, rebuilding included, counts as not waiting."""
 
+LEAST_FREED = 1 / 8
+"""Where memory is wanted first, freeing less than this share of the peak counts as freeing nothing: a drive
+that slow had better be left alone."""
+
 MARGIN = 0.02
 """This share of the budget is left free: a prediction is not exact, and a budget is hard."""
 
@@ -190,9 +194,7 @@ def make_plan(
     """
     if len(policy) != len(profile.layers):
         raise ValueError(f"{len(policy)} placements for a profile of {len(profile.layers)} layers")
-    if objective is None:
-        objective = Objective.MEMORY if limits.budget is None else Objective.TIME
-    terms = _Terms(drive, limits, objective, whole_layers=whole_layers)
+    terms = _Terms(drive, limits, objective or default_objective(limits), whole_layers=whole_layers)
     layers = _Layers.all_of(profile, policy, not_recomputed)
     if count_items(profile) <= MANY_ITEMS:
         return _Search(profile, terms, layers).best(known)
@@ -208,6 +210,53 @@ def _best_of_many(profile: StepProfile, terms: _Terms, layers: _Layers, known: S
     shorter = with_few_micro_batches(profile)
     exact = _Search(shorter, terms, layers).best_of([candidate, *known])
     return exact if shorter is profile else _Search(profile, terms, layers).confirmed(exact, known)
+
+
+def default_objective(limits: Limits) -> Objective:
+    """What is wanted if nobody says so."""
+    return Objective.MEMORY if limits.budget is None else Objective.TIME
+
+
+def is_better(
+    profile: StepProfile,
+    drive: Bandwidth,
+    limits: Limits,
+    new: Plan,
+    old: Plan,
+    *,
+    policy: Sequence[Placement],
+    objective: Objective,
+    worth: float,
+) -> bool:
+    """Whether a plan is better than the one in force by the share that makes a change worth it.
+
+    Args:
+        profile: The step.
+        drive: How fast offloaded bytes travel.
+        limits: What both must keep to; whether they do is not a matter of shares.
+        new: The plan.
+        old: The one in force.
+        policy: For each layer, what the user wants.
+        objective: What is wanted.
+        worth: The share, of time or of written bytes; of the peak it is twice as much.
+    """
+    layers = _Layers.all_of(profile, policy, frozenset())
+    search = _Search(profile, _Terms(drive, limits, objective, whole_layers=False), layers)
+    now, then = (simulate(profile, plan, drive) for plan in (old, new))
+    fits = [outcome.peak_bytes <= limits.planned for outcome in (now, then)]
+    if fits[0] != fits[1]:
+        return fits[1]
+    if not fits[0]:
+        return then.peak_bytes < (1 - worth) * now.peak_bytes
+    peak = search.peak_of_keep if search.hardly_frees(now) else int((1 - 2 * worth) * now.peak_bytes)
+    credit = dataclasses.replace(
+        now,
+        seconds=(1 - worth) * now.seconds,
+        stall_seconds=max(now.stall_seconds - worth * now.seconds, 0.0),
+        peak_bytes=peak,
+        written_bytes=int((1 - worth) * now.written_bytes),
+    )
+    return search.score(then) < search.score(credit)
 
 
 def explain(profile: StepProfile, plan: Plan, drive: Bandwidth, layer: int) -> str:
@@ -263,6 +312,10 @@ class _Search:
         self.most_trials = min(MAX_TRIALS, most_items // items)
         self.most_filled = MAX_ITEMS // 4 // items
         self.score: Callable[[Outcome], Score] = getattr(self, f"_score_{terms.objective.value}")
+        self.window = terms.limits.window  # of plans that say nothing else
+        self.peak_of_keep = simulate(
+            profile, Plan(self._uniform(KEEP), window=self.window), self.drive
+        ).peak_bytes
         self.trials: dict[Plan, _Trial] = {}
         # Smaller windows would make every activation wait for the one before.
         largest = max((saved.nbytes for kind in profile.kinds for saved in kind.activations), default=0)
@@ -275,6 +328,8 @@ class _Search:
 
     def best(self, known: Sequence[Plan] = ()) -> Plan:
         """The best plan that is found, or known."""
+        if self.terms.objective is Objective.MEMORY:
+            self.window = self._best_window()
         self._try_simplest()
         others = self._best_others()
         if self.may_rebuild:
@@ -320,7 +375,11 @@ class _Search:
         """The best of a plan and those that are known, with what it is going to do."""
         others = (self._play(dataclasses.replace(plan, prediction=None)) for plan in known)
         best = min((found, *others), key=_score_of)
-        return self.predicted((best if self.drive == self.terms.drive else self._sound(best)).plan)
+        if self.drive != self.terms.drive:
+            best = self._sound(best)
+        if self.hardly_frees(best.outcome) and self.peak_of_keep <= self.limits.planned:
+            best = self._play(Plan(self._uniform(KEEP), window=self.limits.window))
+        return self.predicted(best.plan)
 
     def _sound(self, best: _Trial) -> _Trial:
         """The best plan that is as good on the drive as it is: a faster one can mean more waiting.
@@ -340,6 +399,11 @@ class _Search:
     def _excess(self, outcome: Outcome) -> float:
         return max(outcome.peak_bytes - self.limits.planned, 0.0)
 
+    def hardly_frees(self, outcome: Outcome) -> bool:
+        """Whether memory is wanted first, and everything might as well be kept."""
+        wants_memory = self.terms.objective is Objective.MEMORY
+        return wants_memory and outcome.peak_bytes > (1 - LEAST_FREED) * self.peak_of_keep
+
     def _score_time(self, outcome: Outcome) -> Score:
         return self._excess(outcome), outcome.seconds, outcome.peak_bytes
 
@@ -347,7 +411,7 @@ class _Search:
         # What is rebuilt spares the drive, so that more can travel; but who waits for it waits.
         lost = outcome.stall_seconds + outcome.rebuild_seconds
         waits = max(lost / outcome.seconds - NO_STALL, 0.0) if outcome.seconds else 0.0
-        return self._excess(outcome), waits, outcome.peak_bytes, outcome.seconds
+        return self._excess(outcome), waits, outcome.peak_bytes, outcome.written_bytes, outcome.seconds
 
     def _score_endurance(self, outcome: Outcome) -> Score:
         return self._excess(outcome), outcome.written_bytes, outcome.seconds
@@ -362,7 +426,7 @@ class _Search:
         part: Part | None = None,
     ) -> _Trial:
         """Plays a plan with the largest window that the budget leaves room for."""
-        plan = Plan(placements, kept, self.limits.window if window is None else window, part=part)
+        plan = Plan(placements, kept, self.window if window is None else window, part=part)
         trial = self._play(plan)
         excess = self._excess(trial.outcome)
         if not excess or TRAVELS.isdisjoint(placements):
@@ -396,6 +460,18 @@ class _Search:
                 continue
             if self.most_filled or placement in {KEEP, RECOMPUTE}:  # those take next to no time to play
                 self._try(self._uniform(placement))
+
+    def _best_window(self) -> int | None:
+        """The window with which most is freed: a large one frees nothing of a step that fits in it."""
+        windows, size = [self.window], self.peak_of_keep // 2
+        while size >= self.least_window:
+            if self.window is None or size < self.window:
+                windows.append(size)
+            size //= 2
+        scores = {}
+        for self.window in windows:
+            scores[self.window] = self._best_kept(0, OFFLOAD, None)[0].score
+        return min(scores, key=lambda window: scores[window])
 
     def _try_smaller_windows(self) -> None:
         """Plays the best plans with smaller windows: sometimes less in flight is better."""
