@@ -14,8 +14,8 @@ from gpt_runner import SHAPE, lanes, print_table, report
 
 @click.command()
 @click.option("--depth", "depths", type=int, multiple=True, default=(6, 12, 24, 48), show_default=True)
-@click.option("--hidden", default=1024, show_default=True)
-@click.option("--sequence", default=256, show_default=True)
+@click.option("--hidden", default=1280, show_default=True)
+@click.option("--sequence", default=192, show_default=True)
 @click.option("--batch-size", default=2, show_default=True)
 @click.option(
     "--steps", type=click.IntRange(min=5), default=14, show_default=True, help="Steps of each at every depth."

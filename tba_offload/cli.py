@@ -342,9 +342,9 @@ class _PolicyType(click.Path):
     help="Directory for run logs, pictures and summary.",
 )
 @click.option("--layers", type=click.IntRange(min=1), default=12, show_default=True)
-@click.option("--hidden", type=click.IntRange(min=1), default=896, show_default=True, help="Width.")
-@click.option("--heads", type=click.IntRange(min=1), default=7, show_default=True)
-@click.option("--sequence", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens.")
+@click.option("--hidden", type=click.IntRange(min=1), default=1536, show_default=True, help="Width.")
+@click.option("--heads", type=click.IntRange(min=1), default=12, show_default=True)
+@click.option("--sequence", type=click.IntRange(min=1), default=160, show_default=True, help="Tokens.")
 @click.option(
     "--batch-size",
     "batch_sizes",
