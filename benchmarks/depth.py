@@ -14,13 +14,13 @@ from gpt_runner import SHAPE, lanes, print_table, report
 
 @click.command()
 @click.option("--depth", "depths", type=int, multiple=True, default=(6, 12, 24, 48), show_default=True)
-@click.option("--hidden", default=1280, show_default=True)
-@click.option("--sequence", default=192, show_default=True)
+@click.option("--hidden", default=1408, show_default=True)
+@click.option("--sequence", default=160, show_default=True)
 @click.option("--batch-size", default=2, show_default=True)
 @click.option(
     "--steps", type=click.IntRange(min=5), default=14, show_default=True, help="Steps of each at every depth."
 )
-@click.option("--window", default="10MiB", show_default=True, help="Bytes in flight.")
+@click.option("--window", default="16MiB", show_default=True, help="Bytes in flight.")
 @click.option("--directory", default=None, help="Where files go.  [default: a temporary directory]")
 @click.option("--json", "json_file", default=None, help="Also write the figures to this file.")
 def main(

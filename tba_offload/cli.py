@@ -210,7 +210,8 @@ def plan(
     """Say what the planner would do with a run, before running it.
 
     From the run log of one process: the best plans for a sweep of budgets, and the plan for one budget.
-    Without --budget it is the plan with the lowest peak at which compute waits for nothing.
+    Without --budget it is the plan with the lowest peak at which compute waits for nothing; where that is
+    hardly lower than if everything was kept, everything is.
     """
     from tba_offload.forecast import Situation
     from tba_offload.policy import Objective

@@ -448,9 +448,7 @@ class AutoPlanner:
     def _probe(self, profile: StepProfile, drive: Bandwidth) -> Plan:
         """Has some layers of each kind kept, recomputed and rebuilt, as many as the budget allows, to see."""
         first = self.first()
-        fewest = (
-            3 if self.objective is Objective.MEMORY else 4
-        )  # with one for each placement that is a choice
+        fewest = 3 if self.objective is Objective.MEMORY else 4  # one offloads beside each that is a choice
         for parts in (fewest, 6, 12, max(len(self.policy), 2)):
             plan = dataclasses.replace(first, placements=self._mixed(profile, parts))
             if simulate(profile, plan, drive).peak_bytes <= self._careful_limits.planned:

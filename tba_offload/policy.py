@@ -59,7 +59,7 @@ class Objective(StrEnum):
     """The least step time under the budget."""
 
     MEMORY = "memory"
-    """The lowest peak at which compute waits for nothing."""
+    """The lowest peak at which compute waits for nothing; what would free hardly anything stays."""
 
     ENDURANCE = "endurance"
     """The fewest written bytes under the budget."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -660,15 +661,17 @@ def test_the_last_activation_that_the_budget_has_room_for_stays_in_part() -> Non
     assert max(gains) > 0.02
 
 
-@given(profiles, behind, st.integers(MIB, 64 * MIB), shares)
+@given(
+    profiles, behind, st.integers(MIB, 64 * MIB), shares, st.sampled_from([Objective.TIME, Objective.MEMORY])
+)
 @quick
 def test_no_window_is_larger_than_the_user_allows(
-    profile: StepProfile, drive: Bandwidth, window: int, share: float
+    profile: StepProfile, drive: Bandwidth, window: int, share: float, objective: Objective
 ) -> None:
     limits = Limits(int(share * peak_of_keep(profile)), window)
     search = planner._Search(
         profile,
-        planner._Terms(drive, limits, Objective.TIME, whole_layers=False),
+        planner._Terms(drive, limits, objective, whole_layers=False),
         planner._Layers.all_of(profile, (AUTO,) * len(profile.layers), frozenset(range(len(profile.layers)))),
     )
     search.best()
@@ -825,7 +828,90 @@ def test_the_plan_in_force_stays_unless_another_is_clearly_better(
         return is_better(profile, FAST, limits, one, than, policy=policy, objective=objective, worth=WORTH_IT)
 
     assert is_(new, old) is better
-    assert not (is_(new, old) and is_(old, new))
+
+
+plans = st.builds(
+    lambda numbers, window: (numbers, window),
+    st.lists(st.integers(0, 4), min_size=8, max_size=8),
+    st.sampled_from([4 * MIB, 32 * MIB, None]),
+)
+
+
+@given(all_profiles, drives, plans, plans, st.sampled_from(Objective), st.floats(0.2, 1.2) | st.none())
+@quick
+def test_two_plans_never_replace_each_other(
+    profile: StepProfile, drive: Bandwidth, one: Any, other: Any, objective: Objective, share: float | None
+) -> None:
+    """Nor one itself."""
+    ways = (KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, SELECTIVE)
+    count = len(profile.layers)
+    first, second = (
+        Plan(tuple(ways[numbers[layer % 8]] for layer in range(count)), window=window)
+        for numbers, window in (one, other)
+    )
+    budget = None if share is None else int(share * peak_of_keep(profile))
+
+    def is_(new: Plan, old: Plan) -> bool:
+        limits = Limits(budget, 32 * MIB)
+        policy = (AUTO,) * (count - 1) + (OFFLOAD,)
+        return is_better(profile, drive, limits, new, old, policy=policy, objective=objective, worth=WORTH_IT)
+
+    assert not is_(first, first)
+    assert not (is_(first, second) and is_(second, first))
+
+
+@pytest.mark.parametrize(("share", "better"), [(0.03, False), (0.05, True)])
+def test_where_memory_is_wanted_a_lower_peak_is_better_if_it_is_clearly_lower(
+    share: float, *, better: bool
+) -> None:
+    profile = make_profile(12, sizes=(MIB // 8,) * 96)
+    old = all_of(profile, OFFLOAD, 32 * MIB)
+    peak = outcome_of(profile, old, FAST).peak_bytes
+    new = all_of(profile, OFFLOAD, int(32 * MIB - share * peak))
+    assert outcome_of(profile, new, FAST).peak_bytes == pytest.approx((1 - share) * peak, rel=0.008)
+    assert (
+        is_better(
+            profile,
+            FAST,
+            Limits(None, 32 * MIB),
+            new,
+            old,
+            policy=(AUTO,) * 12,
+            objective=Objective.MEMORY,
+            worth=WORTH_IT,
+        )
+        is better
+    )
+
+
+def test_whether_a_plan_fits_the_budget_is_no_matter_of_shares() -> None:
+    profile = make_profile(12, sizes=(MIB // 8,) * 96)
+    fits, does_not = all_of(profile, OFFLOAD, 32 * MIB), all_of(profile, OFFLOAD, 33 * MIB)
+    peak = outcome_of(profile, fits, FAST).peak_bytes
+    assert peak < outcome_of(profile, does_not, FAST).peak_bytes < 1.05 * peak
+    limits = Limits(math.ceil(peak / (1 - planner.MARGIN)), None)
+    for objective in Objective:
+        policy: Any = {"policy": (AUTO,) * 12, "objective": objective, "worth": WORTH_IT}
+        assert is_better(profile, FAST, limits, fits, does_not, **policy)
+        assert not is_better(profile, FAST, limits, does_not, fits, **policy)
+
+
+def test_layers_that_the_user_keeps_are_not_counted_as_what_could_be_freed() -> None:
+    profile = make_profile(24)
+    policy = (AUTO, AUTO) + (KEEP,) * 22
+    plan = make_plan(profile, FAST, Limits(None, 32 * MIB), policy=policy)
+    assert plan.placements[:2] == (OFFLOAD, OFFLOAD)
+
+
+@pytest.mark.parametrize("sizes", [(), (0, 0)])
+@pytest.mark.parametrize("window", [None, 32 * MIB])
+def test_a_step_that_saves_nothing_has_a_plan(sizes: tuple[int, ...], window: int | None) -> None:
+    profile = make_profile(4)
+    kind = dataclasses.replace(profile.kinds[0], activations=tuple(Saved(n, 0.5, 0.5) for n in sizes))
+    profile = dataclasses.replace(profile, kinds=(kind,))
+    plan = make_plan(profile, FAST, Limits(None, window), policy=(AUTO,) * 4)
+    assert plan.prediction is not None
+    assert plan.prediction.written_bytes == 0
 
 
 @pytest.mark.parametrize(("seconds", "peak"), [(0.001, 22), (0.003, 94), (0.02, 118)])
@@ -974,6 +1060,24 @@ def test_a_plan_of_a_condensed_step_is_nearly_as_good(
     found = outcome_of(profile, plan_for(profile, drive, budget), drive)
     assert max(whole.peak_bytes, found.peak_bytes) <= budget
     assert found.seconds <= 1.05 * whole.seconds
+
+
+@pytest.mark.parametrize("rate", [1.5, 0.7])
+def test_a_plan_of_a_condensed_step_frees_nearly_as_much(
+    rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = make_profile(24, sizes=(MIB,) * 20, micro_batches=4, warm_up=2)
+    drive = Bandwidth(rate * 20 * MIB / 0.03, rate * 20 * MIB / 0.03)
+    limits = Limits(None, 1 << 30)
+    whole = make_plan(profile, drive, limits, policy=(AUTO,) * 24).prediction
+    monkeypatch.setattr(planner, "MANY_ITEMS", 1000)
+    monkeypatch.setattr(planner, "FEW_ITEMS", 300)
+    found = make_plan(profile, drive, limits, policy=(AUTO,) * 24).prediction
+    assert whole is not None
+    assert found is not None
+    assert found.peak_bytes <= whole.peak_bytes + 0.1 * peak_of_keep(profile)
+    assert max(found.peak_bytes, whole.peak_bytes) <= 0.9 * peak_of_keep(profile)
+    assert found.stall_seconds <= 2 * NO_STALL * found.seconds
 
 
 @pytest.mark.parametrize("shape", [(100, 50, 4), (5000, 1, 1), (100, 50, 50)])

@@ -276,6 +276,9 @@ def test_if_memory_was_measured_in_every_round_their_times_must_do() -> None:
     others = [{"seconds": 4.0, "peak": None}, {"seconds": 5.0, "peak": None}, {"seconds": 6.0, "peak": 9}]
     timed = timed_rounds(ours, others, warm_up=1, peak="peak")
     assert [tuple(step["seconds"] for step in steps) for steps in timed] == [(2.0, 5.0), (3.0, 6.0)]
+    ours[2]["peak"] = 9  # like with like, if there is
+    timed = timed_rounds(ours, others, warm_up=1, peak="peak")
+    assert [tuple(step["seconds"] for step in steps) for steps in timed] == [(3.0, 6.0)]
 
 
 @pytest.mark.parametrize(("numerator", "denominator"), [([1.0, 2.0], [1.0]), ([1.0], [1.0, 2.0])])

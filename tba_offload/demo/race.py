@@ -88,7 +88,7 @@ def timed_rounds(
 ) -> list[tuple[Mapping[str, Any], ...]]:
     """The rounds behind the warm-up whose time counts: those in which no lane measured memory.
 
-    A planner has it measured in rounds of its own. If that leaves no round, all of them count.
+    A planner has it measured in rounds of its own. If that leaves none, those count in which all lanes did.
 
     Args:
         lanes: The figures of the steps of each.
@@ -99,7 +99,10 @@ def timed_rounds(
         For each round, its step of each lane.
     """
     rounds = list(zip(*(steps[warm_up:] for steps in lanes), strict=True))
-    return [steps for steps in rounds if all(step[peak] is None for step in steps)] or rounds
+    for measured in (0, len(lanes)):
+        if found := [steps for steps in rounds if sum(step[peak] is not None for step in steps) == measured]:
+            return found
+    return rounds
 
 
 def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Spread:

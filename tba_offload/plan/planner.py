@@ -11,12 +11,16 @@ parts are rebuilt are tried in the same two roles: instead of those that are rec
 that are offloaded beside them. After that single layers change their placement as long as that helps, and at
 last single activations stay where the budget has room.
 
+Where memory is wanted first, the window comes before all that: one that is large enough for the whole step
+frees nothing. And if what is found frees hardly anything, everything is kept.
+
 A step with very many activations is planned on a condensed profile, and the plan made exact on the whole one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -27,7 +31,7 @@ from tba_offload.plan.simulator import Outcome, simulate
 from tba_offload.policy import Objective, Placement
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from tba_offload.plan.bandwidth import Bandwidth
     from tba_offload.plan.profile import StepProfile
@@ -40,8 +44,8 @@ NO_STALL = 0.01
 """Waiting for less than this share of the step, rebuilding included, counts as not waiting."""
 
 LEAST_FREED = 1 / 8
-"""Where memory is wanted first, freeing less than this share of the peak counts as freeing nothing: a drive
-that slow had better be left alone."""
+"""Where memory is wanted first, freeing less than this share of what could be freed counts as freeing none:
+a drive that slow had better be left alone. A plan in force stays until it is half of that."""
 
 MARGIN = 0.02
 """This share of the budget is left free: a prediction is not exact, and a budget is hard."""
@@ -78,6 +82,9 @@ SOUND = 32
 
 WINDOWS = (0.8, 0.6, 0.4, 0.25)
 """Shares of the window."""
+
+NO_TIME = 1e6
+"""A drive so many times as fast takes no time."""
 
 SLACK = 0.9
 """Where nothing shall wait, plans are made for this share of the measured rates: drives have their moods."""
@@ -240,20 +247,24 @@ def is_better(
         objective: What is wanted.
         worth: The share, of time or of written bytes; of the peak it is twice as much.
     """
+    bare = [dataclasses.replace(plan, prediction=None) for plan in (old, new)]
+    if bare[0] == bare[1]:
+        return False
     layers = _Layers.all_of(profile, policy, frozenset())
     search = _Search(profile, _Terms(drive, limits, objective, whole_layers=False), layers)
-    now, then = (simulate(profile, plan, drive) for plan in (old, new))
+    now, then = (simulate(profile, plan, search.drive) for plan in bare)
     fits = [outcome.peak_bytes <= limits.planned for outcome in (now, then)]
     if fits[0] != fits[1]:
         return fits[1]
     if not fits[0]:
         return then.peak_bytes < (1 - worth) * now.peak_bytes
-    peak = search.peak_of_keep if search.hardly_frees(now) else int((1 - 2 * worth) * now.peak_bytes)
+    is_vain = search.hardly_frees(now, LEAST_FREED / 2)
     credit = dataclasses.replace(
         now,
         seconds=(1 - worth) * now.seconds,
-        stall_seconds=max(now.stall_seconds - worth * now.seconds, 0.0),
-        peak_bytes=peak,
+        stall_seconds=max(now.stall_seconds + now.rebuild_seconds - worth * now.seconds, 0.0),
+        rebuild_seconds=0.0,
+        peak_bytes=search.peak_if_kept if is_vain else int((1 - 2 * worth) * now.peak_bytes),
         written_bytes=int((1 - worth) * now.written_bytes),
     )
     return search.score(then) < search.score(credit)
@@ -313,9 +324,6 @@ class _Search:
         self.most_filled = MAX_ITEMS // 4 // items
         self.score: Callable[[Outcome], Score] = getattr(self, f"_score_{terms.objective.value}")
         self.window = terms.limits.window  # of plans that say nothing else
-        self.peak_of_keep = simulate(
-            profile, Plan(self._uniform(KEEP), window=self.window), self.drive
-        ).peak_bytes
         self.trials: dict[Plan, _Trial] = {}
         # Smaller windows would make every activation wait for the one before.
         largest = max((saved.nbytes for kind in profile.kinds for saved in kind.activations), default=0)
@@ -342,6 +350,8 @@ class _Search:
 
     def best_of(self, plans: Sequence[Plan]) -> Plan:
         """The best of some plans and of the simplest, its window fitted to the budget, the budget filled."""
+        if self.terms.objective is Objective.MEMORY:
+            self.window = plans[0].window
         for plan in plans:
             self._try(plan.placements, plan.kept, plan.window, plan.part)
         self._try_simplest()
@@ -377,8 +387,8 @@ class _Search:
         best = min((found, *others), key=_score_of)
         if self.drive != self.terms.drive:
             best = self._sound(best)
-        if self.hardly_frees(best.outcome) and self.peak_of_keep <= self.limits.planned:
-            best = self._play(Plan(self._uniform(KEEP), window=self.limits.window))
+        if self.hardly_frees(best.outcome, LEAST_FREED):
+            best = self._play(self._kept())
         return self.predicted(best.plan)
 
     def _sound(self, best: _Trial) -> _Trial:
@@ -399,10 +409,25 @@ class _Search:
     def _excess(self, outcome: Outcome) -> float:
         return max(outcome.peak_bytes - self.limits.planned, 0.0)
 
-    def hardly_frees(self, outcome: Outcome) -> bool:
-        """Whether memory is wanted first, and everything might as well be kept."""
-        wants_memory = self.terms.objective is Objective.MEMORY
-        return wants_memory and outcome.peak_bytes > (1 - LEAST_FREED) * self.peak_of_keep
+    def hardly_frees(self, outcome: Outcome, share: float) -> bool:
+        """Whether memory is wanted first, there is room for everything, and nearly as much is used."""
+        if self.terms.objective is not Objective.MEMORY or self.peak_if_kept > self.limits.planned:
+            return False
+        return self.peak_if_kept - outcome.peak_bytes < share * (self.peak_if_kept - self._least_peak)
+
+    @functools.cached_property
+    def peak_if_kept(self) -> int:
+        """The peak if all layers are kept that may be."""
+        return self._play(self._kept()).outcome.peak_bytes
+
+    @functools.cached_property
+    def _least_peak(self) -> int:
+        """The peak if all of them travelled, on drives that take no time."""
+        plan = Plan(self._uniform(OFFLOAD), window=self.least_window)
+        return simulate(self.profile, plan, self.drive.scaled(NO_TIME)).peak_bytes
+
+    def _kept(self) -> Plan:
+        return Plan(self._uniform(KEEP), window=self.limits.window)
 
     def _score_time(self, outcome: Outcome) -> Score:
         return self._excess(outcome), outcome.seconds, outcome.peak_bytes
@@ -462,16 +487,25 @@ class _Search:
                 self._try(self._uniform(placement))
 
     def _best_window(self) -> int | None:
-        """The window with which most is freed: a large one frees nothing of a step that fits in it."""
-        windows, size = [self.window], self.peak_of_keep // 2
-        while size >= self.least_window:
-            if self.window is None or size < self.window:
-                windows.append(size)
-            size //= 2
-        scores = {}
-        for self.window in windows:
-            scores[self.window] = self._best_kept(0, OFFLOAD, None)[0].score
+        """The window with which most is freed: a large one frees nothing of a step that fits in it.
+
+        After that of the user come those from the smallest on, until two are worse than the best so far.
+        """
+        scores, worse = dict[int | None, Score](), 0
+        for window in (self.limits.window, *self._smaller_windows()):
+            self.window = window
+            scores[window] = self._best_kept(0, OFFLOAD, None)[0].score
+            worse = worse + 1 if scores[window] > min(scores.values()) else 0
+            if worse == 2 or len(self.trials) > self.most_trials // 3:
+                break
         return min(scores, key=lambda window: scores[window])
+
+    def _smaller_windows(self) -> Iterator[int]:
+        most = min(self.peak_if_kept, self.peak_if_kept if self.window is None else self.window)
+        size = max(self.least_window, 1)
+        while size < most:
+            yield size
+            size *= 2
 
     def _try_smaller_windows(self) -> None:
         """Plays the best plans with smaller windows: sometimes less in flight is better."""
