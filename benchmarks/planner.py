@@ -33,7 +33,15 @@ from rich.table import Table
 
 import tba_offload as tba
 from tba_offload.config import parse_size
-from tba_offload.demo.race import MEASURE_EVERY, Entrant, Spread, measures_memory, race, timed_rounds
+from tba_offload.demo.race import (
+    MEASURE_EVERY,
+    Entrant,
+    Spread,
+    measures_memory,
+    prediction_error,
+    race,
+    timed_rounds,
+)
 from tba_offload.device.memory import FAST_ALLOCATOR, keep_freed_pages
 from tba_offload.forecast import composition
 from tba_offload.megatron.cpu import single_process
@@ -256,8 +264,10 @@ def judge(results: dict[str, list[Figures]], share: int, budget: int) -> list[Fi
                 "auto_over_it": Spread.of([auto["seconds"] / step["seconds"] for auto, step in rounds]),
                 "stall_median": statistics.median(step["stall"] for step in steps[WARM_UP:]),
                 "same_losses": [s["loss"] for s in steps] == [s["loss"] for s in results["keep"]],
-                "predicted_peak_bytes": measured[-1]["predicted_peak"],
-                "predicted_seconds": steps[-1]["predicted_seconds"],
+                "predicted_peak_error": prediction_error(measured, "predicted_peak", "peak"),
+                "predicted_seconds_error": prediction_error(
+                    [step for _, step in rounds], "predicted_seconds", "seconds"
+                ),
                 "layers": steps[-1]["layers"],
             }
         )
@@ -301,10 +311,10 @@ def verdict(rows: Sequence[Figures]) -> str:
     if others:
         best = min(others, key=lambda row: row["seconds_median"])
         said += f", {best['auto_over_it']} x the time of the best ({best['name']})"
-    if auto["predicted_seconds"] is not None:
+    if auto["predicted_seconds_error"] is not None:
         said += (
-            f"; predicted peak {auto['predicted_peak_bytes'] / auto['peak_bytes'] - 1:+.1%}, "
-            f"step {auto['predicted_seconds'] / auto['seconds_median'] - 1:+.1%}"
+            f"; predicted peak {auto['predicted_peak_error']:+.1%}, "
+            f"step {auto['predicted_seconds_error']:+.1%}"
         )
     return said
 

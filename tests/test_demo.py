@@ -63,6 +63,7 @@ FIGURES = {
     *("activation_peak_bytes", "activation_peak_bytes_median", "resident_peak_bytes"),
     *("step_seconds_median", "forward_backward_seconds_median", "stall_seconds_median"),
     *("tokens_per_second", "losses", "predicted_peak_bytes", "predicted_seconds"),
+    *("predicted_peak_error", "predicted_seconds_error"),
     *(f"{name}_bytes" for name in MOVED),
 }
 

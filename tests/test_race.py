@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tba_offload.demo.race import Entrant, RaceError, Spread, paired_ratio, race, timed_rounds
+from tba_offload.demo.race import (
+    Entrant,
+    RaceError,
+    Spread,
+    paired_ratio,
+    prediction_error,
+    race,
+    timed_rounds,
+)
 from tba_offload.errors import TbaError
 
 if TYPE_CHECKING:
@@ -269,6 +277,14 @@ def test_rounds_in_which_a_lane_measured_memory_have_no_time() -> None:
     timed = timed_rounds(ours, others, warm_up=1, peak="peak")
     assert [tuple(step["seconds"] for step in steps) for steps in timed] == [(2.0, -2.0), (5.0, -5.0)]
     assert [step["seconds"] for (step,) in timed_rounds(ours, warm_up=1, peak="peak")] == [2.0, 4.0, 5.0]
+
+
+def test_each_step_is_held_against_its_own_prediction() -> None:
+    """The machine gets slower by half, and the planner notices a step later."""
+    steps = [{"then": then, "now": now} for then, now in ((1.0, 1.0), (1.0, 1.5), (1.5, 1.5), (None, 1.5))]
+    assert prediction_error(steps, "then", "now") == 0.0
+    assert prediction_error(steps[:2], "then", "now") == pytest.approx(-1 / 6)
+    assert prediction_error(steps[3:], "then", "now") is None
 
 
 def test_if_memory_was_measured_in_every_round_their_times_must_do() -> None:

@@ -140,13 +140,13 @@ def _print(summary: dict[str, Any], settings: DemoSettings) -> None:
 
 
 def _print_prediction(figures: dict[str, Any]) -> None:
-    if figures["predicted_seconds"] is None:
+    errors = figures["predicted_peak_error"], figures["predicted_seconds_error"]
+    if None in errors:
         return
-    peak, seconds = figures["activation_peak_bytes"], figures["forward_backward_seconds_median"]
+    peak, seconds = (f"{error:+.1%}" for error in errors)
     click.echo(
-        f"  predicted: peak {figures['predicted_peak_bytes'] / 2**20:.1f} MiB, "
-        f"{figures['predicted_peak_bytes'] / peak - 1:+.1%}; forward and backward "
-        f"{figures['predicted_seconds']:.3f} s, {figures['predicted_seconds'] / seconds - 1:+.1%}"
+        f"  predicted last: peak {figures['predicted_peak_bytes'] / 2**20:.1f} MiB, forward and backward "
+        f"{figures['predicted_seconds']:.3f} s; of what each step took that is {peak} and {seconds} (median)"
     )
 
 

@@ -110,6 +110,20 @@ def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Sp
     return Spread.of([a / b for a, b in zip(numerator, denominator, strict=True)])
 
 
+def prediction_error(steps: Sequence[Mapping[str, Any]], predicted: str, measured: str) -> float | None:
+    """By how much more was predicted than measured, as a share: the median of the steps that have both.
+
+    Each step is held against what was predicted before it: a planner corrects that as the machine changes.
+
+    Args:
+        steps: The figures of each.
+        predicted: The figure that was predicted.
+        measured: The figure that it is of.
+    """
+    known = [step for step in steps if step[predicted] is not None and step[measured] is not None]
+    return statistics.median(step[predicted] / step[measured] - 1 for step in known) if known else None
+
+
 def turns(names: Sequence[str], round_: int) -> list[str]:
     """The order of a round, counted from 0: each starts with another one.
 

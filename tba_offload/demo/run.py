@@ -16,6 +16,7 @@ from tba_offload.demo.race import (
     Entrant,
     Spread,
     measures_memory,
+    prediction_error,
     race,
     timed_rounds,
 )
@@ -223,6 +224,8 @@ def _strategy(steps: Sequence[Figures]) -> Figures:
     for name in ("predicted_peak_bytes", "predicted_seconds"):
         known = [step[name] for step in steps if step[name] is not None]
         figures[name] = known[-1] if known else None  # as where nothing was captured
+    figures["predicted_peak_error"] = prediction_error(counted, "predicted_peak_bytes", _PEAK)
+    figures["predicted_seconds_error"] = prediction_error(timed, "predicted_seconds", "seconds")
     for name in _MOVED:
         figures[f"{name}_bytes"] = int(_median(counted, f"{name}_bytes"))
     return figures
