@@ -146,7 +146,7 @@ def _print_prediction(figures: dict[str, Any]) -> None:
     peak, seconds = (f"{error:+.1%}" for error in errors)
     click.echo(
         f"  predicted last: peak {figures['predicted_peak_bytes'] / 2**20:.1f} MiB, forward and backward "
-        f"{figures['predicted_seconds']:.3f} s; of what each step took that is {peak} and {seconds} (median)"
+        f"{figures['predicted_seconds']:.3f} s; each step against its own: {peak} and {seconds} (medians)"
     )
 
 

@@ -14,8 +14,8 @@ from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig, format_
 from tba_offload.demo.race import (
     MEASURE_EVERY,
     Entrant,
-    Spread,
     measures_memory,
+    paired_ratio,
     prediction_error,
     race,
     timed_rounds,
@@ -257,9 +257,8 @@ def _ratios(lanes: Mapping[str, Sequence[Figures]], ours: str) -> dict[str, floa
 def _spreads(lanes: Mapping[str, Sequence[Figures]], ours: str) -> dict[str, dict[str, float]]:
     def spread(other: str) -> dict[str, float]:
         rounds = _timed(lanes[ours], lanes[other])
-        return dataclasses.asdict(
-            Spread.of([mine["whole_step_seconds"] / its["whole_step_seconds"] for mine, its in rounds])
-        )
+        mine, its = ([steps[lane]["whole_step_seconds"] for steps in rounds] for lane in range(2))
+        return dataclasses.asdict(paired_ratio(mine, its))
 
     return {f"time_{ours}_over_{other}": spread(other) for other in ("keep", "recompute")}
 

@@ -501,7 +501,7 @@ class _Search:
         return min(scores, key=lambda window: scores[window])
 
     def _smaller_windows(self) -> Iterator[int]:
-        most = min(self.peak_if_kept, self.peak_if_kept if self.window is None else self.window)
+        most = min(self.peak_if_kept, self.limits.window or self.peak_if_kept)
         size = max(self.least_window, 1)
         while size < most:
             yield size
