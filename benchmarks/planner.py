@@ -37,9 +37,9 @@ from tba_offload.demo.race import (
     MEASURE_EVERY,
     Entrant,
     measures_memory,
-    paired_ratio,
     prediction_error,
     race,
+    ratio_of,
     timed_rounds,
 )
 from tba_offload.device.memory import FAST_ALLOCATOR, keep_freed_pages
@@ -251,7 +251,6 @@ def judge(results: dict[str, list[Figures]], share: int, budget: int) -> list[Fi
     rows = []
     for name, steps in results.items():
         rounds = timed_rounds(results["auto"], steps, warm_up=WARM_UP, peak="peak")
-        auto, seconds = ([steps[lane]["seconds"] for steps in rounds] for lane in range(2))
         measured = [step for step in steps[WARM_UP - 1 :] if step["peak"] is not None]
         peak = max(step["peak"] for step in measured)
         rows.append(
@@ -261,8 +260,8 @@ def judge(results: dict[str, list[Figures]], share: int, budget: int) -> list[Fi
                 "name": name,
                 "peak_bytes": peak,
                 "fits": peak <= budget or not share,
-                "seconds_median": statistics.median(seconds),
-                "auto_over_it": paired_ratio(auto, seconds),
+                "seconds_median": statistics.median(step["seconds"] for _, step in rounds),
+                "auto_over_it": ratio_of(rounds, "seconds"),
                 "stall_median": statistics.median(step["stall"] for step in steps[WARM_UP:]),
                 "same_losses": [s["loss"] for s in steps] == [s["loss"] for s in results["keep"]],
                 "predicted_peak_error": prediction_error(measured, "predicted_peak", "peak"),

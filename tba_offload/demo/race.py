@@ -110,6 +110,17 @@ def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Sp
     return Spread.of([a / b for a, b in zip(numerator, denominator, strict=True)])
 
 
+def ratio_of(rounds: Sequence[tuple[Mapping[str, Any], ...]], seconds: str) -> Spread:
+    """The paired ratio of the first lane's times to the second's, in rounds that count.
+
+    Args:
+        rounds: What :func:`timed_rounds` gave for two lanes.
+        seconds: The figure that is the time.
+    """
+    ours, others = ([step[lane][seconds] for step in rounds] for lane in range(2))
+    return paired_ratio(ours, others)
+
+
 def prediction_error(steps: Sequence[Mapping[str, Any]], predicted: str, measured: str) -> float | None:
     """By how much more was predicted than measured, as a share: the median of the steps that have both.
 

@@ -15,9 +15,9 @@ from tba_offload.demo.race import (
     MEASURE_EVERY,
     Entrant,
     measures_memory,
-    paired_ratio,
     prediction_error,
     race,
+    ratio_of,
     timed_rounds,
 )
 from tba_offload.demo.text import write_text
@@ -256,9 +256,7 @@ def _ratios(lanes: Mapping[str, Sequence[Figures]], ours: str) -> dict[str, floa
 
 def _spreads(lanes: Mapping[str, Sequence[Figures]], ours: str) -> dict[str, dict[str, float]]:
     def spread(other: str) -> dict[str, float]:
-        rounds = _timed(lanes[ours], lanes[other])
-        mine, its = ([steps[lane]["whole_step_seconds"] for steps in rounds] for lane in range(2))
-        return dataclasses.asdict(paired_ratio(mine, its))
+        return dataclasses.asdict(ratio_of(_timed(lanes[ours], lanes[other]), "whole_step_seconds"))
 
     return {f"time_{ours}_over_{other}": spread(other) for other in ("keep", "recompute")}
 
