@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import pytest
 import torch
-from harness import KIB, PATIENCE, assert_all_given_back, session_for
+from harness import KIB, PATIENCE, assert_all_given_back, session_for, wait_until
 from models import History, Model, assert_same_history, loss_of, make_model, make_tokens, same_bits, train
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -140,10 +140,10 @@ def test_steps_leave_no_work_for_the_cyclic_collector() -> None:
             before = own_objects()
             short_steps(model, session, 20)
             session.offloader.quiesce()
-            grown = most_grown(before, own_objects())
+            # A worker may still hold transfers that were cancelled; it drops them when it comes to them.
+            wait_until(lambda: most_grown(before, own_objects()) < 10, "objects go without the collector")
         finally:
             gc.enable()
-    assert grown < 10
 
 
 def test_a_closed_session_leaves_no_thread_and_no_descriptor(tmp_path: Path) -> None:

@@ -619,7 +619,7 @@ def test_host_memory_that_is_not_as_assumed_is_noticed() -> None:
 def host_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("host")
     model = make_model(layers=LAYERS)
-    config = config_for(in_flight=MIB, default=AUTO, directory=directory, host_capacity=2 * MIB)
+    config = config_for(in_flight=MIB, default=OFFLOAD, directory=directory, host_capacity=2 * MIB)
     with (
         mock.patch.multiple("tba_offload.store.tiered", SPILL_SHARE=-1.0),  # host memory first
         tba.attach(model, config, run_log=directory / "run.jsonl", measure_memory=False) as session,
