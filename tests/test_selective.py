@@ -702,9 +702,12 @@ def test_what_somebody_keeps_anyway_is_no_longer_made_again() -> None:
 def test_under_autocast() -> None:
     """Casts are made again as well: those of outputs of norms, and those of weights, from the weights."""
 
-    def loss(model: nn.Module, number: int) -> Tensor:
+    def loss(model: nn.Module, number: int, session: Session | None = None) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            return loss_of(model, make_tokens(number))
+            result = loss_of(model, make_tokens(number))
+        if session is not None:
+            session.offloader.quiesce()  # so that all of it is written, however busy the machine is
+        return result
 
     for kind in ("gpt", "llama"):
         expected = train(make_model(kind, layers=2, dropout=0.1), steps=STEPS, loss=loss)
@@ -712,10 +715,11 @@ def test_under_autocast() -> None:
         for default in ("offload", "selective"):
             model = make_model(kind, layers=2, dropout=0.1)
             with session_for(model, default=default, in_flight=256 * KIB) as session:
-                assert_same_history(train(model, session, steps=STEPS, loss=loss), expected)
+                found = train(model, session, steps=STEPS, loss=partial(loss, session=session))
+                assert_same_history(found, expected)
                 assert_all_given_back(session)
                 record = session.report()[-1]
-                offloaded[default] = record.offloaded_bytes + record.forwarded_bytes
+                offloaded[default] = record.offloaded_bytes
         assert record.rebuilt_bytes > 0
         assert offloaded["selective"] < 0.7 * offloaded["offload"]
 
