@@ -9,8 +9,10 @@ import time
 from typing import TYPE_CHECKING
 
 import fake_kvikio
+import hypothesis
 import pytest
 import torch
+from hypothesis import HealthCheck
 
 if TYPE_CHECKING:
     import types
@@ -21,6 +23,9 @@ def pytest_configure() -> None:
     # One thread everywhere: the tests must not depend on how many cores a machine has and who else uses them,
     # and models as small as theirs gain nothing from a second thread, which waits busily for the first.
     torch.set_num_threads(1)
+    # Nor on how long an example takes on a busy one.
+    hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    hypothesis.settings.load_profile("busy")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

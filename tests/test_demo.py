@@ -505,7 +505,7 @@ def test_one_line_says_what_is_trained(tmp_path: Path) -> None:
 
 def test_auto_plans_within_a_share_of_keeps_peak(tmp_path: Path) -> None:
     larger = ("--hidden", "128", "--sequence", "128", "--batch-size", "2")  # or no tensor is worth its way
-    auto = ("--policy", "auto", "--budget", "60%", "--json")
+    auto = ("--policy", "auto", "--budget", "60%", "--json", "--steps", "8")
     result = call("demo", *TINY, *larger, "--output", str(tmp_path), *auto)
     assert result.exit_code == 0, result.output
     summary = json.loads(result.stdout)

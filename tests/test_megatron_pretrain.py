@@ -56,6 +56,7 @@ def tba_flags(directory: Path, placement: str = "mixed") -> tuple[str, ...]:
     policy = directory / "policy.yaml"
     policy.write_text(
         f"layers:{' []' * (not rules)}\n{rules}budget:\n  in_flight_bytes: 64KiB\nmin_tensor_bytes: 1KiB\n"
+        "on_slow: wait\n"  # or a first step on a drive that hangs may write nothing to learn from
     )
     return (
         *("--tba-policy", str(policy), "--tba-directory", str(directory / "drive"), "--tba-checksum"),

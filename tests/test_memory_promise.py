@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from harness import KIB, Drive, assert_all_given_back, session_for
+from harness import KIB, Drive, assert_all_given_back, session_for, wait_until
 from models import HIDDEN, loss_of, make_model, make_tokens
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -302,4 +302,5 @@ def test_restored_bytes_are_freed_as_backward_goes() -> None:
         with LiveBytes() as bytes_, session.step():
             loss = stack(torch.ones(ROWS, WIDTH)).sum()
             loss.backward()
-            assert bytes_.live <= 64 * KIB
+            # A write that ran when backward came for its bytes may still hold them.
+            wait_until(lambda: bytes_.live <= 64 * KIB, "only the loss is left")
