@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import tba_offload
 
@@ -152,7 +153,7 @@ from tba_offload.store import open_store
 from tba_offload.device import device_of
 open_store(kind="gds", directories=["/tmp"], device=device_of("cpu"))
 """,
-            "pip install 'tba-offload[gds-cu12]'",
+            f"pip install 'tba-offload[gds-cu{13 if (torch.version.cuda or '').startswith('13.') else 12}]'",
         ),
     ],
 )

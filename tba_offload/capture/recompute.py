@@ -34,7 +34,42 @@ def torch_checkpoint(forward: Callable[..., Any], *args: object, **kwargs: objec
         return forward(*positional, **dict(named))
 
     again: Callable[..., object] = partial(checkpoint, use_reentrant=False, preserve_rng_state=True)
-    return again(run, *tensors)
+    first = _FirstRun(run)
+    output = again(first, *tensors)
+    first.raise_error()
+    return output
+
+
+class _FirstRun:
+    """Runs a function, and the first time keeps what it raises.
+
+    With older versions of torch, 2.11 among them, a checkpoint that an exception leaves in forward takes its
+    saved-tensor hooks off only when the exception is forgotten: whoever catches it would train on under them.
+    """
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        self.function = function
+        self.error: BaseException | None = None
+        self._is_over = False
+
+    def __call__(self, *inputs: torch.Tensor) -> object:
+        if self._is_over:
+            return self.function(*inputs)
+        self._is_over = True
+        try:
+            return self.function(*inputs)
+        except BaseException as error:  # noqa: BLE001 - raised as soon as the checkpoint has ended
+            self.error = error
+            return None
+
+    def raise_error(self) -> None:
+        """Raises what was kept, if anything; it is kept no longer, since its frames know this object."""
+        error, self.error = self.error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error
 
 
 def _without_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
