@@ -155,7 +155,7 @@ Maker = Callable[[Finder, Node, int], Recipe | None]
 
 def _held_by(raw: object) -> object | None:
     """What hooks made of a tensor that a node has saved; ``None`` if there was none."""
-    return getattr(raw, "data", None)  # older versions of PyTorch do not tell
+    return getattr(raw, "data", None)  # before PyTorch 2.10 nobody tells
 
 
 def _fills_its_storage(tensor: Tensor) -> bool:
