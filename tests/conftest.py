@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import threading
 import time
@@ -23,9 +24,14 @@ def pytest_configure() -> None:
     # One thread everywhere: the tests must not depend on how many cores a machine has and who else uses them,
     # and models as small as theirs gain nothing from a second thread, which waits busily for the first.
     torch.set_num_threads(1)
-    # Nor on how long an example takes on a busy one.
-    hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    hypothesis.settings.load_profile("busy")
+    # Nor on how long an example takes on a busy one, or on luck: SEARCH=1 looks for examples that are new.
+    hypothesis.settings.register_profile(
+        "repeatable",
+        deadline=None,
+        derandomize="SEARCH" not in os.environ,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,7 +8,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tba_offload.plan import bandwidth, planner, simulator
@@ -838,6 +838,14 @@ plans = st.builds(
 
 
 @given(all_profiles, drives, plans, plans, st.sampled_from(Objective), st.floats(0.2, 1.2) | st.none())
+@example(  # two that free next to nothing
+    profile=make_profile(4, sizes=[4001], micro_batches=2, forward=0.0625, backward=0.0625),
+    drive=Bandwidth(5e7, 5e7),
+    one=([0] * 8, 4 * MIB),
+    other=([0, 0, 0, 2, 0, 0, 0, 0], 4 * MIB),
+    objective=Objective.MEMORY,
+    share=None,
+)
 @quick
 def test_two_plans_never_replace_each_other(
     profile: StepProfile, drive: Bandwidth, one: Any, other: Any, objective: Objective, share: float | None

@@ -258,15 +258,18 @@ def is_better(
         return fits[1]
     if not fits[0]:
         return then.peak_bytes < (1 - worth) * now.peak_bytes
-    is_vain = search.hardly_frees(now, LEAST_FREED / 2)
+    # Who frees next to nothing is held to free nothing, be it the old plan or the new one.
+    frees = [not search.hardly_frees(outcome, LEAST_FREED / 2) for outcome in (now, then)]
     credit = dataclasses.replace(
         now,
         seconds=(1 - worth) * now.seconds,
         stall_seconds=max(now.stall_seconds + now.rebuild_seconds - worth * now.seconds, 0.0),
         rebuild_seconds=0.0,
-        peak_bytes=search.peak_if_kept if is_vain else int((1 - 2 * worth) * now.peak_bytes),
+        peak_bytes=int((1 - 2 * worth) * now.peak_bytes) if frees[0] else search.peak_if_kept,
         written_bytes=int((1 - worth) * now.written_bytes),
     )
+    if not frees[1]:
+        then = dataclasses.replace(then, peak_bytes=search.peak_if_kept)
     return search.score(then) < search.score(credit)
 
 
