@@ -14,6 +14,8 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tba_offload.session import Session
+
 HIDDEN, HEADS, SEQUENCE, VOCAB = 64, 4, 32, 128
 
 
@@ -144,6 +146,19 @@ class History:
 
     def tensors(self) -> Iterator[Tensor]:
         yield from (*self.losses, *self.gradients, *self.parameters, *self.random_states)
+
+
+def all_written(
+    session: Session, loss: Callable[[nn.Module, int], Tensor] = numbered_loss
+) -> Callable[[nn.Module, int], Tensor]:
+    """The loss, behind which nothing is still to be written, however busy the machine is."""
+
+    def settled(model: nn.Module, number: int) -> Tensor:
+        found = loss(model, number)
+        session.offloader.quiesce()
+        return found
+
+    return settled
 
 
 def train(

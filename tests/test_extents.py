@@ -62,7 +62,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 TestAllocatorMachine = AllocatorMachine.TestCase
-TestAllocatorMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestAllocatorMachine.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 def test_the_same_blocks_are_used_again() -> None:

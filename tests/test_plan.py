@@ -8,7 +8,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tba_offload.plan import bandwidth, planner, simulator
@@ -116,7 +116,7 @@ small_hosts = st.builds(HostTier, st.just(20e9), st.floats(5e7, 4e10), st.intege
 behind = st.builds(Bandwidth, st.floats(1e6, 2e8), st.floats(5e7, 2e10))
 windows = st.one_of(st.none(), st.integers(MIB, 64 * MIB))
 shares = st.floats(0.05, 1.2)
-quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(max_examples=60)
 
 
 def all_of(profile: StepProfile, placement: Placement, window: int | None = None) -> Plan:

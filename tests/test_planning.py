@@ -13,7 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from harness import KIB, MIB, Drive, assert_all_given_back, config_for, session_for
-from models import assert_same_history, loss_of, make_model, make_tokens, train
+from models import all_written, assert_same_history, loss_of, make_model, make_tokens, train
 from torch import nn
 
 import tba_offload as tba
@@ -48,16 +48,13 @@ SELECTIVE = Placement.SELECTIVE
 LAYERS = 8
 SLOW = 5e6
 """Bytes a second: a layer of these models needs many times its own time to travel, on a busy machine too."""
+FAST = Bandwidth(1e12, 1e12)
 
 
 def auto_session(model: Any, drive: Drive, *, activation: int | None = None, **options: Any) -> Session:
-    options.setdefault(
-        "on_slow", "wait"
-    )  # or a first step on a drive that hangs may write nothing to learn from
+    # Or a first step on a drive that hangs may write nothing to learn from.
+    options.setdefault("on_slow", "wait")
     return session_for(model, drive=drive, default=AUTO, in_flight=MIB, activation=activation, **options)
-
-
-FAST = Bandwidth(1e12, 1e12)
 
 
 def with_drive(measured: Callable[[AutoPlanner], Bandwidth | None]) -> Any:
@@ -103,17 +100,6 @@ def test_a_profile_tells_what_layers_save_and_in_which_order_they_run() -> None:
     assert all(0 <= saved.at <= 1 and 0 <= saved.until <= 1 for saved in kind.activations)
     assert [saved.at for saved in kind.activations] == sorted(saved.at for saved in kind.activations)
     assert {KEEP, OFFLOAD} <= set(profile.timings[0])
-
-
-def all_written(session: Session) -> Callable[[nn.Module, int], torch.Tensor]:
-    """A loss behind which nothing is still to be written, however busy the machine is."""
-
-    def loss(model: nn.Module, number: int) -> torch.Tensor:
-        found = loss_of(model, make_tokens(number))
-        session.offloader.quiesce()
-        return found
-
-    return loss
 
 
 def test_inputs_that_travel_are_not_taken_for_what_a_layer_saves(tmp_path: Path) -> None:

@@ -443,7 +443,7 @@ batch_sizes = st.lists(st.sampled_from([1, 2, 4, 8, 16, 32]), min_size=1, max_si
 @given(
     sizes=st.tuples(batch_sizes, batch_sizes, batch_sizes), memory=st.floats(0.2, 3), speed=st.floats(0.6, 1)
 )
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_labels_do_not_overlap(sizes: tuple[list[int], ...], memory: float, speed: float) -> None:
     from tba_offload.report.picture import rok_figure
 

@@ -13,7 +13,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import KIB, Drive, assert_all_given_back, config_for, session_for
-from models import HEADS, SEQUENCE, assert_same_history, loss_of, make_model, make_tokens, same_bits, train
+from models import (
+    HEADS,
+    SEQUENCE,
+    all_written,
+    assert_same_history,
+    loss_of,
+    make_model,
+    make_tokens,
+    same_bits,
+    train,
+)
 from test_bugs import (
     INNER,
     LENGTH,
@@ -702,12 +712,9 @@ def test_what_somebody_keeps_anyway_is_no_longer_made_again() -> None:
 def test_under_autocast() -> None:
     """Casts are made again as well: those of outputs of norms, and those of weights, from the weights."""
 
-    def loss(model: nn.Module, number: int, session: Session | None = None) -> Tensor:
+    def loss(model: nn.Module, number: int) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            result = loss_of(model, make_tokens(number))
-        if session is not None:
-            session.offloader.quiesce()  # so that all of it is written, however busy the machine is
-        return result
+            return loss_of(model, make_tokens(number))
 
     for kind in ("gpt", "llama"):
         expected = train(make_model(kind, layers=2, dropout=0.1), steps=STEPS, loss=loss)
@@ -715,7 +722,7 @@ def test_under_autocast() -> None:
         for default in ("offload", "selective"):
             model = make_model(kind, layers=2, dropout=0.1)
             with session_for(model, default=default, in_flight=256 * KIB) as session:
-                found = train(model, session, steps=STEPS, loss=partial(loss, session=session))
+                found = train(model, session, steps=STEPS, loss=all_written(session, loss))
                 assert_same_history(found, expected)
                 assert_all_given_back(session)
                 record = session.report()[-1]
