@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from tba_offload.device.memory import keep_freed_pages
     from tba_offload.policy import LayerId, Placement, Policy, Rule
     from tba_offload.report.run_log import StepRecord, read_run_log
-    from tba_offload.session import Session, Step
+    from tba_offload.session import Session
+    from tba_offload.step import Step
 
 __version__ = "0.1.0"
 
@@ -53,7 +54,7 @@ _HOMES = {
     "Policy": "tba_offload.policy",
     "Rule": "tba_offload.policy",
     "Session": "tba_offload.session",
-    "Step": "tba_offload.session",
+    "Step": "tba_offload.step",
     "StepRecord": "tba_offload.report.run_log",
     "StoreConfig": "tba_offload.config",
     "attach": "tba_offload.attachment",

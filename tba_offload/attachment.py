@@ -14,12 +14,15 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from tba_offload.boundaries import Tokens
+
 
 def attach(
     model: nn.Module | Sequence[nn.Module],
     config: ConfigLike = None,
     *,
     layers: Sequence[nn.Module] | None = None,
+    tokens: Tokens | None = None,
     run_log: str | os.PathLike[str] | None = None,
     strategy: str | None = None,
     model_info: Mapping[str, object] | None = None,
@@ -34,6 +37,8 @@ def attach(
         model: The model, wrapped or not, or the list of its chunks in an interleaved pipeline.
         config: An :class:`OffloadConfig` or the path of a YAML policy; by default everything is offloaded.
         layers: The layers, if they cannot be found or others are wanted.
+        tokens: Tokens of one micro-batch, or a function that tells them from the arguments of the model's
+            forward; by default the elements of ``input_ids``, where the model is given any.
         run_log: Path of the run log to write.
         strategy: Label of the run in ROK plots.
         model_info: What the run log says about the model: name, sizes, batch size.
@@ -58,6 +63,7 @@ def attach(
         strategy=strategy,
         model_info=model_info,
         measure_memory=measure_memory,
+        tokens=tokens,
     )
 
 

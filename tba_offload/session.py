@@ -6,8 +6,8 @@ import copy
 import functools
 import os
 import platform
+import sys
 import tempfile
-import time
 import warnings
 import weakref
 from collections import deque
@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
+from tba_offload.boundaries import Boundaries, Tokens
 from tba_offload.capture import resize, transforms
+from tba_offload.capture.gradients import Gradients
 from tba_offload.capture.hooks import Capture, LayerHooks
 from tba_offload.capture.layers import Layer, LayerStack, check_disjoint, first_differentiable
 from tba_offload.capture.recompute import is_recomputation
@@ -28,12 +30,13 @@ from tba_offload.capture.trace import DeviceTimes
 from tba_offload.config import OffloadConfig, load_config
 from tba_offload.device.memory import MemoryMeter, ResidentPeak, meter_of
 from tba_offload.device.streams import device_of
-from tba_offload.errors import ConfigError, SessionError, TransferError
+from tba_offload.errors import ConfigError, SessionError, TransferError, UnsupportedError
 from tba_offload.plan.plan import Plan
 from tba_offload.plan.planner import Limits
 from tba_offload.planning import AutoPlanner
 from tba_offload.policy import LayerId, Placement
 from tba_offload.report.run_log import RunHeader, RunLogWriter, StepRecord
+from tba_offload.step import Step
 from tba_offload.store import open_store
 from tba_offload.store.base import HOST_TIER
 from tba_offload.transfer.offloader import Offloader
@@ -85,8 +88,9 @@ class World:
 class Session:
     """Offloading for one model; made by :func:`tba_offload.attach`.
 
-    Between :meth:`step` and the end of its ``with`` block the activations of the model's layers go where
-    the policy says. Outside of a step the model runs as if nothing were attached.
+    In a step the activations of the model's layers go where the policy says. A step opens with the model's
+    first forward that records a graph and ends when the optimizers of its parameters have made theirs; or it
+    is the block of ``with session.step()``, for loops that want to say so themselves.
 
     Args:
         stack: The layers.
@@ -98,6 +102,9 @@ class Session:
         measure_memory: Whether to measure the activation peak of steps that do not say so themselves. On CUDA
             that is free; on a CPU a thread samples, which takes part of a core.
         world: The other ranks that the model is spread over; by default there are none.
+        tokens: Tokens of one micro-batch, or a function that tells them from the arguments of the model's
+            forward; by default the elements of ``input_ids``, where the model is given any.
+        steps_by_hand: Whether every step is a block of :meth:`step`, and none opens by itself.
 
     Raises:
         ConfigError: A rule of the policy takes no effect.
@@ -116,6 +123,8 @@ class Session:
         model_info: Mapping[str, object] | None = None,
         measure_memory: bool = True,
         world: World | None = None,
+        tokens: Tokens | None = None,
+        steps_by_hand: bool = False,
     ) -> None:
         check_disjoint(stack.layers)
         _check_unattached(stack.layers)
@@ -126,6 +135,7 @@ class Session:
         self._world = world or World(layers=tuple(layer.id for layer in stack.layers))
         self.plan = self._plan_of(config)
         self._device = device_of(_device_of_model(modules))
+        self.gradients = Gradients(self._modules, self._device.torch_device, self._look_at_memory)
         self.store = _open_store(config, self._device)
         self.offloader = Offloader(
             self.store,
@@ -149,11 +159,11 @@ class Session:
         self._closed = False
         self._inert = False
         self._buffers: list[list[tuple[int, int]]] | None = None
-        self._warned = False
-        self._warned_left_alone = False
+        self._graphs: list[weakref.ref[Callable[..., None]]] = []
+        self._warned: set[str] = set()
         try:
             if measure_memory:
-                self._meter = meter_of(self._device)
+                self._meter = self._meter_if_possible()
             header = self._header(strategy, model_info)
             self._run_log = RunLogWriter(run_log, header) if run_log is not None else None
             self._take_plan(self._planner_of(config))
@@ -162,6 +172,7 @@ class Session:
                 self._meter.close()
             self.store.close()
             raise
+        self._boundaries = None if steps_by_hand else Boundaries(self, self._modules, tokens)
         self._sites = [self._install(index, layer) for index, layer in enumerate(stack.layers)]
         resize.watch(self.capture)
         transforms.watch(self.capture)
@@ -176,10 +187,10 @@ class Session:
         model_flops: float | None = None,
         measure_memory: bool | None = None,
     ) -> Step:
-        """One training step: any number of micro-batches, forward and backward.
+        """One training step, told by hand: any number of micro-batches, forward and backward.
 
         Args:
-            tokens: Tokens that the step trains on, for the run log.
+            tokens: Tokens that the step trains on, for the run log; by default those that the model is given.
             model_flops: Algorithmic FLOPs of the step; recomputed ones do not count.
             measure_memory: Whether to measure the activation peak; by default what :func:`attach` was told.
 
@@ -191,11 +202,42 @@ class Session:
                 forked child.
             UnsupportedError: The memory of this device cannot be measured.
         """
-        wanted = self._measure_memory if measure_memory is None else measure_memory
-        wanted = wanted or (self._planner is not None and self._planner.wants_memory)
-        if wanted and self._meter is None:
-            self._meter = meter_of(self._device)
-        return Step(self, tokens=tokens, model_flops=model_flops, meter=self._meter if wanted else None)
+        if measure_memory and self._meter is None:
+            self._meter = self._new_meter()
+        return Step(
+            self, tokens=tokens, model_flops=model_flops, meter=self._meter_of_step(wanted=measure_memory)
+        )
+
+    def _step_that_opens_itself(self) -> Step:
+        return Step(
+            self, tokens=None, model_flops=None, meter=self._meter_of_step(wanted=None), opened_itself=True
+        )
+
+    def _meter_of_step(self, *, wanted: bool | None) -> MemoryMeter | None:
+        wanted = self._measure_memory if wanted is None else wanted
+        if not wanted and self._planner is not None and self._planner.wants_memory:
+            wanted = True
+            self._meter = self._meter or self._meter_if_possible()
+        return self._meter if wanted else None
+
+    def _new_meter(self) -> MemoryMeter:
+        return meter_of(self._device, self._static_bytes)
+
+    def _meter_if_possible(self) -> MemoryMeter | None:
+        """Training goes on where memory cannot be measured; the run log has no figure then."""
+        try:
+            return self._new_meter()
+        except UnsupportedError as error:
+            self._warn_once("meter", f"the activation peak is not measured: {error}")
+            return None
+
+    def _static_bytes(self) -> int:
+        """Live bytes that are no activations and may have come into being in this step."""
+        return self.gradients.live.nbytes + (self._step.state_bytes if self._step is not None else 0)
+
+    def _look_at_memory(self) -> None:
+        if self._step is not None and self._step.meter is not None:
+            self._step.meter.look()
 
     def apply(self, config: ConfigLike) -> None:
         """Changes the placements between steps; store and budget stay as they are.
@@ -205,6 +247,7 @@ class Session:
             ConfigError: The policy is wrong or asks for another store or budget.
         """
         self._check_usable()
+        self._settle()
         if self._open_step() is not None:
             raise SessionError("placements cannot change inside a step; apply the policy between steps")
         wanted = read_config(config)
@@ -221,6 +264,7 @@ class Session:
 
     def report(self) -> list[StepRecord]:
         """The records of the steps so far, oldest first; of the last 10,000, the run log has all."""
+        self._settle()
         return list(self._records)
 
     def close(self) -> None:
@@ -231,12 +275,17 @@ class Session:
         """
         if self._closed:
             return
+        if self._boundaries is not None and not self._inert:
+            self._boundaries.finish()
         if self._open_step() is not None:
             raise SessionError("a session cannot be closed inside one of its steps")
         self._closed = True
         _open_sessions.discard(self)
         for site in self._sites:
             _uninstall(site)
+        if self._boundaries is not None:
+            self._boundaries.close()
+        self.gradients.close()
         resize.unwatch(self.capture)
         transforms.unwatch(self.capture)
         if not self._inert:
@@ -277,14 +326,17 @@ class Session:
         if not torch.is_grad_enabled() or self._inert or is_recomputation():
             return site.forward(*args, **kwargs)
         if self._step is None:
-            self._warn_outside_step(site)
-            return site.forward(*args, **kwargs)
+            if self._boundaries is None or self._closed:
+                self._warn_outside_step(site)
+                return site.forward(*args, **kwargs)
+            self._boundaries.open_step()  # the layer was called without its model
         placement = self._placement_here(site)
         scope = self.capture.trace.begin_scope(self._scope_key(site), placement)
         if self._planner is not None:
             scope.input_bytes = _activation_bytes((*args, *kwargs.values()))
         output = self._run_placed(site, placement, scope, args, kwargs)
         self.capture.trace.end_scope(scope)
+        self._look_at_memory()
         self._watch_backward(output, scope)
         return output
 
@@ -326,15 +378,13 @@ class Session:
     def _leave_alone(self, site: _Site) -> None:
         """A layer runs inside somebody else's hooks, where neither ours nor a checkpoint's can be."""
         self.capture.trace.left_alone += 1
-        if not self._warned_left_alone:
-            self._warned_left_alone = True
-            warnings.warn(
-                f"layer {site.layer.id.number} ({site.layer.id.name}) runs inside saved-tensor hooks or a "
-                "transform of somebody else (a checkpoint, save_on_cpu, torch.func), so it is neither "
-                "offloaded nor recomputed; switch that off, or place the layer keep. the run log counts "
-                "left_alone_scopes",
-                stacklevel=6,
-            )
+        self._warn_once(
+            "left alone",
+            f"layer {site.layer.id.number} ({site.layer.id.name}) runs inside saved-tensor hooks or a "
+            "transform of somebody else (a checkpoint, save_on_cpu, torch.func), so it is neither "
+            "offloaded nor recomputed; switch that off, or place the layer keep. the run log counts "
+            "left_alone_scopes",
+        )
 
     def _keeps_when_slow(self, placement: Placement) -> bool:
         """``offload`` waits for a slow drive unless told otherwise, ``auto`` keeps until there is a plan."""
@@ -360,28 +410,54 @@ class Session:
         tensor = first_differentiable(output)
         if tensor is None or tensor.grad_fn is None:  # a leaf would keep the hook
             return
-        trace, lookahead = self.capture.trace, self.capture.lookahead
+        trace, lookahead, step = self.capture.trace, self.capture.lookahead, self._step
+
+        def ended() -> None:
+            trace.backward_ended()
+            if self._boundaries is not None:
+                self._boundaries.backward_ended()
 
         def reached(_: torch.Tensor) -> None:
             if trace.backward_reached(scope):
-                torch.autograd.Variable._execution_engine.queue_callback(trace.backward_ended)
+                torch.autograd.Variable._execution_engine.queue_callback(ended)
+                if step is not self._step:
+                    self._warn_backward_outside_step()
             lookahead.reached()
+            self._look_at_memory()
 
         tensor.register_hook(reached)  # type: ignore[no-untyped-call]
+        self._graphs.append(weakref.ref(reached))
+
+    def _has_graph(self) -> bool:
+        """Whether the graph of any forward of this step is alive."""
+        return any(graph() is not None for graph in self._graphs)
 
     def _warn_outside_step(self, site: _Site) -> None:
-        if site.layer.module.training and not self._warned and not self._closed:
-            self._warned = True
-            warnings.warn(
+        if site.layer.module.training and not self._closed:
+            self._warn_once(
+                "outside",
                 "a layer trains outside of session.step(): its activations stay in memory; "
                 "put forward and backward into `with session.step():`",
-                stacklevel=5,
             )
+
+    def _warn_backward_outside_step(self) -> None:
+        self._warn_once(
+            "backward outside",
+            "backward runs outside of the step that its forward was in: gradients are right, but the figures "
+            "of that step lack it; put forward and backward into one `with session.step():`",
+        )
+
+    def _warn_once(self, what: str, message: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            warnings.warn(message, stacklevel=_stack_level())
 
     # ---- steps -----------------------------------------------------------------------------------
 
     def _begin(self, step: Step) -> None:
         self._check_usable()
+        if self._boundaries is not None and not step.opened_itself:
+            self._boundaries.finish()
         if self._open_step() is not None:
             raise SessionError("another step of this session is still open")
         self.offloader.drain()
@@ -390,13 +466,38 @@ class Session:
         self.capture.begin_step()
         for site in self._sites:
             site.runs = 0
+        self._graphs.clear()
         self.offloader.reset_stats()
-        self.store.take_loads()  # what a failed step moved is nobody's
+        self.store.take_loads()  # those of a failed step belong to none
+        self.gradients.begin_step()
+        if self._boundaries is not None:
+            self._boundaries.step_began()
         self._resident.reset()
         if self._meter is not None and step.meter is None:
             self._meter.peak()  # an interrupted step may have left it watching
+        self._note_overlap(step)
         step.measure_base()
         self._step = step
+
+    def _note_overlap(self, step: Step) -> None:
+        """Live bytes are those of the process: of two steps at once none can tell its own."""
+        for session in _open_sessions:
+            if session is not self and session._device.torch_device == self._device.torch_device:
+                session._settle()
+                other = session._step
+                if other is not None and step.meter is not None:
+                    step.overlaps = True
+                    other.overlaps = True
+                    self._warn_once(
+                        "overlap",
+                        "steps of two attached models are open at once: the activation peak of neither can "
+                        "be told and is left out of their records",
+                    )
+
+    def _settle(self) -> None:
+        """Ends a step that opened by itself and is over."""
+        if self._boundaries is not None and not self._inert:
+            self._boundaries.settle()
 
     def _open_step(self) -> Step | None:
         """The step that is open; one whose end was interrupted is ended now."""
@@ -431,14 +532,18 @@ class Session:
         return StepRecord(
             step=self._steps,
             seconds=step.seconds,
+            optimizer_seconds=step.optimizer_seconds,
+            skipped=step.skipped,
             forward_seconds=trace.forward_seconds() if computed_in_time else None,
             backward_seconds=(trace.backward_seconds or None) if computed_in_time else None,
             stall_seconds=stats.stall_seconds,
-            tokens=step.tokens,
+            tokens=step.all_tokens,
             model_flops=step.model_flops,
             loss=step.loss,
             activation_peak_bytes=step.activation_peak_bytes,
-            peak_source=step.meter.source if step.meter is not None else None,
+            peak_source=step.meter.source if step.activation_peak_bytes is not None and step.meter else None,
+            gradient_bytes=self.gradients.live.take_added(),
+            state_bytes=step.state_bytes if step.meter is not None else None,
             own_peak_bytes=stats.own_peak + trace.kept_bytes,
             resident_peak_bytes=self._resident.read(),
             gradients_allocated=step.gradients_allocated,
@@ -460,6 +565,15 @@ class Session:
             predicted_peak_bytes=prediction.peak_bytes if prediction is not None else None,
             predicted_seconds=prediction.seconds if prediction is not None else None,
         )
+
+    def _conclude(self, step: Step) -> None:
+        """Records a step that has ended, and learns from it."""
+        self.gradients.count()
+        loads = self.store.take_loads()
+        step.record = self._record(step, loads)
+        self._log(step.record)
+        if not step.skipped:
+            self._learn(step, step.record, loads)
 
     def _log(self, record: StepRecord) -> None:
         self._records.append(record)
@@ -594,84 +708,6 @@ class Session:
         self.offloader.become_inert()
 
 
-class Step:
-    """One step of a session; see :meth:`Session.step`.
-
-    Attributes:
-        loss: Set it to have it in the run log.
-        tokens: As given to :meth:`Session.step`; may be set inside the block.
-        model_flops: Likewise.
-        record: The :class:`StepRecord`, once the block has ended without an exception.
-        began: When it began, by :func:`time.perf_counter`.
-        seconds: Duration of the block, by the host's clock; nobody waits for the device at its end.
-        meter: Measures its memory; ``None`` if that is not wanted.
-        activation_peak_bytes: Peak of live bytes in the block minus those live when it began.
-        left: Whether its block has ended.
-        gradients_allocated: Whether every gradient existed when the block began; otherwise those that
-            backward allocates count as activations.
-    """
-
-    def __init__(
-        self,
-        session: Session,
-        *,
-        tokens: int | None,
-        model_flops: float | None,
-        meter: MemoryMeter | None,
-    ) -> None:
-        self._session = session
-        self.meter = meter
-        self.tokens = tokens
-        self.model_flops = model_flops
-        self.loss: float | None = None
-        self.record: StepRecord | None = None
-        self.seconds = 0.0
-        self.activation_peak_bytes: int | None = None
-        self.gradients_allocated = False
-        self.left = False
-        self.began = 0.0
-        self._base = 0
-
-    def __enter__(self) -> Self:
-        self._session._begin(self)
-        return self
-
-    def measure_base(self) -> None:
-        """What the figures of the step are differences to; the session calls it when it is ready."""
-        self.gradients_allocated = self._session._gradients_allocated()
-        if self.meter is not None:
-            self.meter.reset()
-            self._base = self.meter.live()
-        self._session._mark_times()
-        self.began = time.perf_counter()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.left = True
-        session = self._session
-        if session._inert:
-            return
-        try:
-            self.seconds = time.perf_counter() - self.began
-            if kind is None:
-                session.capture.trace.end_step()
-            if self.meter is not None:
-                self.activation_peak_bytes = max(self.meter.peak() - self._base, 0)
-        except BaseException:
-            session._end(failed=True)
-            raise
-        session._end(failed=kind is not None)
-        if kind is None:
-            loads = session.store.take_loads()
-            self.record = session._record(self, loads)
-            session._log(self.record)
-            session._learn(self, self.record, loads)
-
-
 def read_config(config: ConfigLike) -> OffloadConfig:
     """A configuration from what a caller may give: one, the path of a YAML file, or nothing.
 
@@ -782,6 +818,15 @@ def _uninstall(site: _Site) -> None:
         del module.forward
     else:
         module.forward = site.forward
+
+
+def _stack_level() -> int:
+    """The ``stacklevel`` of a warning that points at the nearest caller outside of this package and torch."""
+    own, torchs = str(Path(__file__).parent), str(Path(torch.__file__).parent)
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((own, torchs)):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()

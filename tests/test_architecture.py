@@ -27,7 +27,11 @@ ALLOWED = {
     "transfer": {"store", "device"},
     "capture": {"transfer", "device", "policy"},
     "report": set(),
+    "step": {"session", "device", "report"},
+    "boundaries": {"session", "step", "capture"},
     "session": {
+        "step",
+        "boundaries",
         "capture",
         "transfer",
         "store",
@@ -44,7 +48,7 @@ ALLOWED = {
     "planning": {"profiling", "capture", "store", "plan", "policy", "report"},
     "forecast": {"plan", "policy", "config", "report"},
     "doctor": {"store", "device"},
-    "attachment": {"session", "capture", "megatron"},
+    "attachment": {"session", "boundaries", "capture", "megatron"},
 }
 ON_TOP = {"cli", "demo", "__init__", "__main__"}
 

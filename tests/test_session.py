@@ -18,7 +18,9 @@ from models import assert_same_history, loss_of, make_model, make_tokens, same_b
 from torch import Tensor, nn
 
 import tba_offload as tba
+from tba_offload.capture.layers import find_layers
 from tba_offload.report.run_log import read_run_log
+from tba_offload.session import Session
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -272,17 +274,23 @@ def test_a_closed_session_refuses_to_work(model: Model) -> None:
             action()
 
 
-def test_training_outside_of_a_step_is_warned_about_once(model: Model) -> None:
-    with session_for(model) as session:
+def by_hand(model: Model) -> tba.Session:
+    """A session none of whose steps opens by itself, as Megatron's schedules have it."""
+    return Session(find_layers(model), [model], config_for(), measure_memory=False, steps_by_hand=True)
+
+
+def test_training_outside_of_a_step_is_warned_about_once_where_none_opens_by_itself(model: Model) -> None:
+    with by_hand(model) as session:
         with pytest.warns(UserWarning, match=r"with session\.step\(\)") as caught:
             loss_of(model, make_tokens(0)).backward()
         assert len(caught) == 1
         loss_of(model, make_tokens(0)).backward()
+        assert session.report() == []
         one_step(session, model)
 
 
 def test_evaluating_outside_of_a_step_is_not_warned_about(model: Model) -> None:
-    with session_for(model):
+    with by_hand(model):
         with torch.no_grad():
             loss_of(model, make_tokens(0))
         model.eval()
@@ -295,7 +303,8 @@ def test_a_backward_after_the_step_or_after_the_session(model: Model) -> None:
         with session.step():
             losses = [loss_of(model, make_tokens(0)) for _ in range(2)]
             session.offloader.quiesce()
-        losses[0].backward()
+        with pytest.warns(UserWarning, match="backward runs outside of the step"):
+            losses[0].backward()
         found = [parameter.grad for parameter in model.parameters()]
     plain = make_model(layers=3)
     loss_of(plain, make_tokens(0)).backward()

@@ -199,6 +199,11 @@ class StepTrace:
             if self.marks is not None:
                 self.marks.backward_ends.append(self.marks.device.mark())
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward pass has begun and not ended; after an exception in it that stays so."""
+        return self._backward_began is not None
+
     def whole_scopes(self) -> list[ScopeTrace]:
         """Those whose forward and backward both took place, in the order of their forward."""
         return [scope for scope in self.scopes if scope.forward_ended and scope.backward_began]

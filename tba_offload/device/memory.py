@@ -1,25 +1,29 @@
 """Memory of the device: how malloc treats it, and how many bytes are live.
 
 Two meters with one interface tell the activation peak of a step. On CUDA it comes from the statistics of
-the caching allocator. On a CPU it comes from malloc's own count of live bytes (``mallinfo2``), which a
-thread samples, because malloc keeps no peak. Neither looks at our own books.
+the caching allocator. On a CPU it comes from the allocator's own count of live bytes, which a thread samples,
+because allocators keep no peak. Neither looks at our own books.
+
+Gradients and optimizer states that are allocated in the middle of a step are no activations. They are counted
+where they come into being (:class:`LiveBytes`), and the meters leave them out.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
 
 import torch
 
 from tba_offload.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from tba_offload.device.streams import Device
 
 FAST_ALLOCATOR = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
@@ -51,19 +55,115 @@ def keep_freed_pages() -> bool:
     return bool(libc.mallopt(_M_MMAP_THRESHOLD, _NEVER) and libc.mallopt(_M_TRIM_THRESHOLD, _NEVER))
 
 
+class LiveBytes:
+    """Bytes of storages that somebody else owns, each counted once, from :meth:`add` until it is freed.
+
+    A gradient counts from the moment at which autograd has put it in place. While backward still computes it,
+    it is a temporary like any other, and as it is where gradients exist beforehand and are added to.
+
+    Args:
+        device: Storages elsewhere do not count.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._known: dict[int, weakref.KeyedRef[int, torch.UntypedStorage]] = {}
+        self._sizes: dict[int, int] = {}
+        self._nbytes = 0
+        self._added = 0
+        # A finalizer may run inside any lock, so it only leaves word.
+        self._freed: SimpleQueue[weakref.KeyedRef[int, torch.UntypedStorage]] = SimpleQueue()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are allocated now."""
+        with self._lock:
+            self._take_freed()
+            return self._nbytes
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Counts the storage of a tensor; of a sparse or a distributed one those that it is made of."""
+        for plain in _plain_tensors(tensor):
+            if plain.device == self._device:
+                self._add(plain.untyped_storage())
+
+    def take_added(self) -> int:
+        """Bytes that were added since the last call, freed ones included."""
+        with self._lock:
+            added, self._added = self._added, 0
+            return added
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        with self._lock:
+            self._take_freed()
+            key = storage._cdata
+            if key in self._known and self._known[key]() is storage:
+                return
+            self._known[key] = weakref.KeyedRef(storage, self._freed.put, key)
+            self._sizes[key] = storage.nbytes()
+            self._nbytes += self._sizes[key]
+            self._added += self._sizes[key]
+
+    def _take_freed(self) -> None:
+        try:
+            while True:
+                gone = self._freed.get_nowait()
+                key = gone.key
+                if self._known.get(key) is gone:
+                    del self._known[key]
+                    self._nbytes -= self._sizes.pop(key)
+        except Empty:
+            return
+
+
+def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors with storages of their own that a tensor is made of."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        names, _ = flatten()
+        return [plain for name in names for plain in _plain_tensors(getattr(tensor, name))]
+    return [tensor] if tensor.layout is torch.strided else []
+
+
+def _nothing() -> int:
+    return 0
+
+
 class MemoryMeter(ABC):
-    """The most bytes that were live on the device since the last :meth:`reset`."""
+    """The most bytes that were live on the device since the last :meth:`reset`.
+
+    Args:
+        static: Tells how many of the live bytes are not to be counted at the moment.
+    """
 
     source: str
     """Where the figure comes from, for the run log."""
 
+    def __init__(self, static: Callable[[], int] = _nothing) -> None:
+        self._static = static
+
     @abstractmethod
     def live(self) -> int:
-        """Bytes that are live now."""
+        """Bytes that are live now and count."""
 
     @abstractmethod
     def reset(self) -> None:
         """Forgets the peak and starts to watch."""
+
+    @abstractmethod
+    def pause(self) -> None:
+        """Does not watch until :meth:`resume`."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Goes on after :meth:`pause`."""
+
+    @abstractmethod
+    def look(self) -> None:
+        """Takes note of what is live, where it may be much or before more is left out."""
 
     @abstractmethod
     def peak(self) -> int:
@@ -75,27 +175,143 @@ class MemoryMeter(ABC):
 
 
 class CudaMeter(MemoryMeter):
-    """Peak by the statistics of PyTorch's caching allocator, exact."""
+    """Peak by the statistics of PyTorch's caching allocator.
+
+    The allocator tells the peak of a stretch, and not when in it the peak was. So a stretch ends where bytes
+    are born that do not count, and where such bytes are freed inside a stretch its peak is an upper bound.
+    """
 
     source = "cuda allocator"
 
-    def __init__(self, device: torch.device) -> None:
+    _COARSE = 1 / 64
+    """A stretch ends when this share of the peak was born in it: reading the statistics takes the host about
+    100 us, too much for every single parameter."""
+
+    def __init__(self, device: torch.device, static: Callable[[], int] = _nothing) -> None:
+        super().__init__(static)
         self._device = device
+        self._peak = 0
+        self._static_before = 0
+        self._paused = False
 
     def live(self) -> int:
-        """Bytes of live tensors."""
-        return torch.cuda.memory_allocated(self._device)
+        """Bytes of live tensors that count."""
+        return torch.cuda.memory_allocated(self._device) - self._static()
 
     def reset(self) -> None:
         """Sets the allocator's peak to what is live now."""
+        self._peak = 0
+        self.resume()
+
+    def pause(self) -> None:
+        """Ends a stretch; the next one begins with :meth:`resume`."""
+        self._end_stretch()
+        self._paused = True
+
+    def resume(self) -> None:
+        """Begins a stretch."""
+        self._paused = False
+        self._static_before = self._static()
         torch.cuda.reset_peak_memory_stats(self._device)
 
+    def look(self) -> None:
+        """Ends a stretch if enough has been born in it."""
+        if not self._paused and self._static() - self._static_before > self._COARSE * self._peak:
+            self._end_stretch()
+            self.resume()
+
     def peak(self) -> int:
-        """The allocator's peak."""
-        return torch.cuda.max_memory_allocated(self._device)
+        """The highest peak of a stretch."""
+        self._end_stretch()
+        return self._peak
 
     def close(self) -> None:
         """Nothing was started."""
+
+    def _end_stretch(self) -> None:
+        if not self._paused:
+            static = min(self._static_before, self._static())
+            self._peak = max(self._peak, torch.cuda.max_memory_allocated(self._device) - static)
+
+
+class MallocMeter(MemoryMeter):
+    """Peak of the allocator's live bytes, sampled by a thread.
+
+    Args:
+        period: Seconds between two samples. A peak shorter than that can be missed.
+        static: Tells how many of the live bytes are not to be counted at the moment.
+
+    Raises:
+        UnsupportedError: No allocator that this process uses tells how many bytes are live.
+    """
+
+    def __init__(self, period: float = 0.002, static: Callable[[], int] = _nothing) -> None:
+        super().__init__(static)
+        self._count, name = allocator_count()
+        self.source = f"{name}, sampled every {period * 1e3:g} ms"
+        self._period = period
+        self._lock = threading.Lock()
+        self._peak = 0
+        self._watching = threading.Event()
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def live(self) -> int:
+        """Bytes that the allocator has given out and that count.
+
+        Reading the count lets go of the GIL. A gradient that is put in place or freed meanwhile is left out
+        either way: one sample that is too low does no harm to a maximum, one that is too high does.
+        """
+        before = self._static()
+        return self._count() - max(before, self._static())
+
+    def reset(self) -> None:
+        """Takes a first sample and lets the thread, and :meth:`look`, take the others."""
+        with self._lock:
+            self._peak = self.live()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="tba-memory", daemon=True)
+            self._thread.start()
+        self._watching.set()
+
+    def pause(self) -> None:
+        """Takes a sample, and none until :meth:`resume`."""
+        if self._watching.is_set():
+            self._sample()
+            self._watching.clear()
+
+    def resume(self) -> None:
+        """Lets the thread go on."""
+        self._watching.set()
+
+    def look(self) -> None:
+        """Takes a sample: on a busy machine the thread may get no turn for long."""
+        self._sample()
+
+    def peak(self) -> int:
+        """The largest sample; takes a last one unless it is paused."""
+        self.pause()
+        with self._lock:
+            return self._peak
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._closed.set()
+        self._watching.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _sample(self) -> None:
+        with self._lock:  # or a sample from before a reset could come after it
+            if self._watching.is_set():
+                self._peak = max(self._peak, self.live())
+
+    def _watch(self) -> None:
+        while not self._closed.is_set():
+            self._watching.wait()
+            self._sample()
+            self._closed.wait(self._period)
 
 
 class _MallInfo2(ctypes.Structure):
@@ -108,75 +324,84 @@ class _MallInfo2(ctypes.Structure):
     )
 
 
-class MallocMeter(MemoryMeter):
-    """Peak of malloc's live bytes over all arenas, sampled by a thread.
+Count = Callable[[], int]
 
-    Args:
-        period: Seconds between two samples. A peak shorter than that can be missed.
+_PROBE_BYTES = 8 * 2**20
+
+
+def allocator_count() -> tuple[Count, str]:
+    """What counts the live bytes of this process, and its name.
+
+    A process has glibc's functions whatever allocator was preloaded, and there they count next to nothing. So
+    each count is tried: it has to follow an allocation of PyTorch's.
 
     Raises:
-        UnsupportedError: The C library has no ``mallinfo2`` (glibc before 2.33, musl).
+        UnsupportedError: None does, as with musl, glibc before 2.33, or an allocator that is not known here.
     """
-
-    def __init__(self, period: float = 0.002) -> None:
-        self._mallinfo2 = _load_mallinfo2()
-        self.source = f"mallinfo2, sampled every {period * 1e3:g} ms"
-        self._period = period
-        self._lock = threading.Lock()
-        self._peak = 0
-        self._watching = threading.Event()
-        self._closed = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def live(self) -> int:
-        """Bytes in use in the heaps plus bytes in mappings of their own."""
-        info = self._mallinfo2()
-        return int(info.uordblks + info.hblkhd)
-
-    def reset(self) -> None:
-        """Takes a first sample and lets the thread take the others."""
-        with self._lock:
-            self._peak = self.live()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="tba-memory", daemon=True)
-            self._thread.start()
-        self._watching.set()
-
-    def peak(self) -> int:
-        """The largest sample; takes a last one."""
-        self._watching.clear()
-        self._sample()
-        return self._peak
-
-    def close(self) -> None:
-        """Ends the thread."""
-        self._closed.set()
-        self._watching.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def _sample(self) -> None:
-        with self._lock:  # or a sample from before a reset could come after it
-            self._peak = max(self._peak, self.live())
-
-    def _watch(self) -> None:
-        while not self._closed.is_set():
-            self._watching.wait()
-            self._sample()
-            self._closed.wait(self._period)
+    for name, make in (
+        ("mallinfo2", _glibc_count),
+        ("jemalloc", _jemalloc_count),
+        ("tcmalloc", _tcmalloc_count),
+    ):
+        count = make()
+        if count is not None and _follows(count):
+            return count, name
+    raise UnsupportedError(
+        "the activation peak on a CPU is the allocator's, and neither glibc (2.33 or later), jemalloc "
+        "nor tcmalloc counts what PyTorch allocates here; switch it off with measure_memory=False"
+    )
 
 
-def _load_mallinfo2() -> Callable[[], Any]:
+def _follows(count: Count) -> bool:
+    """Whether a count tells of a tensor, to a sixteenth of its size: other threads allocate meanwhile."""
+    before = count()
+    tensor = torch.empty(_PROBE_BYTES, dtype=torch.uint8)
+    during = count()
+    del tensor
+    slack = _PROBE_BYTES // 16
+    return abs(during - before - _PROBE_BYTES) < slack and abs(count() - before) < slack
+
+
+def _glibc_count() -> Count | None:
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallinfo2"):
-        raise UnsupportedError(
-            "the activation peak on a CPU is read from glibc's mallinfo2 (glibc 2.33 or later), which this "
-            "C library lacks; switch the measurement off with measure_memory=False"
-        )
+        return None
     function = libc.mallinfo2
     function.restype = _MallInfo2
-    return function
+
+    def count() -> int:
+        info = function()
+        return int(info.uordblks + info.hblkhd)
+
+    return count
+
+
+def _jemalloc_count() -> Count | None:
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallctl"):
+        return None
+    epoch, live, size = ctypes.c_uint64(1), ctypes.c_size_t(), ctypes.c_size_t(ctypes.sizeof(ctypes.c_size_t))
+
+    def count() -> int:
+        # Its statistics are those of the last epoch.
+        libc.mallctl(b"epoch", None, None, ctypes.byref(epoch), ctypes.c_size_t(ctypes.sizeof(epoch)))
+        libc.mallctl(b"stats.allocated", ctypes.byref(live), ctypes.byref(size), None, ctypes.c_size_t(0))
+        return live.value
+
+    return count
+
+
+def _tcmalloc_count() -> Count | None:
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "MallocExtension_GetNumericProperty"):
+        return None
+    live = ctypes.c_size_t()
+
+    def count() -> int:
+        libc.MallocExtension_GetNumericProperty(b"generic.current_allocated_bytes", ctypes.byref(live))
+        return live.value
+
+    return count
 
 
 class ResidentPeak:
@@ -204,10 +429,15 @@ class ResidentPeak:
         return None
 
 
-def meter_of(device: Device) -> MemoryMeter:
+def meter_of(device: Device, static: Callable[[], int] = _nothing) -> MemoryMeter:
     """The meter for a device.
 
+    Args:
+        device: Where the model is.
+        static: Tells how many of the live bytes are not to be counted at the moment.
+
     Raises:
-        UnsupportedError: The C library cannot count live bytes.
+        UnsupportedError: The allocator of a CPU does not count live bytes.
     """
-    return CudaMeter(device.torch_device) if device.torch_device.type == "cuda" else MallocMeter()
+    where = device.torch_device
+    return CudaMeter(where, static) if where.type == "cuda" else MallocMeter(static=static)

@@ -148,7 +148,15 @@ def open_session(model: nn.Module | Sequence[nn.Module], arguments: argparse.Nam
     with contextlib.ExitStack() as undo:
         with _failing_together():
             session = undo.enter_context(
-                Session(stack, chunks, own, run_log=run_log, model_info=_model_info(arguments), world=world)
+                Session(
+                    stack,
+                    chunks,
+                    own,
+                    run_log=run_log,
+                    model_info=_model_info(arguments),
+                    world=world,
+                    steps_by_hand=True,
+                )
             )
         undo.pop_all()
     if world.rank == 0:

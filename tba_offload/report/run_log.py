@@ -93,22 +93,30 @@ class StepRecord:
 
     Attributes:
         step: Number of the step within the session, from 1.
-        seconds: Wall-clock time of the whole ``with session.step()`` block, by the host's clock. On a GPU,
-            which runs behind the host, that is how long the work took only if the block ends with something
-            that waits for the device, as ``loss.item()`` does.
+        seconds: Wall-clock time of the whole ``with session.step()`` block, or from the first forward to the
+            end of the last backward of a step that opened by itself, without optimizers, by the host's clock.
+            On a GPU, which runs behind the host, that is how long the work took only if the block ends with
+            something that waits for the device, as ``loss.item()`` does.
+        optimizer_seconds: Wall-clock time of the steps of the optimizers, as far as they were in the step.
+        skipped: Whether its gradients were dropped without an update, as a gradient scaler does after an
+            overflow. Nothing is planned from such a step.
         forward_seconds: Time spent in forward passes; None on a GPU.
         backward_seconds: Time spent in backward passes; None on a GPU.
         stall_seconds: Time that the training thread waited for I/O; a GPU may have had work meanwhile.
         tokens: Tokens trained on.
         model_flops: Algorithmic floating point operations of the step; recomputation is not counted.
         loss: The loss, exactly as the caller gave it; may be NaN or infinite.
-        activation_peak_bytes: Peak device memory minus the base, read from the allocator.
+        activation_peak_bytes: Peak device memory minus the base, read from the allocator, without gradients
+            and optimizer states that were allocated in the step. A gradient counts as an activation while it
+            is computed, until autograd has put it in place.
+        gradient_bytes: Bytes of gradients that were allocated in the step.
+        state_bytes: By how much optimizers let memory grow in the step, in bytes: their states, made in the
+            first one.
         peak_source: How ``activation_peak_bytes`` was measured, such as ``"cuda allocator"``.
         own_peak_bytes: Peak of the resident activations of captured layers by our own books. Layers that
             are placed keep or recompute run without hooks, and nothing is known of them.
         resident_peak_bytes: Peak resident set of the process as the operating system counts it (VmHWM).
-        gradients_allocated: Whether all gradients existed when the base was read. If not, their memory is
-            part of ``activation_peak_bytes``.
+        gradients_allocated: Whether all gradients existed when the base was read.
         offloaded_bytes: Bytes written to the store.
         read_bytes: Bytes read back from the store.
         host_offloaded_bytes: Those of the bytes written that went to host memory beside the drives.
@@ -134,6 +142,8 @@ class StepRecord:
 
     step: int
     seconds: float
+    optimizer_seconds: float | None = None
+    skipped: bool = False
     forward_seconds: float | None = None
     backward_seconds: float | None = None
     stall_seconds: float | None = None
@@ -141,6 +151,8 @@ class StepRecord:
     model_flops: float | None = None
     loss: float | None = None
     activation_peak_bytes: int | None = None
+    gradient_bytes: int | None = None
+    state_bytes: int | None = None
     peak_source: str | None = None
     own_peak_bytes: int | None = None
     resident_peak_bytes: int | None = None

@@ -1,0 +1,266 @@
+"""Finds where the steps of a session begin and end, so that nobody has to write it into a training loop.
+
+A step opens with the model's first forward that records a graph, and takes in all micro-batches until the
+optimizers that hold the model's parameters have made their step. What tells that a step is over:
+
+* the optimizers of all parameters that got a gradient have made a step: it ends there;
+* one of them has, and the next forward begins: it ends before that one;
+* its gradients are gone, or zeros again, without any optimizer: either the loop updates the weights by
+  itself, or a gradient scaler has skipped the update. It is recorded, in the second case as skipped;
+* its graph is gone and backward never came: it was an evaluation, and is forgotten.
+
+A step never ends inside a backward pass, where optimizers that update in hooks make theirs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from tba_offload.capture.recompute import is_recomputation
+from tba_offload.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+    from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
+
+    from tba_offload.session import Session
+    from tba_offload.step import Step
+
+Tokens = int | Callable[..., int | None]
+"""Tokens of one micro-batch, or a function that tells them from the arguments of the model's forward."""
+
+
+class Boundaries:
+    """Opens and ends the steps of one session.
+
+    Args:
+        session: Whose steps they are.
+        modules: The model or its chunks.
+        tokens: How many tokens a micro-batch has; by default the elements of the model's ``input_ids``.
+    """
+
+    def __init__(self, session: Session, modules: Sequence[nn.Module], tokens: Tokens | None = None) -> None:
+        self._session = session
+        self._tokens = _counter(tokens)
+        self._stepped = False
+        self._updated: frozenset[int] = frozenset()  # ids of the parameters that were, in this step
+        self._inside: list[tuple[Optimizer, float]] = []  # whose step is running, and since when
+        self._held: weakref.WeakKeyDictionary[Optimizer, frozenset[int]] = weakref.WeakKeyDictionary()
+        own = weakref.ref(self)  # the hooks are global, and must not keep a model alive
+        self._handles: list[RemovableHandle] = [
+            register_optimizer_step_pre_hook(
+                lambda optimizer, *_: _call(own, "_optimizer_begins", optimizer)
+            ),
+            register_optimizer_step_post_hook(
+                lambda optimizer, *_: _call(own, "_optimizer_ended", optimizer)
+            ),
+        ]
+        self._handles += [
+            module.register_forward_pre_hook(_ForwardHook(own), with_kwargs=True) for module in modules
+        ]
+        for handle in self._handles:
+            weakref.finalize(self, handle.remove)
+
+    def close(self) -> None:
+        """Takes all hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+    # ---- forward ---------------------------------------------------------------------------------
+
+    def model_begins(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        """The model's forward begins: opens a step unless one is open that goes on."""
+        session = self._session
+        if not torch.is_grad_enabled() or session._inert or is_recomputation():
+            return
+        self.open_step()
+        step, tokens = session._step, self._tokens(module, args, kwargs)
+        if step is not None and tokens is not None:
+            step.saw_tokens(tokens)
+
+    def open_step(self) -> None:
+        """Opens a step that has begun by itself, unless one is open that goes on."""
+        step = self._session._open_step()
+        if step is not None and step.opened_itself and not self._inside and self._is_over():
+            self.end_step(step)
+            step = None
+        if step is None:
+            step = self._session._step_that_opens_itself()
+            step.__enter__()
+        elif self._inside:
+            step.resume()  # a closure of the optimizer's
+
+    def backward_ended(self) -> None:
+        """A backward pass is over; what an optimizer does that asked for it is not the step's."""
+        step = self._session._step
+        if step is None:
+            return
+        if step.opened_itself:
+            self._session.capture.trace.end_step()  # unless another micro-batch follows
+        if self._inside:
+            step.pause()
+
+    # ---- optimizers ------------------------------------------------------------------------------
+
+    def _optimizer_begins(self, optimizer: Optimizer) -> None:
+        if self._session._inert or not self._held_by(optimizer):
+            return
+        self._inside = [each for each in self._inside if each[0] is not optimizer]  # it raised the last time
+        self._inside.append((optimizer, time.perf_counter()))
+        step = self._session._open_step()
+        if step is None:
+            return
+        if not is_recomputation():
+            self._raise_failures(step)
+        step.pause()
+
+    def _raise_failures(self, step: Step) -> None:
+        """Raises what went wrong in a step that opened by itself, before its gradients change the weights."""
+        if not step.opened_itself:
+            return
+        try:
+            self._session._raise_failures()
+        except BaseException:
+            self._inside.pop()
+            self._forget(step)
+            raise
+
+    def _optimizer_ended(self, optimizer: Optimizer) -> None:
+        if not self._inside or self._inside[-1][0] is not optimizer:
+            return
+        _, began = self._inside.pop()
+        step = self._session._open_step()
+        if step is None:
+            return
+        step.optimizer_worked(began, time.perf_counter())
+        self._stepped = True
+        self._updated |= self._held_by(optimizer)
+        self._session.gradients.also_watch(p for group in optimizer.param_groups for p in group["params"])
+        is_complete = self._session.gradients.born_within(self._updated)
+        if step.opened_itself and is_complete and not is_recomputation() and not self._inside:
+            self.end_step(step)
+        else:
+            step.resume()
+
+    def _held_by(self, optimizer: Optimizer) -> frozenset[int]:
+        """Ids of an optimizer's parameters if some are the model's, otherwise nothing."""
+        held = self._held.get(optimizer)
+        if held is None:
+            held = frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
+            if held.isdisjoint(id(parameter) for parameter in self._session.gradients.parameters()):
+                return frozenset()
+            self._held[optimizer] = held
+        return held
+
+    # ---- ends ------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Ends a step that opened by itself and is over."""
+        step = self._session._open_step()
+        if step is not None and step.opened_itself and not is_recomputation() and self._is_over():
+            self.end_step(step)
+
+    def finish(self) -> None:
+        """Ends a step that opened by itself, whether an update came or not: no more of it will come."""
+        step = self._session._open_step()
+        if step is not None and step.opened_itself and not is_recomputation():
+            self.end_step(step)
+
+    def end_step(self, step: Step) -> None:
+        """Ends a step that opened by itself: recorded if its backward has ended, otherwise forgotten."""
+        session, trace = self._session, self._session.capture.trace
+        if trace.in_backward or not trace.backward_ends:
+            self._forget(step)
+            return
+        gradients = session.gradients
+        step.skipped = not self._stepped and (
+            gradients.was_dropped or (gradients.are_cleared and not gradients.updated)
+        )
+        step.__exit__(None, None, None)
+
+    def _forget(self, step: Step) -> None:
+        step.left = True
+        self._session._end(failed=True)
+
+    def step_began(self) -> None:
+        """Any step has begun: nothing was updated in it yet."""
+        self._stepped, self._updated = False, frozenset()
+
+    def _is_over(self) -> bool:
+        session, trace = self._session, self._session.capture.trace
+        if trace.in_backward:
+            return True  # an exception ended it
+        if not trace.backward_ends:
+            return bool(trace.scopes) and not session._has_graph()
+        return self._stepped or session.gradients.are_cleared
+
+
+class _ForwardHook:
+    """Stands before the model's forward; copies and pickles of the model get one that does nothing."""
+
+    def __init__(self, boundaries: Callable[[], Boundaries | None]) -> None:
+        self._boundaries = boundaries
+
+    def __call__(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        if torch.compiler.is_compiling():
+            return  # the first layer opens the step then
+        boundaries = self._boundaries()
+        if boundaries is not None:
+            boundaries.model_begins(module, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _no_hook
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return _hook_of_a_copy, ()
+
+
+def _no_hook(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    """What a copy of an attached model has in the place of the session's hook."""
+
+
+def _hook_of_a_copy() -> Callable[..., None]:
+    return _no_hook
+
+
+def _call(own: weakref.ref[Boundaries], method: str, optimizer: Optimizer) -> None:
+    boundaries = own()
+    if boundaries is not None:
+        getattr(boundaries, method)(optimizer)
+
+
+def _counter(tokens: Tokens | None) -> Callable[..., int | None]:
+    """Tells the tokens of a micro-batch from the model and the arguments of its forward.
+
+    Raises:
+        ConfigError: It is neither a positive number nor a function.
+    """
+    if tokens is None:
+        return _input_ids
+    if callable(tokens):
+        return lambda _module, args, kwargs: tokens(*args, **kwargs)
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
+        raise ConfigError(
+            f"tokens is {tokens!r}: give the tokens of one micro-batch, or a function that tells them"
+        )
+    return lambda *_: tokens
+
+
+def _input_ids(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> int | None:
+    """The elements of ``input_ids``, by whichever way they are given."""
+    found = kwargs.get("input_ids")
+    if found is None and args:
+        names = list(inspect.signature(module.forward).parameters)
+        place = names.index("input_ids") if "input_ids" in names else len(args)
+        found = args[place] if place < len(args) else None
+    return found.numel() if isinstance(found, torch.Tensor) else None

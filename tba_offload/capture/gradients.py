@@ -1,0 +1,144 @@
+"""Which gradients have come into being in a step, and how many bytes they take.
+
+PyTorch sets gradients to None by default, so that backward allocates all of them anew. They are no
+activations: they grow with the model, not with the batch, and no placement of a layer makes them fewer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from tba_offload.device.memory import LiveBytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+
+class Gradients:
+    """The gradients of a model, as they are put in place.
+
+    Args:
+        modules: The model or its chunks.
+        device: Gradients elsewhere take no memory of it.
+        about_to_count: Called before one is counted.
+
+    Attributes:
+        live: Their bytes.
+        was_dropped: Whether one of this step was freed and made again, so that what was accumulated is lost.
+    """
+
+    def __init__(
+        self, modules: Sequence[nn.Module], device: torch.device, about_to_count: Callable[[], object]
+    ) -> None:
+        self.live = LiveBytes(device)
+        self.was_dropped = False
+        self._modules = modules
+        self._about_to_count = about_to_count
+        self._watched: dict[int, tuple[weakref.ref[torch.Tensor], RemovableHandle]] = {}
+        self._born: dict[int, _Born] = {}
+
+    def begin_step(self) -> None:
+        """Forgets what was born; counts what exists, and watches parameters that are new."""
+        self._born.clear()
+        self.was_dropped = False
+        for parameter in self.parameters():
+            self._watch(parameter)
+        self.count()
+        self.live.take_added()
+
+    def parameters(self) -> Iterable[torch.Tensor]:
+        """The trainable parameters of the model, each once."""
+        for module in self._modules:
+            # By the class's method: Megatron's data-parallel wrapper has attributes of its own.
+            for parameter in torch.nn.Module.parameters(module):
+                if parameter.requires_grad and not is_lazy(parameter):
+                    yield parameter
+
+    def also_watch(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Counts the gradients of parameters elsewhere that train together with the model."""
+        for parameter in parameters:
+            if parameter.requires_grad and parameter.is_leaf and not is_lazy(parameter):
+                self._watch(parameter)
+
+    def count(self) -> None:
+        """Counts gradients that exist and came without a word, as those of sharded parameters do."""
+        for parameter in self.parameters():
+            for gradient in (parameter.grad, getattr(parameter, "main_grad", None)):
+                if isinstance(gradient, torch.Tensor):
+                    self.live.add(gradient)
+
+    @property
+    def exist(self) -> bool:
+        """Whether backward has put any in place in this step."""
+        return bool(self._born)
+
+    @property
+    def are_cleared(self) -> bool:
+        """Whether all that this step has made are gone, or zeros again."""
+        return bool(self._born) and all(born.is_cleared for born in self._born.values())
+
+    @property
+    def updated(self) -> bool:
+        """Whether a parameter that has one was changed since."""
+        return any(born.is_updated for born in self._born.values())
+
+    def born_within(self, parameters: frozenset[int]) -> bool:
+        """Whether all that this step has made belong to parameters of these ids."""
+        return self._born.keys() <= parameters
+
+    def close(self) -> None:
+        """Takes the hooks off."""
+        for _, handle in self._watched.values():
+            handle.remove()
+        self._watched.clear()
+
+    def _watch(self, parameter: torch.Tensor) -> None:
+        known = self._watched.get(id(parameter))
+        if known is None or known[0]() is not parameter:
+            handle = parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+            self._watched[id(parameter)] = weakref.ref(parameter), handle
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is None:  # a hook before this one has taken it, as Megatron's does
+            return
+        before = self._born.get(id(parameter))
+        if before is not None and before.gradient() is not gradient and not gradient.requires_grad:
+            self.was_dropped = True  # with a graph of its own it would have been replaced by the sum
+        self._born[id(parameter)] = _Born(parameter, gradient)
+        self._about_to_count()
+        self.live.add(gradient)
+
+
+class _Born:
+    """A gradient that was put in place in this step."""
+
+    __slots__ = ("gradient", "gradient_version", "parameter", "parameter_version")
+
+    def __init__(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        self.parameter = weakref.ref(parameter)
+        self.parameter_version = parameter._version
+        self.gradient = weakref.ref(gradient)
+        self.gradient_version = gradient._version
+
+    @property
+    def is_cleared(self) -> bool:
+        parameter = self.parameter()
+        gradient = parameter.grad if parameter is not None else None
+        if gradient is None or gradient is not self.gradient():
+            return True
+        # A device is asked only where something has written the gradient, as scaling and clipping do too.
+        was_written = gradient._version != self.gradient_version
+        return was_written and gradient.layout is torch.strided and not bool(gradient.any())
+
+    @property
+    def is_updated(self) -> bool:
+        parameter = self.parameter()
+        return parameter is not None and parameter._version != self.parameter_version
