@@ -14,6 +14,7 @@ A step never ends inside a backward pass, where optimizers that update in hooks 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import time
 import weakref
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
 Tokens = int | Callable[..., int | None]
 """Tokens of one micro-batch, or a function that tells them from the arguments of the model's forward."""
 
+TokenCounter = Callable[..., int | None]
+"""Tells the tokens of a micro-batch from the model, and the tuple and the dict of its forward's arguments."""
+
 
 class Boundaries:
     """Opens and ends the steps of one session.
@@ -46,28 +50,29 @@ class Boundaries:
     Args:
         session: Whose steps they are.
         modules: The model or its chunks.
-        tokens: How many tokens a micro-batch has; by default the elements of the model's ``input_ids``.
+        count_tokens: Tells the tokens of a micro-batch; see :func:`token_counter`.
     """
 
-    def __init__(self, session: Session, modules: Sequence[nn.Module], tokens: Tokens | None = None) -> None:
+    def __init__(self, session: Session, modules: Sequence[nn.Module], count_tokens: TokenCounter) -> None:
         self._session = session
-        self._tokens = _counter(tokens)
+        self._count_tokens = count_tokens
         self._stepped = False
+        self._failed = False
         self._updated: frozenset[int] = frozenset()  # ids of the parameters that were, in this step
-        self._inside: list[tuple[Optimizer, float]] = []  # whose step is running, and since when
+        self._running: list[tuple[Optimizer, float]] = []  # the optimizers whose step has begun, and when
+        self._closures = 0  # of optimizers, that are running
         self._held: weakref.WeakKeyDictionary[Optimizer, frozenset[int]] = weakref.WeakKeyDictionary()
         own = weakref.ref(self)  # the hooks are global, and must not keep a model alive
         self._handles: list[RemovableHandle] = [
-            register_optimizer_step_pre_hook(
-                lambda optimizer, *_: _call(own, "_optimizer_begins", optimizer)
-            ),
-            register_optimizer_step_post_hook(
-                lambda optimizer, *_: _call(own, "_optimizer_ended", optimizer)
-            ),
+            register_optimizer_step_pre_hook(lambda *call: _call(own, "_optimizer_begins", *call)),
+            register_optimizer_step_post_hook(lambda *call: _call(own, "_optimizer_ended", *call)),
         ]
-        self._handles += [
-            module.register_forward_pre_hook(_ForwardHook(own), with_kwargs=True) for module in modules
-        ]
+        for module in modules:
+            before, after = _ModelHook(own, "model_begins"), _ModelHook(own, "model_ended")
+            self._handles += [
+                module.register_forward_pre_hook(before, with_kwargs=True),
+                module.register_forward_hook(after),
+            ]
         for handle in self._handles:
             weakref.finalize(self, handle.remove)
 
@@ -84,21 +89,32 @@ class Boundaries:
         if not torch.is_grad_enabled() or session._inert or is_recomputation():
             return
         self.open_step()
-        step, tokens = session._step, self._tokens(module, args, kwargs)
+        step, tokens = session._step, self._count_tokens(module, args, kwargs)
         if step is not None and tokens is not None:
             step.saw_tokens(tokens)
+
+    def model_ended(self, _module: nn.Module, _args: object, output: object) -> None:
+        """The model's forward has ended."""
+        if torch.is_grad_enabled() and not self._session._inert and not is_recomputation():
+            self._session._watch_tail(output)
 
     def open_step(self) -> None:
         """Opens a step that has begun by itself, unless one is open that goes on."""
         step = self._session._open_step()
-        if step is not None and step.opened_itself and not self._inside and self._is_over():
-            self.end_step(step)
-            step = None
+        if not self._closures:
+            self._running.clear()  # of one that raised an exception the end was never heard
+            if step is not None and step.opened_itself and (self._stepped or self._is_over()):
+                self.end_step(step)
+                step = None
         if step is None:
             step = self._session._step_that_opens_itself()
             step.__enter__()
-        elif self._inside:
-            step.resume()  # a closure of the optimizer's
+        elif self._closures:
+            step.resume()
+
+    def layer_failed(self) -> None:
+        """A layer's forward has raised an exception: the step comes to nothing."""
+        self._failed = True
 
     def backward_ended(self) -> None:
         """A backward pass is over; what an optimizer does that asked for it is not the step's."""
@@ -107,22 +123,44 @@ class Boundaries:
             return
         if step.opened_itself:
             self._session.capture.trace.end_step()  # unless another micro-batch follows
-        if self._inside:
+        if self._closures:
             step.pause()
 
     # ---- optimizers ------------------------------------------------------------------------------
 
-    def _optimizer_begins(self, optimizer: Optimizer) -> None:
+    def _optimizer_begins(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if self._session._inert or not self._held_by(optimizer):
-            return
-        self._inside = [each for each in self._inside if each[0] is not optimizer]  # it raised the last time
-        self._inside.append((optimizer, time.perf_counter()))
+            return None
         step = self._session._open_step()
-        if step is None:
-            return
-        if not is_recomputation():
-            self._raise_failures(step)
-        step.pause()
+        if step is not None:
+            if not is_recomputation():
+                self._raise_failures(step)
+            step.pause()
+        self._running.append((optimizer, time.perf_counter()))
+        return self._with_closure(args, kwargs)
+
+    def _with_closure(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The arguments of an optimizer's step with a closure that is noticed; None if it has none."""
+        if callable(kwargs.get("closure")):
+            return args, kwargs | {"closure": self._noticed(kwargs["closure"])}
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], self._noticed(args[1]), *args[2:]), kwargs
+        return None
+
+    def _noticed(self, closure: Callable[[], object]) -> Callable[[], object]:
+        @functools.wraps(closure)
+        def run() -> object:
+            self._closures += 1
+            try:
+                return closure()
+            finally:
+                self._closures -= 1
+
+        return run
 
     def _raise_failures(self, step: Step) -> None:
         """Raises what went wrong in a step that opened by itself, before its gradients change the weights."""
@@ -131,26 +169,29 @@ class Boundaries:
         try:
             self._session._raise_failures()
         except BaseException:
-            self._inside.pop()
             self._forget(step)
             raise
 
-    def _optimizer_ended(self, optimizer: Optimizer) -> None:
-        if not self._inside or self._inside[-1][0] is not optimizer:
+    def _optimizer_ended(self, optimizer: Optimizer, *_: object) -> None:
+        if not self._running or self._running[-1][0] is not optimizer:
             return
-        _, began = self._inside.pop()
+        began = self._running.pop()[1]
         step = self._session._open_step()
-        if step is None:
+        if step is None or self._running:  # a class may call the step of the one that it is derived from
             return
         step.optimizer_worked(began, time.perf_counter())
         self._stepped = True
         self._updated |= self._held_by(optimizer)
         self._session.gradients.also_watch(p for group in optimizer.param_groups for p in group["params"])
-        is_complete = self._session.gradients.born_within(self._updated)
-        if step.opened_itself and is_complete and not is_recomputation() and not self._inside:
+        if step.opened_itself and self._all_updated and not is_recomputation():
             self.end_step(step)
         else:
             step.resume()
+
+    @property
+    def _all_updated(self) -> bool:
+        """Whether the optimizers of all parameters that got a gradient have made their step."""
+        return self._stepped and self._session.gradients.born_within(self._updated)
 
     def _held_by(self, optimizer: Optimizer) -> frozenset[int]:
         """Ids of an optimizer's parameters if some are the model's, otherwise nothing."""
@@ -179,7 +220,7 @@ class Boundaries:
     def end_step(self, step: Step) -> None:
         """Ends a step that opened by itself: recorded if its backward has ended, otherwise forgotten."""
         session, trace = self._session, self._session.capture.trace
-        if trace.in_backward or not trace.backward_ends:
+        if self._failed or trace.in_backward or not trace.backward_ends:
             self._forget(step)
             return
         gradients = session.gradients
@@ -194,29 +235,28 @@ class Boundaries:
 
     def step_began(self) -> None:
         """Any step has begun: nothing was updated in it yet."""
-        self._stepped, self._updated = False, frozenset()
+        self._stepped, self._failed, self._updated = False, False, frozenset()
 
     def _is_over(self) -> bool:
         session, trace = self._session, self._session.capture.trace
-        if trace.in_backward:
+        if self._failed or trace.in_backward:
             return True  # an exception ended it
         if not trace.backward_ends:
             return bool(trace.scopes) and not session._has_graph()
-        return self._stepped or session.gradients.are_cleared
+        return self._all_updated or session.gradients.are_cleared
 
 
-class _ForwardHook:
-    """Stands before the model's forward; copies and pickles of the model get one that does nothing."""
+class _ModelHook:
+    """A hook of the model's forward; copies and pickles of the model get one that does nothing."""
 
-    def __init__(self, boundaries: Callable[[], Boundaries | None]) -> None:
+    def __init__(self, boundaries: weakref.ref[Boundaries], method: str) -> None:
         self._boundaries = boundaries
+        self._method = method
 
-    def __call__(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    def __call__(self, *arguments: object) -> None:
         if torch.compiler.is_compiling():
             return  # the first layer opens the step then
-        boundaries = self._boundaries()
-        if boundaries is not None:
-            boundaries.model_begins(module, args, kwargs)
+        _call(self._boundaries, self._method, *arguments)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _no_hook
@@ -225,7 +265,7 @@ class _ForwardHook:
         return _hook_of_a_copy, ()
 
 
-def _no_hook(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+def _no_hook(*_: object) -> None:
     """What a copy of an attached model has in the place of the session's hook."""
 
 
@@ -233,13 +273,12 @@ def _hook_of_a_copy() -> Callable[..., None]:
     return _no_hook
 
 
-def _call(own: weakref.ref[Boundaries], method: str, optimizer: Optimizer) -> None:
+def _call(own: weakref.ref[Boundaries], method: str, *arguments: object) -> Any:
     boundaries = own()
-    if boundaries is not None:
-        getattr(boundaries, method)(optimizer)
+    return None if boundaries is None else getattr(boundaries, method)(*arguments)
 
 
-def _counter(tokens: Tokens | None) -> Callable[..., int | None]:
+def token_counter(tokens: Tokens | None) -> TokenCounter:
     """Tells the tokens of a micro-batch from the model and the arguments of its forward.
 
     Raises:

@@ -120,6 +120,7 @@ class AutoPlanner:
         self._planned_for: Bandwidth | None = None
         self._plan: Plan | None = None
         self._knows_rest = False
+        self._seen_rest = 0  # in steps in which every layer ran with hooks
         self._is_measured = False  # the peak of a step under the plan in force
         self._is_refined = False
         self._told: Plan | None = None
@@ -190,6 +191,7 @@ class AutoPlanner:
         record: StepRecord,
         *,
         began: float,
+        rest_bytes: int = 0,
         on_device: DeviceTimes | None = None,
     ) -> Plan | None:
         """Takes note of a step.
@@ -201,6 +203,7 @@ class AutoPlanner:
             plan: The plan that was in force.
             record: Its figures.
             began: When it began, by :func:`time.perf_counter`.
+            rest_bytes: Most bytes that were seen beside the activations of layers.
             on_device: Its times by the clock of a device that runs behind the host. The device is waited for
                 only behind the steps that are looked at closely.
 
@@ -211,6 +214,8 @@ class AutoPlanner:
         if self._steps == _WARM_UP + 1:
             self._forget_times()
         self._note_loads(loads)
+        if {Placement.AUTO, Placement.OFFLOAD}.issuperset(plan.placements):
+            self._seen_rest = max(self._seen_rest, rest_bytes)
         drive = self.drive()
         self._note_seconds(record, on_device)
         if self._plan is not None and not self._on_excursion and record.activation_peak_bytes is not None:
@@ -595,7 +600,11 @@ class AutoPlanner:
         else:
             return profile
         self._knows_rest = True
-        return dataclasses.replace(profile, rest_bytes=max(peak - known, 0))
+        rest = max(peak - known, 0)
+        if self._plan is None:
+            # Little of the layers may have been in memory at the loss, and a first plan may keep much.
+            rest = max(rest, self._seen_rest)
+        return dataclasses.replace(profile, rest_bytes=rest)
 
 
 def _predicted(plan: Plan, profile: StepProfile, drive: Bandwidth) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import functools
 import os
@@ -18,11 +19,11 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
-from tba_offload.boundaries import Boundaries, Tokens
+from tba_offload.boundaries import Boundaries, Tokens, token_counter
 from tba_offload.capture import resize, transforms
 from tba_offload.capture.gradients import Gradients
 from tba_offload.capture.hooks import Capture, LayerHooks
-from tba_offload.capture.layers import Layer, LayerStack, check_disjoint, first_differentiable
+from tba_offload.capture.layers import Layer, LayerStack, check_disjoint, first_differentiable, nearest_nodes
 from tba_offload.capture.recompute import is_recomputation
 from tba_offload.capture.scope import ScopeKey
 from tba_offload.capture.selective import Rebuilds, SelectiveHooks
@@ -53,6 +54,9 @@ if TYPE_CHECKING:
 ConfigLike = OffloadConfig | str | os.PathLike[str] | None
 
 _REMEMBERED_STEPS = 10_000
+
+_TAIL = 32
+"""Operations of backward next to the model's output: a loss, the logits and a last norm have about 20."""
 
 
 @dataclass(slots=True)
@@ -128,6 +132,7 @@ class Session:
     ) -> None:
         check_disjoint(stack.layers)
         _check_unattached(stack.layers)
+        count_tokens = token_counter(tokens)
         self.config = config
         self.layers = stack.layers
         self._stack = stack
@@ -172,7 +177,7 @@ class Session:
                 self._meter.close()
             self.store.close()
             raise
-        self._boundaries = None if steps_by_hand else Boundaries(self, self._modules, tokens)
+        self._boundaries = None if steps_by_hand else Boundaries(self, self._modules, count_tokens)
         self._sites = [self._install(index, layer) for index, layer in enumerate(stack.layers)]
         resize.watch(self.capture)
         transforms.watch(self.capture)
@@ -334,7 +339,12 @@ class Session:
         scope = self.capture.trace.begin_scope(self._scope_key(site), placement)
         if self._planner is not None:
             scope.input_bytes = _activation_bytes((*args, *kwargs.values()))
-        output = self._run_placed(site, placement, scope, args, kwargs)
+        try:
+            output = self._run_placed(site, placement, scope, args, kwargs)
+        except BaseException:
+            if self._boundaries is not None:
+                self._boundaries.layer_failed()
+            raise
         self.capture.trace.end_scope(scope)
         self._look_at_memory()
         self._watch_backward(output, scope)
@@ -394,7 +404,8 @@ class Session:
         if self.config.budget.activation_bytes is not None and not counted.issuperset(self.plan.placements):
             return False  # nobody counts what the others hold
         if self.config.on_slow is None:
-            return placement is Placement.AUTO
+            # Under a budget nothing is kept before it is known what else a step holds.
+            return placement is Placement.AUTO and self.config.budget.activation_bytes is None
         return self.config.on_slow == "keep"
 
     def _scope_key(self, site: _Site) -> ScopeKey:
@@ -427,6 +438,26 @@ class Session:
 
         tensor.register_hook(reached)  # type: ignore[no-untyped-call]
         self._graphs.append(weakref.ref(reached))
+
+    def _watch_tail(self, output: object) -> None:
+        """Looks at memory around each operation of backward that is nearest to the model's output.
+
+        With logits and loss it is often there that memory is at its peak, for less than a moment.
+        """
+        if self._step is None or self._step.meter is None:
+            return
+        self._look_at_memory()
+        tensor = first_differentiable(output)
+        if self._step.meter.samples and tensor is not None and tensor.grad_fn is not None:
+            for node in nearest_nodes(tensor.grad_fn, _TAIL):
+                node.register_prehook(lambda _: self._look_at_tail())
+                node.register_hook(lambda *_: self._look_at_tail())
+
+    def _look_at_tail(self) -> None:
+        step = self._step
+        if step is not None and step.meter is not None:
+            step.meter.look()
+            step.saw_rest(self.offloader.in_flight + self.capture.trace.kept_bytes)
 
     def _has_graph(self) -> bool:
         """Whether the graph of any forward of this step is alive."""
@@ -464,6 +495,8 @@ class Session:
         self._raise_failures()
         self.capture.static.refresh(self._modules)
         self.capture.begin_step()
+        samples = step.meter is not None and step.meter.samples
+        self.capture.look_at_memory = self._look_at_memory if samples else None
         for site in self._sites:
             site.runs = 0
         self._graphs.clear()
@@ -640,6 +673,7 @@ class Session:
             self.plan,
             record,
             began=step.began,
+            rest_bytes=step.rest_bytes,
             on_device=DeviceTimes(trace, stats.marked_stalls) if trace.marks is not None else None,
         )
         if plan is not None:
@@ -838,3 +872,13 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _finish_at_exit() -> None:
+    """The last step of a session that was never closed is in its run log all the same."""
+    for session in list(_open_sessions):
+        if session._boundaries is not None and not session._inert:
+            session._boundaries.finish()
+
+
+atexit.register(_finish_at_exit)

@@ -30,6 +30,8 @@ class Step:
         meter: Measures its memory; ``None`` if that is not wanted.
         activation_peak_bytes: Peak of live bytes minus those live when it began, gradients and optimizer
             states that were allocated in it left out.
+        rest_bytes: Most live bytes beside the activations of layers, seen around the loss; meant for steps in
+            which all layers run with hooks.
         state_bytes: By how much optimizers have let memory grow.
         left: Whether it has ended.
         gradients_allocated: Whether every gradient existed when it began.
@@ -57,6 +59,7 @@ class Step:
         self.seconds = 0.0
         self.optimizer_seconds: float | None = None
         self.activation_peak_bytes: int | None = None
+        self.rest_bytes = 0
         self.state_bytes = 0
         self.gradients_allocated = False
         self.skipped = False
@@ -84,6 +87,11 @@ class Step:
     def saw_tokens(self, count: int) -> None:
         """The model takes so many tokens in a micro-batch."""
         self._seen_tokens = (self._seen_tokens or 0) + count
+
+    def saw_rest(self, of_layers: int) -> None:
+        """Notes what is live now beside so many bytes of activations of layers."""
+        if self.meter is not None:
+            self.rest_bytes = max(self.rest_bytes, self.meter.live() - self._base - of_layers)
 
     @property
     def all_tokens(self) -> int | None:

@@ -130,6 +130,7 @@ class Capture:
         self.lookahead = Lookahead(offloader)
         self.trace = StepTrace()
         self.slow_kept_bytes = 0
+        self.look_at_memory: Callable[[], object] | None = None  # where a meter sees only what it looks at
         self._records: dict[int, tuple[Record, ActivationTrace]] = {}
         self._kept: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._learned: dict[tuple[int, int, int], int] = {}
@@ -246,6 +247,8 @@ class Capture:
     def _unpack_offloaded(self, packed: Packed) -> torch.Tensor:
         handle = packed.handle
         record = handle.record
+        if self.look_at_memory is not None:
+            self.look_at_memory()
         check_version(packed.witness, packed.version, record.key)
         self.offloader.tidy()
         first = not handle.read
@@ -367,6 +370,8 @@ class LayerHooks:
         if self._when_slow and capture.keeps_when_slow(nbytes):
             capture.slow_kept_bytes += nbytes
             return self._keep(tensor, storage, key, Fate.SLOW_KEEP)
+        if capture.look_at_memory is not None:
+            capture.look_at_memory()
         capture.offloader.admit(nbytes)
         witness = version_witness(tensor)
         record, trace = capture.add(storage, key, witness)

@@ -14,6 +14,8 @@ from tba_offload.errors import UnsupportedError
 from tba_offload.policy import LayerId
 
 if TYPE_CHECKING:
+    from torch.autograd.graph import Node
+
     from tba_offload.capture.recipes import Maker
 
 Checkpoint = Callable[..., Any]
@@ -158,3 +160,14 @@ def first_differentiable(output: object) -> torch.Tensor | None:
     elif isinstance(output, tuple | list):
         parts = output
     return next((tensor for part in parts if (tensor := first_differentiable(part)) is not None), None)
+
+
+def nearest_nodes(root: Node, count: int) -> list[Node]:
+    """The first nodes of a graph of autograd on the way from its root, breadth first."""
+    found, seen = [root], {root}
+    for node in found:
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen and len(found) < count:
+                seen.add(following)
+                found.append(following)
+    return found

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -142,6 +143,9 @@ class MemoryMeter(ABC):
     source: str
     """Where the figure comes from, for the run log."""
 
+    samples = False
+    """Whether it knows only what it sees at the moments at which it looks."""
+
     def __init__(self, static: Callable[[], int] = _nothing) -> None:
         self._static = static
 
@@ -238,14 +242,17 @@ class MallocMeter(MemoryMeter):
     """Peak of the allocator's live bytes, sampled by a thread.
 
     Args:
-        period: Seconds between two samples. A peak shorter than that can be missed.
+        period: Seconds between two samples, or more where a sample takes long: the thread works for a
+            twentieth of the time. A peak shorter than that can be missed.
         static: Tells how many of the live bytes are not to be counted at the moment.
 
     Raises:
         UnsupportedError: No allocator that this process uses tells how many bytes are live.
     """
 
-    def __init__(self, period: float = 0.002, static: Callable[[], int] = _nothing) -> None:
+    samples = True
+
+    def __init__(self, period: float = 0.0005, static: Callable[[], int] = _nothing) -> None:
         super().__init__(static)
         self._count, name = allocator_count()
         self.source = f"{name}, sampled every {period * 1e3:g} ms"
@@ -310,8 +317,9 @@ class MallocMeter(MemoryMeter):
     def _watch(self) -> None:
         while not self._closed.is_set():
             self._watching.wait()
+            began = time.perf_counter()
             self._sample()
-            self._closed.wait(self._period)
+            self._closed.wait(max(self._period, _REST * (time.perf_counter() - began)))
 
 
 class _MallInfo2(ctypes.Structure):
@@ -323,6 +331,9 @@ class _MallInfo2(ctypes.Structure):
         )
     )
 
+
+_REST = 19
+"""So many times as long as a sample took the thread rests: a count may walk all free blocks of the heap."""
 
 Count = Callable[[], int]
 

@@ -1,0 +1,646 @@
+"""Steps that open and end by themselves: what a loop that knows nothing of them is recorded as."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from harness import KIB, Drive, config_for, session_for
+from models import loss_of, make_model, make_tokens, same_bits
+from test_cli import environment
+from torch import nn
+
+import tba_offload as tba
+from tba_offload.device.memory import MallocMeter
+from tba_offload.report.run_log import read_run_log
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from models import Model
+
+LAYERS = 3
+
+
+@pytest.fixture
+def model() -> Model:
+    return make_model(layers=LAYERS)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def micro_batch(model: nn.Module, number: int = 0) -> None:
+    loss_of(model, make_tokens(number)).backward()
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0) -> None:
+    micro_batch(model, number)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def scopes_of(session: tba.Session) -> list[int]:
+    return [record.scopes or 0 for record in session.report()]
+
+
+# The loops that people write
+
+
+def test_attaching_is_enough(model: Model) -> None:
+    plain = make_model(layers=LAYERS)
+    theirs, ours = adam(plain), adam(model)
+    with session_for(model) as session:
+        for number in range(3):
+            one_step(plain, theirs, number)
+            one_step(model, ours, number)
+            assert len(session.report()) == number + 1
+    assert scopes_of(session) == [LAYERS] * 3
+    assert all(record.in_flight_peak_bytes for record in session.report())
+    assert not any(record.skipped for record in session.report())
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        assert same_bits(a, b)
+
+
+@pytest.mark.parametrize("zeroed", ["none at the end", "none before backward", "zeros at the end"])
+def test_all_micro_batches_are_one_step(model: Model, zeroed: str) -> None:
+    optimizer = adam(model)
+    with session_for(model) as session:
+        for _ in range(3):
+            for number in range(4):
+                loss = loss_of(model, make_tokens(number))
+                if zeroed == "none before backward" and number == 0:
+                    optimizer.zero_grad()
+                loss.backward()
+            optimizer.step()
+            if zeroed != "none before backward":
+                optimizer.zero_grad(set_to_none=zeroed == "none at the end")
+        assert scopes_of(session) == [4 * LAYERS] * 3
+        assert not any(record.skipped for record in session.report())
+
+
+def test_a_model_in_evaluation_mode_trains_too(model: Model) -> None:
+    model.eval()
+    with session_for(model) as session:
+        one_step(model, adam(model))
+        assert scopes_of(session) == [LAYERS]
+
+
+def test_evaluation_between_micro_batches_changes_nothing(model: Model) -> None:
+    optimizer = adam(model)
+    with session_for(model) as session:
+        micro_batch(model)
+        model.eval()
+        with torch.no_grad():
+            loss_of(model, make_tokens(1))
+        model.train()
+        one_step(model, optimizer)
+        assert scopes_of(session) == [2 * LAYERS]
+
+
+def test_a_forward_without_backward_leaves_no_step_open(model: Model) -> None:
+    optimizer = adam(model)
+    with session_for(model) as session:
+        for _ in range(2):
+            loss_of(model, make_tokens(0)).item()
+            one_step(model, optimizer)
+        loss_of(model, make_tokens(0)).item()
+        assert scopes_of(session) == [LAYERS] * 2
+        session.apply(config_for(default=tba.Placement.KEEP))
+    assert scopes_of(session) == [LAYERS] * 2
+
+
+def test_layers_that_run_without_their_model_open_a_step(model: Model) -> None:
+    optimizer = adam(model)
+    with session_for(model) as session:
+        model.layers[1](torch.randn(2, 8, 64)).sum().backward()
+        optimizer.step()
+        assert scopes_of(session) == [1]
+
+
+def test_a_loop_that_updates_the_weights_itself(model: Model) -> None:
+    with session_for(model) as session:
+        for number in range(3):
+            micro_batch(model, number)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    parameter -= 1e-3 * parameter.grad
+                    parameter.grad = None
+        assert scopes_of(session) == [LAYERS] * 3
+        assert not any(record.skipped for record in session.report())
+
+
+def test_the_last_step_is_recorded_when_the_session_closes(model: Model) -> None:
+    with session_for(model) as session:
+        micro_batch(model)
+        assert session.report() == []  # more micro-batches may come
+    assert scopes_of(session) == [LAYERS]
+
+
+# Optimizers
+
+
+def test_a_step_ends_with_the_last_of_two_optimizers(model: Model) -> None:
+    halves = list(model.layers.parameters()), [*model.embedding.parameters(), *model.head.parameters()]
+    optimizers = [torch.optim.SGD(half, lr=1e-3) for half in halves]
+    optimizers[1].add_param_group({"params": list(model.norm.parameters())})
+    with session_for(model) as session:
+        for count in range(1, 3):
+            micro_batch(model)
+            optimizers[0].step()
+            assert len(session.report()) == count - 1
+            optimizers[1].step()
+            assert len(session.report()) == count
+            model.zero_grad()
+        assert scopes_of(session) == [LAYERS] * 2
+
+
+def test_an_optimizer_of_something_else_ends_no_step(model: Model) -> None:
+    other = nn.Linear(2, 2)
+    stranger = torch.optim.SGD(other.parameters(), lr=0.1)
+    with session_for(model) as session:
+        micro_batch(model)
+        other(torch.ones(2)).sum().backward()
+        stranger.step()
+        assert session.report() == []
+        one_step(model, adam(model))
+        assert scopes_of(session) == [2 * LAYERS]
+
+
+def test_parameters_that_no_optimizer_has_do_not_hold_a_step_open(model: Model) -> None:
+    optimizer = adam(model.layers)
+    with session_for(model) as session:
+        for number in range(3):
+            micro_batch(model, number)
+            optimizer.step()
+            model.zero_grad()
+        assert scopes_of(session) == [LAYERS] * 3
+
+
+def test_an_optimizer_that_calls_a_closure(model: Model) -> None:
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=1e-3, max_iter=3)
+    runs: list[int] = []
+
+    def closure() -> float:
+        runs[-1] += 1
+        optimizer.zero_grad()
+        loss = loss_of(model, make_tokens(0))
+        loss.backward()
+        return loss.item()
+
+    with session_for(model) as session:
+        for number in range(2):
+            runs.append(0)
+            optimizer.step(closure)
+            assert len(session.report()) == number + 1
+        assert runs[0] > 1
+        assert scopes_of(session) == [count * LAYERS for count in runs]
+        for record in session.report():
+            assert not record.skipped
+            assert record.optimizer_seconds is not None
+
+
+def test_optimizers_that_step_within_backward(model: Model) -> None:
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=1e-3) for parameter in model.parameters()}
+
+    def update(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()  # type: ignore[index]
+        optimizers[parameter].zero_grad()  # type: ignore[index]
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    with session_for(model, measure_memory=True) as session:
+        for number in range(3):
+            micro_batch(model, number)
+        assert scopes_of(session) == [LAYERS] * 3
+        for record in session.report():
+            assert not record.skipped
+            assert record.optimizer_seconds is not None
+            assert 0 < record.optimizer_seconds < record.seconds + record.optimizer_seconds
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("skipped", [0, 2])
+def test_a_step_that_a_gradient_scaler_skips(model: Model, *, skipped: int, set_to_none: bool) -> None:
+    optimizer = adam(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with session_for(model) as session:
+        for number in range(4):
+            loss = loss_of(model, make_tokens(number))
+            if number == skipped:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=set_to_none)
+    assert [record.skipped for record in session.report()] == [number == skipped for number in range(4)]
+    assert scopes_of(session) == [LAYERS] * 4
+
+
+def test_gradients_that_are_dropped_between_forward_and_backward(model: Model) -> None:
+    """The skipped step cannot be told from a micro-batch until its gradients are gone: both are one."""
+    optimizer = adam(model)
+    with session_for(model) as session:
+        micro_batch(model)
+        loss = loss_of(model, make_tokens(1))
+        optimizer.zero_grad()
+        loss.backward()
+    assert [record.skipped for record in session.report()] == [True]
+
+
+def test_nothing_is_planned_from_a_skipped_step(model: Model, tmp_path: Path) -> None:
+    optimizer = adam(model)
+    log = tmp_path / "run.jsonl"
+    with tba.attach(model, config_for(), run_log=log) as session:
+        for number in range(6):
+            micro_batch(model)
+            if number % 2:
+                optimizer.step()
+            optimizer.zero_grad()
+    read = read_run_log(log)
+    assert [step.skipped for step in read.steps] == [True, False] * 3
+    assert {event["step"] for event in read.others} <= {2, 4, 6}
+    assert len(session.report()) == 6
+
+
+# Times
+
+
+class Slow(torch.optim.SGD):
+    """Its step takes as long as the test says, on a clock of the test's."""
+
+    def __init__(self, parameters: Any, clock: Clock, seconds: float) -> None:
+        super().__init__(parameters, lr=1e-3)
+        self._clock, self._seconds = clock, seconds
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            closure()
+        self._clock.now += self._seconds
+        super().step()
+
+
+class Clock:
+    """Time passes only where the test lets it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        for where in ("step.time", "boundaries.time", "capture.trace.time"):
+            monkeypatch.setattr(f"tba_offload.{where}.perf_counter", lambda: self.now)
+
+
+FORWARD, BACKWARD, UPDATE = 2.0, 3.0, 7.0
+
+
+@pytest.mark.parametrize("way", ["plain", "closure", "explicit", "explicit, optimizer outside"])
+def test_the_time_of_optimizers_is_told_apart(
+    model: Model, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    clock = Clock(monkeypatch)
+    optimizer = Slow(model.parameters(), clock, UPDATE)
+
+    def takes(seconds: float) -> Callable[..., None]:
+        def passes(*_: object) -> None:
+            clock.now += seconds
+
+        return passes
+
+    model.layers[0].register_forward_pre_hook(takes(FORWARD))
+    model.layers[0].qkv.weight.register_hook(takes(BACKWARD))
+
+    with session_for(model) as session:
+        for number in range(2):
+            if way == "plain":
+                one_step(model, optimizer, number)
+            elif way == "closure":
+                optimizer.step(lambda: micro_batch(model) or 0.0)  # type: ignore[func-returns-value]
+                optimizer.zero_grad()
+            else:
+                with session.step():
+                    micro_batch(model, number)
+                    if way == "explicit":
+                        optimizer.step()
+                if way != "explicit":
+                    optimizer.step()
+                optimizer.zero_grad()
+            clock.now += 100.0  # loading data
+    for record in session.report():
+        assert record.seconds == FORWARD + BACKWARD
+        assert record.optimizer_seconds == (None if "outside" in way else UPDATE)
+
+
+# Memory
+
+
+def measured(
+    model: Model, monkeypatch: pytest.MonkeyPatch, body: Callable[[tba.Session], None]
+) -> list[tba.StepRecord]:
+    """The records of a session whose memory is looked at in the same moments whatever the machine does."""
+    monkeypatch.setattr(
+        "tba_offload.session.meter_of", lambda _device, static: MallocMeter(period=3600, static=static)
+    )
+    with session_for(model, default=tba.Placement.KEEP, measure_memory=True) as session:
+        body(session)
+    return session.report()
+
+
+def wide_model() -> Model:
+    return make_model(layers=6)
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_gradients_are_no_activations(monkeypatch: pytest.MonkeyPatch, *, explicit: bool) -> None:
+    def peaks(*, set_to_none: bool) -> tuple[int, list[tba.StepRecord]]:
+        model = wide_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for parameter in model.parameters():
+            parameter.grad = None if set_to_none else torch.zeros_like(parameter)
+
+        def short() -> None:
+            loss_of(model, make_tokens(0)[:1, :9]).backward()
+
+        def train(session: tba.Session) -> None:
+            for _ in range(4):
+                if explicit:
+                    with session.step():
+                        short()
+                else:
+                    short()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=set_to_none)
+
+        records = measured(model, monkeypatch, train)
+        return parameter_bytes(model), records
+
+    nbytes, none = peaks(set_to_none=True)
+    _, zeros = peaks(set_to_none=False)
+    assert [record.gradient_bytes for record in zeros] == [0] * 4
+    assert [record.gradient_bytes for record in none] == [nbytes] * 4
+    assert zeros[-1].gradients_allocated
+    assert not none[-1].gradients_allocated
+    with_them, without = (records[-1].activation_peak_bytes or 0 for records in (zeros, none))
+    assert nbytes > 0.5 * with_them  # or there would be nothing to see
+    assert abs(without / with_them - 1) < 0.05
+
+
+def test_steps_told_and_steps_found_have_the_same_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    def peaks(*, explicit: bool) -> list[int]:
+        model = wide_model()
+        optimizer = adam(model)
+
+        def train(session: tba.Session) -> None:
+            for _ in range(4):
+                if explicit:
+                    with session.step():
+                        micro_batch(model)
+                else:
+                    micro_batch(model)
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return [record.activation_peak_bytes or 0 for record in measured(model, monkeypatch, train)]
+
+    told, found = peaks(explicit=True), peaks(explicit=False)
+    for one, other in zip(told[1:], found[1:], strict=True):
+        assert abs(one / other - 1) < 0.01
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_states_of_optimizers_are_no_activations(monkeypatch: pytest.MonkeyPatch, *, explicit: bool) -> None:
+    model = wide_model()
+    halves = list(model.layers.parameters()), list(model.head.parameters())
+    optimizers = [torch.optim.Adam(half, lr=1e-3) for half in halves]
+
+    def train(session: tba.Session) -> None:
+        for _ in range(3):
+            if explicit:
+                with session.step():
+                    micro_batch(model)
+                    for optimizer in optimizers:
+                        optimizer.step()
+                    micro_batch(model)
+            else:
+                micro_batch(model)
+                optimizers[0].step()
+                optimizers[1].step()
+            model.zero_grad()
+
+    records = measured(model, monkeypatch, train)
+    states = 2 * sum(p.numel() * p.itemsize for half in halves for p in half)
+    assert states * 0.95 < (records[0].state_bytes or 0) < states * 1.1
+    assert (records[-1].state_bytes or 0) < 64 * KIB
+    first, last = (record.activation_peak_bytes or 0 for record in (records[0], records[-1]))
+    assert abs(first / last - 1) < 0.1
+
+
+def test_two_steps_at_once_have_no_peak_of_their_own(model: Model) -> None:
+    other = make_model(layers=LAYERS, seed=2)
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=1e-3)
+    with session_for(model, measure_memory=True) as one, session_for(other, measure_memory=True) as two:
+        for number in range(2):
+            losses = [loss_of(model, make_tokens(0))]
+            said = pytest.warns(UserWarning, match="steps of two attached models are open at once")
+            with said if number == 0 else contextlib.nullcontext():
+                losses.append(loss_of(other, make_tokens(0)))
+            sum(losses).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for session in (one, two):
+            assert scopes_of(session) == [LAYERS] * 2
+            assert [record.activation_peak_bytes for record in session.report()] == [None, None]
+            assert [record.peak_source for record in session.report()] == [None, None]
+
+
+def test_a_teacher_without_gradients_is_in_no_ones_way(model: Model) -> None:
+    teacher = make_model(layers=LAYERS, seed=2)
+    optimizer = adam(model)
+    with session_for(model, measure_memory=True) as ours, session_for(teacher, measure_memory=True) as theirs:
+        for number in range(2):
+            tokens = make_tokens(number)
+            with torch.no_grad():
+                wanted = teacher(tokens[:, :-1])
+            (model(tokens[:, :-1]) - wanted).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert theirs.report() == []
+        assert scopes_of(ours) == [LAYERS] * 2
+        assert all(record.activation_peak_bytes for record in ours.report())
+
+
+# Tokens
+
+
+class TakesIds(nn.Module):
+    """A model whose forward has the name that Hugging Face's models have."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, scale: float, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids) * scale
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize("explicit", [True, False])
+def test_tokens_are_the_elements_of_input_ids(model: Model, *, by_name: bool, explicit: bool) -> None:
+    wrapped = TakesIds(model)
+    optimizer = adam(model)
+    ids = make_tokens(0)[:, :-1]
+    with session_for(wrapped) as session:
+        for micro_batches in (1, 3):
+
+            def run(count: int = micro_batches) -> None:
+                for _ in range(count):
+                    (wrapped(1.0, input_ids=ids) if by_name else wrapped(1.0, ids)).sum().backward()
+
+            if explicit:
+                with session.step():
+                    run()
+            else:
+                run()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert [record.tokens for record in session.report()] == [ids.numel(), 3 * ids.numel()]
+
+
+def test_tokens_can_be_told(model: Model) -> None:
+    optimizer = adam(model)
+    for tokens, expected in ((5, 10), (lambda ids: ids.shape[0], 2 * make_tokens(0).shape[0])):
+        with tba.attach(model, config_for(), tokens=tokens) as session:
+            micro_batch(model)
+            one_step(model, optimizer)
+            assert session.report()[-1].tokens == expected
+    with session_for(model) as session:
+        one_step(model, optimizer)
+        assert session.report()[-1].tokens is None
+
+
+@pytest.mark.parametrize("tokens", [0, -1, 1.5, True, "many"])
+def test_tokens_that_cannot_be(model: Model, tokens: Any) -> None:
+    with pytest.raises(tba.ConfigError, match=r"tokens is .* give the tokens of one micro-batch"):
+        tba.attach(model, config_for(), tokens=tokens)
+    tba.attach(model, config_for()).close()  # nothing was left behind
+
+
+# What goes wrong
+
+
+@pytest.mark.parametrize("where", ["forward", "loss", "backward"])
+def test_after_an_exception_the_next_step_is_a_whole_one(model: Model, where: str) -> None:
+    optimizer = adam(model)
+    broken = True
+
+    def fail(*_: object) -> None:
+        if broken:
+            raise ZeroDivisionError
+
+    if where == "forward":
+        model.layers[1].register_forward_pre_hook(fail)
+    if where == "backward":
+        model.layers[1].qkv.weight.register_hook(fail)
+    with session_for(model) as session:
+        with pytest.raises(ZeroDivisionError):
+            if where == "loss":
+                loss_of(model, make_tokens(0)).item() / 0
+                raise ZeroDivisionError
+            micro_batch(model)
+        broken = False
+        optimizer.zero_grad()
+        one_step(model, optimizer)
+        assert scopes_of(session) == [LAYERS]
+
+
+def test_a_failed_write_is_raised_before_the_weights_change(model: Model) -> None:
+    drive = Drive()
+    optimizer = adam(model)
+    before = [parameter.clone() for parameter in model.parameters()]
+    with session_for(model, drive=drive, on_full="error") as session:
+        drive.writes.fail_with(lambda: OSError(5, "Input/output error"))
+        with pytest.raises(tba.TransferError):
+            for number in range(2):
+                micro_batch(model, number)
+                session.offloader.quiesce()
+                optimizer.step()
+        assert all(same_bits(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        drive.writes.recover()
+        optimizer.zero_grad()
+        one_step(model, optimizer)
+        assert len(session.report()) == 1
+
+
+def test_an_explicit_step_takes_over_from_one_that_opened_itself(model: Model) -> None:
+    optimizer = adam(model)
+    with session_for(model) as session:
+        loss_of(model, make_tokens(0)).item()
+        with session.step() as step:
+            micro_batch(model)
+        optimizer.step()
+        assert step.record is not None
+        assert session.report() == [step.record]
+
+
+def test_copies_of_an_attached_model_open_no_steps(model: Model) -> None:
+    with session_for(model) as session:
+        for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            one_step(made, adam(made))
+        assert session.report() == []
+        one_step(model, adam(model))
+        assert scopes_of(session) == [LAYERS]
+
+
+def test_after_close_nothing_is_left_on_the_model(model: Model) -> None:
+    before = {name: len(getattr(model, name)) for name in ("_forward_pre_hooks", "_forward_hooks")}
+    with session_for(model):
+        one_step(model, adam(model))
+    assert {name: len(getattr(model, name)) for name in before} == before
+    for parameter in model.parameters():
+        assert not parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+
+
+NEVER_CLOSED = """
+import sys
+import torch
+import tba_offload as tba
+
+torch.set_num_threads(1)
+layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(3)]
+model = torch.nn.Sequential(*layers)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+session = tba.attach(model, tba.OffloadConfig(min_tensor_bytes=0), run_log=sys.argv[1], tokens=32)
+for _ in range(3):
+    model(torch.ones(32, 64)).sum().backward()
+    if _ < 2:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_session_that_is_never_closed_has_a_whole_run_log(tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", NEVER_CLOSED, str(log)],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    read = read_run_log(log)
+    assert not read.truncated
+    assert [step.scopes for step in read.steps] == [3, 3, 3]
+    assert [step.tokens for step in read.steps] == [32, 32, 32]
