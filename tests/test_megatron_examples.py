@@ -24,7 +24,7 @@ POLICIES = sorted((EXAMPLES / "policies").glob("*.yaml"))
 
 SMALL = (
     *("--num-layers", "4", "--hidden-size", "64", "--ffn-hidden-size", "128", "--num-attention-heads", "4"),
-    *("--micro-batch-size", "2", "--global-batch-size", "8", "--train-iters", "2"),
+    *("--vocab-size", "511", "--micro-batch-size", "2", "--global-batch-size", "8", "--train-iters", "2"),
     *("--lr-warmup-iters", "0", "--eval-interval", "2", "--eval-iters", "1", "--log-interval", "1"),
 )
 SHORT = ("--seq-length", "128", "--max-position-embeddings", "128")

@@ -334,7 +334,7 @@ def test_attach_is_a_function_whatever_was_imported_before() -> None:
         "for name in names: importlib.import_module(f'tba_offload.{name}')\n"
         "assert [name for name in tba.__all__ if type(getattr(tba, name)) is type(tba)] == []\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_a_model_without_layers_says_what_to_do() -> None:
