@@ -247,10 +247,10 @@ def test_an_applied_on_full_takes_effect(model: Model) -> None:
 
 def test_an_applied_on_slow_takes_effect(model: Model) -> None:
     drive = Drive()
-    drive.writes.seconds = 0.01
     with session_for(model, drive=drive, in_flight=128 * KIB) as session:
         assert one_step(session, model).fallback_kept_bytes == 0
         session.apply(config_for(in_flight=128 * KIB, on_slow="keep"))
+        drive.writes.hold()
         assert one_step(session, model).fallback_kept_bytes > 0
 
 
