@@ -431,7 +431,7 @@ class Session:
         def reached(_: torch.Tensor) -> None:
             if trace.backward_reached(scope):
                 torch.autograd.Variable._execution_engine.queue_callback(ended)
-                if step is not self._step:
+                if step is not self._step and not self._inert:
                     self._warn_backward_outside_step()
             lookahead.reached()
             self._look_at_memory()

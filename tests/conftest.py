@@ -7,9 +7,9 @@ import os
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-import fake_kvikio
 import hypothesis
 import pytest
 import torch
@@ -18,6 +18,11 @@ from hypothesis import HealthCheck
 if TYPE_CHECKING:
     import types
     from collections.abc import Iterator
+
+
+# Where an assertion of a module that tests import fails, pytest shows the values too, if it knows the module.
+HELPERS = {path.stem for path in Path(__file__).parent.glob("*.py") if not path.stem.startswith("test_")}
+pytest.register_assert_rewrite(*HELPERS - {"conftest"})
 
 
 def pytest_configure() -> None:
@@ -53,6 +58,8 @@ def two_threads() -> Iterator[None]:
 @pytest.fixture
 def kvikio(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     """The stand-in for kvikio, whether or not there is a real one."""
+    import fake_kvikio
+
     for name in fake_kvikio.MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield fake_kvikio.install()
@@ -64,7 +71,7 @@ def kvikio(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
 def no_thread_is_left() -> Iterator[None]:
     """Whatever a test opened it closes; a failure must not spread to the tests that follow."""
     yield
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60  # a busy machine may leave them waiting for a core
     while _own_threads() and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)

@@ -45,6 +45,12 @@ STEPS = 3
 HIDDEN, HEADS, SEQUENCE, VOCAB, MICRO_BATCH = 32, 4, 16, 64, 2
 EVALUATION = 1000
 """Stands for the number of an iteration where the model is evaluated."""
+PRELOADED = (
+    *("megatron.core.models.gpt", "megatron.core.models.bert.bert_model", "megatron.core.models.T5.t5_model"),
+    *("megatron.core.distributed", "megatron.core.optimizer"),
+    *("tba_offload.megatron.arguments", "tba_offload.megatron.training", "torch._dynamo"),
+)
+"""What every rank of every job would otherwise import by itself; the last for custom operators of torch."""
 JOB_SECONDS = 240
 """Ranks that take longer are killed."""
 
@@ -176,8 +182,8 @@ def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed is no answer
     install_for_scripts()
-    for module in ("models.gpt", "models.bert.bert_model", "models.T5.t5_model", "distributed", "optimizer"):
-        importlib.import_module(f"megatron.core.{module}")
+    for module in PRELOADED:
+        importlib.import_module(module)
     for line in sys.stdin:
         answers.write(json.dumps(run_ranks(Job.load(line.strip()))) + "\n")
         answers.flush()

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs the tests of Megatron's own training loop in .venv312, which it makes. Arguments go to pytest.
+# Runs the tests of Megatron's own training loop in .venv312, which it makes. Arguments go to pytest: -n 0 for a
+# single process.
 #
 # megatron-core carries megatron.training from 0.19, for which it asks for Python 3.12. It is found on PATH, among
 # the versions of pyenv, or by uv; PYTHON names another.
@@ -18,4 +19,4 @@ fi
 PYTHON=$(find_python 12 "${pythons[@]}")
 
 setup_venv dev,scripts megatron-core==0.19.2
-.venv312/bin/python -m pytest tests/test_megatron_*.py "$@"
+.venv312/bin/python -m pytest -n 2 --dist worksteal tests/test_megatron_*.py "$@"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import random
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -59,11 +58,16 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A few equal blocks."""
+    """A few equal blocks.
+
+    Attributes:
+        settle: Waits until what was saved so far is in the store; without a session does nothing.
+    """
 
     def __init__(self, block: Callable[[], nn.Module] = Block, layers: int = 3) -> None:
         super().__init__()
         self.layers = nn.ModuleList(block() for _ in range(layers))
+        self.settle: Callable[[], None] = lambda: None
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -119,6 +123,7 @@ def assert_transparent(
     block: Callable[[], nn.Module] = Block,
     *,
     steps: int = 3,
+    depth: int = 3,
     settled: bool = True,
     **settings: Any,
 ) -> list[StepRecord]:
@@ -128,13 +133,14 @@ def assert_transparent(
         work: What a step does.
         block: Makes a layer.
         steps: How many steps.
+        depth: How many layers.
         settled: Whether everything is in the store when the last layer has run, before backward begins.
         settings: As for :func:`session_for`.
     """
-    expected = run(make_net(block), work, None, steps)
-    with attached(block, **settings) as (net, session):
+    expected = run(make_net(block, depth), work, None, steps)
+    with attached(block, depth, **settings) as (net, session):
         if settled:
-            net.layers[-1].register_forward_hook(lambda *_: session.offloader.quiesce())
+            net.layers[-1].register_forward_hook(lambda *_: net.settle())
         assert_same(run(net, work, session, steps), expected)
         assert_all_given_back(session)
         return session.report()
@@ -148,9 +154,12 @@ def plain(
 
 
 @contextmanager
-def attached(block: Callable[[], nn.Module] = Block, **settings: Any) -> Iterator[tuple[Net, Session]]:
-    net = make_net(block)
+def attached(
+    block: Callable[[], nn.Module] = Block, depth: int = 3, **settings: Any
+) -> Iterator[tuple[Net, Session]]:
+    net = make_net(block, depth)
     with session_for(net, layers=list(net.layers), **settings) as session:
+        net.settle = session.offloader.quiesce
         yield net, session
 
 
@@ -173,7 +182,7 @@ def test_01_backward_while_some_writes_have_ended_and_one_is_running() -> None:
     def work(net: Net, number: int) -> list[Tensor]:
         x = make_input(number)
         x1 = net.layers[0](x)
-        wait_for_writes(drive)
+        net.settle()
         drive.writes.hold()
         net.layers[2](net.layers[1](x1)).pow(2).mean().backward()
         drive.writes.release()
@@ -181,14 +190,6 @@ def test_01_backward_while_some_writes_have_ended_and_one_is_running() -> None:
 
     records = assert_transparent(work, drive=drive, settled=False)
     assert all(record.read_bytes and record.forwarded_bytes for record in records)
-
-
-def wait_for_writes(drive: Drive) -> None:
-    """Waits until no write has started for a while and none is running; without a session there are none."""
-    before = -1
-    while not before == drive.writes.started == drive.writes.ended:
-        before = drive.writes.started
-        time.sleep(0.05)
 
 
 # 2. Memory freed or reused before its write completes
@@ -203,7 +204,7 @@ def test_02_memory_is_not_reused_before_its_write_has_ended() -> None:
         loss = net(x).pow(2).mean()
         junk = [torch.full((ROWS, LENGTH, INNER), float("nan")) for _ in range(12)]
         drive.writes.release()
-        wait_for_writes(drive)
+        net.settle()
         junk += [torch.full((ROWS, LENGTH, INNER), float("nan")) for _ in range(12)]
         loss.backward()
         return [x.grad]  # type: ignore[list-item]

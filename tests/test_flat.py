@@ -225,7 +225,7 @@ ENDS = {
 
 @pytest.mark.parametrize("end", ENDS)
 def test_the_interpreter_exits_cleanly_with_io_pending(end: str, tmp_path: Path) -> None:
-    output, errors = (process := start(ENDS[end], tmp_path)).communicate(timeout=120)
+    output, errors = (process := start(ENDS[end], tmp_path)).communicate()
     assert (process.returncode, errors) == (0, ""), output
     assert list(tmp_path.iterdir()) == []
 

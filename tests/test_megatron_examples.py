@@ -5,6 +5,7 @@ The training script is ours, see ``pretrain_tiny.py``; every script is run with 
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -24,7 +25,7 @@ POLICIES = sorted((EXAMPLES / "policies").glob("*.yaml"))
 
 SMALL = (
     *("--num-layers", "4", "--hidden-size", "64", "--ffn-hidden-size", "128", "--num-attention-heads", "4"),
-    *("--micro-batch-size", "2", "--global-batch-size", "8", "--train-iters", "2"),
+    *("--vocab-size", "511", "--micro-batch-size", "2", "--global-batch-size", "8", "--train-iters", "2"),
     *("--lr-warmup-iters", "0", "--eval-interval", "2", "--eval-iters", "1", "--log-interval", "1"),
 )
 SHORT = ("--seq-length", "128", "--max-position-embeddings", "128")
@@ -101,6 +102,21 @@ def test_a_policy_explains_every_setting(path: Path) -> None:
     settings = [line for line in lines if re.match(r"\s*\w+: \S", line)]
     assert len(settings) >= 4
     assert [line for line in settings if "# " not in line] == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "arguments", "in_bf16"),
+    [({}, (), True), ({"CPU": "1"}, (), False), ({"CPU": "1"}, ("--bf16",), True)],
+    ids=["GPU", "CPU", "CPU, asked for"],
+)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_bf16_is_for_gpus_unless_asked_for(
+    name: str, variables: dict[str, str], arguments: tuple[str, ...], in_bf16: bool
+) -> None:
+    command = ["bash", str(EXAMPLES / f"{name}.sh"), "pretrain_gpt.py", *arguments]
+    here = os.environ | {"PYTHON": "echo"} | variables  # says what it would start
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=here)
+    assert done.stdout.split().count("--bf16") == in_bf16
 
 
 def test_a_script_without_a_checkout_says_what_is_missing() -> None:

@@ -406,7 +406,6 @@ def test_a_part_of_a_storage_that_is_held_back_counts_with_all_the_memory_that_i
     bench.assert_idle()
 
 
-@pytest.mark.timeout(30)
 def test_a_write_that_is_taken_back_wakes_who_waits_for_it(make: Callable[..., Bench], drive: Drive) -> None:
     bench = make(2 * SIZE)
     drive.writes.hold()
@@ -421,7 +420,6 @@ def test_a_write_that_is_taken_back_wakes_who_waits_for_it(make: Callable[..., B
     bench.assert_idle()
 
 
-@pytest.mark.timeout(30)
 def test_a_deferred_view_of_what_is_being_written_leaves_the_sums_right(make: Callable[..., Bench]) -> None:
     bench = make(4 * SIZE)
     bench.eager = False
@@ -476,7 +474,6 @@ def test_at_the_ceiling_pack_waits_for_a_running_write(make: Callable[..., Bench
     bench.drop(first)
 
 
-@pytest.mark.timeout(30)
 def test_nothing_is_waited_for_that_only_the_waiting_thread_can_release(
     make: Callable[..., Bench], drive: Drive
 ) -> None:
@@ -956,7 +953,6 @@ def test_a_slow_drive_that_moves_is_waited_for(make: Callable[..., Bench], drive
     bench.assert_idle()
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("interrupted", ["first piece", "second piece"])
 def test_an_interrupt_inside_pack_leaves_nothing_to_wait_for(
     make: Callable[..., Bench], drive: Drive, interrupted: str

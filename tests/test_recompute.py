@@ -281,10 +281,17 @@ def test_a_graph_that_is_never_used_gives_everything_back() -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_of_micro_batches(name: str) -> None:
+    """The inputs that travel, of all layers but the first, are more than the window of one micro-batch."""
     drive = Drive()
     drive.writes.seconds = drive.reads.seconds = 0.001
     records = assert_transparent(
-        schedule(SCHEDULES[name]), dropping, drive=drive, default=INPUTS, in_flight=2 * INPUT, settled=False
+        schedule(SCHEDULES[name]),
+        dropping,
+        depth=4,
+        drive=drive,
+        default=INPUTS,
+        in_flight=2 * INPUT,
+        settled=False,
     )
     for record in records:
         assert record.in_flight_peak_bytes <= 2 * INPUT

@@ -6,7 +6,6 @@ import gc
 from itertools import pairwise
 from queue import SimpleQueue
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -173,7 +172,6 @@ def test_a_dropped_handle_says_so_and_whether_it_was_read() -> None:
     assert dropped.get_nowait() == (record, True)
 
 
-@pytest.mark.timeout(30)
 def test_the_finalizer_of_a_handle_takes_no_lock() -> None:
     """The cyclic collector may run it while this very thread holds any lock, also the queue's."""
     record, _ = make_record()

@@ -247,10 +247,10 @@ def test_an_applied_on_full_takes_effect(model: Model) -> None:
 
 def test_an_applied_on_slow_takes_effect(model: Model) -> None:
     drive = Drive()
-    drive.writes.seconds = 0.01
     with session_for(model, drive=drive, in_flight=128 * KIB) as session:
         assert one_step(session, model).fallback_kept_bytes == 0
         session.apply(config_for(in_flight=128 * KIB, on_slow="keep"))
+        drive.writes.hold()
         assert one_step(session, model).fallback_kept_bytes > 0
 
 
@@ -334,7 +334,7 @@ def test_attach_is_a_function_whatever_was_imported_before() -> None:
         "for name in names: importlib.import_module(f'tba_offload.{name}')\n"
         "assert [name for name in tba.__all__ if type(getattr(tba, name)) is type(tba)] == []\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_a_model_without_layers_says_what_to_do() -> None:

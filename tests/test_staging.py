@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from store_contract import PATIENCE
 
 from tba_offload.device import CpuDevice
 from tba_offload.device.staging import StagingRing
@@ -66,7 +67,7 @@ def test_borrowers_wait_for_a_free_slab() -> None:
         thread = threading.Thread(target=borrow)
         thread.start()
         assert not got.wait(0.05)
-    assert got.wait(30)
+    assert got.wait(PATIENCE)
     thread.join()
     ring.close()
 
@@ -140,10 +141,10 @@ def test_closing_wakes_who_waits() -> None:
         for thread in threads:
             thread.start()
         for _ in threads:
-            assert started.acquire(timeout=30)
+            assert started.acquire(timeout=PATIENCE)
         ring.close()
         for thread in threads:
-            thread.join(30)
+            thread.join(PATIENCE)
     assert errors == ["the staging ring is closed"] * 2
 
 

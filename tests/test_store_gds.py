@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import fake_kvikio
 import pytest
 import torch
-from store_contract import CPU, StoreContract, at_lead, descriptors, get, pattern, put
+from store_contract import CPU, PATIENCE, StoreContract, at_lead, descriptors, get, pattern, put
 from test_store_file import flip_a_bit
 
 from tba_offload.device import ByteRange, CudaDevice
@@ -210,7 +210,7 @@ def test_gpu_memory_comes_back(tmp_path: Path, nbytes: int) -> None:
     with GdsStore(tmp_path, device=device, checksum=True) as store:
         data = pattern(nbytes).cuda()
         extent = store.reserve(nbytes, data.data_ptr())
-        store.write(extent, ByteRange.of(data), device.event()).wait(30)
+        store.write(extent, ByteRange.of(data), device.event()).wait(PATIENCE)
         target = torch.zeros_like(data)
-        store.read(extent, ByteRange.of(target), device.event(), padded=True).wait(30)
+        store.read(extent, ByteRange.of(target), device.event(), padded=True).wait(PATIENCE)
         assert torch.equal(target, data)

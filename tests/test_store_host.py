@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from store_contract import CPU, StoreContract, get, pattern, put
+from store_contract import CPU, PATIENCE, StoreContract, get, pattern, put
 
 from tba_offload.device import ByteRange, CpuDevice, CudaDevice
 from tba_offload.errors import StoreFullError
@@ -129,7 +129,7 @@ def test_gpu_memory_goes_through_pinned_slabs() -> None:
         assert store.description["pinned"]
         data = pattern(5_000_001).cuda()
         extent = store.reserve(data.nbytes, data.data_ptr())
-        store.write(extent, ByteRange.of(data), device.event()).wait(30)
+        store.write(extent, ByteRange.of(data), device.event()).wait(PATIENCE)
         target = torch.zeros_like(data)
-        store.read(extent, ByteRange.of(target), device.event(), padded=False).wait(30)
+        store.read(extent, ByteRange.of(target), device.event(), padded=False).wait(PATIENCE)
         assert torch.equal(target, data)

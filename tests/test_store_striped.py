@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from store_contract import CPU, READY, Gate, StoreContract, descriptors, get, io_threads, pattern, put
+from store_contract import (
+    CPU,
+    PATIENCE,
+    READY,
+    Gate,
+    StoreContract,
+    descriptors,
+    get,
+    io_threads,
+    pattern,
+    put,
+)
 
 from tba_offload.device import ByteRange
 from tba_offload.errors import ConfigError, StoreError, StoreFullError
@@ -48,7 +59,7 @@ class TestStripedStore(StoreContract):
         data[-1] ^= 1
         drive = store.stores[extent.drive]
         digest = drive._leases[extent.offset].digest  # type: ignore[attr-defined]
-        store.write(extent, ByteRange.of(data), READY).wait(30)
+        store.write(extent, ByteRange.of(data), READY).wait(PATIENCE)
         drive._leases[extent.offset].digest = digest  # type: ignore[attr-defined]
 
 
@@ -75,7 +86,7 @@ def test_the_drive_with_the_least_to_do_is_chosen() -> None:
         assert store.pending() == 3
         assert store.pending_bytes() == 60_000
         gates[0].open()
-        futures[0].wait(30)
+        futures[0].wait(PATIENCE)
         assert store.reserve(1, 0).drive == by_bytes[30_000]
         for gate in gates:
             gate.open()
@@ -113,14 +124,14 @@ class PacedStore(HostStore):
         gate = threading.Semaphore(0)
         self.running.append((self.clock.now + extent.nbytes / self.speed, gate))
         self.began.release()
-        assert gate.acquire(timeout=30)
+        assert gate.acquire(timeout=PATIENCE)
         return super()._move_out(extent, source, after)
 
     def write(self, extent: Extent, *arguments: Any, **options: Any) -> IoFuture:
         first = not self.futures
         self.futures.append(super().write(extent, *arguments, **options))
         if first:
-            assert self.began.acquire(timeout=30)
+            assert self.began.acquire(timeout=PATIENCE)
         return self.futures[-1]
 
 
@@ -139,9 +150,9 @@ def pass_one(store: StripedStore) -> None:
     drive.clock.now, gate = drive.running.popleft()
     future = drive.futures.popleft()
     gate.release()
-    future.wait(30)
+    future.wait(PATIENCE)
     if drive.futures:
-        assert drive.began.acquire(timeout=30)
+        assert drive.began.acquire(timeout=PATIENCE)
 
 
 def drain(store: StripedStore) -> None:

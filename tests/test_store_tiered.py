@@ -13,6 +13,7 @@ from harness import KIB, MIB, Drive, DrivenFileStore, assert_all_given_back, con
 from models import assert_same_history, make_model, train
 from store_contract import (
     CPU,
+    PATIENCE,
     READY,
     Gate,
     StoreContract,
@@ -67,7 +68,7 @@ class TestTieredStore(StoreContract):
         data[-1] ^= 1
         home = store.host if extent.drive == HOST else store.drives
         digest = home._leases[extent.offset].digest
-        store.write(extent, ByteRange.of(data), READY).wait(30)
+        store.write(extent, ByteRange.of(data), READY).wait(PATIENCE)
         home._leases[extent.offset].digest = digest
 
 
@@ -92,7 +93,7 @@ class TestTieredStoreThatSpills(TestTieredStore):
         assert (extent.drive, extent.lead) == (HOST, 0)
         for padded in (True, False):
             tight = torch.empty(5001, dtype=torch.uint8)
-            store.read(extent, ByteRange.of(tight), READY, padded=padded).wait(30)
+            store.read(extent, ByteRange.of(tight), READY, padded=padded).wait(PATIENCE)
             assert torch.equal(tight, data)
 
 
@@ -130,10 +131,10 @@ def test_host_memory_takes_what_the_drives_have_no_time_for(drive: Drive, tmp_pa
         assert store.drives.pending_write_bytes() == 40_000
         for extent, written in started:
             if extent.drive == HOST:
-                written.wait(30)
+                written.wait(PATIENCE)
         drive.release()
         for _, written in started:
-            written.wait(30)
+            written.wait(PATIENCE)
         assert store.pending_write_bytes() == store.pending_bytes() == store.pending() == 0
         assert [start(store)[0].drive for _ in range(1)] == [0]
         for extent, _ in started:
@@ -150,7 +151,7 @@ def test_host_memory_is_used_again_when_it_was_given_back(drive: Drive, tmp_path
             assert [extent.drive for extent, _ in started] == [HOST] * 4
             assert store.host.host_bytes == store.host.used_bytes == 12 * 4096
             for extent, written in started:
-                written.wait(30)
+                written.wait(PATIENCE)
                 store.release(extent)
         assert store.host.used_bytes == 0
 
@@ -169,7 +170,7 @@ def test_reads_do_not_make_a_backlog(drive: Drive, tmp_path: Path) -> None:
         assert start(store)[0].drive == 0
         drive.release()
         for read in reads:
-            read.wait(30)
+            read.wait(PATIENCE)
 
 
 def test_a_write_that_is_taken_back_is_no_backlog(tmp_path: Path) -> None:

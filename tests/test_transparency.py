@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from covering import combinations
 from megatron_models import make_megatron_model, train_megatron
 from models import History, assert_same_history, make_model, same_bits, train
 
@@ -20,18 +21,14 @@ from tba_offload import BudgetConfig, OffloadConfig, Placement, Rule, StoreConfi
 from tba_offload.megatron.cpu import single_process
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from _pytest.mark import ParameterSet
     from torch import nn
 
 MEGATRON = "megatron-"
-KINDS = [
-    "gpt",
-    "llama",
-    "encoder",
-    *(pytest.param(MEGATRON + kind, marks=pytest.mark.megatron) for kind in ("gpt", "llama", "encoder")),
-]
+KINDS = ["gpt", "llama", "encoder", *(MEGATRON + kind for kind in ("gpt", "llama", "encoder"))]
 INPUTS = "recompute-offload"
 LAYERS = 3
 STEPS = 2
@@ -52,6 +49,19 @@ WINDOW = 256 * 1024
 WINDOW_OF_INPUTS = 24 * 1024
 """Holds at most one input of a layer."""
 
+STORES = ("host", "file")
+DROPOUTS = (0.0, 0.1)
+MICRO_BATCHES = (1, 3)
+
+
+def of_kinds(*factors: Sequence[Any]) -> list[ParameterSet]:
+    """Combinations of the kinds of models with other settings, as parameters of a test."""
+    return [
+        pytest.param(*row, marks=[pytest.mark.megatron] * row[0].startswith(MEGATRON))
+        for row in combinations(KINDS, *factors)
+    ]
+
+
 # What ``single_process`` silences is silent in one phase of a test only, and a group outlives the phase.
 pytestmark = pytest.mark.filterwarnings("ignore:Warning. tp_group is None:DeprecationWarning")
 
@@ -63,7 +73,7 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(mode=False)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=of_kinds())
 def kind(request: pytest.FixtureRequest) -> Iterator[str]:
     """The kind of model; the process group of megatron-core's is set up once for all tests of a kind."""
     with single_process() if request.param.startswith(MEGATRON) else nullcontext():
@@ -104,20 +114,22 @@ def config_for(placement: str, store: str, directory: Path) -> OffloadConfig:
     )
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("store", ["host", "file"])
-@pytest.mark.parametrize("placement", [name for name in PLACEMENTS if name != INPUTS])
+@pytest.mark.parametrize(
+    ("kind", "placement", "store", "dtype", "dropout", "micro_batches"),
+    of_kinds([name for name in PLACEMENTS if name != INPUTS], STORES, [*DTYPES], DROPOUTS, MICRO_BATCHES),
+    indirect=["kind"],
+)
 def test_same_bits(
     kind: str, placement: str, store: str, dtype: str, dropout: float, micro_batches: int, tmp_path: Path
 ) -> None:
     assert_same_bits(kind, placement, store, dtype, dropout, micro_batches, tmp_path)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("store", ["host", "file"])
+@pytest.mark.parametrize(
+    ("kind", "store", "dtype", "micro_batches"),
+    of_kinds(STORES, [*DTYPES], MICRO_BATCHES),
+    indirect=["kind"],
+)
 def test_same_bits_where_inputs_of_recomputed_layers_travel(
     kind: str, store: str, dtype: str, micro_batches: int, tmp_path: Path
 ) -> None:
@@ -155,7 +167,7 @@ def assert_same_bits(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_runs_compared_differ_in_dropout(kind: str, dtype: str) -> None:
     """Dropout that does nothing, or draws nothing, would be reproduced by everybody."""
-    without, dropping = (plain(kind, dtype, dropout) for dropout in (0.0, 0.1))
+    without, dropping = (plain(kind, dtype, dropout) for dropout in DROPOUTS)
     assert not any(same_bits(a, b) for a, b in zip(without.losses, dropping.losses, strict=True))
     assert not same_bits(without.random_states[0], dropping.random_states[0])
 

@@ -9,7 +9,8 @@
 #   GPUS_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   as for torchrun
 #   PYTHON         interpreter
 #   PLAIN=1        the same training without offloading, for comparison
-#   CPU=1          on CPUs with gloo, for trying things out; GPUS_PER_NODE is then the number of processes
+#   CPU=1          on CPUs with gloo, for trying things out, in fp32 unless --bf16 is among the other arguments;
+#                  GPUS_PER_NODE is then the number of processes
 # Other arguments go to the training script behind those of the example, so that they override them.
 
 if [ $# -gt 0 ] && [ "${1#-}" = "$1" ]; then
@@ -25,8 +26,11 @@ data_arguments() {
 
 # What all examples have in common.
 training_arguments() {
-    echo --lr-decay-style cosine --weight-decay 0.1 --clip-grad 1.0 --bf16 \
+    echo --lr-decay-style cosine --weight-decay 0.1 --clip-grad 1.0 \
         --eval-interval 1000 --eval-iters 10 --log-interval 10
+    if [ -z "${CPU:-}" ]; then
+        echo --bf16 # CPUs without instructions for it need a hundred times as long as with fp32
+    fi
 }
 
 # What Megatron needs where there is no GPU, no Transformer Engine and no Apex.
