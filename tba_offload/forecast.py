@@ -186,6 +186,8 @@ class Situation:
         placements = [placement for _, placement in placed]
         default = max(set(placements), key=lambda placement: (placements.count(placement), placement))
         rules = tuple(Rule(name, placement) for name, placement in placed if placement is not default)
+        is_auto = Placement.AUTO in placements  # on other ranks; a plan has none, and then no budget to keep to
+        limits = [limit for limit in (plan.window, budget) if limit is not None]
         host = self.drive.host
         return dataclasses.replace(
             self.config,
@@ -193,9 +195,9 @@ class Situation:
             layers=rules,
             store=dataclasses.replace(self.config.store, host_capacity=host.capacity if host else None),
             budget=BudgetConfig(
-                activation_bytes=budget,
-                in_flight_bytes=plan.window,
-                objective=self.config.budget.objective if budget is not None else None,
+                activation_bytes=budget if is_auto or self.config.on_slow == "keep" else None,
+                in_flight_bytes=min(limits, default=None),
+                objective=self.config.budget.objective if is_auto and budget is not None else None,
             ),
         )
 

@@ -43,14 +43,15 @@ ALLOWED = {
         "profiling",
         "planning",
     },
-    "megatron": {"session", "capture", "store", "policy", "config", "report"},
+    "megatron": {"session", "capture", "store", "policy", "config", "effects", "report"},
     "profiling": {"capture", "plan", "policy"},
     "planning": {"profiling", "capture", "store", "plan", "policy", "report"},
     "forecast": {"plan", "policy", "config", "report"},
     "doctor": {"store", "device"},
-    "attachment": {"session", "boundaries", "capture", "megatron"},
+    "effects": {"config", "policy", "store"},
+    "attachment": {"session", "boundaries", "capture", "megatron", "config", "effects"},
 }
-ON_TOP = {"cli", "demo", "__init__", "__main__"}
+ON_TOP = {"cli", "cli_check", "demo", "__init__", "__main__"}
 
 
 def part_of(path: Path) -> str:
