@@ -42,10 +42,11 @@ def attach(
 
     Args:
         model: The model, wrapped or not, or the list of its chunks in an interleaved pipeline.
-        config: An :class:`OffloadConfig`, a dict with the keys of a YAML policy, or the path of one; by default
-            everything is offloaded.
+        config: An :class:`OffloadConfig`, a dict with the keys of a YAML policy, or the path of one; by
+            default everything is offloaded.
         layers: The layers, if they cannot be found or others are wanted.
-        directories: Where offloaded bytes go, instead of where the policy says: one path, or one for each drive.
+        directories: Where offloaded bytes go, instead of where the policy says: one path, or one for each
+            drive.
         tokens: Tokens of one micro-batch, or a function that tells them from the arguments of the model's
             forward; by default the elements of ``input_ids``, where the model is given any.
         run_log: Path of the run log to write.

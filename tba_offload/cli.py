@@ -172,7 +172,7 @@ def _finite(_context: click.Context, _parameter: click.Parameter, number: float)
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Write the plan as a policy file; a file that another command or a hand has written is not replaced.",
+    help="Write the plan as a policy file, in place of a planned one but of no other.",
 )
 @click.option("--force", is_flag=True, help="Replace whatever file --output names.")
 @click.option(

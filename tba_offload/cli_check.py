@@ -52,7 +52,7 @@ def _stacks(
     multiple=True,
     required=True,
     callback=_stacks,
-    help="How many layers the model has; of several stacks each, as in --layers encoder:12 --layers decoder:12.",
+    help="How many layers the model has; of several stacks each: --layers encoder:12 --layers decoder:12.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def check(policy: Path, stacks: tuple[tuple[str | None, int], ...], *, as_json: bool) -> None:

@@ -2,8 +2,8 @@
 
 Nothing is ignored and nothing is guessed: an unknown key, a value that is not legal or a size without a
 unit is a :class:`~tba_offload.errors.ConfigError` that names the file, the line and what is legal, for every
-mistake there is. The dataclasses check their arguments in the same way, so a configuration written in Python, as
-a dict too, is as safe as one read from a file.
+mistake there is. The dataclasses check their arguments in the same way, so a configuration written in Python,
+as a dict too, is as safe as one read from a file.
 
 Values are read as they are written: in YAML only ``true``, ``false`` and ``null`` are special, so ``off``,
 ``12:30`` and ``012`` are words, not a boolean, a number to base 60 or an octal number.
@@ -575,7 +575,8 @@ def _build(source: _Source, layers: Sequence[LayerId] | None) -> OffloadConfig:
     unknown = list(_unknown_keys(source.document, ()))
     known = _without(source.document, {problem.path for problem in unknown}, ())
     found = [*unknown, *source.problems]
-    config, rules = None, ()
+    config: OffloadConfig | None = None
+    rules: tuple[Rule, ...] = ()
     try:
         config = _VALIDATOR.validate_python(known)
     except ValidationError as error:

@@ -50,8 +50,9 @@ def _why_no_budget(config: OffloadConfig, placements: set[Placement]) -> str | N
     if window is None or budget < window or config.on_slow == "keep":
         return None
     return (
-        f"it limits nothing: no layer is placed auto, and for the others it is a limit of the bytes in "
-        f"flight, of which in_flight_bytes allows {format_size(window)} at most; place layers auto, or remove it"
+        "it limits nothing: no layer is placed auto, and for the others it is a limit of the bytes in "
+        f"flight, of which in_flight_bytes allows {format_size(window)} at most; place layers auto, or "
+        "remove it"
     )
 
 

@@ -186,7 +186,8 @@ class Situation:
         placements = [placement for _, placement in placed]
         default = max(set(placements), key=lambda placement: (placements.count(placement), placement))
         rules = tuple(Rule(name, placement) for name, placement in placed if placement is not default)
-        is_auto = Placement.AUTO in placements  # on other ranks; a plan has none, and then no budget to keep to
+        # Other ranks may have layers that are still auto; nothing else keeps to a budget.
+        is_auto = Placement.AUTO in placements
         limits = [limit for limit in (plan.window, budget) if limit is not None]
         host = self.drive.host
         return dataclasses.replace(

@@ -61,8 +61,8 @@ def find_layers(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
     """Finds the decoder or encoder layers of a model.
 
     They are the blocks of the ``ModuleList`` (or ``Sequential``) of equal blocks that holds the most
-    parameters, as in Megatron and Hugging Face models; other lists of the same kind of block count too. They are
-    numbered through, but an encoder and a decoder are stacks that each count from 0.
+    parameters, as in Megatron and Hugging Face models; other lists of the same kind of block count too. They
+    are numbered through, but an encoder and a decoder are stacks that each count from 0.
 
     Args:
         model: A module, or the chunks of one in an interleaved pipeline.
@@ -120,9 +120,7 @@ def explicit_layers(model: nn.Module | Sequence[nn.Module], modules: Sequence[nn
 def _counted(layers: Sequence[Layer]) -> tuple[Layer, ...]:
     """All layers of a model, each knowing how many there are."""
     own = [layer.id for layer in layers]
-    return tuple(
-        replace(layer, id=known) for layer, known in zip(layers, with_depths(own, own), strict=True)
-    )
+    return tuple(replace(layer, id=known) for layer, known in zip(layers, with_depths(own, own), strict=True))
 
 
 def check_disjoint(layers: Sequence[Layer]) -> None:

@@ -208,7 +208,7 @@ def lies_in_memory(path: str) -> bool:
 
 
 def open_directory(path: str, *, make: bool = True) -> int:
-    """Opens a directory; if it is missing right below the root of a mounted drive, it is made, with mode 0700.
+    """Opens a directory; if it is missing right below where a drive is mounted, it is made, with mode 0700.
 
     Nothing else is made: a path that leads nowhere is likely mistyped, or on a drive that is not mounted, and
     files would fill the disk of the system.
