@@ -9,8 +9,8 @@ A rule's ``match`` takes one of three forms:
 
 What has a colon is numbers within a stack; what has only digits, commas, hyphens, spaces and the word
 ``last`` before a number is numbers; everything else is a name. A module whose whole name is a number is
-matched by its number, or by the glob ``"[3]"``. Globs are those of :func:`fnmatch.fnmatchcase`: they match the
-whole name, case counts, and ``*`` also crosses dots.
+matched by its number, or by the glob ``"[3]"``. Globs are those of :func:`fnmatch.fnmatchcase`: they match
+the whole name, case counts, and ``*`` also crosses dots.
 """
 
 from __future__ import annotations

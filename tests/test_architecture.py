@@ -139,6 +139,26 @@ def test_every_public_name_is_there_without_optional_packages() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("checksum", [False, True])
+def test_training_needs_no_optional_package(checksum: bool, tmp_path: Path) -> None:
+    """Not even NumPy, which pictures, the demo and the programs that it is built on bring along."""
+    code = f"""
+import sys, warnings
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's own, when it is imported
+import torch, tba_offload as tba
+torch.set_num_threads(1)
+model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(4)))
+policy = {{"budget": {{"in_flight_bytes": "32KiB"}}, "store": {{"kind": "file", "checksum": {checksum}}}}}
+with tba.attach(model, policy | {{"min_tensor_bytes": 0}}, directories={str(tmp_path)!r}) as session:
+    with session.step() as step:
+        model(torch.randn(64, 64, requires_grad=True)).square().sum().backward()
+assert step.record.offloaded_bytes > 0 < step.record.read_bytes, step.record
+assert "numpy" not in sys.modules
+"""
+    done = run_without(OPTIONAL | {"numpy"}, code)
+    assert done.returncode == 0, done.stderr
+
+
 def test_policies_and_logs_need_no_torch() -> None:
     done = run_without(OPTIONAL | {"torch"}, "import tba_offload as t\nt.OffloadConfig()\nt.read_run_log")
     assert done.returncode == 0, done.stderr

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[1]
+HOME = "https://github.com/tba-offload/tba-offload"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 POLICIES = sorted((ROOT / "examples" / "policies").glob("*.yaml"))
 SCRIPTS = sorted([*(ROOT / "examples").rglob("*.sh"), *(ROOT / "tests").rglob("*.sh")])
@@ -271,8 +272,17 @@ def test_the_python_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Monke
     )
 
 
+def test_links_of_the_readme_work_where_there_is_no_checkout() -> None:
+    """As on the page of the package index."""
+    assert re.findall(r"\]\((?!https?:|#)([^)]+)\)", README) == []
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
+    assert urls["Homepage"] == HOME
+    assert f"git clone {HOME} " in README
+
+
 def test_what_the_readme_points_at_exists() -> None:
-    linked = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
+    raw = HOME.replace("github.com", "raw.githubusercontent.com")
+    linked = re.findall(rf"\]\((?:{HOME}/(?:tree|blob)|{raw})/main/([^)#]+)\)", README)
     scripts = re.findall(r"^bash (\S+)", "\n".join(code_blocks("bash")), re.MULTILINE)
     programs = re.findall(r"`(?:python )?(?:benchmarks/)?(\w+\.py)[^`]*`", README)
     assert linked
