@@ -147,7 +147,8 @@ import sys, warnings
 warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's own, when it is imported
 import torch, tba_offload as tba
 torch.set_num_threads(1)
-model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(4)))
+blocks = (torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(4))
+model = torch.nn.Sequential(*blocks)
 policy = {{"budget": {{"in_flight_bytes": "32KiB"}}, "store": {{"kind": "file", "checksum": {checksum}}}}}
 with tba.attach(model, policy | {{"min_tensor_bytes": 0}}, directories={str(tmp_path)!r}) as session:
     with session.step() as step:

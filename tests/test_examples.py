@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 import tba_offload as tba
 from tba_offload import cli
-from tba_offload.capture.layers import Layer, LayerStack, find_layers
+from tba_offload.capture.layers import LayerStack, find_layers
 from tba_offload.config import OffloadConfig, StoreConfig, load_config
 from tba_offload.megatron.arguments import add_arguments
-from tba_offload.policy import LayerId
 from tba_offload.session import Session
 
 if TYPE_CHECKING:
@@ -89,13 +88,7 @@ class EncoderDecoder(nn.Module):
         return self.decoder(self.encoder(x))
 
     def stack(self) -> LayerStack:
-        return LayerStack(
-            tuple(
-                Layer(LayerId(number, f"{name}.layers.{number}", name), block)
-                for name in ("encoder", "decoder")
-                for number, block in enumerate(getattr(self, name).layers)
-            )
-        )
+        return find_layers(self)
 
 
 def model_for(path: Path) -> DecoderOnly | EncoderDecoder:
@@ -290,6 +283,12 @@ def test_what_the_readme_points_at_exists() -> None:
     assert programs
     for path in (*linked, *scripts, *(f"benchmarks/{name}" for name in programs)):
         assert (ROOT / path).exists(), path
+
+
+def test_a_source_archive_can_be_tested_and_tried() -> None:
+    grafted = re.findall(r"^graft (\S+)$", (ROOT / "MANIFEST.in").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(grafted) == {"benchmarks", "docs", "examples", "patches", "tests"}
+    assert all((ROOT / name).is_dir() for name in grafted)
 
 
 def test_extras_in_the_readme_exist() -> None:
