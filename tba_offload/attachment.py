@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tba_offload import effects
 from tba_offload.capture.layers import LayerStack, explicit_layers, find_layers
-from tba_offload.session import ConfigLike, Session, read_config
+from tba_offload.config import ConfigLike, OffloadConfig, read_config
+from tba_offload.errors import ConfigError
+from tba_offload.session import Session
 
 if TYPE_CHECKING:
-    import os
-
     from torch import nn
 
     from tba_offload.boundaries import Tokens
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def attach(
@@ -22,6 +28,7 @@ def attach(
     config: ConfigLike = None,
     *,
     layers: Sequence[nn.Module] | None = None,
+    directories: Paths | None = None,
     tokens: Tokens | None = None,
     run_log: str | os.PathLike[str] | None = None,
     strategy: str | None = None,
@@ -35,8 +42,11 @@ def attach(
 
     Args:
         model: The model, wrapped or not, or the list of its chunks in an interleaved pipeline.
-        config: An :class:`OffloadConfig` or the path of a YAML policy; by default everything is offloaded.
+        config: An :class:`OffloadConfig`, a dict with the keys of a YAML policy, or the path of one; by
+            default everything is offloaded.
         layers: The layers, if they cannot be found or others are wanted.
+        directories: Where offloaded bytes go, instead of where the policy says: one path, or one for each
+            drive.
         tokens: Tokens of one micro-batch, or a function that tells them from the arguments of the model's
             forward; by default the elements of ``input_ids``, where the model is given any.
         run_log: Path of the run log to write.
@@ -49,22 +59,54 @@ def attach(
         The session. Close it, or use it as a context manager.
 
     Raises:
-        ConfigError: The policy is wrong.
+        ConfigError: The policy is wrong, or takes no effect on this model; says every problem there is.
         UnsupportedError: No layers were found, or the model cannot be offloaded.
         StoreError: The store cannot be opened.
+
+    Warns:
+        NoEffectWarning: A setting does not do what it seems to.
     """
-    chunks = list(model) if isinstance(model, Sequence) else [model]
-    stack = explicit_layers(chunks, layers) if layers is not None else _find(chunks)
-    return Session(
-        stack,
-        chunks,
-        read_config(config),
-        run_log=run_log,
-        strategy=strategy,
-        model_info=model_info,
-        measure_memory=measure_memory,
-        tokens=tokens,
-    )
+    try:
+        chunks = list(model) if isinstance(model, Sequence) else [model]
+        stack = _find(chunks) if layers is None else _named(chunks, layers)
+        chosen = _configured(config, directories, stack)
+        ids = [layer.id for layer in stack.layers]
+        effects.warn(chosen, ids, on_cpu=_is_on_cpu(chunks), stacklevel=2)
+        return Session(
+            stack,
+            chunks,
+            chosen,
+            run_log=run_log,
+            strategy=strategy,
+            model_info=model_info,
+            measure_memory=measure_memory,
+            tokens=tokens,
+        )
+    except ConfigError as error:
+        raise error.with_traceback(None) from None  # the message says where; the way through here does not
+
+
+def _named(chunks: list[nn.Module], layers: Sequence[nn.Module]) -> LayerStack:
+    if not layers:
+        raise ConfigError("layers=[] names no layer; name some, or leave layers out to have them found")
+    return explicit_layers(chunks, layers)
+
+
+def _configured(config: ConfigLike, directories: Paths | None, stack: LayerStack) -> OffloadConfig:
+    """The configuration, judged by the layers that it is for, with other directories if there are any."""
+    chosen = read_config(config, layers=[layer.id for layer in stack.layers])
+    if directories is None:
+        return chosen
+    paths = [directories] if isinstance(directories, str | os.PathLike) else list(directories)
+    if not paths:
+        raise ConfigError("directories=[] names none; name some, or leave directories out for the policy's")
+    store = replace(chosen.store, directories=tuple(Path(path) for path in paths))
+    return replace(chosen, store=store)
+
+
+def _is_on_cpu(chunks: list[nn.Module]) -> bool:
+    parameter = next((parameter for chunk in chunks for parameter in chunk.parameters()), None)
+    return parameter is None or parameter.device.type == "cpu"
 
 
 def _find(chunks: list[nn.Module]) -> LayerStack:

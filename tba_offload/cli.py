@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tba_offload import __version__
+from tba_offload.cli_check import check
 from tba_offload.errors import ConfigError, TbaError
 
 if TYPE_CHECKING:
@@ -35,13 +36,17 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except TbaError as error:
-            raise click.ClickException(" ".join(str(error).split())) from error
+            said = error.problems if isinstance(error, ConfigError) else (error,)
+            raise click.ClickException("\n".join(" ".join(str(each).split()) for each in said)) from error
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="tba-offload")
 def main() -> None:
     """Offload activations to NVMe while a large model trains."""
+
+
+main.add_command(check)
 
 
 @main.command()
@@ -167,8 +172,9 @@ def _finite(_context: click.Context, _parameter: click.Parameter, number: float)
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Write the plan as a policy file.",
+    help="Write the plan as a policy file, in place of a planned one but of no other.",
 )
+@click.option("--force", is_flag=True, help="Replace whatever file --output names.")
 @click.option(
     "--picture",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -204,6 +210,7 @@ def plan(
     output: Path | None,
     picture: Path | None,
     *,
+    force: bool,
     as_json: bool,
     **changes: Any,
 ) -> None:
@@ -227,8 +234,7 @@ def plan(
         with _writing(picture):
             draw_frontier(_frontier_rows(choices), picture)
     if output is not None:
-        with _writing(output):
-            output.write_text(situation.policy_for(best, budget).to_yaml(), encoding="utf-8")
+        _write_policy(output, situation.policy_for(best, budget).to_yaml(), force=force)
     if as_json:
         outcome = situation.outcome(best)
         document = {
@@ -242,6 +248,20 @@ def plan(
         click.echo(json.dumps(document, indent=2))
     else:
         _print_plan(situation, choices, best)
+
+
+_PLANNED = "# Written by tba-offload plan, which replaces this file as long as this line stands here.\n"
+
+
+def _write_policy(path: Path, text: str, *, force: bool) -> None:
+    """Writes a planned policy, not over one that was not planned."""
+    with _writing(path):
+        if path.exists() and not force and not path.read_bytes().startswith(_PLANNED.encode()):
+            raise click.ClickException(
+                f"{path}: was not written by this command, so it stays as it is; choose another name, or "
+                "replace it with --force"
+            )
+        path.write_text(_PLANNED + text, encoding="utf-8")
 
 
 def _frontier_rows(choices: Sequence[Choice]) -> list[dict[str, Any]]:

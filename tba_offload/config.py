@@ -1,9 +1,9 @@
 """What the user can set: strict YAML ⇄ frozen dataclasses.
 
 Nothing is ignored and nothing is guessed: an unknown key, a value that is not legal or a size without a
-unit is a :class:`~tba_offload.errors.ConfigError` that names the file, the line and what is legal. The
-dataclasses check their arguments in the same way, so a configuration written in Python is as safe as one
-read from a file.
+unit is a :class:`~tba_offload.errors.ConfigError` that names the file, the line and what is legal, for every
+mistake there is. The dataclasses check their arguments in the same way, so a configuration written in Python,
+as a dict too, is as safe as one read from a file.
 
 Values are read as they are written: in YAML only ``true``, ``false`` and ``null`` are special, so ``off``,
 ``12:30`` and ``012`` are words, not a boolean, a number to base 60 or an octal number.
@@ -11,10 +11,13 @@ Values are read as they are written: in YAML only ``true``, ``false`` and ``null
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import math
+import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from pathlib import Path
@@ -29,7 +32,9 @@ from tba_offload.errors import ConfigError
 from tba_offload.policy import Objective, Placement, Policy, Rule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from tba_offload.policy import LayerId
 
 _T = TypeVar("_T")
 _Path = tuple[str | int, ...]
@@ -118,18 +123,45 @@ _Limit = Annotated[int | None, BeforeValidator(_limit)]
 _Threshold = Annotated[int, BeforeValidator(_bytes)]
 
 
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([^}]*)\})")
+
+
 def _directory(value: object) -> Path:
     if not isinstance(value, str | Path):
         raise ConfigError(f"a directory must be a path, not {value!r}")
     if not str(value).strip():
         raise ConfigError("a directory must not be empty; write its path")
     try:
-        return Path(value).expanduser()
+        return Path(_with_variables(str(value))).expanduser()
     except RuntimeError as error:
         raise ConfigError(f"{str(value)!r} cannot be expanded: {error}") from None
 
 
+def _with_variables(path: str) -> str:
+    """A path with the values of the environment variables that it names."""
+
+    def value_of(found: re.Match[str]) -> str:
+        name = found[1] or found[2] or ""
+        value = os.environ.get(name)
+        if not value:  # an empty one would turn $SCRATCH/tba into /tba
+            raise ConfigError(
+                f"{path!r} names the environment variable {name!r}, which is "
+                f"{'not set' if value is None else 'empty'}; set it, or write the path"
+            )
+        return value
+
+    return _VARIABLE.sub(value_of, path)
+
+
+def _one_or_several(value: object) -> object:
+    """Directories as users give them: one path, or a list."""
+    if isinstance(value, Mapping):
+        raise ConfigError(f"must be a path or a list of paths, not {value!r}")
+    return (value,) if isinstance(value, str | Path) else value
+
+
 _Directory = Annotated[Path | str, BeforeValidator(_directory)]
+_Directories = Annotated[tuple[_Directory, ...], BeforeValidator(_one_or_several)]
 
 # -------------------------------------------------------------------------------------- dataclasses
 
@@ -145,7 +177,7 @@ def _settings(cls: type[_T]) -> type[_T]:
         try:
             initialise(self, *args, **kwargs)
         except ValidationError as error:
-            raise _first_of(_value_problems(checked, error), file=None) from None
+            raise ConfigError.joined([_error_at(each) for each in _value_problems(checked, error)]) from None
 
     checked.__init__ = __init__
     made: type[_T] = checked
@@ -197,8 +229,9 @@ class StoreConfig:
     Attributes:
         kind: ``file``, ``host`` (memory of the host), ``gds`` (GPUDirect Storage), or ``auto``: ``file``, and
             on a GPU the faster of ``file`` and ``gds``, which is measured on each drive.
-        directories: One per drive; extents are spread over them. ``~`` is expanded, relative ones start
-            at the working directory. If empty, the system's directory for temporary files.
+        directories: One per drive, or the path of the only one; extents are spread over them. ``~`` and
+            environment variables (``$SCRATCH``, ``${SCRATCH}``) are expanded, relative ones start at the
+            working directory. If empty, the system's directory for temporary files.
         capacity: Bytes that the store of one process may hold at most; 0 and None mean as much as there is
             room for.
         host_capacity: Bytes of host memory that take what the drives have no time for, with any kind but
@@ -210,7 +243,7 @@ class StoreConfig:
     """
 
     kind: Literal["auto", "gds", "file", "host"] = "auto"
-    directories: tuple[_Directory, ...] = ()
+    directories: _Directories = ()
     capacity: _Limit = None
     host_capacity: _Limit = None
     checksum: Annotated[bool, Strict()] = False
@@ -267,6 +300,7 @@ class OffloadConfig:
             it says ``auto``.
         min_tensor_bytes: Smaller activations are kept; 0 means that all are offloaded.
         file: The file that this was read from, for messages. It does not count in comparisons.
+        lines: The lines of its settings there, likewise.
     """
 
     default: Placement = Placement.OFFLOAD
@@ -277,6 +311,7 @@ class OffloadConfig:
     on_slow: Literal["wait", "keep"] | None = None
     min_tensor_bytes: _Threshold = 64 * 2**10
     file: str | None = field(default=None, compare=False, repr=False)
+    lines: Any = field(default=None, compare=False, repr=False)
 
     @property
     def policy(self) -> Policy:
@@ -284,17 +319,58 @@ class OffloadConfig:
         return Policy(self.default, self.layers, self.file)
 
     @classmethod
-    def from_yaml(cls, text: str, *, file: str | None = None) -> OffloadConfig:
+    def from_yaml(
+        cls, text: str, *, file: str | None = None, layers: Sequence[LayerId] | None = None
+    ) -> OffloadConfig:
         """Reads a configuration from YAML text; an empty text is the default configuration.
 
         Args:
             text: One YAML document.
             file: Where it comes from, for messages.
+            layers: The layers of all ranks; what takes no effect on them is an error too.
 
         Raises:
-            ConfigError: The first problem by line, and how many more there are.
+            ConfigError: Every problem that there is, by line.
         """
-        return _build(_read_yaml(text, file))
+        return _build(_read_yaml(text, file), layers)
+
+    @classmethod
+    def from_dict(
+        cls, document: Mapping[str, object], *, layers: Sequence[LayerId] | None = None
+    ) -> OffloadConfig:
+        """Makes a configuration of a dict with the keys that a YAML file has.
+
+        Args:
+            document: Sizes in it may be whole bytes as well as text with a unit.
+            layers: The layers of all ranks; what takes no effect on them is an error too.
+
+        Raises:
+            ConfigError: Every problem that there is.
+        """
+        return _build(_Source(None, _plain(document), {}), layers)
+
+    def problems(self, layers: Sequence[LayerId]) -> list[ConfigError]:
+        """Everything in it that cannot take effect on the layers of all ranks."""
+        found = self.policy.problems(layers)
+        placements = self.policy.placements(layers)
+        if self.budget.objective is not None and placements and Placement.AUTO not in placements:
+            found.append(
+                self.error_at(
+                    ("budget", "objective"),
+                    f"{self.budget.objective} is what layers placed auto are planned for, and no layer is "
+                    "placed auto; place layers auto, or remove it",
+                )
+            )
+        return found
+
+    def error_at(self, path: tuple[str | int, ...], message: str) -> ConfigError:
+        """An error about one of the settings, with its line where that is known.
+
+        Args:
+            path: Keys and indices that lead to it.
+            message: What is wrong with it, and what to do.
+        """
+        return _error_at(_Problem(path, message), self.file, (self.lines or {}).get)
 
     def to_yaml(self) -> str:
         """Writes every setting as YAML that :meth:`from_yaml` reads back to an equal configuration."""
@@ -321,20 +397,48 @@ class OffloadConfig:
         return yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
 
 
-def load_config(path: str | Path) -> OffloadConfig:
-    """Reads a configuration from a YAML file.
+ConfigLike = OffloadConfig | Mapping[str, object] | str | os.PathLike[str] | None
+
+
+def read_config(config: ConfigLike, *, layers: Sequence[LayerId] | None = None) -> OffloadConfig:
+    """A configuration from what a caller may give.
+
+    Args:
+        config: A configuration, a dict of settings, the path of a YAML file, or nothing for the default one.
+        layers: The layers of all ranks; what takes no effect on them is an error too.
 
     Raises:
-        ConfigError: The file cannot be read, or something in it is wrong; says the line and what is legal.
+        ConfigError: Every problem that there is.
+    """
+    if isinstance(config, Mapping):
+        return OffloadConfig.from_dict(config, layers=layers)
+    if not isinstance(config, OffloadConfig | None):
+        return load_config(Path(config), layers=layers)
+    config = OffloadConfig() if config is None else config
+    if layers is not None and (problems := config.problems(layers)):
+        raise ConfigError.joined(problems)
+    return config
+
+
+def load_config(path: str | Path, *, layers: Sequence[LayerId] | None = None) -> OffloadConfig:
+    """Reads a configuration from a YAML file.
+
+    Args:
+        path: The file.
+        layers: The layers of all ranks; what takes no effect on them is an error too.
+
+    Raises:
+        ConfigError: The file cannot be read, or something in it is wrong; says of each problem the line and
+            what is legal.
     """
     file = str(path)
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", file=file) from error
+        raise ConfigError(f"cannot be read: {error.strerror}", file=file) from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"is not UTF-8 text: {error.reason}", file=file) from None
-    return OffloadConfig.from_yaml(text, file=file)
+    return OffloadConfig.from_yaml(text, file=file, layers=layers)
 
 
 def _size_word(size: int | None) -> str | int:
@@ -345,26 +449,27 @@ def _size_word(size: int | None) -> str | int:
 # --------------------------------------------------------------------------------- YAML with its lines
 
 
+class _Problem(NamedTuple):
+    """Something wrong: where in the configuration, and what to do about it."""
+
+    path: _Path
+    message: str
+
+
 @dataclass(frozen=True)
 class _Source:
-    """A YAML document: its values, and the line of each of them."""
+    """A document: its values, the line of each of them, and what no value could be made of."""
 
     file: str | None
     document: object
     lines: dict[_Path, int]
+    problems: tuple[_Problem, ...] = ()
 
     def line(self, path: _Path) -> int | None:
         """The line of a key or an item, or of the nearest one around it."""
         while path and path not in self.lines:
             path = path[:-1]
         return self.lines.get(path)
-
-
-class _Problem(NamedTuple):
-    """Something wrong: where in the configuration, and what to do about it."""
-
-    path: _Path
-    message: str
 
 
 class _Loader(yaml.SafeLoader):
@@ -407,10 +512,7 @@ def _read_yaml(text: str, file: str | None) -> _Source:
         raise ConfigError("cannot be read: nested too deeply", file=file) from None
     reader = _NodeReader()
     document = {} if root is None or _is_empty(root) else reader.read(root, ())
-    source = _Source(file, document, reader.lines)
-    if reader.problems:
-        raise _first_of(reader.problems, file=file, line=source.line)
-    return source
+    return _Source(file, document, reader.lines, tuple(reader.problems))
 
 
 class _NodeReader:
@@ -461,26 +563,54 @@ def _is_empty(node: yaml.Node) -> bool:
     return node.tag == _NULL and not node.value
 
 
-# ------------------------------------------------------------------------------ from YAML to a config
+# ------------------------------------------------------------------------ from a document to a config
 
 _VALIDATOR = TypeAdapter(OffloadConfig)
 _PARTS: dict[str | int, type] = {"budget": BudgetConfig, "store": StoreConfig, "layers": Rule}
-_PROVENANCE = ("file", "line")  # filled in while reading, never written by the user
+_PROVENANCE = ("file", "line", "lines")  # filled in while reading, never written by the user
 
 
-def _build(source: _Source) -> OffloadConfig:
-    """Checks a document and makes the configuration of it; reports the first problem by line."""
+def _build(source: _Source, layers: Sequence[LayerId] | None) -> OffloadConfig:
+    """Checks a document and makes the configuration of it; reports every problem."""
     unknown = list(_unknown_keys(source.document, ()))
     known = _without(source.document, {problem.path for problem in unknown}, ())
+    found = [*unknown, *source.problems]
+    config: OffloadConfig | None = None
+    rules: tuple[Rule, ...] = ()
     try:
         config = _VALIDATOR.validate_python(known)
     except ValidationError as error:
-        wrong = _without_misspelt(_value_problems(OffloadConfig, error), unknown, source)
-        raise _first_of([*unknown, *wrong], file=source.file, line=source.line) from None
-    if unknown:
-        raise _first_of(unknown, file=source.file, line=source.line)
-    rules = (replace(rule, line=source.line(("layers", index))) for index, rule in enumerate(config.layers))
-    return replace(config, layers=tuple(rules), file=source.file)
+        found += _without_misspelt(_value_problems(OffloadConfig, error), unknown, source)
+        rules = tuple(_sound_rules(known, source))
+    else:
+        rules = tuple(replace(rule, line=source.line(("layers", n))) for n, rule in enumerate(config.layers))
+        config = replace(config, layers=rules, file=source.file, lines=source.lines)
+    once = {problem.path: problem for problem in reversed(found)}.values()  # the first of each place
+    errors = [_error_at(problem, source.file, source.line) for problem in reversed(once)]
+    if layers is not None:
+        judged = Policy(Placement.OFFLOAD, rules, source.file) if config is None else config
+        errors += judged.problems(layers)
+    if errors or config is None:
+        raise ConfigError.joined(errors)
+    return config
+
+
+def _sound_rules(document: object, source: _Source) -> Iterator[Rule]:
+    """The rules of a document, without those that are none."""
+    items = document.get("layers") if isinstance(document, dict) else None
+    for index, item in enumerate(items if isinstance(items, list) else []):
+        with contextlib.suppress(ConfigError, TypeError):
+            yield Rule(**item, line=source.line(("layers", index)))
+
+
+def _plain(value: object, path: _Path = ()) -> object:
+    """What a Python user gives, with the types that a file would give: dicts, lists, words of matches."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, (*path, str(key))) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, (*path, index)) for index, item in enumerate(value)]
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return str(value) if is_number and path[::2] == ("layers", "match") else value
 
 
 def _unknown_keys(value: object, path: _Path) -> Iterator[_Problem]:
@@ -530,15 +660,11 @@ def _legal_keys(section: Any) -> list[str]:
 # ------------------------------------------------------------------------------------------- messages
 
 
-def _first_of(
-    problems: Iterable[_Problem], *, file: str | None, line: Callable[[_Path], int | None] = lambda _: None
+def _error_at(
+    problem: _Problem, file: str | None = None, line: Callable[[_Path], int | None] = lambda _: None
 ) -> ConfigError:
-    """The error for the first problem by line; it says how many more there are."""
-    first, *others = sorted(problems, key=lambda problem: line(problem.path) or 0)
-    message = f"{_dotted(first.path)}: {first.message}" if first.path else first.message
-    if others:
-        message += f" (and {len(others)} more {'error' if len(others) == 1 else 'errors'})"
-    return ConfigError(message, file=file, line=line(first.path))
+    message = f"{_dotted(problem.path)}: {problem.message}" if problem.path else problem.message
+    return ConfigError(message, file=file, line=line(problem.path))
 
 
 def _value_problems(root: type, error: ValidationError) -> Iterator[_Problem]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from contextlib import ExitStack
 from functools import partial
@@ -12,11 +13,11 @@ import torch
 from tba_offload.errors import MissingDependencyError, StoreError
 from tba_offload.store import gds
 from tba_offload.store.choice import choose, end, measure
+from tba_offload.store.directory import open_directory
 from tba_offload.store.file import FileStore
 from tba_offload.store.gds import GdsStore
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Sequence
 
     from tba_offload.device import Device
@@ -42,7 +43,7 @@ _REMEDIES = {
 def examine(directories: Sequence[str | os.PathLike[str]], device: Device) -> Findings:
     """Tries every way to every directory.
 
-    Some dozens of MiB are written to and read from each of them; nothing stays there.
+    Some dozens of MiB are written to and read from each of them; nothing stays there, and none is made.
 
     Args:
         directories: One for each drive.
@@ -71,6 +72,10 @@ def _machine(device: Device) -> Findings:
 
 
 def _examine_directory(directory: str, device: Device) -> Findings:
+    try:
+        os.close(open_directory(directory, make=False))
+    except OSError as error:
+        return {"directory": directory, "ways": {"file": {"error": str(error)}}, "auto": None, "advice": []}
     makers: dict[str, Callable[[], QueuedStore]] = {"file": partial(FileStore, directory, device=device)}
     if device.pins_memory:  # elsewhere there is no memory but the host's
         makers["gds"] = partial(GdsStore, directory, device=device)

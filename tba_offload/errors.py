@@ -16,10 +16,18 @@
         ├── ShortTransferError                fewer bytes moved than asked for
         └── ChecksumError                     bytes read differ from the bytes written
 
+    NoEffectWarning (UserWarning)             a legal setting that does not do what it seems to
+    └── NothingSavedWarning                   host memory takes the activations of a model on the CPU
+
 Every message says what happened, where, and what to do about it.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class TbaError(Exception):
@@ -38,10 +46,34 @@ class ConfigError(TbaError, ValueError):
     def __init__(self, message: str, *, file: str | None = None, line: int | None = None) -> None:
         self.file = file
         self.line = line
+        self._joined: tuple[ConfigError, ...] = ()
         where = file or ""
         if line is not None:
             where += f":{line}" if where else f"line {line}"
         super().__init__(f"{where}: {message}" if where else message)
+
+    @classmethod
+    def joined(cls, problems: Sequence[ConfigError]) -> ConfigError:
+        """One error for several problems, by line; file and line are those of the first."""
+        first, *others = sorted(problems, key=lambda problem: problem.line or 0)
+        if not others:
+            return first
+        error = cls("\n".join(map(str, (first, *others))))
+        error.file, error.line, error._joined = first.file, first.line, (first, *others)
+        return error
+
+    @property
+    def problems(self) -> tuple[ConfigError, ...]:
+        """The problems that this error says, each as an error of its own."""
+        return self._joined or (self,)
+
+
+class NoEffectWarning(UserWarning):
+    """A setting is legal but has no effect, or not the effect that it seems to have."""
+
+
+class NothingSavedWarning(NoEffectWarning):
+    """Activations of a model on the CPU are offloaded to host memory, where they lie already."""
 
 
 class UnsupportedError(TbaError, RuntimeError):

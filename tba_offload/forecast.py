@@ -186,6 +186,9 @@ class Situation:
         placements = [placement for _, placement in placed]
         default = max(set(placements), key=lambda placement: (placements.count(placement), placement))
         rules = tuple(Rule(name, placement) for name, placement in placed if placement is not default)
+        # Other ranks may have layers that are still auto; nothing else keeps to a budget.
+        is_auto = Placement.AUTO in placements
+        limits = [limit for limit in (plan.window, budget) if limit is not None]
         host = self.drive.host
         return dataclasses.replace(
             self.config,
@@ -193,9 +196,9 @@ class Situation:
             layers=rules,
             store=dataclasses.replace(self.config.store, host_capacity=host.capacity if host else None),
             budget=BudgetConfig(
-                activation_bytes=budget,
-                in_flight_bytes=plan.window,
-                objective=self.config.budget.objective if budget is not None else None,
+                activation_bytes=budget if is_auto or self.config.on_slow == "keep" else None,
+                in_flight_bytes=min(limits, default=None),
+                objective=self.config.budget.objective if is_auto and budget is not None else None,
             ),
         )
 

@@ -2,14 +2,15 @@
 
 A rule's ``match`` takes one of three forms:
 
-* **numbers** of layers, from 0: ``"3"``, ``"0-3"`` (both ends included), ``"0,2,8-11"``;
+* **numbers** of layers, from 0: ``"3"``, ``"0-3"`` (both ends included), ``"0,2,8-11"``, and counted from the
+  end, so that a policy fits models of any depth: ``"last 2"``, ``"0-1,last 2"``;
 * **numbers within a stack**, where a model has several: ``"encoder:0-3"``;
 * **a name**, or a glob over names: ``"decoder.layers.2?"``, ``"*.layers.1*"``.
 
-What has a colon is numbers within a stack; what has only digits, commas, hyphens and spaces is numbers;
-everything else is a name. A module whose whole name is a number is matched by its number, or by the glob
-``"[3]"``. Globs are those of :func:`fnmatch.fnmatchcase`: they match the whole name, case counts, and
-``*`` also crosses dots.
+What has a colon is numbers within a stack; what has only digits, commas, hyphens, spaces and the word
+``last`` before a number is numbers; everything else is a name. A module whose whole name is a number is
+matched by its number, or by the glob ``"[3]"``. Globs are those of :func:`fnmatch.fnmatchcase`: they match
+the whole name, case counts, and ``*`` also crosses dots.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -27,11 +28,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 _LEGAL_FORMS = (
-    "a match is layer numbers ('3', '0-3', '0,2,8-11'), numbers within a stack ('encoder:0-3') "
+    "a match is layer numbers ('3', '0-3', '0,2,8-11', 'last 2'), numbers within a stack ('encoder:0-3') "
     "or a name with globs ('decoder.layers.2?')"
 )
-_ONLY_NUMBERS = re.compile(r"[0-9,\-\s]*")
+_ONLY_NUMBERS = re.compile(r"(?:[0-9,\-\s]|last\s)*")
 _ITEM = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+_FROM_END = re.compile(r"last\s+([0-9]+)")
 _GLOB_BRACKETS = re.compile(r"\[!?\]?[^\]]*\]")
 _NOT_IN_NAMES = re.compile(r"[\s,:\[\]]")
 
@@ -72,13 +74,30 @@ class LayerId:
     Attributes:
         number: Number of the layer from 0, over all pipeline stages and model chunks. Where the model
             has several stacks, each of them counts from 0.
-        name: Name of the module, without wrappers and numbered over all stages: ``decoder.layers.3``.
+        name: Name of the module, without wrappers and numbered over all stages: ``decoder.layers.3``. Empty
+            where there is no model yet; then rules by name are not judged.
         stack: ``encoder`` or ``decoder`` where the model has several stacks, else None.
+        depth: How many layers its stack has, over all ranks; None if that is not known. It does not count
+            when layers are compared.
     """
 
     number: int
     name: str
     stack: str | None = None
+    depth: int | None = field(default=None, compare=False)
+
+
+def with_depths(layers: Iterable[LayerId], everywhere: Iterable[LayerId]) -> list[LayerId]:
+    """The same layers with the depths of their stacks, by which ``last 2`` is matched.
+
+    Args:
+        layers: Some layers.
+        everywhere: The layers of all ranks.
+    """
+    depths: dict[str | None, int] = {}
+    for layer in everywhere:
+        depths[layer.stack] = max(depths.get(layer.stack, 0), layer.number + 1)
+    return [replace(layer, depth=depths.get(layer.stack, layer.depth)) for layer in layers]
 
 
 @dataclass(frozen=True)
@@ -108,7 +127,11 @@ class Rule:
             raise ConfigError(str(error), line=self.line) from None
 
     def matches(self, layer: LayerId) -> bool:
-        """Whether this rule speaks of the layer."""
+        """Whether this rule speaks of the layer.
+
+        Raises:
+            ConfigError: The rule counts from the end, and the layer does not know the depth of its stack.
+        """
         return _matcher(self.match).matches(layer)
 
     def __str__(self) -> str:
@@ -145,10 +168,13 @@ class Policy:
 
         Raises:
             ConfigError: A rule matches no layer anywhere, earlier rules leave it none, or it gives bare
-                numbers where several stacks count their own.
+                numbers where several stacks count their own; says all of them.
         """
-        self._check(layers if everywhere is None else everywhere)
-        return {index: self.explain(layer)[0] for index, layer in enumerate(layers)}
+        everywhere = layers if everywhere is None else everywhere
+        if problems := self.problems(everywhere):
+            raise ConfigError.joined(problems)
+        known = with_depths(layers, everywhere)
+        return {index: self.explain(layer)[0] for index, layer in enumerate(known)}
 
     def explain(self, layer: LayerId) -> tuple[Placement, str]:
         """The placement of a layer, and why: the rule that gives it, or ``default``."""
@@ -157,18 +183,55 @@ class Policy:
                 return rule.placement, f"rule {rule}"
         return self.default, "default"
 
-    def _check(self, everywhere: Sequence[LayerId]) -> None:
-        """Raises for the first rule that cannot take effect."""
+    def problems(self, everywhere: Sequence[LayerId]) -> list[ConfigError]:
+        """What is wrong with each rule that cannot take effect on the layers of all ranks."""
+        everywhere = with_depths(everywhere, everywhere)
+        found: list[ConfigError] = []
         undecided = set(everywhere)
         for index, rule in enumerate(self.rules):
             matched = {layer for layer in everywhere if rule.matches(layer)}
+            if self._waits_for_names(rule, everywhere):
+                continue
             if _is_ambiguous(rule, everywhere):
-                raise self._ambiguous(rule, everywhere)
-            if not matched:
-                raise self._unmatched(rule, everywhere)
-            if not matched & undecided:
-                raise self._shadowed(rule, matched, self.rules[:index])
+                found.append(self._ambiguous(rule, everywhere))
+            elif not matched:
+                found.append(self._unmatched(rule, everywhere))
+            elif not matched & undecided:
+                found.append(self._shadowed(rule, matched, self.rules[:index]))
             undecided -= matched
+        return found
+
+    def placements(self, everywhere: Sequence[LayerId]) -> set[Placement]:
+        """What the layers of all ranks get; also by rules that are not judged."""
+        known = with_depths(everywhere, everywhere)
+        return {self.explain(layer)[0] for layer in known} | {
+            rule.placement for rule in self.unjudged(everywhere)
+        }
+
+    def unjudged(self, everywhere: Sequence[LayerId]) -> list[Rule]:
+        """The rules by name that match nothing because the layers have no names yet."""
+        return [rule for rule in self.rules if self._waits_for_names(rule, everywhere)]
+
+    def doubts(self, everywhere: Sequence[LayerId]) -> list[str]:
+        """Of each rule that names numbers of which some are no layer's, which they are.
+
+        A policy for models of several depths may mean it.
+        """
+        everywhere = with_depths(everywhere, everywhere)
+        found: list[str] = []
+        for rule in self.rules:
+            matcher = _matcher(rule.match)
+            missing = matcher.missing(everywhere) if isinstance(matcher, _Numbers) else ""
+            if missing and any(map(rule.matches, everywhere)):
+                text = f"the rule {rule} names layers that there are not: {missing}; {_describe(everywhere)}"
+                found.append(str(self._error(rule, text)))
+        return found
+
+    @staticmethod
+    def _waits_for_names(rule: Rule, everywhere: Sequence[LayerId]) -> bool:
+        if not isinstance(_matcher(rule.match), _Name) or any(layer.name for layer in everywhere):
+            return False
+        return not any(map(rule.matches, everywhere))
 
     def _unmatched(self, rule: Rule, everywhere: Sequence[LayerId]) -> ConfigError:
         return self._error(rule, f"the rule {rule} matches no layer; {_describe(everywhere)}")
@@ -196,11 +259,32 @@ class _Numbers:
     """Layers by number, in one stack or in a model that has only one."""
 
     ranges: tuple[tuple[int, int], ...]
+    from_end: int = 0
     stack: str | None = None
 
     def matches(self, layer: LayerId) -> bool:
-        right_stack = self.stack is None or self.stack == layer.stack
-        return right_stack and any(first <= layer.number <= last for first, last in self.ranges)
+        if self.stack not in {None, layer.stack}:
+            return False
+        return any(first <= layer.number <= last for first, last in self._ranges_at(layer.depth))
+
+    def missing(self, layers: Iterable[LayerId]) -> str:
+        """The numbers of the ranges that no layer has: ``24-30``; and how far ``last`` goes beyond them."""
+        own = [layer for layer in layers if self.stack in {None, layer.stack}]
+        numbers = sorted({layer.number for layer in own})
+        found = [gap for first, last in self.ranges for gap in _gaps(first, last, numbers)]
+        if own and self.from_end > (own[0].depth or 0):
+            found.append(f"last {self.from_end}")
+        return ",".join(found)
+
+    def _ranges_at(self, depth: int | None) -> tuple[tuple[int, int], ...]:
+        if not self.from_end:
+            return self.ranges
+        if depth is None:
+            raise ConfigError(
+                f"'last {self.from_end}' counts from the end of a stack whose depth is not known; give "
+                "LayerId its depth"
+            )
+        return (*self.ranges, (depth - self.from_end, depth - 1))
 
 
 @dataclass(frozen=True)
@@ -219,14 +303,20 @@ def _matcher(match: str) -> _Numbers | _Name:
     text = match.strip()
     if ":" in text:
         stack, numbers = text.split(":", 1)
-        return _Numbers(_ranges(match, numbers), _checked_name(match, stack))
+        return _numbers(match, numbers, _checked_name(match, stack))
     if _ONLY_NUMBERS.fullmatch(text):
-        return _Numbers(_ranges(match, text))
+        return _numbers(match, text, None)
     return _Name(_checked_name(match, text))
 
 
-def _ranges(match: str, numbers: str) -> tuple[tuple[int, int], ...]:
-    return tuple(_range(match, item.strip()) for item in numbers.split(","))
+def _numbers(match: str, numbers: str, stack: str | None) -> _Numbers:
+    """Reads ``"0,2,8-11,last 2"``."""
+    items = [item.strip() for item in numbers.split(",")]
+    from_end = [int(found[1]) for item in items if (found := _FROM_END.fullmatch(item))]
+    if 0 in from_end:
+        raise ValueError(f"malformed match {match!r}: 'last 0' names no layer; {_LEGAL_FORMS}")
+    ranges = tuple(_range(match, item) for item in items if not _FROM_END.fullmatch(item))
+    return _Numbers(ranges, max(from_end, default=0), stack)
 
 
 def _range(match: str, item: str) -> tuple[int, int]:
@@ -234,12 +324,29 @@ def _range(match: str, item: str) -> tuple[int, int]:
     found = _ITEM.fullmatch(item)
     if found is None:
         problem = f"{item!r} is not a layer number or a range" if item else "a layer number is missing"
+        if re.fullmatch(r"-[0-9]+", item):
+            problem += f", the layers at the end are 'last {item[1:]}'"
         raise ValueError(f"malformed match {match!r}: {problem}; {_LEGAL_FORMS}")
     first = int(found[1])
     last = int(found[2]) if found[2] else first
     if last < first:
         raise ValueError(f"malformed match {match!r}: {item!r} runs backwards, write '{last}-{first}'")
     return first, last
+
+
+def _gaps(first: int, last: int, numbers: Iterable[int]) -> Iterator[str]:
+    """The parts of a range that are not among sorted numbers."""
+    for number in numbers:
+        if first <= number <= last:
+            yield from _range_word(first, number - 1)
+            first = number + 1
+    yield from _range_word(first, last)
+
+
+def _range_word(first: int, last: int) -> Iterator[str]:
+    """``3-5``, or ``3`` for one number; nothing for none."""
+    if first <= last:
+        yield str(first) if first == last else f"{first}-{last}"
 
 
 def _checked_name(match: str, name: str) -> str:
@@ -280,9 +387,10 @@ def _describe(layers: Sequence[LayerId]) -> str:
 def _describe_stack(stack: str | None, layers: Iterable[LayerId]) -> str:
     own = sorted({layer for layer in layers if layer.stack == stack}, key=lambda layer: layer.number)
     prefix = f"{stack}:" if stack else ""
-    names = [layer.name for layer in own]
+    names = [layer.name for layer in own if layer.name]
     shown = ", ".join(names) if len(names) <= 2 else f"{names[0]} ... {names[-1]}"
-    return f"{prefix}{','.join(_runs([layer.number for layer in own]))} ({shown})"
+    numbers = ",".join(_runs([layer.number for layer in own]))
+    return f"{prefix}{numbers} ({shown})" if shown else f"{prefix}{numbers}"
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[str]:
@@ -290,6 +398,5 @@ def _runs(numbers: Sequence[int]) -> Iterator[str]:
     start = 0
     for end in range(1, len(numbers) + 1):
         if end == len(numbers) or numbers[end] > numbers[end - 1] + 1:
-            first, last = numbers[start], numbers[end - 1]
-            yield f"{first}-{last}" if last > first else str(first)
+            yield from _range_word(numbers[start], numbers[end - 1])
             start = end

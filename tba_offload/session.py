@@ -28,7 +28,7 @@ from tba_offload.capture.recompute import is_recomputation
 from tba_offload.capture.scope import ScopeKey
 from tba_offload.capture.selective import Rebuilds, SelectiveHooks
 from tba_offload.capture.trace import DeviceTimes
-from tba_offload.config import OffloadConfig, load_config
+from tba_offload.config import ConfigLike, OffloadConfig, read_config
 from tba_offload.device.memory import MemoryMeter, ResidentPeak, meter_of
 from tba_offload.device.streams import device_of
 from tba_offload.errors import ConfigError, SessionError, TransferError, UnsupportedError
@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from tba_offload.device.streams import Device
     from tba_offload.planning import Need
     from tba_offload.store.base import ActivationStore, DriveLoad
-
-ConfigLike = OffloadConfig | str | os.PathLike[str] | None
 
 _REMEMBERED_STEPS = 10_000
 
@@ -255,7 +253,7 @@ class Session:
         self._settle()
         if self._open_step() is not None:
             raise SessionError("placements cannot change inside a step; apply the policy between steps")
-        wanted = read_config(config)
+        wanted = read_config(config, layers=self._world.layers)
         if (wanted.store, wanted.budget.limits) != (self.config.store, self.config.budget.limits):
             raise ConfigError(
                 "store and budget are those that the session was opened with; close it and attach anew",
@@ -740,17 +738,6 @@ class Session:
         self._inert = True
         self._step = None
         self.offloader.become_inert()
-
-
-def read_config(config: ConfigLike) -> OffloadConfig:
-    """A configuration from what a caller may give: one, the path of a YAML file, or nothing.
-
-    Raises:
-        ConfigError: The file is wrong.
-    """
-    if config is None:
-        return OffloadConfig()
-    return config if isinstance(config, OffloadConfig) else load_config(Path(config))
 
 
 def _open_store(config: OffloadConfig, device: Device) -> ActivationStore:

@@ -43,14 +43,15 @@ ALLOWED = {
         "profiling",
         "planning",
     },
-    "megatron": {"session", "capture", "store", "policy", "config", "report"},
+    "megatron": {"session", "capture", "store", "policy", "config", "effects", "report"},
     "profiling": {"capture", "plan", "policy"},
     "planning": {"profiling", "capture", "store", "plan", "policy", "report"},
     "forecast": {"plan", "policy", "config", "report"},
     "doctor": {"store", "device"},
-    "attachment": {"session", "boundaries", "capture", "megatron"},
+    "effects": {"config", "policy", "store"},
+    "attachment": {"session", "boundaries", "capture", "megatron", "config", "effects"},
 }
-ON_TOP = {"cli", "demo", "__init__", "__main__"}
+ON_TOP = {"cli", "cli_check", "demo", "__init__", "__main__"}
 
 
 def part_of(path: Path) -> str:
@@ -135,6 +136,27 @@ OPTIONAL = {"kvikio", "cupy", "megatron", "transformer_engine", "matplotlib", "c
 def test_every_public_name_is_there_without_optional_packages() -> None:
     code = "import tba_offload as t\nfor name in t.__all__: getattr(t, name)\nassert not t.attach is None"
     done = run_without(OPTIONAL, code)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+def test_training_needs_no_optional_package(checksum: bool, tmp_path: Path) -> None:
+    """Not even NumPy, which pictures, the demo and the programs that it is built on bring along."""
+    code = f"""
+import sys, warnings
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's own, when it is imported
+import torch, tba_offload as tba
+torch.set_num_threads(1)
+blocks = (torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(4))
+model = torch.nn.Sequential(*blocks)
+policy = {{"budget": {{"in_flight_bytes": "32KiB"}}, "store": {{"kind": "file", "checksum": {checksum}}}}}
+with tba.attach(model, policy | {{"min_tensor_bytes": 0}}, directories={str(tmp_path)!r}) as session:
+    with session.step() as step:
+        model(torch.randn(64, 64, requires_grad=True)).square().sum().backward()
+assert step.record.offloaded_bytes > 0 < step.record.read_bytes, step.record
+assert "numpy" not in sys.modules
+"""
+    done = run_without(OPTIONAL | {"numpy"}, code)
     assert done.returncode == 0, done.stderr
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tba_offload.config import (
     format_size,
     load_config,
     parse_size,
+    read_config,
 )
 from tba_offload.errors import ConfigError
 from tba_offload.policy import LayerId, Placement, Rule
@@ -262,7 +264,10 @@ def test_any_configuration_survives_yaml(config: OffloadConfig) -> None:
         ("store:\n  stall_seconds: -1", f"2: store.stall_seconds: '-1' is {NO_TIME}"),
         ("store:\n  stall_seconds: inf", f"2: store.stall_seconds: 'inf' is {NO_TIME}"),
         ("store:\n  checksum: yes", "2: store.checksum: must be true or false, not 'yes'"),
-        ("store:\n  directories: /mnt", "2: store.directories: must be a list, not '/mnt'"),
+        (
+            "store:\n  directories: {a: /mnt}",
+            "2: store.directories: must be a path or a list of paths, not {'a': '/mnt'}",
+        ),
         (
             "store: [a]",
             f"1: store: must be a mapping with the keys {STORE_KEYS}, not ['a']",
@@ -366,13 +371,49 @@ def test_endless_nesting_is_refused() -> None:
     assert complaint("[" * 5000) == "policy.yaml: cannot be read: nested too deeply"
 
 
-def test_the_first_of_several_problems_by_line() -> None:
+def problems(text: str, layers: list[LayerId] | None = None) -> list[str]:
+    """Each of the problems of a file, up to the first colon after its line."""
+    with pytest.raises(ConfigError) as caught:
+        OffloadConfig.from_yaml(text, file="policy.yaml", layers=layers)
+    assert str(caught.value) == "\n".join(map(str, caught.value.problems))
+    assert (caught.value.file, caught.value.line) == ("policy.yaml", caught.value.problems[0].line)
+    return [":".join(str(problem).split(":")[1:3]) for problem in caught.value.problems]
+
+
+def test_all_problems_by_line() -> None:
     text = "on_full: off\nbudgt: 1\nstore:\n  capacity: 5\ndefault: no\n"
-    assert (
-        complaint(text) == "policy.yaml:1: on_full: must be 'keep' or 'error', not 'off' (and 3 more errors)"
-    )
-    assert complaint("budgt: 1\n" + text).startswith("policy.yaml:3: budgt: given twice, first in line 1")
-    assert complaint("default: no\non_full: off").endswith("(and 1 more error)")
+    assert problems(text) == ["1: on_full", "2: budgt", "4: store.capacity", "5: default"]
+    assert problems("budgt: 1\n" + text)[1] == "3: budgt"  # given twice
+    assert problems("layers:\non_full:\ndefault: no") == ["1: layers", "2: on_full", "3: default"]
+
+
+def test_rules_that_take_no_effect_are_among_all_problems() -> None:
+    layers = [LayerId(number, f"layers.{number}") for number in range(4)]
+    rules = """\
+layers:
+- {match: 0-1, placement: keep}
+- {match: 1, placement: auto}
+- {match: 9, placement: keep}
+- {match: 2-1, placement: keep}
+- {match: 2, placement: drop}
+"""
+    rule_problems = [
+        "3: the rule '1' (line 3) never takes effect",
+        "4: the rule '9' (line 4) matches no layer; the layers are 0-3 (layers.0 ... layers.3)",
+    ]
+    found = problems(rules + "on_full: off\n", layers)
+    assert found == [*rule_problems, "5: layers[3].match", "6: layers[4].placement", "7: on_full"]
+    sound = "".join(rules.splitlines(keepends=True)[:4]) + "budget: {objective: memory}\n"
+    assert problems(sound.replace("auto", "keep"), layers) == [*rule_problems, "5: budget.objective"]
+    OffloadConfig.from_yaml(sound.replace("9", "last 1").replace("0-1", "0"), layers=layers)
+
+
+def test_an_objective_needs_a_layer_that_is_planned() -> None:
+    layers = [LayerId(0, "layers.0")]
+    with pytest.raises(ConfigError, match=r"^policy.yaml:2: budget.objective: memory is what layers placed"):
+        OffloadConfig.from_yaml("budget:\n  objective: memory", file="policy.yaml", layers=layers)
+    for rules in ("default: auto", "layers: [{match: 0, placement: auto}]"):
+        OffloadConfig.from_yaml(f"{rules}\nbudget: {{objective: memory}}", layers=layers)
 
 
 def test_text_without_a_file_still_has_lines() -> None:
@@ -389,6 +430,31 @@ def test_directories_are_expanded_but_need_not_exist(monkeypatch: pytest.MonkeyP
     store = OffloadConfig.from_yaml("store: {directories: [~/tba, /no/such/place, here]}").store
     assert store.directories == (Path("/home/someone/tba"), Path("/no/such/place"), Path("here"))
     assert StoreConfig(directories=("~/tba",)).directories == (Path("/home/someone/tba"),)
+
+
+def test_one_directory_may_be_a_word() -> None:
+    assert OffloadConfig.from_yaml("store: {directories: /mnt}").store.directories == (Path("/mnt"),)
+    assert StoreConfig(directories="/mnt") == StoreConfig(directories=Path("/mnt"))  # type: ignore[arg-type]
+
+
+def test_directories_may_name_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCRATCH", "/scratch/of me")
+    store = OffloadConfig.from_yaml("store: {directories: ['$SCRATCH/tba', '/a/${SCRATCH}b', /c$/d]}").store
+    assert store.directories == (Path("/scratch/of me/tba"), Path("/a/scratch/of meb"), Path("/c$/d"))
+
+
+@pytest.mark.parametrize("path", ["$SCRATCH/tba", "/a/${SCRATCH}"])
+@pytest.mark.parametrize(("value", "state"), [(None, "not set"), ("", "empty")])
+def test_a_variable_without_a_value_is_named(
+    path: str, value: str | None, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty one would make it a directory of the root."""
+    monkeypatch.delenv("SCRATCH", raising=False)
+    if value is not None:
+        monkeypatch.setenv("SCRATCH", value)
+    message = complaint(f"\nstore: {{directories: '{path}'}}")
+    assert message.startswith(f"policy.yaml:2: store.directories[0]: '{path}' names the environment variable")
+    assert f"'SCRATCH', which is {state}; set it" in message
 
 
 @pytest.mark.parametrize(
@@ -428,6 +494,68 @@ def test_python_users_may_write_text_and_numbers() -> None:
     config = OffloadConfig(layers=[{"match": "0-3", "placement": "keep"}], min_tensor_bytes=4096)  # type: ignore[arg-type]
     assert config.layers == (Rule("0-3", Placement.KEEP),)
     assert config.min_tensor_bytes == 4096
+
+
+def test_a_dict_says_what_a_file_would() -> None:
+    document = {
+        "default": "auto",
+        "layers": [{"match": 3, "placement": "recompute"}, {"match": "0-2", "placement": Placement.KEEP}],
+        "budget": {"activation_bytes": "12GiB", "in_flight_bytes": 0},
+        "store": {
+            "kind": "file",
+            "directories": (Path("/mnt/nvme0/tba"), "relative"),
+            "capacity": 1_500_000_000,
+            "host_capacity": "8GiB",
+            "checksum": True,
+            "stall_seconds": 60,
+        },
+        "on_full": "error",
+        "on_slow": "keep",
+        "min_tensor_bytes": 0,
+    }
+    assert OffloadConfig.from_dict(document) == OffloadConfig.from_yaml(FULL)
+    assert OffloadConfig.from_dict({}) == OffloadConfig()
+
+
+@pytest.mark.parametrize(
+    ("document", "text"),
+    [
+        ({"defautl": "keep", "budget": {"activation": 1}}, "defautl: keep\nbudget:\n  activation: 1"),
+        ({"layers": [{"match": "3-1", "placement": "kep"}]}, "layers:\n- match: 3-1\n  placement: kep"),
+        ({"store": {"kind": "tape"}, "on_full": "drop"}, "store:\n  kind: tape\non_full: drop"),
+        ({"store": ["a"]}, "store: [a]"),
+        ({"layers": [{"match": "7", "placement": "keep"}]}, "layers: [{match: 7, placement: keep}]"),
+    ],
+)
+def test_a_dict_gets_the_messages_of_a_file_without_its_lines(document: dict[str, object], text: str) -> None:
+    layers = [LayerId(0, "layers.0")]
+    with pytest.raises(ConfigError) as caught:
+        OffloadConfig.from_dict(document, layers=layers)
+    with pytest.raises(ConfigError) as from_text:
+        OffloadConfig.from_yaml(text, layers=layers)
+    expected = {
+        re.sub(r"^line \d+: | \(line \d+\)", "", str(problem)) for problem in from_text.value.problems
+    }
+    assert {str(problem) for problem in caught.value.problems} == expected
+    assert {problem.line for problem in caught.value.problems} == {None}
+
+
+@pytest.mark.parametrize("document", [3, ["default"]])
+def test_what_is_no_dict_is_refused(document: object) -> None:
+    with pytest.raises(ConfigError, match=r"^must be a mapping with the keys default, "):
+        OffloadConfig.from_dict(document)  # type: ignore[arg-type]
+
+
+def test_read_config_takes_all_that_users_give(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(FULL)
+    assert read_config(path) == read_config(str(path)) == OffloadConfig.from_yaml(FULL)
+    assert read_config({"default": "keep"}) == OffloadConfig(default=Placement.KEEP)
+    assert read_config(None) == OffloadConfig()
+    config = OffloadConfig(layers=(Rule("7", Placement.KEEP),))
+    assert read_config(config) is config
+    with pytest.raises(ConfigError, match="'7' matches no layer"):
+        read_config(config, layers=[LayerId(0, "layers.0")])
 
 
 @pytest.mark.parametrize(
@@ -492,10 +620,10 @@ _EXPECTED = {
     "offload_all": (_DECODER, {"offload": 24}),
     "auto_within_budget": (_DECODER, {"auto": 24}),
     "keep_last_layers": (_DECODER, {"offload": 22, "keep": 2}),
-    "recompute_some": (_DECODER, {"offload": 15, "keep": 4, "recompute": 5}),
+    "recompute_some": (_DECODER, {"offload": 21, "keep": 1, "recompute": 2}),
     "recompute_offload_inputs": (_DECODER, {"recompute-offload": 22, "keep": 2}),
     "rebuild_cheap_parts": (_DECODER, {"selective": 22, "keep": 2}),
-    "encoder_decoder": (_TWO_STACKS, {"offload": 18, "keep": 2, "recompute": 4}),
+    "encoder_decoder": (_TWO_STACKS, {"offload": 20, "keep": 2, "recompute": 2}),
     "host_memory": (_DECODER, {"offload": 24}),
 }
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import uuid
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fake_kvikio
@@ -18,7 +20,6 @@ from tba_offload.store import choice, gds, posix
 
 if TYPE_CHECKING:
     import types
-    from pathlib import Path
 
 
 @pytest.fixture(autouse=True)
@@ -144,8 +145,18 @@ def test_a_directory_that_cannot_be_used_is_status_1(tmp_path: Path) -> None:
     result = call(str(tmp_path), str(tmp_path / "not" / "there"))
     assert result.exit_code == 1
     assert "cannot be used: " in result.stdout
-    assert "'not' does not exist; create it, or mount its drive" in result.stdout
+    assert "'not' does not exist; mount its drive" in result.stdout
     assert "auto  takes file" in result.stdout
+
+
+@pytest.mark.usefixtures("gpu")
+def test_no_directory_is_made() -> None:
+    """Not even where training would make it: right below the root of a mounted file system."""
+    missing = Path("/dev/shm") / f"tba-test-{uuid.uuid4().hex}"
+    result = call(str(missing))
+    assert result.exit_code == 1
+    assert f"mkdir -p {missing}" in result.stdout
+    assert not missing.exists()
 
 
 @pytest.mark.usefixtures("gpu")

@@ -18,16 +18,16 @@ from torch import Tensor, nn
 
 import tba_offload as tba
 from tba_offload import cli
-from tba_offload.capture.layers import Layer, LayerStack, find_layers
+from tba_offload.capture.layers import LayerStack, find_layers
 from tba_offload.config import OffloadConfig, StoreConfig, load_config
 from tba_offload.megatron.arguments import add_arguments
-from tba_offload.policy import LayerId
 from tba_offload.session import Session
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[1]
+HOME = "https://github.com/tba-offload/tba-offload"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 POLICIES = sorted((ROOT / "examples" / "policies").glob("*.yaml"))
 SCRIPTS = sorted([*(ROOT / "examples").rglob("*.sh"), *(ROOT / "tests").rglob("*.sh")])
@@ -88,13 +88,7 @@ class EncoderDecoder(nn.Module):
         return self.decoder(self.encoder(x))
 
     def stack(self) -> LayerStack:
-        return LayerStack(
-            tuple(
-                Layer(LayerId(number, f"{name}.layers.{number}", name), block)
-                for name in ("encoder", "decoder")
-                for number, block in enumerate(getattr(self, name).layers)
-            )
-        )
+        return find_layers(self)
 
 
 def model_for(path: Path) -> DecoderOnly | EncoderDecoder:
@@ -271,8 +265,17 @@ def test_the_python_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Monke
     )
 
 
+def test_links_of_the_readme_work_where_there_is_no_checkout() -> None:
+    """As on the page of the package index."""
+    assert re.findall(r"\]\((?!https?:|#)([^)]+)\)", README) == []
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
+    assert urls["Homepage"] == HOME
+    assert f"git clone {HOME} " in README
+
+
 def test_what_the_readme_points_at_exists() -> None:
-    linked = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
+    raw = HOME.replace("github.com", "raw.githubusercontent.com")
+    linked = re.findall(rf"\]\((?:{HOME}/(?:tree|blob)|{raw})/main/([^)#]+)\)", README)
     scripts = re.findall(r"^bash (\S+)", "\n".join(code_blocks("bash")), re.MULTILINE)
     programs = re.findall(r"`(?:python )?(?:benchmarks/)?(\w+\.py)[^`]*`", README)
     assert linked
@@ -280,6 +283,12 @@ def test_what_the_readme_points_at_exists() -> None:
     assert programs
     for path in (*linked, *scripts, *(f"benchmarks/{name}" for name in programs)):
         assert (ROOT / path).exists(), path
+
+
+def test_a_source_archive_can_be_tested_and_tried() -> None:
+    grafted = re.findall(r"^graft (\S+)$", (ROOT / "MANIFEST.in").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(grafted) == {"benchmarks", "docs", "examples", "patches", "tests"}
+    assert all((ROOT / name).is_dir() for name in grafted)
 
 
 def test_extras_in_the_readme_exist() -> None:

@@ -110,13 +110,29 @@ def test_the_list_with_most_parameters_decides_the_kind() -> None:
 
 
 def test_several_lists_of_one_kind_are_numbered_through() -> None:
-    model = Parts(encoder=Parts(layers=blocks(2)), decoder=Parts(layers=blocks(3, Block, 16)))
+    model = Parts(down=Parts(layers=blocks(2)), up=Parts(layers=blocks(3, Block, 16)))
     assert found(find_layers(model)) == [
-        (0, "encoder.layers.0", 0),
-        (1, "encoder.layers.1", 0),
-        (2, "decoder.layers.0", 0),
-        (3, "decoder.layers.1", 0),
-        (4, "decoder.layers.2", 0),
+        (0, "down.layers.0", 0),
+        (1, "down.layers.1", 0),
+        (2, "up.layers.0", 0),
+        (3, "up.layers.1", 0),
+        (4, "up.layers.2", 0),
+    ]
+
+
+def test_an_encoder_and_a_decoder_count_each_on_its_own() -> None:
+    """As the layers of Megatron's T5, so that a policy fits both."""
+    model = Parts(encoder=Parts(block=blocks(2)), decoder=Parts(block=blocks(3, Block, 16)))
+    assert [(layer.id.stack, layer.id.number, layer.id.depth) for layer in find_layers(model).layers] == [
+        ("encoder", 0, 2),
+        ("encoder", 1, 2),
+        ("decoder", 0, 3),
+        ("decoder", 1, 3),
+        ("decoder", 2, 3),
+    ]
+    third = Parts(encoder=blocks(2), decoder=blocks(2), more=blocks(2))
+    assert [(layer.id.stack, layer.id.number) for layer in find_layers(third).layers] == [
+        (None, number) for number in range(6)
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -11,9 +11,6 @@ from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig
 from tba_offload.errors import ConfigError
 from tba_offload.megatron.arguments import CONFLICTS, add_arguments, config_of, is_on, refuse_conflicts
 from tba_offload.policy import Objective, Placement, Rule
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 GIB = 2**30
 
@@ -40,7 +37,7 @@ def test_without_a_flag_nothing_is_on() -> None:
     "flags",
     [
         ("--tba-placement", "offload"),
-        ("--tba-directory", "/mnt/a", "/mnt/b"),
+        ("--tba-directory", "/", "/tmp"),
         ("--tba-activation-bytes", "12GiB"),
         ("--tba-in-flight-bytes", "1GiB"),
         ("--tba-objective", "memory"),
@@ -57,6 +54,8 @@ def test_any_flag_turns_it_on(flags: tuple[str, ...]) -> None:
 
 def test_flags_alone_make_a_policy(tmp_path: Path) -> None:
     directories = [str(tmp_path / name) for name in "ab"]
+    for directory in directories:
+        Path(directory).mkdir()
     flags = read(
         *("--tba-placement", "auto", "--tba-activation-bytes", "12GiB", "--tba-in-flight-bytes", "1GiB"),
         *("--tba-store", "file", "--tba-checksum", "--tba-directory", *directories),
@@ -92,6 +91,9 @@ def test_flags_override_the_file_and_leave_the_rest(tmp_path: Path) -> None:
         (("--tba-store", "host", "--tba-host-capacity", "1GiB"), "this is memory beside drives"),
         (("--tba-activation-bytes", "much"), "--tba-activation-bytes: 'much' is not a size"),
         (("--tba-directory", "/a", "/a"), "'/a' is given twice"),
+        (("--tba-directory", "{tmp}", "{tmp}/a"), "'a' does not exist; mount its drive"),
+        (("--tba-policy", "{tmp}/policy.yaml"), "'nvme0' does not exist; mount its drive"),
+        (("--tba-directory", "$TBA_NO_SUCH/a"), "environment variable 'TBA_NO_SUCH', which is not set"),
         (("--tba-store", "host", "--tba-directory", "/a"), "these have no effect with kind: host"),
         (("--tba-store", "tape"), "invalid choice: 'tape'"),
         (("--tba-placement", "offload", "--recompute-granularity", "full"), "--recompute-granularity full"),
@@ -102,6 +104,7 @@ def test_flags_override_the_file_and_leave_the_rest(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused_when_the_command_line_is_read(
     flags: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "policy.yaml").write_text(f"store: {{directories: {tmp_path}/nvme0/tba}}")
     with pytest.raises(SystemExit) as stopped:
         read(*(flag.replace("{tmp}", str(tmp_path)) for flag in flags))
     assert stopped.value.code == 2

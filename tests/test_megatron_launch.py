@@ -258,6 +258,7 @@ def test_without_flags_the_launcher_changes_nothing(script: Path, plain: list[st
             "remove --recompute-granularity, or the --tba- flags",
         ),
         (("--tba-policy", "/no/such/policy.yaml"), 2, "/no/such/policy.yaml"),
+        (("--tba-directory", "/no/such/directory"), 2, "mkdir -p /no/such/directory"),
         (("--help",), 0, "--tba-activation-bytes SIZE"),
     ],
 )
@@ -270,10 +271,40 @@ def test_the_command_line_is_checked_before_training(
     assert figures(finished.stdout) == []
 
 
+@pytest.mark.parametrize("door", DOORS)
+def test_a_policy_that_does_not_fit_the_model_is_one_message(door: str, script: Path, tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("layers:\n- {match: 7, placement: keep}\n- {match: x, placement: keep}\n")
+    finished = run(*DOORS[door], str(script), "--tba-policy", str(policy), "--tba-directory", str(tmp_path))
+    assert finished.returncode == 1
+    assert figures(finished.stdout) == []
+    assert "Traceback" not in finished.stderr
+    said = finished.stderr[finished.stderr.index("tba-offload: rank 0 on ") :].splitlines()
+    assert [f"{policy}:{line}: the rule" in message for line, message in zip((2, 3), said, strict=True)] == [
+        True,
+        True,
+    ]
+
+
+def test_what_has_no_effect_is_told_once(script: Path, tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("layers: [{match: 2-9, placement: keep}]\nbudget: {objective: memory}\ndefault: auto\n")
+    flags = ("--tba-policy", str(policy), "--tba-placement", "offload", "--tba-store", "host")
+    finished = run("-m", "tba_offload", "launch", str(script), *flags)
+    assert finished.returncode == 0, finished.stderr  # the objective went with the placement
+    assert finished.stderr.count("NoEffectWarning") == 1
+    assert "the rule '2-9' (line 1) names layers that there are not: 3-9" in finished.stderr
+    assert finished.stderr.count("NothingSavedWarning") == 1
+
+
 def test_what_is_no_script_of_megatron_is_one_line(tmp_path: Path) -> None:
     finished = run("-m", "tba_offload", "launch", str(tmp_path / "none.py"))
     assert finished.returncode == 1
     assert finished.stderr.startswith("Error: there is no script")
+    finished = run("-m", "tba_offload.megatron.launch", str(tmp_path / "none.py"))
+    assert finished.returncode == 1
+    assert finished.stderr.startswith("tba-offload: there is no script")
+    assert len(finished.stderr.splitlines()) == 1
     alone = tmp_path / "alone.py"
     alone.write_text("raise SystemExit(7)\n")
     (tmp_path / "megatron").mkdir()  # hides that of the package, which has megatron.training from 0.19

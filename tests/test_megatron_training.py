@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from test_cli import environment
 
 from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig
 from tba_offload.errors import ConfigError, StoreError, TbaError, UnsupportedError
@@ -188,3 +191,41 @@ def test_a_run_that_goes_on_gets_a_run_log_of_its_own(as_rank: Callable[..., Non
 )
 def test_the_loss_of_a_step(losses: object, mean: float | None) -> None:
     assert training._mean_loss(losses) == mean
+
+
+FAILING = """
+import argparse, sys, types
+from datetime import timedelta
+import torch, torch.distributed as dist
+rank, place = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", f"file://{place}/init", timedelta(seconds=60), 2, rank)
+from tba_offload.megatron import training
+from tba_offload.megatron.arguments import add_arguments
+flags = add_arguments(argparse.ArgumentParser()).parse_args(["--tba-placement", "offload"])
+if rank == 1:
+    flags.tba_policy = f"{place}/gone.yaml"
+module = types.ModuleType("megatron.training.global_vars")
+module.get_args = lambda: flags
+sys.modules["megatron.training.global_vars"] = module
+sys.modules["megatron.training"] = types.ModuleType("megatron.training")
+training.attach_model([torch.nn.Linear(2, 2)])
+"""
+"""One of two ranks, of which the second cannot read its policy."""
+
+
+def test_all_ranks_end_with_one_message_where_one_of_them_fails(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FAILING]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path)], stderr=subprocess.PIPE, text=True, env=environment()
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=200)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1], said
+    assert "Traceback" not in "".join(said)
+    first, second = (next(line for line in text.splitlines() if "tba-offload" in line) for text in said)
+    assert first.startswith("tba-offload: rank 0 on ")
+    assert "could not start on rank 1 on " in first
+    assert second.startswith("tba-offload: rank 1 on ")
+    assert second.endswith("gone.yaml: cannot be read: No such file or directory")

@@ -699,6 +699,21 @@ def test_the_policy_file_asks_for_the_host_memory(run_log: Path, host_log: Path,
     assert "host_capacity: this is memory beside drives" in result.output
 
 
+def test_a_policy_that_was_not_planned_is_not_replaced(run_log: Path, tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("default: keep  # by hand\n")
+    arguments = ["plan", str(run_log), "-o", str(policy)]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 1
+    assert "policy.yaml: was not written by this command" in result.output
+    assert policy.read_text() == "default: keep  # by hand\n"
+    run_plan(run_log, "-o", policy, "--force")
+    planned = policy.read_text()
+    assert planned.startswith("# Written by tba-offload plan")
+    run_plan(run_log, "-o", policy)  # its own
+    assert policy.read_text() == planned
+
+
 # What a run log tells
 
 
@@ -737,7 +752,7 @@ def test_the_policy_file_reproduces_the_plan(run_log: Path, tmp_path: Path) -> N
     config = load_config(policy)
     with tba.attach(model, config, measure_memory=False) as session:
         assert [placement.value for placement in session.plan.placements] == found["plan"]["placements"]
-        assert session.plan.window == min(found["plan"]["window"], config.budget.activation_bytes or 0)
+        assert session.plan.window == found["plan"]["window"]
 
 
 def test_the_policy_of_one_stage_leaves_the_others_as_they_were(run_log: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tba_offload.errors import ConfigError
-from tba_offload.policy import LayerId, Placement, Policy, Rule
+from tba_offload.policy import LayerId, Placement, Policy, Rule, with_depths
 
 KEEP, OFFLOAD, RECOMPUTE, AUTO = Placement.KEEP, Placement.OFFLOAD, Placement.RECOMPUTE, Placement.AUTO
 
@@ -30,7 +30,7 @@ def policy(*rules: Rule) -> Policy:
 
 def matched(match: str, layers: list[LayerId]) -> list[int]:
     rule = Rule(match, KEEP)
-    return [index for index, layer in enumerate(layers) if rule.matches(layer)]
+    return [index for index, layer in enumerate(with_depths(layers, layers)) if rule.matches(layer)]
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,12 @@ def matched(match: str, layers: list[LayerId]) -> list[int]:
         ("decoder.layers.[0,2]", [0, 2]),
         ("decoder.layers.[!0-8]", [9]),
         ("*", list(range(24))),
+        ("last 1", [23]),
+        (" last  3 ", [21, 22, 23]),
+        ("0,last 2,last 1", [0, 22, 23]),
+        ("last 99", list(range(24))),
+        ("last", []),
+        ("last.3", []),
         ("layers.3", []),
         ("Decoder.layers.3", []),
     ],
@@ -60,6 +66,7 @@ def test_match(match: str, expected: list[int]) -> None:
 def test_numbers_within_a_stack() -> None:
     assert matched("encoder:0-1,3", encoder_and_decoder(4)) == [0, 1, 3]
     assert matched("decoder:2", encoder_and_decoder(4)) == [6]
+    assert matched("encoder:0,last 2", encoder_and_decoder(4)) == [0, 2, 3]
 
 
 def test_a_module_named_by_a_number_is_matched_by_number_or_bracket() -> None:
@@ -85,7 +92,11 @@ def test_a_huge_range_costs_nothing() -> None:
         ("", "a layer number is missing"),
         (" ", "a layer number is missing"),
         ("-", "'-' is not a layer number"),
-        ("-1", "'-1' is not a layer number"),
+        ("-1", "'-1' is not a layer number or a range, the layers at the end are 'last 1'"),
+        ("last 0", "'last 0' names no layer"),
+        ("last -1", "'last -1' is not a layer number"),
+        ("last 1-2", "'last 1-2' is not a layer number"),
+        ("last two", "unexpected ' '"),
         ("1--2", "'1--2' is not a layer number"),
         ("0,,2", "a layer number is missing"),
         ("0,", "a layer number is missing"),
@@ -153,6 +164,64 @@ def test_the_result_is_by_index_and_rules_are_judged_over_all_ranks() -> None:
     assert rules.resolve(stage, everywhere=decoder(8)) == {0: RECOMPUTE, 1: OFFLOAD}
     with pytest.raises(ConfigError, match="'0-1' matches no layer"):
         rules.resolve(stage)
+
+
+def test_the_last_layers_are_those_of_all_ranks() -> None:
+    rules = policy(Rule("last 2", KEEP))
+    assert rules.resolve(decoder(4), everywhere=decoder(8)) == dict.fromkeys(range(4), OFFLOAD)
+    assert rules.resolve(decoder(4, first=4), decoder(8)) == {0: OFFLOAD, 1: OFFLOAD, 2: KEEP, 3: KEEP}
+
+
+def test_the_last_layers_of_a_stack_of_unknown_depth() -> None:
+    with pytest.raises(ConfigError, match="'last 2' counts from the end of a stack whose depth is not known"):
+        policy(Rule("0,last 2", KEEP)).explain(LayerId(7, "layers.7"))
+
+
+def test_all_rules_that_take_no_effect_are_told_at_once() -> None:
+    rules = policy(Rule("0-3", KEEP, 3), Rule("9", KEEP, 4), Rule("1", AUTO, 5), Rule("x", KEEP, 6))
+    with pytest.raises(ConfigError) as caught:
+        rules.resolve(decoder(4))
+    assert [problem.line for problem in caught.value.problems] == [4, 5, 6]
+    assert [str(problem) for problem in rules.problems(decoder(4))] == str(caught.value).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("match", "missing"),
+    [
+        ("0-30", "24-30"),
+        ("20-99,100", "24-99,100"),
+        ("0,24,26", "24,26"),
+        ("1-999999999999", "24-999999999999"),
+        ("last 25", "last 25"),
+        ("0-23,last 24", None),
+        ("*", None),
+    ],
+)
+def test_numbers_of_layers_that_there_are_not(match: str, missing: str | None) -> None:
+    said = (
+        f"policy.yaml:3: the rule '{match}' (line 3) names layers that there are not: {missing}; the layers "
+        "are 0-23 (decoder.layers.0 ... decoder.layers.23)"
+    )
+    doubts = policy(Rule(match, KEEP, 3)).doubts(decoder(24))
+    assert doubts == ([] if missing is None else [said])
+
+
+def test_numbers_that_are_missing_in_a_stack_or_between_ranks() -> None:
+    (doubt,) = policy(Rule("decoder:1-2", KEEP)).doubts(encoder_and_decoder(2))
+    assert "there are not: 2; " in doubt
+    (doubt,) = policy(Rule("0-6", KEEP)).doubts(decoder(2) + decoder(2, first=4))
+    assert "there are not: 2-3,6; " in doubt
+    assert policy(Rule("9", KEEP)).doubts(decoder(2)) == []  # an error, not a doubt
+
+
+def test_without_a_model_rules_by_name_are_not_judged() -> None:
+    layers = [LayerId(number, "") for number in range(4)]
+    by_name = Rule("decoder.layers.?", AUTO, 3)
+    rules = policy(by_name, Rule("*", KEEP), Rule("9", RECOMPUTE, 5))
+    assert rules.unjudged(layers) == [by_name]
+    assert rules.placements(layers) == {AUTO, KEEP}
+    (problem,) = rules.problems(layers)
+    assert str(problem).endswith("'9' (line 5) matches no layer; the layers are 0-3")
 
 
 def test_layers_that_several_ranks_report_count_once() -> None:

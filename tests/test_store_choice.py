@@ -133,6 +133,8 @@ def test_every_drive_has_its_own_choice(
     kinds = iter(["gds", "file"])
     monkeypatch.setattr(choice, "choose", lambda *_, **__: choice.Choice(next(kinds), "it is", {}))
     directories = [tmp_path / "one", tmp_path / "two"]
+    for directory in directories:
+        directory.mkdir()
     with open_store(kind="auto", directories=directories, device=device) as store:
         parts: Any = store.description["stores"]
         assert [part["kind"] for part in parts] == ["gds", "file"]

@@ -12,9 +12,12 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,7 +32,7 @@ from tba_offload.errors import (
     StoreFullError,
 )
 from tba_offload.store import directory, open_store, posix
-from tba_offload.store.directory import RunFile, open_directory
+from tba_offload.store.directory import RunFile, check_directory, lies_in_memory, open_directory
 from tba_offload.store.file import FileStore
 
 if TYPE_CHECKING:
@@ -133,16 +136,46 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "neighbour").read_bytes() == b"untouched"
 
 
-def test_a_missing_directory_is_made_private(tmp_path: Path) -> None:
-    with FileStore(tmp_path / "a", device=CPU):
-        assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o700
+@pytest.fixture
+def on_a_mount() -> Iterator[Path]:
+    """A directory that does not exist, right below the root of a mounted file system."""
+    path = Path("/dev/shm") / f"tba-test-{uuid.uuid4().hex}"
+    yield path
+    if path.exists():
+        path.rmdir()
 
 
-def test_a_path_that_leads_nowhere_is_not_made(tmp_path: Path) -> None:
+def test_a_missing_directory_is_made_private_on_a_mounted_drive(on_a_mount: Path) -> None:
+    check_directory(str(on_a_mount))
+    assert not on_a_mount.exists()  # looking makes nothing
+    with FileStore(on_a_mount, device=CPU):
+        assert stat.S_IMODE(on_a_mount.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("path", ["offload", "drive/offload"])
+def test_a_directory_whose_drive_is_not_mounted_is_not_made(path: str, tmp_path: Path) -> None:
     """It is mistyped, or its drive is not mounted, and bytes would go to another one."""
-    with pytest.raises(StoreError, match="'drive' does not exist; create it, or mount its drive"):
-        FileStore(tmp_path / "drive" / "offload", device=CPU)
-    assert list(tmp_path.iterdir()) == []
+    missing, where = path.split("/", maxsplit=1)[0], tmp_path / path
+    for look in (partial(FileStore, device=CPU), lambda path: check_directory(str(path))):
+        with pytest.raises(StoreError) as caught:
+            look(where)
+        assert f"{missing!r} does not exist; mount its drive" in str(caught.value)
+        assert f"mkdir -p {where}" in str(caught.value)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_made_beside_the_root() -> None:
+    """The root is where a file system begins, too, but no drive for offloading."""
+    path = Path("/") / f"tba-test-{uuid.uuid4().hex}"
+    with pytest.raises(StoreError, match="mount its drive"):
+        FileStore(path, device=CPU)
+    assert not path.exists()
+
+
+def test_what_lies_in_memory_is_known_before_it_is_made(on_a_mount: Path, tmp_path: Path) -> None:
+    assert lies_in_memory(str(on_a_mount))
+    with patch.object(posix, "file_system_magic", return_value=0xEF53):
+        assert not lies_in_memory(str(tmp_path / "not" / "there"))
 
 
 def test_the_run_directory_is_private_while_it_exists(

@@ -339,6 +339,8 @@ def test_it_needs_a_store() -> None:
 
 def test_open_store_makes_one_file_a_directory(tmp_path: Path) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.mkdir()
     with open_store(directories=paths, capacity=8 << 20, device=CPU, checksum=True) as store:
         assert isinstance(store, StripedStore)
         assert [drive.description["directory"] for drive in store.stores] == [str(path) for path in paths]
@@ -358,6 +360,7 @@ def test_open_store_refuses_one_place_twice(tmp_path: Path) -> None:
 
 
 def test_open_store_leaves_nothing_open_when_a_directory_fails(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
     (tmp_path / "file").touch()
     before = descriptors()
     with pytest.raises(StoreError, match="not a directory"):

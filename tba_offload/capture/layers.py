@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from tba_offload.capture.recompute import torch_checkpoint
 from tba_offload.errors import UnsupportedError
-from tba_offload.policy import LayerId
+from tba_offload.policy import LayerId, with_depths
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -62,7 +63,8 @@ def find_layers(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
     """Finds the decoder or encoder layers of a model.
 
     They are the blocks of the ``ModuleList`` (or ``Sequential``) of equal blocks that holds the most
-    parameters, as in Megatron and Hugging Face models; other lists of the same kind of block count too.
+    parameters, as in Megatron and Hugging Face models; other lists of the same kind of block count too. They
+    are numbered through, but an encoder and a decoder are stacks that each count from 0.
 
     Args:
         model: A module, or the chunks of one in an interleaved pipeline.
@@ -80,12 +82,21 @@ def find_layers(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
             "name the layers: attach(model, config, layers=[...])"
         )
     kind = type(max((blocks for _, _, blocks in found), key=_parameter_count)[0])
+    lists = [each for each in found if type(each[2][0]) is kind]
+    stacks = [_stack_of(name) for _, name, _ in lists]
+    if None in stacks or len(set(stacks)) == 1:
+        stacks = [None] * len(lists)
     layers: list[Layer] = []
-    for chunk, name, blocks in found:
-        if type(blocks[0]) is kind:
-            for index, block in enumerate(blocks):
-                layers.append(Layer(LayerId(len(layers), f"{name}.{index}"), block, chunk))
-    return LayerStack(tuple(layers))
+    counts: dict[str | None, Iterator[int]] = {stack: itertools.count() for stack in stacks}
+    for stack, (chunk, name, blocks) in zip(stacks, lists, strict=True):
+        for index, block in enumerate(blocks):
+            layers.append(Layer(LayerId(next(counts[stack]), f"{name}.{index}", stack), block, chunk))
+    return LayerStack(_counted(layers))
+
+
+def _stack_of(name: str) -> str | None:
+    """Whether a list of blocks belongs to an encoder or to a decoder, by its name."""
+    return next((part for part in name.split(".") if part in {"encoder", "decoder"}), None)
 
 
 def explicit_layers(model: nn.Module | Sequence[nn.Module], modules: Sequence[nn.Module]) -> LayerStack:
@@ -105,7 +116,13 @@ def explicit_layers(model: nn.Module | Sequence[nn.Module], modules: Sequence[nn
         chunk, name = names[module]
         layers.append(Layer(LayerId(number, name or type(module).__name__), module, chunk))
     check_disjoint(layers)
-    return LayerStack(tuple(layers))
+    return LayerStack(_counted(layers))
+
+
+def _counted(layers: Sequence[Layer]) -> tuple[Layer, ...]:
+    """All layers of a model, each knowing how many there are."""
+    own = [layer.id for layer in layers]
+    return tuple(replace(layer, id=known) for layer, known in zip(layers, with_depths(own, own), strict=True))
 
 
 def check_disjoint(layers: Sequence[Layer]) -> None:

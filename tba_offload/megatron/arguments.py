@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.config import OffloadConfig, load_config, parse_size
-from tba_offload.errors import ConfigError
+from tba_offload.errors import ConfigError, StoreError
 from tba_offload.policy import Objective, Placement
 from tba_offload.store.base import KINDS
+from tba_offload.store.directory import check_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -156,7 +157,7 @@ def config_of(arguments: argparse.Namespace) -> OffloadConfig:
     """
     config = OffloadConfig() if arguments.tba_policy is None else load_config(Path(arguments.tba_policy))
     if arguments.tba_placement is not None:
-        config = dataclasses.replace(config, default=Placement(arguments.tba_placement))
+        config = _placed(config, Placement(arguments.tba_placement))
     budget = _given(
         activation_bytes=_size("--tba-activation-bytes", arguments.tba_activation_bytes),
         in_flight_bytes=_size("--tba-in-flight-bytes", arguments.tba_in_flight_bytes),
@@ -170,9 +171,20 @@ def config_of(arguments: argparse.Namespace) -> OffloadConfig:
     )
     return dataclasses.replace(
         config,
+        lines=None if budget else config.lines,  # what a flag says stands in no line of the file
         budget=dataclasses.replace(config.budget, **budget),
         store=dataclasses.replace(config.store, **store),
     )
+
+
+def check_directories(config: OffloadConfig) -> None:
+    """Checks that the store will find or make its directories on this node; none is made yet.
+
+    Raises:
+        StoreError: One is missing or cannot be reached.
+    """
+    for directory in config.store.directories:
+        check_directory(str(directory))
 
 
 def refuse_conflicts(arguments: argparse.Namespace) -> None:
@@ -208,14 +220,22 @@ def _check_when_read(parser: argparse.ArgumentParser) -> None:
         arguments, rest = parse(*args, **kwargs)
         if is_on(arguments):
             try:
-                config_of(arguments)
+                check_directories(config_of(arguments))
                 refuse_conflicts(arguments)
-            except ConfigError as error:
+            except (ConfigError, StoreError) as error:
                 # Not error(), which prints a usage of thousands of lines first.
                 parser.exit(2, f"{parser.prog}: error: {error}\n")
         return arguments, rest
 
     parser.parse_known_args = parse_and_check  # type: ignore[method-assign,assignment]
+
+
+def _placed(config: OffloadConfig, default: Placement) -> OffloadConfig:
+    """The configuration with another default; an objective of the file goes with the last ``auto``."""
+    config = dataclasses.replace(config, default=default)
+    if Placement.AUTO in {default, *(rule.placement for rule in config.layers)}:
+        return config
+    return dataclasses.replace(config, budget=dataclasses.replace(config.budget, objective=None))
 
 
 def _given(**values: object) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tba_offload.errors import ConfigError, MissingDependencyError
+from tba_offload.errors import ConfigError, MissingDependencyError, TbaError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,6 +36,18 @@ def launch(arguments: Sequence[str]) -> None:
             ``megatron.training``.
         UnsupportedError: ``--cpu`` where there is a GPU.
     """
+    run(prepare(arguments))
+
+
+def prepare(arguments: Sequence[str]) -> Path:
+    """Does everything of :func:`launch` except running the script.
+
+    Returns:
+        The script.
+
+    Raises:
+        TbaError: As :func:`launch`.
+    """
     on_cpu = list(arguments[:1]) == [CPU]
     path = enter(arguments[on_cpu:])
     if on_cpu:
@@ -52,7 +64,7 @@ def launch(arguments: Sequence[str]) -> None:
         raise MissingDependencyError(
             "megatron-core", f"{path.name}: megatron.training", extra="megatron"
         ) from error
-    run(path)
+    return path
 
 
 def enter(arguments: Sequence[str]) -> Path:
@@ -78,5 +90,14 @@ def run(script: Path) -> None:
     runpy.run_path(str(script), run_name="__main__")
 
 
+def main() -> None:
+    """Launches what the command line of this process says; what cannot be launched is one line."""
+    try:
+        script = prepare(sys.argv[1:])
+    except TbaError as error:
+        sys.exit(f"tba-offload: {error}")
+    run(script)
+
+
 if __name__ == "__main__":
-    launch(sys.argv[1:])
+    main()

@@ -15,7 +15,7 @@ from tba_offload.capture.hooks import set_aside
 from tba_offload.capture.layers import Layer, LayerStack
 from tba_offload.errors import UnsupportedError
 from tba_offload.megatron.recipes import fused_functions
-from tba_offload.policy import LayerId
+from tba_offload.policy import LayerId, with_depths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -90,7 +90,7 @@ def find_layers(model: nn.Module | Sequence[nn.Module]) -> list[Layer]:
 
 
 def shorten(layers: Sequence[LayerId], everywhere: Sequence[LayerId]) -> list[LayerId]:
-    """Leaves out the names of stacks where numbers say enough.
+    """Leaves out the names of stacks where numbers say enough, and counts their layers.
 
     Multi-token prediction counts on where the decoder ends; the stacks of T5 both count from 0.
 
@@ -102,8 +102,8 @@ def shorten(layers: Sequence[LayerId], everywhere: Sequence[LayerId]) -> list[La
     for layer in everywhere:
         stacks[layer.number].add(layer.stack)
     if any(len(names) > 1 for names in stacks.values()):
-        return list(layers)
-    return [replace(layer, stack=None) for layer in layers]
+        return with_depths(layers, everywhere)
+    return with_depths(*([replace(layer, stack=None) for layer in each] for each in (layers, everywhere)))
 
 
 def _identified(model: nn.Module | Sequence[nn.Module]) -> list[Layer]:

@@ -24,7 +24,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from tba_offload.config import OffloadConfig
+from tba_offload import effects
+from tba_offload.config import OffloadConfig, read_config
 from tba_offload.errors import ConfigError, TbaError, UnsupportedError
 from tba_offload.megatron.arguments import add_arguments, config_of, is_on
 from tba_offload.megatron.layers import find_stack
@@ -68,8 +69,8 @@ def attach_model(model: nn.Module | Sequence[nn.Module]) -> None:
         model: The chunks of this rank, as ``setup_model_and_optimizer`` returns them.
 
     Raises:
-        ConfigError: A rule takes no effect on any rank, or the ranks were given different policies.
-        StoreError: A directory cannot be used.
+        SystemExit: It cannot be attached on this rank or on another one; carries the message, so that the
+            process ends with it and not with a traceback.
     """
     from megatron.training.global_vars import get_args
 
@@ -80,7 +81,10 @@ def attach_model(model: nn.Module | Sequence[nn.Module]) -> None:
     if _session is not None:  # training was started anew in this process
         atexit.unregister(_session.close)
         _session.close()
-    _session, _chunks = open_session(chunks, arguments), chunks
+    try:
+        _session, _chunks = open_session(chunks, arguments), chunks
+    except TbaError as error:
+        raise SystemExit(f"tba-offload: rank {_rank()} on {socket.gethostname()}: {error}") from None
     atexit.register(_session.close)
 
 
@@ -140,9 +144,16 @@ def open_session(model: nn.Module | Sequence[nn.Module], arguments: argparse.Nam
         TbaError: It failed on another rank, which the message names.
         StoreError: A directory cannot be used.
     """
-    chunks, config = _as_list(model), config_of(arguments)
+    chunks = _as_list(model)
+    with _failing_together():
+        config = config_of(arguments)
+        find_stack(chunks)  # before other ranks wait for what this one finds
     stack = find_stack(chunks, _of_all_ranks)
     world = _world_of([layer.id for layer in stack.layers], config)
+    with _failing_together():
+        read_config(config, layers=world.layers)
+    if world.rank == 0:
+        effects.warn(config, world.layers, on_cpu=not _is_on_gpu(chunks), stacklevel=2)
     own = _patient(_config_of_rank(config, *_place_in_node()), arguments)
     run_log = _free_run_log(arguments.tba_run_log)
     with contextlib.ExitStack() as undo:
@@ -162,6 +173,10 @@ def open_session(model: nn.Module | Sequence[nn.Module], arguments: argparse.Nam
     if world.rank == 0:
         _print_plan(config.policy, world.layers)
     return session
+
+
+def _is_on_gpu(chunks: Sequence[nn.Module]) -> bool:
+    return any(parameter.is_cuda for chunk in chunks for parameter in chunk.parameters())
 
 
 def _as_list(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:

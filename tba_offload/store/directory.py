@@ -10,13 +10,18 @@ import errno
 import logging
 import os
 import secrets
+import shlex
 import stat
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 from tba_offload.errors import ShortTransferError, StoreError, StoreFullError
 from tba_offload.store import posix
 from tba_offload.store.extents import round_up
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +40,7 @@ class RunFile:
     blocks when the last descriptor is closed, however the process ends.
 
     Args:
-        directory: Where to create it; made if it is missing.
+        directory: Where to create it; made if it is missing and a drive is mounted right above it.
         capacity: The file never grows beyond this, bytes; ``None`` for no limit.
 
     Attributes:
@@ -178,14 +183,42 @@ def short_transfer(directory: str, verb: str, nbytes: int, offset: int, moved: i
     )
 
 
-def open_directory(path: str) -> int:
-    """Opens a directory; if only the last part of the path is missing, it is created with mode 0700.
+def check_directory(path: str) -> None:
+    """Checks that :func:`open_directory` would find or make a directory, and makes none.
 
-    More than that is not created: a path that leads nowhere is likely mistyped, or on a drive that is not
-    mounted.
+    Raises:
+        StoreError: It would not; the message says what to do.
+    """
+    os.close(_walk(path, _may_make))
+
+
+def lies_in_memory(path: str) -> bool:
+    """Whether a directory, or the place where it would be made, is on a file system in host memory."""
+    here = Path(path).expanduser().absolute()
+    while not here.is_dir() and here != here.parent:
+        here = here.parent
+    try:
+        fd = os.open(here, _SEARCH & ~os.O_NOFOLLOW)
+    except OSError:
+        return False  # what is wrong with it, opening the store says
+    try:
+        return posix.file_system_magic(fd) in posix.MEMORY_FILE_SYSTEMS
+    finally:
+        os.close(fd)
+
+
+def open_directory(path: str, *, make: bool = True) -> int:
+    """Opens a directory; if it is missing right below where a drive is mounted, it is made, with mode 0700.
+
+    Nothing else is made: a path that leads nowhere is likely mistyped, or on a drive that is not mounted, and
+    files would fill the disk of the system.
 
     Symbolic links are followed, except one that another user has put into a directory that everybody may
     write to.
+
+    Args:
+        path: The directory; ``~`` is expanded.
+        make: Whether it may be made.
 
     Returns:
         A descriptor that serves as ``dir_fd``.
@@ -195,6 +228,11 @@ def open_directory(path: str) -> int:
             too many.
         OSError: The directory cannot be reached or created.
     """
+    return _walk(path, _make if make else _refuse)
+
+
+def _walk(path: str, find_missing: Callable[[int, str, str], int]) -> int:
+    """Opens a directory step by step; what its last part is, where it is missing, ``find_missing`` says."""
     names = [*reversed(Path(path).expanduser().absolute().parts[1:])]
     here = os.open("/", _SEARCH)
     links = 0
@@ -202,7 +240,7 @@ def open_directory(path: str) -> int:
         while names:
             name = names.pop()
             try:
-                below = _enter(here, name, path, create=not names)
+                below = _enter(here, name, path, _refuse if names else find_missing)
             except NotADirectoryError:
                 links += 1
                 target = Path(_read_link(here, name, path, links))
@@ -218,17 +256,54 @@ def open_directory(path: str) -> int:
     return here
 
 
-def _enter(here: int, name: str, path: str, *, create: bool) -> int:
+def _enter(here: int, name: str, path: str, find_missing: Callable[[int, str, str], int]) -> int:
     try:
         return os.open(name, _SEARCH, dir_fd=here)
     except FileNotFoundError:
-        if not create:
-            raise StoreError(
-                errno.ENOENT, f"{name!r} does not exist; create it, or mount its drive", path
-            ) from None
-        with suppress(FileExistsError):  # another process may be faster
-            os.mkdir(name, 0o700, dir_fd=here)
-        return os.open(name, _SEARCH, dir_fd=here)
+        return find_missing(here, name, path)
+
+
+def _make(here: int, name: str, path: str) -> int:
+    """Makes a directory right below the root of a mounted drive, and opens it."""
+    os.close(_may_make(here, name, path))
+    with suppress(FileExistsError):  # another process may be faster
+        os.mkdir(name, 0o700, dir_fd=here)
+    return os.open(name, _SEARCH, dir_fd=here)
+
+
+def _may_make(here: int, name: str, path: str) -> int:
+    """The directory in which one may be made.
+
+    Raises:
+        StoreError: It may not.
+    """
+    if not _is_mount_point(here):
+        _refuse(here, name, path)
+    return os.dup(here)
+
+
+def _refuse(_here: int, name: str, path: str) -> NoReturn:
+    raise StoreError(
+        errno.ENOENT,
+        f"{name!r} does not exist; mount its drive, or, if the path is right, make it: "
+        f"mkdir -p {shlex.quote(path)}",
+        path,
+    ) from None
+
+
+def _is_mount_point(directory: int) -> bool:
+    """Whether a file system other than that of the directory above begins here; never true of the root."""
+    above = os.open("..", _SEARCH, dir_fd=directory)
+    try:
+        return _mount_of(directory) != _mount_of(above)
+    finally:
+        os.close(above)
+
+
+def _mount_of(fd: int) -> str:
+    """The kernel's number of a mount; unlike the device it also tells bind mounts apart."""
+    lines = Path(f"/proc/self/fdinfo/{fd}").read_text(encoding="ascii").splitlines()
+    return next(line for line in lines if line.startswith("mnt_id:"))
 
 
 def _read_link(here: int, name: str, path: str, links: int) -> str:

@@ -1,0 +1,87 @@
+"""Settings that are legal and do not do what they seem to: no layer obeys them, or no memory is saved.
+
+What can never be right is an error, see :meth:`tba_offload.config.OffloadConfig.problems`. What may be meant,
+as one policy file for models of several depths or one for several machines, is a warning, and stands here.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from typing import TYPE_CHECKING
+
+from tba_offload.config import format_size
+from tba_offload.errors import NoEffectWarning, NothingSavedWarning
+from tba_offload.policy import Placement
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tba_offload.config import OffloadConfig
+    from tba_offload.policy import LayerId
+
+_STAYS = frozenset({Placement.KEEP, Placement.RECOMPUTE})
+"""Placements with which no byte of a layer is ever in flight."""
+
+
+def doubts(config: OffloadConfig, layers: Sequence[LayerId]) -> list[str]:
+    """What has no effect on these layers, or less than it seems to.
+
+    Args:
+        config: A configuration without problems.
+        layers: The layers of all ranks.
+    """
+    found = config.policy.doubts(layers)
+    if (why := _why_no_budget(config, config.policy.placements(layers))) is not None:
+        found.append(str(config.error_at(("budget", "activation_bytes"), why)))
+    return found
+
+
+def _why_no_budget(config: OffloadConfig, placements: set[Placement]) -> str | None:
+    """Why the budget of activations limits nothing; ``None`` if it does, or there is none."""
+    budget, window = config.budget.limits
+    if budget is None or Placement.AUTO in placements:
+        return None
+    if placements <= _STAYS:
+        return (
+            "nothing keeps to it: every layer is placed keep or recompute; place layers auto, or offload, or "
+            "remove it"
+        )
+    if window is None or budget < window or config.on_slow == "keep":
+        return None
+    return (
+        "it limits nothing: no layer is placed auto, and for the others it is a limit of the bytes in "
+        f"flight, of which in_flight_bytes allows {format_size(window)} at most; place layers auto, or "
+        "remove it"
+    )
+
+
+def saves_nothing(config: OffloadConfig) -> str | None:
+    """Why offloading frees no memory of a model on the CPU; ``None`` if it does."""
+    from tba_offload.store.directory import lies_in_memory
+
+    remedy = "name a directory on a drive"
+    if config.store.kind == "host":
+        return f"kind: host moves activations from host memory to host memory; {remedy}, with kind: file"
+    for directory in config.store.directories or (tempfile.gettempdir(),):
+        if lies_in_memory(str(directory)):
+            return f"{directory} lies in host memory; {remedy}"
+    if config.store.host_capacity is not None:
+        return "host_capacity takes host memory for what the drives have no time for; remove it"
+    return None
+
+
+def warn(config: OffloadConfig, layers: Sequence[LayerId], *, on_cpu: bool, stacklevel: int) -> None:
+    """Warns of everything that has no effect, each once.
+
+    Args:
+        config: A configuration without problems.
+        layers: The layers of all ranks.
+        on_cpu: Whether the model lies in host memory.
+        stacklevel: Whose line the warnings name; 1 for that of the caller.
+    """
+    for doubt in doubts(config, layers):
+        warnings.warn(doubt, NoEffectWarning, stacklevel=stacklevel + 1)
+    if on_cpu and (why := saves_nothing(config)) is not None:
+        message = f"the model is on the CPU, so that offloading saves less than it seems to: {why}"
+        warnings.warn(message, NothingSavedWarning, stacklevel=stacklevel + 1)

@@ -1,0 +1,138 @@
+"""``tba-offload check``: a policy is judged by a number of layers, without a model and without torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from test_architecture import OPTIONAL, run_without
+
+from tba_offload import cli
+
+EXAMPLES = Path(__file__).parents[1] / "examples" / "policies"
+POLICY = """\
+default: offload
+layers:
+  - match: "0-3"
+    placement: recompute
+  - match: "last 2"
+    placement: keep
+"""
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    path = tmp_path / "policy.yaml"
+    path.write_text(POLICY)
+    return path
+
+
+def check(*arguments: object) -> Result:
+    return CliRunner().invoke(cli.main, ["check", *map(str, arguments)])
+
+
+def test_every_layer_is_told_with_its_rule(policy: Path) -> None:
+    result = check(policy, "--layers", 24)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert [line.split(maxsplit=2) for line in result.stdout.splitlines()] == [
+        ["0-3", "recompute", "rule '0-3' (line 3)"],
+        ["4-21", "offload", "default"],
+        ["22-23", "keep", "rule 'last 2' (line 5)"],
+    ]
+
+
+def test_json_is_one_object_and_nothing_else(policy: Path) -> None:
+    policy.write_text(POLICY.replace("last 2", "5"))
+    document = json.loads(check(policy, "--layers", "6", "--json").stdout)
+    assert document["layers"] == [
+        {"layers": "0-3", "placement": "recompute", "why": "rule '0-3' (line 3)"},
+        {"layers": "4", "placement": "offload", "why": "default"},
+        {"layers": "5", "placement": "keep", "why": "rule '5' (line 5)"},
+    ]
+    assert (document["problems"], document["warnings"], document["not_judged"]) == ([], [], [])
+
+
+def test_everything_wrong_is_told_by_line(policy: Path) -> None:
+    policy.write_text(POLICY.replace("last 2", "30") + "on_full: drop\nbudget: {activation: 1GiB}\n")
+    result = check(policy, "--layers", 24)
+    assert (result.exit_code, result.stdout) == (1, "")
+    messages = result.stderr.splitlines()
+    assert [message.split(": ")[1] for message in messages] == [f"{policy}:{line}" for line in (5, 7, 8)]
+    assert "the rule '30' (line 5) matches no layer; the layers are 0-23" in messages[0]
+    result = check(policy, "--layers", 24, "--json")
+    assert result.exit_code == 1
+    problems = json.loads(result.stdout)["problems"]
+    assert [(problem["line"], f"Error: {problem['message']}") for problem in problems] == [
+        *zip((5, 7, 8), messages, strict=True)
+    ]
+
+
+def test_what_has_no_effect_is_a_warning(policy: Path) -> None:
+    policy.write_text(POLICY.replace("0-3", "0-3,50") + "budget: {activation_bytes: 2GiB}\n")
+    result = check(policy, "--layers", 24)
+    assert result.exit_code == 0
+    rule, budget = result.stderr.splitlines()
+    assert rule.startswith(
+        f"Warning: {policy}:3: the rule '0-3,50' (line 3) names layers that there are not: 50"
+    )
+    assert budget.startswith(f"Warning: {policy}:7: budget.activation_bytes: it limits nothing")
+    assert len(json.loads(check(policy, "--layers", 24, "--json").stdout)["warnings"]) == 2
+
+
+def test_rules_by_name_wait_for_the_model(policy: Path) -> None:
+    policy.write_text(POLICY.replace("0-3", "model.layers.?") + "budget: {objective: memory}\n")
+    result = check(policy, "--layers", 24)
+    assert result.exit_code == 1
+    assert "budget.objective" in result.stderr
+    policy.write_text(policy.read_text().replace("recompute", "auto"))  # the planner may have a layer
+    result = check(policy, "--layers", 24)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "only the model has names: the rule 'model.layers.?' (line 3)" in result.stdout
+
+
+def test_of_several_stacks_each_has_its_number() -> None:
+    path = EXAMPLES / "encoder_decoder.yaml"
+    result = check(path, "--layers", "encoder:12", "--layers", "decoder:6")
+    assert result.exit_code == 0
+    words = [line.split()[:2] for line in result.stdout.splitlines()]
+    assert words == [
+        ["encoder:0-1", "recompute"],
+        ["encoder:2-11", "offload"],
+        ["decoder:0-3", "offload"],
+        ["decoder:4-5", "keep"],
+    ]
+    assert check(path, "--layers", "12").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    "name", sorted(path.stem for path in EXAMPLES.glob("*.yaml") if path.stem != "encoder_decoder")
+)
+@pytest.mark.parametrize("layers", [4, 12, 96])
+def test_the_examples_fit_any_depth(name: str, layers: int) -> None:
+    result = check(EXAMPLES / f"{name}.yaml", "--layers", layers)
+    assert (result.exit_code, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([], "Missing option '--layers'"),
+        (["0"], "'0' is no number of layers"),
+        (["many"], "'many' is no number of layers"),
+        (["encoder:12", "encoder:12"], "each needs a name of its own"),
+        (["12", "decoder:12"], "each needs a name of its own"),
+    ],
+)
+def test_a_wrong_command_line_has_exit_status_2(layers: list[str], message: str, policy: Path) -> None:
+    result = check(policy, *(word for number in layers for word in ("--layers", number)))
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_it_needs_no_torch(policy: Path) -> None:
+    code = f"from tba_offload.cli import main\nmain(['check', {str(policy)!r}, '--layers', '24'])"
+    done = run_without(OPTIONAL | {"torch", "numpy"}, code)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "22-23" in done.stdout
