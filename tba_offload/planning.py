@@ -70,8 +70,9 @@ _CLOSELY = 16
 _EXCURSIONS = (6, 12, 64)
 """Behind these steps, and later whenever the last has passed again, one step tries what the plan does not."""
 
-_LOOKS = (Placement.OFFLOAD, Placement.RECOMPUTE, Placement.SELECTIVE)
-"""What is tried then, if the plan has none of it."""
+_LOOKS = (Placement.OFFLOAD, Placement.KEEP, Placement.RECOMPUTE, Placement.SELECTIVE)
+"""What is tried then, if the plan has none of it. Keep is among them because plans without a budget are held to
+its time."""
 
 _TURN = 8
 """Later every so many steps are, and whatever surprises. Ranks that share layers agree behind these, the

@@ -333,7 +333,8 @@ def test_an_excursion_does_not_try_to_rebuild_where_nothing_is_rebuilt() -> None
     profile = single(profile_by_hand(OFFLOAD, SELECTIVE, RECOMPUTE, rebuilt=()))
     known = dataclasses.replace(profile, timings=({OFFLOAD: profile.timings[0][OFFLOAD]},))
     planner.not_recomputed = frozenset({0})
-    assert planner._excursion(known, Bandwidth(100, 100), Plan((OFFLOAD,))).placements == (OFFLOAD,)
+    assert planner._excursion(known, Bandwidth(100, 100), Plan((OFFLOAD,))).placements == (KEEP,)
+    assert planner._excursion(known, Bandwidth(100, 100), Plan((KEEP,))).placements == (OFFLOAD,)
 
 
 @pytest.mark.parametrize(

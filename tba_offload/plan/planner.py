@@ -43,6 +43,10 @@ TRAVELS = frozenset({OFFLOAD, RECOMPUTE_OFFLOAD, SELECTIVE})
 NO_STALL = 0.01
 """Waiting for less than this share of the step, rebuilding included, counts as not waiting."""
 
+NO_SLOWER = 0.02
+"""A plan for memory may take this share of a step longer than keeping everything: less is within what equal
+steps differ by, and is no reason to change a plan either (``WORTH_IT`` of the planner between steps)."""
+
 LEAST_FREED = 1 / 8
 """Where memory is wanted first, freeing less than this share of what could be freed counts as freeing none:
 a drive that slow had better be left alone. A plan in force stays until it is half of that."""
@@ -390,7 +394,7 @@ class _Search:
         best = min((found, *others), key=_score_of)
         if self.drive != self.terms.drive:
             best = self._sound(best)
-        if self.hardly_frees(best.outcome, LEAST_FREED):
+        if self.hardly_frees(best.outcome, LEAST_FREED) or self._is_needlessly_slow(best.plan):
             best = self._play(self._kept())
         return self.predicted(best.plan)
 
@@ -418,6 +422,27 @@ class _Search:
             return False
         return self.peak_if_kept - outcome.peak_bytes < share * (self.peak_if_kept - self._least_peak)
 
+    def _is_needlessly_slow(self, plan: Plan) -> bool:
+        """Whether memory is wanted first, there is room for everything, and keeping it would be faster."""
+        if self.terms.objective is not Objective.MEMORY or self.peak_if_kept > self.limits.planned:
+            return False
+        return self._slower(simulate(self.profile, plan, self.terms.drive)) > 0
+
+    def _slower(self, outcome: Outcome) -> float:
+        """The share by which a step takes longer than it may where memory is wanted first.
+
+        A layer that offloads computes for longer than one that keeps, although nothing waits: hooks take the
+        thread that trains, and transfers take cores and memory bandwidth. Where no layer was ever kept, the
+        profile takes both to be equal, and only waits count.
+        """
+        allowed = (1 + NO_SLOWER) * self._seconds_if_kept
+        return max(outcome.seconds / allowed - 1, 0.0) if allowed else 0.0
+
+    @functools.cached_property
+    def _seconds_if_kept(self) -> float:
+        """The step time if all layers are kept that may be, on the drive as it is."""
+        return simulate(self.profile, self._kept(), self.terms.drive).seconds
+
     @functools.cached_property
     def peak_if_kept(self) -> int:
         """The peak if all layers are kept that may be."""
@@ -439,7 +464,8 @@ class _Search:
         # What is rebuilt spares the drive, so that more can travel; but who waits for it waits.
         lost = outcome.stall_seconds + outcome.rebuild_seconds
         waits = max(lost / outcome.seconds - NO_STALL, 0.0) if outcome.seconds else 0.0
-        return self._excess(outcome), waits, outcome.peak_bytes, outcome.written_bytes, outcome.seconds
+        cost = max(waits, self._slower(outcome))
+        return self._excess(outcome), cost, outcome.peak_bytes, outcome.written_bytes, outcome.seconds
 
     def _score_endurance(self, outcome: Outcome) -> Score:
         return self._excess(outcome), outcome.written_bytes, outcome.seconds
