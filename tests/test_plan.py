@@ -586,7 +586,7 @@ def test_without_a_budget_nothing_waits_and_nothing_is_recomputed(
 
 
 def with_cost(profile: StepProfile, share: float) -> StepProfile:
-    """The same step, but layers that offload compute for longer by a share: hooks, transfers' share of cores."""
+    """The same step, but layers that offload compute for longer by a share: for hooks and transfers."""
     (timing,) = profile.timings
     offloaded = Timing(*((1 + share) * seconds for seconds in timing[KEEP]))
     return dataclasses.replace(profile, timings=({**timing, OFFLOAD: offloaded},))
@@ -1015,8 +1015,8 @@ def test_a_plan_says_what_is_rebuilt_and_why() -> None:
     profile = rebuilding(make_profile(2), seconds=0.002)
     plan = dataclasses.replace(all_of(profile, SELECTIVE), kept=(frozenset({0}), frozenset()))
     said = [explain(profile, plan, Bandwidth(MIB, 2 * MIB), layer) for layer in range(2)]
-    begins = "2.0 ms of compute spare the drive 6000.0 ms for 4.0 MiB; "
-    assert said == [f"{begins}6.0 MiB travel", f"{begins}8.0 MiB travel"]
+    begins = "2.0 ms of compute spare the drive 6000.0 ms for 4.00 MiB; "
+    assert said == [f"{begins}6.00 MiB travel", f"{begins}8.00 MiB travel"]
 
 
 def test_single_activations_stay_of_layers_that_are_rebuilt_in_part() -> None:

@@ -25,6 +25,7 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tba_offload.formatting import readable_size
 from tba_offload.plan.condense import condensed, count_items, with_few_micro_batches
 from tba_offload.plan.plan import Part, Plan
 from tba_offload.plan.simulator import Outcome, simulate
@@ -281,29 +282,34 @@ def explain(profile: StepProfile, plan: Plan, drive: Bandwidth, layer: int) -> s
     """Why a plan places a layer as it does, in one line."""
     kind, placement = profile.kind_of(layer), plan.placements[layer]
     moved = kind.nbytes - plan.staying_bytes(layer, kind)
-    seconds = moved / drive.write + moved / drive.read
-    size = f"{kind.nbytes / 2**20:.1f} MiB"
-    again = profile.timing(layer, RECOMPUTE).backward - profile.timing(layer, KEEP).backward
+    size, travel = readable_size(kind.nbytes), _milliseconds(moved / drive.write + moved / drive.read)
+    kept = profile.timing(layer, KEEP)
+    again = _milliseconds(profile.timing(layer, RECOMPUTE).backward - kept.backward)
     if placement is SELECTIVE:
         return _explain_selective(profile, drive, layer, moved)
     if placement is KEEP:
-        return f"{size} have room, and need no {seconds * 1e3:.1f} ms of the drive"
+        cost = _milliseconds(profile.timing(layer, OFFLOAD).whole - kept.whole)
+        return f"{size} have room; offloading takes {travel} of the drive and {cost} more compute"
     if placement is RECOMPUTE:
-        return f"{again * 1e3:.1f} ms of compute spare the drive {seconds * 1e3:.1f} ms for {size}"
+        return f"{again} of compute spare the drive {travel} for {size}"
     if placement is RECOMPUTE_OFFLOAD:
-        travels = f"{kind.input_bytes / 2**20:.1f} MiB travel instead of {size}"
-        return f"{again * 1e3:.1f} ms of compute, and {travels}"
-    what = f"{moved / 2**20:.1f} of {size}" if moved < kind.nbytes else size
-    return f"{what} are {seconds * 1e3:.1f} ms of the drive, and recomputing {again * 1e3:.1f} ms of compute"
+        return f"{again} of compute, and {readable_size(kind.input_bytes)} travel instead of {size}"
+    what = f"{readable_size(moved)} of {size}" if moved < kind.nbytes else size
+    return f"{what} take {travel} of the drive, and recomputing takes {again} of compute"
 
 
 def _explain_selective(profile: StepProfile, drive: Bandwidth, layer: int, moved: int) -> str:
     kind = profile.kind_of(layer)
-    seconds = kind.rebuilt_bytes / drive.write + kind.rebuilt_bytes / drive.read
+    spared = _milliseconds(kind.rebuilt_bytes / drive.write + kind.rebuilt_bytes / drive.read)
     again = profile.timing(layer, SELECTIVE).whole - profile.timing(layer, OFFLOAD).whole
-    rebuilt, rest = (f"{nbytes / 2**20:.1f}" for nbytes in (kind.rebuilt_bytes, moved - kind.rebuilt_bytes))
-    compute = f"{max(again, 0.0) * 1e3:.1f} ms of compute"
-    return f"{compute} spare the drive {seconds * 1e3:.1f} ms for {rebuilt} MiB; {rest} MiB travel"
+    rebuilt, rest = readable_size(kind.rebuilt_bytes), readable_size(moved - kind.rebuilt_bytes)
+    return (
+        f"{_milliseconds(max(again, 0.0))} of compute spare the drive {spared} for {rebuilt}; {rest} travel"
+    )
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
 
 
 @dataclass(frozen=True, slots=True)
