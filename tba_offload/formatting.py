@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 _BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_RATES = {"B/s": 1, "KB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
 _NUMBER = re.compile(r"(?P<before>.*?)(?P<number>\d+)(?P<after>\D*)", re.DOTALL)
 """A module name with the last number in it, which is that of the layer."""
 
@@ -54,7 +55,8 @@ def readable_size(nbytes: float) -> str:
 
 def readable_rate(bytes_per_second: float) -> str:
     """A bandwidth for people, in powers of 1000 as those of drives are given: ``1.48 GB/s``."""
-    return f"{bytes_per_second / 1e9:.2f} GB/s"
+    name, size = scale(bytes_per_second, _RATES)
+    return f"{significant(bytes_per_second / size)} {name}"
 
 
 # Layers

@@ -176,8 +176,8 @@ class _Frontier:
         if self._report.title:
             lines = textwrap.fill(self._report.title, 100)
             self._axes.set_title(lines, loc="left", fontsize=9, color="#555555")
-        self._axes.set_xlim(0, 1.1 * self._peaks.max())
-        self._axes.set_ylim(0, 1.15 * self._seconds.max())
+        self._axes.set_xlim(0, 1.1 * (self._peaks.max() or 1.0))
+        self._axes.set_ylim(0, 1.15 * (self._seconds.max() or 1.0))
         self._axes.set_xlabel(f"Activation peak ({self._unit})")
         self._axes.set_ylabel("Step time (s)")
 

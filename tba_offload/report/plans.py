@@ -193,7 +193,7 @@ def plan_table(report: PlanReport) -> FittedTable:
     firsts = [group.first for group in groups]
     columns = [
         Column("Layers", tuple(group.numbers for group in groups), "left"),
-        Column("Name", tuple(group.name for group in groups), "left", rank=2, gives_way="shortened"),
+        Column("Name", tuple(group.name for group in groups), "left", rank=2),
         Column("Placement", tuple(report.placements[first] for first in firsts), "left"),
         Column("Why", tuple(report.whys[first] for first in firsts), "left", rank=1, gives_way="wrapped"),
     ]

@@ -186,8 +186,9 @@ def show(*parts: FittedTable | str) -> None:
     from rich.text import Text
 
     console = Console()
-    for part in parts:
+    for place, part in enumerate(parts):
         if console.is_terminal:
-            console.print(Text(part) if isinstance(part, str) else Padding(part, (1, 0)))
+            space = (1 if place else 0, 0, 1, 0)
+            console.print(Text(part) if isinstance(part, str) else Padding(part, space))
         else:
             sys.stdout.write(f"{part if isinstance(part, str) else part.markdown()}\n")
