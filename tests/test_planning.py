@@ -836,7 +836,7 @@ def test_the_table_says_why(run_log: Path, tmp_path: Path) -> None:
     assert "8 layers; the drives write" in output
     assert re.search(r"measured: the store wrote [\d.]+ [MG]B/s \(± \d+%\) and read \d", output)
     place = r"(back|for)ward of layer \d \(layers\.\d\), micro-batch \d"
-    assert re.search(rf"predicted: peak \d+\.\d+ MiB in {place}, step", output)
+    assert re.search(rf"predicted: peak [\d.]+ [KM]iB in {place}, step", output)
     assert "The best plan for each budget" in output
     assert re.search(r"[KM]iB have room|of the drive, and recomputing", output)
     assert picture.read_bytes().startswith(b"<?xml")
