@@ -600,7 +600,10 @@ class AutoPlanner:
     def _check_budget(self, plan: Plan) -> None:
         budget, peak = self.limits.budget, plan.prediction.peak_bytes if plan.prediction is not None else 0
         if budget is not None and peak > budget:
-            self._warn(f"the budget of {budget} bytes cannot be met: the lowest peak found is {peak} bytes")
+            lowest = readable_size(peak)
+            self._warn(
+                f"the budget of {readable_size(budget)} cannot be met: the lowest peak found is {lowest}"
+            )
 
     def _with_rest(
         self, profile: StepProfile, plan: Plan, drive: Bandwidth, record: StepRecord

@@ -1076,7 +1076,7 @@ def test_a_budget_that_cannot_be_met_is_told_once_and_planned_for_now_and_then()
         mock.patch("tba_offload.planning.make_plan", side_effect=make_plan) as planned,
         # Nor is there another reason to plan: the moods of the machine are none here.
         mock.patch.multiple("tba_offload.planning", _drifted=never, _differ=never),
-        pytest.warns(RuntimeWarning, match="the budget of 102400 bytes cannot be met") as told,
+        pytest.warns(RuntimeWarning, match="the budget of 100 KiB cannot be met") as told,
     ):
         train(model, session, steps=24)
     assert 2 <= planned.call_count <= 6

@@ -141,6 +141,24 @@ def test_steps_that_measured_memory_do_not_count_for_the_time_if_there_are_other
     assert rok.point(run([1, 1, 9, 3, 5, 9], peaks=[7] * 6)).step_seconds == 7
 
 
+def test_steps_without_an_update_count_in_nothing() -> None:
+    log = run([9, 9, 1.0, 5.0, 1.0], peaks=[GIB, GIB, GIB, 9 * GIB, GIB])
+    steps = [replace(step, skipped=step.step == 3) for step in log.steps]
+    point = rok.point(replace(log, steps=tuple(steps)))
+    assert (point.steps, point.step_seconds, point.activation_peak_bytes) == (2, 1.0, GIB)
+    nothing = replace(log, steps=tuple(replace(step, skipped=True) for step in log.steps))
+    with pytest.raises(
+        RunLogError, match="5 steps, and none is left after 2 of warm-up and 3 without an update"
+    ):
+        rok.point(nothing)
+
+
+def test_gradients_that_are_counted_apart_are_no_doubt() -> None:
+    apart = run([1.0] * 4, gradients_allocated=False, gradient_bytes=GIB)
+    assert rok.point(apart).gradients_allocated
+    assert not rok.point(run([1.0] * 4, gradients_allocated=False)).gradients_allocated
+
+
 def test_an_activation_peak_must_have_been_measured() -> None:
     assert rok.point(run([1, 1, 1], peaks=[9, None, 7])).activation_peak_bytes == 7
     with pytest.raises(RunLogError, match="no activation peak was measured in the 2 counted steps"):

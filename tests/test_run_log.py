@@ -238,6 +238,17 @@ def test_a_directory_in_place_of_the_file_is_an_error(tmp_path: Path) -> None:
         RunLogWriter(tmp_path, HEADER)
 
 
+def test_a_step_of_an_older_version_has_what_it_did_not_write(tmp_path: Path) -> None:
+    path = write_log(tmp_path / "run.jsonl", RECORD)
+    header, step = map(json.loads, path.read_text().splitlines())
+    for name in ("skipped", "optimizer_seconds", "gradient_bytes", "state_bytes"):
+        del step[name]
+    path.write_text(f"{json.dumps(header)}\n{json.dumps(step)}\n")
+    (found,) = read_run_log(path).steps
+    assert found.skipped is False
+    assert (found.optimizer_seconds, found.gradient_bytes, found.state_bytes) == (None, None, None)
+
+
 @pytest.mark.parametrize("refused", ["not empty", "no room"])
 def test_no_descriptor_is_left_open_after_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str

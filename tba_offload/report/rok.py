@@ -53,8 +53,8 @@ class RokPoint:
         steps: How many times were counted.
         source: The run log.
         peak_source: How the activation peak was measured; None where the log does not say.
-        gradients_allocated: Whether, in every counted step, gradients existed before the base was read. If
-            not, their memory is part of the peak.
+        gradients_allocated: Whether, in every counted step, gradients existed before the base was read, or
+            their memory was counted apart. If not, it is part of the peak.
         model: The model, its batch size left out, as JSON: equal where runs can be compared.
         hardware: The machine as JSON, likewise.
     """
@@ -115,7 +115,8 @@ def point(run_log: RunLog, *, warmup: int | None = None, unit: Unit | None = Non
     The first steps are skipped: caches, the allocator and the plan are still warming up. Of the others, the
     activation peak is the *largest* (that is what has to fit in memory), and the throughput comes from the
     *median* step time (one hiccup of the machine must not count). If memory was measured in some of them
-    only, the times come from the others: measuring may cost time.
+    only, the times come from the others: measuring may cost time. Steps whose gradients were dropped without
+    an update, as by a gradient scaler, count in neither.
 
     Args:
         run_log: The run.
@@ -147,7 +148,9 @@ def point(run_log: RunLog, *, warmup: int | None = None, unit: Unit | None = Non
         steps=len(timed),
         source=str(run_log.path),
         peak_source=peak_source,
-        gradients_allocated=all(step.gradients_allocated for step in steps),
+        gradients_allocated=all(
+            step.gradients_allocated or step.gradient_bytes is not None for step in steps
+        ),
         model=_canonical({key: value for key, value in header.model.items() if key != "batch_size"}),
         hardware=_canonical(header.hardware),
     )
@@ -167,10 +170,12 @@ def _counted(run_log: RunLog, warmup: int | None) -> Sequence[StepRecord]:
     if warmup is not None and warmup < 0:
         raise ConfigError(f"warmup must be 0 or more steps, and is {warmup}")
     total = len(run_log.steps)
-    skipped = warmup if warmup is not None else _default_warmup(total)
-    steps = run_log.steps[skipped:]
+    warmup = warmup if warmup is not None else _default_warmup(total)
+    late = run_log.steps[warmup:]
+    steps = [step for step in late if not step.skipped]
     if not steps:
-        raise RunLogError(f"{run_log.path}: {total} steps, and none is left after {skipped} of warm-up")
+        why = f"after {warmup} of warm-up" + (f" and {len(late)} without an update" if late else "")
+        raise RunLogError(f"{run_log.path}: {total} steps, and none is left {why}")
     for step in steps:
         if not 0 < step.seconds < math.inf:
             raise RunLogError(
