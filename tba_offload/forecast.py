@@ -173,7 +173,7 @@ class Situation:
         return frontier(self.profile, self.drive, self._policy, window=self.window, objective=objective)
 
     def plan(self, budget: int | None, objective: Objective | None = None) -> Plan:
-        """The best plan for a budget in bytes; without one the lowest peak at which nothing waits."""
+        """The best plan for a budget in bytes; without one the lowest peak that takes no longer than keep."""
         return make_plan(
             self.profile,
             self.drive,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -180,15 +181,15 @@ def _padded(cells: Sequence[str], column: Column, width: int) -> list[str]:
 
 
 def show(*parts: FittedTable | str) -> None:
-    """Prints tables and lines: fitted to a terminal, as Markdown elsewhere."""
+    """Prints tables and lines, tables between empty lines: fitted to a terminal, as Markdown elsewhere."""
     from rich.console import Console
-    from rich.padding import Padding
     from rich.text import Text
 
     console = Console()
-    for place, part in enumerate(parts):
+    for before, part in pairwise([None, *parts]):
+        if before is not None and FittedTable in {type(before), type(part)}:
+            sys.stdout.write("\n")
         if console.is_terminal:
-            space = (1 if place else 0, 0, 1, 0)
-            console.print(Text(part) if isinstance(part, str) else Padding(part, space))
+            console.print(Text(part) if isinstance(part, str) else part)
         else:
-            sys.stdout.write(f"{part if isinstance(part, str) else part.markdown()}\n")
+            sys.stdout.write(f"{part}\n" if isinstance(part, str) else part.markdown())
