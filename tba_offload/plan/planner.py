@@ -12,9 +12,9 @@ that are offloaded beside them. After that single layers change their placement 
 last single activations stay where the budget has room.
 
 Where memory is wanted first, the window comes before all that: one that is large enough for the whole step
-frees nothing. Nor may a step take longer than if everything was kept, as far as that was measured: not only waits
-count, but also what hooks and transfers take from compute. And if what is found frees hardly anything, everything
-is kept.
+frees nothing. Nor may a step take longer than if everything was kept, as far as that was measured: not only
+waits count, but also what hooks and transfers take from compute. And if what is found frees hardly anything,
+everything is kept.
 
 A step with very many activations is planned on a condensed profile, and the plan made exact on the whole one.
 """
@@ -196,8 +196,8 @@ def make_plan(
     Args:
         profile: The step.
         drive: How fast offloaded bytes travel.
-        limits: What the plan must keep to. If none does, it is the one with the lowest peak that is as fast as
-            keeping everything.
+        limits: What the plan must keep to. Without a budget it is the one with the lowest peak that is as fast
+            as keeping everything.
         policy: For each layer, what the user wants; the planner decides on those that are ``auto``.
         objective: What is wanted; by default ``time`` where there is a budget and ``memory`` elsewhere.
         whole_layers: Whether all activations of a layer get the same placement, as in a policy file.
