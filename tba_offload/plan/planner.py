@@ -196,8 +196,8 @@ def make_plan(
     Args:
         profile: The step.
         drive: How fast offloaded bytes travel.
-        limits: What the plan must keep to. Without a budget it is the one with the lowest peak that is as fast
-            as keeping everything.
+        limits: What the plan must keep to. Without a budget it is the one with the lowest peak that is as
+            fast as keeping everything.
         policy: For each layer, what the user wants; the planner decides on those that are ``auto``.
         objective: What is wanted; by default ``time`` where there is a budget and ``memory`` elsewhere.
         whole_layers: Whether all activations of a layer get the same placement, as in a policy file.
