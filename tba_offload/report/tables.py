@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -186,8 +185,8 @@ def show(*parts: FittedTable | str) -> None:
     from rich.text import Text
 
     console = Console()
-    for before, part in pairwise([None, *parts]):
-        if before is not None and FittedTable in {type(before), type(part)}:
+    for place, part in enumerate(parts):
+        if place and FittedTable in {type(part), type(parts[place - 1])}:
             sys.stdout.write("\n")
         if console.is_terminal:
             console.print(Text(part) if isinstance(part, str) else part)
