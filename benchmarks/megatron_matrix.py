@@ -143,6 +143,10 @@ ON_CPU = not torch.cuda.is_available()
 BACKEND = "gloo" if ON_CPU else "nccl"
 LOOPBACK = "127.0.0.1"
 DOORS = ("launch", "patch")
+RANK_ERRORS = "ranks"
+"""Directory, relative to that of a run, in which torch's launcher puts the standard error of each rank."""
+LAST_LINES = 40
+"""So many lines of what failed are shown: a traceback through Megatron's training loop."""
 CPU_SCRIPTS = "tba_offload.megatron.cpu_scripts" if ON_CPU else None
 """What runs a script without the launcher."""
 
@@ -307,7 +311,13 @@ def _python(ranks: int) -> list[str]:
     if ranks == 1:  # by environment variables, since torch's launcher takes seconds
         return [sys.executable]
     options = ["--nproc-per-node", str(ranks), "--master-addr", LOOPBACK, "--master-port", str(_free_port())]
-    return [sys.executable, "-m", "torch.distributed.run", *options]
+    apart = [
+        "--log-dir",
+        RANK_ERRORS,
+        "--redirects",
+        "2",
+    ]  # or ranks would write into each other's tracebacks
+    return [sys.executable, "-m", "torch.distributed.run", *options, *apart]
 
 
 def _environment() -> dict[str, str]:
@@ -336,9 +346,28 @@ def _output_of(command: Sequence[str], *, cwd: Path, timeout: float) -> str:
     text = output.read_text(errors="replace")
     if status != 0:
         how = f"no end after {timeout:g} s" if status is None else f"exit status {status}"
-        lines = (text + errors.read_text(errors="replace")).splitlines()
-        raise RunFailedError("\n".join([how, *lines[-40:]]))
+        raise RunFailedError("\n".join([how, *_cause(text, errors.read_text(errors="replace"), cwd)]))
     return text
+
+
+def _cause(output: str, errors: str, directory: Path) -> list[str]:
+    """The last lines of what failed.
+
+    Args:
+        output: What the command printed.
+        errors: What it printed to the standard error: of torch's launcher only its own summary, which has no
+            traceback of a rank but names the one that failed first.
+        directory: Where the ranks were started; the standard error of each is below it.
+    """
+    ranks = {
+        int(file.parent.name): file.read_text(errors="replace").splitlines()
+        for file in directory.glob(f"{RANK_ERRORS}/*/attempt_0/*/stderr.log")
+    }
+    if not ranks:
+        return (output + errors).splitlines()[-LAST_LINES:]
+    first = _FIRST_FAILURE.search(errors)
+    failed = [int(first[1])] if first is not None else sorted(ranks)
+    return [line for rank in failed for line in (f"rank {rank}:", *ranks.get(rank, [])[-LAST_LINES:])]
 
 
 def _kill_with_descendants(process: subprocess.Popen[bytes]) -> None:
@@ -373,6 +402,7 @@ def _parents() -> dict[int, int]:
 # Reading
 
 _ITERATION = re.compile(r"\] iteration +\d+/ +\d+ \|(.*)\|")
+_FIRST_FAILURE = re.compile(r"Root Cause.*?\brank +: (\d+)", re.DOTALL)
 _VALIDATION = re.compile(r"validation loss at (.*?) *\|? *\n")
 _TIME = "elapsed time per iteration (ms)"
 

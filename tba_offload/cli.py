@@ -7,7 +7,6 @@ raises on purpose ends as one line on stderr and exit status 1; a wrong command 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -21,12 +20,7 @@ from tba_offload.cli_check import check
 from tba_offload.errors import ConfigError, TbaError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from tba_offload.forecast import Situation
-    from tba_offload.plan.plan import Plan
-    from tba_offload.plan.what_if import Choice
-    from tba_offload.report.rok import RokPoint
+    from collections.abc import Iterator
 
 
 class _Commands(click.Group):
@@ -97,22 +91,7 @@ def rok(
     elif csv_file == "-":
         click.echo(report.csv_text(points), nl=False)
     else:
-        _print_rok(points)
-
-
-def _print_rok(points: Sequence[RokPoint]) -> None:
-    from rich.console import Console
-
-    from tba_offload.report import rok as report
-
-    console = Console()
-    if console.is_terminal:
-        console.print(report.table(points))
-    else:
-        click.echo(report.text(points))
-    click.echo("Pareto set: " + "; ".join(point.name for point in report.pareto(points)) + ".")
-    for sentence in report.advice(points):
-        click.echo(f"- {sentence}")
+        report.show(points)
 
 
 def _pictures(paths: tuple[Path, ...]) -> tuple[Path, ...]:
@@ -217,37 +196,28 @@ def plan(
     """Say what the planner would do with a run, before running it.
 
     From the run log of one process: the best plans for a sweep of budgets, and the plan for one budget.
-    Without --budget it is the plan with the lowest peak at which compute waits for nothing; where that is
-    hardly lower than if everything was kept, everything is.
+    Without --budget it is the plan with the lowest peak at which compute waits for nothing and a step takes
+    no longer than if everything was kept; where that peak is hardly lower, everything is kept.
     """
     from tba_offload.forecast import Situation
     from tba_offload.policy import Objective
+    from tba_offload.report import plans
 
     wanted = None if objective is None else Objective(objective)
     if budget is None and wanted in {Objective.TIME, Objective.ENDURANCE}:
         raise click.UsageError(f"--objective {wanted} needs --budget: without one nothing would leave memory")
     situation = Situation.of(run).changed(**changes)
     choices, best = situation.frontier(wanted), situation.plan(budget, wanted)
+    report = situation.report(budget, best, choices)
     if picture is not None:
-        from tba_offload.report.rok import draw_frontier
-
         with _writing(picture):
-            draw_frontier(_frontier_rows(choices), picture)
+            plans.draw_frontier(report, picture)
     if output is not None:
         _write_policy(output, situation.policy_for(best, budget).to_yaml(), force=force)
     if as_json:
-        outcome = situation.outcome(best)
-        document = {
-            "frontier": _frontier_rows(choices),
-            "names": situation.names,
-            "measured": situation.measured,
-            "peak_in": situation.peak_in(outcome),
-            "plan": best.as_json(),
-            "written_bytes": {"drives": outcome.written_bytes, "host": outcome.host_written_bytes},
-        }
-        click.echo(json.dumps(document, indent=2))
+        click.echo(json.dumps(situation.as_json(best, report), indent=2))
     else:
-        _print_plan(situation, choices, best)
+        plans.show(report, None if output is None else str(output))
 
 
 _PLANNED = "# Written by tba-offload plan, which replaces this file as long as this line stands here.\n"
@@ -262,86 +232,6 @@ def _write_policy(path: Path, text: str, *, force: bool) -> None:
                 "replace it with --force"
             )
         path.write_text(_PLANNED + text, encoding="utf-8")
-
-
-def _frontier_rows(choices: Sequence[Choice]) -> list[dict[str, Any]]:
-    from tba_offload.forecast import composition
-
-    return [
-        {
-            "budget_bytes": choice.budget,
-            "fits": choice.fits,
-            "layers": composition(choice.plan.placements),
-            "window_bytes": choice.plan.window,
-            **(choice.plan.as_json()["prediction"] or {}),
-        }
-        for choice in choices
-    ]
-
-
-def _print_plan(situation: Situation, choices: Sequence[Choice], best: Plan) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from tba_offload.store.base import HOST_TIER
-
-    console, mib = Console(), float(2**20)
-    drive = situation.drive
-    click.echo(
-        f"{len(situation.names)} layers; the drives write {drive.write / 1e9:.2f} GB/s and read "
-        f"{drive.read / 1e9:.2f} GB/s; keeping everything peaks at {situation.peak_of_keep / mib:.1f} MiB"
-    )
-    places = itertools.chain(situation.config.store.directories, itertools.repeat("the store"))
-    for tier, directory in zip(situation.measured, places, strict=False):
-        place = "host memory" if tier["tier"] == HOST_TIER else directory
-        click.echo(f"measured: {place} wrote {_rate(tier['write'])} and read {_rate(tier['read'])}")
-    if drive.host is not None:
-        click.echo(
-            f"{drive.host.capacity / mib:.1f} MiB of host memory, written at {drive.host.write / 1e9:.2f} "
-            f"GB/s and read at {drive.host.read / 1e9:.2f} GB/s, take what the drives have no time for"
-        )
-    table = Table(title="the best plan for each budget", title_justify="left")
-    for heading in ("budget", "peak", "step", "stall", "layers"):
-        table.add_column(heading, justify="left" if heading == "layers" else "right")
-    for row in _frontier_rows(choices):
-        table.add_row(
-            f"{row['budget_bytes'] / mib:.1f} MiB",
-            f"{row['peak_bytes'] / mib:.1f} MiB" if row["fits"] else "does not fit",
-            f"{row['seconds']:.3f} s",
-            f"{row['stall_seconds']:.3f} s",
-            row["layers"],
-        )
-    console.print(table)
-    table = Table(title="the plan", title_justify="left")
-    for heading in ("layer", "placement", "why"):
-        table.add_column(heading)
-    for name, placement, why in zip(situation.names, best.placements, situation.why(best), strict=True):
-        table.add_row(name, placement.value, why)
-    console.print(table)
-    outcome = situation.outcome(best)
-    if best.prediction is not None:
-        expected = best.prediction
-        window = "no limit" if best.window is None else f"{best.window / mib:.1f} MiB"
-        place = situation.peak_in(outcome) or "no layer"
-        click.echo(
-            f"predicted: peak {expected.peak_bytes / mib:.1f} MiB in {place}, "
-            f"step {expected.seconds:.3f} s of which {expected.stall_seconds:.3f} s are waits; "
-            f"{expected.written_bytes / mib:.1f} MiB written; window {window}"
-        )
-    if drive.host is not None:
-        click.echo(
-            f"a step writes {outcome.written_bytes / mib:.1f} MiB to the drives and "
-            f"{outcome.host_written_bytes / mib:.1f} MiB to host memory, which holds "
-            f"{outcome.host_peak_bytes / mib:.1f} MiB at most"
-        )
-
-
-def _rate(measured: dict[str, float | None]) -> str:
-    """A measured rate and how much it differs from step to step."""
-    rate, spread = measured["bytes_per_second"], measured["spread"]
-    if rate is None:
-        return "nothing"
-    return f"{rate / 1e9:.2f} GB/s" + ("" if spread is None else f" (± {spread:.0%})")
 
 
 class _PolicyType(click.Path):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tba_offload.errors import MissingDependencyError, StoreError
+from tba_offload.formatting import readable_rate
 from tba_offload.store import gds
 from tba_offload.store.choice import choose, end, measure
 from tba_offload.store.directory import open_directory
@@ -131,9 +132,6 @@ def lines(findings: Findings) -> list[str]:
 def _in_words(way: Findings) -> str:
     if "error" in way:
         return f"cannot be used: {way['error']}"
-    rates = {name: f"{rate / 1e9:.2f}" for name, rate in way["bytes_per_second"].items()}
+    rates = {name: readable_rate(rate) for name, rate in way["bytes_per_second"].items()}
     why = "" if way["reason"] is None else f", because {way['reason']}"
-    return (
-        f"{way['path']}{why}: writes {rates['write']} GB/s, reads {rates['read']} GB/s, both at once "
-        f"{rates['both']} GB/s"
-    )
+    return f"{way['path']}{why}: writes {rates['write']}, reads {rates['read']}, both at once {rates['both']}"

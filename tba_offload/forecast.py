@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.config import BudgetConfig, OffloadConfig
 from tba_offload.errors import RunLogError
+from tba_offload.formatting import renumbered
 from tba_offload.plan.bandwidth import Bandwidth
+from tba_offload.plan.plan import Plan
 from tba_offload.plan.planner import Limits, explain, make_plan
 from tba_offload.plan.profile import StepProfile
 from tba_offload.plan.simulator import simulate
 from tba_offload.plan.what_if import frontier, peak_of_keep, stretched
 from tba_offload.policy import Objective, Placement, Rule
+from tba_offload.report.plans import HostUse, PlannedStep, PlanReport, Tier, advice, title_of
 from tba_offload.report.ranks import paths_of_ranks
+from tba_offload.report.rok import peak_and_seconds
 from tba_offload.report.run_log import read_run_log
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Sequence
 
-    from tba_offload.plan.plan import Plan
+    from tba_offload.plan.bandwidth import HostTier
+    from tba_offload.plan.plan import Prediction
     from tba_offload.plan.simulator import Outcome
     from tba_offload.plan.what_if import Choice
 
 EVENT = "plan"
 """The event of a run log that holds all this."""
+
+_HOST_TIER = "host"
+"""What run logs call host memory beside the drives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +51,9 @@ class Situation:
         measured: What each drive, and host memory beside them, was found to do: tier, write and read, with
             rate and spread.
         elsewhere: Layers of other processes, as those of other pipeline stages, and what they were placed.
+        run: Activation peak and seconds of a step of the run; ``None`` where they were not measured, or this
+            is another situation.
+        title: The model and the machine.
     """
 
     names: tuple[str, ...]
@@ -51,6 +63,8 @@ class Situation:
     config: OffloadConfig
     measured: tuple[dict[str, Any], ...] = ()
     elsewhere: tuple[tuple[str, Placement], ...] = ()
+    run: tuple[int, float] | None = None
+    title: str = ""
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> Situation:
@@ -83,6 +97,8 @@ class Situation:
                 config=OffloadConfig.from_yaml(log.header.policy or ""),
                 measured=tuple(event.get("rates", ())),
                 elsewhere=tuple(_placed_elsewhere(log.header.plan, event["names"])),
+                run=peak_and_seconds(log),
+                title=title_of(log.header.model, log.header.hardware),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise RunLogError(f"{log.path}: its plan event cannot be read: {error!r}") from error
@@ -122,17 +138,22 @@ class Situation:
             )
         old = len(self.names)
         count = old if layers is None else layers
-        names = self.names if count == old else tuple(str(layer) for layer in range(count))
+        likes = (layer * old // count for layer in range(count))  # as the profile is stretched
+        names = self.names if count == old else renumbered(self.names, likes)
         profile = self.profile
         if (layers, micro_batches) != (None, None):
             profile = stretched(profile, layers=layers, micro_batches=micro_batches)
+        window = self.window if window is None else window or None
+        is_same = (profile, drive, window) == (self.profile, self.drive, self.window)
         return dataclasses.replace(
             self,
             names=names,
             profile=profile,
             drive=drive,
-            window=self.window if window is None else window or None,
+            window=window,
             elsewhere=self.elsewhere if count == old else (),
+            run=self.run if is_same else None,
+            title=self.title if count == old else f"{self.title}; what if it had {count} layers",
         )
 
     @property
@@ -140,12 +161,19 @@ class Situation:
         """The activation peak if nothing were offloaded, bytes."""
         return peak_of_keep(self.profile, self.drive)
 
+    @property
+    def seconds_of_keep(self) -> float | None:
+        """The step time if nothing were offloaded; ``None`` where no layer of the run was kept."""
+        if not self.profile.is_measured(Placement.KEEP):
+            return None
+        return self.outcome(Plan((Placement.KEEP,) * len(self.names))).seconds
+
     def frontier(self, objective: Objective | None = None) -> list[Choice]:
         """The best plans from a tenth of what keep needs up to all of it; by default the fastest."""
         return frontier(self.profile, self.drive, self._policy, window=self.window, objective=objective)
 
     def plan(self, budget: int | None, objective: Objective | None = None) -> Plan:
-        """The best plan for a budget in bytes; without one the lowest peak at which nothing waits."""
+        """The best plan for a budget in bytes; without one the lowest peak that takes no longer than keep."""
         return make_plan(
             self.profile,
             self.drive,
@@ -170,6 +198,57 @@ class Situation:
     def why(self, plan: Plan) -> list[str]:
         """For each layer, why the plan places it so, in one line."""
         return [explain(self.profile, plan, self.drive, layer) for layer in range(len(self.names))]
+
+    def report(self, budget: int | None, best: Plan, choices: Sequence[Choice]) -> PlanReport:
+        """All that there is to say of a plan.
+
+        Args:
+            budget: What it was made for.
+            best: The plan.
+            choices: The best plans for other budgets.
+        """
+        outcome = self.outcome(best)
+        return PlanReport(
+            names=self.names,
+            placements=tuple(placement.value for placement in best.placements),
+            whys=tuple(self.why(best)),
+            step=_planned_step(budget, best, outcome.prediction),
+            peak_in=self.peak_in(outcome),
+            keep_peak_bytes=self.peak_of_keep,
+            keep_seconds=self.seconds_of_keep,
+            write=self.drive.write,
+            read=self.drive.read,
+            tiers=tuple(self._tiers()),
+            host=_host_use(self.drive.host, outcome),
+            frontier=tuple(
+                _planned_step(choice.budget, choice.plan, self.outcome(choice.plan).prediction)
+                for choice in choices
+            ),
+            run=self.run,
+            title=self.title,
+        )
+
+    def as_json(self, best: Plan, report: PlanReport) -> dict[str, Any]:
+        """A plan and its report for programs."""
+        outcome = self.outcome(best)
+        return {
+            "frontier": [dataclasses.asdict(step) for step in report.frontier],
+            "names": self.names,
+            "measured": self.measured,
+            "keep": {"peak_bytes": report.keep_peak_bytes, "seconds": report.keep_seconds},
+            "peak_in": report.peak_in,
+            "plan": best.as_json(),
+            "why": report.whys,
+            "written_bytes": {"drives": outcome.written_bytes, "host": outcome.host_written_bytes},
+            "advice": advice(report, None),
+        }
+
+    def _tiers(self) -> Iterator[Tier]:
+        """What each drive was found to do, under its name."""
+        places = itertools.chain(self.config.store.directories, itertools.repeat("the store"))
+        for tier, directory in zip(self.measured, places, strict=False):
+            place = "host memory" if tier["tier"] == _HOST_TIER else str(directory)
+            yield Tier(place=place, write=tier["write"], read=tier["read"])
 
     @property
     def _policy(self) -> tuple[Placement, ...]:
@@ -207,6 +286,28 @@ def _placed_elsewhere(placed: dict[str, Any], names: Sequence[str]) -> Iterator[
     for name, entry in placed.items():
         if name not in names:
             yield name, Placement(entry["placement"])
+
+
+def _planned_step(budget: int | None, plan: Plan, expected: Prediction) -> PlannedStep:
+    return PlannedStep(
+        budget_bytes=budget,
+        fits=budget is None or expected.peak_bytes <= budget,
+        layers=composition(plan.placements),
+        window_bytes=plan.window,
+        **dataclasses.asdict(expected),
+    )
+
+
+def _host_use(tier: HostTier | None, outcome: Outcome) -> HostUse | None:
+    if tier is None:
+        return None
+    return HostUse(
+        capacity=tier.capacity,
+        write=tier.write,
+        read=tier.read,
+        written_bytes=outcome.host_written_bytes,
+        peak_bytes=outcome.host_peak_bytes,
+    )
 
 
 def composition(placements: Sequence[Placement]) -> str:

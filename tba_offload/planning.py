@@ -13,7 +13,9 @@ import warnings
 from collections import deque
 from typing import TYPE_CHECKING
 
+from tba_offload.formatting import readable_rate, readable_size, significant
 from tba_offload.plan.bandwidth import Bandwidth, MeasuredRate
+from tba_offload.plan.describe import describe_plan
 from tba_offload.plan.plan import Plan
 from tba_offload.plan.planner import Limits, default_objective, is_better, make_plan
 from tba_offload.plan.profile import computed_as
@@ -70,8 +72,9 @@ _CLOSELY = 16
 _EXCURSIONS = (6, 12, 64)
 """Behind these steps, and later whenever the last has passed again, one step tries what the plan does not."""
 
-_LOOKS = (Placement.OFFLOAD, Placement.RECOMPUTE, Placement.SELECTIVE)
-"""What is tried then, if the plan has none of it."""
+_LOOKS = (Placement.OFFLOAD, Placement.KEEP, Placement.RECOMPUTE, Placement.SELECTIVE)
+"""What is tried then, if the plan has none of it. Keep is among them, because plans without a budget are held
+to its time."""
 
 _TURN = 8
 """Later every so many steps are, and whatever surprises. Ranks that share layers agree behind these, the
@@ -124,6 +127,7 @@ class AutoPlanner:
         self._is_measured = False  # the peak of a step under the plan in force
         self._is_refined = False
         self._told: Plan | None = None
+        self._why = ""  # the plan in force was made
         self._on_excursion = False
         self._recent: deque[float] = deque(maxlen=3)  # seconds of the last steps under the plan
         self._waited: deque[float] = deque(maxlen=2)  # shares of them that compute waited for
@@ -164,14 +168,19 @@ class AutoPlanner:
         return Plan(self.policy, window=window)
 
     def news(self) -> dict[str, object] | None:
-        """A new plan and everything that it was made from; ``None`` if there is none since last time."""
+        """A new plan and everything that it was made from; ``None`` if there is none since last time.
+
+        Under ``summary`` it is told in one line.
+        """
         if self._plan is None or self.profile is None or self._planned_for is None:
             return None
         bare = dataclasses.replace(self._plan, prediction=None)
         if bare == self._told:
             return None
+        summary = describe_plan(self.names, self._plan, self._told, self._why)
         self._told = bare
         return {
+            "summary": summary,
             "names": list(self.names),
             "policy": [placement.value for placement in self.policy],
             "profile": self.profile.as_json(),
@@ -292,23 +301,25 @@ class AutoPlanner:
             return self._steps <= _LEARNING + 1 or self._steps % _TURN == 0 or is_soon
         if self._plan is None or self._steps <= _CLOSELY or self._steps % _TURN == 0 or self._on_excursion:
             return True
-        return drive is not None and self._is_astray(plan, drive, record)
+        return drive is not None and self._doubt(plan, drive, record) is not None
 
     def _decide(self, profile: StepProfile, drive: Bandwidth, plan: Plan, record: StepRecord) -> Plan | None:
         if self._steps < _LEARNING:
             return self._probe(profile, drive) if Placement.AUTO in self.policy else None
         if self._plan is None:
-            return self._replan(profile, drive, plan)
-        if self._on_excursion or self._is_astray(plan, drive, record):
+            return self._replan(profile, drive, plan, f"{self._steps} steps were measured")
+        doubt = "a step tried other placements" if self._on_excursion else self._doubt(plan, drive, record)
+        if doubt is not None:
             self._on_excursion = False
-            return self._replan(profile, drive, self._plan)
+            return self._replan(profile, drive, self._plan, doubt)
         if self._has_budget and self._is_measured and not self._is_refined:
             self._is_refined = True
-            return self._replan(profile, drive, self._plan, worth=WORTH_REFINING)
+            why = "a step under the plan was measured"
+            return self._replan(profile, drive, self._plan, why, worth=WORTH_REFINING)
         self._plan = _predicted(plan, profile, drive)
         if self._caution < 1.0 and self._steps % _EXCURSIONS[-1] == 0:
             self._caution = min(self._caution / CAUTION, 1.0)  # a slow hour ends some time
-            return self._replan(profile, drive, self._plan)
+            return self._replan(profile, drive, self._plan, "the drives may have recovered")
         if _has_excursion(self._steps):
             return self._excursion(profile, drive, self._plan)
         return self._plan
@@ -377,6 +388,8 @@ class AutoPlanner:
             self._on_excursion = False
             self._is_measured = False
         if self._plan is not None and not self._on_excursion:
+            if plan is not proposed:
+                self._why = "the ranks agreed on what is recomputed"
             self._plan = plan
             self._check_budget(plan)
         return plan
@@ -494,23 +507,30 @@ class AutoPlanner:
             return kind.rebuilt_bytes > 0 or not kind.knows_rebuilt
         return True
 
-    def _is_astray(self, plan: Plan, drive: Bandwidth, record: StepRecord) -> bool:
+    def _doubt(self, plan: Plan, drive: Bandwidth, record: StepRecord) -> str | None:
+        """Why the plan in force may not be the best any longer; ``None`` if nothing speaks against it."""
         if plan.prediction is None or self._planned_for is None:
-            return True
+            return "nothing was predicted of the one before"
         then = self._planned_for
         share = BIG_DRIFT if self._steps < self._settled_until else DRIFT
         if _drifted(drive, then, share):
-            return True
+            return f"drives or host memory are not what they were: {_rates(drive)} instead of {_rates(then)}"
         if self._waits_too_long():
-            return True
+            return f"steps waited for more than {WAITS:.0%} of their time"
         if self._steps < self._settled_until:
-            return False
-        if self.limits.budget is not None and (record.activation_peak_bytes or 0) > self.limits.budget:
-            return True
+            return None
+        peak, budget = record.activation_peak_bytes or 0, self.limits.budget
+        if budget is not None and peak > budget:
+            return f"a step peaked at {readable_size(peak)}, over the budget of {readable_size(budget)}"
         # One step says nothing.
-        return len(self._recent) > 1 and _differ(
+        if len(self._recent) > 1 and _differ(
             statistics.median(self._recent), plan.prediction.seconds, ASTRAY
-        )
+        ):
+            found, expected = (
+                significant(seconds) for seconds in (statistics.median(self._recent), plan.prediction.seconds)
+            )
+            return f"steps took {found} s instead of {expected} s"
+        return None
 
     def _waits_too_long(self) -> bool:
         """Whether compute waits under a plan by which it should not: compute and drives have their moods."""
@@ -518,7 +538,7 @@ class AutoPlanner:
         return not is_settled and len(self._waited) > 1 and min(self._waited) > WAITS
 
     def _replan(
-        self, profile: StepProfile, drive: Bandwidth, old: Plan, *, worth: float = WORTH_IT
+        self, profile: StepProfile, drive: Bandwidth, old: Plan, why: str, *, worth: float = WORTH_IT
     ) -> Plan | None:
         if self._planned_for is not None and _drifted(drive, self._planned_for, DRIFT):
             self._caution = 1.0
@@ -529,7 +549,7 @@ class AutoPlanner:
         if Placement.AUTO not in self.policy:
             # Where memory was never measured, nobody knows what it holds beside activations of layers.
             found = simulate(profile, old, drive).prediction if self._knows_rest else None
-            self._plan = dataclasses.replace(old, prediction=found)
+            self._plan, self._why = dataclasses.replace(old, prediction=found), why
             return self._plan
         new = self._made(profile, drive, policy=self.policy, not_recomputed=self.not_recomputed)
         careful = drive.scaled(self._caution)
@@ -541,6 +561,7 @@ class AutoPlanner:
             self._patience = min(2 * self._patience, _EXCURSIONS[-1])
             self._settled_until = self._steps + self._patience
         else:
+            self._why = why
             self._patience = 1
             self._recent.clear()
             self._is_measured = False
@@ -584,7 +605,10 @@ class AutoPlanner:
     def _check_budget(self, plan: Plan) -> None:
         budget, peak = self.limits.budget, plan.prediction.peak_bytes if plan.prediction is not None else 0
         if budget is not None and peak > budget:
-            self._warn(f"the budget of {budget} bytes cannot be met: the lowest peak found is {peak} bytes")
+            lowest = readable_size(peak)
+            self._warn(
+                f"the budget of {readable_size(budget)} cannot be met: the lowest peak found is {lowest}"
+            )
 
     def _with_rest(
         self, profile: StepProfile, plan: Plan, drive: Bandwidth, record: StepRecord
@@ -630,3 +654,8 @@ def _drifted(now: Bandwidth, then: Bandwidth, share: float) -> bool:
 
 def _differ(found: float, expected: float, share: float) -> bool:
     return abs(found - expected) > share * expected
+
+
+def _rates(drive: Bandwidth) -> str:
+    rates = [(drive.write, drive.read), *([(drive.host.write, drive.host.read)] if drive.host else [])]
+    return " and ".join(f"{readable_rate(write)} / {readable_rate(read)}" for write, read in rates)

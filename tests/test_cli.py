@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,24 @@ def test_rok_on_a_terminal_draws_the_table_with_lines(
     assert result.exit_code == 0
     assert "───" in result.stdout
     assert "| ---" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("columns", "left_out"), [(60, "Quartiles, Steps:"), (80, ""), (150, ""), (None, "")]
+)
+def test_rok_leaves_out_what_has_no_room(
+    runs: list[str], monkeypatch: pytest.MonkeyPatch, columns: int | None, left_out: str
+) -> None:
+    if columns is not None:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("COLUMNS", str(columns))
+    printed = re.sub(r"\x1b\[[0-9;]*m", "", call("rok", *runs).stdout)
+    for figures in (["keep", "2", "1000", "2.00", "0.500"], ["offload", "2", "200", "1.92", "0.520"]):
+        assert re.search(r"[ |]+".join(map(re.escape, figures)), printed)
+    assert ("No room here for" in printed) is bool(left_out)
+    assert left_out in printed
+    if columns is None:
+        assert runs[0] in printed
 
 
 def test_rok_json_is_one_object_and_nothing_else(runs: list[str]) -> None:

@@ -15,7 +15,7 @@ from test_cli import environment
 from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig
 from tba_offload.errors import ConfigError, StoreError, TbaError, UnsupportedError
 from tba_offload.megatron import training
-from tba_offload.policy import LayerId, Placement
+from tba_offload.policy import LayerId, Placement, Policy, Rule
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,6 +41,26 @@ def test_ranks_of_a_node_share_out_its_drives(drives: str, ranks: int, shares: l
         own = training._config_of_rank(config, rank, ranks)
         assert own.store.directories == tuple(Path(f"/mnt/{name}") for name in share)
         assert (own.store.kind, own.default) == (config.store.kind, config.default)
+
+
+def test_layers_are_printed_in_groups_and_auto_says_that_plans_follow(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    layers = [LayerId(layer, f"decoder.layers.{layer}") for layer in range(12)]
+    training._print_plan(Policy(default=Placement.AUTO, rules=(Rule("8-9", Placement.KEEP),)), layers)
+    title, heading, _, *rows, last = capsys.readouterr().out.splitlines()
+    assert (title, heading.split()) == ("tba-offload", ["Layers", "Name", "Placement", "Why"])
+    assert [row.split() for row in rows] == [
+        ["0-7", "decoder.layers.0-7", "auto", "default"],
+        ["8-9", "decoder.layers.8-9", "keep", "rule", "'8-9'"],
+        ["10-11", "decoder.layers.10-11", "auto", "default"],
+    ]
+    assert last == "auto: the planner decides between steps; each plan is told when it is made"
+    encoder = [LayerId(layer, f"encoder.layers.{layer}", "encoder") for layer in range(2)]
+    training._print_plan(Policy(default=Placement.OFFLOAD), [*encoder, layers[0]])
+    said = capsys.readouterr().out
+    assert "encoder:0-1" in said
+    assert "planner" not in said
 
 
 @pytest.fixture

@@ -15,7 +15,16 @@ from tba_offload.plan import bandwidth, planner, simulator
 from tba_offload.plan.bandwidth import HOST_SPEED, Bandwidth, HostTier, MeasuredRate
 from tba_offload.plan.condense import condensed, count_items, with_few_micro_batches
 from tba_offload.plan.plan import Part, Plan
-from tba_offload.plan.planner import LEAST_FREED, NO_STALL, SLACK, Limits, explain, is_better, make_plan
+from tba_offload.plan.planner import (
+    LEAST_FREED,
+    NO_SLOWER,
+    NO_STALL,
+    SLACK,
+    Limits,
+    explain,
+    is_better,
+    make_plan,
+)
 from tba_offload.plan.profile import HOOK_SECONDS, LayerKind, Saved, Slot, StepProfile, Timing
 from tba_offload.plan.simulator import Outcome, simulate
 from tba_offload.planning import WORTH_IT
@@ -576,6 +585,60 @@ def test_without_a_budget_nothing_waits_and_nothing_is_recomputed(
     assert found.peak_bytes <= peak_of_keep(profile)
 
 
+def with_cost(profile: StepProfile, share: float) -> StepProfile:
+    """The same step, but layers that offload compute for longer by a share: for hooks and transfers."""
+    (timing,) = profile.timings
+    offloaded = Timing(*((1 + share) * seconds for seconds in timing[KEEP]))
+    return dataclasses.replace(profile, timings=({**timing, OFFLOAD: offloaded},))
+
+
+def seconds_of_keep(profile: StepProfile, drive: Bandwidth) -> float:
+    return simulate(profile, all_of(profile, KEEP), drive).seconds
+
+
+@given(profiles, drives, st.floats(0.0, 2.0), st.booleans())
+@quick
+def test_without_a_budget_no_plan_is_slower_than_keep(
+    profile: StepProfile, drive: Bandwidth, share: float, whole_layers: bool
+) -> None:
+    profile = with_cost(profile, share)
+    plan = plan_for(profile, drive, None, whole_layers=whole_layers)
+    found = outcome_of(profile, plan, drive)
+    assert found.seconds <= (1 + NO_SLOWER) * seconds_of_keep(profile, drive)
+
+
+def test_without_a_budget_nothing_travels_where_that_takes_twice_the_time() -> None:
+    """Although nothing would wait."""
+    profile = with_cost(make_profile(12), 1.0)
+    assert outcome_of(profile, all_of(profile, OFFLOAD, 8 * MIB), FAST).stall_seconds < 0.001
+    assert plan_for(profile, FAST, None).placements == (KEEP,) * 12
+
+
+def test_without_a_budget_as_many_layers_travel_as_the_step_has_time_for() -> None:
+    profile = with_cost(make_profile(12), 0.04)
+    plan = plan_for(profile, FAST, None)
+    assert 4 <= plan.placements.count(OFFLOAD) <= 6
+    assert outcome_of(profile, plan, FAST).peak_bytes < 0.7 * peak_of_keep(profile)
+
+
+def test_where_keep_was_never_measured_only_waits_count() -> None:
+    profile = make_profile(12)
+    known = with_cost(profile, 1.0)
+    unknown = dataclasses.replace(known, timings=({OFFLOAD: known.timings[0][OFFLOAD]},))
+    assert profile.is_measured(KEEP)
+    assert known.is_measured(KEEP)
+    assert not unknown.is_measured(KEEP)
+    assert plan_for(unknown, FAST, None).placements == (OFFLOAD,) * 12
+
+
+def test_layers_that_the_user_offloads_do_not_count_as_slower_than_keep() -> None:
+    """Their time is that of keep, too: nothing else can be done with them."""
+    profile, slow = with_cost(make_profile(12), 0.5), Bandwidth(1e8, 1e8)
+    policy = (OFFLOAD,) * 2 + (AUTO,) * 10
+    plan = make_plan(profile, slow, Limits(None, 32 * MIB), policy=policy)
+    assert plan.placements == (OFFLOAD,) * 2 + (KEEP,) * 10
+
+
 @given(all_profiles, drives, shares)
 @quick
 def test_the_same_question_has_the_same_answer(profile: StepProfile, drive: Bandwidth, share: float) -> None:
@@ -808,6 +871,7 @@ FORWARD, BACKWARD = 0.03, 0.06
         (Objective.TIME, 0.01, 12, False),
         (Objective.TIME, 0.04, 12, True),
         (Objective.MEMORY, 0.04, 12, False),  # it frees much
+        (Objective.MEMORY, 0.05, 12, True),  # but takes longer than it may
         (Objective.MEMORY, 0.04, 1, True),  # it does not
         (Objective.ENDURANCE, 0.0, 1, True),
     ],
@@ -951,8 +1015,8 @@ def test_a_plan_says_what_is_rebuilt_and_why() -> None:
     profile = rebuilding(make_profile(2), seconds=0.002)
     plan = dataclasses.replace(all_of(profile, SELECTIVE), kept=(frozenset({0}), frozenset()))
     said = [explain(profile, plan, Bandwidth(MIB, 2 * MIB), layer) for layer in range(2)]
-    begins = "2.0 ms of compute spare the drive 6000.0 ms for 4.0 MiB; "
-    assert said == [f"{begins}6.0 MiB travel", f"{begins}8.0 MiB travel"]
+    begins = "2.0 ms of compute spare the drive 6000.0 ms for 4.00 MiB; "
+    assert said == [f"{begins}6.00 MiB travel", f"{begins}8.00 MiB travel"]
 
 
 def test_single_activations_stay_of_layers_that_are_rebuilt_in_part() -> None:

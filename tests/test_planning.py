@@ -24,7 +24,7 @@ from tba_offload.config import load_config
 from tba_offload.errors import RunLogError
 from tba_offload.forecast import Situation, composition
 from tba_offload.plan.bandwidth import HOST_SPEED, Bandwidth
-from tba_offload.plan.plan import Part, Plan
+from tba_offload.plan.plan import Part, Plan, Prediction
 from tba_offload.plan.planner import MARGIN, Limits, make_plan
 from tba_offload.plan.profile import Timing
 from tba_offload.plan.simulator import simulate
@@ -32,7 +32,7 @@ from tba_offload.plan.what_if import Block, one_f_one_b, stretched
 from tba_offload.planning import CAUTION, DRIFT, MOST_CAUTION, UNMEASURED, AutoPlanner, _drifted
 from tba_offload.policy import LayerId, Objective, Placement
 from tba_offload.profiling import ComputeClock, profile_of
-from tba_offload.report.run_log import read_run_log
+from tba_offload.report.run_log import StepRecord, read_run_log
 from tba_offload.store.base import DriveLoad, Load
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tba_offload.plan.profile import StepProfile
-    from tba_offload.report.run_log import StepRecord
     from tba_offload.session import Session
 
 KEEP, OFFLOAD, RECOMPUTE, AUTO = Placement.KEEP, Placement.OFFLOAD, Placement.RECOMPUTE, Placement.AUTO
@@ -60,6 +59,19 @@ def auto_session(model: Any, drive: Drive, *, activation: int | None = None, **o
 def with_drive(measured: Callable[[AutoPlanner], Bandwidth | None]) -> Any:
     """Whatever moods the machine has, this is what a planner takes the drive for."""
     return mock.patch.object(AutoPlanner, "drive", measured)
+
+
+def with_free_hooks() -> Any:
+    """Layers that offload are taken to take as long as those that keep: these steps are mostly hooks."""
+
+    def profiled(*arguments: Any, **options: Any) -> StepProfile | None:
+        found = profile_of(*arguments, **options)
+        if found is None:
+            return None
+        kept = tuple({KEEP: known[KEEP]} if KEEP in known else known for known in found.timings)
+        return dataclasses.replace(found, timings=kept)
+
+    return mock.patch("tba_offload.planning.profile_of", profiled)
 
 
 def profile_in(session: Session) -> StepProfile:
@@ -333,7 +345,8 @@ def test_an_excursion_does_not_try_to_rebuild_where_nothing_is_rebuilt() -> None
     profile = single(profile_by_hand(OFFLOAD, SELECTIVE, RECOMPUTE, rebuilt=()))
     known = dataclasses.replace(profile, timings=({OFFLOAD: profile.timings[0][OFFLOAD]},))
     planner.not_recomputed = frozenset({0})
-    assert planner._excursion(known, Bandwidth(100, 100), Plan((OFFLOAD,))).placements == (OFFLOAD,)
+    assert planner._excursion(known, Bandwidth(100, 100), Plan((OFFLOAD,))).placements == (KEEP,)
+    assert planner._excursion(known, Bandwidth(100, 100), Plan((KEEP,))).placements == (OFFLOAD,)
 
 
 @pytest.mark.parametrize(
@@ -361,7 +374,7 @@ def single(profile: StepProfile) -> StepProfile:
 def test_without_a_budget_a_fast_drive_takes_nearly_everything() -> None:
     expected = train(make_model(layers=LAYERS, dropout=0.1), steps=6)
     model = make_model(layers=LAYERS, dropout=0.1)
-    with with_drive(lambda _: FAST), auto_session(model, Drive()) as session:
+    with with_drive(lambda _: FAST), with_free_hooks(), auto_session(model, Drive()) as session:
         found = train(model, session, steps=6)
         report = session.report()
         assert_all_given_back(session)
@@ -369,6 +382,55 @@ def test_without_a_budget_a_fast_drive_takes_nearly_everything() -> None:
     assert session.plan.placements.count(KEEP) <= 2
     assert set(session.plan.placements) <= {KEEP, OFFLOAD, SELECTIVE}
     assert [record.predicted_seconds is None for record in report] == [True] * 3 + [False] * 3
+
+
+def test_without_a_budget_nothing_travels_where_hooks_take_as_long_as_layers_do(tmp_path: Path) -> None:
+    """And the run log tells what was planned, and why."""
+
+    def profiled(*arguments: Any, **options: Any) -> StepProfile | None:
+        found = profile_of(*arguments, **options)
+        if found is None:
+            return None
+        timing = {KEEP: Timing(0.01, 0.02), OFFLOAD: Timing(0.02, 0.04)}
+        return dataclasses.replace(found, timings=(timing,) * len(found.kinds))
+
+    model, path = make_model(layers=LAYERS), tmp_path / "run.jsonl"
+    config = config_for(default=AUTO, in_flight=MIB)
+    with (
+        with_drive(lambda _: FAST),
+        mock.patch("tba_offload.planning.profile_of", profiled),
+        tba.attach(model, config, run_log=path, measure_memory=False) as session,
+    ):
+        train(model, session, steps=5)
+        assert session.plan.placements == (KEEP,) * LAYERS
+    (event,) = [event for event in read_run_log(path).others if event["event"] == "plan"]
+    summary = str(event["summary"])
+    assert summary.startswith("keep all 8 layers; predicted peak ")
+    assert summary.endswith("; made because 3 steps were measured")
+    assert Situation.of(path).plan(None).placements == (KEEP,) * LAYERS
+
+
+@pytest.mark.parametrize(
+    ("recent", "waited", "rate", "peak", "why"),
+    [
+        ((1.0, 1.0), (0.0, 0.0), 1e9, 0, None),
+        ((2.0, 2.0), (0.0, 0.0), 1e9, 0, "steps took 2.00 s instead of 1.00 s"),
+        ((1.0, 1.0), (0.5, 0.5), 1e9, 0, "steps waited for more than 2% of their time"),
+        ((1.0, 1.0), (0.0, 0.0), 2e9, 0, "2.00 GB/s / 2.00 GB/s instead of 1.00 GB/s / 1.00 GB/s"),
+        ((1.0, 1.0), (0.0, 0.0), 1e9, 3 * MIB, "a step peaked at 3.00 MiB, over the budget of 2.00 MiB"),
+    ],
+)
+def test_a_doubt_about_a_plan_says_what_is_wrong(
+    recent: tuple[float, float], waited: tuple[float, float], rate: float, peak: int, why: str | None
+) -> None:
+    planner = planner_of(4, budget=2 * MIB, objective=Objective.MEMORY)
+    planner._planned_for = Bandwidth(1e9, 1e9)
+    planner._recent.extend(recent)
+    planner._waited.extend(waited)
+    planner._plan = plan = Plan((OFFLOAD,) * 4, prediction=Prediction(1.0, 0.0, MIB, 0))
+    record = StepRecord(step=9, seconds=recent[0], activation_peak_bytes=peak)
+    found = planner._doubt(plan, Bandwidth(rate, rate), record)
+    assert found == why or (why is not None and found is not None and found.endswith(why))
 
 
 def test_without_a_budget_a_slow_drive_gets_what_it_can_take() -> None:
@@ -424,6 +486,7 @@ def test_a_drive_that_gets_slower_gets_less_within_three_steps() -> None:
 
     with (
         with_drive(lambda planner: FAST if planner._steps <= 6 else measured(planner)),
+        with_free_hooks(),
         auto_session(model, drive) as session,
     ):
         train(model, session, steps=11, before_step=before)
@@ -664,8 +727,8 @@ def test_the_run_log_tells_of_host_memory(host_log: Path) -> None:
     assert all(0 < step.host_offloaded_bytes <= step.offloaded_bytes for step in steps)
     assert all(0 < step.host_read_bytes <= step.read_bytes for step in steps)
     output = run_plan(host_log).output
-    assert "2.0 MiB of host memory, written at" in output
-    assert "MiB to host memory, which holds" in output
+    assert "2.00 MiB of host memory, written at" in output
+    assert "to host memory, which holds" in output
 
 
 def test_what_if_there_were_host_memory(run_log: Path, host_log: Path, tmp_path: Path) -> None:
@@ -786,12 +849,65 @@ def test_the_table_says_why(run_log: Path, tmp_path: Path) -> None:
     picture = tmp_path / "frontier.svg"
     output = run_plan(run_log, "--budget", "3MiB", "--picture", picture).output
     assert "8 layers; the drives write" in output
-    assert re.search(r"measured: the store wrote \d+\.\d\d GB/s \(± \d+%\) and read \d", output)
+    assert re.search(r"measured: the store wrote [\d.]+ [MG]B/s \(± \d+%\) and read \d", output)
     place = r"(back|for)ward of layer \d \(layers\.\d\), micro-batch \d"
-    assert re.search(rf"predicted: peak \d+\.\d MiB in {place}, step", output)
-    assert "the best plan for each budget" in output
-    assert "MiB have room" in output or "of the drive, and recomputing" in output
+    assert re.search(rf"predicted: peak [\d.]+ [KM]iB in {place}, step", output)
+    assert "The best plan for each budget" in output
+    assert re.search(r"[KM]iB have room|of the drive, and recomputing", output)
     assert picture.read_bytes().startswith(b"<?xml")
+
+
+def test_equal_layers_are_told_together_and_the_last_line_says_what_to_do(
+    run_log: Path, tmp_path: Path
+) -> None:
+    fast = ("--write", "100GB", "--read", "100GB", "--budget", "3MiB")
+    output = run_plan(run_log, *fast).output
+    assert re.search(r"^\| 0-\d +\| layers\.0-\d +\|", output, re.MULTILINE)
+    last = output.splitlines()[-1]
+    assert re.match(
+        r"Use -o policy\.yaml: .*layers.*; peak \d\S* [KM]iB of keep's 4\.\d+ MiB in a step of", last
+    )
+    assert "keep's step time is not known from this log, because no layer was kept in the run" in last
+    policy = tmp_path / "mine.yaml"
+    assert run_plan(run_log, *fast, "-o", policy).output.splitlines()[-1].startswith(f"Use {policy}: ")
+
+
+def test_layers_keep_their_names_in_what_ifs(run_log: Path) -> None:
+    found = json.loads(run_plan(run_log, "--layers", "24", "--json").output)
+    assert found["names"] == [f"layers.{layer}" for layer in range(24)]
+    assert "| layers.0-23 |" in run_plan(run_log, "--layers", "24", "--write", "1TB", "--read", "1TB").output
+
+
+def test_where_a_layer_was_kept_keeps_time_is_known(tmp_path: Path) -> None:
+    path, model = tmp_path / "run.jsonl", make_model(layers=LAYERS)
+    config = config_for(in_flight=MIB, default=OFFLOAD, rules=(tba.Rule("6-7", KEEP),))
+    with tba.attach(model, config, run_log=path, measure_memory=False) as session:
+        train(model, session, steps=4)
+    keep = json.loads(run_plan(path, "--json").output)["keep"]
+    kept = Plan((KEEP,) * LAYERS)
+    assert keep["seconds"] == simulate(Situation.of(path).profile, kept, FAST).seconds
+    assert keep["peak_bytes"] == Situation.of(path).peak_of_keep
+    slow = run_plan(path, "--write", "1KB", "--read", "1KB").output  # there is only one thing to do
+    assert "keeping everything peaks at" in slow
+    assert re.search(r" x keep \|", slow)
+    assert slow.splitlines()[-1].startswith("Keep all 8 layers (peak ")
+
+
+def test_the_picture_has_the_point_of_the_run_unless_it_is_about_another(tmp_path: Path) -> None:
+    path, model = tmp_path / "run.jsonl", make_model(layers=LAYERS)
+    config = config_for(in_flight=MIB, default=OFFLOAD)
+    with tba.attach(model, config, run_log=path, model_info={"name": "tiny"}) as session:
+        train(model, session, steps=4)
+    situation = Situation.of(path)
+    assert situation.run is not None
+    steps = read_run_log(path).steps
+    assert situation.run[0] == max(step.activation_peak_bytes or 0 for step in steps[1:])
+    assert situation.title.startswith("tiny, 8 layers; ")
+    assert situation.changed(drives=1).run == situation.run
+    more = situation.changed(layers=16)
+    assert more.run is None
+    assert more.title == f"{situation.title}; what if it had 16 layers"
+    assert situation.changed(write=1e6).run is None
 
 
 def test_a_log_of_the_time_before_rates_were_told_can_be_planned_from(run_log: Path, tmp_path: Path) -> None:
@@ -944,7 +1060,7 @@ def test_a_layer_without_backward_does_not_keep_the_others_from_being_planned() 
     model = make_model(layers=LAYERS)
     for parameter in [*model.embedding.parameters(), *model.layers[0].parameters()]:
         parameter.requires_grad_(requires_grad=False)
-    with with_drive(lambda _: FAST), auto_session(model, Drive()) as session:
+    with with_drive(lambda _: FAST), with_free_hooks(), auto_session(model, Drive()) as session:
         for number in range(5):
             with session.step():
                 loss_of(model, make_tokens(number)).backward()
@@ -975,7 +1091,7 @@ def test_a_budget_that_cannot_be_met_is_told_once_and_planned_for_now_and_then()
         mock.patch("tba_offload.planning.make_plan", side_effect=make_plan) as planned,
         # Nor is there another reason to plan: the moods of the machine are none here.
         mock.patch.multiple("tba_offload.planning", _drifted=never, _differ=never),
-        pytest.warns(RuntimeWarning, match="the budget of 102400 bytes cannot be met") as told,
+        pytest.warns(RuntimeWarning, match="the budget of 100 KiB cannot be met") as told,
     ):
         train(model, session, steps=24)
     assert 2 <= planned.call_count <= 6
@@ -1027,7 +1143,7 @@ def test_what_is_recomputed_is_agreed_and_all_else_is_each_ranks_own() -> None:
     """Each calls the others behind the same steps, and the rest of its plan follows."""
     seen = []
     model = make_model(layers=LAYERS)
-    with with_drive(lambda _: FAST), auto_session(model, Drive()) as session:
+    with with_drive(lambda _: FAST), with_free_hooks(), auto_session(model, Drive()) as session:
         others = Others(session, {1, 4})
         train(model, session, steps=9, before_step=lambda _: seen.append(recomputed_layers(session)))
         assert session.plan.prediction is not None

@@ -72,6 +72,17 @@ def test_every_field_of_a_step_survives_a_merge() -> None:
     assert both.peak_source == "x"
 
 
+def test_a_step_that_a_rank_skipped_is_skipped_and_memory_is_that_of_the_fullest() -> None:
+    from tba_offload.report.ranks import _merged_step
+
+    records = [
+        StepRecord(step=1, seconds=1.0, skipped=skipped, gradient_bytes=nbytes, state_bytes=None)
+        for skipped, nbytes in ((False, 5), (True, 7))
+    ]
+    both = _merged_step(records)
+    assert (both.skipped, both.gradient_bytes, both.state_bytes) == (True, 7, None)
+
+
 def test_a_run_of_ranks_is_one_point(two_ranks: list[Path]) -> None:
     (point,) = rok.points(two_ranks)
     assert point.activation_peak_bytes == 2 * GIB

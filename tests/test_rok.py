@@ -141,6 +141,24 @@ def test_steps_that_measured_memory_do_not_count_for_the_time_if_there_are_other
     assert rok.point(run([1, 1, 9, 3, 5, 9], peaks=[7] * 6)).step_seconds == 7
 
 
+def test_steps_without_an_update_count_in_nothing() -> None:
+    log = run([9, 9, 1.0, 5.0, 1.0], peaks=[GIB, GIB, GIB, 9 * GIB, GIB])
+    steps = [replace(step, skipped=step.step == 3) for step in log.steps]
+    point = rok.point(replace(log, steps=tuple(steps)))
+    assert (point.steps, point.step_seconds, point.activation_peak_bytes) == (2, 1.0, GIB)
+    nothing = replace(log, steps=tuple(replace(step, skipped=True) for step in log.steps))
+    with pytest.raises(
+        RunLogError, match="5 steps, and none is left after 2 of warm-up and 3 without an update"
+    ):
+        rok.point(nothing)
+
+
+def test_gradients_that_are_counted_apart_are_no_doubt() -> None:
+    apart = run([1.0] * 4, gradients_allocated=False, gradient_bytes=GIB)
+    assert rok.point(apart).gradients_allocated
+    assert not rok.point(run([1.0] * 4, gradients_allocated=False)).gradients_allocated
+
+
 def test_an_activation_peak_must_have_been_measured() -> None:
     assert rok.point(run([1, 1, 1], peaks=[9, None, 7])).activation_peak_bytes == 7
     with pytest.raises(RunLogError, match="no activation peak was measured in the 2 counted steps"):
@@ -244,18 +262,47 @@ def test_the_markdown_table() -> None:
     )
 
 
-def test_the_terminal_table_fits_eighty_columns_and_takes_labels_literally() -> None:
-    points = [*CURVES, make("[red]mine", 2, 100, 70e12)]
-    console = Console(file=io.StringIO(), width=80)
+def printed(points: list[RokPoint], width: int) -> list[str]:
+    """The lines of the table on a terminal."""
+    console = Console(file=io.StringIO(), width=width)
     with console.capture() as captured:
         console.print(rok.table(points))
-    printed = captured.get()
-    assert "[red]mine" in printed
-    heading, _, *rest = [line.split() for line in printed.splitlines() if line.strip()]
-    assert " ".join(heading) == "Strategy Batch Peak MiB TFLOP/s Step s Quartiles Steps Pareto Run"
-    rows = rest[: len(points)]
+    return [line for line in captured.get().splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize(
+    ("width", "shown", "left_out"),
+    [
+        (150, "Strategy Batch Peak MiB TFLOP/s Step s Quartiles Steps Pareto Run", ""),
+        (80, "Strategy Batch Peak MiB TFLOP/s Step s Quartiles Pareto Run", "Steps"),
+        (60, "Strategy Batch Peak MiB TFLOP/s Step s Pareto", "Quartiles, Steps, Run"),
+        (40, "Strategy Batch Peak MiB TFLOP/s", "Step s, Quartiles, Steps, Pareto, Run"),
+    ],
+)
+def test_the_terminal_table_leaves_out_columns_and_says_which(width: int, shown: str, left_out: str) -> None:
+    points = [*CURVES, make("[red]mine", 2, 100, 70e12)]
+    heading, _, *rest = printed(points, width)
+    assert " ".join(heading.split()) == shown
+    rows = [line.split() for line in rest[: len(points)]]
     assert [row[:2] for row in rows] == [[point.strategy, str(point.batch_size)] for point in points]
-    assert {row[6] for row in rows} == {"8"}
+    said = " ".join(" ".join(rest[len(points) :]).split())
+    assert said.startswith(f"No room here for {left_out}: see --csv or --json." if left_out else "Peak:")
+
+
+@pytest.mark.parametrize("width", [30, 40, 60, 80, 150])
+def test_no_digit_is_ever_shortened_and_labels_that_are_too_long_are(width: int) -> None:
+    points = [make("recompute-offload, but with quite some more to say", 1024, 123456, 9.87e15), *CURVES]
+    whole = rok.table(points)
+    heading, _, *rest = printed(points, width)
+    for column in whole.columns:
+        if column.gives_way == "never" and column.heading in heading:
+            end = heading.index(column.heading) + len(column.heading)
+            cells = [line[:end].split()[-1] for line in rest[: len(points)] if line[:end].strip()]
+            assert column.heading == "Pareto" or cells == list(column.cells)
+    assert "Peak GiB" in heading
+    assert "PFLOP/s" in heading
+    assert ("recompute-offlo" in rest[0]) is (width >= 40)
+    assert max(map(len, (heading, *rest))) <= width
 
 
 def test_the_caption_of_tokens_speaks_of_tokens() -> None:

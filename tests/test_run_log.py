@@ -34,6 +34,8 @@ HEADER = RunHeader(
 RECORD = StepRecord(
     step=3,
     seconds=1.25,
+    optimizer_seconds=0.05,
+    skipped=True,
     forward_seconds=0.4,
     backward_seconds=0.8,
     stall_seconds=0.0,
@@ -41,6 +43,8 @@ RECORD = StepRecord(
     model_flops=1.5e15,
     loss=0.1 + 0.2,
     activation_peak_bytes=2**31,
+    gradient_bytes=2**20,
+    state_bytes=2**21,
     peak_source="cuda allocator",
     own_peak_bytes=2**31 - 5,
     resident_peak_bytes=2**33,
@@ -236,6 +240,17 @@ def test_a_file_system_without_locks_still_works(tmp_path: Path, monkeypatch: py
 def test_a_directory_in_place_of_the_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RunLogError, match="cannot be opened: Is a directory"):
         RunLogWriter(tmp_path, HEADER)
+
+
+def test_a_step_of_an_older_version_has_what_it_did_not_write(tmp_path: Path) -> None:
+    path = write_log(tmp_path / "run.jsonl", RECORD)
+    header, step = map(json.loads, path.read_text().splitlines())
+    for name in ("skipped", "optimizer_seconds", "gradient_bytes", "state_bytes"):
+        del step[name]
+    path.write_text(f"{json.dumps(header)}\n{json.dumps(step)}\n")
+    (found,) = read_run_log(path).steps
+    assert found.skipped is False
+    assert (found.optimizer_seconds, found.gradient_bytes, found.state_bytes) == (None, None, None)
 
 
 @pytest.mark.parametrize("refused", ["not empty", "no room"])

@@ -22,14 +22,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
 
 from tba_offload import effects
 from tba_offload.config import OffloadConfig, read_config
 from tba_offload.errors import ConfigError, TbaError, UnsupportedError
+from tba_offload.formatting import grouped
 from tba_offload.megatron.arguments import add_arguments, config_of, is_on
 from tba_offload.megatron.layers import find_stack
+from tba_offload.policy import Placement
 from tba_offload.report.ranks import first_free_number, numbered, path_of_rank
+from tba_offload.report.tables import Column, FittedTable
 from tba_offload.session import Session, World
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from tba_offload.policy import LayerId, Placement, Policy
+    from tba_offload.policy import LayerId, Policy
     from tba_offload.report.run_log import StepRecord
 
 
@@ -343,14 +345,33 @@ def _model_info(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def _print_plan(policy: Policy, layers: Sequence[LayerId]) -> None:
-    table = Table(title="tba-offload", title_justify="left")
-    for head in ("layer", "name", "placement", "why"):
-        table.add_column(head)
-    for layer in layers:
-        placement, why = policy.explain(layer)
-        number = f"{layer.stack}:{layer.number}" if layer.stack else str(layer.number)
-        table.add_row(number, layer.name, placement.value, why)
-    Console(width=100).print(table)
+    """Prints what the policy says of each layer; layers that follow one another and are equal are one row."""
+    explained = [policy.explain(layer) for layer in layers]
+    groups = grouped([layer.name for layer in layers], explained)
+    rows = [(group, *explained[group.first]) for group in groups]
+    table = FittedTable(
+        (
+            Column(
+                "Layers", tuple(_numbers_of(layers[group.first], group.size) for group, *_ in rows), "left"
+            ),
+            Column("Name", tuple(group.name for group, *_ in rows), "left"),
+            Column("Placement", tuple(placement.value for _, placement, _ in rows), "left"),
+            Column("Why", tuple(why for *_, why in rows), "left", gives_way="wrapped"),
+        ),
+        title="tba-offload",
+    )
+    console = Console(width=100)
+    console.print(table)
+    if Placement.AUTO in {placement for placement, _ in explained}:
+        console.print(
+            "auto: the planner decides between steps; each plan is told when it is made", markup=False
+        )
+
+
+def _numbers_of(first: LayerId, count: int) -> str:
+    """The numbers of layers that follow one another, as rules of a policy take them."""
+    numbers = str(first.number) if count == 1 else f"{first.number}-{first.number + count - 1}"
+    return f"{first.stack}:{numbers}" if first.stack else numbers
 
 
 CURVES = (

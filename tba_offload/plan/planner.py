@@ -12,7 +12,9 @@ that are offloaded beside them. After that single layers change their placement 
 last single activations stay where the budget has room.
 
 Where memory is wanted first, the window comes before all that: one that is large enough for the whole step
-frees nothing. And if what is found frees hardly anything, everything is kept.
+frees nothing. Nor may a step take longer than if everything was kept, as far as that was measured: not only
+waits count, but also what hooks and transfers take from compute. And if what is found frees hardly anything,
+everything is kept.
 
 A step with very many activations is planned on a condensed profile, and the plan made exact on the whole one.
 """
@@ -25,6 +27,7 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tba_offload.formatting import readable_size
 from tba_offload.plan.condense import condensed, count_items, with_few_micro_batches
 from tba_offload.plan.plan import Part, Plan
 from tba_offload.plan.simulator import Outcome, simulate
@@ -42,6 +45,10 @@ TRAVELS = frozenset({OFFLOAD, RECOMPUTE_OFFLOAD, SELECTIVE})
 
 NO_STALL = 0.01
 """Waiting for less than this share of the step, rebuilding included, counts as not waiting."""
+
+NO_SLOWER = 0.02
+"""A plan for memory may take this share of a step longer than keeping everything: less is within what equal
+steps differ by, and is no reason to change a plan either (``WORTH_IT`` of the planner between steps)."""
 
 LEAST_FREED = 1 / 8
 """Where memory is wanted first, freeing less than this share of what could be freed counts as freeing none:
@@ -189,7 +196,8 @@ def make_plan(
     Args:
         profile: The step.
         drive: How fast offloaded bytes travel.
-        limits: What the plan must keep to. If none does, it is the one with the lowest peak.
+        limits: What the plan must keep to. Without a budget it is the one with the lowest peak that is as
+            fast as keeping everything.
         policy: For each layer, what the user wants; the planner decides on those that are ``auto``.
         objective: What is wanted; by default ``time`` where there is a budget and ``memory`` elsewhere.
         whole_layers: Whether all activations of a layer get the same placement, as in a policy file.
@@ -277,29 +285,34 @@ def explain(profile: StepProfile, plan: Plan, drive: Bandwidth, layer: int) -> s
     """Why a plan places a layer as it does, in one line."""
     kind, placement = profile.kind_of(layer), plan.placements[layer]
     moved = kind.nbytes - plan.staying_bytes(layer, kind)
-    seconds = moved / drive.write + moved / drive.read
-    size = f"{kind.nbytes / 2**20:.1f} MiB"
-    again = profile.timing(layer, RECOMPUTE).backward - profile.timing(layer, KEEP).backward
+    size, travel = readable_size(kind.nbytes), _milliseconds(moved / drive.write + moved / drive.read)
+    kept = profile.timing(layer, KEEP)
+    again = _milliseconds(profile.timing(layer, RECOMPUTE).backward - kept.backward)
     if placement is SELECTIVE:
         return _explain_selective(profile, drive, layer, moved)
     if placement is KEEP:
-        return f"{size} have room, and need no {seconds * 1e3:.1f} ms of the drive"
+        cost = _milliseconds(profile.timing(layer, OFFLOAD).whole - kept.whole)
+        return f"{size} have room; offloading takes {travel} of the drive and {cost} more compute"
     if placement is RECOMPUTE:
-        return f"{again * 1e3:.1f} ms of compute spare the drive {seconds * 1e3:.1f} ms for {size}"
+        return f"{again} of compute spare the drive {travel} for {size}"
     if placement is RECOMPUTE_OFFLOAD:
-        travels = f"{kind.input_bytes / 2**20:.1f} MiB travel instead of {size}"
-        return f"{again * 1e3:.1f} ms of compute, and {travels}"
-    what = f"{moved / 2**20:.1f} of {size}" if moved < kind.nbytes else size
-    return f"{what} are {seconds * 1e3:.1f} ms of the drive, and recomputing {again * 1e3:.1f} ms of compute"
+        return f"{again} of compute, and {readable_size(kind.input_bytes)} travel instead of {size}"
+    what = f"{readable_size(moved)} of {size}" if moved < kind.nbytes else size
+    return f"{what} take {travel} of the drive, and recomputing takes {again} of compute"
 
 
 def _explain_selective(profile: StepProfile, drive: Bandwidth, layer: int, moved: int) -> str:
     kind = profile.kind_of(layer)
-    seconds = kind.rebuilt_bytes / drive.write + kind.rebuilt_bytes / drive.read
+    spared = _milliseconds(kind.rebuilt_bytes / drive.write + kind.rebuilt_bytes / drive.read)
     again = profile.timing(layer, SELECTIVE).whole - profile.timing(layer, OFFLOAD).whole
-    rebuilt, rest = (f"{nbytes / 2**20:.1f}" for nbytes in (kind.rebuilt_bytes, moved - kind.rebuilt_bytes))
-    compute = f"{max(again, 0.0) * 1e3:.1f} ms of compute"
-    return f"{compute} spare the drive {seconds * 1e3:.1f} ms for {rebuilt} MiB; {rest} MiB travel"
+    rebuilt, rest = readable_size(kind.rebuilt_bytes), readable_size(moved - kind.rebuilt_bytes)
+    return (
+        f"{_milliseconds(max(again, 0.0))} of compute spare the drive {spared} for {rebuilt}; {rest} travel"
+    )
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,7 +403,7 @@ class _Search:
         best = min((found, *others), key=_score_of)
         if self.drive != self.terms.drive:
             best = self._sound(best)
-        if self.hardly_frees(best.outcome, LEAST_FREED):
+        if self.hardly_frees(best.outcome, LEAST_FREED) or self._is_needlessly_slow(best.plan):
             best = self._play(self._kept())
         return self.predicted(best.plan)
 
@@ -418,6 +431,27 @@ class _Search:
             return False
         return self.peak_if_kept - outcome.peak_bytes < share * (self.peak_if_kept - self._least_peak)
 
+    def _is_needlessly_slow(self, plan: Plan) -> bool:
+        """Whether memory is wanted first, there is room for everything, and keeping it would be faster."""
+        if self.terms.objective is not Objective.MEMORY or self.peak_if_kept > self.limits.planned:
+            return False
+        return self._slower(simulate(self.profile, plan, self.terms.drive)) > 0
+
+    def _slower(self, outcome: Outcome) -> float:
+        """The share by which a step takes longer than it may where memory is wanted first.
+
+        A layer that offloads computes for longer than one that keeps, although nothing waits: hooks take the
+        thread that trains, and transfers take cores and memory bandwidth. Where no layer was ever kept, the
+        profile takes both to be equal, and only waits count.
+        """
+        allowed = (1 + NO_SLOWER) * self._seconds_if_kept
+        return max(outcome.seconds / allowed - 1, 0.0) if allowed else 0.0
+
+    @functools.cached_property
+    def _seconds_if_kept(self) -> float:
+        """The step time if all layers are kept that may be, on the drive as it is."""
+        return simulate(self.profile, self._kept(), self.terms.drive).seconds
+
     @functools.cached_property
     def peak_if_kept(self) -> int:
         """The peak if all layers are kept that may be."""
@@ -439,7 +473,8 @@ class _Search:
         # What is rebuilt spares the drive, so that more can travel; but who waits for it waits.
         lost = outcome.stall_seconds + outcome.rebuild_seconds
         waits = max(lost / outcome.seconds - NO_STALL, 0.0) if outcome.seconds else 0.0
-        return self._excess(outcome), waits, outcome.peak_bytes, outcome.written_bytes, outcome.seconds
+        cost = max(waits, self._slower(outcome))
+        return self._excess(outcome), cost, outcome.peak_bytes, outcome.written_bytes, outcome.seconds
 
     def _score_endurance(self, outcome: Outcome) -> Score:
         return self._excess(outcome), outcome.written_bytes, outcome.seconds

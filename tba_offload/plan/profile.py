@@ -192,6 +192,13 @@ class StepProfile:
         forward, backward = self.timings[kind][Placement.RECOMPUTE]
         return Timing(forward, max(backward - forward, 0.0))
 
+    def is_measured(self, placement: Placement) -> bool:
+        """Whether the times of all layers under a placement come from measurements, if only of another kind.
+
+        Where keep was not measured, a layer that keeps is taken to compute for as long as one that offloads.
+        """
+        return all(self._measured(kind, computed_as(placement)) is not None for kind in set(self.layers))
+
     def rebuild_seconds(self, layer: int) -> float:
         """Seconds that a layer placed ``selective`` takes longer than a kept one.
 

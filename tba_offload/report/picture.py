@@ -19,15 +19,17 @@ from matplotlib.lines import Line2D
 from matplotlib.path import Path
 from matplotlib.textpath import TextPath
 
-from tba_offload.report.rok import byte_scale, lines, pareto, peak_sources, rate_scale
+from tba_offload.formatting import byte_scale, readable_size
+from tba_offload.report.rok import lines, pareto, peak_sources, rate_scale
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from matplotlib.axes import Axes
     from matplotlib.transforms import Bbox
     from numpy.typing import NDArray
 
+    from tba_offload.report.plans import PlanReport
     from tba_offload.report.rok import RokPoint
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; marker and dashes differ as well.
@@ -56,6 +58,13 @@ _RING: dict[str, Any] = {
     "markerfacecolor": "none",
     "markeredgecolor": _INK,
     "markeredgewidth": 1.1,
+}
+_Place = Literal["outside upper center", "outside upper left", "outside lower left"]
+_BUDGET: dict[str, Any] = {"color": "#CC79A7", "linestyle": "--", "linewidth": 1.4, "zorder": 2}
+_TITLE: dict[str, Any] = {
+    "title": "The best plan for each budget, as predicted",
+    "title_fontsize": 12,
+    "alignment": "left",
 }
 _DIGIT: dict[str, Any] = {"color": _INK, "markersize": 7, "markeredgewidth": 0}
 _STYLE: dict[Any, Any] = {
@@ -105,34 +114,131 @@ def rok_figure(points: Sequence[RokPoint]) -> Figure:
     return figure
 
 
-def frontier_curve(rows: Sequence[Mapping[str, Any]], kind: Literal["svg", "png"]) -> bytes:
-    """Predicted step time over predicted peak as the bytes of a file, see :func:`rok.draw_frontier`."""
-    rows = sorted(rows, key=lambda row: row["peak_bytes"])
-    unit, scale = byte_scale(max(row["peak_bytes"] for row in rows))
+def frontier_curve(report: PlanReport, kind: Literal["svg", "png"]) -> bytes:
+    """The best plan for each budget as the bytes of a file, see :func:`plans.draw_frontier`."""
     file = io.BytesIO()
     with matplotlib.style.context("default"), mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(7.5, 4.8), layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.add_subplot()
-        axes.set_title("The best plan for each budget, as predicted", loc="left")
-        axes.set_xlabel(f"activation peak, {unit}")
-        axes.set_ylabel("step time, s")
-        peaks = [row["peak_bytes"] / scale for row in rows]
-        seconds = [row["seconds"] for row in rows]
-        axes.plot(peaks, seconds, color=_LOOKS["offload"][0], marker="o", linestyle="-")
-        for peak, second, row in zip(peaks, seconds, rows, strict=True):
-            axes.annotate(
-                row["layers"],
-                (peak, second),
-                xytext=(4, 6),
-                textcoords="offset points",
-                fontsize=7,
-                rotation=30,
-            )
-        axes.set_xlim(left=0)
-        axes.margins(y=0.3)
-        figure.savefig(file, format=kind, dpi=160, metadata=_METADATA[kind] | {"Title": "Frontier of plans"})
+        metadata = _METADATA[kind] | {"Title": "Frontier of plans"}
+        frontier_figure(report).savefig(file, format=kind, dpi=160, metadata=metadata)
     return file.getvalue()
+
+
+def frontier_figure(report: PlanReport) -> Figure:
+    """The figure itself, see :func:`frontier_curve`."""
+    figure = Figure(figsize=(7.5, 5.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    frontier = _Frontier(figure.add_subplot(), report)
+    frontier.describe()
+    frontier.draw()
+    frontier.add_legends(figure)
+    figure.draw_without_rendering()  # settles the layout: from here on labels can be placed by the pixel
+    frontier.number_points()
+    return figure
+
+
+class _Frontier:
+    """Predicted step time over predicted peak, in the units of the axes."""
+
+    def __init__(self, axes: Axes, report: PlanReport) -> None:
+        self._axes = axes
+        self._report = report
+        fitting = {(step.peak_bytes, step.seconds): step for step in report.frontier if step.fits}
+        self._steps = [fitting[place] for place in sorted(fitting)]
+        self._marks = list(self._marked())
+        places = [*fitting, *(place for place, _, _ in self._marks)]
+        budget = report.step.budget_bytes
+        self._unit, self._size = byte_scale(max([*(peak for peak, _ in places), budget or 0]))
+        self._peaks, self._seconds = self._positions(places).T
+        if budget is not None:
+            self._peaks = np.append(self._peaks, budget / self._size)
+
+    def _marked(self) -> Iterator[tuple[tuple[int, float], str, dict[str, Any]]]:
+        """What is marked beside the plans for budgets: peak and seconds, what it is, how it looks."""
+        report = self._report
+        if report.keep_seconds is not None:
+            look = {"marker": "o", "markersize": 8, "color": _LOOKS["keep"][0]}
+            yield (report.keep_peak_bytes, report.keep_seconds), "keep everything, predicted", look
+        if report.run is not None:
+            yield report.run, "this run, measured", {"marker": "X", "markersize": 9, "color": _INK}
+        plan = report.step.peak_bytes, report.step.seconds
+        yield plan, f"the plan: {report.step.layers}", _RING
+
+    def _positions(self, places: Iterable[tuple[int, float]]) -> NDArray[np.float64]:
+        """Position of each pair of bytes and seconds, shape [places, 2]."""
+        return np.array([(nbytes / self._size, seconds) for nbytes, seconds in places], dtype=float)
+
+    @property
+    def _line(self) -> NDArray[np.float64]:
+        return self._positions((step.peak_bytes, step.seconds) for step in self._steps)
+
+    def describe(self) -> None:
+        """Say of which model and machine this is, and what the axes show; both begin at zero."""
+        if self._report.title:
+            lines = textwrap.fill(self._report.title, 100)
+            self._axes.set_title(lines, loc="left", fontsize=9, color="#555555")
+        self._axes.set_xlim(0, 1.1 * (self._peaks.max() or 1.0))
+        self._axes.set_ylim(0, 1.15 * (self._seconds.max() or 1.0))
+        self._axes.set_xlabel(f"Activation peak ({self._unit})")
+        self._axes.set_ylabel("Step time (s)")
+
+    def draw(self) -> None:
+        """Draw the frontier, the budget and the marks."""
+        colour, marker, dashes = _LOOKS["offload"]
+        x, y = self._line.T
+        self._axes.plot(x, y, dashes, color=colour, marker=marker, markersize=5, linewidth=1.8, zorder=3)
+        for place, _, look in self._marks:
+            x, y = self._positions([place]).T
+            self._axes.plot(x, y, linestyle="none", zorder=4, **look)
+        if self._report.step.budget_bytes is not None:
+            self._axes.axvline(self._report.step.budget_bytes / self._size, **_BUDGET)
+
+    def add_legends(self, figure: Figure) -> None:
+        """Say above the axes what the marks are, and below them what the numbers are."""
+        entries = [
+            Line2D([], [], linestyle="none", label=_visible(label, 60), **look)
+            for _, label, look in self._marks
+        ]
+        if self._report.step.budget_bytes is not None:
+            label = f"budget {readable_size(self._report.step.budget_bytes)}"
+            entries.append(Line2D([], [], label=label, **_BUDGET))
+        _add_fitting_legend(figure, entries, "outside upper left", fontsize=9, **_TITLE)
+        numbers = [
+            Line2D([], [], linestyle="none", label=f"{number}: {step.layers}")
+            for number, step in enumerate(self._steps, 1)
+        ]
+        _add_fitting_legend(
+            figure,
+            numbers,
+            "outside lower left",
+            fontsize=8,
+            handlelength=0,
+            handletextpad=0,
+            columnspacing=1.5,
+        )
+
+    def number_points(self) -> None:
+        """Write beside each plan its number in the legend."""
+        to_pixels = self._axes.transData.transform
+        line = to_pixels(self._line)
+        markers = np.concatenate(
+            [line, *(to_pixels(self._positions([place])) for place, _, _ in self._marks)]
+        )
+        strokes = [line]
+        if self._report.step.budget_bytes is not None:
+            budget = self._report.step.budget_bytes / self._size
+            strokes.append(to_pixels([(budget, end) for end in self._axes.get_ylim()]))
+        labels = _Labels(self._axes, markers, strokes)
+        for number, position in enumerate(self._line, 1):
+            labels.add(str(number), position, _LOOKS["offload"][0])
+
+
+def _add_fitting_legend(figure: Figure, entries: Sequence[Line2D], place: _Place, **look: Any) -> None:
+    """Adds a legend outside of the axes with as many columns as there is room for."""
+    for columns in range(len(entries), 0, -1):
+        legend = figure.legend(handles=entries, loc=place, ncols=columns, **look)
+        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            break
+        legend.remove()
 
 
 class _Curve:
@@ -191,11 +297,7 @@ class _Curve:
         entries.append(Line2D([], [], linestyle="none", label="Pareto set", **_RING))
         if any(each.batch_size is not None for each in self._points):
             entries.append(Line2D([], [], linestyle="none", marker=_digit(), **_DIGIT, label="batch size"))
-        for columns in range(len(entries), 0, -1):
-            legend = figure.legend(handles=entries, loc="outside upper center", ncols=columns)
-            if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
-                break
-            legend.remove()
+        _add_fitting_legend(figure, entries, "outside upper center")
 
     def label_batch_sizes(self) -> None:
         """Write the batch size beside each point."""
@@ -304,7 +406,7 @@ def _looks(strategies: Iterable[str]) -> dict[str, _Look]:
     return {strategy: _LOOKS.get(strategy) or next(more) for strategy in strategies}
 
 
-def _visible(strategy: str) -> str:
+def _visible(strategy: str, most: int = 30) -> str:
     """The label for the legend; older versions of matplotlib leave out one that starts with an underscore."""
-    short = textwrap.shorten(strategy, 30, placeholder=" …") or "…"
+    short = textwrap.shorten(strategy, most, placeholder=" …") or "…"
     return f" {short}" if short.startswith("_") else short

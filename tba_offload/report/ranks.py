@@ -122,6 +122,9 @@ def _how(name: str) -> Callable[[list[Any]], Any]:
         "peak_source": _first,
         "loss": _mean,
         "gradients_allocated": all,
+        "skipped": any,
+        "gradient_bytes": max,  # like peaks, of the device that has most of them
+        "state_bytes": max,
     }
     if name in special:
         return special[name]

@@ -16,24 +16,26 @@ import statistics
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from tba_offload.errors import ConfigError, MissingDependencyError, RunLogError
+from tba_offload.formatting import byte_scale, readable_size, scale, significant
+from tba_offload.report import tables
 from tba_offload.report.ranks import read_runs
+from tba_offload.report.tables import Column, FittedTable
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from rich.table import Table
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from tba_offload.report.run_log import RunLog, StepRecord
 
 Unit = Literal["FLOP/s", "tokens/s"]
 
-_Side = Literal["left", "right"]
-
 _FEW_STEPS = 3
+
+_STRATEGY_WIDTH = len("recompute-offload")
+"""Characters of a label that a table always shows: those of the longest placement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +53,8 @@ class RokPoint:
         steps: How many times were counted.
         source: The run log.
         peak_source: How the activation peak was measured; None where the log does not say.
-        gradients_allocated: Whether, in every counted step, gradients existed before the base was read. If
-            not, their memory is part of the peak.
+        gradients_allocated: Whether, in every counted step, gradients existed before the base was read, or
+            their memory was counted apart. If not, it is part of the peak.
         model: The model, its batch size left out, as JSON: equal where runs can be compared.
         hardware: The machine as JSON, likewise.
     """
@@ -113,7 +115,8 @@ def point(run_log: RunLog, *, warmup: int | None = None, unit: Unit | None = Non
     The first steps are skipped: caches, the allocator and the plan are still warming up. Of the others, the
     activation peak is the *largest* (that is what has to fit in memory), and the throughput comes from the
     *median* step time (one hiccup of the machine must not count). If memory was measured in some of them
-    only, the times come from the others: measuring may cost time.
+    only, the times come from the others: measuring may cost time. Steps whose gradients were dropped without
+    an update, as by a gradient scaler, count in neither.
 
     Args:
         run_log: The run.
@@ -145,20 +148,34 @@ def point(run_log: RunLog, *, warmup: int | None = None, unit: Unit | None = Non
         steps=len(timed),
         source=str(run_log.path),
         peak_source=peak_source,
-        gradients_allocated=all(step.gradients_allocated for step in steps),
+        gradients_allocated=all(
+            step.gradients_allocated or step.gradient_bytes is not None for step in steps
+        ),
         model=_canonical({key: value for key, value in header.model.items() if key != "batch_size"}),
         hardware=_canonical(header.hardware),
     )
+
+
+def peak_and_seconds(run_log: RunLog) -> tuple[int, float] | None:
+    """Activation peak in bytes and median seconds of a step, as of a point; ``None`` if not known."""
+    try:
+        steps = _counted(run_log, None)
+        peak, _ = _peak(run_log.path, steps)
+    except RunLogError:
+        return None
+    return peak, statistics.median(step.seconds for step in _timed(steps))
 
 
 def _counted(run_log: RunLog, warmup: int | None) -> Sequence[StepRecord]:
     if warmup is not None and warmup < 0:
         raise ConfigError(f"warmup must be 0 or more steps, and is {warmup}")
     total = len(run_log.steps)
-    skipped = warmup if warmup is not None else _default_warmup(total)
-    steps = run_log.steps[skipped:]
+    warmup = warmup if warmup is not None else _default_warmup(total)
+    late = run_log.steps[warmup:]
+    steps = [step for step in late if not step.skipped]
     if not steps:
-        raise RunLogError(f"{run_log.path}: {total} steps, and none is left after {skipped} of warm-up")
+        why = f"after {warmup} of warm-up" + (f" and {len(late)} without an update" if late else "")
+        raise RunLogError(f"{run_log.path}: {total} steps, and none is left {why}")
     for step in steps:
         if not 0 < step.seconds < math.inf:
             raise RunLogError(
@@ -253,121 +270,64 @@ def _beats(one: RokPoint, other: RokPoint) -> bool:
 
 # Numbers in words
 
-_BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _RATES: dict[Unit, dict[str, float]] = {
     "FLOP/s": {"FLOP/s": 1, "MFLOP/s": 1e6, "GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15},
     "tokens/s": {"tokens/s": 1, "ktokens/s": 1e3, "Mtokens/s": 1e6},
 }
 
 
-def byte_scale(largest: float) -> tuple[str, float]:
-    """The binary unit in which to show sizes up to ``largest`` bytes, and its bytes."""
-    return _scale(largest, _BYTES)
-
-
 def rate_scale(largest: float, unit: Unit) -> tuple[str, float]:
     """The multiple of ``unit`` in which to show throughputs up to ``largest``, and its size."""
-    return _scale(largest, _RATES[unit])
-
-
-def _scale(largest: float, sizes: Mapping[str, float]) -> tuple[str, float]:
-    fitting = [(name, float(size)) for name, size in sizes.items() if size <= largest]
-    return fitting[-1] if fitting else next((name, float(size)) for name, size in sizes.items())
-
-
-def _short(value: float) -> str:
-    """Three significant digits, and never an exponent."""
-    if value == 0:
-        return "0"
-    digits = max(0, 2 - math.floor(math.log10(abs(value))))
-    return f"{value:.{digits}f}"
-
-
-def _bytes(value: int) -> str:
-    name, size = byte_scale(value)
-    return f"{_short(value / size)} {name}"
+    return scale(largest, _RATES[unit])
 
 
 def _percent(share: float) -> str:
-    return f"{_short(100 * share)}%"
+    return f"{significant(100 * share)}%"
 
 
 # Table, CSV, JSON
 
 
-def table(points: Sequence[RokPoint]) -> Table:
-    """The points (at least one) as a table for a terminal, by strategy; the Pareto set is starred."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
+def table(points: Sequence[RokPoint]) -> FittedTable:
+    """The points (at least one) as a table, by strategy; the Pareto set is starred."""
+    winners = pareto(points)
+    (peak_unit, peak_size), (speed_unit, speed_size) = _scales(points)
+    ordered = [each for line in lines(points).values() for each in line]
 
-    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=_caption(points), caption_justify="left")
-    for heading in _headings(points):
-        made.add_column(heading, justify=_side(heading), no_wrap=heading != "Run", overflow="ellipsis")
-    for *cells, source in _cells(points):
-        made.add_row(*(Text(cell) for cell in (*cells, Path(source).name)))  # Text: labels are not markup
-    return made
+    def column(heading: str, cell: Callable[[RokPoint], str], rank: int = 0) -> Column:
+        return Column(heading, tuple(map(cell, ordered)), rank=rank)
+
+    strategies, sources = [each.strategy for each in ordered], [each.source for each in ordered]
+    columns = (
+        Column("Strategy", tuple(strategies), "left", gives_way="shortened", least=_STRATEGY_WIDTH),
+        column("Batch", lambda each: "?" if each.batch_size is None else str(each.batch_size), 1),
+        column(f"Peak {peak_unit}", lambda each: significant(each.activation_peak_bytes / peak_size)),
+        column(speed_unit, lambda each: significant(each.throughput / speed_size)),
+        column("Step s", lambda each: significant(each.step_seconds), 2),
+        column("Quartiles", lambda each: "-".join(map(significant, each.step_seconds_quartiles)), 5),
+        column("Steps", lambda each: str(each.steps), 6),
+        column("Pareto", lambda each: "*" if each in winners else "", 3),
+        Column(
+            "Run",
+            tuple(sources),
+            "left",
+            rank=4,
+            gives_way="shortened",
+            brief=tuple(Path(source).name for source in sources),
+        ),
+    )
+    return FittedTable(columns, caption=_caption(points), elsewhere="--csv or --json")
 
 
 def text(points: Sequence[RokPoint]) -> str:
     """The same table as Markdown, for files and pipes: nothing shortened, no colours."""
-    headings = _headings(points)
-    grid = [[_one_line(cell) for cell in cells] for cells in (headings, *_cells(points))]
-    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
-    sides = [_side(heading) for heading in headings]
-    rule = [
-        "-" * width if side == "left" else "-" * (width - 1) + ":"
-        for width, side in zip(widths, sides, strict=True)
-    ]
-    grid.insert(1, rule)
-    body = "\n".join(_markdown_row(cells, widths, sides) for cells in grid)
-    return f"{body}\n\n{_caption(points)}\n"
+    return table(points).markdown()
 
 
-def _one_line(cell: str) -> str:
-    return " ".join(cell.split()).replace("|", "\\|")
-
-
-def _markdown_row(cells: Sequence[str], widths: Sequence[int], sides: Sequence[_Side]) -> str:
-    columns = zip(cells, widths, sides, strict=True)
-    padded = (cell.ljust(width) if side == "left" else cell.rjust(width) for cell, width, side in columns)
-    return f"| {' | '.join(padded)} |"
-
-
-def _headings(points: Sequence[RokPoint]) -> list[str]:
-    (peak_unit, _), (speed_unit, _) = _scales(points)
-    return [
-        "Strategy",
-        "Batch",
-        f"Peak {peak_unit}",
-        speed_unit,
-        "Step s",
-        "Quartiles",
-        "Steps",
-        "Pareto",
-        "Run",
-    ]
-
-
-def _side(heading: str) -> _Side:
-    return "left" if heading in {"Strategy", "Run"} else "right"
-
-
-def _cells(points: Sequence[RokPoint]) -> Iterator[list[str]]:
-    winners = pareto(points)
-    (_, peak_size), (_, speed_size) = _scales(points)
-    for each in (each for line in lines(points).values() for each in line):
-        yield [
-            each.strategy,
-            "?" if each.batch_size is None else str(each.batch_size),
-            _short(each.activation_peak_bytes / peak_size),
-            _short(each.throughput / speed_size),
-            _short(each.step_seconds),
-            "-".join(_short(seconds) for seconds in each.step_seconds_quartiles),
-            str(each.steps),
-            "*" if each in winners else "",
-            each.source,
-        ]
+def show(points: Sequence[RokPoint]) -> None:
+    """Prints the table, the Pareto set and the advice."""
+    winners = "; ".join(point.name for point in pareto(points))
+    tables.show(table(points), f"Pareto set: {winners}.", *(f"- {sentence}" for sentence in advice(points)))
 
 
 def _scales(points: Sequence[RokPoint]) -> tuple[tuple[str, float], tuple[str, float]]:
@@ -445,7 +405,7 @@ def _at_equal_batch_size(points: Sequence[RokPoint]) -> Iterator[str]:
 def _compared(batch_size: int, group: Sequence[RokPoint]) -> str:
     lowest = min(group, key=lambda each: (each.activation_peak_bytes, -each.throughput))
     fastest = max(group, key=lambda each: (each.throughput, -each.activation_peak_bytes))
-    peak = _bytes(lowest.activation_peak_bytes)
+    peak = readable_size(lowest.activation_peak_bytes)
     if lowest is fastest:
         second = max((each for each in group if each is not lowest), key=lambda each: each.throughput)
         return (
@@ -454,9 +414,10 @@ def _compared(batch_size: int, group: Sequence[RokPoint]) -> str:
         )
     savers = [each for each in group if each.activation_peak_bytes < fastest.activation_peak_bytes]
     savings = "; ".join(_saving(each, fastest) for each in sorted(savers, key=lambda each: -each.throughput))
+    most = readable_size(fastest.activation_peak_bytes)
     return (
         f"At batch size {batch_size}, {lowest.strategy} has the lowest activation peak ({peak}). "
-        f"Against {fastest.strategy}, the fastest ({_bytes(fastest.activation_peak_bytes)}): {savings}."
+        f"Against {fastest.strategy}, the fastest ({most}): {savings}."
     )
 
 
@@ -481,9 +442,10 @@ def _more_in_the_same_memory(points: Sequence[RokPoint]) -> Iterator[str]:
         fitting = [each for each in sized if _is_larger_and_fits(each, largest)]
         if fitting:
             best = max(fitting, key=lambda each: each.throughput)
+            peaks = [readable_size(each.activation_peak_bytes) for each in (largest, best)]
             yield (
-                f"Within the activation peak of {largest.name} ({_bytes(largest.activation_peak_bytes)}), "
-                f"{best.strategy} fits batch size {best.batch_size} ({_bytes(best.activation_peak_bytes)}), "
+                f"Within the activation peak of {largest.name} ({peaks[0]}), "
+                f"{best.strategy} fits batch size {best.batch_size} ({peaks[1]}), "
                 f"at {_percent(best.throughput / largest.throughput)} of its throughput."
             )
 
@@ -551,29 +513,6 @@ def draw(points: Sequence[RokPoint], path: str | os.PathLike[str]) -> None:
     from tba_offload.report import picture
 
     path.write_bytes(picture.rok_curve(points, kind))
-
-
-def draw_frontier(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[str]) -> None:
-    """Draw predicted step time over predicted peak, for the best plan of each budget.
-
-    Args:
-        rows: ``peak_bytes``, ``seconds``, ``layers`` and ``fits`` of each plan.
-        path: The picture to write, SVG or PNG by its suffix.
-
-    Raises:
-        ConfigError: No plan fits its budget, or another suffix.
-        MissingDependencyError: matplotlib is not installed.
-        OSError: The picture cannot be written.
-    """
-    path = Path(path)
-    kind = picture_kind(path)
-    fitting = [row for row in rows if row["fits"]]
-    if not fitting:
-        raise ConfigError("no plan fits its budget, so there is no frontier to draw")
-    require_matplotlib()
-    from tba_offload.report import picture
-
-    path.write_bytes(picture.frontier_curve(fitting, kind))
 
 
 def picture_kind(path: str | os.PathLike[str]) -> Literal["svg", "png"]:

@@ -1,0 +1,176 @@
+"""How figures and layers are printed, so that they look alike wherever they are."""
+
+from __future__ import annotations
+
+import math
+import re
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Mapping, Sequence
+
+_BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_RATES = {"B/s": 1, "KB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
+_NUMBER = re.compile(r"(?P<before>.*?)(?P<number>\d+)(?P<after>\D*)", re.DOTALL)
+"""A module name with the last number in it, which is that of the layer."""
+
+
+# Figures
+
+
+def significant(value: float) -> str:
+    """Three significant digits, and never an exponent: ``0.0912``, ``41.6``, ``1536``."""
+    if value == 0:
+        return "0"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:.{digits}f}"
+
+
+def scale(largest: float, units: Mapping[str, float]) -> tuple[str, float]:
+    """The unit in which to show values up to the largest, and its size.
+
+    Args:
+        largest: The largest value.
+        units: Name and size of each unit, the smallest first.
+    """
+    fitting = [(name, float(size)) for name, size in units.items() if size <= largest]
+    return fitting[-1] if fitting else next((name, float(size)) for name, size in units.items())
+
+
+def byte_scale(largest: float) -> tuple[str, float]:
+    """The binary unit in which to show sizes up to ``largest`` bytes, and its bytes."""
+    return scale(largest, _BYTES)
+
+
+def readable_size(nbytes: float) -> str:
+    """A number of bytes for people: ``41.6 MiB``, three significant digits.
+
+    It rounds. What is read back, as sizes in a policy file, is written exactly, by
+    :func:`tba_offload.config.format_size`.
+    """
+    name, size = byte_scale(nbytes)
+    return f"{significant(nbytes / size)} {name}"
+
+
+def readable_rate(bytes_per_second: float) -> str:
+    """A bandwidth for people, in powers of 1000 as those of drives are given: ``1.48 GB/s``."""
+    name, size = scale(bytes_per_second, _RATES)
+    return f"{significant(bytes_per_second / size)} {name}"
+
+
+# Layers
+
+
+MANY_RANGES = 4
+"""A list of more ranges of layers than this is longer than one line has room for."""
+
+
+class LayerGroup(NamedTuple):
+    """Layers that follow one another and are alike.
+
+    Attributes:
+        numbers: Their numbers, such as ``"0-7"``; names where a model has several stacks, or no numbers.
+        name: Their module names as one, such as ``"decoder.layers.0-7"``.
+        first: Index of the first of them.
+        size: How many they are.
+    """
+
+    numbers: str
+    name: str
+    first: int
+    size: int
+
+
+class _Name(NamedTuple):
+    """A module name around the number of the layer; ``number`` is ``None`` where it has none."""
+
+    before: str
+    number: int | None
+    after: str
+
+    @classmethod
+    def of(cls, name: str) -> _Name:
+        found = _NUMBER.fullmatch(name)
+        return cls(name, None, "") if found is None else cls(found[1], int(found[2]), found[3])
+
+    def numbered(self, number: object) -> str:
+        return f"{self.before}{number}{self.after}"
+
+    @property
+    def stack(self) -> tuple[str, bool, str]:
+        """Equal for layers of one stack."""
+        return self.before, self.number is None, self.after
+
+
+def grouped(names: Sequence[str], alike: Sequence[Hashable]) -> list[LayerGroup]:
+    """Layers in groups: each of layers that follow one another by number and are alike.
+
+    Args:
+        names: Module name of each layer, in their order.
+        alike: Equal for layers that may be in one group.
+    """
+    parts = [_Name.of(name) for name in names]
+    is_one_stack = len({part.stack for part in parts}) == 1
+
+    def key(index: int) -> Hashable:
+        number = parts[index].number
+        # Layers that follow one another: number and index go up together. Without a number each is alone.
+        return parts[index].stack, index if number is None else number - index, alike[index]
+
+    groups = []
+    for _, found in groupby(range(len(names)), key=key):
+        members = list(found)
+        first, last = parts[members[0]], parts[members[-1]]
+        numbers = f"{first.number}" if first == last else f"{first.number}-{last.number}"
+        name = first.before if first.number is None else first.numbered(numbers)
+        has_number = is_one_stack and first.number is not None
+        groups.append(LayerGroup(numbers if has_number else name, name, members[0], len(members)))
+    return groups
+
+
+def layers_by_placement(names: Sequence[str], placements: Sequence[str]) -> str:
+    """What is done with which layers, in one line: ``"offload layers 0-9, keep layers 10-11"``.
+
+    Args:
+        names: Module name of each layer.
+        placements: The placement of each.
+    """
+    groups = grouped(names, placements)
+    ways = dict.fromkeys(placements[group.first] for group in groups)
+    of_way = {way: [group for group in groups if placements[group.first] == way] for way in ways}
+    if len(ways) == 1:
+        return f"{_as_verb(placements[0])} {f'all {len(names)} layers' if len(names) > 1 else 'the layer'}"
+    return ", ".join(f"{_as_verb(way)} {_listed(members)}" for way, members in of_way.items())
+
+
+def _as_verb(placement: str) -> str:
+    return f"{placement} for" if placement in {"selective", "auto"} else placement
+
+
+def _listed(groups: Sequence[LayerGroup]) -> str:
+    """The layers of some groups, or how many there are if they are scattered."""
+    count = sum(group.size for group in groups)
+    if len(groups) > MANY_RANGES:
+        return f"{count} layers from {groups[0].numbers} to {groups[-1].numbers}"
+    return f"layer{'s' if count > 1 else ''} {', '.join(group.numbers for group in groups)}"
+
+
+def renumbered(names: Sequence[str], chosen: Iterable[int]) -> tuple[str, ...]:
+    """Module names for a model with more layers, or fewer, of the same stacks.
+
+    Args:
+        names: Those of the layers that there are.
+        chosen: For each layer of that model, the index of the one that it is like.
+    """
+    parts = [_Name.of(name) for name in names]
+    numbers = {part.stack: part.number or 0 for part in reversed(parts)}  # the first of each stack
+    made = []
+    for part in (parts[index] for index in chosen):
+        number = numbers[part.stack]
+        numbers[part.stack] += 1
+        if part.number is not None:
+            made.append(part.numbered(number))
+        else:
+            made.append(f"{part.before} ({number + 1})" if number else part.before)
+    return tuple(made)

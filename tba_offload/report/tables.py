@@ -1,0 +1,194 @@
+"""Tables that fit where they are printed: whole columns are left out before a digit is."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.measure import Measurement
+
+Side = Literal["left", "right"]
+GivesWay = Literal["never", "shortened", "wrapped"]
+
+GAP = 2
+"""Columns of the terminal between two columns of a table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        heading: What stands above it.
+        cells: Its cells from above.
+        side: Where they are aligned: text ``left``, numbers ``right``.
+        rank: Importance: where there is no room, the column with the highest rank is left out first; one with
+            rank 0 never is.
+        gives_way: How cells make room: names are shortened, sentences take several lines, numbers do not.
+        least: Characters that are left of one that is shortened; names can mostly still be told apart by 8.
+        brief: Shorter cells for a terminal, such as names of files without their directories; empty for the
+            same.
+    """
+
+    heading: str
+    cells: tuple[str, ...]
+    side: Side = "right"
+    rank: int = 0
+    gives_way: GivesWay = "never"
+    least: int = 8
+    brief: tuple[str, ...] = ()
+
+    @property
+    def on_terminal(self) -> tuple[str, ...]:
+        """Its cells on a terminal."""
+        return self.brief or self.cells
+
+    @property
+    def width(self) -> int:
+        """What a terminal needs to show everything."""
+        from rich.cells import cell_len
+
+        return max(map(cell_len, (self.heading, *self.on_terminal)))
+
+    @property
+    def least_width(self) -> int:
+        """What a terminal needs at least."""
+        from rich.cells import cell_len
+
+        if self.gives_way == "never":
+            return self.width
+        words = [word for cell in (self.heading, *self.on_terminal) for word in cell.split()]
+        return min(self.width, max(map(cell_len, words)) if self.gives_way == "wrapped" else self.least)
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """The columns of a table for which there is room.
+
+    Attributes:
+        columns: They, in their order.
+        widths: The width of each.
+        left_out: Headings of the others, in their order.
+    """
+
+    columns: tuple[Column, ...]
+    widths: tuple[int, ...]
+    left_out: tuple[str, ...]
+
+
+def fitted(columns: Sequence[Column], width: int) -> Fitted:
+    """Chooses the columns for which there is room: as many as possible, the most important ones.
+
+    Args:
+        columns: All of the table.
+        width: Characters in a line.
+    """
+    shown = list(columns)
+    while _total([column.least_width for column in shown]) > width:
+        least = max(shown, key=lambda column: column.rank)
+        if least.rank == 0:
+            break
+        shown.remove(least)
+    left_out = tuple(column.heading for column in columns if column not in shown)
+    return Fitted(tuple(shown), tuple(_widths(shown, width)), left_out)
+
+
+def _widths(columns: Sequence[Column], width: int) -> list[int]:
+    """The width of each column: text gives way, the widest first."""
+    widths, least = [column.width for column in columns], [column.least_width for column in columns]
+    if _total(least) > width:  # a label of one letter is better than a number that lacks a digit
+        least = [1 if column.gives_way == "shortened" else column.least_width for column in columns]
+    while _total(widths) > width:
+        room = [have - needed for have, needed in zip(widths, least, strict=True)]
+        if not any(room):
+            break
+        widths[max(range(len(columns)), key=lambda place: (room[place] > 0, widths[place]))] -= 1
+    return widths
+
+
+def _total(widths: Sequence[int]) -> int:
+    return sum(widths) + GAP * (len(widths) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class FittedTable:
+    """A table that rich prints as wide as the terminal is; it says which columns had no room.
+
+    Attributes:
+        columns: Its columns.
+        title: What stands above it.
+        caption: What stands below it.
+        elsewhere: Where the columns are that have no room, such as ``"--csv"``.
+    """
+
+    columns: tuple[Column, ...]
+    title: str | None = None
+    caption: str | None = None
+    elsewhere: str = "--json"
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        """What rich asks a renderable for."""
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        chosen = fitted(self.columns, options.max_width)
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, GAP - 1, 0, 0), show_edge=False, pad_edge=False)
+        for column, width in zip(chosen.columns, chosen.widths, strict=True):
+            no_wrap = column.gives_way != "wrapped"
+            table.add_column(
+                column.heading, justify=column.side, width=width, no_wrap=no_wrap, overflow="ellipsis"
+            )
+        for cells in zip(*(column.on_terminal for column in chosen.columns), strict=True):
+            table.add_row(*map(Text, cells))  # Text: labels are not markup
+        if self.title is not None:
+            yield Text(self.title, style="bold")
+        yield table
+        if chosen.left_out:
+            yield Text(f"No room here for {', '.join(chosen.left_out)}: see {self.elsewhere}.")
+        if self.caption is not None:
+            yield Text(self.caption)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        """It takes whatever width there is."""
+        from rich.measure import Measurement
+
+        return Measurement(1, options.max_width)
+
+    def markdown(self) -> str:
+        """The same as Markdown, for files and pipes: nothing shortened or left out, no colours."""
+        grid = [[_one_line(cell) for cell in (column.heading, *column.cells)] for column in self.columns]
+        widths = [max(map(len, cells)) for cells in grid]
+        for cells, column, width in zip(grid, self.columns, widths, strict=True):
+            cells.insert(1, "-" * width if column.side == "left" else "-" * (width - 1) + ":")
+        rows = zip(*(_padded(*each) for each in zip(grid, self.columns, widths, strict=True)), strict=True)
+        body = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        return "\n\n".join(part for part in (self.title, body, self.caption) if part) + "\n"
+
+
+def _one_line(cell: str) -> str:
+    return " ".join(cell.split()).replace("|", "\\|")
+
+
+def _padded(cells: Sequence[str], column: Column, width: int) -> list[str]:
+    return [cell.ljust(width) if column.side == "left" else cell.rjust(width) for cell in cells]
+
+
+def show(*parts: FittedTable | str) -> None:
+    """Prints tables and lines, tables between empty lines: fitted to a terminal, as Markdown elsewhere."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    for place, part in enumerate(parts):
+        if place and FittedTable in {type(part), type(parts[place - 1])}:
+            sys.stdout.write("\n")
+        if console.is_terminal:
+            console.print(Text(part) if isinstance(part, str) else part)
+        else:
+            sys.stdout.write(f"{part}\n" if isinstance(part, str) else part.markdown())

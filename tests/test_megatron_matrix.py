@@ -1,0 +1,49 @@
+"""The matrix of Megatron layouts shows why a run failed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # behind all others: it has an io.py
+
+import megatron_matrix
+
+FAILING = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    raise RuntimeError("the cause")
+time.sleep(60)  # until the launcher ends it
+"""
+
+
+def test_the_traceback_of_the_rank_that_failed_is_shown(tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text(FAILING)
+    with pytest.raises(megatron_matrix.RunFailedError) as failed:
+        megatron_matrix._output_of([*megatron_matrix._python(2), str(script)], cwd=tmp_path, timeout=300)
+    status, rank, *lines = str(failed.value).splitlines()
+    assert (status, rank) == ("exit status 1", "rank 1:")
+    assert lines[0].startswith("Traceback")
+    assert lines[-1] == "RuntimeError: the cause"
+
+
+def test_where_the_launcher_names_no_rank_all_are_shown(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        file = tmp_path / megatron_matrix.RANK_ERRORS / "run" / "attempt_0" / str(rank) / "stderr.log"
+        file.parent.mkdir(parents=True)
+        file.write_text("".join(f"line {line} of {rank}\n" for line in range(100)))
+    found = megatron_matrix._cause("printed", "waited in vain", tmp_path)
+    last = megatron_matrix.LAST_LINES
+    assert found[0] == "rank 0:"
+    assert found[last] == "line 99 of 0"
+    assert found[last + 1] == "rank 1:"
+    assert found[-1] == "line 99 of 1"
+
+
+def test_a_single_process_shows_its_own_last_lines(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "print(1); raise SystemExit('no such policy')"]
+    with pytest.raises(megatron_matrix.RunFailedError, match="exit status 1\n1\nno such policy"):
+        megatron_matrix._output_of(command, cwd=tmp_path, timeout=300)
