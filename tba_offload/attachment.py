@@ -34,6 +34,7 @@ def attach(
     strategy: str | None = None,
     model_info: Mapping[str, object] | None = None,
     measure_memory: bool = True,
+    status: bool = False,
 ) -> Session:
     """Attaches offloading to a model.
 
@@ -54,6 +55,8 @@ def attach(
         model_info: What the run log says about the model: name, sizes, batch size.
         measure_memory: Whether to measure the activation peak of steps that do not say so themselves. On CUDA
             that is free; on a CPU a thread samples, which takes part of a core.
+        status: Whether each step is told in a line. New plans of ``auto`` always are: by the logger
+            ``tba_offload``, on stderr unless the program has set logging up.
 
     Returns:
         The session. Close it, or use it as a context manager.
@@ -80,6 +83,7 @@ def attach(
             strategy=strategy,
             model_info=model_info,
             measure_memory=measure_memory,
+            status=status,
             tokens=tokens,
         )
     except ConfigError as error:

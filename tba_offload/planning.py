@@ -14,7 +14,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from tba_offload.formatting import readable_rate, readable_size, significant
-from tba_offload.plan.bandwidth import Bandwidth, MeasuredRate
+from tba_offload.plan.bandwidth import Bandwidth, DriveRates, MeasuredRate
 from tba_offload.plan.describe import describe_plan
 from tba_offload.plan.plan import Plan
 from tba_offload.plan.planner import Limits, default_objective, is_better, make_plan
@@ -25,7 +25,7 @@ from tba_offload.profiling import LayerKey, profile_of
 from tba_offload.store.base import DRIVE_TIER, HOST_TIER
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Sequence
 
     from tba_offload.capture.trace import DeviceTimes, StepTrace
     from tba_offload.plan.profile import StepProfile
@@ -93,6 +93,7 @@ class AutoPlanner:
         limits: What plans must keep to.
         objective: What is wanted of them; see :func:`make_plan`.
         host_capacity: Bytes of host memory beside the drives; ``None`` if there is none.
+        drives: Tells the drives apart, so that planners of one process share what they find of one.
         agree: Where several ranks share layers: given this rank's proposal, name of a layer to its placement,
             and how much it needs it, returns the proposal that counts for each layer. Every rank calls it
             behind the same steps.
@@ -106,6 +107,7 @@ class AutoPlanner:
         *,
         objective: Objective | None = None,
         host_capacity: int | None = None,
+        drives: Sequence[Hashable] = (),
         agree: Callable[[dict[str, Placement], Need], dict[str, Placement]] | None = None,
     ) -> None:
         self.policy = tuple(policy)
@@ -118,7 +120,8 @@ class AutoPlanner:
         self.agree = agree
         self.profile: StepProfile | None = None
         self._host_capacity = host_capacity
-        self._rates: list[tuple[MeasuredRate, MeasuredRate]] = []
+        self._drives = tuple(drives)
+        self._rates: list[DriveRates] = []
         self._host_rates = MeasuredRate(), MeasuredRate()
         self._planned_for: Bandwidth | None = None
         self._plan: Plan | None = None
@@ -429,8 +432,8 @@ class AutoPlanner:
 
     def drive(self) -> Bandwidth | None:
         """What all drives together can do, and host memory beside them; ``None`` before anything moved."""
-        write = sum(rate.rate or 0.0 for rate, _ in self._rates)
-        read = sum(rate.rate or 0.0 for _, rate in self._rates)
+        write = sum(drive.write.rate or 0.0 for drive in self._rates)
+        read = sum(drive.read.rate or 0.0 for drive in self._rates)
         if not write:
             return None
         drives = Bandwidth(write, read or write)  # all may have been forwarded so far
@@ -439,7 +442,7 @@ class AutoPlanner:
 
     def _measured(self) -> list[dict[str, object]]:
         """What each drive was found to do, and host memory beside them."""
-        tiers = [(DRIVE_TIER, *rates) for rates in self._rates]
+        tiers = [(DRIVE_TIER, drive.write, drive.read) for drive in self._rates]
         if self._host_capacity is not None:
             tiers.append((HOST_TIER, *self._host_rates))
         return [
@@ -449,8 +452,9 @@ class AutoPlanner:
     def _note_loads(self, loads: Sequence[DriveLoad]) -> None:
         drives = [load for load in loads if load.tier == DRIVE_TIER]
         while len(self._rates) < len(drives):
-            self._rates.append((MeasuredRate(), MeasuredRate()))
-        rates = iter(self._rates)
+            number = len(self._rates)
+            self._rates.append(DriveRates.of(self._drives[number] if number < len(self._drives) else None))
+        rates = iter((drive.write, drive.read) for drive in self._rates)
         for load in loads:
             write, read = next(rates) if load.tier == DRIVE_TIER else self._host_rates
             write.add(*load.write)

@@ -32,6 +32,8 @@ from tba_offload.config import ConfigLike, OffloadConfig, read_config
 from tba_offload.device.memory import MemoryMeter, ResidentPeak, meter_of
 from tba_offload.device.streams import device_of
 from tba_offload.errors import ConfigError, SessionError, TransferError, UnsupportedError
+from tba_offload.formatting import layers_by_placement, readable_size
+from tba_offload.notices import describe_step, tell
 from tba_offload.plan.plan import Plan
 from tba_offload.plan.planner import Limits
 from tba_offload.planning import AutoPlanner
@@ -106,6 +108,7 @@ class Session:
         world: The other ranks that the model is spread over; by default there are none.
         tokens: Tokens of one micro-batch, or a function that tells them from the arguments of the model's
             forward; by default the elements of ``input_ids``, where the model is given any.
+        status: Whether each step is told in a line, see :mod:`tba_offload.notices`; new plans always are.
         steps_by_hand: Whether every step is a block of :meth:`step`, and none opens by itself.
 
     Raises:
@@ -126,6 +129,7 @@ class Session:
         measure_memory: bool = True,
         world: World | None = None,
         tokens: Tokens | None = None,
+        status: bool = False,
         steps_by_hand: bool = False,
     ) -> None:
         check_disjoint(stack.layers)
@@ -154,6 +158,7 @@ class Session:
         )
         self._rebuilds = Rebuilds(self.capture, stack.functions)
         self._measure_memory = measure_memory
+        self._status = status
         self._meter: MemoryMeter | None = None
         self._resident = ResidentPeak()
         self._steps = 0
@@ -293,6 +298,14 @@ class Session:
         transforms.unwatch(self.capture)
         if not self._inert:
             self._shut_down()
+
+    def __repr__(self) -> str:
+        placed = layers_by_placement(
+            [layer.id.name for layer in self.layers], [placement.value for placement in self.plan.placements]
+        )
+        kind = self.store.description.get("kind", type(self.store).__name__)
+        state = "closed" if self._closed else f"{self._steps} steps"
+        return f"<Session: {placed}; store {kind}; {state}>"
 
     def _shut_down(self) -> None:
         try:
@@ -476,6 +489,14 @@ class Session:
             "of that step lack it; put forward and backward into one `with session.step():`",
         )
 
+    def _warn_full(self, nbytes: int) -> None:
+        self._warn_once(
+            "full",
+            f"the store is full: {readable_size(nbytes)} of activations stayed in memory in step "
+            f"{self._steps}; make room where store.directories are, or raise store.capacity. the run log "
+            "counts fallback_kept_bytes",
+        )
+
     def _warn_once(self, what: str, message: str) -> None:
         if what not in self._warned:
             self._warned.add(what)
@@ -600,6 +621,8 @@ class Session:
     def _conclude(self, step: Step) -> None:
         """Records a step that has ended, and learns from it."""
         self.gradients.count()
+        if self.offloader.stats.fallback_kept:
+            self._warn_full(self.offloader.stats.fallback_kept)
         loads = self.store.take_loads()
         step.record = self._record(step, loads)
         self._log(step.record)
@@ -608,6 +631,8 @@ class Session:
 
     def _log(self, record: StepRecord) -> None:
         self._records.append(record)
+        if self._status:
+            tell(describe_step(record))
         if self._run_log is not None:
             self._run_log.write(record)
 
@@ -628,6 +653,7 @@ class Session:
             Limits(config.budget.activation_bytes, config.budget.ceiling),
             objective=config.budget.objective,
             host_capacity=config.store.host_capacity,
+            drives=_drives_of(config),
             agree=self._world.agree if is_auto else None,
         )
 
@@ -679,6 +705,8 @@ class Session:
             self.plan = plan
             self.offloader.resize_window(plan.window)
             news = self._planner.news()
+            if news is not None and self._planner.has_planned and self._world.rank == 0:
+                tell(f"plan after step {record.step}: {news['summary']}")
             if self._run_log is not None and news is not None:
                 self._run_log.note("plan", {"step": record.step, **news})
         if self._planner.is_done:
@@ -757,6 +785,14 @@ def _open_store(config: OffloadConfig, device: Device) -> ActivationStore:
 def _has_gradient(parameter: nn.Parameter) -> bool:
     """Whether the memory of its gradient exists; Megatron's lies in a buffer of its own."""
     return parameter.grad is not None or getattr(parameter, "main_grad", None) is not None
+
+
+def _drives_of(config: OffloadConfig) -> list[int]:
+    """The device numbers of the file systems that a configuration names, in its order."""
+    if config.store.kind == "host":
+        return []
+    directories = config.store.directories or (tempfile.gettempdir(),)
+    return [Path(directory).stat().st_dev for directory in directories if Path(directory).is_dir()]
 
 
 def _activation_bytes(arguments: Iterable[object]) -> int:

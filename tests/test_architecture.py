@@ -29,9 +29,11 @@ ALLOWED = {
     "transfer": {"store", "device"},
     "capture": {"transfer", "device", "policy"},
     "report": set(),
+    "notices": {"report"},
     "step": {"session", "device", "report"},
     "boundaries": {"session", "step", "capture"},
     "session": {
+        "notices",
         "step",
         "boundaries",
         "capture",

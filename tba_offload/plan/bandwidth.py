@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any
+import weakref
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
 
 SPILL_SHARE = 0.5
 """Host memory is used when the drives have more than this share of the window still to write."""
@@ -130,3 +134,31 @@ class MeasuredRate:
             return None
         mean = sum(self._rates) / len(self._rates)
         return math.sqrt(sum((rate - mean) ** 2 for rate in self._rates) / (len(self._rates) - 1)) / mean
+
+
+@dataclass(eq=False)
+class DriveRates:
+    """What one drive was found to do, in both directions.
+
+    Planners of one process that use the same drive share it: two models that train there in turn, or at once,
+    each know what the other has found.
+    """
+
+    write: MeasuredRate = field(default_factory=MeasuredRate)
+    read: MeasuredRate = field(default_factory=MeasuredRate)
+
+    _of_drives: ClassVar[weakref.WeakValueDictionary[Hashable, DriveRates]] = weakref.WeakValueDictionary()
+
+    @classmethod
+    def of(cls, drive: Hashable) -> DriveRates:
+        """The rates of a drive, new ones if no planner has any.
+
+        Args:
+            drive: Tells drives apart; ``None`` for one that is not shared.
+        """
+        found = None if drive is None else cls._of_drives.get(drive)
+        if found is None:
+            found = cls()
+            if drive is not None:
+                cls._of_drives[drive] = found
+        return found
