@@ -243,9 +243,9 @@ class Session:
         """Live bytes that are no activations and may have come into being in this step."""
         return self.gradients.live.nbytes + (self._step.state_bytes if self._step is not None else 0)
 
-    def _look_at_memory(self) -> None:
+    def _look_at_memory(self, grows_by: int = 0) -> None:
         if self._step is not None and self._step.meter is not None:
-            self._step.meter.look()
+            self._step.meter.look(grows_by)
 
     def apply(self, config: ConfigLike) -> None:
         """Changes the placements between steps; store and budget stay as they are.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import subprocess
 import sys
@@ -11,10 +12,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from harness import CPU, KIB, MIB, PATIENCE
+from harness import CPU, KIB, MIB, PATIENCE, session_for
+from models import loss_of, make_model, make_tokens
 from test_cli import environment
 
-from tba_offload.device.memory import CudaMeter, MallocMeter, ResidentPeak, keep_freed_pages, meter_of
+from tba_offload.device.memory import (
+    CudaMeter,
+    LiveBytes,
+    MallocMeter,
+    ResidentPeak,
+    keep_freed_pages,
+    meter_of,
+)
 from tba_offload.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -316,3 +325,237 @@ def test_a_gpu_is_measured_by_its_allocator(monkeypatch: pytest.MonkeyPatch) -> 
         ("reset_peak_memory_stats", device),
         ("max_memory_allocated", device),
     ]
+
+
+# Storages of somebody else's
+
+
+def test_each_storage_counts_once_until_it_is_freed() -> None:
+    live = LiveBytes(torch.device("cpu"))
+    tensor = torch.zeros(1000)
+    for each in (tensor, tensor[::2], tensor.t(), tensor.detach()):
+        live.add(each)
+    assert live.nbytes == 4000
+    other = torch.zeros(500, dtype=torch.float64)
+    live.add(other)
+    assert live.nbytes == 8000
+    assert live.take_added() == 8000
+    del tensor, each
+    assert live.nbytes == 4000
+    assert live.take_added() == 0
+    del other
+    assert live.nbytes == 0
+
+
+def test_a_storage_that_only_autograd_holds_still_counts() -> None:
+    live = LiveBytes(torch.device("cpu"))
+    parameter = torch.nn.Parameter(torch.ones(100))
+    parameter.register_post_accumulate_grad_hook(lambda p: live.add(p.grad))  # type: ignore[no-untyped-call]
+    parameter.sum().backward()
+    gc.collect()
+    assert live.nbytes == 400
+    parameter.grad = None
+    assert live.nbytes == 0
+
+
+def test_an_address_that_is_used_again_is_another_storage() -> None:
+    live = LiveBytes(torch.device("cpu"))
+    for _ in range(50):
+        live.add(torch.zeros(5000))
+    assert live.nbytes == 0
+    assert live.take_added() == 50 * 20_000
+
+
+def test_what_a_tensor_is_made_of_counts() -> None:
+    live = LiveBytes(torch.device("cpu"))
+    sparse = torch.sparse_coo_tensor(torch.tensor([[1, 5]]), torch.ones(2, 3), (10, 3), check_invariants=True)
+    live.add(sparse)
+    assert live.nbytes == 2 * 8 + 6 * 4
+    elsewhere = LiveBytes(torch.device("cpu"))
+    elsewhere.add(torch.zeros(10, device="meta"))
+    assert elsewhere.nbytes == 0
+
+
+# What is left out
+
+
+@pytest.fixture
+def static() -> dict[str, int]:
+    return {"bytes": 0}
+
+
+def test_bytes_that_are_left_out_are_no_part_of_a_peak(static: dict[str, int]) -> None:
+    meter = MallocMeter(period=3600, static=lambda: static["bytes"])
+    meter.reset()
+    before = meter.live()
+    tensor = allocate()
+    static["bytes"] = SIZE
+    meter.look()
+    more = allocate(SIZE // 2)
+    meter.look()
+    del more
+    assert abs(meter.peak() - before - SIZE // 2) < SLACK
+    del tensor
+    meter.close()
+
+
+def test_a_pause_sees_nothing(static: dict[str, int]) -> None:
+    meter = MallocMeter(period=3600, static=lambda: static["bytes"])
+    meter.reset()
+    before = meter.live()
+    meter.pause()
+    tensor = allocate()
+    meter.look()
+    del tensor
+    meter.resume()
+    assert abs(meter.peak() - before) < SLACK
+    meter.close()
+
+
+class FakeCuda:
+    """The statistics of a caching allocator, in bytes that the test allocates."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.most = 0
+        self.resets = 0
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: self.now)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: self.most)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: self.reset())
+
+    def reset(self) -> None:
+        self.resets += 1
+        self.most = self.now
+
+    def allocate(self, nbytes: int) -> None:
+        self.now += nbytes
+        self.most = max(self.most, self.now)
+
+
+def test_gradients_are_left_out_of_the_peak_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, static: dict[str, int]
+) -> None:
+    """Activations of 640 are freed by and by, while gradients of 100 each come."""
+    cuda = FakeCuda(monkeypatch)
+    cuda.allocate(1000)
+    meter = CudaMeter(torch.device("cuda", 0), static=lambda: static["bytes"])
+    meter.reset()
+    base = meter.live()
+    cuda.allocate(640)
+    for _ in range(10):
+        cuda.allocate(100)
+        meter.look(100)
+        static["bytes"] += 100
+        cuda.allocate(-60)
+    assert meter.peak() - base == 640 + 100  # a gradient is a temporary until it is in its place
+    assert cuda.now - base == 1040
+
+
+def test_the_statistics_of_a_gpu_are_not_read_for_every_small_gradient(
+    monkeypatch: pytest.MonkeyPatch, static: dict[str, int]
+) -> None:
+    cuda = FakeCuda(monkeypatch)
+    meter = CudaMeter(torch.device("cuda", 0), static=lambda: static["bytes"])
+    meter.reset()
+    cuda.allocate(1 << 20)
+    for _ in range(1000):
+        cuda.allocate(64)
+        meter.look(64)
+        static["bytes"] += 64
+    assert 1 << 20 <= meter.peak() <= (1 << 20) * (1 + 1 / 32)
+    assert cuda.resets < 70
+
+
+def test_an_optimizer_is_left_out_of_the_peak_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    meter = CudaMeter(torch.device("cuda", 0))
+    meter.reset()
+    cuda.allocate(10)
+    meter.pause()
+    cuda.allocate(1000)
+    cuda.allocate(-1000)
+    meter.resume()
+    assert meter.peak() == 10
+
+
+# Other allocators
+
+COUNTED = """
+import torch
+from tba_offload.device.memory import MallocMeter
+from tba_offload.errors import UnsupportedError
+try:
+    meter = MallocMeter(period=3600)
+except UnsupportedError as error:
+    print("not measured")
+else:
+    meter.reset()
+    before = meter.live()
+    tensor = torch.ones(64 << 20, dtype=torch.uint8)
+    print(meter.source.partition(",")[0], abs(meter.peak() - before - (64 << 20)) < (4 << 20))
+"""
+
+STRANGE_ALLOCATOR = """
+#include <stddef.h>
+#include <stdatomic.h>
+#include <string.h>
+#include <errno.h>
+#include <sys/mman.h>
+/* Never gives anything back, and tells nobody how much it gave out. */
+static atomic_size_t used;
+static char *start;
+static const size_t room = 64ul << 30;
+static void *take(size_t align, size_t n) {
+    if (!start) start = mmap(0, room, 3, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (align < 16) align = 16;
+    size_t at = atomic_fetch_add(&used, n + align + 32) + 32;
+    at = (at + align - 1) / align * align;
+    *(size_t *)(start + at - 16) = n;
+    return start + at;
+}
+void *malloc(size_t n) { return take(16, n); }
+void *calloc(size_t n, size_t s) { return take(16, n * s); }
+void free(void *p) { (void)p; }
+void *memalign(size_t a, size_t n) { return take(a, n); }
+void *aligned_alloc(size_t a, size_t n) { return take(a, n); }
+int posix_memalign(void **p, size_t a, size_t n) { *p = take(a, n); return 0; }
+size_t malloc_usable_size(void *p) { return p ? *(size_t *)((char *)p - 16) : 0; }
+void *realloc(void *p, size_t n) {
+    void *q = take(16, n);
+    if (p) { size_t old = malloc_usable_size(p); memcpy(q, p, old < n ? old : n); }
+    return q;
+}
+"""
+
+
+def counted_under(library: str | None) -> str:
+    preloaded = {} if library is None else {"LD_PRELOAD": library}
+    command = [sys.executable, "-c", COUNTED]
+    done = subprocess.run(
+        command, check=True, capture_output=True, text=True, env={**environment(), **preloaded}, timeout=120
+    )
+    return done.stdout.strip()
+
+
+def test_an_allocator_that_does_not_count_is_never_measured_wrongly(tmp_path: Path) -> None:
+    source, library = tmp_path / "strange.c", tmp_path / "strange.so"
+    source.write_text(STRANGE_ALLOCATOR)
+    subprocess.run(
+        ["cc", "-O2", "-shared", "-fPIC", "-o", library, source], check=True, capture_output=True, timeout=60
+    )
+    assert counted_under(None) == "mallinfo2 True"
+    assert counted_under(str(library)) == "not measured"
+
+
+def test_training_goes_on_where_memory_cannot_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise UnsupportedError("no allocator that counts")
+
+    monkeypatch.setattr("tba_offload.session.meter_of", refuse)
+    model = make_model(layers=2)
+    with pytest.warns(UserWarning, match="the activation peak is not measured: no allocator that counts"):
+        session = session_for(model, measure_memory=True)
+    with session:
+        loss_of(model, make_tokens(0)).backward()
+        with pytest.raises(UnsupportedError):
+            session.step(measure_memory=True)
+    assert [record.activation_peak_bytes for record in session.report()] == [None]

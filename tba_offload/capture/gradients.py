@@ -27,7 +27,7 @@ class Gradients:
     Args:
         modules: The model or its chunks.
         device: Gradients elsewhere take no memory of it.
-        about_to_count: Called before one is counted.
+        about_to_count: Called with its bytes before one is counted.
 
     Attributes:
         live: Their bytes.
@@ -35,7 +35,7 @@ class Gradients:
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], device: torch.device, about_to_count: Callable[[], object]
+        self, modules: Sequence[nn.Module], device: torch.device, about_to_count: Callable[[int], object]
     ) -> None:
         self.live = LiveBytes(device)
         self.was_dropped = False
@@ -113,7 +113,7 @@ class Gradients:
         if before is not None and before.gradient() is not gradient and not gradient.requires_grad:
             self.was_dropped = True  # with a graph of its own it would have been replaced by the sum
         self._born[id(parameter)] = _Born(parameter, gradient)
-        self._about_to_count()
+        self._about_to_count(gradient.nbytes if gradient.layout is torch.strided else 0)
         self.live.add(gradient)
 
 

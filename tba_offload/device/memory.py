@@ -166,8 +166,8 @@ class MemoryMeter(ABC):
         """Goes on after :meth:`pause`."""
 
     @abstractmethod
-    def look(self) -> None:
-        """Takes note of what is live, where it may be much or before more is left out."""
+    def look(self, grows_by: int = 0) -> None:
+        """Takes note of what is live, where it may be much, or before so many bytes more are left out."""
 
     @abstractmethod
     def peak(self) -> int:
@@ -188,8 +188,8 @@ class CudaMeter(MemoryMeter):
     source = "cuda allocator"
 
     _COARSE = 1 / 64
-    """A stretch ends when this share of the peak was born in it: reading the statistics takes the host about
-    100 us, too much for every single parameter."""
+    """A stretch ends before more than this share of the peak is born in it: reading the statistics takes the
+    host about 100 us, too much for every single parameter."""
 
     def __init__(self, device: torch.device, static: Callable[[], int] = _nothing) -> None:
         super().__init__(static)
@@ -215,14 +215,14 @@ class CudaMeter(MemoryMeter):
     def resume(self) -> None:
         """Begins a stretch."""
         self._paused = False
-        self._static_before = self._static()
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self._begin_stretch()
 
-    def look(self) -> None:
-        """Ends a stretch if enough has been born in it."""
-        if not self._paused and self._static() - self._static_before > self._COARSE * self._peak:
+    def look(self, grows_by: int = 0) -> None:
+        """Ends a stretch before too much is born in it."""
+        born = self._static() + grows_by - self._static_before
+        if not self._paused and born > self._COARSE * self._peak:
             self._end_stretch()
-            self.resume()
+            self._begin_stretch(grows_by)
 
     def peak(self) -> int:
         """The highest peak of a stretch."""
@@ -231,6 +231,10 @@ class CudaMeter(MemoryMeter):
 
     def close(self) -> None:
         """Nothing was started."""
+
+    def _begin_stretch(self, grows_by: int = 0) -> None:
+        self._static_before = self._static() + grows_by
+        torch.cuda.reset_peak_memory_stats(self._device)
 
     def _end_stretch(self) -> None:
         if not self._paused:
@@ -291,7 +295,7 @@ class MallocMeter(MemoryMeter):
         """Lets the thread go on."""
         self._watching.set()
 
-    def look(self) -> None:
+    def look(self, grows_by: int = 0) -> None:  # noqa: ARG002 - a sample is of a moment
         """Takes a sample: on a busy machine the thread may get no turn for long."""
         self._sample()
 
