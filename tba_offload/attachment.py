@@ -56,7 +56,7 @@ def attach(
         measure_memory: Whether to measure the activation peak of steps that do not say so themselves. On CUDA
             that is free; on a CPU a thread samples, which takes part of a core.
         status: Whether each step is told in a line. New plans of ``auto`` always are: by the logger
-            ``tba_offload``, on stderr unless the program has set logging up.
+            ``tba_offload.session``, on stderr unless the program has set logging up.
 
     Returns:
         The session. Close it, or use it as a context manager.

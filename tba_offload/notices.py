@@ -1,4 +1,4 @@
-"""What a session tells while it trains, through the logger ``tba_offload``: new plans, and steps if asked.
+"""What a session tells while it trains, by the logger ``tba_offload.session``: new plans; steps if asked.
 
 A program that sets logging up decides what becomes of it. Where none has, it goes to stderr, a line each.
 """
@@ -14,7 +14,7 @@ from tba_offload.formatting import readable_size, significant
 if TYPE_CHECKING:
     from tba_offload.report.run_log import StepRecord
 
-logger = logging.getLogger("tba_offload")
+logger = logging.getLogger("tba_offload.session")
 
 
 class _UntilConfigured(logging.Handler):
@@ -22,7 +22,7 @@ class _UntilConfigured(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes one line."""
-        if not logging.getLogger().handlers and len(logger.handlers) == 1:
+        if not any(logging.getLogger(name).handlers for name in (None, "tba_offload")):
             sys.stderr.write(f"tba-offload: {self.format(record)}\n")
 
 
