@@ -99,7 +99,7 @@ def _settings(
 ) -> DemoSettings:
     """The job that the options, and where they say nothing the machine, ask for."""
     from tba_offload.demo.dtype import choose_dtype
-    from tba_offload.demo.fit import Wish
+    from tba_offload.demo.fit import TARGET_SECONDS, Wish
     from tba_offload.demo.run import DemoSettings, read_policy, refuse_run_logs, strategies_of
     from tba_offload.demo.sizing import fitted
     from tba_offload.megatron.cpu import training_device
@@ -108,11 +108,12 @@ def _settings(
     peak = None if budget is None else _budget(budget)
     read_policy(policy, model["layers"])
     refuse_run_logs(output)
-    chosen = choose_dtype(dtype, device=training_device(), threads=threads)
+    chosen = choose_dtype(dtype, device=training_device())
     say(str(chosen))
     sizes, strategies = tuple(sorted(set(batch_sizes))), strategies_of(policy, control=control)
     wish = Wish(hidden, sequence, steps, sizes, strategies, {**model, "dtype": chosen.dtype})
-    found = fitted(wish, directories or (output,), threads=threads, watch=progress)
+    seconds = min(TARGET_SECONDS, progress.time_limit)
+    found = fitted(wish, directories or (output,), seconds=seconds, threads=threads, watch=progress)
     say(str(found))
     return DemoSettings(
         shape=found.job.shape,

@@ -106,12 +106,18 @@ class Job:
     strategies: tuple[str, ...]
 
     def seconds(self, probes: Sequence[Probe]) -> float:
-        """All steps together, by the probe that is nearest to its width and not wider, or the narrowest."""
-        narrower = [probe for probe in probes if probe.hidden <= self.shape.hidden]
-        probe = max(narrower, key=_width) if narrower else min(probes, key=_width)
-        compute = sum(model_flops(self.shape, size) for size in self.batch_sizes)
-        compute *= probe.seconds / probe.flops * sum(STRATEGY_COSTS[name] for name in self.strategies)
-        update = parameters_of(self.shape) * probe.optimizer_seconds / probe.parameters
+        """All steps together, at the best rates of the probes that are not wider, or of the narrowest.
+
+        Rates grow with the width, and whatever else the machine does only lowers them.
+        """
+        narrowest = min(probe.hidden for probe in probes)
+        known = [probe for probe in probes if probe.hidden <= max(self.shape.hidden, narrowest)]
+        compute = min(probe.seconds / probe.flops for probe in known)
+        compute *= sum(model_flops(self.shape, size) for size in self.batch_sizes)
+        compute *= sum(STRATEGY_COSTS[name] for name in self.strategies)
+        update = parameters_of(self.shape) * min(
+            probe.optimizer_seconds / probe.parameters for probe in known
+        )
         return self.steps * (compute + update * len(self.batch_sizes) * len(self.strategies))
 
     @property
@@ -223,13 +229,13 @@ class Wish:
                 yield Job(shape, count, self.batch_sizes, self.strategies)
 
     def probe_shapes(self) -> list[GptShape]:
-        """One layer at the longest sequence, of growing width up to the widest that may be tried."""
+        """One layer at the longest sequence; the width doubles up to the widest that may be tried."""
         largest = next(self.jobs()).shape
-        head = largest.hidden // largest.heads
-        sizes = sorted({min(_HEAD_WIDTH, head), max(head // 2 // 2 * 2, min(_HEAD_WIDTH, head)), head})
-        return [
-            dataclasses.replace(largest, layers=1, hidden=size * largest.heads, ffn=None) for size in sizes
-        ]
+        widths = [largest.hidden]
+        while widths[0] >= 2 * _HEAD_WIDTH * largest.heads:
+            narrower = widths[0] // 2 // (2 * largest.heads) * (2 * largest.heads)  # rotary: even heads
+            widths.insert(0, narrower)
+        return [dataclasses.replace(largest, layers=1, hidden=width) for width in widths]
 
 
 class DoesNotFitError(ConfigError):
@@ -277,10 +283,6 @@ def parameters_of(shape: GptShape) -> int:
     attention = 2 * shape.hidden * (shape.hidden + key_value_width)
     mlp = (2 if shape.style == "gpt" else 3) * shape.hidden * shape.ffn_width
     return shape.layers * (attention + mlp) + (shape.vocab + shape.sequence) * shape.hidden
-
-
-def _width(probe: Probe) -> int:
-    return probe.hidden
 
 
 def _size(nbytes: int) -> str:

@@ -157,7 +157,8 @@ class Progress(Watch):
         remedy: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._say, self._limit, self._remedy, self._clock = say, time_limit, remedy, clock
+        self.time_limit = time_limit
+        self._say, self._remedy, self._clock = say, remedy, clock
         self._lock = threading.Lock()
         self.pace = Pace(clock=clock)
         self._phase, self._since = "", clock()
@@ -186,10 +187,10 @@ class Progress(Watch):
         Raises:
             TooLongError: What is left takes longer than the limit.
         """
-        if self.pace.is_early and self.pace.least > self._limit:
+        if self.pace.is_early and self.pace.least > self.time_limit:
             raise TooLongError(
                 f"the {len(self.pace.steps) - self.pace.done} steps that are left would take "
-                f"{duration(self.pace.least)} or more, which is longer than {duration(self._limit)}: "
+                f"{duration(self.pace.least)} or more, which is longer than {duration(self.time_limit)}: "
                 f"{self._remedy}"
             )
 

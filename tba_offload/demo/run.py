@@ -172,10 +172,18 @@ def run_demo(settings: DemoSettings, *, watch: Watch | None = None) -> Figures:
     watch.phase("drawing the curve")
     summary = {"trained": _trained(settings), **summarize(races, settings.ours)}
     drawn = points(sorted(logs.values()))
-    draw(drawn, settings.output / "rok.svg")
-    draw(drawn, settings.output / "rok.png")
+    for name in ("rok.svg", "rok.png"):
+        draw(drawn, settings.output / name, title=_title(settings))
     (settings.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     return summary
+
+
+def _title(settings: DemoSettings) -> str:
+    shape = settings.shape
+    return (
+        f"{shape.layers} layers of width {shape.hidden}, sequence {shape.sequence}; "
+        f"{shape.dtype} on {instruction_set()}"
+    )
 
 
 def _trained(settings: DemoSettings) -> Figures:

@@ -29,12 +29,20 @@ _STEPS = 4
 machine does makes steps longer and never shorter."""
 
 
-def fitted(wish: Wish, directories: Sequence[Path], *, threads: int | None, watch: Watch) -> Fit:
+def fitted(
+    wish: Wish,
+    directories: Sequence[Path],
+    *,
+    seconds: float = TARGET_SECONDS,
+    threads: int | None,
+    watch: Watch,
+) -> Fit:
     """The largest job that fits this machine.
 
     Args:
         wish: What the user gave.
         directories: Where offloaded bytes go; they need not exist yet.
+        seconds: What all steps together may take.
         threads: Compute threads of each process; ``None`` for PyTorch's own choice.
         watch: Told how far it is.
 
@@ -44,9 +52,9 @@ def fitted(wish: Wish, directories: Sequence[Path], *, threads: int | None, watc
     """
     probes = [] if wish.is_complete else _probe(wish, threads, watch)
     memory, disk = available_bytes(training_device()), min(map(free_disk_bytes, directories))
-    limits = Limits(TARGET_SECONDS, int(MEMORY_SHARE * memory), int(MEMORY_SHARE * disk))
+    limits = Limits(seconds, int(MEMORY_SHARE * memory), int(MEMORY_SHARE * disk))
     found = fit(wish.jobs(), limits, probes)
-    check_room(found.job, Limits(TARGET_SECONDS, memory, disk))
+    check_room(found.job, Limits(seconds, memory, disk))
     return found
 
 
