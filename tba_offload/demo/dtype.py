@@ -83,8 +83,8 @@ class DtypeChoice:
             return f"dtype {self.dtype}, as given; instruction set {self.instruction_set}"
         measured = "; ".join(f"{name} {rates}" for name, rates in self.rates.items())
         return (
-            f"dtype {self.dtype}, the faster one: {measured} GFLOP/s on one core for a layer's matrix products "
-            f"(x @ W.T / grad @ W / grad.T @ x); instruction set {self.instruction_set}"
+            f"dtype {self.dtype}, the faster one: {measured} GFLOP/s on one core for a layer's matrix "
+            f"products (x @ W.T / grad @ W / grad.T @ x); instruction set {self.instruction_set}"
         )
 
 
