@@ -56,8 +56,15 @@ class Watch:
         """The step has ended; what it raises stops the race."""
 
 
-WAIT_SECONDS = 1.0
+_WAIT_SECONDS = 1.0
 """Between two calls of :meth:`Watch.wait`."""
+
+_CLOSING_SECONDS = 20.0
+"""How long a process may take to end."""
+
+_BUSY_SECONDS = 2.0
+"""The same if the race ends while it is in a step, which may be a long one: its store leaves nothing behind
+when it is killed."""
 
 
 @dataclass(frozen=True)
@@ -202,9 +209,12 @@ class _Lane:
     process: BaseProcess
     pipe: Connection
     watch: Watch
+    is_busy: bool = True
+    """Whether an answer is due; the first one is that it is ready."""
 
     def ask(self, what: str) -> Any:
         try:
+            self.is_busy = True
             self.pipe.send(what)
             return self.answer()
         except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -212,9 +222,10 @@ class _Lane:
             raise RaceError(f"{self.name}: its process ended with status {self.process.exitcode}") from None
 
     def answer(self) -> Any:
-        while not self.pipe.poll(WAIT_SECONDS):
+        while not self.pipe.poll(_WAIT_SECONDS):
             self.watch.wait()
         worked, answer = self.pipe.recv()
+        self.is_busy = False
         if not worked:
             raise RaceError(f"{self.name} failed:\n{answer}")
         return answer
@@ -224,7 +235,6 @@ class _Lane:
 def _started(entrants: Mapping[str, Entrant], watch: Watch) -> Iterator[dict[str, _Lane]]:
     """Starts all processes at once and waits until each is ready; none outlives the block."""
     lanes: dict[str, _Lane] = {}
-    patience = _CLOSING_SECONDS
     try:
         for name, entrant in entrants.items():
             lanes[name] = _start(name, entrant, watch)
@@ -237,23 +247,14 @@ def _started(entrants: Mapping[str, Entrant], watch: Watch) -> Iterator[dict[str
                     f"{lane.name}: its process ended with status {lane.process.exitcode}"
                 ) from None
         yield lanes
-    except BaseException:
-        patience = _STOPPING_SECONDS
-        raise
     finally:
         for lane in lanes.values():
             lane.pipe.close()
         for lane in lanes.values():
-            lane.process.join(timeout=patience)
+            lane.process.join(timeout=_BUSY_SECONDS if lane.is_busy else _CLOSING_SECONDS)
             if lane.process.is_alive():
                 lane.process.kill()
                 lane.process.join()
-
-
-_CLOSING_SECONDS = 20.0
-_STOPPING_SECONDS = 2.0
-"""How long a process may take to end, and where the race failed or was stopped: it may be inside a long step,
-and a store leaves nothing behind when its process is killed."""
 
 
 def _start(name: str, entrant: Entrant, watch: Watch) -> _Lane:

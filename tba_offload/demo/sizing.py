@@ -66,8 +66,8 @@ def free_disk_bytes(directory: Path) -> int:
 
 def _probe(wish: Wish, threads: int | None, watch: Watch) -> list[Probe]:
     """In a process of its own, in the allocator setting of the training."""
-    watch.phase("measuring steps of small models, to fit the job to this machine")
     arguments = {"shapes": wish.probe_shapes(), "batch_size": min(wish.batch_sizes), "threads": threads}
+    watch.phase("measuring steps of small models, to fit the job to this machine")
     (found,) = race({"sizing": Entrant(Sizing, arguments, FAST_ALLOCATOR)}, 1, watch=watch)["sizing"]
     return [Probe(**probe) for probe in found["probes"]]
 

@@ -29,7 +29,7 @@ def available_bytes(device: torch.device, *, root: Path = Path("/")) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return min(_host_bytes(root), *_group_bytes(root))
+    return min([_host_bytes(root), *_group_bytes(root)])
 
 
 def _host_bytes(root: Path) -> int:
