@@ -109,11 +109,14 @@ class Pace:
 
     @property
     def least(self) -> float:
-        """Seconds that are left even if a first step takes :data:`_COLD` times as long as later ones."""
+        """Seconds that are left even if a first step takes :data:`_COLD` times as long as later ones.
+
+        A step that runs tells something too: it takes at least as long as it already has.
+        """
         rates = [_rate(self._warm) if self._warm else _rate(self._cold) / _COLD]
         if self.is_running:
             rates.append(self.running / self.current.cost / (_COLD if self._is_cold else 1.0))
-        return self._cost_ahead * max(rates) - self.running
+        return max(self._cost_ahead * max(rates) - self.running, 0.0)
 
     @property
     def is_early(self) -> bool:
@@ -206,7 +209,7 @@ class Progress(Watch):
             name, seconds = self.pace.current.name, self.pace.end()
             if self.pace.done == 1:
                 self._tell(f"{self._where(1)} ({name}) took {seconds:.2f} s; {self._left()}")
-            elif self.pace.done == len(self.pace.steps):
+            if self.pace.done == len(self.pace.steps):
                 self._tell(f"{self.pace.done} steps done")
         self.wait()
         self.tick()
@@ -222,6 +225,8 @@ class Progress(Watch):
         if self._phase:
             return f"{self._phase}: {self._clock() - self._since:.0f} s so far"
         pace = self.pace
+        if pace.done == len(pace.steps):
+            return "the processes are ending"
         if not pace.is_running:
             return f"{pace.done} of {len(pace.steps)} steps done; {self._left()}"
         line = f"{self._where(pace.done + 1)} ({pace.current.name})"
@@ -253,9 +258,12 @@ class Progress(Watch):
         return f"step {number} of {len(self.pace.steps)}"
 
     def _left(self) -> str:
-        if self.pace.eta is None:
+        eta = self.pace.eta
+        if eta is None:
             return "the first step tells how long it takes"
-        return f"{'about' if self.pace.is_warm else 'at most about'} {duration(self.pace.eta)} to go"
+        if self.pace.is_warm:
+            return f"about {duration(eta)} to go"
+        return f"{duration(self.pace.least)} to {duration(eta)} to go"
 
 
 class BarProgress(Progress):
