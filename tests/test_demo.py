@@ -6,6 +6,7 @@ import dataclasses
 import json
 import multiprocessing
 import re
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -419,6 +420,41 @@ def test_without_a_policy_all_layers_do_the_same_in_a_window_that_grows(
             5,
             1,
         )
+
+
+def test_a_control_tells_the_noise_and_is_not_in_the_curve(
+    seen: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rounds = dict.fromkeys(STRATEGIES, PLAYED) | {"control": [*PLAYED[:-1], figures(1.25, None)]}
+    monkeypatch.setattr("tba_offload.demo.run.race", fake_race(rounds, seen))
+    result = call("demo", *TINY, "--batch-size", "1", "--control", "--output", str(tmp_path / "out"))
+    assert result.exit_code == 0, result.output
+    assert (
+        "  noise: keep once more, in a process of its own, took 1.250 x the step time of keep"
+        in result.stdout
+    )
+    assert [one["strategy"] for one in seen] == [*STRATEGIES, "control"]
+    assert [OffloadConfig.from_yaml(one["config"]).default for one in seen].count(Placement.KEEP) == 2
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert set(summary["spread"]["1"]) == TIMES | {"time_control_over_keep"}
+    assert {path.name for path in (tmp_path / "out").glob("*.jsonl")} == {
+        f"{name}-b1.jsonl" for name in STRATEGIES
+    }
+
+
+def test_a_run_that_would_take_too_long_is_one_line(
+    seen: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def slow(*_: object, watch: Watch) -> None:
+        watch.begin()
+        time.sleep(0.01)  # or longer; all steps together are to take a millisecond
+        watch.end()
+
+    monkeypatch.setattr("tba_offload.demo.run.race", slow)
+    result = call("demo", *TINY, "--time-limit", str(0.001 / 60), "--json", "--output", str(tmp_path / "out"))
+    assert_one_line(result, 1, "longer than 0 s: give fewer --steps, a shorter --sequence")
+    assert "--time-limit" in result.stderr
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_offloaded_bytes_go_to_a_directory_of_their_own_that_is_removed(
