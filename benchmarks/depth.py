@@ -2,14 +2,15 @@
 
     python benchmarks/depth.py
 
-For every depth keep and offload train in processes of their own, single steps alternating. With keep the peak
-grows with the number of layers; with offload it should stay where it is, at the speed of keep.
+For every depth keep, keep once more and offload train in processes of their own, single steps alternating.
+With keep the peak grows with the number of layers; with offload it should stay where it is, at the speed of
+keep. What the two lanes of keep differ by is noise.
 """
 
 from __future__ import annotations
 
 import click
-from gpt_runner import SHAPE, lanes, print_table, report
+from gpt_runner import CONTROL, SHAPE, dtype_option, lanes, print_table, report, settled_dtype
 
 
 @click.command()
@@ -21,6 +22,7 @@ from gpt_runner import SHAPE, lanes, print_table, report
     "--steps", type=click.IntRange(min=5), default=14, show_default=True, help="Steps of each at every depth."
 )
 @click.option("--window", default="16MiB", show_default=True, help="Bytes in flight.")
+@dtype_option
 @click.option("--directory", default=None, help="Where files go.  [default: a temporary directory]")
 @click.option("--json", "json_file", default=None, help="Also write the figures to this file.")
 def main(
@@ -29,16 +31,18 @@ def main(
     steps: int,
     batch_size: int,
     window: str,
+    dtype: str,
     directory: str | None,
     json_file: str | None,
     **shape: int,
 ) -> None:
-    """Race keep and offload at every depth."""
+    """Race keep, keep again and offload at every depth."""
     rows = []
+    model = SHAPE | shape | {"dtype": settled_dtype(dtype), "dropout": 0.1}
     for depth in depths:
         entrants = {
-            f"{way}, {depth} layers": (way, SHAPE | shape | {"layers": depth, "dropout": 0.1})
-            for way in ("keep", "offload")
+            f"{name}, {depth} layers": (way, model | {"layers": depth})
+            for name, way in (("keep", "keep"), (CONTROL, "keep"), ("offload", "offload"))
         }
         results = lanes(entrants, steps=steps, batch_size=batch_size, window=window, directory=directory)
         rows += report(results, base=dict.fromkeys(entrants, f"keep, {depth} layers"))

@@ -11,27 +11,32 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import tba_offload as tba
 from tba_offload.config import parse_size
-from tba_offload.demo.race import Entrant, measures_memory, paired_ratio, race
+from tba_offload.demo.dtype import AUTO, CHOICES, choose_dtype
+from tba_offload.demo.progress import PlannedStep, shown
+from tba_offload.demo.race import Entrant, measures_memory, paired_ratio, race, turns
 from tba_offload.device.memory import FAST_ALLOCATOR, keep_freed_pages, meter_of
 from tba_offload.device.streams import device_of
-from tba_offload.megatron.cpu import single_process
+from tba_offload.megatron.cpu import single_process, training_device
 from tba_offload.megatron.gpt import GptShape, build_gpt, gpt_loss, random_batch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import nn
 
 WAYS = ("keep", "checkpoint", "torch.save hooks", "save_on_cpu", "offload")
+
+CONTROL = "keep again"
+"""Keep in a second process: its ratio to keep is what the machine's noise can do to any ratio."""
 
 
 class GptRunner:
@@ -169,13 +174,29 @@ def _load(packed: Any) -> torch.Tensor:
     return torch.load(packed.path) if isinstance(packed, _File) else packed
 
 
-SHAPE: dict[str, Any] = {"layers": 12, "hidden": 512, "sequence": 256, "dtype": "bf16", "dropout": 0.0}
+SHAPE: dict[str, Any] = {"layers": 12, "hidden": 512, "sequence": 256, "dropout": 0.0}
 """What the benchmarks train unless told otherwise; without dropout, whose random states plain
 ``torch.utils.checkpoint`` does not know in Megatron's layers."""
 
 HEAD_WIDTH = 128
 
 _WARM_UP = 2
+
+
+dtype_option = click.option(
+    "--dtype",
+    type=click.Choice(CHOICES),
+    default=AUTO,
+    show_default=True,
+    help="auto measures which is faster on this machine.",
+)
+
+
+def settled_dtype(dtype: str) -> str:
+    """The dtype of the option, measured where it is auto; says which and why."""
+    chosen = choose_dtype(dtype, device=training_device())
+    click.echo(str(chosen))
+    return chosen.dtype
 
 
 def lanes(
@@ -203,10 +224,21 @@ def lanes(
             )
             for name, (way, shape) in entrants.items()
         }
-        progress = Progress(console=Console(stderr=True), transient=True)
-        with progress:
-            task = progress.add_task(", ".join(entrants), total=steps * len(entrants))
-            return race(runners, steps, on_step=lambda: progress.advance(task))
+        return shown_race(runners, steps)
+
+
+def shown_race(entrants: Mapping[str, Entrant], rounds: int) -> dict[str, list[dict[str, Any]]]:
+    """A race whose progress is shown on stderr, see :func:`tba_offload.demo.race.race`."""
+    with shown() as progress:
+        progress.phase(f"starting {len(entrants)} processes: {', '.join(entrants)}")
+        progress.plan(
+            [
+                PlannedStep(name, 1.0, opens=round_ == turn == 0)
+                for round_ in range(rounds)
+                for turn, name in enumerate(turns(list(entrants), round_))
+            ]
+        )
+        return race(entrants, rounds, watch=progress)
 
 
 def report(results: dict[str, list[dict[str, Any]]], *, base: dict[str, str]) -> list[dict[str, Any]]:

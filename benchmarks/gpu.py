@@ -5,7 +5,7 @@
     python benchmarks/gpu.py --size 8192x4x4096x1             hidden x layers x sequence x batch
     python benchmarks/gpu.py --device cpu --size 128x4x64x2   the same on a CPU, to see that it works
 
-A GPT in bf16 with ``scaled_dot_product_attention``: megatron-core's where that is installed, else one in
+A GPT with ``scaled_dot_product_attention``: megatron-core's where that is installed, else one in
 plain PyTorch that saves the same bytes. Several models of such a width do not fit one GPU, so here, unlike
 in the other benchmarks, all ways share one model in one process. Single steps alternate. In a round all
 ways have the same weights and the same batch, and all begin with gradients of zero; the weights change
@@ -39,12 +39,14 @@ from typing import TYPE_CHECKING, Any
 import click
 import gpu_timeline
 import torch
+from gpt_runner import dtype_option
 from gpu_ways import OURS, WAYS, Figures, Places, Size, Subject, Way, deterministic, directory_in, make_way
 from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity
 
 from tba_offload.config import parse_size
+from tba_offload.demo.dtype import choose_dtype, instruction_set
 from tba_offload.demo.race import Spread, measures_memory, paired_ratio, turns
 from tba_offload.device.memory import keep_freed_pages
 from tba_offload.errors import RunLogError, StoreError, UnsupportedError
@@ -355,7 +357,10 @@ def median(steps: Sequence[Figures], name: str) -> Any:
 
 def table_of(document: dict[str, Any]) -> Table:
     """The rows of one size."""
-    made = Table(title=f"{document['model']} {document['size']}, bf16; {document['rounds']} rounds", box=None)
+    made = Table(
+        title=f"{document['model']} {document['size']}, {document['dtype']}; {document['rounds']} rounds",
+        box=None,
+    )
     heads = ("way", "step s", "x keep (quartiles)", "peak GiB", "x keep", "written / read GiB", "stall s")
     for head in (*heads, "needs GB/s", "tier GB/s: write, read, both", "bound s", "x bound", "bits"):
         made.add_column(head, justify="left" if head == "way" else "right")
@@ -397,6 +402,7 @@ def write_logs(contest: Contest, folder: Path, machine: Figures) -> None:
         "hidden": size.hidden,
         "layers": size.layers,
         "sequence": size.sequence,
+        "dtype": size.dtype,
         "batch_size": size.batch,
     }
     for name, steps in contest.steps.items():
@@ -448,6 +454,7 @@ def machine_of(device: torch.device) -> Figures:
     found: Figures = {
         "device": platform.processor() or platform.machine(),
         "cpus": os.cpu_count(),
+        "instruction_set": instruction_set(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": platform.release(),
     }
@@ -489,6 +496,7 @@ def run_size(settings: Settings, size: Size, folder: Path, machine: Figures) -> 
             return {
                 "size": str(size),
                 "model": kind,
+                "dtype": size.dtype,
                 "tokens": subject.tokens,
                 "model_flops": subject.flops,
                 "rounds": max(map(len, contest.steps.values()), default=0),
@@ -549,6 +557,7 @@ def megatron_is_there() -> bool:
     "--size", "sizes", multiple=True, help=f"Hidden x layers x sequence x batch.  [default: {SIZES}]"
 )
 @click.option("--model", type=click.Choice(["auto", "torch", "megatron"]), default="auto", show_default=True)
+@dtype_option
 @click.option("--way", "ways", type=click.Choice(tuple(WAYS)), multiple=True, help="Which.  [default: all]")
 @click.option(
     "--rounds", type=click.IntRange(min=LEAST_ROUNDS), default=16, show_default=True, help="Steps of each."
@@ -577,6 +586,7 @@ def main(
     device: str,
     sizes: tuple[str, ...],
     model: str,
+    dtype: str,
     ways: tuple[str, ...],
     rounds: int,
     minutes: float | None,
@@ -596,10 +606,12 @@ def main(
         keep_freed_pages()
     if model == "auto":
         model = "megatron" if megatron_is_there() else "torch"
+    chosen = choose_dtype(dtype, device=where)
+    click.echo(str(chosen), err=True)
     with directory_in(drive) as on_drive, directory_in(tmpfs) as in_memory:
         settings = Settings(
             device=where,
-            sizes=tuple(map(Size.parse, sizes or (QUICK if quick else SIZES))),
+            sizes=tuple(Size.parse(size, chosen.dtype) for size in sizes or (QUICK if quick else SIZES)),
             model=model,
             ways=("keep", *(way for way in ways or WAYS if way != "keep")),
             rounds=rounds,

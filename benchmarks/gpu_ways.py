@@ -22,6 +22,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.nn import functional
 
 import tba_offload as tba
+from tba_offload.demo.dtype import DTYPES
 from tba_offload.device import ByteRange, device_of
 from tba_offload.device.memory import meter_of
 from tba_offload.device.sums import sums
@@ -37,41 +38,42 @@ if TYPE_CHECKING:
 VOCABULARY = 1024
 """Small, so that the logits, which nobody offloads, weigh little."""
 
-SAVED_BYTES = 32
-"""Bytes of activations of a layer, by the element of its hidden states: the inputs of two norms, of four
-matrix products and of GELU, queries, keys, values, all in two bytes an element."""
+SAVED_NUMBERS = 16
+"""Activations of a layer, by the element of its hidden states: the inputs of two norms, of four matrix
+products and of GELU, queries, keys, values."""
 
 Figures = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """What is trained: as ``4096x8x2048x1`` on the command line."""
+    """What is trained: as ``4096x8x2048x1`` on the command line, in a dtype."""
 
     hidden: int
     layers: int
     sequence: int
     batch: int
+    dtype: str = "bf16"
 
     @classmethod
-    def parse(cls, text: str) -> Size:
+    def parse(cls, text: str, dtype: str = "bf16") -> Size:
         """A size from hidden x layers x sequence x batch."""
-        return cls(*map(int, text.split("x")))
+        return cls(*map(int, text.split("x")), dtype=dtype)
 
     def __str__(self) -> str:
-        return "x".join(map(str, dataclasses.astuple(self)))
+        return f"{self.hidden}x{self.layers}x{self.sequence}x{self.batch}"
 
     @property
     def layer_bytes(self) -> int:
         """What one layer saves."""
-        return SAVED_BYTES * self.hidden * self.sequence * self.batch
+        return SAVED_NUMBERS * DTYPES[self.dtype].itemsize * self.hidden * self.sequence * self.batch
 
     @property
     def shape(self) -> GptShape:
         """The model."""
         heads = max(self.hidden // HEAD_WIDTH, 1)
         return GptShape(
-            self.layers, self.hidden, heads, self.sequence, vocab=VOCABULARY, dtype="bf16", dropout=0.0
+            self.layers, self.hidden, heads, self.sequence, vocab=VOCABULARY, dtype=self.dtype, dropout=0.0
         )
 
 
@@ -136,7 +138,7 @@ class Subject:
                     module.forward = _attend
         else:
             torch.manual_seed(1)
-            model = PlainGpt(shape, dtype=torch.bfloat16, device=device)
+            model = PlainGpt(shape, dtype=DTYPES[size.dtype], device=device)
             self.model, self.layers = model, list(model.layers)
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)

@@ -26,9 +26,8 @@ from unittest import mock
 
 import click
 import torch
-from gpt_runner import HEAD_WIDTH, SHAPE
+from gpt_runner import HEAD_WIDTH, SHAPE, dtype_option, settled_dtype, shown_race
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 import tba_offload as tba
@@ -38,7 +37,6 @@ from tba_offload.demo.race import (
     Entrant,
     measures_memory,
     prediction_error,
-    race,
     ratio_of,
     timed_rounds,
 )
@@ -200,7 +198,6 @@ class Bench:
         self.directory, self.steps, self.batch_size = directory, steps, batch_size
         self.window = parse_size(window)
         self.shape = GptShape(heads=shape["hidden"] // HEAD_WIDTH, **shape)
-        self.progress = Progress(console=Console(stderr=True), transient=True)
 
     def race(
         self, configs: dict[str, str], rates: Sequence[tuple[int, float | None]], *, steps: int | None = None
@@ -215,9 +212,7 @@ class Bench:
             )
             for name, config in configs.items()
         }
-        with self.progress as progress:
-            task = progress.add_task(", ".join(configs), total=steps * len(configs))
-            return race(entrants, steps, on_step=lambda: progress.advance(task))
+        return shown_race(entrants, steps)
 
     def keep(self) -> str:
         """The policy of keep."""
@@ -417,6 +412,7 @@ def _growth(rows: Sequence[Figures]) -> float:
 @click.option("--batch-size", default=2, show_default=True)
 @click.option("--steps", type=click.IntRange(min=8), default=16, show_default=True, help="Steps of each.")
 @click.option("--window", default="10MiB", show_default=True, help="Bytes in flight of the others.")
+@dtype_option
 @click.option("--directory", default=None, help="Where files go.  [default: a temporary directory]")
 @click.option("--json", "json_file", default=None, help="Also write the figures to this file.")
 def main(
@@ -430,18 +426,26 @@ def main(
     steps: int,
     batch_size: int,
     window: str,
+    dtype: str,
     **shape: int,
 ) -> None:
     """Race auto against policies written by hand."""
+    if scales:
+        write(scale(), json_file)
+        return
+    model = SHAPE | shape | {"dtype": settled_dtype(dtype)}
     with contextlib.ExitStack() as stack:
         place = directory or stack.enter_context(tempfile.TemporaryDirectory(prefix="tba-bench-"))
-        bench = Bench(directory=place, steps=steps, batch_size=batch_size, window=window, shape=SHAPE | shape)
-        if scales:
-            rows = scale()
-        elif adapts:
+        bench = Bench(directory=place, steps=steps, batch_size=batch_size, window=window, shape=model)
+        if adapts:
             rows = adapt(bench, parse_size(rate or "800MB"))
         else:
             rows = sweep(bench, shares, None if rate is None else parse_size(rate))
+    write(rows, json_file)
+
+
+def write(rows: list[Figures], json_file: str | None) -> None:
+    """Writes the figures if asked."""
     if json_file is not None:
         Path(json_file).write_text(json.dumps(rows, indent=2, default=vars) + "\n")
 

@@ -22,6 +22,22 @@ find_python() {
     return 1
 }
 
+# saying WHAT COMMAND...: runs it; says at once and then every 5 seconds what is going on
+saying() {
+    local what=$1 began=$SECONDS status=0 heartbeat
+    shift
+    echo "$what" >&2
+    # It sees for itself whether the script is still there, since Ctrl-C does not reach a background job.
+    while sleep 5 && kill -0 $$ 2>/dev/null; do
+        echo "$what: $((SECONDS - began)) s so far" >&2
+    done &
+    heartbeat=$!
+    "$@" || status=$?
+    kill "$heartbeat" 2>/dev/null || true
+    wait "$heartbeat" 2>/dev/null || true
+    return "$status"
+}
+
 install_torch() {
     local pip="$VENV/bin/pip install --quiet"
     if "$VENV/bin/python" -c 'import torch' 2>/dev/null; then
@@ -38,7 +54,7 @@ install_torch() {
 
 # setup_venv EXTRAS [REQUIREMENTS...]: from the root of the checkout, e.g. setup_venv megatron,plots; makes $VENV
 setup_venv() {
-    local extras=$1 done_by
+    local extras=$1 done_by python
     shift
     # pip takes its time to find that nothing is to be done.
     done_by="$extras $* $TORCH_VERSION $(cksum <pyproject.toml)"
@@ -46,11 +62,10 @@ setup_venv() {
         return
     fi
     if [ ! -x "$VENV/bin/python" ]; then
-        echo "creating $VENV" >&2
-        "$(find_python 11 python3.11 python3 python3.12 python3.13 python)" -m venv "$VENV"
+        python=$(find_python 11 python3.11 python3 python3.12 python3.13 python)
+        saying "creating $VENV" "$python" -m venv "$VENV"
     fi
-    echo "installing torch and tba-offload[$extras]" >&2
-    install_torch
-    "$VENV/bin/pip" install --quiet --editable ".[$extras]" "$@"
+    saying "installing torch" install_torch
+    saying "installing tba-offload[$extras]" "$VENV/bin/pip" install --quiet --editable ".[$extras]" "$@"
     echo "$done_by" >"$VENV/installed"
 }

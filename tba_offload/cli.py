@@ -253,9 +253,13 @@ class _PolicyType(click.Path):
     help="Directory for run logs, pictures and summary.",
 )
 @click.option("--layers", type=click.IntRange(min=1), default=12, show_default=True)
-@click.option("--hidden", type=click.IntRange(min=1), default=1536, show_default=True, help="Width.")
+@click.option(
+    "--hidden", type=click.IntRange(min=1), help="Width.  [default: what fits the machine, at most 1536]"
+)
 @click.option("--heads", type=click.IntRange(min=1), default=12, show_default=True)
-@click.option("--sequence", type=click.IntRange(min=1), default=160, show_default=True, help="Tokens.")
+@click.option(
+    "--sequence", type=click.IntRange(min=1), help="Tokens.  [default: what fits the machine, at most 160]"
+)
 @click.option(
     "--batch-size",
     "batch_sizes",
@@ -268,11 +272,15 @@ class _PolicyType(click.Path):
 @click.option(
     "--steps",
     type=click.IntRange(min=5),
-    default=20,
-    show_default=True,
-    help="Steps of each strategy and batch size.",
+    help="Steps of each strategy and batch size.  [default: what fits the machine, at most 20]",
 )
-@click.option("--dtype", type=click.Choice(["bf16", "fp32"]), default="bf16", show_default=True)
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "bf16", "fp32"]),
+    default="auto",
+    show_default=True,
+    help="auto measures which is faster on this machine.",
+)
 @click.option("--style", type=click.Choice(["gpt", "llama"]), default="gpt", show_default=True)
 @click.option("--dropout", type=click.FloatRange(0, 1, max_open=True), default=0.1, show_default=True)
 @click.option(
@@ -284,7 +292,8 @@ class _PolicyType(click.Path):
 )
 @click.option(
     "--window",
-    help="Bytes in flight at the smallest batch size; grows with the batch size.  [default: 10MiB]",
+    help="Bytes in flight at the smallest batch size; grows with the batch size.  [default: 10MiB at width "
+    "1536, sequence 160 and batch size 2 in bf16, else in proportion]",
 )
 @click.option(
     "--policy",
@@ -295,17 +304,31 @@ class _PolicyType(click.Path):
     "--budget", metavar="SIZE|SHARE", help="Activation peak for auto: 64MiB, or 35% of keep's peak."
 )
 @click.option("--threads", type=click.IntRange(min=1), help="Compute threads of each process.")
+@click.option(
+    "--control",
+    is_flag=True,
+    help="Let keep race twice: what the two differ by is the noise of the machine.",
+)
+@click.option(
+    "--time-limit",
+    metavar="MINUTES",
+    type=click.FloatRange(min=0, min_open=True),
+    default=10,
+    show_default=True,
+    help="Stop early if it is going to take longer.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON and nothing else.")
-def demo(*, as_json: bool, window: str | None, **options: Any) -> None:
+def demo(*, as_json: bool, time_limit: float, **options: Any) -> None:
     """Train a small Megatron GPT on real text three ways at once and compare them.
 
     keep, recompute and offload (or auto) alternate step by step, each in a process of its own. Prints the
-    table, and writes run logs, rok.svg, rok.png and summary.json to the output directory. Needs megatron-core
-    and matplotlib: pip install 'tba-offload[megatron,plots]'.
+    table, and writes run logs, rok.svg, rok.png and summary.json to the output directory. Width, sequence and
+    steps that are not given are chosen so that it takes some four minutes at most and fits memory and disk.
+    Needs megatron-core and matplotlib: pip install 'tba-offload[megatron,plots]'.
     """
     from tba_offload.demo.console import run_on_console
 
-    run_on_console(as_json=as_json, window=window, **options)
+    run_on_console(as_json=as_json, time_limit=time_limit, **options)
 
 
 @main.command()

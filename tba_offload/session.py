@@ -747,6 +747,7 @@ class Session:
             hardware={
                 "device": _device_name(self._device.torch_device),
                 "cpus": os.cpu_count(),
+                "instruction_set": torch.backends.cpu.get_cpu_capability(),
                 "threads": torch.get_num_threads(),
             },
             model={"layers": len(self._world.layers), **(model_info or {})},

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import multiprocessing
+import re
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from tba_offload import cli
 from tba_offload.config import OffloadConfig
-from tba_offload.demo.race import RaceError, measures_memory
+from tba_offload.demo.race import RaceError, Watch, measures_memory
 from tba_offload.demo.run import WARM_UP, DemoSettings, describe, run_demo, summarize
 from tba_offload.errors import ConfigError
 from tba_offload.megatron.gpt import GptShape
@@ -74,7 +78,7 @@ def call(*arguments: str) -> Result:
 
 def assert_structure(summary: dict[str, Any], *sizes: str) -> None:
     """Every figure that is promised, and no other."""
-    assert set(summary) == {"batch_sizes", "ratios", "spread", "identical_losses", "measured"}
+    assert set(summary) - {"trained"} == {"batch_sizes", "ratios", "spread", "identical_losses", "measured"}
     assert list(summary["batch_sizes"]) == list(summary["ratios"]) == list(summary["spread"]) == list(sizes)
     for size in sizes:
         assert tuple(summary["batch_sizes"][size]) == STRATEGIES
@@ -87,6 +91,13 @@ def assert_structure(summary: dict[str, Any], *sizes: str) -> None:
         *("activation_peak_bytes", "activation_peak_steps"),
         *("step_seconds_median", "warm_up_steps"),
     }
+
+
+class Counting(Watch):
+    ended = 0
+
+    def end(self) -> None:
+        self.ended += 1
 
 
 # A real run
@@ -132,6 +143,10 @@ def test_a_run_leaves_logs_pictures_and_figures_and_nothing_else(finished: Run) 
 
 def test_the_summary_has_every_figure(finished: Run) -> None:
     assert_structure(finished.summary, "2")
+    trained = finished.summary["trained"]
+    assert trained["dtype"] in {"bf16", "fp32"}
+    assert trained["instruction_set"] == torch.backends.cpu.get_cpu_capability()
+    assert (trained["layers"], trained["hidden"], trained["sequence"], trained["steps"]) == (2, 32, 32, 5)
     for figures in finished.summary["batch_sizes"]["2"].values():
         assert figures["activation_peak_bytes"] >= figures["activation_peak_bytes_median"] > 0
         assert figures["step_seconds_median"] >= figures["forward_backward_seconds_median"] > 0
@@ -159,6 +174,8 @@ def test_the_summary_is_that_of_the_run_logs(finished: Run) -> None:
             "sequence": 32,
         }
         assert log.header.hardware["threads"] == 1
+        assert log.header.hardware["instruction_set"] == finished.summary["trained"]["instruction_set"]
+        assert log.header.model["dtype"] == finished.summary["trained"]["dtype"]
         assert [step.loss for step in log.steps] == figures["losses"]
         counted = log.steps[WARM_UP:]
         assert max(step.activation_peak_bytes or 0 for step in counted) == figures["activation_peak_bytes"]
@@ -196,16 +213,28 @@ def test_the_policy_file_is_that_of_the_offload_strategy_alone(finished: Run) ->
 
 def test_the_console_says_what_was_run_and_found(finished: Run) -> None:
     text = finished.result.stdout
-    assert text.startswith(
-        "gpt with 2 layers of width 32, sequence 32, bf16, dropout 0.1; batch sizes 2; 5 steps"
+    chosen, fitted, described, *_ = text.splitlines()
+    dtype, instructions = (finished.summary["trained"][name] for name in ("dtype", "instruction_set"))
+    assert chosen.startswith(f"dtype {dtype}, the faster one: bf16 ")
+    assert chosen.endswith(f"; instruction set {instructions}")
+    assert fitted == "width 32, sequence 32, 5 steps: fits this machine"
+    assert described.startswith(
+        f"gpt with 2 layers of width 32, sequence 32, {dtype}, dropout 0.1; batch sizes 2; 5 steps"
     )
+    assert f"Recompute, offload, keep ({dtype}, {instructions})" in text
     assert all(f" {name} " in text for name in STRATEGIES)
     assert "losses of the 3 strategies over 5 steps: identical to the last bit\n" in text
     assert f"activation peak: {finished.summary['measured']['activation_peak_bytes']}\n" in text
     assert f"curve: {finished.output / 'rok.png'}; figures: {finished.output / 'summary.json'}\n" in text
     ratio = finished.summary["ratios"]["2"]["peak_offload_over_keep"]
     assert f"batch size 2: offload needs {ratio:.3f} x the activation peak of keep" in text
-    assert finished.result.stderr.splitlines() == [f"{done} of 15 steps" for done in (*range(2, 15, 2), 15)]
+    lines = finished.result.stderr.splitlines()
+    assert lines[0] == "loading PyTorch and megatron-core"
+    assert "starting 3 processes at batch size 2: keep, recompute, offload" in lines
+    (first,) = (line for line in lines if line.startswith("step 1 of 15 (keep, batch size 2) took "))
+    assert re.search(r"took \d+\.\d\d s; .+ to .+ to go$", first)
+    last = "15 steps done", "drawing the curve"
+    assert [line for line in lines if line in last] == [*last]
 
 
 def test_rok_reads_the_run_logs(finished: Run) -> None:
@@ -257,14 +286,15 @@ PLAYED = [*WARM, figures(1000.0, 100), figures(1.0, None)]
 def fake_race(rounds: dict[str, list[dict[str, Any]]], seen: list[dict[str, Any]]) -> Callable[..., Any]:
     """A race that hands out figures, and writes the run logs that the entrants would have written."""
 
-    def race(
-        entrants: Mapping[str, Entrant], steps: int, *, on_step: Callable[[], object]
-    ) -> dict[str, list[dict[str, Any]]]:
+    def race(entrants: Mapping[str, Entrant], steps: int, *, watch: Watch) -> dict[str, list[dict[str, Any]]]:
         for name, entrant in entrants.items():
             seen.append(dict(entrant.arguments) | {"environment": dict(entrant.environment)})
+            if entrant.arguments["run_log"] is None:
+                continue
             with RunLogWriter(entrant.arguments["run_log"], RunHeader(strategy=name)) as log:
                 for step in range(steps):
-                    on_step()
+                    watch.begin()
+                    watch.end()
                     log.write(StepRecord(step=step, seconds=1.0, tokens=64, activation_peak_bytes=2**20))
         return rounds
 
@@ -384,16 +414,56 @@ def test_without_a_policy_all_layers_do_the_same_in_a_window_that_grows(
         assert config.budget.in_flight_bytes == 3 * 2**20 * one["batch_size"] // 2
         assert (config.store.kind, config.store.directories) == ("file", drives)
         assert one["environment"] == {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-        assert (one["shape"], one["steps"], one["threads"]) == (SHAPE, 5, 1)
+        assert one["shape"].dtype in {"bf16", "fp32"}
+        assert (dataclasses.replace(one["shape"], dtype=SHAPE.dtype), one["steps"], one["threads"]) == (
+            SHAPE,
+            5,
+            1,
+        )
+
+
+def test_a_control_tells_the_noise_and_is_not_in_the_curve(
+    seen: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rounds = dict.fromkeys(STRATEGIES, PLAYED) | {"control": [*PLAYED[:-1], figures(1.25, None)]}
+    monkeypatch.setattr("tba_offload.demo.run.race", fake_race(rounds, seen))
+    result = call("demo", *TINY, "--batch-size", "1", "--control", "--output", str(tmp_path / "out"))
+    assert result.exit_code == 0, result.output
+    assert (
+        "  noise: keep once more, in a process of its own, took 1.250 x the step time of keep"
+        in result.stdout
+    )
+    assert [one["strategy"] for one in seen] == [*STRATEGIES, "control"]
+    assert [OffloadConfig.from_yaml(one["config"]).default for one in seen].count(Placement.KEEP) == 2
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert set(summary["spread"]["1"]) == TIMES | {"time_control_over_keep"}
+    assert {path.name for path in (tmp_path / "out").glob("*.jsonl")} == {
+        f"{name}-b1.jsonl" for name in STRATEGIES
+    }
+
+
+def test_a_run_that_would_take_too_long_is_one_line(
+    seen: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def slow(*_: object, watch: Watch) -> None:
+        watch.begin()
+        time.sleep(0.01)  # or longer; all steps together are to take a millisecond
+        watch.end()
+
+    monkeypatch.setattr("tba_offload.demo.run.race", slow)
+    result = call("demo", *TINY, "--time-limit", str(0.001 / 60), "--json", "--output", str(tmp_path / "out"))
+    assert_one_line(result, 1, "longer than 0 s: give fewer --steps, a shorter --sequence")
+    assert "--time-limit" in result.stderr
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_offloaded_bytes_go_to_a_directory_of_their_own_that_is_removed(
     seen: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     settings = DemoSettings(shape=SHAPE, batch_sizes=(1,), steps=5, output=tmp_path / "out")
-    steps: list[None] = []
-    run_demo(settings, on_step=lambda: steps.append(None))
-    assert len(steps) == settings.total_steps == 15
+    watch = Counting()
+    run_demo(settings, watch=watch)
+    assert watch.ended == len(settings.planned_steps()) == 15
     (directory,) = {OffloadConfig.from_yaml(one["config"]).store.directories for one in seen}
     assert [path.parent for path in directory] == [settings.output]
     assert not directory[0].exists()
@@ -421,14 +491,14 @@ def assert_one_line(result: Result, status: int, message: str) -> None:
     *usage, line = result.stderr.splitlines()
     assert line.startswith("Error: ")
     assert message in line
-    assert all(line.startswith(("Usage: ", "Try ")) for line in usage if line)
+    assert all(line.startswith(("Usage: ", "Try ", "loading PyTorch")) for line in usage if line)
     assert "Traceback" not in result.output
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--dtype", "fp64"), "'fp64' is not one of 'bf16', 'fp32'"),
+        (("--dtype", "fp64"), "'fp64' is not one of 'auto', 'bf16', 'fp32'"),
         (("--style", "bert"), "'bert' is not one of 'gpt', 'llama'"),
         (("--layers", "0"), "0 is not in the range x>=1"),
         (("--batch-size", "0"), "0 is not in the range x>=1"),
@@ -496,7 +566,7 @@ def test_one_line_says_what_is_trained(tmp_path: Path) -> None:
     settings = DemoSettings(shape=SHAPE, batch_sizes=(2, 4), steps=20, output=tmp_path)
     assert describe(settings) == (
         "gpt with 2 layers of width 32, sequence 32, bf16, dropout 0.1; batch sizes 2, 4; "
-        "20 steps of keep, recompute, offload in turn; window 10MiB"
+        "20 steps of keep, recompute, offload in turn; window 1MiB"
     )
 
 

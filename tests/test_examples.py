@@ -244,24 +244,21 @@ def test_the_python_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
 
     class Trained(nn.Module):
-        """Returns its loss as models of Hugging Face do, which is what the loop is for."""
+        """Takes a mapping and returns an output with its loss, as the models of Hugging Face do."""
 
         def __init__(self) -> None:
             super().__init__()
             self.inner = make_model(layers=2)
 
-        def forward(self, tokens: Tensor) -> SimpleNamespace:
-            return SimpleNamespace(loss=loss_of(self.inner, tokens))
+        def forward(self, input_ids: Tensor) -> SimpleNamespace:
+            return SimpleNamespace(loss=loss_of(self.inner, input_ids))
 
     model = Trained()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     printed: list[tuple[object, ...]] = []
-    names = {
-        "model": model,
-        "optimizer": optimizer,
-        "data": [{"tokens": make_tokens(number)} for number in (1, 2)],
-    }
+    data = [{"input_ids": make_tokens(seed)} for seed in (1, 2)]
+    names = {"model": model, "optimizer": optimizer, "data": data}
     exec(blocks[0], {**names, "print": lambda *values: printed.append(values)})
     assert len(printed) == 2
     assert all(peak > 0 and stall >= 0 for peak, stall in printed)  # type: ignore[operator]

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 BENCHMARKS = Path(gpu.__file__).parent
 SCRIPT = Path(__file__).with_name("gpu.sh")
-SIZE = Size.parse("256x3x64x2")
-"""Just so large that what it saves is offloaded."""
+SIZE = Size.parse("256x3x64x2", "fp32")
+"""Just so large that what it saves is offloaded; fp32 is fast on every CPU, bf16 is not."""
 
 CPU = torch.device("cpu")
 
@@ -114,7 +114,7 @@ def test_megatrons_layers_keep_no_scores(tmp_path: Path) -> None:
     from tba_offload.megatron.cpu import single_process
 
     with single_process():
-        subject = Subject("megatron", Size.parse("128x2x64x2"), CPU)
+        subject = Subject("megatron", Size.parse("128x2x64x2", "fp32"), CPU)
         contest = gpu.Contest(settings_for(tmp_path, "keep", "recompute", "host"), subject)
         saved: list[tuple[int, ...]] = []
         with torch.autograd.graph.saved_tensors_hooks(
@@ -245,7 +245,7 @@ def test_who_interrupts_gets_what_is_known(
     rows = gpu.rows_of(contest, tiers)
     assert [row["same_bits"] for row in rows] == ([None, None] if at else [])
     assert all(row["seconds"]["median"] > 0 for row in rows)
-    gpu.table_of({"model": "torch", "size": "1", "rounds": at, "rows": rows, "tiers": tiers})
+    gpu.table_of({"model": "torch", "size": "1", "dtype": "fp32", "rounds": at, "rows": rows, "tiers": tiers})
     gpu.write_logs(contest, tmp_path, {})
     gpu.draw_rok(contest.settings, tmp_path, tmp_path)
     contest.close()

@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from tba_offload.demo.race import (
     Entrant,
     RaceError,
     Spread,
+    Watch,
     paired_ratio,
     prediction_error,
     race,
@@ -23,7 +25,7 @@ from tba_offload.demo.race import (
 from tba_offload.errors import TbaError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 # Entrants: a race imports them in its processes
@@ -77,6 +79,30 @@ class Failing(Diary):
             {"raise": complain, "exit": lambda: os._exit(7), "kill": kill, "interrupt": interrupt}[self.how]()
 
 
+class Sleeping(Diary):
+    """Its steps do not end."""
+
+    def step(self) -> dict[str, Any]:
+        super().step()
+        while True:
+            time.sleep(60)
+
+
+class Calling(Watch):
+    """Calls a function after every step, and notes what it was told."""
+
+    def __init__(self, after: Callable[[], object]) -> None:
+        self.after = after
+        self.told: list[str] = []
+
+    def begin(self) -> None:
+        self.told.append("begin")
+
+    def end(self) -> None:
+        self.told.append("end")
+        self.after()
+
+
 class Unpicklable(Diary):
     """Its figures cannot travel."""
 
@@ -125,13 +151,15 @@ def descriptors() -> int:
 
 def test_entrants_alternate_and_each_round_starts_with_another(diary: Path) -> None:
     ticks: list[int] = []
+    watch = Calling(lambda: ticks.append(len(entries(diary))))
     entrants = {name: Entrant(Diary, {"name": name, "diary": diary}) for name in "abc"}
-    results = race(entrants, 4, on_step=lambda: ticks.append(len(entries(diary))))
+    results = race(entrants, 4, watch=watch)
     order = entries(diary)
     assert sorted(order[:3]) == ["a made", "b made", "c made"]  # all of them before the first step
     assert [entry[0] for entry in order[3:-3]] == [*"abc", *"bca", *"cab", *"abc"]
     assert order[-3:] == ["a closed", "b closed", "c closed"]
     assert ticks == list(range(4, 16))  # after every single step
+    assert watch.told == ["begin", "end"] * 12
 
     assert list(results) == ["a", "b", "c"]
     for name, figures in results.items():
@@ -155,7 +183,7 @@ def test_variables_reach_their_own_child_and_are_put_back(
             "plain": Entrant(Diary, {"name": "plain", "diary": diary, "variables": names}),
         },
         1,
-        on_step=lambda: seen_outside.extend(os.environ.get(name) for name in names),
+        watch=Calling(lambda: seen_outside.extend(os.environ.get(name) for name in names)),
     )
     assert results["set"][0]["environment"] == given
     assert results["plain"][0]["environment"] == {"TBA_TEST_THERE": "before", "TBA_TEST_NEW": None}
@@ -238,8 +266,23 @@ def test_an_interrupted_race_closes_its_entrants(diary: Path, error: type[BaseEx
 
     entrants = {name: Entrant(Diary, {"name": name, "diary": diary}) for name in "ab"}
     with pytest.raises(error):
-        race(entrants, 3, on_step=stop)
+        race(entrants, 3, watch=Calling(stop))
     assert sorted(entries(diary)) == ["a closed", "a made", "a step 1", "b closed", "b made"]
+
+
+def test_a_race_can_be_stopped_inside_a_step(diary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tba_offload.demo.race._BUSY_SECONDS", 0.0)
+    monkeypatch.setattr("tba_offload.demo.race._WAIT_SECONDS", 0.01)
+
+    class Impatient(Watch):
+        def wait(self) -> None:
+            if diary.exists() and "a step 1" in entries(diary):
+                raise TimeoutError
+
+    entrants = {"a": Entrant(Sleeping, {"name": "a", "diary": diary})}
+    with pytest.raises(TimeoutError):
+        race(entrants, 3, watch=Impatient())
+    assert entries(diary) == ["a made", "a step 1"]  # killed: it could not close
 
 
 # Figures

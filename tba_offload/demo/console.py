@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from tba_offload.config import parse_size
-from tba_offload.demo.run import DemoSettings, describe, run_demo
+from tba_offload.demo.progress import Progress, shown
 from tba_offload.errors import ConfigError, TbaError
 from tba_offload.megatron import require_core
 from tba_offload.report.rok import require_matplotlib
@@ -21,58 +20,113 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from tba_offload.demo.run import DemoSettings
+
 _HEADS = (
     *("batch", "strategy", "peak MiB", "step s", "tokens/s"),
     *("written", "read", "forwarded", "deduplicated", "kept MiB", "stall s", "last loss"),
 )
+_REMEDY = (
+    "give fewer --steps, a shorter --sequence, a smaller --hidden, --layers or --batch-size, or leave them "
+    "out to have them fitted to this machine; take --dtype auto; or allow more minutes by --time-limit"
+)
 _WIDTH = 150  # of the table where the output is not a terminal
 
 
-def run_on_console(
-    *,
-    as_json: bool,
-    window: str | None,
-    output: Path,
-    batch_sizes: tuple[int, ...],
-    steps: int,
-    directories: tuple[Path, ...],
-    policy: Path | None,
-    budget: str | None,
-    threads: int | None,
-    **shape: Any,
-) -> None:
+def run_on_console(*, as_json: bool, time_limit: float, **options: Any) -> None:
     """Runs the demo with the options of the command line and prints what it found.
 
+    Args:
+        as_json: Print the summary and nothing else.
+        time_limit: Minutes that it may take.
+        options: Those of the command line, ``None`` for what is to be fitted to the machine.
+
     Raises:
-        ConfigError: Options that contradict each other.
+        ConfigError: Options that contradict each other, or a job that does not fit.
+        TooLongError: It would take longer than ``time_limit``.
         TbaError: The losses of the strategies differ, or the demo could not run.
     """
-    if window is not None and policy is not None:
+    if options["window"] is not None and options["policy"] is not None:
         raise ConfigError("--window has no effect with --policy; set budget.in_flight_bytes in the policy")
-    require_core("the demo")
-    require_matplotlib()
-    from tba_offload.megatron.gpt import GptShape
-
-    settings = DemoSettings(
-        shape=GptShape(**shape),
-        batch_sizes=tuple(sorted(set(batch_sizes))),
-        steps=steps,
-        output=output,
-        directories=directories,
-        **({} if window is None else {"in_flight_bytes": parse_size(window)}),
-        policy=policy,
-        budget=None if budget is None else _budget(budget),
-        threads=threads,
-    )
-    if not as_json:
-        click.echo(describe(settings))
-    summary = _with_progress(settings, quiet=as_json)
+    limits: dict[str, Any] = {"time_limit": 60 * time_limit, "remedy": _REMEDY}
     if as_json:
+        summary, _ = _run(Progress(_nothing, **limits), _nothing, **options)
         click.echo(json.dumps(summary, indent=2))
     else:
+        with shown(**limits) as progress:
+            summary, settings = _run(progress, click.echo, **options)
         _print(summary, settings)
     if not summary["identical_losses"]:
         raise TbaError("the losses of the strategies differ: this must not happen, please report it")
+
+
+def _nothing(_line: str) -> None:
+    """Prints nothing."""
+
+
+def _run(
+    progress: Progress, say: Callable[[str], object], **options: Any
+) -> tuple[dict[str, Any], DemoSettings]:
+    """Chooses dtype and job, says which, and runs it."""
+    progress.phase("loading PyTorch and megatron-core")
+    require_core("the demo")
+    require_matplotlib()
+    from tba_offload.demo.run import describe, run_demo
+
+    settings = _settings(progress, say, **options)
+    say(describe(settings))
+    progress.plan(settings.planned_steps())
+    return run_demo(settings, watch=progress), settings
+
+
+def _settings(
+    progress: Progress,
+    say: Callable[[str], object],
+    *,
+    window: str | None,
+    budget: str | None,
+    dtype: str,
+    hidden: int | None,
+    sequence: int | None,
+    steps: int | None,
+    batch_sizes: tuple[int, ...],
+    control: bool,
+    output: Path,
+    directories: tuple[Path, ...],
+    policy: Path | None,
+    threads: int | None,
+    **model: Any,
+) -> DemoSettings:
+    """The job that the options, and where they say nothing the machine, ask for."""
+    from tba_offload.demo.dtype import choose_dtype
+    from tba_offload.demo.fit import TARGET_SECONDS, Wish
+    from tba_offload.demo.run import DemoSettings, read_policy, refuse_run_logs, strategies_of
+    from tba_offload.demo.sizing import fitted
+    from tba_offload.megatron.cpu import training_device
+
+    in_flight_bytes = None if window is None else parse_size(window)
+    peak = None if budget is None else _budget(budget)
+    read_policy(policy, model["layers"])
+    refuse_run_logs(output)
+    chosen = choose_dtype(dtype, device=training_device())
+    say(str(chosen))
+    sizes, strategies = tuple(sorted(set(batch_sizes))), strategies_of(policy, control=control)
+    wish = Wish(hidden, sequence, steps, sizes, strategies, {**model, "dtype": chosen.dtype})
+    seconds = min(TARGET_SECONDS, progress.time_limit)
+    found = fitted(wish, directories or (output,), seconds=seconds, threads=threads, watch=progress)
+    say(str(found))
+    return DemoSettings(
+        shape=found.job.shape,
+        batch_sizes=sizes,
+        steps=found.job.steps,
+        output=output,
+        directories=directories,
+        in_flight_bytes=in_flight_bytes,
+        policy=policy,
+        budget=peak,
+        threads=threads,
+        control=control,
+    )
 
 
 def _budget(text: str) -> int | float:
@@ -92,31 +146,6 @@ def _budget(text: str) -> int | float:
     return share
 
 
-def _with_progress(settings: DemoSettings, *, quiet: bool) -> dict[str, Any]:
-    console = Console(stderr=True)
-    if quiet:
-        return run_demo(settings)
-    if not console.is_terminal:
-        return run_demo(settings, on_step=_dots(settings.total_steps))
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("training", total=settings.total_steps)
-        return run_demo(settings, on_step=lambda: progress.advance(task))
-
-
-def _dots(total: int) -> Callable[[], None]:
-    """A line every tenth of the way, where a bar would fill a log file with control characters."""
-    done = 0
-
-    def advance() -> None:
-        nonlocal done
-        done += 1
-        if done == total or done % math.ceil(total / 10) == 0:
-            click.echo(f"{done} of {total} steps", err=True)
-
-    return advance
-
-
 def _print(summary: dict[str, Any], settings: DemoSettings) -> None:
     console = Console()
     if not console.is_terminal:
@@ -133,10 +162,20 @@ def _print(summary: dict[str, Any], settings: DemoSettings) -> None:
             f"{ratios[f'time_{ours}_over_recompute']:.3f} x that of recompute"
         )
         _print_prediction(summary["batch_sizes"][size][ours])
+        if settings.control:
+            _print_control(summary["spread"][size])
     same = "identical to the last bit" if summary["identical_losses"] else "DIFFERENT"
     click.echo(f"losses of the {len(settings.strategies)} strategies over {settings.steps} steps: {same}")
     click.echo(f"activation peak: {summary['measured']['activation_peak_bytes']}")
     click.echo(f"curve: {settings.output / 'rok.png'}; figures: {settings.output / 'summary.json'}")
+
+
+def _print_control(spreads: dict[str, dict[str, float]]) -> None:
+    spread = spreads["time_control_over_keep"]
+    click.echo(
+        f"  noise: keep once more, in a process of its own, took {spread['median']:.3f} x the step time of "
+        f"keep (quartiles {spread['low']:.3f} to {spread['high']:.3f})"
+    )
 
 
 def _print_prediction(figures: dict[str, Any]) -> None:
@@ -151,7 +190,8 @@ def _print_prediction(figures: dict[str, Any]) -> None:
 
 
 def _table(summary: dict[str, Any]) -> Table:
-    table = Table(title="Recompute, offload, keep")
+    trained = summary["trained"]
+    table = Table(title=f"Recompute, offload, keep ({trained['dtype']}, {trained['instruction_set']})")
     for head in _HEADS:
         table.add_column(head, justify="left" if head == "strategy" else "right")
     for size, lanes in summary["batch_sizes"].items():
@@ -163,7 +203,7 @@ def _table(summary: dict[str, Any]) -> Table:
 
 def _cells(strategy: str, figures: dict[str, Any]) -> list[str]:
     def mib(name: str) -> str:
-        if strategy in {"keep", "recompute"} and name != "activation_peak_bytes":
+        if strategy in {"keep", "recompute", "control"} and name != "activation_peak_bytes":
             return ""  # such layers run without hooks, nothing is known of them
         return f"{figures[name] / 2**20:.1f}"
 

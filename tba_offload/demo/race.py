@@ -40,6 +40,33 @@ class Runner(Protocol):
         """Ends it."""
 
 
+class Watch:
+    """Is told how far a race is. This one does nothing."""
+
+    def phase(self, what: str) -> None:
+        """Something other than a step begins, such as ``drawing the curve``."""
+
+    def begin(self) -> None:
+        """A step begins."""
+
+    def wait(self) -> None:
+        """Called about once a second while a process works; what it raises stops the race."""
+
+    def end(self) -> None:
+        """The step has ended; what it raises stops the race."""
+
+
+_WAIT_SECONDS = 1.0
+"""Between two calls of :meth:`Watch.wait`."""
+
+_CLOSING_SECONDS = 20.0
+"""How long a process may take to end."""
+
+_BUSY_SECONDS = 2.0
+"""The same if the race ends while it is in a step, which may be a long one: its store leaves nothing behind
+when it is killed."""
+
+
 @dataclass(frozen=True)
 class Entrant:
     """One strategy.
@@ -145,14 +172,14 @@ def turns(names: Sequence[str], round_: int) -> list[str]:
 
 
 def race(
-    entrants: Mapping[str, Entrant], rounds: int, *, on_step: Callable[[], object] = lambda: None
+    entrants: Mapping[str, Entrant], rounds: int, *, watch: Watch | None = None
 ) -> dict[str, list[dict[str, Any]]]:
     """Runs ``rounds`` steps of every entrant, alternating, each round starting with another one.
 
     Args:
         entrants: Name → entrant.
         rounds: Steps of each.
-        on_step: Called after every single step, for progress bars.
+        watch: Told of every single step, for progress lines.
 
     Returns:
         Name → the figures of its steps, in order.
@@ -160,13 +187,15 @@ def race(
     Raises:
         RaceError: An entrant failed.
     """
+    watch = watch or Watch()
     names = list(entrants)
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    with _started(entrants) as lanes:
+    with _started(entrants, watch) as lanes:
         for round_ in range(rounds):
             for name in turns(names, round_):
+                watch.begin()
                 results[name].append(lanes[name].ask("step"))
-                on_step()
+                watch.end()
         for name in names:
             lanes[name].ask("close")
     return results
@@ -179,9 +208,13 @@ class _Lane:
     name: str
     process: BaseProcess
     pipe: Connection
+    watch: Watch
+    is_busy: bool = True
+    """Whether an answer is due; the first one is that it is ready."""
 
     def ask(self, what: str) -> Any:
         try:
+            self.is_busy = True
             self.pipe.send(what)
             return self.answer()
         except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -189,19 +222,22 @@ class _Lane:
             raise RaceError(f"{self.name}: its process ended with status {self.process.exitcode}") from None
 
     def answer(self) -> Any:
+        while not self.pipe.poll(_WAIT_SECONDS):
+            self.watch.wait()
         worked, answer = self.pipe.recv()
+        self.is_busy = False
         if not worked:
             raise RaceError(f"{self.name} failed:\n{answer}")
         return answer
 
 
 @contextlib.contextmanager
-def _started(entrants: Mapping[str, Entrant]) -> Iterator[dict[str, _Lane]]:
+def _started(entrants: Mapping[str, Entrant], watch: Watch) -> Iterator[dict[str, _Lane]]:
     """Starts all processes at once and waits until each is ready; none outlives the block."""
     lanes: dict[str, _Lane] = {}
     try:
         for name, entrant in entrants.items():
-            lanes[name] = _start(name, entrant)
+            lanes[name] = _start(name, entrant, watch)
         for lane in lanes.values():
             try:
                 lane.answer()
@@ -215,20 +251,20 @@ def _started(entrants: Mapping[str, Entrant]) -> Iterator[dict[str, _Lane]]:
         for lane in lanes.values():
             lane.pipe.close()
         for lane in lanes.values():
-            lane.process.join(timeout=20)
+            lane.process.join(timeout=_BUSY_SECONDS if lane.is_busy else _CLOSING_SECONDS)
             if lane.process.is_alive():
                 lane.process.kill()
                 lane.process.join()
 
 
-def _start(name: str, entrant: Entrant) -> _Lane:
+def _start(name: str, entrant: Entrant, watch: Watch) -> _Lane:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_run_lane, args=(entrant, theirs), name=f"tba-{name}", daemon=True)
     with _environment(entrant.environment):
         process.start()
     theirs.close()
-    return _Lane(name, process, ours)
+    return _Lane(name, process, ours, watch)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import statistics
 import tempfile
 from dataclasses import dataclass
@@ -11,14 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig, format_size, load_config
+from tba_offload.demo.dtype import instruction_set
+from tba_offload.demo.fit import ITEM_BYTES, STRATEGY_COSTS
+from tba_offload.demo.progress import PlannedStep
 from tba_offload.demo.race import (
     MEASURE_EVERY,
     Entrant,
+    Watch,
     measures_memory,
     prediction_error,
     race,
     ratio_of,
     timed_rounds,
+    turns,
 )
 from tba_offload.demo.text import write_text
 from tba_offload.demo.trainer import Trainer
@@ -29,14 +35,21 @@ from tba_offload.policy import LayerId, Placement
 from tba_offload.report.rok import draw, points
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from tba_offload.megatron.gpt import GptShape
+
+CONTROL = "control"
+"""Keep once more, in a process of its own: how far it is from keep is what the machine's noise can do."""
 
 AUTO = "auto"
 """The policy that is no file: the planner decides."""
 
 _MOVED = ("offloaded", "read", "forwarded", "deduplicated", "kept", "given_up", "held", "fallback_kept")
+
+WINDOW_STATES = 32 / 3
+"""The window by default, in hidden states of a micro-batch, of which a layer saves some 25: as many
+activations are in flight whatever their size. In whole MiB; 10 of them at width 1536, 320 tokens and bf16."""
 
 WARM_UP = 3
 """Steps that medians and peaks leave out: the first allocates, the second settles."""
@@ -57,10 +70,12 @@ class DemoSettings:
         output: Where the run logs, the picture and the summary go.
         directories: Where the offloaded bytes go; by default a new directory under ``output``.
         in_flight_bytes: The window of the offload strategy, at the smallest batch size; it grows with it.
+            ``None`` for :data:`WINDOW_STATES`.
         policy: YAML file that replaces the policy of the offload strategy, or :data:`AUTO`.
         budget: Activation peak that ``auto`` must keep to: bytes, or as a ``float`` a share of keep's peak,
             which is measured first.
         threads: Compute threads of each process; ``None`` for PyTorch's own choice.
+        control: Whether keep races twice, as :data:`CONTROL` too.
     """
 
     shape: GptShape
@@ -68,10 +83,11 @@ class DemoSettings:
     steps: int
     output: Path
     directories: tuple[Path, ...] = ()
-    in_flight_bytes: int = 10 * 2**20
+    in_flight_bytes: int | None = None
     policy: Path | None = None
     budget: int | float | None = None
     threads: int | None = None
+    control: bool = False
 
     def __post_init__(self) -> None:
         if len({measures_memory(round_) for round_ in range(WARM_UP, self.steps)}) < 2:
@@ -87,58 +103,107 @@ class DemoSettings:
     @property
     def is_auto(self) -> bool:
         """Whether the planner decides."""
-        return self.policy == Path(AUTO)
+        return self.ours == AUTO
 
     @property
     def ours(self) -> str:
         """The strategy that is compared with keep and recompute."""
-        return AUTO if self.is_auto else "offload"
+        return self.strategies[2]
 
     @property
-    def strategies(self) -> tuple[str, str, str]:
+    def strategies(self) -> tuple[str, ...]:
         """What races."""
-        return "keep", "recompute", self.ours
+        return strategies_of(self.policy, control=self.control)
 
     @property
-    def total_steps(self) -> int:
-        """Single steps of all races together."""
-        return len(self.batch_sizes) * len(self.strategies) * self.steps
+    def window(self) -> int:
+        """Bytes in flight of the offload strategy at the smallest batch size."""
+        if self.in_flight_bytes is not None:
+            return self.in_flight_bytes
+        tokens = min(self.batch_sizes) * self.shape.sequence
+        states = tokens * self.shape.hidden * ITEM_BYTES[self.shape.dtype]
+        return math.ceil(WINDOW_STATES * states / 2**20) * 2**20
+
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """What is in the curve: all but the control."""
+        return tuple(name for name in self.strategies if name != CONTROL)
+
+    def planned_steps(self) -> list[PlannedStep]:
+        """All steps of all races in their order."""
+        return [step for size in self.batch_sizes for step in self._planned_steps_of(size)]
+
+    def _planned_steps_of(self, size: int) -> Iterator[PlannedStep]:
+        if isinstance(self.budget, float):
+            for number in range(MEASURE_EVERY):
+                yield PlannedStep(f"keep alone, batch size {size}", float(size), opens=number == 0)
+        for round_ in range(self.steps):
+            for turn, name in enumerate(turns(self.strategies, round_)):
+                opens = round_ == turn == 0
+                yield PlannedStep(f"{name}, batch size {size}", size * STRATEGY_COSTS[name], opens=opens)
 
 
-def run_demo(settings: DemoSettings, *, on_step: Callable[[], object] = lambda: None) -> Figures:
+def strategies_of(policy: Path | None, *, control: bool) -> tuple[str, ...]:
+    """What races under a policy file, :data:`AUTO` or none."""
+    ours = AUTO if policy == Path(AUTO) else "offload"
+    return "keep", "recompute", ours, *((CONTROL,) if control else ())
+
+
+def run_demo(settings: DemoSettings, *, watch: Watch | None = None) -> Figures:
     """Trains, writes run logs, ``rok.svg``, ``rok.png`` and ``summary.json``, and returns the summary.
 
     Args:
         settings: What to do.
-        on_step: Called after every single step.
+        watch: Told of every single step and of what goes on between them.
 
     Raises:
         ConfigError: The output directory holds run logs already, or the policy file is wrong.
         RaceError: A strategy failed.
     """
-    policy = _read_policy(settings)
+    watch = watch or Watch()
+    policy = read_policy(settings.policy, settings.shape.layers)
     logs = _claim_output(settings)
     try:
-        races = _race_all(settings, policy, logs, on_step)
+        races = _race_all(settings, policy, logs, watch)
     except BaseException:
         for log in logs.values():  # half of a comparison is none, and would be in the way of the next
             log.unlink(missing_ok=True)
         raise
-    summary = summarize(races, settings.ours)
+    watch.phase("drawing the curve")
+    summary = {"trained": _trained(settings), **summarize(races, settings.ours)}
     drawn = points(sorted(logs.values()))
-    draw(drawn, settings.output / "rok.svg")
-    draw(drawn, settings.output / "rok.png")
+    for name in ("rok.svg", "rok.png"):
+        draw(drawn, settings.output / name, title=_title(settings))
     (settings.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     return summary
+
+
+def _title(settings: DemoSettings) -> str:
+    shape = settings.shape
+    return (
+        f"{shape.layers} layers of width {shape.hidden}, sequence {shape.sequence}; "
+        f"{shape.dtype} on {instruction_set()}"
+    )
+
+
+def _trained(settings: DemoSettings) -> Figures:
+    """The job, for the summary."""
+    return {
+        **dataclasses.asdict(settings.shape),
+        "steps": settings.steps,
+        "in_flight_bytes": settings.window,
+        "instruction_set": instruction_set(),
+    }
 
 
 def _race_all(
     settings: DemoSettings,
     policy: OffloadConfig | None,
     logs: Mapping[tuple[int, str], Path],
-    on_step: Callable[[], object],
+    watch: Watch,
 ) -> dict[int, dict[str, list[Figures]]]:
     with tempfile.TemporaryDirectory(prefix="tba-demo-", dir=settings.output) as scratch:
+        watch.phase("writing the text that is trained on")
         text = write_text(Path(scratch) / "text")
         races = {}
         for size in settings.batch_sizes:
@@ -146,18 +211,18 @@ def _race_all(
                 name: _config(settings, policy, name, size, Path(scratch)) for name in settings.strategies
             }
             if isinstance(settings.budget, float):
-                peak = _peak_of_keep(settings, configs["keep"], size, text)
+                watch.phase(f"starting keep alone, to measure its peak at batch size {size}")
+                peak = _peak_of_keep(settings, configs["keep"], size, text, watch)
                 configs[AUTO] = _with_budget(configs[AUTO], int(settings.budget * peak))
-            races[size] = race(
-                _entrants(settings, configs, size, text, logs), settings.steps, on_step=on_step
-            )
+            watch.phase(f"starting {len(configs)} processes at batch size {size}: {', '.join(configs)}")
+            races[size] = race(_entrants(settings, configs, size, text, logs), settings.steps, watch=watch)
         return races
 
 
-def _peak_of_keep(settings: DemoSettings, config: OffloadConfig, size: int, text: Path) -> int:
+def _peak_of_keep(settings: DemoSettings, config: OffloadConfig, size: int, text: Path, watch: Watch) -> int:
     """What a share of keep's activation peak is a share of: measured in a few steps of its own."""
     entrants = _entrants(settings, {"keep": config}, size, text, {})
-    steps = race(entrants, MEASURE_EVERY)["keep"]
+    steps = race(entrants, MEASURE_EVERY, watch=watch)["keep"]
     return max(step["activation_peak_bytes"] or 0 for step in steps)
 
 
@@ -165,12 +230,16 @@ def _with_budget(config: OffloadConfig, nbytes: int) -> OffloadConfig:
     return dataclasses.replace(config, budget=BudgetConfig(activation_bytes=nbytes, in_flight_bytes=None))
 
 
-def _read_policy(settings: DemoSettings) -> OffloadConfig | None:
-    """The policy file, held against the layers that the model is going to have."""
-    if settings.policy is None or settings.is_auto:
+def read_policy(policy: Path | None, layers: int) -> OffloadConfig | None:
+    """The policy file, held against the layers that the model is going to have.
+
+    Raises:
+        ConfigError: It is wrong.
+    """
+    if policy in {None, Path(AUTO)}:
         return None
-    config = load_config(settings.policy)
-    ids = [LayerId(number, f"decoder.layers.{number}", "decoder") for number in range(settings.shape.layers)]
+    config = load_config(policy)
+    ids = [LayerId(number, f"decoder.layers.{number}", "decoder") for number in range(layers)]
     Plan.from_policy(config.policy, ids)
     return config
 
@@ -255,10 +324,11 @@ def _ratios(lanes: Mapping[str, Sequence[Figures]], ours: str) -> dict[str, floa
 
 
 def _spreads(lanes: Mapping[str, Sequence[Figures]], ours: str) -> dict[str, dict[str, float]]:
-    def spread(other: str) -> dict[str, float]:
-        return dataclasses.asdict(ratio_of(_timed(lanes[ours], lanes[other]), "whole_step_seconds"))
+    def spread(one: str, other: str) -> dict[str, float]:
+        return dataclasses.asdict(ratio_of(_timed(lanes[one], lanes[other]), "whole_step_seconds"))
 
-    return {f"time_{ours}_over_{other}": spread(other) for other in ("keep", "recompute")}
+    pairs = [(ours, "keep"), (ours, "recompute"), *([(CONTROL, "keep")] if CONTROL in lanes else [])]
+    return {f"time_{one}_over_{other}": spread(one, other) for one, other in pairs}
 
 
 def _claim_output(settings: DemoSettings) -> dict[tuple[int, str], Path]:
@@ -267,16 +337,23 @@ def _claim_output(settings: DemoSettings) -> dict[tuple[int, str], Path]:
         settings.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot make the output directory {settings.output}: {error.strerror}") from error
-    old = sorted(settings.output.glob("*.jsonl"))
-    if old:
-        raise ConfigError(
-            f"{settings.output} holds run logs of another run ({old[0].name}); choose a new directory"
-        )
+    refuse_run_logs(settings.output)
     return {
         (size, name): settings.output / f"{name}-b{size}.jsonl"
         for size in settings.batch_sizes
-        for name in settings.strategies
+        for name in settings.compared
     }
+
+
+def refuse_run_logs(output: Path) -> None:
+    """An output directory with run logs is not to be written to.
+
+    Raises:
+        ConfigError: It has some.
+    """
+    old = sorted(output.glob("*.jsonl"))
+    if old:
+        raise ConfigError(f"{output} holds run logs of another run ({old[0].name}); choose a new directory")
 
 
 def _entrants(
@@ -313,9 +390,9 @@ def _config(
         if not directories and policy.store.kind != "host":
             directories = (scratch,)
         return dataclasses.replace(policy, store=dataclasses.replace(policy.store, directories=directories))
-    window = settings.in_flight_bytes * size // min(settings.batch_sizes)
+    window = settings.window * size // min(settings.batch_sizes)
     own = OffloadConfig(
-        default=Placement(name),
+        default=Placement.KEEP if name == CONTROL else Placement(name),
         budget=BudgetConfig(in_flight_bytes=window),
         store=StoreConfig(kind="file", directories=settings.directories or (scratch,)),
     )
@@ -338,4 +415,4 @@ def _limit(settings: DemoSettings) -> str:
         return f"budget {settings.budget:.0%} of keep's activation peak"
     if settings.budget is not None:
         return f"budget {format_size(settings.budget)}"
-    return f"window {format_size(settings.in_flight_bytes)}"
+    return f"window {format_size(settings.window)}"

@@ -87,24 +87,27 @@ _METADATA: dict[str, dict[str, Any]] = {
 }
 
 
-def rok_curve(points: Sequence[RokPoint], kind: Literal["svg", "png"]) -> bytes:
+def rok_curve(points: Sequence[RokPoint], kind: Literal["svg", "png"], *, title: str = "") -> bytes:
     """The picture as the bytes of a file.
 
     Args:
         points: At least one point; all with the same unit of throughput.
         kind: The format.
+        title: A line above the curve.
     """
     file = io.BytesIO()
     with matplotlib.style.context("default"), mpl.rc_context(_STYLE):
-        rok_figure(points).savefig(file, format=kind, dpi=160, metadata=_METADATA[kind])
+        rok_figure(points, title=title).savefig(file, format=kind, dpi=160, metadata=_METADATA[kind])
     return file.getvalue()
 
 
-def rok_figure(points: Sequence[RokPoint]) -> Figure:
+def rok_figure(points: Sequence[RokPoint], *, title: str = "") -> Figure:
     """The figure itself, see :func:`rok_curve`."""
     figure = Figure(figsize=(7.5, 4.8), layout="constrained")
     FigureCanvasAgg(figure)
-    curve = _Curve(figure.add_subplot(), points)
+    axes = figure.add_subplot()
+    axes.set_title(title, loc="left", fontsize="small")
+    curve = _Curve(axes, points)
     curve.describe_axes()
     curve.draw_lines()
     curve.mark_pareto_set()

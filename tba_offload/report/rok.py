@@ -491,7 +491,7 @@ def _doubts(points: Sequence[RokPoint]) -> Iterator[str]:
 # Picture
 
 
-def draw(points: Sequence[RokPoint], path: str | os.PathLike[str]) -> None:
+def draw(points: Sequence[RokPoint], path: str | os.PathLike[str], *, title: str = "") -> None:
     """Draw the curve: one line for each strategy through its batch sizes, the Pareto set ringed.
 
     The same points give the same file, byte for byte, with the same version of matplotlib.
@@ -499,6 +499,7 @@ def draw(points: Sequence[RokPoint], path: str | os.PathLike[str]) -> None:
     Args:
         points: At least one point; all with the same unit.
         path: The picture to write, SVG or PNG by its suffix.
+        title: A line above the curve.
 
     Raises:
         ConfigError: No points, mixed units, or another suffix.
@@ -512,7 +513,7 @@ def draw(points: Sequence[RokPoint], path: str | os.PathLike[str]) -> None:
     require_matplotlib()
     from tba_offload.report import picture
 
-    path.write_bytes(picture.rok_curve(points, kind))
+    path.write_bytes(picture.rok_curve(points, kind, title=title))
 
 
 def picture_kind(path: str | os.PathLike[str]) -> Literal["svg", "png"]:

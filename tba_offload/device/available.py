@@ -1,0 +1,84 @@
+"""Memory that a new process may still take, on a GPU or within the limits of a container."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from tba_offload.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_V2 = ("memory.max", "memory.current", "inactive_file")
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def available_bytes(device: torch.device, *, root: Path = Path("/")) -> int:
+    """Memory of a device that is free or can be freed at once.
+
+    Args:
+        device: A CUDA device, or the CPU, whose memory is that of the host within the limits of the control
+            groups of this process.
+        root: Where ``/proc`` and ``/sys`` are found.
+
+    Raises:
+        UnsupportedError: The kernel does not say it.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return min([_host_bytes(root), *_group_bytes(root)])
+
+
+def _host_bytes(root: Path) -> int:
+    """``MemAvailable``: the page cache counts as free."""
+    for line in (root / "proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    raise UnsupportedError("/proc/meminfo has no MemAvailable, which Linux reports since 3.14")
+
+
+def _group_bytes(root: Path) -> Iterator[int]:
+    """What each control group that this process is in, or under, has left; versions 1 and 2."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            yield from _left_along(root / "sys/fs/cgroup", path, _V2)
+        elif "memory" in controllers.split(","):
+            yield from _left_along(root / "sys/fs/cgroup/memory", path, _V1)
+
+
+def _left_along(mount: Path, path: str, names: tuple[str, str, str]) -> Iterator[int]:
+    """A group and those above it: each may have a limit.
+
+    Inside a container the path may be that of the host, which does not exist there; the mount is then the
+    container's own group.
+    """
+    limit_name, usage_name, cache_name = names
+    group = mount / path.lstrip("/")
+    for folder in (group, *group.parents):
+        if not folder.is_relative_to(mount):
+            return
+        limit, usage = _read(folder / limit_name).strip(), _read(folder / usage_name).strip()
+        if limit.isdecimal() and usage.isdecimal():
+            yield int(limit) - int(usage) + _statistic(folder / "memory.stat", cache_name)
+
+
+def _statistic(file: Path, name: str) -> int:
+    """Page cache that the kernel gives up first when the group reaches its limit."""
+    for line in _read(file).splitlines():
+        key, _, value = line.partition(" ")
+        if key == name:
+            return int(value)
+    return 0
+
+
+def _read(file: Path) -> str:
+    """A file of the kernel, or nothing where there is none."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""

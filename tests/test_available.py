@@ -1,0 +1,107 @@
+"""Memory that is left: of the host, and of control groups of both versions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from tba_offload.device.available import available_bytes
+from tba_offload.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+GIB = 2**30
+CPU = torch.device("cpu")
+UNLIMITED_V1 = "9223372036854771712"
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Callable[..., int]:
+    """Writes the kernel's files and returns what is left."""
+
+    def left(groups: str = "", **files: str) -> int:
+        found = {
+            "proc/meminfo": "MemTotal: 25165824 kB\nMemFree: 1 kB\nMemAvailable:   20971520 kB\n",
+            "proc/self/cgroup": groups,
+            **files,
+        }
+        for name, content in found.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+        return available_bytes(CPU, root=tmp_path)
+
+    return left
+
+
+def v1(folder: str, limit: str, usage: int, cache: int = 0) -> dict[str, str]:
+    root = f"sys/fs/cgroup/memory{folder}"
+    return {
+        f"{root}/memory.limit_in_bytes": f"{limit}\n",
+        f"{root}/memory.usage_in_bytes": f"{usage}\n",
+        f"{root}/memory.stat": f"cache 5\ninactive_file 7\ntotal_inactive_file {cache}\n",
+    }
+
+
+def v2(folder: str, limit: str, usage: int, cache: int = 0) -> dict[str, str]:
+    root = f"sys/fs/cgroup{folder}"
+    return {
+        f"{root}/memory.max": f"{limit}\n",
+        f"{root}/memory.current": f"{usage}\n",
+        f"{root}/memory.stat": f"anon 3\ninactive_file {cache}\n",
+    }
+
+
+def test_without_control_groups_it_is_the_hosts(machine: Callable[..., int]) -> None:
+    assert machine() == 20 * GIB
+
+
+def test_version_2(machine: Callable[..., int]) -> None:
+    assert machine("0::/user/mine\n", **v2("/user/mine", str(8 * GIB), 3 * GIB)) == 5 * GIB
+
+
+def test_page_cache_counts_as_free(machine: Callable[..., int]) -> None:
+    assert machine("0::/mine\n", **v2("/mine", str(8 * GIB), 3 * GIB, GIB)) == 6 * GIB
+    assert machine("4:memory:/mine\n", **v1("/mine", str(8 * GIB), 3 * GIB, 2 * GIB)) == 7 * GIB
+
+
+def test_a_group_above_may_be_the_limit(machine: Callable[..., int]) -> None:
+    files = v2("/user", str(4 * GIB), 3 * GIB) | v2("/user/mine", str(8 * GIB), 1 * GIB)
+    assert machine("0::/user/mine\n", **files) == 1 * GIB
+
+
+def test_no_limit(machine: Callable[..., int]) -> None:
+    assert machine("0::/mine\n", **v2("/mine", "max", 3 * GIB)) == 20 * GIB
+    assert machine("4:memory:/mine\n", **v1("/mine", UNLIMITED_V1, 3 * GIB)) == 20 * GIB
+
+
+def test_version_1(machine: Callable[..., int]) -> None:
+    groups = "9:name=systemd:/\n4:memory:/job\n2:cpuacct,cpu:/elsewhere\n0::/\n"
+    assert machine(groups, **v1("/job", str(6 * GIB), GIB), **v1("", UNLIMITED_V1, 9 * GIB)) == 5 * GIB
+
+
+def test_version_1_shares_its_hierarchy_with_another_controller(machine: Callable[..., int]) -> None:
+    assert machine("4:hugetlb,memory:/job\n", **v1("/job", str(6 * GIB), GIB)) == 5 * GIB
+
+
+def test_in_a_container_the_mount_is_its_own_group(machine: Callable[..., int]) -> None:
+    """The path is that of the host, which does not exist here."""
+    assert machine("4:memory:/docker/0123abc\n", **v1("", str(2 * GIB), GIB)) == GIB
+    assert machine("0::/docker/0123abc\n", **v2("", str(3 * GIB), GIB)) == 2 * GIB
+
+
+def test_a_path_with_a_colon(machine: Callable[..., int]) -> None:
+    assert machine("0::/a:b\n", **v2("/a:b", str(2 * GIB), GIB)) == GIB
+
+
+def test_a_kernel_that_does_not_say(machine: Callable[..., int]) -> None:
+    with pytest.raises(UnsupportedError, match="MemAvailable"):
+        machine("", **{"proc/meminfo": "MemTotal: 1 kB\n"})
+
+
+def test_this_machine() -> None:
+    assert 0 < available_bytes(CPU) <= 1024 * int(Path("/proc/meminfo").read_text().split()[1])
