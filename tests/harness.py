@@ -17,6 +17,7 @@ from tba_offload.store.host import HostStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     import torch
     from torch import nn
@@ -209,6 +210,12 @@ def session_for(
     store = host_store(drive, capacity=config.store.capacity)
     with mock.patch("tba_offload.session.open_store", return_value=store):
         return tba.attach(model, config, layers=layers, measure_memory=measure_memory)
+
+
+def made(path: Path) -> Path:
+    """A directory that exists, as stores want it."""
+    path.mkdir()
+    return path
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 ROWS, WIDTH = 24, 40
 
+# Some programs get a store that is too small for them.
+pytestmark = pytest.mark.filterwarnings("ignore:the store is full:UserWarning")
+
 Operation = Callable[[list[Tensor], random.Random], Tensor]
 
 

@@ -369,7 +369,7 @@ def in_transform(net: Net, number: int) -> list[Tensor]:
 def test_layers_among_hooks_of_others_are_left_alone(work: Any, default: str) -> None:
     with pytest.warns(UserWarning, match=r"layer 0 \(layers.0\) runs inside saved-tensor hooks") as caught:
         records = assert_transparent(work, dropping, default=default)
-    assert len(caught) == 1
+    assert sum("saved-tensor hooks" in str(each.message) for each in caught) == 1
     for record in records:
         assert (record.left_alone_scopes, record.recomputed_scopes, record.offloaded_bytes) == (3, 0, 0)
 

@@ -846,9 +846,9 @@ def test_a_layer_that_fails_leaves_no_hook_on_its_norms() -> None:
         with pytest.raises(KeyboardInterrupt), session.step():
             net(make_input())
         Failing.is_failing = False
-        assert not any(module._forward_hooks for module in net.modules())
+        assert not any(module._forward_hooks for module in net.layers.modules())
         run(net, forward_backward, session, 2)
-        assert not any(module._forward_hooks for module in net.modules())
+        assert not any(module._forward_hooks for module in net.layers.modules())
         assert session.report()[-1].rebuilt_bytes == LAYERS * ONE
 
 
@@ -867,7 +867,7 @@ def test_a_layer_that_could_not_begin_leaves_no_hook_either() -> None:
         session.offloader._failures.put(TransferError("of an earlier layer"))
         with pytest.raises(TransferError, match="earlier"), session.step():
             net(make_input())
-        assert not any(module._forward_hooks for module in net.modules())
+        assert not any(module._forward_hooks for module in net.layers.modules())
         run(net, forward_backward, session, 1)
         assert session.report()[-1].rebuilt_bytes == LAYERS * ONE
 

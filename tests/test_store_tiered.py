@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from harness import KIB, MIB, Drive, DrivenFileStore, assert_all_given_back, config_for, in_time
+from harness import KIB, MIB, Drive, DrivenFileStore, assert_all_given_back, config_for, in_time, made
 from models import assert_same_history, make_model, train
 from store_contract import (
     CPU,
@@ -236,7 +236,9 @@ def test_half_the_window_of_the_offloader_is_a_backlog(
 
 
 def test_tiers_are_told_apart(tmp_path: Path) -> None:
-    drives = StripedStore([FileStore(tmp_path / str(drive), device=CPU, drive=drive) for drive in range(2)])
+    directories = [made(tmp_path / str(drive)) for drive in range(2)]
+    stores = [FileStore(path, device=CPU, drive=drive) for drive, path in enumerate(directories)]
+    drives = StripedStore(stores)
     with TieredStore(drives, HostStore(MIB, device=CPU, drive=2)) as store:
         for _ in range(2):
             get(store, put(store, pattern(10_000)))
@@ -277,7 +279,7 @@ def test_what_the_drives_cannot_hold_is_prepared_in_host_memory(tmp_path: Path) 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_open_store_puts_host_memory_beside_drives(count: int, tmp_path: Path) -> None:
-    paths = [tmp_path / str(number) for number in range(count)]
+    paths = [made(tmp_path / str(number)) for number in range(count)]
     with open_store(directories=paths, capacity=8 * MIB, host_capacity=MIB, device=CPU) as store:
         assert isinstance(store, TieredStore)
         assert isinstance(store.drives, StripedStore if count > 1 else FileStore)
@@ -389,7 +391,8 @@ def test_two_full_tiers_are_a_full_store(drive: Drive, tmp_path: Path) -> None:
     drive.reservations.fail_with(no_space)
     model = make_model()
     with attached(model, drive, tmp_path, host=64 * KIB, on_full="keep") as (session, store):
-        found = train(model, session, steps=2)
+        with pytest.warns(UserWarning, match="the store is full"):
+            found = train(model, session, steps=2)
         assert all(record.fallback_kept_bytes > 0 for record in session.report())
         assert 0 < store.host.host_bytes <= 64 * KIB
         assert_all_given_back(session)
