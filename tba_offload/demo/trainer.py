@@ -67,9 +67,6 @@ class Trainer:
         self._schedule = torch.optim.lr_scheduler.LinearLR(
             self._optimizer, start_factor=1 / _LR_WARM_UP, total_iters=_LR_WARM_UP
         )
-        for parameter in self.model.parameters():
-            # Allocated before the first step, or they would count as activations there.
-            parameter.grad = torch.zeros_like(parameter)
         self.session = self._stack.enter_context(
             tba.attach(
                 self.model,
@@ -98,7 +95,7 @@ class Trainer:
         del loss
         self._optimizer.step()
         self._schedule.step()
-        self._optimizer.zero_grad(set_to_none=False)
+        self._optimizer.zero_grad()
         seconds = time.perf_counter() - began
         return {**dataclasses.asdict(self.session.report()[-1]), "whole_step_seconds": seconds}
 
