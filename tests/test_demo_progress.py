@@ -162,6 +162,14 @@ def test_a_first_step_that_takes_longer_than_the_others_is_no_reason_to_stop() -
     assert told.lines[-1] == "40 steps done"
 
 
+def test_a_single_step_that_is_held_up_does_not_speak_for_all() -> None:
+    told = Told(steps=60, time_limit=600.0)
+    for seconds in (3.0, 3.0, 2.0, 7.0):
+        told.step(seconds)
+    assert told.progress.pace.is_early is False
+    assert told.progress.pace.least == pytest.approx(116 * 4.5)
+
+
 def test_a_machine_that_becomes_slow_late_loses_nothing() -> None:
     told = Told(steps=20)
     for _ in range(4):

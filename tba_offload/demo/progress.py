@@ -111,12 +111,15 @@ class Pace:
     def least(self) -> float:
         """Seconds that are left even if a first step takes :data:`_COLD` times as long as later ones.
 
-        A step that runs tells something too: it takes at least as long as it already has.
+        A step that runs tells something too: it takes at least as long as it already has. It is one of those
+        that are known, or a single step that a busy machine holds up would speak for all.
         """
-        rates = [_rate(self._warm) if self._warm else _rate(self._cold) / _COLD]
+        rate = _rate(self._warm) if self._warm else _rate(self._cold) / _COLD
         if self.is_running:
-            rates.append(self.running / self.current.cost / (_COLD if self._is_cold else 1.0))
-        return max(self._cost_ahead * max(rates) - self.running, 0.0)
+            now = self.running, self.current.cost
+            with_it = _rate([*self._cold, now]) / _COLD if self._is_cold else _rate([*self._warm, now])
+            rate = max(rate, with_it)
+        return max(self._cost_ahead * rate - self.running, 0.0)
 
     @property
     def is_early(self) -> bool:
