@@ -22,6 +22,7 @@ from torch import nn
 from tba_offload.boundaries import Boundaries, Tokens, token_counter
 from tba_offload.capture import resize, transforms
 from tba_offload.capture.gradients import Gradients
+from tba_offload.capture.guards import checkpointing_warning, is_checkpointed
 from tba_offload.capture.hooks import Capture, LayerHooks
 from tba_offload.capture.layers import Layer, LayerStack, check_disjoint, first_differentiable, nearest_nodes
 from tba_offload.capture.recompute import is_recomputation
@@ -340,6 +341,7 @@ class Session:
     def _run(self, site: _Site, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Runs a layer the way the plan says."""
         if not torch.is_grad_enabled() or self._inert or is_recomputation():
+            self._notice_outer_checkpoint(site)
             return site.forward(*args, **kwargs)
         if self._step is None:
             if self._boundaries is None or self._closed:
@@ -395,6 +397,12 @@ class Session:
             layer = site.layer.module
             return SelectiveHooks(self._rebuilds, layer, scope.key, when_slow=slow, kept=kept, part=part)
         return LayerHooks(self.capture, scope.key, when_slow=slow, kept=kept, part=part)
+
+    def _notice_outer_checkpoint(self, site: _Site) -> None:
+        """A reentrant checkpoint around a layer records no graph of it before backward."""
+        is_first_run = site.runs == 0 and is_recomputation() and self._step is not None
+        if is_first_run and not self._inert and self.plan.placements[site.index] is not Placement.KEEP:
+            self._leave_alone(site)
 
     def _leave_alone(self, site: _Site) -> None:
         """A layer runs inside somebody else's hooks, where neither ours nor a checkpoint's can be."""
@@ -497,6 +505,17 @@ class Session:
             "counts fallback_kept_bytes",
         )
 
+    def _warn_of_checkpointing(self) -> None:
+        """Trainers may switch checkpointing on long after the model was attached: every step looks."""
+        if "checkpointing" in self._warned:
+            return
+        placed = zip(self.layers, self.plan.placements, strict=True)
+        count = sum(
+            is_checkpointed(layer.module) for layer, placement in placed if placement is not Placement.KEEP
+        )
+        if count:
+            self._warn_once("checkpointing", checkpointing_warning(count, len(self.layers)))
+
     def _warn_once(self, what: str, message: str) -> None:
         if what not in self._warned:
             self._warned.add(what)
@@ -513,6 +532,7 @@ class Session:
         self.offloader.drain()
         self._raise_failures()
         self.capture.static.refresh(self._modules)
+        self._warn_of_checkpointing()
         self.capture.begin_step()
         samples = step.meter is not None and step.meter.samples
         self.capture.look_at_memory = self._look_at_memory if samples else None
