@@ -45,6 +45,14 @@ def holds_cache(arguments: Iterable[object]) -> bool:
     return bool(caches) and any(isinstance(argument, caches) for argument in arguments)
 
 
+def cache_warning() -> str:
+    """What to say of a model that fills a cache while it trains."""
+    return (
+        "the model fills a cache of keys and values while it trains, so that those of all layers stay in "
+        "memory until its output is dropped: switch it off (model.config.use_cache = False)"
+    )
+
+
 def _loaded(names: Sequence[tuple[str, str]]) -> tuple[type, ...]:
     """Those of the classes whose modules are imported: no object is of one that is not."""
     return tuple(getattr(sys.modules[module], name) for module, name in names if module in sys.modules)
