@@ -411,7 +411,7 @@ class Session:
             raise UnsupportedError(
                 f"layer {site.layer.id.number} ({site.layer.id.name}) is placed {placement.value}, but its "
                 "forward appends to a cache of keys and values, so that a second one would find other keys: "
-                "switch the cache off (model.config.use_cache = False), or give the layer another placement"
+                "switch the cache off (use_cache=False, to the model or in its config), or place it otherwise"
             )
         self._given_caches.add(site.index)
         self._warn_once("cache", cache_warning())

@@ -49,7 +49,7 @@ def cache_warning() -> str:
     """What to say of a model that fills a cache while it trains."""
     return (
         "the model fills a cache of keys and values while it trains, so that those of all layers stay in "
-        "memory until its output is dropped: switch it off (model.config.use_cache = False)"
+        "memory until its output is dropped: switch it off (use_cache=False, to the model or in its config)"
     )
 
 
