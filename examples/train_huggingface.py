@@ -14,7 +14,6 @@ import tempfile
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments, set_seed
 
-import tba_offload as tba
 from tba_offload.integrations.transformers import OffloadCallback
 
 TINY = LlamaConfig(
@@ -27,12 +26,11 @@ TINY = LlamaConfig(
 )
 
 
-def policy(placement: str) -> tba.OffloadConfig | str:
+def policy(placement: str) -> dict[str, object] | str:
     """A placement for all layers, with a window for small models, or the path of a policy."""
-    if placement not in set(tba.Placement):
+    if placement.endswith((".yaml", ".yml")):
         return placement
-    window = tba.BudgetConfig(in_flight_bytes=4 << 20)
-    return tba.OffloadConfig(default=tba.Placement(placement), budget=window)
+    return {"default": placement, "budget": {"in_flight_bytes": "4MiB"}}
 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

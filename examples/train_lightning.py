@@ -11,7 +11,6 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
-import tba_offload as tba
 from tba_offload.integrations.lightning import OffloadCallback
 
 VOCABULARY, WIDTH, LAYERS, BATCH, LENGTH = 1000, 256, 8, 2, 128
@@ -45,12 +44,11 @@ class LanguageModel(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def policy(placement: str) -> tba.OffloadConfig | str:
+def policy(placement: str) -> dict[str, object] | str:
     """A placement for all layers, with a window for small models, or the path of a policy."""
-    if placement not in set(tba.Placement):
+    if placement.endswith((".yaml", ".yml")):
         return placement
-    window = tba.BudgetConfig(in_flight_bytes=4 << 20)
-    return tba.OffloadConfig(default=tba.Placement(placement), budget=window)
+    return {"default": placement, "budget": {"in_flight_bytes": "4MiB"}}
 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -54,7 +54,7 @@ ALLOWED = {
     "doctor": {"store", "device"},
     "effects": {"config", "policy", "store"},
     "attachment": {"session", "boundaries", "capture", "megatron", "config", "effects"},
-    "integrations": {"attachment", "session", "capture", "report"},
+    "integrations": {"attachment", "session", "capture", "config", "report"},
 }
 ON_TOP = {"cli", "cli_check", "demo", "__init__", "__main__"}
 

@@ -13,7 +13,8 @@ from tba_offload.integrations.training import Training
 if TYPE_CHECKING:
     import os
 
-    from tba_offload.session import ConfigLike, Session
+    from tba_offload.config import ConfigLike
+    from tba_offload.session import Session
 
 
 class LightningHooks:

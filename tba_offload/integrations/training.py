@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from tba_offload.session import ConfigLike, Session
+    from tba_offload.config import ConfigLike
+    from tba_offload.session import Session
 
 
 class Training:

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-    from tba_offload.session import ConfigLike, Session
+    from tba_offload.config import ConfigLike
+    from tba_offload.session import Session
 
 
 class OffloadCallback(TrainerCallback):  # type: ignore[misc]
