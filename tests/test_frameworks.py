@@ -8,29 +8,17 @@ import re
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import datasets
-import lightning.pytorch
-import peft
 import pytest
-import pytorch_lightning
-import tokenizers
 import torch
-import transformers
-import trl
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from harness import KIB, config_for
 from models import VOCAB, History, assert_same_history, loss_of, make_model, make_tokens
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import tba_offload as tba
-import tba_offload.integrations.lightning
-import tba_offload.integrations.pytorch_lightning
-from tba_offload.integrations.transformers import OffloadCallback
 from tba_offload.report.run_log import read_run_log
 
 if TYPE_CHECKING:
@@ -38,6 +26,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tba_offload.config import OffloadConfig
+
+accelerate, datasets, lightning, peft, pytorch_lightning, tokenizers, transformers, trl = (
+    pytest.importorskip(name)
+    for name in (
+        "accelerate",
+        "datasets",
+        "lightning.pytorch",
+        "peft",
+        "pytorch_lightning",
+        "tokenizers",
+        "transformers",
+        "trl",
+    )
+)
+OffloadCallback = import_module("tba_offload.integrations.transformers").OffloadCallback
+Trainer, TrainerCallback = transformers.Trainer, transformers.TrainerCallback
 
 LENGTH, BATCH = 32, 2
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -63,8 +67,8 @@ def as_it_was() -> Iterator[None]:
     transformers.logging.set_verbosity_error()
     yield
     transformers.logging.set_verbosity(before)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
 
 
 def config() -> OffloadConfig:
@@ -107,7 +111,7 @@ def trainer_of(
     model: nn.Module,
     callbacks: list[TrainerCallback],
     kind: type[Trainer] = Trainer,
-    arguments: type[TrainingArguments] = TrainingArguments,
+    arguments: type = transformers.TrainingArguments,
     settings: dict[str, Any] | None = None,
     **more: Any,
 ) -> Trainer:
@@ -260,8 +264,10 @@ def test_a_loop_of_accelerate(when: str, precision: str) -> None:
     """Attached before or after ``prepare``, the step takes in all that is accumulated."""
 
     def trained(*, attached: bool) -> tuple[History, list[tba.StepRecord]]:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=2)
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = accelerate.Accelerator(
+            cpu=True, mixed_precision=precision, gradient_accumulation_steps=2
+        )
         model: nn.Module = tiny_llama()
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
         batches: Any = torch.utils.data.DataLoader(texts()[:12], batch_size=BATCH)
@@ -294,8 +300,8 @@ def test_a_loop_of_accelerate(when: str, precision: str) -> None:
 # Lightning, by both of its names
 
 LIGHTNINGS = {
-    "lightning": (lightning.pytorch, tba_offload.integrations.lightning.OffloadCallback),
-    "pytorch_lightning": (pytorch_lightning, tba_offload.integrations.pytorch_lightning.OffloadCallback),
+    name: (package, import_module(f"tba_offload.integrations.{name}").OffloadCallback)
+    for name, package in (("lightning", lightning), ("pytorch_lightning", pytorch_lightning))
 }
 each_lightning = pytest.mark.parametrize(("package", "callback"), LIGHTNINGS.values(), ids=LIGHTNINGS)
 
