@@ -29,8 +29,8 @@ def checkpointing_warning(count: int, layers: int) -> str:
     """What to say of a session in which so many of all layers are checkpointed."""
     return (
         f"gradient checkpointing is switched on in {count} of the {layers} layers of the model: backward "
-        "computes them again whatever their placement, and only their inputs are offloaded. switch it off to "
-        "have all of their activations offloaded instead: gradient_checkpointing=False among the arguments "
+        "computes them again whatever their placement, and at most their inputs are offloaded. switch it off "
+        "to have all their activations offloaded instead: gradient_checkpointing=False among the arguments "
         "of a Hugging Face trainer (newer: activation_checkpointing=False; TRL's default is True). "
         "to recompute layers and offload their inputs, place them recompute-offload"
     )

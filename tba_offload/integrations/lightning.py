@@ -21,4 +21,4 @@ except ModuleNotFoundError as error:
 
 
 class OffloadCallback(LightningHooks, Callback):  # type: ignore[misc]
-    """Attaches offloading to the model of a ``Trainer``; its arguments are those of its first base."""
+    """Offloads while a ``Trainer`` fits; see :class:`LightningHooks` for the arguments."""
