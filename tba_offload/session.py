@@ -22,6 +22,7 @@ from torch import nn
 from tba_offload.boundaries import Boundaries, Tokens, token_counter
 from tba_offload.capture import resize, transforms
 from tba_offload.capture.gradients import Gradients
+from tba_offload.capture.guards import cache_warning, checkpointing_warning, holds_cache, is_checkpointed
 from tba_offload.capture.hooks import Capture, LayerHooks
 from tba_offload.capture.layers import Layer, LayerStack, check_disjoint, first_differentiable, nearest_nodes
 from tba_offload.capture.recompute import is_recomputation
@@ -167,6 +168,7 @@ class Session:
         self._closed = False
         self._inert = False
         self._buffers: list[list[tuple[int, int]]] | None = None
+        self._given_caches: set[int] = set()
         self._graphs: list[weakref.ref[Callable[..., None]]] = []
         self._warned: set[str] = set()
         try:
@@ -340,6 +342,7 @@ class Session:
     def _run(self, site: _Site, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Runs a layer the way the plan says."""
         if not torch.is_grad_enabled() or self._inert or is_recomputation():
+            self._notice_outer_checkpoint(site)
             return site.forward(*args, **kwargs)
         if self._step is None:
             if self._boundaries is None or self._closed:
@@ -347,6 +350,8 @@ class Session:
                 return site.forward(*args, **kwargs)
             self._boundaries.open_step()  # the layer was called without its model
         placement = self._placement_here(site)
+        if placement is not Placement.KEEP and _appends_to_cache(site, args, kwargs):
+            self._notice_cache(site, placement)
         scope = self.capture.trace.begin_scope(self._scope_key(site), placement)
         if self._planner is not None:
             scope.input_bytes = _activation_bytes((*args, *kwargs.values()))
@@ -395,6 +400,27 @@ class Session:
             layer = site.layer.module
             return SelectiveHooks(self._rebuilds, layer, scope.key, when_slow=slow, kept=kept, part=part)
         return LayerHooks(self.capture, scope.key, when_slow=slow, kept=kept, part=part)
+
+    def _notice_cache(self, site: _Site, placement: Placement) -> None:
+        """A layer's forward appends to a cache of keys and values: it must not run twice.
+
+        Raises:
+            UnsupportedError: The policy wants it to.
+        """
+        if placement.recomputes:
+            raise UnsupportedError(
+                f"layer {site.layer.id.number} ({site.layer.id.name}) is placed {placement.value}, but its "
+                "forward appends to a cache of keys and values, so that a second one would find other keys: "
+                "switch the cache off (use_cache=False, to the model or in its config), or place it otherwise"
+            )
+        self._given_caches.add(site.index)
+        self._warn_once("cache", cache_warning())
+
+    def _notice_outer_checkpoint(self, site: _Site) -> None:
+        """A reentrant checkpoint around a layer records no graph of it before backward."""
+        is_first_run = site.runs == 0 and is_recomputation() and self._step is not None
+        if is_first_run and not self._inert and self.plan.placements[site.index] is not Placement.KEEP:
+            self._leave_alone(site)
 
     def _leave_alone(self, site: _Site) -> None:
         """A layer runs inside somebody else's hooks, where neither ours nor a checkpoint's can be."""
@@ -497,6 +523,17 @@ class Session:
             "counts fallback_kept_bytes",
         )
 
+    def _warn_of_checkpointing(self) -> None:
+        """Trainers may switch checkpointing on long after the model was attached: every step looks."""
+        if "checkpointing" in self._warned:
+            return
+        placed = zip(self.layers, self.plan.placements, strict=True)
+        count = sum(
+            is_checkpointed(layer.module) for layer, placement in placed if placement is not Placement.KEEP
+        )
+        if count:
+            self._warn_once("checkpointing", checkpointing_warning(count, len(self.layers)))
+
     def _warn_once(self, what: str, message: str) -> None:
         if what not in self._warned:
             self._warned.add(what)
@@ -513,6 +550,7 @@ class Session:
         self.offloader.drain()
         self._raise_failures()
         self.capture.static.refresh(self._modules)
+        self._warn_of_checkpointing()
         self.capture.begin_step()
         samples = step.meter is not None and step.meter.samples
         self.capture.look_at_memory = self._look_at_memory if samples else None
@@ -688,7 +726,7 @@ class Session:
             found, self._buffers = self._buffer_versions(), None
             self._planner.not_recomputed = frozenset(
                 index for index, (old, new) in enumerate(zip(before, found, strict=True)) if old != new
-            )
+            ).union(self._given_caches)
         trace, stats = self.capture.trace, self.offloader.stats
         plan = self._planner.learn(
             trace,
@@ -794,6 +832,11 @@ def _drives_of(config: OffloadConfig) -> list[int]:
         return []
     directories = config.store.directories or (tempfile.gettempdir(),)
     return [Path(directory).stat().st_dev for directory in directories if Path(directory).is_dir()]
+
+
+def _appends_to_cache(site: _Site, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+    """Whether the layer's forward leaves something in a cache; checkpointed by its framework it gets none."""
+    return holds_cache((*args, *kwargs.values())) and not is_checkpointed(site.layer.module)
 
 
 def _activation_bytes(arguments: Iterable[object]) -> int:

@@ -54,6 +54,7 @@ ALLOWED = {
     "doctor": {"store", "device"},
     "effects": {"config", "policy", "store"},
     "attachment": {"session", "boundaries", "capture", "megatron", "config", "effects"},
+    "integrations": {"attachment", "session", "capture", "config", "report"},
 }
 ON_TOP = {"cli", "cli_check", "demo", "__init__", "__main__"}
 
@@ -99,6 +100,13 @@ def test_only_the_megatron_part_imports_megatron() -> None:
             assert part_of(path) == "megatron" or path.name == "text.py", path
 
 
+def test_only_its_own_module_imports_a_framework() -> None:
+    for path in MODULES:
+        for framework in FRAMEWORKS:
+            if any(name.split(".")[0] == framework for name in imports_of(path)):
+                assert path == ROOT / "integrations" / f"{framework}.py"
+
+
 def test_only_the_device_part_names_torch_cuda() -> None:
     named = {path for path in MODULES if re.search(r"torch\.cuda", code_of(path))}
     # The substitutes that let Megatron train on a CPU have to replace names in torch.cuda.
@@ -134,7 +142,8 @@ def run_without(missing: set[str], code: str) -> subprocess.CompletedProcess[str
     )
 
 
-OPTIONAL = {"kvikio", "cupy", "megatron", "transformer_engine", "matplotlib", "cuda"}
+FRAMEWORKS = {"transformers", "accelerate", "lightning", "pytorch_lightning"}
+OPTIONAL = {"kvikio", "cupy", "megatron", "transformer_engine", "matplotlib", "cuda", *FRAMEWORKS}
 
 
 def test_every_public_name_is_there_without_optional_packages() -> None:
@@ -172,6 +181,14 @@ def test_policies_and_logs_need_no_torch() -> None:
 @pytest.mark.parametrize(
     ("code", "remedy"),
     [
+        *(
+            (f"import tba_offload.integrations.{name}", f"pip install 'tba-offload[{extra}]'")
+            for name, extra in (
+                ("transformers", "transformers"),
+                ("lightning", "lightning"),
+                ("pytorch_lightning", "lightning"),
+            )
+        ),
         ("import tba_offload.megatron as m; m.require_core('this')", "pip install 'tba-offload[megatron]'"),
         (
             "from tba_offload.report.rok import require_matplotlib as r; r()",

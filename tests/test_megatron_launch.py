@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from test_cli import environment
 
-from tba_offload.megatron.training import CURVES
+from tba_offload.report.curves import CURVES
 from tba_offload.report.run_log import read_run_log
 
 if TYPE_CHECKING:

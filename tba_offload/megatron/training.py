@@ -30,6 +30,7 @@ from tba_offload.formatting import grouped
 from tba_offload.megatron.arguments import add_arguments, config_of, is_on
 from tba_offload.megatron.layers import find_stack
 from tba_offload.policy import Placement
+from tba_offload.report.curves import curves_of
 from tba_offload.report.ranks import first_free_number, numbered, path_of_rank
 from tba_offload.report.tables import Column, FittedTable
 from tba_offload.session import Session, World
@@ -374,20 +375,6 @@ def _numbers_of(first: LayerId, count: int) -> str:
     return f"{first.stack}:{numbers}" if first.stack else numbers
 
 
-CURVES = (
-    "activation_peak_bytes",
-    "own_peak_bytes",
-    "in_flight_peak_bytes",
-    "offloaded_bytes",
-    "read_bytes",
-    "forwarded_bytes",
-    "kept_bytes",
-    "fallback_kept_bytes",
-    "stall_seconds",
-)
-"""Figures of a step that Megatron's TensorBoard and W&B writers get, under ``tba-offload/``."""
-
-
 def draw_curves(record: StepRecord) -> None:
     """Hands the main figures of a step to Megatron's own writers, where this rank has them.
 
@@ -399,8 +386,7 @@ def draw_curves(record: StepRecord) -> None:
     iteration = getattr(arguments, "curr_iteration", record.step - 1) + 1
     if (not board and not wandb) or iteration % arguments.tensorboard_log_interval:
         return
-    known = {f"tba-offload/{name}": getattr(record, name) for name in CURVES}
-    figures = {name: value for name, value in known.items() if value is not None}
+    figures = curves_of(record)
     if board:
         for name, value in figures.items():
             board.add_scalar(name, value, iteration)

@@ -1,0 +1,58 @@
+"""Finds what a model's own framework does to its layers that offloading cannot do its work with."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import nn
+
+_CACHES = (("transformers.cache_utils", "Cache"),)
+"""Modules and classes of objects to which a layer's forward appends keys and values."""
+
+_CHECKPOINTS = (("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "CheckpointWrapper"),)
+"""Modules and classes of wrappers that recompute the layer in them."""
+
+
+def is_checkpointed(layer: nn.Module) -> bool:
+    """Whether the layer's own framework has its forward run again in backward.
+
+    Layers of Hugging Face models say so in an attribute.
+    """
+    return bool(getattr(layer, "gradient_checkpointing", False)) or isinstance(layer, _loaded(_CHECKPOINTS))
+
+
+def checkpointing_warning(count: int, layers: int) -> str:
+    """What to say of a session in which so many of all layers are checkpointed."""
+    return (
+        f"gradient checkpointing is switched on in {count} of the {layers} layers of the model: backward "
+        "computes them again whatever their placement, and at most their inputs are offloaded. switch it off "
+        "to have all their activations offloaded instead: gradient_checkpointing=False among the arguments "
+        "of a Hugging Face trainer (newer: activation_checkpointing=False; TRL's default is True). "
+        "to recompute layers and offload their inputs, place them recompute-offload"
+    )
+
+
+def holds_cache(arguments: Iterable[object]) -> bool:
+    """Whether a cache of keys and values is among the arguments of a layer.
+
+    Forward appends to it, so that a second forward finds other keys and values in it than the first.
+    """
+    caches = _loaded(_CACHES)
+    return bool(caches) and any(isinstance(argument, caches) for argument in arguments)
+
+
+def cache_warning() -> str:
+    """What to say of a model that fills a cache while it trains."""
+    return (
+        "the model fills a cache of keys and values while it trains, so that those of all layers stay in "
+        "memory until its output is dropped: switch it off (use_cache=False, to the model or in its config)"
+    )
+
+
+def _loaded(names: Sequence[tuple[str, str]]) -> tuple[type, ...]:
+    """Those of the classes whose modules are imported: no object is of one that is not."""
+    return tuple(getattr(sys.modules[module], name) for module, name in names if module in sys.modules)

@@ -1,0 +1,24 @@
+"""Offloading in PyTorch Lightning's ``Trainer``, of the package ``lightning``.
+
+::
+
+    from tba_offload.integrations.lightning import OffloadCallback
+
+    Trainer(callbacks=[OffloadCallback("policy.yaml")]).fit(module, data)
+"""
+
+from __future__ import annotations
+
+from tba_offload.errors import MissingDependencyError
+from tba_offload.integrations.lightning_hooks import LightningHooks
+
+try:
+    from lightning.pytorch import Callback
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] != "lightning":
+        raise
+    raise MissingDependencyError("lightning", "OffloadCallback", extra="lightning") from error
+
+
+class OffloadCallback(LightningHooks, Callback):  # type: ignore[misc]
+    """Offloads while a ``Trainer`` fits; see :class:`LightningHooks` for the arguments."""

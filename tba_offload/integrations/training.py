@@ -1,0 +1,69 @@
+"""The sessions of a callback: one for each training that its trainer does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tba_offload.attachment import attach
+from tba_offload.report.curves import MAIN_CURVES, curves_of
+from tba_offload.report.ranks import first_free_number, numbered, path_of_rank
+
+if TYPE_CHECKING:
+    import os
+    from pathlib import Path
+
+    from torch import nn
+
+    from tba_offload.config import ConfigLike
+    from tba_offload.session import Session
+
+
+class Training:
+    """Opens a session when a training begins and closes it when the training ends.
+
+    Args:
+        config: As for :func:`tba_offload.attach`.
+        run_log: Path of the run log. Where there are several processes, each writes its own,
+            ``run.rank0.jsonl`` for ``run.jsonl``; a second training writes ``run.2.jsonl``.
+        options: More arguments for :func:`tba_offload.attach`.
+
+    Attributes:
+        session: That of this training or the last one; ``None`` before the first.
+    """
+
+    def __init__(
+        self, config: ConfigLike, run_log: str | os.PathLike[str] | None, options: dict[str, Any]
+    ) -> None:
+        self.session: Session | None = None
+        self._config = config
+        self._run_log = run_log
+        self._options = options
+        self._reported = 0
+
+    def begin(self, model: nn.Module, *, rank: int, ranks: int) -> None:
+        """Attaches the model; a session that an exception has left open is closed first."""
+        self.end()
+        self._reported = 0
+        self.session = attach(model, self._config, run_log=self._free_run_log(rank, ranks), **self._options)
+
+    def end(self) -> None:
+        """Closes the session; may be called twice."""
+        if self.session is not None:
+            self.session.close()
+
+    def news(self) -> dict[str, float]:
+        """The main figures of the last step, once; nothing if no step has ended since."""
+        records = self.session.report() if self.session is not None else []
+        if not records or records[-1].step == self._reported:
+            return {}
+        self._reported = records[-1].step
+        return curves_of(records[-1], MAIN_CURVES)
+
+    def _free_run_log(self, rank: int, ranks: int) -> Path | None:
+        if self._run_log is None:
+            return None
+
+        def own(path: Path) -> Path:
+            return path_of_rank(path, rank) if ranks > 1 else path
+
+        return own(numbered(self._run_log, first_free_number(self._run_log, own)))

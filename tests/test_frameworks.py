@@ -1,0 +1,527 @@
+"""Trainers and loops of other packages, and the examples that show them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from harness import KIB, config_for
+from models import VOCAB, History, assert_same_history, loss_of, make_model, make_tokens
+from torch import Tensor, nn
+
+import tba_offload as tba
+from tba_offload.report.run_log import read_run_log
+
+if TYPE_CHECKING:
+    import types
+    from collections.abc import Callable, Iterator
+
+    from tba_offload.config import OffloadConfig
+
+accelerate, datasets, lightning, peft, pytorch_lightning, tokenizers, transformers, trl = (
+    pytest.importorskip(name)
+    for name in (
+        "accelerate",
+        "datasets",
+        "lightning.pytorch",
+        "peft",
+        "pytorch_lightning",
+        "tokenizers",
+        "transformers",
+        "trl",
+    )
+)
+OffloadCallback = import_module("tba_offload.integrations.transformers").OffloadCallback
+Trainer, TrainerCallback = transformers.Trainer, transformers.TrainerCallback
+
+LENGTH, BATCH = 32, 2
+EXAMPLES = Path(__file__).parents[1] / "examples"
+FIGURES = {
+    f"tba-offload/{name}"
+    for name in ("activation_peak_bytes", "offloaded_bytes", "read_bytes", "stall_seconds")
+}
+
+# None of these is about offloading.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*activation_checkpointing.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
+    pytest.mark.filterwarnings("ignore:The '.*dataloader' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+]
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
+    """The packages keep settings in global places."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity(before)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+
+
+def config() -> OffloadConfig:
+    """A window that holds a part of a layer."""
+    return config_for(in_flight=64 * KIB)
+
+
+def tiny_llama() -> transformers.LlamaForCausalLM:
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            max_position_embeddings=64,
+            pad_token_id=0,
+        )
+    )
+
+
+def texts() -> list[dict[str, Tensor]]:
+    tokens = torch.randint(1, VOCAB, (24, LENGTH), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def is_given_back(model: nn.Module) -> bool:
+    return not any(
+        "forward" in vars(module) and hasattr(vars(module)["forward"], "_session")
+        for module in model.modules()
+    )
+
+
+# The Trainer of transformers
+
+
+def trainer_of(
+    directory: Path,
+    model: nn.Module,
+    callbacks: list[TrainerCallback],
+    kind: type[Trainer] = Trainer,
+    arguments: type = transformers.TrainingArguments,
+    settings: dict[str, Any] | None = None,
+    **more: Any,
+) -> Trainer:
+    fixed: dict[str, Any] = {
+        "output_dir": str(directory),
+        "use_cpu": True,
+        "max_steps": 4,
+        "per_device_train_batch_size": BATCH,
+        "logging_steps": 2,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    return kind(
+        model=model,
+        args=arguments(**{**fixed, **(settings or {})}),
+        callbacks=callbacks,
+        **{"train_dataset": texts(), "eval_dataset": texts()[:4], **more},
+    )
+
+
+def history_of(trainer: Trainer) -> History:
+    """Losses, also those of evaluations, and parameters."""
+    logged = [entry.get("loss", entry.get("eval_loss")) for entry in trainer.state.log_history]
+    losses = [torch.tensor(loss, dtype=torch.float64) for loss in logged if loss is not None]
+    return History(losses=losses, parameters=[p.detach().clone() for p in trainer.model.parameters()])
+
+
+class Recorder(TrainerCallback):
+    """Stands for TensorBoard and its like, which are called before the callbacks of the user."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.logs.append(dict(logs))
+
+
+ACCUMULATING = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "bf16": True}
+
+
+def test_a_trainer(tmp_path: Path) -> None:
+    """Gradients are accumulated and clipped, under autocast, and there are evaluations in between."""
+    plain = trainer_of(tmp_path, tiny_llama(), [], settings=ACCUMULATING)
+    plain.train()
+    recorder, callback = Recorder(), OffloadCallback(config())
+    trainer = trainer_of(tmp_path, tiny_llama(), [recorder, callback], settings=ACCUMULATING)
+    trainer.train()
+    assert_same_history(history_of(trainer), history_of(plain))
+    assert callback.session is not None
+    report = callback.session.report()
+    assert [(record.step, record.scopes, record.tokens) for record in report] == [
+        (number, 6, 2 * BATCH * LENGTH) for number in (1, 2, 3, 4)
+    ]
+    assert all(record.offloaded_bytes and not record.left_alone_scopes for record in report)
+    assert is_given_back(trainer.model)
+    expected = [
+        {f"tba-offload/{name}": getattr(report[step - 1], name) for name in ("offloaded_bytes", "read_bytes")}
+        for step in (2, 4)
+    ]
+    for logs in (recorder.logs, trainer.state.log_history):
+        found = [entry for entry in logs if "loss" in entry]
+        assert all(entry.keys() >= FIGURES for entry in found)
+        assert [entry | figures for entry, figures in zip(found, expected, strict=True)] == found
+        assert not any(entry.keys() & FIGURES for entry in logs if "loss" not in entry)
+
+
+class Failing(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            raise ValueError("a drive fell out of the window")
+
+
+def test_a_training_after_one_that_failed(tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    callback = OffloadCallback(config(), run_log=log)
+    trainer = trainer_of(tmp_path / "out", tiny_llama(), [callback, Failing()])
+    with pytest.raises(ValueError, match="out of the window"):
+        trainer.train()
+    first = callback.session
+    trainer.remove_callback(Failing)
+    trainer.train()
+    assert callback.session is not first
+    assert is_given_back(trainer.model)
+    assert [len(read_run_log(path).steps) for path in (log, tmp_path / "run.2.jsonl")] == [2, 4]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_that_the_trainer_switches_on_is_told(use_reentrant: bool, tmp_path: Path) -> None:
+    settings = {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant},
+    }
+    plain = trainer_of(tmp_path, tiny_llama(), [])
+    plain.train()
+    trainer = trainer_of(tmp_path, tiny_llama(), [OffloadCallback(config())], settings=settings)
+    with pytest.warns(UserWarning, match="gradient checkpointing is switched on in 3 of the 3 layers"):
+        trainer.train()
+    assert_same_history(history_of(trainer), history_of(plain))
+
+
+def test_the_trainer_of_trl_with_lora(tmp_path: Path) -> None:
+    """Its checkpointing is on by default, which is told, so here it is off."""
+    words = {"<pad>": 0, "</s>": 1, **{f"w{number}": number for number in range(2, VOCAB)}}
+    splitter = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
+    splitter.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=splitter, pad_token="<pad>", eos_token="</s>"
+    )
+    numbers = torch.randint(2, VOCAB, (16, 24), generator=torch.Generator().manual_seed(1)).tolist()
+    text = [" ".join(f"w{number}" for number in row[: 8 + i]) for i, row in enumerate(numbers)]
+    dataset = datasets.Dataset.from_dict({"text": text})
+
+    def trained(callbacks: list[TrainerCallback], **settings: Any) -> Trainer:
+        torch.manual_seed(0)
+        trainer = trainer_of(
+            tmp_path,
+            tiny_llama(),
+            callbacks,
+            trl.SFTTrainer,
+            trl.SFTConfig,
+            {"bf16": False, "max_length": 24, "logging_steps": 1, **settings},
+            train_dataset=dataset,
+            eval_dataset=None,
+            processing_class=tokenizer,
+            peft_config=peft.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"]),
+        )
+        trainer.train()
+        return trainer
+
+    off = {"gradient_checkpointing": False}
+    callback = OffloadCallback(config())
+    found, expected = trained([callback], **off), trained([], **off)
+    assert_same_history(history_of(found), history_of(expected))
+    assert callback.session is not None
+    report = callback.session.report()
+    assert [(record.step, record.scopes) for record in report] == [(number, 3) for number in (1, 2, 3, 4)]
+    assert all(record.offloaded_bytes for record in report)
+    assert is_given_back(found.model)
+    with pytest.warns(UserWarning, match="gradient checkpointing is switched on in 3 of the 3 layers"):
+        trained([OffloadCallback(config())])
+
+
+# Loops of accelerate
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_loop_of_accelerate(when: str, precision: str) -> None:
+    """Attached before or after ``prepare``, the step takes in all that is accumulated."""
+
+    def trained(*, attached: bool) -> tuple[History, list[tba.StepRecord]]:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = accelerate.Accelerator(
+            cpu=True, mixed_precision=precision, gradient_accumulation_steps=2
+        )
+        model: nn.Module = tiny_llama()
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        batches: Any = torch.utils.data.DataLoader(texts()[:12], batch_size=BATCH)
+        history = History()
+        with contextlib.ExitStack() as stack:
+            if attached and when == "before":
+                session = stack.enter_context(tba.attach(model, config()))
+            model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+            if attached and when == "after":
+                session = stack.enter_context(tba.attach(model, config()))
+            for batch in batches:
+                with accelerator.accumulate(model):
+                    loss = model(**batch, use_cache=False).loss
+                    accelerator.backward(loss)
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                history.losses.append(loss.detach())
+            report = session.report() if attached else []
+        assert is_given_back(model)
+        history.parameters = [parameter.detach().clone() for parameter in model.parameters()]
+        return history, report
+
+    (found, report), (expected, _) = trained(attached=True), trained(attached=False)
+    assert_same_history(found, expected)
+    assert [(record.scopes, record.tokens) for record in report] == [(6, 2 * BATCH * LENGTH)] * 3
+    assert all(record.offloaded_bytes for record in report)
+
+
+# Lightning, by both of its names
+
+LIGHTNINGS = {
+    name: (package, import_module(f"tba_offload.integrations.{name}").OffloadCallback)
+    for name, package in (("lightning", lightning), ("pytorch_lightning", pytorch_lightning))
+}
+each_lightning = pytest.mark.parametrize(("package", "callback"), LIGHTNINGS.values(), ids=LIGHTNINGS)
+
+
+def module_of(package: types.ModuleType, **methods: Callable[..., object]) -> Any:
+    """A LightningModule around a small GPT, which has no ``forward`` of its own."""
+
+    def __init__(self: Any) -> None:  # noqa: N807
+        package.LightningModule.__init__(self)
+        self.model = make_model(layers=3)
+        self.losses = []
+
+    def training_step(self: Any, batch: Tensor, _: int) -> Tensor:
+        loss = loss_of(self.model, batch)
+        self.losses.append(loss.detach())
+        return loss
+
+    def validation_step(self: Any, batch: Tensor, _: int) -> None:
+        self.losses.append(loss_of(self.model, batch))
+
+    def configure_optimizers(self: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    given = {
+        "__init__": __init__,
+        "training_step": training_step,
+        "validation_step": validation_step,
+        "configure_optimizers": configure_optimizers,
+        **methods,
+    }
+    return type("Gpt", (package.LightningModule,), given)()
+
+
+def fit(package: types.ModuleType, module: Any, *callbacks: Any, **settings: Any) -> Any:
+    batches = torch.utils.data.DataLoader([make_tokens(n, batch=1)[0] for n in range(16)], batch_size=BATCH)
+    trainer = package.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        callbacks=list(callbacks),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **settings,
+    )
+    trainer.fit(module, batches, batches)
+    return trainer
+
+
+def lightning_history(module: Any) -> History:
+    return History(losses=module.losses, parameters=[p.detach().clone() for p in module.parameters()])
+
+
+@each_lightning
+def test_lightning(package: types.ModuleType, callback: Any) -> None:
+    """Gradients are accumulated and clipped; there are validations before, in between, and at the end."""
+    settings = {"accumulate_grad_batches": 2, "val_check_interval": 3, "gradient_clip_val": 1.0}
+    plain, module = module_of(package), module_of(package)
+    fit(package, plain, **settings)
+    offload = callback(config(), tokens=lambda tokens: tokens.numel())
+    trainer = fit(package, module, offload, **settings)
+    assert_same_history(lightning_history(module), lightning_history(plain))
+    report = offload.session.report()
+    tokens = 2 * BATCH * (make_tokens(0).shape[1] - 1)
+    assert [(record.scopes, record.tokens) for record in report] == [(6, tokens)] * 4
+    assert all(record.offloaded_bytes for record in report)
+    assert trainer.callback_metrics.keys() >= FIGURES
+    assert trainer.callback_metrics["tba-offload/offloaded_bytes"] == report[-1].offloaded_bytes
+    assert is_given_back(module)
+
+
+class Slow(torch.optim.SGD):
+    SECONDS = 0.2
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        time.sleep(self.SECONDS)
+        return loss
+
+
+def test_what_lightning_runs_inside_of_the_optimizer_is_not_the_optimizers_time() -> None:
+    """Forward and backward count once: with the optimizer's own time they are never more than all of it."""
+    package, callback = LIGHTNINGS["lightning"]
+    seconds: list[float] = []
+
+    def training_step(self: Any, batch: Tensor, _: int) -> Tensor:
+        loss = loss_of(self.model, batch)
+        time.sleep(0.5)
+        return loss
+
+    class Clock(package.Callback):  # type: ignore[misc, name-defined]
+        def on_train_batch_start(self, *_: object) -> None:
+            seconds.append(-time.perf_counter())
+
+        def on_train_batch_end(self, *_: object) -> None:
+            seconds[-1] += time.perf_counter()
+
+    module = module_of(
+        package,
+        training_step=training_step,
+        configure_optimizers=lambda self: Slow(self.parameters(), lr=0.01),
+    )
+    offload = callback(config())
+    fit(package, module, offload, Clock(), limit_train_batches=2, limit_val_batches=0)
+    report = offload.session.report()
+    assert len(report) == len(seconds) == 2
+    for record, spent in zip(report, seconds, strict=True):
+        assert record.optimizer_seconds is not None
+        assert record.seconds >= 0.5
+        assert record.optimizer_seconds >= Slow.SECONDS
+        assert record.seconds + record.optimizer_seconds <= spent
+
+
+@each_lightning
+def test_two_optimizers_by_hand(package: types.ModuleType, callback: Any) -> None:
+    def __init__(self: Any) -> None:  # noqa: N807
+        package.LightningModule.__init__(self)
+        self.automatic_optimization = False
+        self.model = make_model(layers=3)
+        self.losses = []
+
+    def configure_optimizers(self: Any) -> list[torch.optim.Optimizer]:
+        head = list(self.model.head.parameters())
+        others = [p for p in self.model.parameters() if all(p is not h for h in head)]
+        return [torch.optim.AdamW(others, lr=1e-3), torch.optim.SGD(head, lr=0.1)]
+
+    def training_step(self: Any, batch: Tensor, _: int) -> None:
+        loss = loss_of(self.model, batch)
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+        self.losses.append(loss.detach())
+
+    how: dict[str, Any] = {
+        "__init__": __init__,
+        "configure_optimizers": configure_optimizers,
+        "training_step": training_step,
+    }
+    plain, module = module_of(package, **how), module_of(package, **how)
+    fit(package, plain)
+    offload = callback(config())
+    fit(package, module, offload)
+    assert_same_history(lightning_history(module), lightning_history(plain))
+    assert [record.scopes for record in offload.session.report()] == [3] * 8
+
+
+@each_lightning
+def test_lightning_after_an_exception(package: types.ModuleType, callback: Any) -> None:
+    def training_step(self: Any, batch: Tensor, index: int) -> Tensor:
+        loss = loss_of(self.model, batch)
+        if index == 2:
+            raise ValueError("a drive fell out of the window")
+        return loss
+
+    module, offload = module_of(package, training_step=training_step), callback(config())
+    with pytest.raises(ValueError, match="out of the window"):
+        fit(package, module, offload)
+    assert is_given_back(module)
+    assert len(offload.session.report()) == 2
+    fit(package, module, offload, limit_train_batches=2)
+    assert len(offload.session.report()) == 2
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = make_model(layers=3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.inner(tokens)
+
+
+def test_the_model_may_be_named() -> None:
+    package, callback = LIGHTNINGS["lightning"]
+    module = module_of(package, training_step=lambda self, batch, _: loss_of(self.model.inner, batch))
+    module.model = Wrapped()
+    offload = callback(config(), module="model.inner", tokens=lambda tokens: tokens.numel())
+    fit(package, module, offload, limit_train_batches=1, limit_val_batches=0)
+    assert [record.tokens for record in offload.session.report()] == [BATCH * (make_tokens(0).shape[1] - 1)]
+
+
+# The examples, and what the README says
+
+
+def test_the_lines_of_the_readme() -> None:
+    text = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+    lines = re.findall(r"`(from tba_offload\.integrations[^`]*)`", text)
+    assert len(lines) == 2
+    for line in lines:
+        exec(line, {})
+
+
+TWICE = """
+import runpy, sys
+example, *placements = sys.argv[1:]
+for placement in placements:
+    sys.argv = [example, "--steps", "2", "--placement", placement]
+    print("placement:", placement, flush=True)
+    runpy.run_path(example, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("name", ["pytorch", "huggingface", "accelerate", "lightning"])
+def test_an_example(name: str, tmp_path: Path) -> None:
+    """Its losses are the same to the last bit, and its peak is a fraction."""
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("default: offload\nbudget:\n  in_flight_bytes: 4MiB\n")
+    done = subprocess.run(
+        [sys.executable, "-c", TWICE, str(EXAMPLES / f"train_{name}.py"), "keep", "offload", str(policy)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    runs = done.stdout.split("placement: ")[1:]
+    losses = [re.findall(r"loss ([\d.]+),", run) for run in runs]
+    peaks = [[float(peak) for peak in re.findall(r"peak ([\d.]+) MiB", run)] for run in runs]
+    assert len(losses[0]) == 2
+    assert losses[0] == losses[1] == losses[2]
+    assert all(0 < peak < 0.5 * keep for run in peaks[1:] for peak, keep in zip(run, peaks[0], strict=True))

@@ -1,0 +1,271 @@
+"""Models of Hugging Face's at their defaults: caches, padding, dropout, tied weights, two stacks."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from harness import KIB, Drive, session_for
+from models import History, assert_same_history
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
+
+import tba_offload as tba
+from tba_offload import Placement
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+transformers = pytest.importorskip("transformers")
+
+CACHE = "the model fills a cache of keys and values"
+CHECKPOINTING = "gradient checkpointing is switched on in"
+STEPS = 3
+SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128}
+LANGUAGE = {"vocab_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+DECODER = {**SIZES, **LANGUAGE, "num_key_value_heads": 2, "max_position_embeddings": 64}
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity(before)
+
+
+def llama() -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER))
+
+
+def qwen2() -> nn.Module:
+    """Its weights are tied."""
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**DECODER, tie_word_embeddings=True))
+
+
+def mistral() -> nn.Module:
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**DECODER, sliding_window=8))
+
+
+def gpt2() -> nn.Module:
+    sizes = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **LANGUAGE))
+
+
+def bert() -> nn.Module:
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(**SIZES, **LANGUAGE, max_position_embeddings=64)
+    )
+
+
+def t5() -> nn.Module:
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**sizes, **LANGUAGE, decoder_start_token_id=0)
+    )
+
+
+def vit() -> nn.Module:
+    return transformers.ViTForImageClassification(
+        transformers.ViTConfig(**SIZES, image_size=32, patch_size=8, num_labels=10)
+    )
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    make.__name__: make for make in (llama, qwen2, mistral, gpt2, bert, t5, vit)
+}
+CACHING = ("llama", "qwen2", "mistral", "gpt2", "t5")
+"""They fill a cache in training too, unless they are told not to."""
+
+
+def make(kind: str, **settings: object) -> nn.Module:
+    torch.manual_seed(0)
+    model = MODELS[kind]().train()
+    for part in model.modules():  # T5's decoder has a configuration of its own
+        for name, value in settings.items() if hasattr(part, "config") else ():
+            setattr(part.config, name, value)
+    return model
+
+
+def layers_of(kind: str) -> int:
+    return 4 if kind == "t5" else 3
+
+
+def batch_of(kind: str, number: int) -> dict[str, Tensor]:
+    """Four sequences, two of them padded; or four pictures."""
+    source = torch.Generator().manual_seed(number)
+    if kind == "vit":
+        labels = torch.randint(10, (4,), generator=source)
+        return {"pixel_values": torch.randn(4, 3, 32, 32, generator=source), "labels": labels}
+    tokens = torch.randint(3, 96, (4, 24), generator=source)
+    mask = torch.ones_like(tokens)
+    mask[1, 16:] = 0
+    mask[2, 8:] = 0
+    tokens = tokens * mask
+    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
+
+
+def train(kind: str, model: nn.Module, *, steps: int = STEPS) -> History:
+    """A few steps of AdamW, in a loop that knows of no session."""
+    history = History()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for number in range(steps):
+        torch.manual_seed(number)
+        result = model(**batch_of(kind, number)).loss
+        result.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        history.losses.append(result.detach())
+    history.parameters = [parameter.detach().clone() for parameter in model.parameters()]
+    history.random_states = [torch.get_rng_state()]
+    return history
+
+
+@functools.cache
+def plain(kind: str, *, steps: int = STEPS) -> History:
+    return train(kind, make(kind), steps=steps)
+
+
+@pytest.mark.filterwarnings(f"ignore:{CACHE}")
+@pytest.mark.parametrize("placement", ["keep", "offload", "selective", "auto"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_same_bits_at_defaults(kind: str, placement: str) -> None:
+    model = make(kind)
+    with session_for(model, in_flight=128 * KIB, default=Placement(placement)) as session:
+        assert len(session.layers) == layers_of(kind)
+        assert_same_history(train(kind, model), plain(kind))
+        report = session.report()
+    assert [record.step for record in report] == [1, 2, 3]
+    assert {record.scopes for record in report} == {layers_of(kind)}
+    assert {record.tokens for record in report} == {None if kind == "vit" else 4 * 24}
+    assert all((record.offloaded_bytes > 0) == (placement != "keep") for record in report[:1])
+
+
+@pytest.mark.parametrize("placement", ["recompute", "recompute-offload"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_recomputed_without_a_cache(kind: str, placement: str) -> None:
+    model = make(kind, use_cache=False)
+    with session_for(model, in_flight=128 * KIB, default=Placement(placement)) as session:
+        assert_same_history(train(kind, model), plain(kind))
+        assert {record.recomputed_scopes for record in session.report()} == {layers_of(kind)}
+
+
+# Caches of keys and values
+
+
+@pytest.mark.parametrize("kind", CACHING)
+def test_a_cache_that_is_filled_while_training_is_told(kind: str) -> None:
+    model = make(kind)
+    with session_for(model), pytest.warns(UserWarning, match=CACHE) as told:
+        train(kind, model)
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("kind", CACHING)
+def test_without_a_cache_nothing_is_told(kind: str) -> None:
+    model = make(kind, use_cache=False)
+    with session_for(model):
+        train(kind, model, steps=1)
+
+
+@pytest.mark.parametrize("placement", [Placement.RECOMPUTE, Placement.RECOMPUTE_OFFLOAD])
+def test_a_layer_that_fills_a_cache_is_not_recomputed(placement: Placement) -> None:
+    model = make("llama")
+    with session_for(model, default=placement) as session:
+        with pytest.raises(tba.UnsupportedError, match="use_cache=False"):
+            train("llama", model)
+        model.config.use_cache = False  # type: ignore[union-attr]
+        train("llama", model, steps=1)
+        assert session.report()[-1].recomputed_scopes == 3
+
+
+@pytest.mark.filterwarnings(f"ignore:{CACHE}")
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_the_planner_recomputes_layers_unless_they_fill_a_cache(use_cache: bool) -> None:
+    """On a drive that takes many times as long as computing a layer anew."""
+    drive = Drive()
+    drive.writes.bytes_per_second = drive.reads.bytes_per_second = 5e6
+    model = make("llama", use_cache=use_cache)
+    with session_for(model, drive=drive, activation=1000 * KIB, default=Placement.AUTO) as session:
+        assert_same_history(train("llama", model, steps=5), plain("llama", steps=5))
+        recomputed = [record.recomputed_scopes for record in session.report()]
+    assert any(recomputed) != use_cache
+
+
+# Checkpointing by the framework
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("placement", ["offload", "selective", "auto", "recompute"])
+def test_checkpointed_layers_are_told_and_their_inputs_travel(placement: str, use_reentrant: bool) -> None:
+    model = make("llama")
+    with session_for(model, in_flight=16 * KIB, default=Placement(placement)) as session:
+        # After the model was attached, as a trainer does it.
+        model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+        with pytest.warns(UserWarning, match=f"{CHECKPOINTING} 3 of the 3 layers") as told:
+            assert_same_history(train("llama", model), plain("llama"))
+        report = session.report()
+    assert len(told) == 1
+    inputs = 4 * 24 * 64 * 4
+    assert len(report) == STEPS
+    assert {record.scopes for record in report} == {3}
+    if placement == "offload":
+        assert all(0 < record.offloaded_bytes <= 3 * inputs for record in report)
+
+
+def test_kept_layers_may_be_checkpointed() -> None:
+    model = make("llama")
+    model.activation_checkpointing_enable()
+    with session_for(model, default=Placement.KEEP):
+        assert_same_history(train("llama", model), plain("llama"))
+
+
+class Checkpointed(nn.Module):
+    """Its layers run inside of checkpoints, by the model's own doing."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_layers_inside_of_checkpoints_are_told(use_reentrant: bool) -> None:
+    model = Checkpointed(use_reentrant=use_reentrant)
+    with session_for(model) as session, session.step() as step:
+        with pytest.warns(UserWarning, match="runs inside saved-tensor hooks") as told:
+            model(torch.ones(64, 64, requires_grad=True)).sum().backward()
+    assert len(told) == 1
+    assert step.record is not None
+    assert step.record.left_alone_scopes == 3
+
+
+def test_evaluation_in_a_step_is_not_taken_for_a_checkpoint() -> None:
+    model = Checkpointed(use_reentrant=True)
+    with session_for(model, default=Placement.RECOMPUTE) as session, session.step() as step:
+        with torch.no_grad():
+            nn.Sequential(*model.layers)(torch.ones(64, 64))
+        nn.Sequential(*model.layers)(torch.ones(64, 64)).sum().backward()
+    assert step.record is not None
+    assert (step.record.scopes, step.record.left_alone_scopes) == (3, 0)
+
+
+def test_wrapped_layers_are_told() -> None:
+    model = nn.Sequential(
+        *(checkpoint_wrapper(nn.Sequential(nn.Linear(64, 64), nn.Tanh())) for _ in range(3))
+    )
+    with session_for(model) as session:
+        with pytest.warns(UserWarning, match=CHECKPOINTING), session.step() as step:
+            model(torch.ones(64, 64, requires_grad=True)).sum().backward()
+    assert step.record is not None
+    assert step.record.scopes == 3
