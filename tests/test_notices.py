@@ -1,0 +1,114 @@
+"""What a session says while it trains, and to whom."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from harness import KIB, config_for, session_for
+from models import loss_of, make_model, make_tokens
+from test_cli import environment
+
+import tba_offload as tba
+from tba_offload.notices import describe_step
+from tba_offload.report.run_log import StepRecord
+
+if TYPE_CHECKING:
+    from models import Model
+
+
+def train(model: Model, steps: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for number in range(steps):
+        loss_of(model, make_tokens(number)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_each_step_is_told_on_request(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model(layers=2)
+    for status in (False, True):
+        with (
+            caplog.at_level(logging.INFO, logger="tba_offload.session"),
+            tba.attach(model, config_for(), status=status),
+        ):
+            train(model, 2)
+        told = [record.getMessage() for record in caplog.records if record.name == "tba_offload.session"]
+        assert len(told) == (2 if status else 0)
+    for number, line in enumerate(told, start=1):
+        assert line.startswith(f"step {number}; activation peak ")
+        assert "; gradients " in line
+
+
+def test_each_new_plan_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model(layers=4)
+    config = config_for(default=tba.Placement.AUTO, in_flight=256 * KIB)
+    with caplog.at_level(logging.INFO, logger="tba_offload.session"), tba.attach(model, config):
+        train(model, 6)
+    told = [record.getMessage() for record in caplog.records if "plan after step" in record.getMessage()]
+    assert told
+    assert told[0].startswith("plan after step 3: ")
+    assert "layer" in told[0]
+    assert "predicted peak" in told[0]
+
+
+SCRIPT = """
+import logging, sys
+import torch
+import tba_offload as tba
+
+if sys.argv[1] == "configured":
+    logging.basicConfig(format="MINE %(message)s", level=logging.INFO, stream=sys.stderr)
+layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(3)]
+model = torch.nn.Sequential(*layers)
+with tba.attach(model, tba.OffloadConfig(min_tensor_bytes=0), status=True):
+    model(torch.ones(32, 64)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize(("logging_is", "prefix"), [("default", "tba-offload: "), ("configured", "MINE ")])
+def test_a_program_without_logging_sees_it_on_stderr(logging_is: str, prefix: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, logging_is],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=120,
+    )
+    assert done.stdout == ""
+    lines = [line for line in done.stderr.splitlines() if "step 1" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"{prefix}step 1; activation peak ")
+
+
+def test_a_step_in_a_line() -> None:
+    record = StepRecord(
+        step=7,
+        seconds=1.5,
+        stall_seconds=0.004,
+        skipped=True,
+        activation_peak_bytes=43_620_762,
+        gradient_bytes=2**20,
+        offloaded_bytes=258 * 2**20,
+        read_bytes=0,
+        recomputed_scopes=3,
+        scopes=12,
+        loss=2.25,
+    )
+    assert describe_step(record) == (
+        "step 7 (skipped); activation peak 41.6 MiB; gradients 1.00 MiB; 1.50 s, 0.00400 s of it waits; "
+        "258 MiB written; 3 of 12 layers recomputed; loss 2.25"
+    )
+
+
+def test_a_session_shows_what_it_does() -> None:
+    model = make_model(layers=3)
+    with session_for(model, rules=(tba.Rule("2", tba.Placement.KEEP),)) as session:
+        train(model, 2)
+        assert repr(session) == "<Session: offload layers 0-1, keep layer 2; store host; 2 steps>"
+    assert repr(session).endswith("; closed>")
