@@ -79,7 +79,7 @@ def rok(
         raise click.UsageError("--json and --csv - both want the standard output")
     from tba_offload.report import rok as report
 
-    points = report.points(runs, warmup=warmup)
+    points = report.points(runs, warmup=warmup, left_out=lambda why: click.echo(why, err=True))
     for picture in pictures:
         with _writing(picture):
             report.draw(points, picture)

@@ -17,7 +17,7 @@
         └── ChecksumError                     bytes read differ from the bytes written
 
     NoEffectWarning (UserWarning)             a legal setting that does not do what it seems to
-    └── NothingSavedWarning                   host memory takes the activations of a model on the CPU
+    └── NothingSavedWarning                   offloading frees little memory or none, as it is set up
 
 Every message says what happened, where, and what to do about it.
 """
@@ -73,7 +73,7 @@ class NoEffectWarning(UserWarning):
 
 
 class NothingSavedWarning(NoEffectWarning):
-    """Activations of a model on the CPU are offloaded to host memory, where they lie already."""
+    """Offloading frees little memory or none: a CPU's goes to host memory, or the window holds most of it."""
 
 
 class UnsupportedError(TbaError, RuntimeError):

@@ -29,10 +29,16 @@ from tba_offload.capture.recompute import is_recomputation
 from tba_offload.capture.scope import ScopeKey
 from tba_offload.capture.selective import Rebuilds, SelectiveHooks
 from tba_offload.capture.trace import DeviceTimes
-from tba_offload.config import ConfigLike, OffloadConfig, read_config
+from tba_offload.config import ConfigLike, OffloadConfig, format_size, read_config
 from tba_offload.device.memory import MemoryMeter, ResidentPeak, meter_of
 from tba_offload.device.streams import device_of
-from tba_offload.errors import ConfigError, SessionError, TransferError, UnsupportedError
+from tba_offload.errors import (
+    ConfigError,
+    NothingSavedWarning,
+    SessionError,
+    TransferError,
+    UnsupportedError,
+)
 from tba_offload.formatting import layers_by_placement, readable_size
 from tba_offload.notices import describe_step, tell
 from tba_offload.plan.plan import Plan
@@ -55,6 +61,9 @@ if TYPE_CHECKING:
     from tba_offload.store.base import ActivationStore, DriveLoad
 
 _REMEMBERED_STEPS = 10_000
+
+_LOOKED_AT = 3
+"""Steps in which it is looked whether the window is too wide: later ones save as much."""
 
 _TAIL = 32
 """Operations of backward next to the model's output: a loss, the logits and a last norm have about 20."""
@@ -523,6 +532,23 @@ class Session:
             "counts fallback_kept_bytes",
         )
 
+    def _warn_of_wide_window(self) -> None:
+        """A window that holds most of what a step saves leaves most of it in memory."""
+        window = self.config.budget.ceiling
+        if self._steps > _LOOKED_AT or window is None or Placement.OFFLOAD not in self.plan.placements:
+            return
+        if self._planner is not None and Placement.AUTO in self._planner.policy:
+            return
+        saved = sum(activation.nbytes for activation in self.capture.trace.activations)
+        if saved and window > saved / 2:
+            self._warn_once(
+                "window",
+                f"offloading frees little here: the layers save {readable_size(saved)} in a step, and "
+                f"budget.in_flight_bytes lets {readable_size(window)} of it stay in memory at a time; with "
+                f"in_flight_bytes: {format_size(_suggested_window(saved))} most of it leaves memory",
+                NothingSavedWarning,
+            )
+
     def _warn_of_checkpointing(self) -> None:
         """Trainers may switch checkpointing on long after the model was attached: every step looks."""
         if "checkpointing" in self._warned:
@@ -534,10 +560,10 @@ class Session:
         if count:
             self._warn_once("checkpointing", checkpointing_warning(count, len(self.layers)))
 
-    def _warn_once(self, what: str, message: str) -> None:
+    def _warn_once(self, what: str, message: str, category: type[Warning] = UserWarning) -> None:
         if what not in self._warned:
             self._warned.add(what)
-            warnings.warn(message, stacklevel=_stack_level())
+            warnings.warn(message, category, stacklevel=_stack_level())
 
     # ---- steps -----------------------------------------------------------------------------------
 
@@ -661,6 +687,7 @@ class Session:
         self.gradients.count()
         if self.offloader.stats.fallback_kept:
             self._warn_full(self.offloader.stats.fallback_kept)
+        self._warn_of_wide_window()
         loads = self.store.take_loads()
         step.record = self._record(step, loads)
         self._log(step.record)
@@ -824,6 +851,11 @@ def _open_store(config: OffloadConfig, device: Device) -> ActivationStore:
 def _has_gradient(parameter: nn.Parameter) -> bool:
     """Whether the memory of its gradient exists; Megatron's lies in a buffer of its own."""
     return parameter.grad is not None or getattr(parameter, "main_grad", None) is not None
+
+
+def _suggested_window(saved: int) -> int:
+    """An eighth of what a step saves, in whole MiB: wide enough that drives work while layers compute."""
+    return max(saved // 8 >> 20, 1) << 20
 
 
 def _drives_of(config: OffloadConfig) -> list[int]:

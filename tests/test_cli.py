@@ -153,6 +153,16 @@ def assert_one_line(result: Result, message: str) -> None:
     assert result.stderr == f"Error: {message}\n"
 
 
+def test_rok_leaves_out_a_run_that_failed_before_its_first_step(runs: list[str], tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    RunLogWriter(empty, RunHeader(strategy="recompute")).close()
+    result = call("rok", *runs, str(empty))
+    assert result.exit_code == 0
+    assert result.stderr == f"{empty}: has no steps, so it is left out\n"
+    assert result.stdout == call("rok", *runs).stdout
+    assert call("rok", str(empty)).exit_code == 1
+
+
 def test_a_log_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "none.jsonl"
     message = f"{path}: the run log cannot be read: No such file or directory"

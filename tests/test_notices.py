@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import warnings
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from harness import KIB, config_for, session_for
+from harness import KIB, MIB, config_for, session_for
 from models import loss_of, make_model, make_tokens
 from test_cli import environment
 
@@ -104,6 +105,20 @@ def test_a_step_in_a_line() -> None:
         "step 7 (skipped); activation peak 41.6 MiB; gradients 1.00 MiB; 1.50 s, 0.00400 s of it waits; "
         "258 MiB written; 3 of 12 layers recomputed; loss 2.25"
     )
+
+
+def test_a_window_that_holds_most_of_a_step_is_told_with_a_better_one() -> None:
+    model = make_model(layers=4)
+    with session_for(model, in_flight=64 * MIB) as session:
+        with pytest.warns(
+            tba.NothingSavedWarning, match=r"frees little here: .* with in_flight_bytes: 1MiB"
+        ) as said:
+            train(model, 2)
+        assert len(said) == 1
+        assert session.report()[-1].in_flight_peak_bytes
+    with session_for(model, in_flight=256 * KIB), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, 2)
 
 
 def test_a_session_shows_what_it_does() -> None:

@@ -84,7 +84,12 @@ class RokPoint:
 # From run logs to points
 
 
-def points(paths: Iterable[str | os.PathLike[str]], *, warmup: int | None = None) -> list[RokPoint]:
+def points(
+    paths: Iterable[str | os.PathLike[str]],
+    *,
+    warmup: int | None = None,
+    left_out: Callable[[str], object] | None = None,
+) -> list[RokPoint]:
     """Read run logs, one point a run, all with the same unit of throughput.
 
     The unit is FLOP/s where every log has FLOPs, else tokens/s.
@@ -93,12 +98,19 @@ def points(paths: Iterable[str | os.PathLike[str]], *, warmup: int | None = None
         paths: The run logs; those of the ranks of one run give one point, see
             :func:`tba_offload.report.ranks.merged`.
         warmup: Steps to skip at the start of each, see :func:`point`.
+        left_out: Called with a sentence for each run without a step, as one that failed at once, if others
+            have some; without it that is an error.
 
     Raises:
         RunLogError: A log cannot be read or lacks what a point needs.
         ConfigError: ``warmup`` is negative.
     """
     logs = read_runs(paths)
+    if left_out is not None and any(log.steps for log in logs):
+        for log in logs:
+            if not log.steps:
+                left_out(f"{log.path}: has no steps, so it is left out")
+        logs = [log for log in logs if log.steps]
     units = [_units(log.path, _counted(log, warmup)) for log in logs]
     common = [unit for unit in get_args(Unit) if all(unit in known for known in units)]
     if not common:
