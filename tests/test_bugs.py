@@ -1188,6 +1188,7 @@ def test_14_failures_of_a_step_that_was_given_up_do_not_haunt_the_next_one() -> 
         assert_same(run(net, forward_backward, session, 1), plain())
 
 
+@pytest.mark.filterwarnings("ignore:layer 2 .* runs inside saved-tensor hooks:UserWarning")
 def test_14a_nothing_in_backward_waits_for_bytes_that_only_backward_can_release() -> None:
     """At the ceiling, with a drive that does not move, backward runs a checkpoint and packs again."""
 

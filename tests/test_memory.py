@@ -27,7 +27,7 @@ from tba_offload.device.memory import (
 from tba_offload.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 SIZE = 48 * MIB
@@ -38,8 +38,8 @@ SLACK = 4 * MIB
 class Observed(MallocMeter):
     """Tells when its own thread has taken a sample that began after a given moment."""
 
-    def __init__(self, period: float = 0.002) -> None:
-        super().__init__(period)
+    def __init__(self, period: float = 0.002, static: Callable[[], int] = lambda: 0) -> None:
+        super().__init__(period, static)
         self._begun = 0
         self._ended = 0
         self._changed = threading.Condition()
@@ -384,9 +384,18 @@ def static() -> dict[str, int]:
     return {"bytes": 0}
 
 
-def test_bytes_that_are_left_out_are_no_part_of_a_peak(static: dict[str, int]) -> None:
-    meter = MallocMeter(period=3600, static=lambda: static["bytes"])
+@pytest.fixture
+def still(static: dict[str, int]) -> Iterator[Observed]:
+    """A meter that was reset, whose thread has taken its only sample, so that none comes at a bad moment."""
+    meter = Observed(period=3600, static=lambda: static["bytes"])
     meter.reset()
+    meter.wait_for_samples(1)
+    yield meter
+    meter.close()
+
+
+def test_bytes_that_are_left_out_are_no_part_of_a_peak(still: Observed, static: dict[str, int]) -> None:
+    meter = still
     before = meter.live()
     tensor = allocate()
     static["bytes"] = SIZE
@@ -396,12 +405,10 @@ def test_bytes_that_are_left_out_are_no_part_of_a_peak(static: dict[str, int]) -
     del more
     assert abs(meter.peak() - before - SIZE // 2) < SLACK
     del tensor
-    meter.close()
 
 
-def test_a_pause_sees_nothing(static: dict[str, int]) -> None:
-    meter = MallocMeter(period=3600, static=lambda: static["bytes"])
-    meter.reset()
+def test_a_pause_sees_nothing(still: Observed) -> None:
+    meter = still
     before = meter.live()
     meter.pause()
     tensor = allocate()
@@ -409,7 +416,6 @@ def test_a_pause_sees_nothing(static: dict[str, int]) -> None:
     del tensor
     meter.resume()
     assert abs(meter.peak() - before) < SLACK
-    meter.close()
 
 
 class FakeCuda:
