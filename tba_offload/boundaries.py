@@ -14,6 +14,7 @@ A step never ends inside a backward pass, where optimizers that update in hooks 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import time
@@ -28,7 +29,7 @@ from tba_offload.capture.recompute import is_recomputation
 from tba_offload.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import nn
     from torch.optim import Optimizer
@@ -57,17 +58,22 @@ class Boundaries:
         self._session = session
         self._count_tokens = count_tokens
         self._stepped = False
+        self._overflows: list[bool] = []  # of the optimizers' steps, whether a scaler made them skip
         self._failed = False
         self._updated: frozenset[int] = frozenset()  # ids of the parameters that were, in this step
         self._running: list[tuple[Optimizer, float]] = []  # the optimizers whose step has begun, and when
         self._closures = 0  # of optimizers, that are running
-        self._held: weakref.WeakKeyDictionary[Optimizer, frozenset[int]] = weakref.WeakKeyDictionary()
+        # How many parameters an optimizer has, and the ids of them if some are the model's.
+        self._held: weakref.WeakKeyDictionary[Optimizer, tuple[int, frozenset[int]]]
+        self._held = weakref.WeakKeyDictionary()
         own = weakref.ref(self)  # the hooks are global, and must not keep a model alive
         self._handles: list[RemovableHandle] = [
             register_optimizer_step_pre_hook(lambda *call: _call(own, "_optimizer_begins", *call)),
             register_optimizer_step_post_hook(lambda *call: _call(own, "_optimizer_ended", *call)),
         ]
-        for module in modules:
+        self._forwards: list[nn.Module] = []  # whose forward is running, the outermost first
+        self._tokens_are_known = False  # of the outermost forward
+        for module in _callers(modules, [layer.module for layer in session.layers]):
             before, after = _ModelHook(own, "model_begins"), _ModelHook(own, "model_ended")
             self._handles += [
                 module.register_forward_pre_hook(before, with_kwargs=True),
@@ -88,21 +94,42 @@ class Boundaries:
         session = self._session
         if not torch.is_grad_enabled() or session._inert or is_recomputation():
             return
-        self.open_step()
-        step, tokens = session._step, self._count_tokens(module, args, kwargs)
-        if step is not None and tokens is not None:
+        if module in self._forwards:  # it raised an exception, so that its end was never heard
+            self._forwards.clear()
+            self._failed = True
+        if not self._forwards:
+            self._tokens_are_known = False
+            self.open_step()
+        self._forwards.append(module)
+        self._count(module, args, kwargs)
+
+    def _count(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        """Counts the tokens of a micro-batch, which a wrapper around the model may not know by name."""
+        step = self._session._step
+        if step is None or self._tokens_are_known:
+            return
+        tokens = self._count_tokens(module, args, kwargs)
+        if tokens is not None:
+            self._tokens_are_known = True
             step.saw_tokens(tokens)
 
-    def model_ended(self, _module: nn.Module, _args: object, output: object) -> None:
+    def model_ended(self, module: nn.Module, _args: object, output: object) -> None:
         """The model's forward has ended."""
-        if torch.is_grad_enabled() and not self._session._inert and not is_recomputation():
+        if module not in self._forwards or is_recomputation():
+            return
+        del self._forwards[self._forwards.index(module) :]
+        if not self._forwards and not self._session._inert:
             self._session._watch_tail(output)
 
     def open_step(self) -> None:
         """Opens a step that has begun by itself, unless one is open that goes on."""
         step = self._session._open_step()
         if not self._closures:
-            self._running.clear()  # of one that raised an exception the end was never heard
+            if self._running:  # it raised an exception, so that its end was never heard
+                self._running.clear()
+                self._failed = True
+                if step is not None:
+                    step.resume()
             if step is not None and step.opened_itself and (self._stepped or self._is_over()):
                 self.end_step(step)
                 step = None
@@ -181,6 +208,9 @@ class Boundaries:
             return
         step.optimizer_worked(began, time.perf_counter())
         self._stepped = True
+        # With optimizers that can do so themselves a scaler leaves it to their step to skip the update.
+        overflow = getattr(optimizer, "found_inf", None)
+        self._overflows.append(overflow is not None and bool(overflow))
         self._updated |= self._held_by(optimizer)
         self._session.gradients.also_watch(p for group in optimizer.param_groups for p in group["params"])
         if step.opened_itself and self._all_updated and not is_recomputation():
@@ -195,13 +225,14 @@ class Boundaries:
 
     def _held_by(self, optimizer: Optimizer) -> frozenset[int]:
         """Ids of an optimizer's parameters if some are the model's, otherwise nothing."""
-        held = self._held.get(optimizer)
-        if held is None:
+        count = sum(len(group["params"]) for group in optimizer.param_groups)  # groups may be added
+        known = self._held.get(optimizer)
+        if known is None or known[0] != count:
             held = frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
             if held.isdisjoint(id(parameter) for parameter in self._session.gradients.parameters()):
-                return frozenset()
-            self._held[optimizer] = held
-        return held
+                held = frozenset()
+            known = self._held[optimizer] = count, held
+        return known[1]
 
     # ---- ends ------------------------------------------------------------------------------------
 
@@ -219,15 +250,20 @@ class Boundaries:
 
     def end_step(self, step: Step) -> None:
         """Ends a step that opened by itself: recorded if its backward has ended, otherwise forgotten."""
-        session, trace = self._session, self._session.capture.trace
+        trace = self._session.capture.trace
         if self._failed or trace.in_backward or not trace.backward_ends:
             self._forget(step)
             return
-        gradients = session.gradients
-        step.skipped = not self._stepped and (
-            gradients.was_dropped or (gradients.are_cleared and not gradients.updated)
-        )
+        step.skipped = self._is_skipped
         step.__exit__(None, None, None)
+
+    @property
+    def _is_skipped(self) -> bool:
+        """Whether nothing came of the gradients."""
+        if self._stepped:
+            return all(self._overflows)
+        gradients = self._session.gradients
+        return gradients.was_dropped or (gradients.are_cleared and not gradients.updated)
 
     def _forget(self, step: Step) -> None:
         step.left = True
@@ -236,6 +272,7 @@ class Boundaries:
     def step_began(self) -> None:
         """Any step has begun: nothing was updated in it yet."""
         self._stepped, self._failed, self._updated = False, False, frozenset()
+        self._overflows.clear()
 
     def _is_over(self) -> bool:
         session, trace = self._session, self._session.capture.trace
@@ -244,6 +281,10 @@ class Boundaries:
         if not trace.backward_ends:
             return bool(trace.scopes) and not session._has_graph()
         return self._all_updated or session.gradients.are_cleared
+
+
+_no_hook = contextlib.nullcontext().__exit__
+"""Takes anything and does nothing; pickled it is one of Python's own, which needs no other package."""
 
 
 class _ModelHook:
@@ -262,15 +303,17 @@ class _ModelHook:
         return _no_hook
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        return _hook_of_a_copy, ()
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
-def _no_hook(*_: object) -> None:
-    """What a copy of an attached model has in the place of the session's hook."""
-
-
-def _hook_of_a_copy() -> Callable[..., None]:
-    return _no_hook
+def _callers(modules: Sequence[nn.Module], layers: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """The modules by whose forward a micro-batch may enter: a model, or what it wraps, down to the layers."""
+    for module in modules:
+        inside = set(module.modules())
+        own = {layer for layer in layers if layer in inside and layer is not module}
+        yield module
+        holders = (child for child in module.children() if own and own <= set(child.modules()))
+        yield from _callers([child for child in holders if child not in own], list(own))
 
 
 def _call(own: weakref.ref[Boundaries], method: str, *arguments: object) -> Any:

@@ -310,7 +310,7 @@ class AutoPlanner:
         if self._steps < _LEARNING:
             return self._probe(profile, drive) if Placement.AUTO in self.policy else None
         if self._plan is None:
-            return self._replan(profile, drive, plan, f"{self._steps} steps were measured")
+            return self._replan(profile, drive, plan, f"{self._steps} steps were measured", measured=record)
         doubt = "a step tried other placements" if self._on_excursion else self._doubt(plan, drive, record)
         if doubt is not None:
             self._on_excursion = False
@@ -542,7 +542,14 @@ class AutoPlanner:
         return not is_settled and len(self._waited) > 1 and min(self._waited) > WAITS
 
     def _replan(
-        self, profile: StepProfile, drive: Bandwidth, old: Plan, why: str, *, worth: float = WORTH_IT
+        self,
+        profile: StepProfile,
+        drive: Bandwidth,
+        old: Plan,
+        why: str,
+        *,
+        worth: float = WORTH_IT,
+        measured: StepRecord | None = None,
     ) -> Plan | None:
         if self._planned_for is not None and _drifted(drive, self._planned_for, DRIFT):
             self._caution = 1.0
@@ -571,9 +578,26 @@ class AutoPlanner:
             self._is_measured = False
         if new is old or self._caution < 1.0:
             new = _predicted(new, profile, drive)
+        if measured is not None:
+            new = self._within_budget(new, old, profile, drive, measured)
         self._check_budget(new)
         self._plan = new
         return new
+
+    def _within_budget(
+        self, new: Plan, old: Plan, profile: StepProfile, drive: Bandwidth, record: StepRecord
+    ) -> Plan:
+        """The first plan, or what came before it, if only that keeps to the budget, as was measured."""
+        budget, measured = self.limits.budget, record.activation_peak_bytes
+        if new.prediction is None or budget is None or measured is None:
+            return new
+        if new.prediction.peak_bytes <= budget or measured > budget:
+            return new
+        placed = tuple(Placement.OFFLOAD if each is Placement.AUTO else each for each in old.placements)
+        kept = _predicted(dataclasses.replace(old, placements=placed), profile, drive)
+        if kept.prediction is None:
+            return new
+        return dataclasses.replace(kept, prediction=dataclasses.replace(kept.prediction, peak_bytes=measured))
 
     def _made(
         self,

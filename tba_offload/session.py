@@ -12,7 +12,7 @@ import tempfile
 import warnings
 import weakref
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -178,6 +178,7 @@ class Session:
         self._inert = False
         self._buffers: list[list[tuple[int, int]]] | None = None
         self._given_caches: set[int] = set()
+        self._layers_end = 0  # number in autograd's sequence of what the last layer put out
         self._graphs: list[weakref.ref[Callable[..., None]]] = []
         self._warned: set[str] = set()
         try:
@@ -240,7 +241,13 @@ class Session:
         return self._meter if wanted else None
 
     def _new_meter(self) -> MemoryMeter:
-        return meter_of(self._device, self._static_bytes)
+        own = weakref.ref(self)  # the thread of a meter must not keep a model alive
+
+        def static() -> int:
+            session = own()
+            return session._static_bytes() if session is not None else 0
+
+        return meter_of(self._device, static)
 
     def _meter_if_possible(self) -> MemoryMeter | None:
         """Training goes on where memory cannot be measured; the run log has no figure then."""
@@ -270,6 +277,8 @@ class Session:
         if self._open_step() is not None:
             raise SessionError("placements cannot change inside a step; apply the policy between steps")
         wanted = read_config(config, layers=self._world.layers)
+        if not wanted.store.directories:
+            wanted = replace(wanted, store=replace(wanted.store, directories=self.config.store.directories))
         if (wanted.store, wanted.budget.limits) != (self.config.store, self.config.budget.limits):
             raise ConfigError(
                 "store and budget are those that the session was opened with; close it and attach anew",
@@ -483,6 +492,7 @@ class Session:
             self._look_at_memory()
 
         tensor.register_hook(reached)  # type: ignore[no-untyped-call]
+        self._layers_end = tensor.grad_fn._sequence_nr()
         self._graphs.append(weakref.ref(reached))
 
     def _watch_tail(self, output: object) -> None:
@@ -495,7 +505,7 @@ class Session:
         self._look_at_memory()
         tensor = first_differentiable(output)
         if self._step.meter.samples and tensor is not None and tensor.grad_fn is not None:
-            for node in nearest_nodes(tensor.grad_fn, _TAIL):
+            for node in nearest_nodes(tensor.grad_fn, _TAIL, after=self._layers_end):
                 node.register_prehook(lambda _: self._look_at_tail())
                 node.register_hook(lambda *_: self._look_at_tail())
 

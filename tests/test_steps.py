@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import pickle
 import subprocess
 import sys
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,7 +16,7 @@ import torch
 from harness import KIB, Drive, config_for, session_for
 from models import loss_of, make_model, make_tokens, same_bits
 from test_cli import environment
-from torch import nn
+from torch import Tensor, nn
 
 import tba_offload as tba
 from tba_offload.device.memory import MallocMeter
@@ -621,7 +623,8 @@ torch.set_num_threads(1)
 layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(3)]
 model = torch.nn.Sequential(*layers)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-session = tba.attach(model, tba.OffloadConfig(min_tensor_bytes=0), run_log=sys.argv[1], tokens=32)
+config = tba.OffloadConfig(min_tensor_bytes=0, budget=tba.BudgetConfig(in_flight_bytes=8192))
+session = tba.attach(model, config, run_log=sys.argv[1], tokens=32)
 for _ in range(3):
     model(torch.ones(32, 64)).sum().backward()
     if _ < 2:
@@ -645,3 +648,113 @@ def test_a_session_that_is_never_closed_has_a_whole_run_log(tmp_path: Path) -> N
     assert not read.truncated
     assert [step.scopes for step in read.steps] == [3, 3, 3]
     assert [step.tokens for step in read.steps] == [32, 32, 32]
+
+
+def test_a_session_that_is_never_closed_keeps_no_model(model: Model) -> None:
+    session = session_for(model, measure_memory=True)
+    one_step(model, adam(model))
+    threads = session._meter, session.store  # closed below: what is left of a session that nobody has
+    gone = weakref.ref(session), weakref.ref(model.layers[0].qkv.weight)
+    fresh = make_model(layers=1)
+    del session
+    for name in ("embedding", "layers", "norm", "head"):
+        setattr(model, name, None)
+    for name in ("_forward_hooks", "_forward_pre_hooks"):
+        getattr(model, name).clear()
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
+    for thread in threads:
+        assert thread is not None
+        thread.close()
+    one_step(fresh, adam(fresh))  # hooks of optimizers that are left do nothing
+
+
+def test_after_an_optimizer_that_raised_the_next_step_is_a_whole_one(model: Model) -> None:
+    class Fragile(torch.optim.SGD):
+        broken = True
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            if self.broken:
+                raise ZeroDivisionError
+            super().step(closure)
+
+    optimizer = Fragile(model.parameters(), lr=1e-3)
+    with session_for(model, measure_memory=True) as session:
+        micro_batch(model)
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step()
+        optimizer.zero_grad()
+        Fragile.broken = False
+        for _ in range(2):
+            one_step(model, optimizer)
+        assert scopes_of(session) == [LAYERS] * 2
+        peaks = [record.activation_peak_bytes or 0 for record in session.report()]
+        assert peaks[0] > 0.5 * peaks[1]
+        assert (session.report()[0].state_bytes or 0) < 64 * KIB
+
+
+def test_a_fused_optimizer_that_a_scaler_makes_skip(model: Model) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with session_for(model) as session:
+        for number in range(3):
+            factor = float("inf") if number == 1 else 1.0
+            scaler.scale(loss_of(model, make_tokens(number)) * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert [record.skipped for record in session.report()] == [False, True, False]
+
+
+def test_a_pickled_model_needs_nothing_of_this_package(model: Model) -> None:
+    with session_for(model):
+        assert b"tba_offload" not in pickle.dumps(model)
+
+
+class Wrapper(nn.Module):
+    """Has a forward of its own, and trains by that of the model in it, as modules of Lightning do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inner = model
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.inner(1.0, input_ids=batch)
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self.inner(1.0, input_ids=batch).sum()
+
+
+@pytest.mark.parametrize("through", ["forward", "training_step"])
+def test_a_model_inside_of_what_was_attached_opens_steps_and_counts_tokens(
+    model: Model, through: str
+) -> None:
+    wrapped = Wrapper(TakesIds(model))
+    optimizer = adam(wrapped)
+    ids = make_tokens(0)[:, :-1]
+    with session_for(wrapped) as session:
+        for _ in range(2):
+            for _ in range(2):
+                getattr(wrapped, through)(ids).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert [record.tokens for record in session.report()] == [2 * ids.numel()] * 2
+        assert scopes_of(session) == [2 * LAYERS] * 2
+
+
+def test_an_exception_outside_of_the_layers_that_is_kept(model: Model) -> None:
+    optimizer = adam(model)
+    broken = True
+
+    def fail(*_: object) -> None:
+        if broken:
+            raise ZeroDivisionError
+
+    model.head.register_forward_pre_hook(fail)
+    with session_for(model) as session:
+        with pytest.raises(ZeroDivisionError) as kept:  # with the frames, and so the graph, of the forward
+            micro_batch(model)
+        broken = False
+        one_step(model, optimizer)
+        assert scopes_of(session) == [LAYERS]
+    del kept

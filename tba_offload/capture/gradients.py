@@ -7,7 +7,7 @@ activations: they grow with the model, not with the batch, and no placement of a
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -102,10 +102,14 @@ class Gradients:
     def _watch(self, parameter: torch.Tensor) -> None:
         known = self._watched.get(id(parameter))
         if known is None or known[0]() is not parameter:
-            handle = parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+            own = weakref.ref(self)  # PyTorch holds the hook where the cyclic collector does not look
+            register: Any = parameter.register_post_accumulate_grad_hook
+            handle = register(lambda parameter: _accumulated(own, parameter))
+            weakref.finalize(self, handle.remove)
             self._watched[id(parameter)] = weakref.ref(parameter), handle
 
-    def _accumulated(self, parameter: torch.Tensor) -> None:
+    def accumulated(self, parameter: torch.Tensor) -> None:
+        """A gradient is in its place."""
         gradient = parameter.grad
         if gradient is None:  # a hook before this one has taken it, as Megatron's does
             return
@@ -115,6 +119,12 @@ class Gradients:
         self._born[id(parameter)] = _Born(parameter, gradient)
         self._about_to_count(gradient.nbytes if gradient.layout is torch.strided else 0)
         self.live.add(gradient)
+
+
+def _accumulated(own: weakref.ref[Gradients], parameter: torch.Tensor) -> None:
+    gradients = own()
+    if gradients is not None:
+        gradients.accumulated(parameter)
 
 
 class _Born:

@@ -179,12 +179,20 @@ def first_differentiable(output: object) -> torch.Tensor | None:
     return next((tensor for part in parts if (tensor := first_differentiable(part)) is not None), None)
 
 
-def nearest_nodes(root: Node, count: int) -> list[Node]:
-    """The first nodes of a graph of autograd on the way from its root, breadth first."""
+def nearest_nodes(root: Node, count: int, *, after: int) -> list[Node]:
+    """The first nodes of a graph of autograd on the way from its root, breadth first.
+
+    Args:
+        root: Where to begin.
+        count: Most nodes.
+        after: Only those that were made later than the one of this number in autograd's sequence.
+    """
     found, seen = [root], {root}
     for node in found:
         for following, _ in node.next_functions:
-            if following is not None and following not in seen and len(found) < count:
+            if following is None or following in seen or len(found) >= count:
+                continue
+            if following._sequence_nr() > after:
                 seen.add(following)
                 found.append(following)
     return found

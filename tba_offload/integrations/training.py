@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.attachment import attach
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 
     from tba_offload.config import ConfigLike
     from tba_offload.session import Session
+
+
+_open: weakref.WeakSet[Training] = weakref.WeakSet()
+"""Those that have begun."""
 
 
 class Training:
@@ -43,6 +48,10 @@ class Training:
     def begin(self, model: nn.Module, *, rank: int, ranks: int) -> None:
         """Attaches the model; a session that an exception has left open is closed first."""
         self.end()
+        for other in list(_open):  # of a callback that an exception has cut off, as in a notebook
+            if other.session is not None and other.holds(model):
+                other.end()
+        _open.add(self)
         self._reported = 0
         self.session = attach(model, self._config, run_log=self._free_run_log(rank, ranks), **self._options)
 
@@ -50,6 +59,11 @@ class Training:
         """Closes the session; may be called twice."""
         if self.session is not None:
             self.session.close()
+
+    def holds(self, model: nn.Module) -> bool:
+        """Whether the session is attached to layers of a model."""
+        layers = {layer.module for layer in self.session.layers} if self.session is not None else set()
+        return not layers.isdisjoint(model.modules())
 
     def news(self) -> dict[str, float]:
         """The main figures of the last step, once; nothing if no step has ended since."""
