@@ -482,6 +482,22 @@ def test_a_teacher_without_gradients_is_in_no_ones_way(model: Model) -> None:
         assert all(record.activation_peak_bytes for record in ours.report())
 
 
+def test_two_models_share_what_they_find_of_a_drive(model: Model, tmp_path: Path) -> None:
+    other = make_model(layers=LAYERS, seed=2)
+    config = config_for(default=tba.Placement.AUTO, in_flight=64 * KIB, directory=tmp_path)
+    with tba.attach(model, config) as one, tba.attach(other, config) as two:
+        planners = one._planner, two._planner
+        assert planners[0] is not None
+        assert planners[1] is not None
+        for _ in range(3):  # the rates of a step that warms up are forgotten
+            one_step(model, adam(model))
+        assert planners[1].drive() is None  # nothing of its own has moved
+        one_step(other, adam(other))
+        found = planners[0].drive(), planners[1].drive()
+        assert found[0] is not None
+        assert found[0] == found[1]
+
+
 # Tokens
 
 
