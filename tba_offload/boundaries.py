@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tba_offload.capture.recompute import is_recomputation
@@ -31,7 +32,6 @@ from tba_offload.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from torch import nn
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
@@ -311,7 +311,8 @@ def _callers(modules: Sequence[nn.Module], layers: Sequence[nn.Module]) -> Itera
     for module in modules:
         inside = set(module.modules())
         own = {layer for layer in layers if layer in inside and layer is not module}
-        yield module
+        if not isinstance(module, nn.ModuleList):  # which is never called
+            yield module
         holders = (child for child in module.children() if own and own <= set(child.modules()))
         yield from _callers([child for child in holders if child not in own], list(own))
 

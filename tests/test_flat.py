@@ -166,9 +166,11 @@ def test_a_closed_session_leaves_no_thread_and_no_descriptor(tmp_path: Path) -> 
 def start(script: str, directory: Path) -> subprocess.Popen[str]:
     """Runs a script with a trained model ``model``, and a session over a file in ``directory``."""
     prelude = """
-        import sys, torch
+        import sys, torch, warnings
         from harness import session_for
         from models import make_model, loss_of, make_tokens, train
+        from tba_offload import NothingSavedWarning
+        warnings.simplefilter("ignore", NothingSavedWarning)  # a wide window leaves much I/O pending
         torch.set_num_threads(1)
         model = make_model(layers=2)
         session = session_for(model, directory=sys.argv[1], in_flight=1 << 20)
