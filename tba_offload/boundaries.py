@@ -1,4 +1,4 @@
-"""Finds where the steps of a session begin and end, so that nobody has to write it into a training loop.
+"""Finds where the steps of a session begin and end, so that a training loop need not say it.
 
 A step opens with the model's first forward that records a graph, and takes in all micro-batches until the
 optimizers that hold the model's parameters have made their step. What tells that a step is over:

@@ -57,7 +57,7 @@ def keep_freed_pages() -> bool:
 
 
 class LiveBytes:
-    """Bytes of storages that somebody else owns, each counted once, from :meth:`add` until it is freed.
+    """Bytes of storages that autograd or an optimizer owns, each counted once, from :meth:`add` until freed.
 
     A gradient counts from the moment at which autograd has put it in place. While backward still computes it,
     it is a temporary like any other, and as it is where gradients exist beforehand and are added to.
@@ -167,7 +167,7 @@ class MemoryMeter(ABC):
 
     @abstractmethod
     def look(self, grows_by: int = 0) -> None:
-        """Takes note of what is live, where it may be much, or before so many bytes more are left out."""
+        """Notes what is live, where it may be much, or before ``grows_by`` bytes more are left out."""
 
     @abstractmethod
     def peak(self) -> int:
@@ -337,7 +337,7 @@ class _MallInfo2(ctypes.Structure):
 
 
 _REST = 19
-"""So many times as long as a sample took the thread rests: a count may walk all free blocks of the heap."""
+"""Rest of the sampling thread, in durations of a sample: a count may walk all free blocks of the heap."""
 
 Count = Callable[[], int]
 
