@@ -65,6 +65,12 @@ class Observed(MallocMeter):
             assert self._changed.wait_for(lambda: self._ended >= count, PATIENCE)
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_left_to_collect() -> None:
+    """What tests before this one left in cycles must not be freed while bytes are counted."""
+    gc.collect()
+
+
 @pytest.fixture
 def meter() -> Iterator[Observed]:
     meter = Observed()
