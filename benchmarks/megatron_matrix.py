@@ -146,7 +146,7 @@ DOORS = ("launch", "patch")
 RANK_ERRORS = "ranks"
 """Directory, relative to that of a run, in which torch's launcher puts the standard error of each rank."""
 LAST_LINES = 40
-"""So many lines of what failed are shown: a traceback through Megatron's training loop."""
+"""Lines of a failed rank's output that are shown: a traceback through Megatron's training loop."""
 CPU_SCRIPTS = "tba_offload.megatron.cpu_scripts" if ON_CPU else None
 """What runs a script without the launcher."""
 

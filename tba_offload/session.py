@@ -794,8 +794,7 @@ class Session:
         self.capture.forget_learned({self.layers[index].id.number for index in near})
 
     def _gradients_allocated(self) -> bool:
-        parameters = (parameter for module in self._modules for parameter in module.parameters())
-        return all(_has_gradient(parameter) for parameter in parameters if parameter.requires_grad)
+        return all(_has_gradient(parameter) for parameter in self.gradients.parameters())
 
     # ---- wiring ----------------------------------------------------------------------------------
 
@@ -858,7 +857,7 @@ def _open_store(config: OffloadConfig, device: Device) -> ActivationStore:
     )
 
 
-def _has_gradient(parameter: nn.Parameter) -> bool:
+def _has_gradient(parameter: torch.Tensor) -> bool:
     """Whether the memory of its gradient exists; Megatron's lies in a buffer of its own."""
     return parameter.grad is not None or getattr(parameter, "main_grad", None) is not None
 

@@ -85,11 +85,11 @@ class Step:
         self.began = time.perf_counter()
 
     def saw_tokens(self, count: int) -> None:
-        """The model takes so many tokens in a micro-batch."""
+        """Counts the tokens of a micro-batch."""
         self._seen_tokens = (self._seen_tokens or 0) + count
 
     def saw_rest(self, of_layers: int) -> None:
-        """Notes what is live now beside so many bytes of activations of layers."""
+        """Notes what is live now beside ``of_layers`` bytes of activations of layers."""
         if self.meter is not None:
             self.rest_bytes = max(self.rest_bytes, self.meter.live() - self._base - of_layers)
 

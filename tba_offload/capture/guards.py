@@ -26,7 +26,7 @@ def is_checkpointed(layer: nn.Module) -> bool:
 
 
 def checkpointing_warning(count: int, layers: int) -> str:
-    """What to say of a session in which so many of all layers are checkpointed."""
+    """The warning of a session in which ``count`` of all layers are checkpointed."""
     return (
         f"gradient checkpointing is switched on in {count} of the {layers} layers of the model: backward "
         "computes them again whatever their placement, and at most their inputs are offloaded. switch it off "
