@@ -19,14 +19,14 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import tba_offload as tba
+from tba_lab.demo.dtype import AUTO, CHOICES, choose_dtype
+from tba_lab.demo.progress import PlannedStep, shown
+from tba_lab.demo.race import Entrant, measures_memory, paired_ratio, race, turns
+from tba_lab.gpt import GptShape, build_gpt, gpt_loss, random_batch
+from tba_lab.megatron_cpu import single_process, training_device
 from tba_offload.config import parse_size
-from tba_offload.demo.dtype import AUTO, CHOICES, choose_dtype
-from tba_offload.demo.progress import PlannedStep, shown
-from tba_offload.demo.race import Entrant, measures_memory, paired_ratio, race, turns
 from tba_offload.device.memory import FAST_ALLOCATOR, keep_freed_pages, meter_of
 from tba_offload.device.streams import device_of
-from tba_offload.megatron.cpu import single_process, training_device
-from tba_offload.megatron.gpt import GptShape, build_gpt, gpt_loss, random_batch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -228,7 +228,7 @@ def lanes(
 
 
 def shown_race(entrants: Mapping[str, Entrant], rounds: int) -> dict[str, list[dict[str, Any]]]:
-    """A race whose progress is shown on stderr, see :func:`tba_offload.demo.race.race`."""
+    """A race whose progress is shown on stderr, see :func:`tba_lab.demo.race.race`."""
     with shown() as progress:
         progress.phase(f"starting {len(entrants)} processes: {', '.join(entrants)}")
         progress.plan(

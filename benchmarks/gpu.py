@@ -45,16 +45,16 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity
 
+from tba_lab.demo.dtype import choose_dtype, instruction_set
+from tba_lab.demo.race import Spread, measures_memory, paired_ratio, turns
+from tba_lab.megatron_cpu import single_process
 from tba_offload.config import parse_size
-from tba_offload.demo.dtype import choose_dtype, instruction_set
-from tba_offload.demo.race import Spread, measures_memory, paired_ratio, turns
 from tba_offload.device.memory import keep_freed_pages
 from tba_offload.errors import RunLogError, StoreError, UnsupportedError
-from tba_offload.megatron.cpu import single_process
 from tba_offload.report import rok
 from tba_offload.report.run_log import RunHeader, RunLogWriter, StepRecord
 from tba_offload.store import open_store
-from tba_offload.store.choice import Rates, measure
+from tba_offload.store.probe import Rates, measure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -186,7 +186,7 @@ class Contest:
                 found[name] = gpu_timeline.summary(lanes)
                 with contextlib.suppress(ModuleNotFoundError):
                     gpu_timeline.draw(lanes, f"{name}, {self.subject.size}", stem.with_suffix(".png"))
-            except Exception as error:  # noqa: BLE001 - the profiler has its moods, and the figures are there
+            except Exception as error:  # noqa: BLE001 - a trace is an extra: the figures are measured by now
                 found[name] = {"error": f"{type(error).__name__}: {error}"}
         return found
 
@@ -222,7 +222,7 @@ class Contest:
             try:
                 _, loss = self.ways[name].step(self.subject.batch_of(number), measure=False)
                 proof = self.subject.fingerprint(loss)
-            except Exception as error:  # noqa: BLE001 - its times count nevertheless
+            except Exception as error:  # noqa: BLE001 - told as its proof, which then equals no other
                 proof = f"{name}: {type(error).__name__}: {error}"
                 click.echo(f"  no proof of {proof}", err=True)
             self.proofs.setdefault(name, []).append(proof)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from tba_offload.store.queued import QueuedStore
+from tba_offload.store.engine import QueuedStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

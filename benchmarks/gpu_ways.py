@@ -22,13 +22,13 @@ from torch.autograd.graph import save_on_cpu
 from torch.nn import functional
 
 import tba_offload as tba
-from tba_offload.demo.dtype import DTYPES
+from tba_lab.demo.dtype import DTYPES
+from tba_lab.gpt import GptShape, build_gpt, causal_mask, model_flops, random_batch
+from tba_offload.config.policy import Placement
 from tba_offload.device import ByteRange, device_of
+from tba_offload.device.checksum import sums
 from tba_offload.device.memory import meter_of
-from tba_offload.device.sums import sums
 from tba_offload.errors import UnsupportedError
-from tba_offload.megatron.gpt import GptShape, build_gpt, causal_mask, model_flops, random_batch
-from tba_offload.policy import Placement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -124,7 +124,7 @@ class Subject:
     Args:
         kind: "megatron" or "torch".
         size: Of what size.
-        device: Where it lies; megatron-core has its own mind, see :func:`tba_offload.megatron.gpt.build_gpt`.
+        device: Where it lies; megatron-core has its own mind, see :func:`tba_lab.gpt.build_gpt`.
     """
 
     def __init__(self, kind: str, size: Size, device: torch.device) -> None:

@@ -147,7 +147,7 @@ RANK_ERRORS = "ranks"
 """Directory, relative to that of a run, in which torch's launcher puts the standard error of each rank."""
 LAST_LINES = 40
 """Lines of a failed rank's output that are shown: a traceback through Megatron's training loop."""
-CPU_SCRIPTS = "tba_offload.megatron.cpu_scripts" if ON_CPU else None
+CPU_SCRIPTS = "tba_lab.megatron_cpu_scripts" if ON_CPU else None
 """What runs a script without the launcher."""
 
 
@@ -411,7 +411,8 @@ def _iterations_in(output: str) -> tuple[list[dict[str, str]], list[float]]:
     """What is printed about every iteration, and its time."""
     iterations, times = [], []
     for line in _ITERATION.findall(output):
-        fields = dict(field.strip().split(":", 1) for field in line.split("|"))
+        # Another rank may print into the same line.
+        fields = dict(field.strip().split(":", 1) for field in line.split("|") if ":" in field)
         times.append(float(fields.pop(_TIME)))
         iterations.append({name: value.strip() for name, value in fields.items()})
     return iterations, times

@@ -31,8 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tba_offload as tba
-from tba_offload.config import parse_size
-from tba_offload.demo.race import (
+from tba_lab.demo.race import (
     MEASURE_EVERY,
     Entrant,
     measures_memory,
@@ -40,17 +39,18 @@ from tba_offload.demo.race import (
     ratio_of,
     timed_rounds,
 )
+from tba_lab.gpt import GptShape, build_gpt, gpt_loss, random_batch
+from tba_lab.megatron_cpu import single_process
+from tba_offload.config import parse_size
+from tba_offload.config.policy import Placement, Rule
 from tba_offload.device.memory import FAST_ALLOCATOR, keep_freed_pages
-from tba_offload.forecast import composition
-from tba_offload.megatron.cpu import single_process
-from tba_offload.megatron.gpt import GptShape, build_gpt, gpt_loss, random_batch
 from tba_offload.plan.bandwidth import Bandwidth
 from tba_offload.plan.condense import count_items
-from tba_offload.plan.planner import Limits, make_plan
 from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing
+from tba_offload.plan.search import Limits, make_plan
 from tba_offload.plan.what_if import one_f_one_b, peak_of_keep
-from tba_offload.policy import Placement, Rule
 from tba_offload.store.file import FileStore
+from tba_offload.what_if import composition
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

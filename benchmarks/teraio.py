@@ -49,10 +49,10 @@ from teraio_rivals import (
 from transformer_profile import LayerShape, llama_layer, megatron_layer, stage
 
 from tba_offload.config import parse_size
-from tba_offload.forecast import composition
+from tba_offload.config.policy import Placement
 from tba_offload.plan.bandwidth import Bandwidth
-from tba_offload.plan.planner import MARGIN, Limits, make_plan
-from tba_offload.policy import Placement
+from tba_offload.plan.search import MARGIN, Limits, make_plan
+from tba_offload.what_if import composition
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

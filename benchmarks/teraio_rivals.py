@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tba_offload.plan.plan import Plan
-from tba_offload.plan.simulator import Outcome, simulate
-from tba_offload.policy import Placement
+from tba_offload.config.policy import Placement
+from tba_offload.plan.model import Plan
+from tba_offload.plan.simulate import Outcome, simulate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

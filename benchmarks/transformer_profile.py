@@ -12,9 +12,9 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tba_offload.config.policy import Placement
 from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing
 from tba_offload.plan.what_if import one_f_one_b
-from tba_offload.policy import Placement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

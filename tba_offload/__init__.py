@@ -25,6 +25,7 @@ from tba_offload.errors import (
     NoEffectWarning,
     NothingSavedWarning,
     PatchError,
+    RecomputationError,
     RunLogError,
     SavedTensorModifiedError,
     SessionError,
@@ -39,8 +40,8 @@ from tba_offload.errors import (
 if TYPE_CHECKING:
     from tba_offload.attachment import attach
     from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig, load_config
+    from tba_offload.config.policy import LayerId, Placement, Policy, Rule
     from tba_offload.device.memory import keep_freed_pages
-    from tba_offload.policy import LayerId, Placement, Policy, Rule
     from tba_offload.report.run_log import StepRecord, read_run_log
     from tba_offload.session import Session
     from tba_offload.step import Step
@@ -50,11 +51,11 @@ __version__ = "0.1.0"
 # Loaded on first use, so that what needs no torch (policies, run logs, plots) starts fast.
 _HOMES = {
     "BudgetConfig": "tba_offload.config",
-    "LayerId": "tba_offload.policy",
+    "LayerId": "tba_offload.config.policy",
     "OffloadConfig": "tba_offload.config",
-    "Placement": "tba_offload.policy",
-    "Policy": "tba_offload.policy",
-    "Rule": "tba_offload.policy",
+    "Placement": "tba_offload.config.policy",
+    "Policy": "tba_offload.config.policy",
+    "Rule": "tba_offload.config.policy",
     "Session": "tba_offload.session",
     "Step": "tba_offload.step",
     "StepRecord": "tba_offload.report.run_log",
@@ -77,6 +78,7 @@ __all__ = [
     "PatchError",
     "Placement",
     "Policy",
+    "RecomputationError",
     "Rule",
     "RunLogError",
     "SavedTensorModifiedError",

@@ -38,7 +38,7 @@ def attach(
 ) -> Session:
     """Attaches offloading to a model.
 
-    The layers are found in Megatron models and in models with a ``ModuleList`` of equal blocks, as those
+    The layers are found in Megatron models and in models with a ``ModuleList`` of blocks, as those
     of Hugging Face; for others name them.
 
     Args:
@@ -114,7 +114,7 @@ def _is_on_cpu(chunks: list[nn.Module]) -> bool:
 
 
 def _find(chunks: list[nn.Module]) -> LayerStack:
-    """Asks the frameworks that are loaded, then looks for equal blocks."""
+    """Asks the frameworks that are loaded, then looks for blocks."""
     if any(name.partition(".")[0] == "megatron" for name in sys.modules):
         from tba_offload.megatron.layers import find_stack, is_megatron
 

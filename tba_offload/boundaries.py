@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -26,11 +27,12 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from tba_offload.capture.recompute import is_recomputation
 from tba_offload.errors import ConfigError
+from tba_offload.recompute.checkpoint import is_recomputation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from types import FrameType
 
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
@@ -94,8 +96,10 @@ class Boundaries:
         session = self._session
         if not torch.is_grad_enabled() or session._inert or is_recomputation():
             return
-        if module in self._forwards:  # it raised an exception, so that its end was never heard
-            self._forwards.clear()
+        if module in self._forwards:
+            if _calls_itself(module):
+                return
+            self._forwards.clear()  # it raised an exception, so that its end was never heard
             self._failed = True
         if not self._forwards:
             self._tokens_are_known = False
@@ -115,7 +119,7 @@ class Boundaries:
 
     def model_ended(self, module: nn.Module, _args: object, output: object) -> None:
         """The model's forward has ended."""
-        if module not in self._forwards or is_recomputation():
+        if module not in self._forwards or is_recomputation() or _calls_itself(module):
             return
         del self._forwards[self._forwards.index(module) :]
         if not self._forwards and not self._session._inert:
@@ -283,6 +287,9 @@ class Boundaries:
         return self._all_updated or session.gradients.are_cleared
 
 
+_CALL = nn.Module._call_impl.__code__
+"""What runs the hooks of a module around its forward."""
+
 _no_hook = contextlib.nullcontext().__exit__
 """Takes anything and does nothing; pickled it is one of Python's own, which needs no other package."""
 
@@ -304,6 +311,17 @@ class _ModelHook:
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+def _calls_itself(module: nn.Module) -> bool:
+    """Whether the call of a module that runs now lies in another call of it."""
+    calls = 0
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _CALL and frame.f_locals["self"] is module:
+            calls += 1
+        frame = frame.f_back
+    return calls > 1
 
 
 def _callers(modules: Sequence[nn.Module], layers: Sequence[nn.Module]) -> Iterator[nn.Module]:

@@ -11,14 +11,14 @@ import warnings
 from typing import TYPE_CHECKING
 
 from tba_offload.config import format_size
+from tba_offload.config.policy import Placement
 from tba_offload.errors import NoEffectWarning, NothingSavedWarning
-from tba_offload.policy import Placement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tba_offload.config import OffloadConfig
-    from tba_offload.policy import LayerId
+    from tba_offload.config.policy import LayerId
 
 _STAYS = frozenset({Placement.KEEP, Placement.RECOMPUTE})
 """Placements with which no byte of a layer is ever in flight."""
@@ -58,7 +58,7 @@ def _why_no_budget(config: OffloadConfig, placements: set[Placement]) -> str | N
 
 def saves_nothing(config: OffloadConfig) -> str | None:
     """Why offloading frees no memory of a model on the CPU; ``None`` if it does."""
-    from tba_offload.store.directory import lies_in_memory
+    from tba_offload.store.run_file import lies_in_memory
 
     remedy = "name a directory on a drive"
     if config.store.kind == "host":

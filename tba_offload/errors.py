@@ -7,12 +7,14 @@
     ├── UnsupportedError (RuntimeError)       a model or a setting that cannot be offloaded, and why
     ├── MissingDependencyError (ImportError)  an optional package is needed; says what to install
     ├── SavedTensorModifiedError (RuntimeError)  a saved tensor was changed in place before backward
+    ├── RecomputationError (RuntimeError)     a recomputed layer gave other numbers than before
     ├── TransferError (RuntimeError)          offloading of one activation failed; names layer and remedy
     ├── SessionError (RuntimeError)           the session was used out of order, closed, or after a fork
     ├── PatchError (RuntimeError)             a Megatron-LM checkout cannot be patched, and why
     ├── RunLogError (ValueError)              a run log cannot be read
     └── StoreError (OSError)                  the store could not move bytes
         ├── StoreFullError                    no room: capacity reached or drive full
+        │   └── OutOfServiceError             a drive that failed takes nothing for a while
         ├── ShortTransferError                fewer bytes moved than asked for
         └── ChecksumError                     bytes read differ from the bytes written
 
@@ -99,6 +101,10 @@ class SavedTensorModifiedError(TbaError, RuntimeError):
     """A tensor that autograd saved was changed in place before its backward used it."""
 
 
+class RecomputationError(TbaError, RuntimeError):
+    """A layer that backward computed anew did not give the numbers of its forward."""
+
+
 class TransferError(TbaError, RuntimeError):
     """The transfer of one activation failed; the cause is the store's own error."""
 
@@ -123,9 +129,23 @@ class StoreFullError(StoreError):
     """The store has no room: its capacity is reached or the drive is full."""
 
 
+class OutOfServiceError(StoreFullError):
+    """The drive failed and is left alone; it takes nothing until it is tried again."""
+
+
 class ShortTransferError(StoreError):
     """Fewer bytes were moved than asked for."""
 
 
 class ChecksumError(StoreError):
     """The bytes that were read are not the bytes that were written."""
+
+
+def is_of_drive(error: BaseException | None) -> bool:
+    """Whether a failed transfer is the drive's fault, as the operating system or a checksum says.
+
+    A fault of the program, such as an error of the device that the bytes lie on, is not.
+    """
+    if not isinstance(error, StoreError):
+        return False
+    return error.errno is not None or isinstance(error.__cause__, OSError)

@@ -16,13 +16,37 @@ _NUMBER = re.compile(r"(?P<before>.*?)(?P<number>\d+)(?P<after>\D*)", re.DOTALL)
 """A module name with the last number in it, which is that of the layer."""
 
 
+# Text
+
+
+def visible(text: str) -> str:
+    r"""The text with everything spelt out that a terminal would obey or not show: ``\x1b``, ``\u202e``.
+
+    Names in files may hold anything: sequences that move the cursor, halves of characters, changes of the
+    writing direction.
+    """
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
+def shortened(text: str, most: int = 200) -> str:
+    """What a user wrote, for a message that quotes it: of a long text the beginning, and an ellipsis."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def quoted(value: object) -> str:
+    """A value that a user gave, as a message quotes it."""
+    return shortened(repr(value))
+
+
 # Figures
 
 
 def significant(value: float) -> str:
     """Three significant digits, and never an exponent: ``0.0912``, ``41.6``, ``1536``."""
-    if value == 0:
-        return "0"
+    if value == 0 or not math.isfinite(value):
+        return f"{value:.0f}"
     digits = max(0, 2 - math.floor(math.log10(abs(value))))
     return f"{value:.{digits}f}"
 

@@ -19,17 +19,26 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
+from tba_offload import interrupts
+from tba_offload.adapt.controller import AutoPlanner
 from tba_offload.boundaries import Boundaries, Tokens, token_counter
-from tba_offload.capture import resize, transforms
+from tba_offload.capture import compiling, resize, transforms
 from tba_offload.capture.gradients import Gradients
-from tba_offload.capture.guards import cache_warning, checkpointing_warning, holds_cache, is_checkpointed
+from tba_offload.capture.guards import (
+    cache_warning,
+    checkpointing_warning,
+    holds_cache,
+    is_checkpointed,
+)
 from tba_offload.capture.hooks import Capture, LayerHooks
+from tba_offload.capture.identity import latest_node
 from tba_offload.capture.layers import Layer, LayerStack, check_disjoint, first_differentiable, nearest_nodes
-from tba_offload.capture.recompute import is_recomputation
+from tba_offload.capture.rematerialize import Rebuilds, SelectiveHooks
+from tba_offload.capture.retained import is_retained, life_of_layer
 from tba_offload.capture.scope import ScopeKey
-from tba_offload.capture.selective import Rebuilds, SelectiveHooks
 from tba_offload.capture.trace import DeviceTimes
 from tba_offload.config import ConfigLike, OffloadConfig, format_size, read_config
+from tba_offload.config.policy import LayerId, Placement
 from tba_offload.device.memory import MemoryMeter, ResidentPeak, meter_of
 from tba_offload.device.streams import device_of
 from tba_offload.errors import (
@@ -41,26 +50,36 @@ from tba_offload.errors import (
 )
 from tba_offload.formatting import layers_by_placement, readable_size
 from tba_offload.notices import describe_step, tell
-from tba_offload.plan.plan import Plan
-from tba_offload.plan.planner import Limits
-from tba_offload.planning import AutoPlanner
-from tba_offload.policy import LayerId, Placement
+from tba_offload.plan.model import Plan
+from tba_offload.plan.search import Limits
+from tba_offload.recompute.checkpoint import is_recomputation
+from tba_offload.recompute.nested import TooManyError, tensors_in
+from tba_offload.recompute.rescue import Rescue
+from tba_offload.recompute.verify import Mode, Run, Trial, Verifier
 from tba_offload.report.run_log import RunHeader, RunLogWriter, StepRecord
 from tba_offload.step import Step
-from tba_offload.store import open_store
-from tba_offload.store.base import HOST_TIER
+from tba_offload.store import exit_status, open_store
+from tba_offload.store.base import HOST_TIER, close_after
 from tba_offload.transfer.offloader import Offloader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from types import TracebackType
 
+    from tba_offload.adapt.controller import Need
     from tba_offload.capture.trace import ScopeTrace
     from tba_offload.device.streams import Device
-    from tba_offload.planning import Need
     from tba_offload.store.base import ActivationStore, DriveLoad
 
 _REMEMBERED_STEPS = 10_000
+
+_RESCUED = frozenset({Placement.OFFLOAD, Placement.AUTO})
+"""Placements of layers that may be repeated to make again what a drive does not give back."""
+
+_OTHER_RANKS = (
+    "the planner recomputes no layer, because other ranks may run the same layers and would have to do the "
+    "same; place layers recompute to have it so on all ranks"
+)
 
 _LOOKED_AT = 3
 """Steps in which it is looked whether the window is too wide: later ones save as much."""
@@ -71,12 +90,43 @@ _TAIL = 32
 
 @dataclass(slots=True)
 class _Site:
-    """Where a session has put itself into a layer."""
+    """Where a session has put itself into a layer.
+
+    Attributes:
+        layer: The layer.
+        index: Its place among those of the session.
+        own: Its own forward.
+        runs: How often it ran in this step.
+        waiting: How many of these runs wait for their backward.
+        tracer: What compiles the model that called it last.
+    """
 
     layer: Layer
     index: int
-    forward: Callable[..., Any]
+    own: Callable[..., Any]
     runs: int = 0
+    waiting: int = 0
+    tracer: compiling.Tracer = None
+
+    def forward(self, /, *args: object, **kwargs: object) -> object:
+        """Runs the layer's own forward, compiled if its caller is, and so in backward too."""
+        if self.tracer is None:
+            return self.own(*args, **kwargs)
+        before = compiling.switch(self.tracer)
+        try:
+            return self.own(*args, **kwargs)
+        finally:
+            compiling.switch(before)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the layer runs as a graph of the compiler."""
+        return self.tracer is not None or hasattr(self.own, "_torchdynamo_orig_callable")
+
+    def called_by(self, tracer: compiling.Tracer) -> None:
+        """Notes what compiles the caller; in backward nothing does."""
+        if tracer is not None or not is_recomputation():
+            self.tracer = tracer
 
 
 @dataclass(frozen=True)
@@ -160,6 +210,7 @@ class Session:
             ceiling=config.budget.ceiling,
             keep_when_full=config.on_full == "keep",
             stall_limit=config.store.stall_seconds,
+            budget_bytes=config.budget.activation_bytes,
         )
         self.capture = Capture(
             self.offloader,
@@ -176,8 +227,13 @@ class Session:
         self._records: deque[StepRecord] = deque(maxlen=_REMEMBERED_STEPS)
         self._closed = False
         self._inert = False
-        self._buffers: list[list[tuple[int, int]]] | None = None
-        self._given_caches: set[int] = set()
+        self._verifier = Verifier(
+            stack.layers, stack.generators(self._device.torch_device), stack.not_compared, tell
+        )
+        self._planned_for: frozenset[int] = frozenset()
+        """Layers that the planner may have recomputed."""
+        self._outgrown: Plan | None = None
+        """The plan that this step began with and was too large for."""
         self._layers_end = 0  # number in autograd's sequence of what the last layer put out
         self._graphs: list[weakref.ref[Callable[..., None]]] = []
         self._warned: set[str] = set()
@@ -298,17 +354,16 @@ class Session:
     def close(self) -> None:
         """Gives the model back as it was, closes the store and the run log. May be called twice.
 
+        What a call that was interrupted has left is done by the next one.
+
         Raises:
             SessionError: A step is open.
         """
-        if self._closed:
+        if self not in _open_sessions:
             return
-        if self._boundaries is not None and not self._inert:
-            self._boundaries.finish()
-        if self._open_step() is not None:
-            raise SessionError("a session cannot be closed inside one of its steps")
+        if not self._closed:
+            self._leave_step()
         self._closed = True
-        _open_sessions.discard(self)
         for site in self._sites:
             _uninstall(site)
         if self._boundaries is not None:
@@ -318,6 +373,13 @@ class Session:
         transforms.unwatch(self.capture)
         if not self._inert:
             self._shut_down()
+        _open_sessions.discard(self)
+
+    def _leave_step(self) -> None:
+        if self._boundaries is not None and not self._inert:
+            self._boundaries.finish()
+        if self._open_step() is not None:
+            raise SessionError("a session cannot be closed inside one of its steps")
 
     def __repr__(self) -> str:
         placed = layers_by_placement(
@@ -347,7 +409,7 @@ class Session:
     ) -> None:
         if kind is not None and self._step is not None:
             self._end(failed=True)  # an interrupt struck before the step could end itself
-        self.close()
+        close_after(error, self.close)
 
     # ---- the layers ------------------------------------------------------------------------------
 
@@ -367,9 +429,13 @@ class Session:
                 self._warn_outside_step(site)
                 return site.forward(*args, **kwargs)
             self._boundaries.open_step()  # the layer was called without its model
+        if self._planner is not None and self._planner.has_budget:
+            self._leave_plan_if_outgrown(self._planner, site, (*args, *kwargs.values()))
         placement = self._placement_here(site)
         if placement is not Placement.KEEP and _appends_to_cache(site, args, kwargs):
-            self._notice_cache(site, placement)
+            placement = self._with_cache(site, placement)
+        self._note_gone()
+        before = latest_node() - 1
         scope = self.capture.trace.begin_scope(self._scope_key(site), placement)
         if self._planner is not None:
             scope.input_bytes = _activation_bytes((*args, *kwargs.values()))
@@ -381,7 +447,7 @@ class Session:
             raise
         self.capture.trace.end_scope(scope)
         self._look_at_memory()
-        self._watch_backward(output, scope)
+        self._watch_backward(site, output, scope, before)
         return output
 
     def _placement_here(self, site: _Site) -> Placement:
@@ -390,6 +456,12 @@ class Session:
         if placement is not Placement.KEEP and _hooks_are_taken():
             self._leave_alone(site)
             return Placement.KEEP
+        is_planned = placement.recomputes and site.index in self._planned_for
+        # What ranks have agreed on is no longer the business of one of them.
+        if is_planned and self._world.agree is None:
+            mode = self._verifier.mode_of(site.index)
+            if not self._verifier.may_repeat(mode):
+                return Placement.OFFLOAD  # the planner chose it for another mode of the layer
         return placement
 
     def _run_placed(
@@ -400,39 +472,92 @@ class Session:
         args: tuple[object, ...],
         kwargs: dict[str, object],
     ) -> object:
+        forward = self._forward_of(site, placement)
         if placement is Placement.KEEP:
             # No hooks at all: autograd's own way, its own checks, no cost.
-            return site.forward(*args, **kwargs)
+            return forward(*args, **kwargs)
         if placement is Placement.RECOMPUTE:
-            return self._stack.checkpoint(site.forward, *args, **kwargs)
-        with self._hooks(site, placement, scope):
+            return self._stack.checkpoint(forward, *args, **kwargs)
+        hooks = self._hooks(site, placement, scope, forward if isinstance(forward, Rescue) else None)
+        with hooks:
             if placement is Placement.RECOMPUTE_OFFLOAD:
                 # Checkpoints save the inputs through the hooks around them, and nothing else.
-                return self._stack.checkpoint(site.forward, *args, **kwargs)
-            return site.forward(*args, **kwargs)
+                return self._stack.checkpoint(forward, *args, **kwargs)
+            output = forward(*args, **kwargs)
+        if isinstance(forward, Trial):
+            forward.saved(hooks.saved)
+        return output
 
-    def _hooks(self, site: _Site, placement: Placement, scope: ScopeTrace) -> LayerHooks:
+    def _forward_of(self, site: _Site, placement: Placement) -> Callable[..., object]:
+        """The layer's forward; with what verifies a second run of it, if there is or may be one."""
+        if placement is Placement.KEEP:
+            return site.forward
+        mode = self._verifier.mode_of(site.index)
+        if placement.recomputes:
+            return Run(self._verifier, mode, site.forward)
+        if placement in _RESCUED and self._verifier.may_rescue(mode) and self._is_alone():
+            return self._rescued(site, mode)
+        return self._tried(site, mode) if self._tries(site, mode) else site.forward
+
+    def _tried(self, site: _Site, mode: Mode) -> Trial:
+        return Trial(
+            *(self._verifier, mode, site.forward),
+            device=self._device.torch_device,
+            hold=self.capture.hold,
+            fetch=self.capture.held,
+        )
+
+    def _rescued(self, site: _Site, mode: Mode) -> Rescue:
+        return Rescue(
+            *(self._verifier, mode, site.forward),
+            device=self._device.torch_device,
+            hold=self.capture.borrow,
+            fetch=self.capture.held,
+            samples_only=self.config.store.checksum,
+        )
+
+    def _tries(self, site: _Site, mode: Mode) -> bool:
+        """Whether a layer is run a second time to see whether the planner may have it recomputed."""
+        is_choice = site.index in self._planned_for
+        return is_choice and self._may_plan_recompute() and self._verifier.may_try(mode)
+
+    def _may_plan_recompute(self) -> bool:
+        """Whether the planner decides for all ranks that would have to take part in a second run."""
+        return self._world.agree is not None or self._is_alone()
+
+    def _is_alone(self) -> bool:
+        """Whether no other rank would have to take part in a second run of a layer."""
+        if self._world.ranks > 1:
+            return False
+        distributed = torch.distributed
+        return not (distributed.is_available() and distributed.is_initialized()) or (
+            distributed.get_world_size() == 1
+        )
+
+    def _hooks(
+        self, site: _Site, placement: Placement, scope: ScopeTrace, rescue: Rescue | None
+    ) -> LayerHooks:
         kept, part = self.plan.kept_of(site.index), self.plan.part_of(site.index)
         slow = self._keeps_when_slow(placement)
-        if placement is Placement.SELECTIVE:
+        if placement is Placement.SELECTIVE and not site.is_compiled:  # a graph of one node tells nothing
             layer = site.layer.module
             return SelectiveHooks(self._rebuilds, layer, scope.key, when_slow=slow, kept=kept, part=part)
-        return LayerHooks(self.capture, scope.key, when_slow=slow, kept=kept, part=part)
+        return LayerHooks(self.capture, scope.key, when_slow=slow, kept=kept, part=part, rescue=rescue)
 
-    def _notice_cache(self, site: _Site, placement: Placement) -> None:
-        """A layer's forward appends to a cache of keys and values: it must not run twice.
+    def _with_cache(self, site: _Site, placement: Placement) -> Placement:
+        """Where a layer goes whose forward appends to a cache of keys and values: it must not run twice.
 
         Raises:
             UnsupportedError: The policy wants it to.
         """
-        if placement.recomputes:
+        if placement.recomputes and site.index not in self._planned_for:
             raise UnsupportedError(
                 f"layer {site.layer.id.number} ({site.layer.id.name}) is placed {placement.value}, but its "
                 "forward appends to a cache of keys and values, so that a second one would find other keys: "
                 "switch the cache off (use_cache=False, to the model or in its config), or place it otherwise"
             )
-        self._given_caches.add(site.index)
         self._warn_once("cache", cache_warning())
+        return Placement.OFFLOAD if placement.recomputes else placement
 
     def _notice_outer_checkpoint(self, site: _Site) -> None:
         """A reentrant checkpoint around a layer records no graph of it before backward."""
@@ -471,8 +596,17 @@ class Session:
             site.layer.id.number, count if number is None else number, site.layer.chunk, site.layer.id.name
         )
 
-    def _watch_backward(self, output: object, scope: ScopeTrace) -> None:
-        """Notes when backward comes back to the layer."""
+    def _note_gone(self) -> None:
+        """Notes which graphs are gone that a backward pass had left alive.
+
+        Their gradients of parameters were put in place by no pass that backward hooks are told of.
+        """
+        trace = self.capture.trace
+        if trace.has_retained and trace.note_gone() and not self._inert:
+            self.gradients.count()
+
+    def _watch_backward(self, site: _Site, output: object, scope: ScopeTrace, before: int) -> None:
+        """Notes when backward comes back to the layer, whose nodes come after number ``before``."""
         tensor = first_differentiable(output)
         if tensor is None or tensor.grad_fn is None:  # a leaf would keep the hook
             return
@@ -484,7 +618,13 @@ class Session:
                 self._boundaries.backward_ended()
 
         def reached(_: torch.Tensor) -> None:
-            if trace.backward_reached(scope):
+            if step is self._step and scope.backward_began is None:
+                site.waiting -= 1
+            self._note_gone()
+            is_first = trace.backward_reached(scope)
+            if is_retained():
+                trace.retained(scope, life_of_layer(before))
+            if is_first:
                 torch.autograd.Variable._execution_engine.queue_callback(ended)
                 if step is not self._step and not self._inert:
                     self._warn_backward_outside_step()
@@ -513,7 +653,7 @@ class Session:
         step = self._step
         if step is not None and step.meter is not None:
             step.meter.look()
-            step.saw_rest(self.offloader.in_flight + self.capture.trace.kept_bytes)
+            step.saw_rest(self.offloader.own_bytes + self.capture.trace.kept_bytes)
 
     def _has_graph(self) -> bool:
         """Whether the graph of any forward of this step is alive."""
@@ -538,9 +678,17 @@ class Session:
         self._warn_once(
             "full",
             f"the store is full: {readable_size(nbytes)} of activations stayed in memory in step "
-            f"{self._steps}; make room where store.directories are, or raise store.capacity. the run log "
-            "counts fallback_kept_bytes",
+            f"{self._steps}{self._over_budget()}; make room where store.directories are, or raise "
+            "store.capacity. the run log counts fallback_kept_bytes",
         )
+
+    def _over_budget(self) -> str:
+        """By how much what a step kept in memory went over the budget, for a warning."""
+        budget = self.config.budget.activation_bytes
+        resident = self.offloader.stats.own_peak + self.capture.trace.kept_bytes
+        if budget is None or resident <= budget:
+            return ""
+        return f", {readable_size(resident - budget)} beyond budget.activation_bytes"
 
     def _warn_of_wide_window(self) -> None:
         """A window that holds most of what a step saves leaves most of it in memory."""
@@ -575,9 +723,22 @@ class Session:
             self._warned.add(what)
             warnings.warn(message, category, stacklevel=_stack_level())
 
+    def _tell_once(self, line: str) -> None:
+        if line not in self._warned:
+            self._warned.add(line)
+            tell(line)
+
     # ---- steps -----------------------------------------------------------------------------------
 
     def _begin(self, step: Step) -> None:
+        try:
+            interrupts.put_up(step)
+            self._prepare(step)
+        except BaseException:
+            interrupts.take_down(step)
+            raise
+
+    def _prepare(self, step: Step) -> None:
         self._check_usable()
         if self._boundaries is not None and not step.opened_itself:
             self._boundaries.finish()
@@ -588,10 +749,13 @@ class Session:
         self.capture.static.refresh(self._modules)
         self._warn_of_checkpointing()
         self.capture.begin_step()
+        self._verifier.begin_step(self._steps)
+        self._rebuilds.begin_step()
         samples = step.meter is not None and step.meter.samples
         self.capture.look_at_memory = self._look_at_memory if samples else None
         for site in self._sites:
-            site.runs = 0
+            site.runs = site.waiting = 0
+        self._begin_planned_step()
         self._graphs.clear()
         self.offloader.reset_stats()
         self.store.take_loads()  # those of a failed step belong to none
@@ -632,8 +796,13 @@ class Session:
         return self._step
 
     def _end(self, *, failed: bool) -> None:
-        self._step = None
-        self.capture.end_step(failed=failed)
+        step, self._step = self._step, None
+        try:
+            self.capture.end_step(failed=failed)
+            self._rebuilds.end_step(failed=failed)
+        finally:
+            if step is not None:
+                interrupts.take_down(step)
         if failed:
             return
         self._raise_failures()
@@ -675,6 +844,8 @@ class Session:
             gradients_allocated=step.gradients_allocated,
             offloaded_bytes=stats.offloaded,
             read_bytes=stats.read,
+            reread_bytes=stats.reread,
+            rescued_bytes=stats.rescued,
             host_offloaded_bytes=sum(load.write.nbytes for load in on_host),
             host_read_bytes=sum(load.read.nbytes for load in on_host),
             forwarded_bytes=stats.forwarded,
@@ -687,6 +858,7 @@ class Session:
             given_up_bytes=stats.given_up,
             held_bytes=stats.held,
             fallback_kept_bytes=stats.fallback_kept + self.capture.slow_kept_bytes,
+            drives_out_of_service=sum(not load.in_service for load in loads),
             left_alone_scopes=trace.left_alone,
             predicted_peak_bytes=prediction.peak_bytes if prediction is not None else None,
             predicted_seconds=prediction.seconds if prediction is not None else None,
@@ -695,7 +867,7 @@ class Session:
     def _conclude(self, step: Step) -> None:
         """Records a step that has ended, and learns from it."""
         self.gradients.count()
-        if self.offloader.stats.fallback_kept:
+        if self.offloader.stats.full:
             self._warn_full(self.offloader.stats.fallback_kept)
         self._warn_of_wide_window()
         loads = self.store.take_loads()
@@ -735,18 +907,37 @@ class Session:
     def _take_plan(self, planner: AutoPlanner | None) -> None:
         """Starts with the plan that a new planner has for its first step."""
         self._planner = planner
-        self._buffers = None
+        self._outgrown = None
+        self._planned_for = frozenset()
         if planner is not None:
             self.plan = planner.first()
-            self._buffers = self._buffer_versions()
+            self._planned_for = frozenset(
+                index for index, wanted in enumerate(planner.policy) if wanted is Placement.AUTO
+            )
         self.offloader.resize_window(self.plan.window)
 
-    def _buffer_versions(self) -> list[list[tuple[int, int]]]:
-        """Of each layer, what tells whether its forward changes its buffers, as that of a batch norm does.
+    def _leave_plan_if_outgrown(self, planner: AutoPlanner, site: _Site, arguments: Sequence[object]) -> None:
+        """Where a layer is given more than the plan is for, the rest of the step runs without it."""
+        if not _has_backward(site.layer.module, arguments):
+            return  # one that is frozen saves nothing, and is planned for when it no longer is
+        site.waiting += 1
+        size = (site.waiting, *_dimensions(arguments))
+        if not planner.fits(site.index, size) and self._outgrown is None:
+            self._outgrown = self.plan
+            self._put_in_force(planner.least(self.plan))
 
-        Such a layer is not the same if its forward runs twice, so nobody but the user has it recomputed.
-        """
-        return [[(id(b), b._version) for b in layer.module.buffers()] for layer in self.layers]
+    def _begin_planned_step(self) -> None:
+        """A step that failed or was skipped after it had left its plan taught nothing: the plan stays."""
+        if self._planner is not None:
+            self._planner.sizes.begin_step()
+        if self._outgrown is not None:
+            self._put_in_force(self._outgrown)
+            self._outgrown = None
+
+    def _put_in_force(self, plan: Plan) -> None:
+        self._forget_learned(plan)
+        self.plan = plan
+        self.offloader.resize_window(plan.window)
 
     def _mark_times(self) -> None:
         """A step begins: has times marked in the work of a device that runs behind, if a planner watches."""
@@ -759,11 +950,12 @@ class Session:
         """Shows the planner what the step was like, and takes its plan for the next one."""
         if self._planner is None:
             return
-        if (before := self._buffers) is not None:
-            found, self._buffers = self._buffer_versions(), None
-            self._planner.not_recomputed = frozenset(
-                index for index, (old, new) in enumerate(zip(before, found, strict=True)) if old != new
-            ).union(self._given_caches)
+        may_plan = self._may_plan_recompute()
+        if not may_plan and self._planned_for:
+            self._tell_once(_OTHER_RANKS)
+        self._planner.not_recomputed = frozenset(
+            index for index in self._planned_for if not (may_plan and self._verifier.may_plan(index))
+        )
         trace, stats = self.capture.trace, self.offloader.stats
         plan = self._planner.learn(
             trace,
@@ -776,9 +968,8 @@ class Session:
             on_device=DeviceTimes(trace, stats.marked_stalls) if trace.marks is not None else None,
         )
         if plan is not None:
-            self._forget_learned(plan)
-            self.plan = plan
-            self.offloader.resize_window(plan.window)
+            self._put_in_force(plan)
+            self._outgrown = None
             news = self._planner.news()
             if news is not None and self._planner.has_planned and self._world.rank == 0:
                 tell(f"plan after step {record.step}: {news['summary']}")
@@ -847,7 +1038,7 @@ def _open_store(config: OffloadConfig, device: Device) -> ActivationStore:
     directories = config.store.directories
     if not directories and config.store.kind != "host":
         directories = (Path(tempfile.gettempdir()),)
-    return open_store(
+    store = open_store(
         kind=config.store.kind,
         directories=directories,
         capacity=config.store.capacity,
@@ -855,6 +1046,8 @@ def _open_store(config: OffloadConfig, device: Device) -> ActivationStore:
         checksum=config.store.checksum,
         device=device,
     )
+    store.limit_waits(config.store.stall_seconds)
+    return store
 
 
 def _has_gradient(parameter: torch.Tensor) -> bool:
@@ -887,6 +1080,26 @@ def _activation_bytes(arguments: Iterable[object]) -> int:
         for argument in arguments
         if isinstance(argument, torch.Tensor) and argument.requires_grad
     )
+
+
+def _has_backward(layer: nn.Module, arguments: Sequence[object]) -> bool:
+    """Whether gradients are wanted of a layer, or of what it is given."""
+    if any(parameter.requires_grad for parameter in layer.parameters()):
+        return True
+    try:
+        return any(tensor.requires_grad for tensor in tensors_in(arguments))
+    except TooManyError:
+        return True
+
+
+def _dimensions(arguments: Iterable[object]) -> list[int]:
+    """All dimensions of the tensors among the arguments of a layer; of one with ragged rows, its elements."""
+    return [
+        dimension
+        for argument in arguments
+        if isinstance(argument, torch.Tensor)
+        for dimension in ((argument.numel(),) if argument.is_nested else argument.shape)
+    ]
 
 
 def _device_name(device: torch.device) -> str:
@@ -923,14 +1136,20 @@ class _AttachedForward:
     def __init__(self, session: Session, site: _Site) -> None:
         self._session = session
         self._site = site
-        functools.update_wrapper(self, site.forward)
+        functools.update_wrapper(self, site.own)
 
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        return self._session._run(self._site, args, kwargs)
+    @compiling.not_traced
+    def __call__(self, /, *args: object, **kwargs: object) -> object:
+        tracer = compiling.switch(None)
+        try:
+            self._site.called_by(tracer)
+            return self._session._run(self._site, args, kwargs)
+        finally:
+            compiling.switch(tracer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> object:
         if not _is_method_of(self._site):
-            return copy.deepcopy(self._site.forward, memo)
+            return copy.deepcopy(self._site.own, memo)
         module = self._site.layer.module
         return type(module).forward.__get__(memo.get(id(module), module))
 
@@ -948,18 +1167,18 @@ def _check_unattached(layers: Sequence[Layer]) -> None:
 
 def _is_method_of(site: _Site) -> bool:
     """Whether the layer's forward is its class's, not something that stood on the instance."""
-    return getattr(site.forward, "__self__", None) is site.layer.module
+    return getattr(site.own, "__self__", None) is site.layer.module
 
 
 def _uninstall(site: _Site) -> None:
     """Puts the layer's own forward back: the class's method, or what stood on the instance."""
     module = site.layer.module
-    if not isinstance(module.forward, _AttachedForward):
+    if not isinstance(module.forward, _AttachedForward) or module.forward._site is not site:
         return  # somebody wrapped it since; ours stays below and passes everything through
     if _is_method_of(site):
         del module.forward
     else:
-        module.forward = site.forward
+        module.forward = site.own
 
 
 def _stack_level() -> int:
@@ -982,6 +1201,7 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
+@exit_status.failing
 def _finish_at_exit() -> None:
     """The last step of a session that was never closed is in its run log all the same."""
     for session in list(_open_sessions):

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from tba_offload.config.policy import Rule
     from tba_offload.device import Event
-    from tba_offload.policy import Rule
     from tba_offload.session import Session
     from tba_offload.store.base import Extent
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from models import HEADS, HIDDEN, SEQUENCE, VOCAB, History, make_tokens
 from torch import Tensor, nn
 
-from tba_offload.megatron.cpu import seed_all, training_device
-from tba_offload.megatron.gpt import Batch, GptShape, build_encoder, build_gpt, causal_mask, gpt_loss
+from tba_lab.gpt import Batch, GptShape, build_encoder, build_gpt, causal_mask, gpt_loss
+from tba_lab.megatron_cpu import seed_all, training_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -25,6 +25,7 @@ import types
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,9 +37,9 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tba_offload.adapt.controller import AutoPlanner
     from tba_offload.plan.bandwidth import Bandwidth
-    from tba_offload.plan.plan import Plan
-    from tba_offload.planning import AutoPlanner
+    from tba_offload.plan.model import Plan
 
 SEED = 1234
 STEPS = 3
@@ -177,7 +178,7 @@ class History:
 
 def serve() -> None:
     """Runs the jobs whose files are named on standard input; answers are the exit statuses of their ranks."""
-    from tba_offload.megatron.cpu_scripts import install_for_scripts
+    from tba_lab.megatron_cpu_scripts import install_for_scripts
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed is no answer
@@ -259,7 +260,7 @@ def train(layout: Layout, flags: list[str] | None, steps: int = STEPS, *, at_odd
     optimizer = make_optimizer(layout, config, chunks)
     count_micro_batches(layout)
     history = History()
-    count_runs(history, chunks)
+    runs = count_runs(chunks)
     schedule, close = get_forward_backward_func(), no_session
     if flags is not None:
         schedule, close = attach(layout, flags, chunks, schedule)
@@ -290,6 +291,7 @@ def train(layout: Layout, flags: list[str] | None, steps: int = STEPS, *, at_odd
             evaluate(history, chunks, functools.partial(run, data_iterator=make_data(layout, EVALUATION)))
     close()
     note_state(history, chunks)
+    history.runs = runs.qsize()
     return history
 
 
@@ -308,7 +310,7 @@ def seed() -> None:
     """Starts the generators like Megatron: pipeline stages differ, data-parallel ranks do not."""
     from megatron.core import parallel_state
 
-    from tba_offload.megatron.cpu import seed_all
+    from tba_lab.megatron_cpu import seed_all
 
     number = SEED + 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(number)
@@ -336,17 +338,28 @@ def numbers_of(reported: dict[str, Tensor]) -> list[str]:
     return [number.hex() for value in reported.values() for number in value.double().flatten().tolist()]
 
 
-def count_runs(history: History, chunks: list[nn.Module]) -> None:
-    """Counts from inside of the layers, where the session does not reach."""
+def count_runs(chunks: list[nn.Module]) -> SimpleQueue[None]:
+    """Has each run of a layer leave an item in a queue.
+
+    From inside of the layers and without a hook, because the planner recomputes no layer that has one; and a
+    queue is nothing that is turned back for a second run.
+    """
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    def count(*_: object) -> None:
-        history.runs += 1
+    runs: SimpleQueue[None] = SimpleQueue()
+
+    def counted(forward: Callable[..., object]) -> Callable[..., object]:
+        def run(*args: object, **kwargs: object) -> object:
+            runs.put(None)
+            return forward(*args, **kwargs)
+
+        return run
 
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, TransformerLayer):
-                module.mlp.register_forward_hook(count)
+                module.mlp.forward = counted(module.mlp.forward)
+    return runs
 
 
 def note_placements(history: History) -> None:
@@ -470,8 +483,8 @@ def watch_planner(history: History, *, at_odds: bool) -> None:
 
 def decide_otherwise(planner: AutoPlanner) -> None:
     """Has a planner decide by its rank and by how often it has; of several, the last one needs it most."""
-    from tba_offload.plan.plan import Plan, Prediction
-    from tba_offload.policy import Placement
+    from tba_offload.config.policy import Placement
+    from tba_offload.plan.model import Plan, Prediction
 
     choices, turns = (
         (Placement.KEEP, Placement.OFFLOAD, Placement.RECOMPUTE, Placement.RECOMPUTE_OFFLOAD),

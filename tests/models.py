@@ -193,7 +193,7 @@ def train(
                 result = loss(model, 100 * step + micro_batch) / micro_batches
                 result.backward()
                 history.losses.append(result.detach())
-        history.gradients += [parameter.grad.clone() for parameter in model.parameters()]
+        history.gradients += [p.grad.clone() for p in model.parameters() if p.grad is not None]
         optimizer.step()
         optimizer.zero_grad()
     history.parameters = [parameter.detach().clone() for parameter in model.parameters()]

@@ -43,7 +43,7 @@ ON_A_CPU = (
 )
 """No data, no tokenizer, no GPU, no kernels of Apex or Transformer Engine."""
 
-PLAIN = ("-m", "tba_offload.megatron.cpu_scripts")
+PLAIN = ("-m", "tba_lab.megatron_cpu_scripts")
 OFFLOADING = ("-m", "tba_offload.megatron.launch", "--cpu")
 
 

@@ -15,48 +15,50 @@ import tba_offload
 
 ROOT = Path(tba_offload.__file__).parent
 MODULES = sorted(ROOT.rglob("*.py"))
+LAB = ROOT.parent / "tba_lab"
+LAB_MODULES = sorted(LAB.rglob("*.py"))
 
 # Each part may import those listed; those in EVERYWHERE may be imported by all.
-EVERYWHERE = {"errors", "formatting"}
+EVERYWHERE = {"errors", "formatting", "interrupts", "reading", "writing"}
 ALLOWED = {
     "errors": set(),
     "formatting": set(),
-    "policy": set(),
-    "config": {"policy"},
-    "plan": {"policy"},
+    "reading": set(),
+    "interrupts": set(),
+    "writing": set(),
+    "config": set(),
+    "plan": {"config"},
     "device": set(),
     "store": {"device"},
-    "transfer": {"store", "device"},
-    "capture": {"transfer", "device", "policy"},
+    "transfer": {"device", "store"},
+    "capture": {"config", "device", "recompute", "transfer"},
     "report": set(),
     "notices": {"report"},
-    "step": {"session", "device", "report"},
-    "boundaries": {"session", "step", "capture"},
+    "step": {"device", "report", "session"},
+    "boundaries": {"recompute", "session", "step"},
     "session": {
-        "notices",
-        "step",
+        "adapt",
         "boundaries",
         "capture",
-        "transfer",
-        "store",
-        "device",
-        "plan",
-        "policy",
         "config",
+        "device",
+        "notices",
+        "plan",
+        "recompute",
         "report",
-        "profiling",
-        "planning",
+        "step",
+        "store",
+        "transfer",
     },
-    "megatron": {"session", "capture", "store", "policy", "config", "effects", "report"},
-    "profiling": {"capture", "plan", "policy"},
-    "planning": {"profiling", "capture", "store", "plan", "policy", "report"},
-    "forecast": {"plan", "policy", "config", "report"},
-    "doctor": {"store", "device"},
-    "effects": {"config", "policy", "store"},
-    "attachment": {"session", "boundaries", "capture", "megatron", "config", "effects"},
-    "integrations": {"attachment", "session", "capture", "config", "report"},
+    "megatron": {"capture", "config", "effects", "recompute", "report", "session", "store"},
+    "adapt": {"capture", "config", "plan", "report", "store"},
+    "what_if": {"config", "plan", "report"},
+    "effects": {"config", "store"},
+    "attachment": {"boundaries", "capture", "config", "effects", "megatron", "session"},
+    "integrations": {"attachment", "capture", "config", "report", "session"},
+    "recompute": {"capture"},
 }
-ON_TOP = {"cli", "cli_check", "demo", "__init__", "__main__"}
+ON_TOP = {"cli", "testing", "__init__", "__main__"}
 
 
 def part_of(path: Path) -> str:
@@ -86,7 +88,7 @@ def test_imports_point_one_way(path: Path) -> None:
     assert inner - {part} - EVERYWHERE <= ALLOWED[part]
 
 
-@pytest.mark.parametrize("part", ["plan", "policy", "report", "config", "errors", "formatting"])
+@pytest.mark.parametrize("part", ["plan", "report", "config", "errors", "formatting"])
 def test_these_never_import_torch(part: str) -> None:
     for path in MODULES:
         if part_of(path) == part:
@@ -96,8 +98,7 @@ def test_these_never_import_torch(part: str) -> None:
 def test_only_the_megatron_part_imports_megatron() -> None:
     for path in MODULES:
         if any(name.split(".")[0] == "megatron" for name in imports_of(path)):
-            # The demo's text is a Megatron dataset, so it is on Megatron's side of the wall.
-            assert part_of(path) == "megatron" or path.name == "text.py", path
+            assert part_of(path) == "megatron", path
 
 
 def test_only_its_own_module_imports_a_framework() -> None:
@@ -108,10 +109,18 @@ def test_only_its_own_module_imports_a_framework() -> None:
 
 
 def test_only_the_device_part_names_torch_cuda() -> None:
-    named = {path for path in MODULES if re.search(r"torch\.cuda", code_of(path))}
+    named = {path for path in [*MODULES, *LAB_MODULES] if re.search(r"torch\.cuda", code_of(path))}
     # The substitutes that let Megatron train on a CPU have to replace names in torch.cuda.
-    assert {part_of(path) for path in named} - {"device"} <= {"megatron"}
-    assert {path.name for path in named if part_of(path) == "megatron"} == {"cpu.py", "cpu_scripts.py"}
+    substitutes = {LAB / "megatron_cpu.py", LAB / "megatron_cpu_scripts.py"}
+    assert {path for path in named if path.parent != ROOT / "device"} == substitutes
+
+
+def test_the_lab_is_imported_only_where_a_command_asks_for_it() -> None:
+    assert LAB_MODULES
+    asking = {path for path in MODULES if any(name.split(".")[0] == "tba_lab" for name in imports_of(path))}
+    assert asking == {ROOT / "cli" / "commands.py", ROOT / "megatron" / "launch.py"}
+    done = run_without({"tba_lab"}, "import tba_offload.cli, tba_offload.megatron.launch")
+    assert done.returncode == 0, done.stderr
 
 
 def code_of(path: Path) -> str:

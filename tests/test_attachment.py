@@ -48,7 +48,7 @@ def plain() -> Iterator[nn.Module]:
 def megatron() -> Iterator[nn.Module]:
     from megatron_models import make_megatron_model
 
-    from tba_offload.megatron.cpu import single_process
+    from tba_lab.megatron_cpu import single_process
 
     with single_process(seed=1):
         yield make_megatron_model("gpt", layers=LAYERS)

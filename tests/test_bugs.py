@@ -31,7 +31,7 @@ from tba_offload.device import CpuDevice
 from tba_offload.errors import SavedTensorModifiedError, SessionError, TransferError
 from tba_offload.store.host import HostStore
 from tba_offload.transfer.offloader import Offloader
-from tba_offload.transfer.record import Record
+from tba_offload.transfer.storage import Record
 
 if TYPE_CHECKING:
     from tba_offload.report.run_log import StepRecord

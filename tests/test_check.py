@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -67,6 +68,37 @@ def test_everything_wrong_is_told_by_line(policy: Path) -> None:
     assert [(problem["line"], f"Error: {problem['message']}") for problem in problems] == [
         *zip((5, 7, 8), messages, strict=True)
     ]
+
+
+LONG = "x" * 200_000
+SEVENS = "7" * 4000
+MATCHES = [
+    *(f"'{LONG}'", f"'{LONG}!'", f"'{LONG}:1'", f"'{LONG}:-1'", f"[{LONG}]"),
+    *("'" + part * 100_000 + "9'" for part in ("!", "1,", "0-1,", "-7", "20-30,50-60,")),
+    *(f"'{SEVENS}'", f"'{SEVENS}-1'", f"'-{SEVENS}'", f"'last {SEVENS}'", f"'0,{SEVENS}'"),
+]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(f"layers: [{{match: {match}, placement: keep}}]" for match in MATCHES),
+        f"layers: [{{match: '0', placement: {LONG}}}]",
+        f"layers: [{', '.join(['{match: 0-3, placement: keep}'] * 50)}]",
+        *(f"{LONG}: 1", f"default: {LONG}", f"default: !{LONG} 1", f"default: *{LONG}"),
+        *(f"budget: {{activation_bytes: '{size}'}}" for size in (LONG, f"1{LONG}", "9" * 200_000)),
+        *(f"store: {{directories: ['{name}']}}" for name in (f"${LONG}", f"~{LONG}")),
+        *(f"store: {{directories: {{{LONG}: 1}}}}", f"store: {{kind: {LONG}}}"),
+    ],
+    ids=itertools.count(),
+)
+def test_what_a_user_wrote_is_quoted_in_short(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(text)
+    result = check(path, "--layers", 8)
+    lines = (result.stdout + result.stderr).splitlines()
+    assert lines
+    assert max(map(len, lines)) < 1500
 
 
 def test_what_has_no_effect_is_a_warning(policy: Path) -> None:

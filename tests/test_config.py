@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pickle
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -20,8 +22,8 @@ from tba_offload.config import (
     parse_size,
     read_config,
 )
+from tba_offload.config.policy import LayerId, Placement, Rule
 from tba_offload.errors import ConfigError
-from tba_offload.policy import LayerId, Placement, Rule
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 UNITS = "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"
@@ -141,7 +143,7 @@ def test_format_size(size: int, text: str) -> None:
 
 
 @given(
-    st.integers(0, 2**63) | st.builds(lambda n, power: n << power, st.integers(0, 4096), st.integers(0, 50))
+    st.integers(0, 2**60) | st.builds(lambda n, power: n << power, st.integers(0, 1024), st.integers(0, 50))
 )
 def test_sizes_survive_a_round_trip(size: int) -> None:
     assert parse_size(format_size(size)) == size
@@ -178,7 +180,7 @@ def test_defaults() -> None:
     config = OffloadConfig()
     assert (config.default, config.layers, config.on_full, config.on_slow) == ("offload", (), "keep", None)
     assert (config.budget.activation_bytes, config.budget.in_flight_bytes) == (None, 256 * MIB)
-    assert dataclasses.astuple(config.store) == ("auto", (), None, None, False, 300.0)
+    assert dataclasses.astuple(config.store) == ("auto", (), None, None, True, 300.0)
     assert config.min_tensor_bytes == 64 * KIB
 
 
@@ -285,7 +287,7 @@ def test_any_configuration_survives_yaml(config: OffloadConfig) -> None:
         ),
         ("default: keep\n\ndefault: keep", "3: default: given twice, first in line 1; remove one"),
         ("? [a]\n: b", "1: a key must be a word"),
-        (f"on_full: {'x' * 99}", f"1: on_full: must be 'keep' or 'error', not '{'x' * 56}..."),
+        (f"on_full: {'x' * 999}", f"1: on_full: must be 'keep' or 'error', not '{'x' * 198}…"),
     ],
 )
 def test_wrong_values(text: str, message: str) -> None:
@@ -639,3 +641,74 @@ def test_example_policies(name: str) -> None:
 
 def test_no_example_is_forgotten() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.yaml")} == set(_EXPECTED)
+
+
+# What is out of all bounds
+
+
+HUGE = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"min_tensor_bytes: {HUGE}GiB",
+        "min_tensor_bytes: 2000000000000TiB",
+        "budget: {activation_bytes: 99999999999TB}",
+        "budget: {in_flight_bytes: -1GiB}",
+        "store: {capacity: 1e400}",
+        "store: {host_capacity: nan}",
+        "store: {stall_seconds: 1e12}",
+        f"store: {{stall_seconds: {HUGE}}}",
+        "store: {stall_seconds: nan}",
+        f"layers: [{{match: '{HUGE}', placement: keep}}]",
+        f"layers: [{{match: 'last {HUGE}', placement: keep}}]",
+        'store: {directories: "/tmp/\\0"}',
+        'store: {directories: "/tmp/\\ud800"}',
+        "[" * 5000,
+        "a: " + "{a: " * 2000,
+    ],
+)
+def test_no_value_is_out_of_bounds(text: str) -> None:
+    assert len(complaint(text)) < 500
+
+
+@pytest.mark.parametrize("setting", ["activation_bytes", "in_flight_bytes"])
+@pytest.mark.parametrize("value", [-1, 10**400, 2**60 + 1, 1.5, float("nan"), float("inf"), True])
+def test_no_number_of_python_is_out_of_bounds(setting: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=setting):
+        BudgetConfig(**{setting: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [-1, 10**400, 1e12, float("nan"), float("inf"), True])
+def test_no_time_is_out_of_bounds(value: object) -> None:
+    with pytest.raises(ConfigError, match="stall_seconds"):
+        StoreConfig(stall_seconds=value)  # type: ignore[arg-type]
+
+
+def test_the_longest_time_is_one_that_can_be_waited() -> None:
+    seconds = StoreConfig(stall_seconds=1e9).stall_seconds
+    assert seconds is not None
+    assert seconds < threading.TIMEOUT_MAX
+
+
+def test_a_document_that_holds_itself_is_an_error() -> None:
+    document: dict[str, object] = {}
+    document["layers"] = [document]
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        OffloadConfig.from_dict(document)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "directory", "too large"])
+def test_only_a_regular_file_of_some_size_is_a_policy(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "policy.yaml"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path = Path("/dev/zero")
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        path.write_text("# so much\n" * 200_000)
+    with pytest.raises(ConfigError, match=f"{path}: cannot be read: (not a regular|a directory|larger than)"):
+        load_config(path)

@@ -14,13 +14,14 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from tba_lab.demo.console import _fault_lines
+from tba_lab.demo.race import RaceError, Watch, measures_memory
+from tba_lab.demo.run import WARM_UP, DemoSettings, describe, run_demo, summarize
+from tba_lab.gpt import GptShape
 from tba_offload import cli
 from tba_offload.config import OffloadConfig
-from tba_offload.demo.race import RaceError, Watch, measures_memory
-from tba_offload.demo.run import WARM_UP, DemoSettings, describe, run_demo, summarize
+from tba_offload.config.policy import Placement
 from tba_offload.errors import ConfigError
-from tba_offload.megatron.gpt import GptShape
-from tba_offload.policy import Placement
 from tba_offload.report.run_log import RunHeader, RunLogWriter, StepRecord, read_run_log
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from click.testing import Result
 
-    from tba_offload.demo.race import Entrant
+    from tba_lab.demo.race import Entrant
 
 pytestmark = pytest.mark.megatron
 
@@ -306,8 +307,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The arguments of the entrants of races that are only played."""
     seen: list[dict[str, Any]] = []
     rounds = dict.fromkeys(STRATEGIES, PLAYED)
-    monkeypatch.setattr("tba_offload.demo.run.race", fake_race(rounds, seen))
-    monkeypatch.setattr("tba_offload.demo.run.write_text", lambda directory: directory)
+    monkeypatch.setattr("tba_lab.demo.run.race", fake_race(rounds, seen))
+    monkeypatch.setattr("tba_lab.demo.run.write_text", lambda directory: directory)
     return seen
 
 
@@ -379,7 +380,7 @@ def test_losses_that_differ_are_an_error_on_the_console(
     seen: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     rounds = {name: [*PLAYED[:-1], figures(1.0, None, loss=float(name == "keep"))] for name in STRATEGIES}
-    monkeypatch.setattr("tba_offload.demo.run.race", fake_race(rounds, seen))
+    monkeypatch.setattr("tba_lab.demo.run.race", fake_race(rounds, seen))
     result = call("demo", *TINY, "--batch-size", "1", "--output", str(tmp_path / "out"))
     assert result.exit_code == 1
     assert "losses of the 3 strategies over 5 steps: DIFFERENT" in result.stdout
@@ -426,7 +427,7 @@ def test_a_control_tells_the_noise_and_is_not_in_the_curve(
     seen: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     rounds = dict.fromkeys(STRATEGIES, PLAYED) | {"control": [*PLAYED[:-1], figures(1.25, None)]}
-    monkeypatch.setattr("tba_offload.demo.run.race", fake_race(rounds, seen))
+    monkeypatch.setattr("tba_lab.demo.run.race", fake_race(rounds, seen))
     result = call("demo", *TINY, "--batch-size", "1", "--control", "--output", str(tmp_path / "out"))
     assert result.exit_code == 0, result.output
     assert (
@@ -450,7 +451,7 @@ def test_a_run_that_would_take_too_long_is_one_line(
         time.sleep(0.01)  # or longer; all steps together are to take a millisecond
         watch.end()
 
-    monkeypatch.setattr("tba_offload.demo.run.race", slow)
+    monkeypatch.setattr("tba_lab.demo.run.race", slow)
     result = call("demo", *TINY, "--time-limit", str(0.001 / 60), "--json", "--output", str(tmp_path / "out"))
     assert_one_line(result, 1, "longer than 0 s: give fewer --steps, a shorter --sequence")
     assert "--time-limit" in result.stderr
@@ -475,7 +476,7 @@ def test_a_strategy_that_fails_leaves_no_scratch(
     def race(*_: object, **__: object) -> None:
         raise RaceError("offload: its process ended with status -9")
 
-    monkeypatch.setattr("tba_offload.demo.run.race", race)
+    monkeypatch.setattr("tba_lab.demo.run.race", race)
     result = call("demo", *TINY, "--json", "--output", str(tmp_path / "out"))
     assert_one_line(result, 1, "offload: its process ended with status -9")
     assert list((tmp_path / "out").iterdir()) == []
@@ -603,3 +604,81 @@ def test_a_budget_is_for_auto(tmp_path: Path) -> None:
     result = call("demo", *TINY, "--output", str(tmp_path), "--budget", "64MiB")
     assert result.exit_code == 1
     assert "a budget is for --policy auto" in result.output
+
+
+# Drives that fail.
+
+OFFLOADING = (
+    *("--layers", "3", "--hidden", "96", "--heads", "4", "--sequence", "32", "--batch-size", "2"),
+    *("--steps", "5", "--dtype", "fp32", "--window", "256KiB", "--threads", "1"),
+)
+"""A model so large that some of its activations travel."""
+
+
+def test_a_fault_is_noticed_and_changes_no_loss(tmp_path: Path) -> None:
+    result = call("demo", *OFFLOADING, "--output", str(tmp_path / "out"), "--fault", "flip-write:n=1")
+    assert result.exit_code == 0, result.output
+    assert "identical to the last bit" in result.output
+    assert "batch size 2: flip-write:n=1 struck 1 x in offload" in result.output
+    assert "noticed, and the step done again: step 1: ChecksumError: could not read" in result.output
+    assert "stayed in memory instead of on the drive" in result.output
+    found = json.loads((tmp_path / "out" / "summary.json").read_text())["faults"]["2"]
+    assert (found["lane"], found["struck"], len(found["noticed"])) == ("offload", {"flip-write:n=1": 1}, 1)
+    assert found["fallback_kept_bytes"] > 0  # the drive is left alone for a while
+
+
+def test_a_drive_that_hangs_ends_the_demo_with_a_named_error(tmp_path: Path) -> None:
+    result = call("demo", *OFFLOADING, "--output", str(tmp_path / "out"), "--fault", "hang-write:after=5")
+    assert result.exit_code == 1
+    # The step that is made once more keeps its activations in memory.
+    said = " ".join(result.output.split())
+    assert "offload failed: StoreError" in said
+    assert "have not moved for 10 s and are given up" in said
+    assert list((tmp_path / "out").iterdir()) == []
+    assert multiprocessing.active_children() == []
+
+
+def test_faults_are_for_the_lane_that_offloads(seen: list[dict[str, Any]], tmp_path: Path) -> None:
+    arguments = (
+        "demo",
+        *TINY,
+        "--batch-size",
+        "2",
+        "--output",
+        str(tmp_path / "out"),
+        "--fault",
+        "flip-read:n=2",
+    )
+    result = call(*arguments)
+    assert isinstance(result.exception, KeyError)  # races that are only played strike nothing
+    assert {each["strategy"]: each["faults"] for each in seen} == {
+        "keep": (),
+        "recompute": (),
+        "offload": ("flip-read:n=2",),
+    }
+
+
+def test_what_is_no_fault_is_one_line(tmp_path: Path) -> None:
+    result = call("demo", *TINY, "--output", str(tmp_path / "out"), "--fault", "burn-write")
+    assert_one_line(result, 1, "'burn-write' is not one of fail-write")
+
+
+@pytest.mark.parametrize(
+    ("faults", "identical", "line"),
+    [
+        ({"noticed": [], "fallback_kept_bytes": 0}, True, "nothing to notice"),
+        ({"noticed": [], "fallback_kept_bytes": 0}, False, "nothing was noticed"),
+        (
+            {"noticed": ["step 2: ChecksumError: x"], "fallback_kept_bytes": 0},
+            True,
+            "step done again: step 2",
+        ),
+        ({"noticed": [], "fallback_kept_bytes": 2**20}, True, "up to 1.00 MiB of a step stayed in memory"),
+        ({"noticed": [], "fallback_kept_bytes": 0, "reread_bytes": 2**20}, True, "1.00 MiB were read again"),
+    ],
+)
+def test_what_came_of_a_fault_is_said(faults: dict[str, Any], identical: bool, line: str) -> None:
+    given = {"lane": "offload", "struck": {"flip-read": 2}, "reread_bytes": 0}
+    lines = _fault_lines(given | faults, identical=identical)
+    assert lines[0] == "flip-read struck 2 x in offload"
+    assert line in lines[1]

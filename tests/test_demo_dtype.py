@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tba_offload.demo.dtype import (
+from tba_lab.demo.dtype import (
     AUTO,
     CHOICES,
     DTYPES,
@@ -79,8 +79,8 @@ def test_measuring_ends_where_a_product_takes_long(monkeypatch: pytest.MonkeyPat
         now += 0.1
         return 0.1
 
-    monkeypatch.setattr("tba_offload.demo.dtype._seconds", seconds)
-    monkeypatch.setattr("tba_offload.demo.dtype.time.perf_counter", lambda: now)
+    monkeypatch.setattr("tba_lab.demo.dtype._seconds", seconds)
+    monkeypatch.setattr("tba_lab.demo.dtype.time.perf_counter", lambda: now)
     found = measure_rates(torch.device("cpu"))
     assert len(calls) == 2 * 3 * 2  # two rounds: the first loads kernels
     assert [each.step for each in found.values()] == [pytest.approx(2 * 128 * 384 * 384 / 0.1)] * 2
@@ -88,7 +88,7 @@ def test_measuring_ends_where_a_product_takes_long(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_dtype_that_is_given_is_not_measured(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tba_offload.demo.dtype.measure_rates", lambda _: pytest.fail("measured"))
+    monkeypatch.setattr("tba_lab.demo.dtype.measure_rates", lambda _: pytest.fail("measured"))
     chosen = choose_dtype(dtype)
     assert chosen == DtypeChoice(dtype, instruction_set(), {})
     assert (

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tba_offload.demo import sizing
-from tba_offload.demo.fit import (
+from tba_lab.demo import sizing
+from tba_lab.demo.fit import (
     FEWEST_STEPS,
     HIDDEN,
     MOST_STEPS,
@@ -25,9 +25,9 @@ from tba_offload.demo.fit import (
     fit,
     parameters_of,
 )
-from tba_offload.demo.race import Watch
+from tba_lab.demo.race import Watch
+from tba_lab.gpt import GptShape, model_flops
 from tba_offload.errors import ConfigError
-from tba_offload.megatron.gpt import GptShape, model_flops
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -217,8 +217,8 @@ def test_probes_of_wider_models_do_not_count() -> None:
 
 
 def test_parameters_are_those_of_the_model() -> None:
-    from tba_offload.megatron.cpu import single_process
-    from tba_offload.megatron.gpt import build_gpt
+    from tba_lab.gpt import build_gpt
+    from tba_lab.megatron_cpu import single_process
 
     for style in ("gpt", "llama"):
         shape = GptShape(layers=2, hidden=96, heads=4, sequence=32, style=style)

@@ -11,16 +11,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.progress import Progress as RichProgress
 
-from tba_offload.demo import progress as module
-from tba_offload.demo.progress import (
-    SILENCE,
-    BarProgress,
-    Pace,
-    PlannedStep,
-    Progress,
-    TooLongError,
-    duration,
-)
+from tba_lab.demo import progress as module
+from tba_lab.demo.progress import SILENCE, BarProgress, Pace, PlannedStep, Progress, TooLongError, duration
 from tba_offload.errors import TbaError
 
 

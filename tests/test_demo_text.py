@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 import torch
 
-from tba_offload.demo import text
-from tba_offload.demo.text import ByteTokenizer, batches, write_text
+from tba_lab.demo import text
+from tba_lab.demo.text import ByteTokenizer, batches, write_text
 from tba_offload.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tba_offload.megatron.gpt import Batch
+    from tba_lab.gpt import Batch
 
 pytestmark = pytest.mark.megatron
 

@@ -14,9 +14,9 @@ from click.testing import CliRunner, Result
 from ordered_device import OrderedDevice
 from store_contract import CPU, descriptors
 
-from tba_offload import cli, doctor
+from tba_offload import cli
 from tba_offload.device import streams
-from tba_offload.store import choice, gds, posix
+from tba_offload.store import doctor, gds, posix, probe
 
 if TYPE_CHECKING:
     import types
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def small_extents(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "EXTENT_BYTES", 1 << 16)
+    monkeypatch.setattr(probe, "EXTENT_BYTES", 1 << 16)
 
 
 @pytest.fixture

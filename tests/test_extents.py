@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import random
+from unittest.mock import patch
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tba_offload.errors import StoreFullError
+from tba_offload.store import extents
 from tba_offload.store.extents import BLOCK, ExtentAllocator, round_up
 
 BLOCKS = 24
@@ -16,8 +21,12 @@ BLOCKS = 24
 class AllocatorMachine(RuleBasedStateMachine):
     """Every range is where the model, which looks at every block, would put it."""
 
+    fanout = extents._FANOUT
+
     def __init__(self) -> None:
         super().__init__()
+        self.patch = patch.object(extents, "_FANOUT", self.fanout)
+        self.patch.start()
         self.allocator = ExtentAllocator(BLOCKS * BLOCK + 100)
         self.taken = [False] * BLOCKS
         self.live: list[tuple[int, int]] = []
@@ -42,6 +51,10 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.allocator.free(first * BLOCK, blocks * BLOCK)
         self.taken[first : first + blocks] = [False] * blocks
 
+    @rule()
+    def rebuild(self) -> None:
+        self.allocator.rebuild((first * BLOCK, blocks * BLOCK) for first, blocks in self.live)
+
     @rule(first=st.integers(0, BLOCKS - 1), blocks=st.integers(1, 4))
     def free_what_is_not_taken(self, first: int, blocks: int) -> None:
         if all(self.taken[first : first + blocks]) and first + blocks <= BLOCKS:
@@ -55,6 +68,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert self.allocator.high_water == self.high_water
 
     def teardown(self) -> None:
+        self.patch.stop()
         for first, blocks in self.live:
             self.allocator.free(first * BLOCK, blocks * BLOCK)
         assert self.allocator.used == 0
@@ -63,6 +77,94 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 TestAllocatorMachine = AllocatorMachine.TestCase
 TestAllocatorMachine.settings = settings(max_examples=150, stateful_step_count=40)
+
+
+class DeepAllocatorMachine(AllocatorMachine):
+    """The tree of holes has nodes so small that few holes make it deep."""
+
+    fanout = 2
+
+    @precondition(lambda self: any(self.taken))
+    @rule()
+    def free_every_other_block(self) -> None:
+        """Many holes at once."""
+        for first, blocks in self.live:
+            self.allocator.free(first * BLOCK, blocks * BLOCK)
+        kept = range(0, BLOCKS, 2)
+        assert [self.allocator.allocate(BLOCK) for _ in range(BLOCKS)] == [i * BLOCK for i in range(BLOCKS)]
+        for first in range(1, BLOCKS, 2):
+            self.allocator.free(first * BLOCK, BLOCK)
+        self.live = [(first, 1) for first in kept]
+        self.taken = [first in kept for first in range(BLOCKS)]
+        self.high_water = BLOCKS * BLOCK
+
+
+TestDeepAllocatorMachine = DeepAllocatorMachine.TestCase
+TestDeepAllocatorMachine.settings = settings(max_examples=150, stateful_step_count=40)
+
+
+def test_thousands_of_holes_are_filled_lowest_first() -> None:
+    """Against the plain scan, and the tree is as deep as the logarithm of their number."""
+    draws, allocator = random.Random(0), ExtentAllocator(None)
+    live = [
+        (allocator.allocate(length), length)
+        for length in draws.choices(range(BLOCK, 9 * BLOCK, BLOCK), k=6000)
+    ]
+    draws.shuffle(live)
+    for _ in range(3000):
+        allocator.free(*live.pop())
+    for step in range(3000):
+        length = draws.randrange(BLOCK, 9 * BLOCK, BLOCK)
+        expected = first_fit(live, length) if step % 50 == 0 else None
+        live.append((allocator.allocate(length), length))
+        assert expected in {None, live[-1][0]}
+        allocator.free(*live.pop(draws.randrange(len(live))))
+    assert depth(allocator) <= 4
+    assert allocator.used == sum(length for _, length in live)
+
+
+def first_fit(live: list[tuple[int, int]], length: int) -> int:
+    end = 0
+    for start, taken in sorted(live):
+        if start - end >= length:
+            return end
+        end = start + taken
+    return end
+
+
+def depth(allocator: ExtentAllocator) -> int:
+    levels, node = 1, allocator._holes._root
+    while node.below is not None:
+        levels, node = levels + 1, node.below[0]
+    return levels
+
+
+@pytest.mark.parametrize("doublings", [3, 5, 7])
+def test_the_worst_program_stays_within_robsons_bound(doublings: int) -> None:
+    """Robson's adversary: it keeps what touches every 2^i-th block, and asks for extents of 2^i blocks.
+
+    The bound is that of his paper of 1977, as in Knuth, The Art of Computer Programming, 2.5, exercise 43.
+    """
+    most, largest = 1 << 11, 1 << doublings
+    allocator = ExtentAllocator(None)
+    live = [(allocator.allocate(BLOCK) // BLOCK, 1) for _ in range(most)]
+    at = 0
+    for i in range(1, doublings + 1):
+        size = 1 << i
+        at = max((at, at + size // 2), key=lambda at: sum(blocks for _, blocks in touching(live, at, size)))
+        kept = touching(live, at, size)
+        for first, blocks in set(live) - set(kept):
+            allocator.free(first * BLOCK, blocks * BLOCK)
+        live = kept
+        while sum(blocks for _, blocks in live) + size <= most:
+            live.append((allocator.allocate(size * BLOCK) // BLOCK, size))
+    harmonic = sum(1 / length for length in range(1, largest + 1))
+    assert 1.5 * most < allocator.high_water / BLOCK <= harmonic / math.log(2) * most
+
+
+def touching(live: list[tuple[int, int]], at: int, size: int) -> list[tuple[int, int]]:
+    """The extents that hold a block whose number is ``at`` modulo ``size``."""
+    return [(first, blocks) for first, blocks in live if (at - first) % size < blocks]
 
 
 def test_the_same_blocks_are_used_again() -> None:

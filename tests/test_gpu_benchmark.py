@@ -19,7 +19,7 @@ from models import same_bits
 from torch import nn
 
 from tba_offload.report.run_log import read_run_log
-from tba_offload.store.choice import Rates
+from tba_offload.store.probe import Rates
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # behind all others: it has an io.py
 
@@ -111,7 +111,7 @@ def test_it_runs_on_a_cpu(tmp_path: Path) -> None:
 @pytest.mark.megatron
 def test_megatrons_layers_keep_no_scores(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
-    from tba_offload.megatron.cpu import single_process
+    from tba_lab.megatron_cpu import single_process
 
     with single_process():
         subject = Subject("megatron", Size.parse("128x2x64x2", "fp32"), CPU)

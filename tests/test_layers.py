@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from types import SimpleNamespace
+
 import pytest
 import torch
 from harness import session_for
@@ -17,9 +20,10 @@ from tba_offload.capture.layers import (
     find_layers,
     first_differentiable,
 )
-from tba_offload.capture.recompute import torch_checkpoint
+from tba_offload.config.policy import LayerId
 from tba_offload.errors import UnsupportedError
-from tba_offload.policy import LayerId
+from tba_offload.recompute import nested
+from tba_offload.recompute.checkpoint import torch_checkpoint
 
 
 class Block(nn.Module):
@@ -52,6 +56,14 @@ class Parts(nn.Module):
         super().__init__()
         for name, part in parts.items():
             self.add_module(name, part)
+
+
+class Adapted(Parts):
+    """A layer with a list of adapters."""
+
+
+class Stage(Parts):
+    """Another kind of stage than plain parts."""
 
 
 def blocks(count: int, kind: type[nn.Module] = Block, *arguments: int) -> nn.ModuleList:
@@ -107,6 +119,32 @@ def test_a_model_that_is_the_list_itself_lends_its_class_for_a_name() -> None:
 def test_the_list_with_most_parameters_decides_the_kind() -> None:
     model = Parts(small=blocks(5, OtherBlock), large=blocks(2, Block, 32), more=blocks(3, OtherBlock))
     assert found(find_layers(model)) == [(0, "large.0", 0), (1, "large.1", 0)]
+
+
+def test_a_hybrid_model_has_layers_of_several_classes() -> None:
+    """As those of Jamba and Zamba, some of which hold a list of adapters."""
+    mixed = nn.ModuleList(
+        [Block(32), Adapted(own=Block(32), adapters=blocks(2)), Block(32), Adapted(own=Block(32))]
+    )
+    model = Parts(layers=mixed, more=blocks(2, Block, 32), others=blocks(2, OtherBlock))
+    assert [layer.id.name for layer in find_layers(model).layers] == [
+        *(f"layers.{number}" for number in range(4)),
+        *(f"more.{number}" for number in range(2)),
+    ]
+
+
+def test_stages_of_several_classes_are_no_layers() -> None:
+    """As the blocks of a U-Net, each of which holds a list of layers."""
+    stages = nn.ModuleList([Parts(layers=blocks(2)), Stage(layers=blocks(2)), Stage(layers=blocks(2))])
+    assert [layer.id.name for layer in find_layers(Parts(down=stages)).layers] == [
+        f"down.{stage}.layers.{layer}" for stage in range(3) for layer in range(2)
+    ]
+
+
+def test_a_list_is_no_layer() -> None:
+    """Nothing calls it; Funnel has lists of lists."""
+    model = Parts(blocks=nn.ModuleList([blocks(2), blocks(1)]))
+    assert [layer.id.name for layer in find_layers(model).layers] == ["blocks.0.0", "blocks.0.1"]
 
 
 def test_several_lists_of_one_kind_are_numbered_through() -> None:
@@ -249,10 +287,10 @@ def refusal(first: int, first_name: str, second: int, second_name: str) -> str:
     )
 
 
-def test_a_layer_listed_twice_is_refused() -> None:
+def test_a_layer_listed_twice_is_one_layer() -> None:
     model = Parts(a=Block(), b=Block())
-    with pytest.raises(UnsupportedError, match=refusal(2, "a", 0, "a")):
-        explicit_layers(model, [model.a, model.b, model.a])
+    layers = explicit_layers(model, [model.a, model.b, model.a]).layers
+    assert [(layer.id.number, layer.module) for layer in layers] == [(0, model.a), (1, model.b)]
 
 
 def test_layers_in_each_other_are_refused_in_either_order() -> None:
@@ -277,10 +315,10 @@ def test_what_layers_share_cannot_be_a_layer_too() -> None:
             explicit_layers(model, modules)
 
 
-def test_a_block_that_is_used_several_times_cannot_be_attached() -> None:
-    model = Parts(layers=nn.ModuleList([Block()] * 3))
-    with pytest.raises(UnsupportedError, match=refusal(1, r"layers\.1", 0, r"layers\.0")):
-        session_for(model)
+def test_a_block_that_is_used_several_times_is_one_layer() -> None:
+    block, other = Block(), Block()
+    layers = find_layers(Parts(layers=nn.ModuleList([block, other, block]))).layers
+    assert [(layer.id.number, layer.module) for layer in layers] == [(0, block), (1, other)]
 
 
 def test_found_layers_are_disjoint() -> None:
@@ -300,10 +338,26 @@ def test_the_first_output_that_needs_a_gradient() -> None:
         [plain, first, second],
         (plain, None, "text", (plain, [first]), second),
         {"plain": plain, "hidden": {"states": (first,)}, "more": second},
+        Output(plain, first, second),
+        {"aux": None, "x": [SimpleNamespace(plain=plain, first=first), second]},
     ):
         assert first_differentiable(output) is first
 
 
-@pytest.mark.parametrize("output", [None, 3, "text", (), [], {}, torch.zeros(1), (torch.zeros(1), {"a": 1})])
+@dataclass
+class Output:
+    plain: Tensor
+    first: Tensor
+    second: Tensor
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        *(None, 3, "text", (), [], {}, torch.zeros(1), (torch.zeros(1), {"a": 1})),
+        Output(*torch.zeros(3)),
+        [{}, *([] for _ in range(nested.MOST)), torch.zeros(1, requires_grad=True)],
+    ],
+)
 def test_outputs_through_which_none_comes_back(output: object) -> None:
     assert first_differentiable(output) is None

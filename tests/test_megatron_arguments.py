@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig
+from tba_offload.config.policy import Objective, Placement, Rule
 from tba_offload.errors import ConfigError
 from tba_offload.megatron.arguments import CONFLICTS, add_arguments, config_of, is_on, refuse_conflicts
-from tba_offload.policy import Objective, Placement, Rule
 
 GIB = 2**30
 

@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tba_lab import megatron_cpu
+from tba_lab.gpt import GptShape, build_gpt, gpt_loss, random_batch
+from tba_lab.megatron_cpu import install, seed_all, single_process, training_device
 from tba_offload.errors import MissingDependencyError, UnsupportedError
-from tba_offload.megatron import cpu, require_core
-from tba_offload.megatron.cpu import install, seed_all, single_process, training_device
-from tba_offload.megatron.gpt import GptShape, build_gpt, gpt_loss, random_batch
+from tba_offload.megatron import require_core
 
 pytestmark = pytest.mark.megatron
 
@@ -127,7 +128,7 @@ class TestInstall:
 
     def test_refuses_where_there_is_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(cpu, "replace", lambda *_: pytest.fail("something was replaced"))
+        monkeypatch.setattr(megatron_cpu, "replace", lambda *_: pytest.fail("something was replaced"))
         with pytest.raises(UnsupportedError, match="would hide the GPU"):
             install()
 
@@ -179,8 +180,8 @@ class TestInstall:
 class TestWithoutMegatron:
     def test_the_package_imports_without_importing_it(self) -> None:
         run_python(
-            "import sys, tba_offload.megatron.cpu, tba_offload.megatron.gpt, tba_offload.megatron.layers\n"
-            "import tba_offload.demo.text\n"
+            "import sys, tba_lab.megatron_cpu, tba_lab.gpt, tba_offload.megatron.layers\n"
+            "import tba_lab.demo.text\n"
             "assert not any(name.partition('.')[0] == 'megatron' for name in sys.modules)"
         )
 

@@ -34,7 +34,7 @@ def test_processes_that_a_script_starts_have_the_substitutions_and_leave_the_scr
     script = tmp_path / "pretrain.py"
     script.write_text(SCRIPT)
     finished = subprocess.run(
-        [sys.executable, "-m", "tba_offload.megatron.cpu_scripts", str(script)],
+        [sys.executable, "-m", "tba_lab.megatron_cpu_scripts", str(script)],
         capture_output=True,
         text=True,
         check=False,

@@ -11,17 +11,9 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from tba_lab.gpt import GptShape, build_encoder, build_gpt, causal_mask, gpt_loss, model_flops, random_batch
+from tba_lab.megatron_cpu import seed_all, single_process
 from tba_offload.errors import ConfigError
-from tba_offload.megatron.cpu import seed_all, single_process
-from tba_offload.megatron.gpt import (
-    GptShape,
-    build_encoder,
-    build_gpt,
-    causal_mask,
-    gpt_loss,
-    model_flops,
-    random_batch,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

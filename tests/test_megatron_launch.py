@@ -63,8 +63,8 @@ CHECKOUT = {
         from megatron.core.num_microbatches_calculator import (
             destroy_num_microbatches_calculator, init_num_microbatches_calculator)
         from megatron.training import get_args
-        from tba_offload.megatron.cpu import single_process
-        from tba_offload.megatron.gpt import GptShape, build_gpt, gpt_loss, random_batch
+        from tba_lab.megatron_cpu import single_process
+        from tba_lab.gpt import GptShape, build_gpt, gpt_loss, random_batch
 
         SHAPE = GptShape(layers=3, hidden=32, heads=2, sequence=32)
 

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import tba_offload as tba
+from tba_lab.gpt import GptShape, build_encoder, build_gpt, gpt_loss, random_batch
+from tba_lab.megatron_cpu import seed_all, single_process, training_device
 from tba_offload.capture.hooks import LayerHooks
 from tba_offload.capture.layers import Layer, LayerStack
+from tba_offload.config.policy import LayerId, Placement, Rule
 from tba_offload.errors import UnsupportedError
-from tba_offload.megatron.cpu import seed_all, single_process, training_device
-from tba_offload.megatron.gpt import GptShape, build_encoder, build_gpt, gpt_loss, random_batch
 from tba_offload.megatron.layers import (
     checkpoint_layer,
     current_microbatch,
@@ -32,7 +33,6 @@ from tba_offload.megatron.layers import (
     is_megatron,
     shorten,
 )
-from tba_offload.policy import LayerId, Placement, Rule
 from tba_offload.session import Session
 
 if TYPE_CHECKING:

@@ -258,7 +258,7 @@ def check_agreement(layout: Layout, variant: str, histories: list[dict[str, Any]
         ranks = [each for rank, each in enumerate(histories) if layout.stage_of(rank) == stage]
         done = [list(map(recomputed, each["placements"])) for each in ranks]
         assert all(each == done[0] for each in done)
-        if variant == "auto at odds":
+        if variant == "auto at odds" and layout.model != "moe":
             # Each turn brings something new, and what comes is what the last of them wants.
             wanted = [list(map(recomputed, each["proposals"])) for each in ranks]
             assert [done[0][step] for step in AGREED_BEHIND] == wanted[-1]
@@ -282,7 +282,8 @@ def check_plans(layout: Layout, variant: str, log: RunLog, history: dict[str, An
     if variant == "auto":
         assert not any(map(recomputed, placed))
     if variant == "auto within a budget":
-        assert any(map(recomputed, placed[1:3]))
+        # Layers with experts are never recomputed: their routers would log their losses twice.
+        assert any(map(recomputed, placed[1:3])) is (layout.model != "moe")
         assert set(placed[-1].values()) == {"keep"}
     plans = [event for event in log.others if event["event"] == "plan"]
     assert plans[-1]["names"] == list(placed[-1])
@@ -364,7 +365,9 @@ def check_steps(
     recomputed = own["recompute"] + own[INPUTS]
     trained = sum(layout.micro_batches) * (own.total() + recomputed)
     evaluated = sum(layout.micro_batches) * own.total()
-    assert history["runs"] == trained + evaluated
+    # One run of each is compared with a second one, but routers would log their losses twice.
+    tried = 0 if layout.model == "moe" else recomputed + own["auto"]
+    assert history["runs"] == trained + evaluated + tried
     for step, count, reported in zip(log.steps, layout.micro_batches, history["losses"], strict=True):
         assert step.scopes == own.total() * count
         assert step.recomputed_scopes == recomputed * count

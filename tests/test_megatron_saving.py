@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import tba_offload as tba
-from tba_offload.megatron.cpu import seed_all, single_process
-from tba_offload.megatron.gpt import GptShape, build_gpt, gpt_loss, random_batch
+from tba_lab.gpt import GptShape, build_gpt, gpt_loss, random_batch
+from tba_lab.megatron_cpu import seed_all, single_process
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tba_offload.megatron.cpu import install, seed_all, training_device
+from tba_lab.megatron_cpu import install, seed_all, training_device
+from tba_offload.config.policy import LayerId
 from tba_offload.megatron.layers import find_layers, is_megatron
-from tba_offload.policy import LayerId
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,9 +13,9 @@ import torch
 from test_cli import environment
 
 from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig
+from tba_offload.config.policy import LayerId, Placement, Policy, Rule
 from tba_offload.errors import ConfigError, StoreError, TbaError, UnsupportedError
 from tba_offload.megatron import training
-from tba_offload.policy import LayerId, Placement, Policy, Rule
 
 if TYPE_CHECKING:
     from collections.abc import Callable

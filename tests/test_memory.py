@@ -198,6 +198,18 @@ def test_a_meter_can_be_closed_at_any_time_and_twice(watching: bool) -> None:
     assert memory_threads() == []
 
 
+@pytest.mark.parametrize("watching", [False, True])
+def test_the_thread_of_a_forgotten_meter_ends(watching: bool) -> None:
+    meter = MallocMeter()
+    meter.reset()
+    if not watching:
+        meter.pause()
+    (thread,) = memory_threads()
+    del meter
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
 # Other C libraries
 
 

@@ -23,8 +23,8 @@ from torch import nn
 import tba_offload as tba
 from tba_offload.device import READY, ByteRange
 from tba_offload.errors import TransferError
-from tba_offload.plan.plan import Part
-from tba_offload.store.queued import QueuedStore
+from tba_offload.plan.model import Part
+from tba_offload.store.engine import QueuedStore
 from tba_offload.store.tiered import TieredStore
 from tba_offload.transfer.offloader import Offloader
 

@@ -11,11 +11,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tba_offload.plan import bandwidth, planner, simulator
+from tba_offload.adapt.controller import WORTH_IT
+from tba_offload.config.policy import Objective, Placement
+from tba_offload.plan import bandwidth
+from tba_offload.plan import search as planner
+from tba_offload.plan import simulate as simulator
 from tba_offload.plan.bandwidth import HOST_SPEED, Bandwidth, HostTier, MeasuredRate
 from tba_offload.plan.condense import condensed, count_items, with_few_micro_batches
-from tba_offload.plan.plan import Part, Plan
-from tba_offload.plan.planner import (
+from tba_offload.plan.model import Part, Plan
+from tba_offload.plan.profile import HOOK_SECONDS, LayerKind, Saved, Slot, StepProfile, Timing
+from tba_offload.plan.search import (
     LEAST_FREED,
     NO_SLOWER,
     NO_STALL,
@@ -25,12 +30,9 @@ from tba_offload.plan.planner import (
     is_better,
     make_plan,
 )
-from tba_offload.plan.profile import HOOK_SECONDS, LayerKind, Saved, Slot, StepProfile, Timing
-from tba_offload.plan.simulator import Outcome, simulate
-from tba_offload.planning import WORTH_IT
-from tba_offload.policy import Objective, Placement
+from tba_offload.plan.simulate import Outcome, simulate
 from tba_offload.store import extents, tiered
-from tba_offload.transfer import books, offloader
+from tba_offload.transfer import ledger, offloader
 
 if TYPE_CHECKING:
     import random
@@ -121,6 +123,7 @@ drives = st.builds(Bandwidth, st.floats(5e7, 2e10), st.floats(5e7, 2e10), st.sam
 hosts = st.builds(
     HostTier, st.floats(5e7, 4e10), st.floats(5e7, 4e10), st.one_of(st.just(0), st.integers(0, 64 * MIB))
 )
+small_capacities = st.integers(0, 32 * MIB)
 small_hosts = st.builds(HostTier, st.just(20e9), st.floats(5e7, 4e10), st.integers(0, 4 * MIB))
 behind = st.builds(Bandwidth, st.floats(1e6, 2e8), st.floats(5e7, 2e10))
 windows = st.one_of(st.none(), st.integers(MIB, 64 * MIB))
@@ -226,14 +229,19 @@ def test_rates_are_positive(write: float, read: float, latency: float) -> None:
         Bandwidth(write, read, latency)
 
 
+def test_a_capacity_is_not_negative() -> None:
+    with pytest.raises(ValueError, match="capacity not negative"):
+        Bandwidth(1, 1, capacity=-1)
+
+
 # The simulator
 
 
 def test_the_simulator_plays_the_window_of_the_offloader() -> None:
     assert simulator.BATCH_BYTES == offloader.BATCH_BYTES
     assert simulator.HELD_BACK == offloader.HELD_BACK
-    assert simulator.REFILL_BELOW == books.REFILL_BELOW
-    assert simulator.ACROSS_FORWARD == books.ACROSS_FORWARD
+    assert simulator.REFILL_BELOW == ledger.REFILL_BELOW
+    assert simulator.ACROSS_FORWARD == ledger.ACROSS_FORWARD
 
 
 @pytest.mark.parametrize("stays", [{"kept": (frozenset({0, 1, 2}), frozenset())}, {"part": Part(0, 3, MIB)}])
@@ -509,6 +517,65 @@ def test_host_memory_is_free_again_when_its_bytes_were_used() -> None:
     first, all_six = (simulate(profile, all_of(profile, OFFLOAD, 16 * MIB), drive) for profile in (one, many))
     assert all_six.host_written_bytes == pytest.approx(6 * first.host_written_bytes, rel=0.2)
     assert 8 * MIB < all_six.host_peak_bytes <= first.host_peak_bytes + 16 * MIB
+
+
+@given(profiles, drives, small_capacities, windows, st.randoms(use_true_random=False))
+@quick
+def test_what_no_drive_has_room_for_stays(
+    profile: StepProfile, drive: Bandwidth, capacity: int, window: int | None, chance: random.Random
+) -> None:
+    placements = tuple(chance.choice([OFFLOAD, OFFLOAD, KEEP, RECOMPUTE]) for _ in profile.layers)
+    plan = Plan(placements, window=window)
+    outcome = simulate(profile, plan, dataclasses.replace(drive, capacity=capacity))
+    runs = sum(slot.backward and placements[slot.layer] is OFFLOAD for slot in profile.slots)
+    moved = runs * profile.kinds[0].nbytes
+    assert outcome.read_bytes + outcome.forwarded_bytes + outcome.fallback_bytes == moved
+    assert outcome.read_bytes <= outcome.written_bytes <= moved - outcome.fallback_bytes
+    roomy = dataclasses.replace(drive, capacity=1 << 40)
+    assert simulate(profile, plan, roomy) == simulate(profile, plan, drive)
+
+
+@pytest.mark.parametrize("window", [None, 8 * MIB])
+def test_layers_that_no_drive_takes_peak_as_if_kept(window: int | None) -> None:
+    profile = make_profile(16)
+    full = dataclasses.replace(FAST, capacity=0)
+    outcome = simulate(profile, all_of(profile, OFFLOAD, window), full)
+    assert outcome.peak_bytes == simulate(profile, all_of(profile, KEEP), FAST).peak_bytes
+    assert outcome.fallback_bytes + outcome.forwarded_bytes == 16 * profile.kinds[0].nbytes
+    assert outcome.written_bytes == outcome.read_bytes == outcome.stall_seconds == 0
+
+
+def test_room_on_a_drive_is_free_again_when_its_bytes_were_used() -> None:
+    one = make_profile(8)
+    slots = tuple(slot._replace(micro_batch=number) for number in range(6) for slot in one.slots)
+    many = dataclasses.replace(one, slots=slots)
+    enough = dataclasses.replace(FAST, capacity=8 * one.kinds[0].nbytes)
+    outcome = simulate(many, all_of(many, OFFLOAD, 8 * MIB), enough)
+    assert outcome.fallback_bytes == 0
+    assert outcome.written_bytes > 4 * 8 * one.kinds[0].nbytes
+
+
+def test_host_memory_takes_what_drives_have_no_room_for() -> None:
+    profile = make_profile(16)
+    full = dataclasses.replace(FAST, capacity=0).with_host(1 << 30)
+    outcome = simulate(profile, all_of(profile, OFFLOAD, 8 * MIB), full)
+    assert outcome.fallback_bytes == 0
+    assert outcome.host_written_bytes > 0
+
+
+def test_plans_keep_to_the_budget_with_the_room_that_there_is() -> None:
+    profile = make_profile(16)
+    budget = peak_of_keep(profile) // 2
+    recomputed = []
+    for layers in (0, 2, 6, 16):
+        drive = dataclasses.replace(FAST, capacity=layers * profile.kinds[0].nbytes)
+        found = plan_for(profile, drive, budget)
+        assert found.prediction is not None
+        assert found.prediction.peak_bytes <= budget
+        recomputed.append(sum(placement.recomputes for placement in found.placements))
+    assert recomputed == sorted(recomputed, reverse=True)
+    assert recomputed[0] >= 8
+    assert recomputed[-1] == 0
 
 
 def test_a_plan_with_host_memory_recomputes_less() -> None:

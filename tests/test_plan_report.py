@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rich.console import Console
 
+from tba_offload.config.policy import Placement
 from tba_offload.errors import ConfigError
 from tba_offload.plan.describe import describe_plan
-from tba_offload.plan.plan import Part, Plan, Prediction
-from tba_offload.policy import Placement
+from tba_offload.plan.model import Part, Plan, Prediction
 from tba_offload.report import plans
 from tba_offload.report.plans import PlannedStep, PlanReport, advice, frontier_table, plan_table, title_of
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tba_offload.config.policy import LayerId, Placement, Policy, Rule, with_depths
 from tba_offload.errors import ConfigError
-from tba_offload.policy import LayerId, Placement, Policy, Rule, with_depths
 
 KEEP, OFFLOAD, RECOMPUTE, AUTO = Placement.KEEP, Placement.OFFLOAD, Placement.RECOMPUTE, Placement.AUTO
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tba_offload.demo.race import (
+from tba_lab.demo.race import (
     Entrant,
     RaceError,
     Spread,
@@ -271,8 +271,8 @@ def test_an_interrupted_race_closes_its_entrants(diary: Path, error: type[BaseEx
 
 
 def test_a_race_can_be_stopped_inside_a_step(diary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tba_offload.demo.race._BUSY_SECONDS", 0.0)
-    monkeypatch.setattr("tba_offload.demo.race._WAIT_SECONDS", 0.01)
+    monkeypatch.setattr("tba_lab.demo.race._BUSY_SECONDS", 0.0)
+    monkeypatch.setattr("tba_lab.demo.race._WAIT_SECONDS", 0.01)
 
     class Impatient(Watch):
         def wait(self) -> None:

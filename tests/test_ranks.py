@@ -115,6 +115,14 @@ def test_a_rank_that_stopped_a_step_earlier_ends_the_run(tmp_path: Path) -> None
     assert [step.step for step in log.steps] == [1, 2]
 
 
+def test_steps_in_a_gap_of_one_log_are_left_out_of_the_run(two_ranks: list[Path]) -> None:
+    lines = two_ranks[0].read_text().splitlines(keepends=True)
+    two_ranks[0].write_text("".join(lines[:2]) + '{"event": "gap", "missing_steps": 1}\n' + lines[3])
+    (log,) = read_runs(two_ranks)
+    assert [step.step for step in log.steps] == [1, 3]
+    assert [step.loss for step in log.steps] == [1.0, 3.0]
+
+
 def test_a_missing_or_doubled_rank_is_an_error(two_ranks: list[Path], tmp_path: Path) -> None:
     with pytest.raises(RunLogError, match="that of rank 0 is missing"):
         read_runs(two_ranks[:1])

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from tba_offload.config.policy import Placement
 from tba_offload.errors import ConfigError, MissingDependencyError, RunLogError
-from tba_offload.policy import Placement
 from tba_offload.report import rok
 from tba_offload.report.rok import RokPoint
 from tba_offload.report.run_log import RunHeader, RunLog, RunLogWriter, StepRecord
@@ -252,10 +252,11 @@ def test_the_markdown_table() -> None:
         replace(offload, step_seconds=0.1, step_seconds_quartiles=(0.0912, 0.1)),
     ]
     assert rok.text(points) == (
-        "| Strategy | Batch | Peak GiB | TFLOP/s | Step s |    Quartiles | Steps | Pareto | Run         |\n"
-        "| -------- | ----: | -------: | ------: | -----: | -----------: | ----: | -----: | ----------- |\n"
-        "| keep     |     2 |    0.586 |    90.0 |   1.50 |    1.25-2.00 |     8 |      * | keep.jsonl  |\n"
-        "| offload  |     ? |     1.50 |    8.00 |  0.100 | 0.0912-0.100 |     8 |        | a\\|b .jsonl |\n"
+        "| Strategy | Batch | Peak GiB | TFLOP/s | Step s |    Quartiles | Steps | Pareto | Run          |\n"
+        "| -------- | ----: | -------: | ------: | -----: | -----------: | ----: | -----: | ------------ |\n"
+        "| keep     |     2 |    0.586 |    90.0 |   1.50 |    1.25-2.00 |     8 |      * | keep.jsonl   |\n"
+        "| offload  |     ? |     1.50 |    8.00 |  0.100 | 0.0912-0.100 |     8 |        "
+        "| a\\|b\\n.jsonl |\n"
         "\n"
         "Peak: largest activation peak of the counted steps, measured by: cuda allocator. Step: median "
         "wall-clock time. Throughput: FLOPs, recomputation not counted, of a step / median step time.\n"

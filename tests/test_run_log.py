@@ -1,11 +1,12 @@
 from __future__ import annotations
 
-import ast
 import errno
 import fcntl
 import io
 import json
 import math
+import os
+import resource
 import stat
 import subprocess
 import sys
@@ -62,7 +63,10 @@ RECORD = StepRecord(
     in_flight_peak_bytes=7,
     given_up_bytes=8,
     held_bytes=9,
+    reread_bytes=12,
+    rescued_bytes=13,
     fallback_kept_bytes=10,
+    drives_out_of_service=1,
     left_alone_scopes=11,
     predicted_peak_bytes=11,
     predicted_seconds=1.3,
@@ -275,23 +279,191 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert read_run_log(write_log(tmp_path / "run.jsonl", RECORD)).steps == (RECORD,)
 
 
-def test_a_full_drive_closes_the_log_and_leaves_it_readable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def events_of(path: Path) -> list[dict[str, Any]]:
+    """Every line of a log, each of which has to be whole."""
+    text = path.read_text()
+    assert text.endswith("\n")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def write_steps(log: RunLogWriter, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        log.write(StepRecord(step=step, seconds=1.0))
+
+
+def test_a_full_drive_leaves_a_gap_that_the_log_tells_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(io, "FileIO", FullDrive)
     FullDrive.room = 1_000_000
     path = tmp_path / "run.jsonl"
-    log = RunLogWriter(path, HEADER)
-    log.write(RECORD)
-    FullDrive.room = 50
-    with pytest.raises(RunLogError, match="cannot be written: No space left on device"):
-        log.write(RECORD)
+    with RunLogWriter(path, HEADER) as log:
+        write_steps(log, 1, 1)
+        FullDrive.room = 50  # a part of the next line
+        write_steps(log, 2, 2)
+        assert [event["event"] for event in events_of(path)] == ["run", "step"]  # and no torn line
+        write_steps(log, 3, 3)
+        log.note("plan", {"step": 3})
+        FullDrive.room = 1_000_000
+        write_steps(log, 4, 6)
+    _, *events = events_of(path)
+    said = {"missing_steps": 3, "missing_events": 1, "reason": "No space left on device"}
+    assert [event.get("step") for event in events] == [1, None, 5, 6]
+    assert events[1] == {"event": "gap", **said}
+    (warning,) = caplog.messages
+    assert f"{path}: the run log cannot be written: No space left on device; training goes on" in warning
+
+
+def test_a_log_on_a_full_drive_is_tried_ever_more_rarely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = []
+
+    class CountingDrive(FullDrive):
+        def write(self, data: bytes) -> int:  # type: ignore[override]
+            tries.append(step)
+            return super().write(data)
+
+    monkeypatch.setattr(io, "FileIO", CountingDrive)
+    FullDrive.room, step = 1_000_000, 0
+    log = RunLogWriter(tmp_path / "run.jsonl", HEADER)
+    FullDrive.room = 0
+    tries.clear()
+    for step in range(1, 200):
+        log.write(StepRecord(step=step, seconds=1.0))
+    assert tries == [1, 2, 4, 8, 16, 32, 64, 128, 192]
     FullDrive.room = 1_000_000
-    with pytest.raises(RunLogError, match="closed"):
-        log.write(RECORD)
+    log.close()
+    assert events_of(tmp_path / "run.jsonl")[-1]["missing_steps"] == 199
+
+
+def test_a_limit_on_the_size_of_files_ends_no_training(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with RunLogWriter(path, HEADER) as log:
+        write_steps(log, 1, 1)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 100, limits[1]))
+        try:
+            write_steps(log, 2, 3)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        write_steps(log, 4, 5)
+    assert [event.get("missing_steps", event.get("step")) for event in events_of(path)[1:]] == [1, 3, 5]
+
+
+def test_a_failing_drive_that_cannot_even_cut_the_line_off_is_cut_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    path = tmp_path / "run.jsonl"
+    monkeypatch.setattr(io, "FileIO", FullDrive)
+    FullDrive.room = 1_000_000
+    with RunLogWriter(path, HEADER) as log:
+        FullDrive.room = 50
+        with monkeypatch.context() as failing:
+            failing.setattr(os, "ftruncate", fail)
+            write_steps(log, 1, 1)
+            assert read_run_log(path).truncated
+            FullDrive.room = 1_000_000
+            write_steps(log, 2, 2)
+        write_steps(log, 3, 4)
+    assert [event.get("missing_steps", event.get("step")) for event in events_of(path)[1:]] == [3, 4]
+
+
+@pytest.mark.parametrize("gone", ["file", "directory"])
+def test_a_log_that_vanished_is_made_anew_where_its_directory_is_there_again(
+    tmp_path: Path, gone: str
+) -> None:
+    directory = tmp_path / "logs"
+    path = directory / "run.jsonl"
+    with RunLogWriter(path, HEADER) as log:
+        write_steps(log, 1, 1)
+        path.unlink()
+        if gone == "directory":
+            directory.rmdir()
+        write_steps(log, 2, 3)
+        assert path.exists() == (gone == "file")  # a directory is not made twice
+        directory.mkdir(exist_ok=True)
+        write_steps(log, 4, 5)
     read = read_run_log(path)
-    assert read.truncated
-    assert read.steps == (RECORD,)
+    assert read.header == HEADER
+    assert [step.step for step in read.steps] == ([3, 4, 5] if gone == "file" else [5])
+    assert read.others == ({"event": "gap", "missing_steps": 1, **GONE},) or gone == "directory"
+
+
+GONE = {"missing_events": 0, "reason": "the file was removed"}
+
+
+@pytest.mark.parametrize("kept", ["nothing", "half a header", "the header", "half a step", "a step"])
+def test_a_log_that_another_program_shortens_keeps_its_header_and_whole_lines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: str
+) -> None:
+    path = tmp_path / "run.jsonl"
+    with RunLogWriter(path, HEADER) as log:
+        head = path.stat().st_size
+        write_steps(log, 1, 1)
+        step = path.stat().st_size
+        write_steps(log, 2, 2)
+        lengths = {"nothing": 0, "half a header": head // 2, "the header": head, "a step": step}
+        os.truncate(path, lengths.get(kept, step - 20))
+        write_steps(log, 3, 5)
+    read = read_run_log(path)
+    assert read.header == HEADER
+    assert [step.step for step in read.steps] == ([1, 4, 5] if kept == "a step" else [4, 5])
+    shortened = "another program has shortened the file"
+    assert read.others == ({"event": "gap", "missing_steps": 1, "missing_events": 0, "reason": shortened},)
+    assert read.complaints == ()
+    assert caplog.text.count(shortened) == 1
+
+
+def test_a_log_that_another_program_has_written_to_is_left_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with RunLogWriter(path, HEADER) as log:
+        write_steps(log, 1, 1)
+        path.write_text("mine\n")
+        write_steps(log, 2, 5)
+    assert path.read_text() == "mine\n"
+
+
+def test_a_log_that_cannot_be_closed_ends_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Remote(io.FileIO):
+        def close(self) -> None:
+            super().close()
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(io, "FileIO", Remote)
+    log = RunLogWriter(tmp_path / "run.jsonl", HEADER)
+    log.close()
+    log.close()
+    assert len(caplog.messages) == 1
+    assert "Disk quota exceeded" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe", "device"])
+def test_only_a_regular_file_that_is_no_link_becomes_a_log(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "run.jsonl"
+    target = tmp_path / "precious"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path = Path("/dev/full")
+    else:
+        path.symlink_to(target)
+        if kind == "link":
+            target.touch()
+    with pytest.raises(RunLogError, match=r"symbolic link|not a regular file|cannot be opened"):
+        RunLogWriter(path, HEADER)
+    assert target.exists() == (kind == "link")
+    assert not target.exists() or target.stat().st_size == 0
+
+
+def test_a_name_that_is_too_long_is_an_error_of_the_log(tmp_path: Path) -> None:
+    with pytest.raises(RunLogError, match="cannot be opened: File name too long"):
+        RunLogWriter(tmp_path / ("a" * 300), HEADER)
 
 
 def test_a_closed_log_refuses_records_and_may_be_closed_again(tmp_path: Path) -> None:
@@ -333,8 +505,9 @@ def test_a_value_of_the_wrong_type_is_refused_both_ways(
     assert read_run_log(tmp_path / "written.jsonl").steps == (RECORD,)
 
     path = write_lines(tmp_path / "read.jsonl", run_event(), step_event(**{field: value}))
-    with pytest.raises(RunLogError, match=rf'read\.jsonl:2: "{field}" must be {legal}, and is '):
-        read_run_log(path)
+    (line, count) = read_run_log(path).complaints
+    assert line.startswith(f'{path}:2: "{field}" must be {legal}, and is ')
+    assert count == f"{path}: a line was damaged and left out"
 
 
 # Reading what was cut off
@@ -381,19 +554,127 @@ def test_zeros_at_the_end_count_as_cut_off(tmp_path: Path) -> None:
         b'{"step": 0}',
         b'{"event": 5}',
         b"[" * 100_000,
+        b'{"event": "x", "deep": ' + b"[" * 65 + b"]" * 65 + b"}",
+        b'{"event": "step", "step": ' + b"9" * 5000 + b"}",
     ],
 )
-def test_a_corrupt_line_that_is_not_the_cut_off_end_is_an_error(tmp_path: Path, line: bytes) -> None:
+def test_a_corrupt_line_that_is_not_the_cut_off_end_is_named_and_skipped(tmp_path: Path, line: bytes) -> None:
     path = write_log(tmp_path / "run.jsonl", RECORD)
-    path.write_bytes(path.read_bytes() + line + b"\n")
-    with pytest.raises(RunLogError, match=r"run\.jsonl:3: not a line of a run log"):
+    path.write_bytes(path.read_bytes() + line + b"\n" + path.read_bytes().splitlines()[1] + b"\n")
+    log = read_run_log(path)
+    assert log.steps == (RECORD, RECORD)
+    assert log.skipped == 1
+    assert log.bad_lines[0].startswith(f"{path}:3: not a line of a run log: ")
+    path.write_bytes(line + b"\n" + path.read_bytes())
+    with pytest.raises(RunLogError, match=r"run\.jsonl:1: not a line of a run log"):
         read_run_log(path)
 
 
-def test_a_step_without_what_it_must_have_is_an_error(tmp_path: Path) -> None:
+def test_the_first_bad_lines_are_named_and_all_are_counted(tmp_path: Path) -> None:
+    path = write_log(tmp_path / "run.jsonl", RECORD)
+    path.write_bytes(path.read_bytes() + b"?\n" * 1000)
+    log = read_run_log(path)
+    assert log.skipped == 1000
+    assert len(log.complaints) == 11
+    assert log.complaints[-1] == f"{path}: 1000 lines were damaged and left out"
+
+
+def test_a_line_of_any_length_is_read_in_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_log, "LONGEST_LINE", 5000)
+    path = write_log(tmp_path / "run.jsonl", RECORD)
+    path.write_bytes(path.read_bytes() + b"x" * 12_000 + b"\n" + path.read_bytes().splitlines()[1] + b"\n")
+    log = read_run_log(path)
+    assert log.steps == (RECORD, RECORD)
+    assert log.bad_lines == (f"{path}:3: longer than 5000 bytes",)
+
+
+@pytest.mark.parametrize("limit", ["MOST_BYTES", "MOST_LINES"])
+def test_a_file_that_is_too_large_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    monkeypatch.setattr(run_log, limit, 2)
+    with pytest.raises(RunLogError, match=r"larger than 2 bytes|run\.jsonl:3: too long"):
+        read_run_log(write_log(tmp_path / "run.jsonl", RECORD, RECORD))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "directory"])
+def test_what_is_no_regular_file_is_not_read(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "run.jsonl"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path = Path("/dev/zero")
+    else:
+        path.mkdir()
+    before = open_descriptors()
+    with pytest.raises(RunLogError, match=f"{path}: the run log cannot be read: (not a regular|a directory)"):
+        read_run_log(path)
+    assert open_descriptors() == before
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ({"names": ["a", "b"]}, "there are not as many names as layers"),
+        ({"names": "a"}, "names: "),
+        ({"drive": {"write": 0, "read": 1e9}}, "drive.write: "),
+        ({"drive": {"write": "nan", "read": 1e9}}, "drive.write: "),
+        ({"limits": {}}, "limits.window: "),
+        ({"profile": {}}, "profile.kinds: "),
+        ({"rates": [{}]}, "rates.0.tier: "),
+    ],
+)
+def test_a_damaged_plan_is_named_and_skipped(tmp_path: Path, damage: dict[str, Any], said: str) -> None:
+    plan = plan_event()
+    log = read_run_log(write_lines(tmp_path / "run.jsonl", run_event(), plan, plan | damage))
+    assert log.others == (plan,)
+    assert f"run.jsonl:3: the plan event is damaged: {said}" in log.bad_lines[0]
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ({"layers": [1]}, "do not fit together"),
+        ({"timings": []}, "do not fit together"),
+        ({"slots": [[1, 0, False, 0.0]]}, "a slot is of no layer"),
+        ({"slots": [[0, 0, True, 0.0]]}, "its backward comes before its forward"),
+        ({"slots": []}, "slots"),
+        ({"rest_bytes": 2**60}, "rest_bytes"),
+        ({"tail": -1.0}, "tail"),
+        ({"timings": [{"auto": [1.0, 1.0]}]}, "timings"),
+    ],
+)
+def test_a_damaged_profile_is_named_and_skipped(tmp_path: Path, damage: dict[str, Any], said: str) -> None:
+    plan = plan_event()
+    plan["profile"] = plan["profile"] | damage
+    log = read_run_log(write_lines(tmp_path / "run.jsonl", run_event(), plan))
+    assert log.others == ()
+    assert "run.jsonl:2: the plan event is damaged: profile" in log.bad_lines[0]
+    assert said in log.bad_lines[0]
+
+
+def plan_event() -> dict[str, Any]:
+    return {
+        "event": "plan",
+        "names": ["layers.0"],
+        "profile": {
+            "kinds": [{"activations": [[4096, 0.5, 0.5]], "small_bytes": 1, "input_bytes": 2}],
+            "layers": [0],
+            "timings": [{"offload": [0.5, 1.0]}],
+            "slots": [[0, 0, False, 0.0], [0, 0, True, 0.0]],
+            "tail": 0.0,
+            "rest_bytes": 0,
+        },
+        "drive": {"write": 1e9, "read": 1e9},
+        "limits": {"window": None},
+    }
+
+
+def test_a_step_without_what_it_must_have_is_named_and_skipped(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "run.jsonl", run_event(), {"event": "step", "step": 1})
-    with pytest.raises(RunLogError, match=r"run\.jsonl:2: the step event lacks seconds"):
-        read_run_log(path)
+    assert read_run_log(path).bad_lines == (f"{path}:2: the step event lacks seconds",)
 
 
 @pytest.mark.parametrize("schema", [2, 0, "1", None])
@@ -433,9 +714,9 @@ def test_unknown_keys_are_kept_aside_and_written_back(tmp_path: Path) -> None:
 
 
 def test_unknown_events_are_kept_aside(tmp_path: Path) -> None:
-    plan = {"event": "plan", "keep": [1, 2]}
-    log = read_run_log(write_lines(tmp_path / "run.jsonl", run_event(), plan, step_event()))
-    assert log.others == (plan,)
+    other = {"event": "weather", "keep": [1, 2]}
+    log = read_run_log(write_lines(tmp_path / "run.jsonl", run_event(), other, step_event()))
+    assert log.others == (other,)
     assert len(log.steps) == 1
 
 
@@ -446,9 +727,10 @@ def test_an_extra_key_may_not_shadow_a_known_one(tmp_path: Path, key: str) -> No
             log.write(StepRecord(step=0, seconds=1.0, extra={key: 2}))
 
 
-def test_only_the_standard_library_is_imported() -> None:
-    tree = ast.parse(Path(run_log.__file__).read_text())
-    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    names |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    foreign = {name for name in names if name.partition(".")[0] not in sys.stdlib_module_names}
-    assert foreign == {"tba_offload.errors"}
+def test_nothing_heavy_is_imported_to_read_steps() -> None:
+    script = (
+        "import sys; from tba_offload.report.run_log import read_run_log\n"
+        "print({'torch', 'numpy', 'pydantic', 'rich'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert done.stdout == "set()\n"

@@ -10,6 +10,7 @@ import threading
 import warnings
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -119,6 +120,17 @@ def test_tokens_and_flops_may_be_told_inside_the_step(model: Model) -> None:
             step.tokens, step.model_flops = 7, 8.0
         assert step.record is not None
         assert (step.record.tokens, step.record.model_flops) == (7, 8.0)
+
+
+def test_training_goes_on_without_room_for_its_log(model: Model, tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "run.jsonl"
+    with tba.attach(model, config_for(), run_log=path) as session:
+        train(model, session, steps=1)
+        path.unlink()
+        path.parent.rmdir()
+        train(model, session, steps=3)
+        assert len(session.report()) == 4
+    assert not path.exists()
 
 
 def test_the_run_log_holds_every_step(model: Model, tmp_path: Path) -> None:
@@ -318,7 +330,6 @@ def test_a_backward_after_the_step_or_after_the_session(model: Model) -> None:
     ("layers", "message"),
     [
         (lambda model: [nn.Linear(1, 1)], "not a module of the model"),
-        (lambda model: [model.layers[0], model.layers[0]], "same module"),
         (lambda model: [model.layers[0], model.layers[0].qkv], "lie in each other"),
     ],
 )
@@ -366,6 +377,37 @@ def test_close_gives_the_layers_back(model: Model) -> None:
     assert [dict(vars(layer)) for layer in model.layers] == before
     assert model.layers[1].forward is other
     assert "forward" not in vars(model.layers[0])
+
+
+@pytest.mark.parametrize("part", ["store", "gradients"])
+def test_a_close_that_was_interrupted_is_finished_by_the_next_one(
+    model: Model, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    threads = threading.active_count()
+    session = session_for(model)
+    one_step(session, model)
+    with monkeypatch.context() as patched:
+        patched.setattr(getattr(session, part), "close", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            session.close()
+    with pytest.raises(tba.SessionError, match="is closed"):
+        one_step(session, model)
+    session.close()
+    assert threading.active_count() == threads
+    with pytest.raises(tba.SessionError, match=r"the store .* is closed"):
+        session.store.reserve(4096, 0)
+
+
+def test_a_second_close_takes_no_other_session_off(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = session_for(model)
+    with monkeypatch.context() as patched:
+        patched.setattr(session.store, "close", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            session.close()
+    with session_for(model) as another:
+        session.close()
+        one_step(another, model)
+        assert another.report()[-1].offloaded_bytes
 
 
 def test_close_leaves_no_hook_on_the_model(model: Model) -> None:

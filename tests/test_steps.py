@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import weakref
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -725,6 +726,67 @@ def test_a_fused_optimizer_that_a_scaler_makes_skip(model: Model) -> None:
 def test_a_pickled_model_needs_nothing_of_this_package(model: Model) -> None:
     with session_for(model):
         assert b"tba_offload" not in pickle.dumps(model)
+
+
+@pytest.mark.filterwarnings("error:backward runs outside")
+def test_a_model_that_calls_itself_is_one_forward() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+
+        def forward(self, x: Tensor, *, times: int = 2) -> Tensor:
+            x = self.layers[0](x)
+            return self.layers[1](self(x, times=times - 1) if times else x)
+
+    model = Twice()
+    optimizer = adam(model)
+    with session_for(model, drive=Drive()) as session:
+        for _ in range(3):
+            losses = [model(torch.randn(4, 8)).sum() for _ in range(2)]
+            sum(losses).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert scopes_of(session) == [12, 12, 12]
+
+
+@dataclass
+class Output:
+    hidden: Tensor
+
+
+class InDataclass(nn.Module):
+    """A layer that takes and puts out an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Output) -> Output:
+        return Output(self.linear(x.hidden).tanh())
+
+
+def test_layers_that_put_out_objects() -> None:
+    class Objects(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(InDataclass() for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            value = Output(x)
+            for layer in self.layers:
+                value = layer(value)
+            return value.hidden
+
+    model = Objects()
+    optimizer = adam(model)
+    with session_for(model, drive=Drive(), default="auto") as session:
+        for _ in range(4):
+            model(torch.randn(64, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert scopes_of(session) == [2, 2, 2, 2]
+        assert session.plan.prediction is not None
 
 
 class Wrapper(nn.Module):

@@ -14,6 +14,7 @@ import tempfile
 import textwrap
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,15 +26,19 @@ from store_contract import CPU, PATIENCE, READY, StoreContract, at_lead, descrip
 
 from tba_offload.device import ByteRange, CudaDevice
 from tba_offload.errors import (
+    ChecksumError,
     ConfigError,
     MissingDependencyError,
+    OutOfServiceError,
     ShortTransferError,
     StoreError,
     StoreFullError,
 )
-from tba_offload.store import directory, open_store, posix
-from tba_offload.store.directory import RunFile, check_directory, lies_in_memory, open_directory
+from tba_offload.store import open_store, posix
+from tba_offload.store import run_file as directory
 from tba_offload.store.file import FileStore
+from tba_offload.store.run_file import RunFile, check_directory, lies_in_memory, open_directory
+from tba_offload.testing.faults import inject
 
 if TYPE_CHECKING:
     from tba_offload.store.base import ActivationStore, Extent
@@ -150,6 +155,52 @@ def test_a_missing_directory_is_made_private_on_a_mounted_drive(on_a_mount: Path
     assert not on_a_mount.exists()  # looking makes nothing
     with FileStore(on_a_mount, device=CPU):
         assert stat.S_IMODE(on_a_mount.stat().st_mode) == 0o700
+    assert not on_a_mount.exists()
+
+
+def test_a_directory_that_was_made_stays_while_something_is_in_it(on_a_mount: Path) -> None:
+    before = descriptors()
+    with FileStore(on_a_mount, device=CPU):
+        (on_a_mount / "precious").touch()
+    assert (on_a_mount / "precious").exists()
+    assert descriptors() == before
+    (on_a_mount / "precious").unlink()
+    with FileStore(on_a_mount, device=CPU):
+        pass
+    assert on_a_mount.exists()  # this time it was there
+
+
+def test_a_directory_that_took_the_place_of_one_that_was_made_stays(on_a_mount: Path) -> None:
+    with FileStore(on_a_mount, device=CPU):
+        held = os.open(on_a_mount, os.O_RDONLY)  # so that its inode is not used again
+        on_a_mount.rmdir()
+        on_a_mount.mkdir()
+    os.close(held)
+    assert on_a_mount.exists()
+
+
+def test_a_directory_that_was_made_in_vain_is_removed(
+    on_a_mount: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = descriptors()
+    monkeypatch.setattr(RunFile, "_create", lambda _: failing(errno.EACCES)(0, 0, 0, 0))
+    with pytest.raises(StoreError, match="cannot create a file there"):
+        FileStore(on_a_mount, device=CPU)
+    assert not on_a_mount.exists()
+    assert descriptors() == before
+
+
+def test_stores_that_share_a_directory_may_end_while_others_begin(on_a_mount: Path) -> None:
+    before = descriptors()
+
+    def use() -> None:
+        for _ in range(200):
+            RunFile(str(on_a_mount), None).close()
+
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(use) for _ in range(4)]:
+            done.result()
+    assert descriptors() == before
 
 
 @pytest.mark.parametrize("path", ["offload", "drive/offload"])
@@ -162,6 +213,15 @@ def test_a_directory_whose_drive_is_not_mounted_is_not_made(path: str, tmp_path:
         assert f"{missing!r} does not exist; mount its drive" in str(caught.value)
         assert f"mkdir -p {where}" in str(caught.value)
         assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_is_too_long_is_an_error_of_the_store(tmp_path: Path) -> None:
+    where = tmp_path / ("a" * 300)
+    for look in (partial(FileStore, device=CPU), lambda path: check_directory(str(path))):
+        with pytest.raises(StoreError, match=r"too long.*name a directory") as caught:
+            look(where)
+        assert caught.value.filename == str(where)
+    assert not lies_in_memory(str(where))
 
 
 def test_nothing_is_made_beside_the_root() -> None:
@@ -390,7 +450,7 @@ def test_whole_blocks_need_no_padding(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("nbytes", [1, 4097, 5_000_001])
 def test_gpu_memory_goes_through_slabs(tmp_path: Path, nbytes: int) -> None:
     device = CudaDevice()
-    with FileStore(tmp_path, device=device, slab_bytes=1 << 20, checksum=True) as store:
+    with FileStore(tmp_path, device=device, slab_bytes=1 << 20) as store:
         data = pattern(nbytes).cuda()
         extent = store.reserve(nbytes, data.data_ptr())
         store.write(extent, ByteRange.of(data), device.event()).wait(PATIENCE)
@@ -398,6 +458,39 @@ def test_gpu_memory_goes_through_slabs(tmp_path: Path, nbytes: int) -> None:
         store.read(extent, ByteRange.of(target), device.event(), padded=True).wait(PATIENCE)
         assert torch.equal(target, data)
         assert store.staging_bytes > 0
+
+
+# Integrity.
+
+
+def test_what_is_read_is_checked_unless_told_otherwise(tmp_path: Path) -> None:
+    """A bit that the drive flips would otherwise become a number."""
+    with open_store(kind="file", directories=[tmp_path], device=CPU) as store:
+        assert store.description["checksum"] is True
+        extent = put(store, pattern(100_003))
+        with (
+            inject("flip-read:n=1"),
+            pytest.raises(ChecksumError, match="reads back with checksum") as caught,
+        ):
+            get(store, extent)
+        assert caught.value.filename == str(tmp_path)
+        assert torch.equal(get(store, extent), pattern(100_003))
+    with open_store(kind="file", directories=[tmp_path], device=CPU, checksum=False) as store:
+        assert store.description["checksum"] is False
+        with inject("flip-read"):
+            assert not torch.equal(get(store, put(store, pattern(100_003))), pattern(100_003))
+
+
+@pytest.mark.parametrize("fault", ["flip-write", "zeros-write", "zeros-read", "lost-write"])
+@pytest.mark.parametrize("staged", [False, True])
+def test_every_silent_change_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, staged: bool
+) -> None:
+    monkeypatch.setattr(posix, "needs_stable_pages", lambda fd: staged)
+    with FileStore(tmp_path, device=CPU, slab_bytes=1 << 16) as store, inject(fault):
+        extent = put(store, pattern(300_001))
+        with pytest.raises(ChecksumError, match="instead of"):
+            get(store, extent, padded=not staged)
 
 
 # Faults.
@@ -513,6 +606,20 @@ def test_a_full_drive_at_the_write_is_a_full_store(
     with pytest.raises(StoreFullError, match="bytes are free: free some") as caught:
         put(store, pattern(5000))
     assert caught.value.errno == number
+
+
+def test_memory_that_is_short_at_a_write_is_one_of_the_drives_errors(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_: int) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr(posix, "pwrite", no_memory)
+    with pytest.raises(StoreError, match="MemoryError") as caught:
+        put(store, pattern(5000))
+    assert caught.value.errno == errno.ENOMEM
+    with pytest.raises(OutOfServiceError, match="left alone"):
+        store.reserve(5000, 0)
 
 
 # Growing.

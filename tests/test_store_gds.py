@@ -16,7 +16,7 @@ from store_contract import CPU, PATIENCE, StoreContract, at_lead, descriptors, g
 from test_store_file import flip_a_bit
 
 from tba_offload.device import ByteRange, CudaDevice
-from tba_offload.device.sums import sums
+from tba_offload.device.checksum import sums
 from tba_offload.errors import (
     MissingDependencyError,
     ShortTransferError,
@@ -207,7 +207,7 @@ def test_the_stand_in_has_the_names_and_arguments_of_kvikio() -> None:
 @pytest.mark.parametrize("nbytes", [1, 4097, 5_000_001, 64 << 20])
 def test_gpu_memory_comes_back(tmp_path: Path, nbytes: int) -> None:
     device = CudaDevice()
-    with GdsStore(tmp_path, device=device, checksum=True) as store:
+    with GdsStore(tmp_path, device=device) as store:
         data = pattern(nbytes).cuda()
         extent = store.reserve(nbytes, data.data_ptr())
         store.write(extent, ByteRange.of(data), device.event()).wait(PATIENCE)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import errno
 import threading
+import warnings
 from collections import Counter, deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
+from harness import KIB, Drive, DrivenHostStore, assert_all_given_back, config_for, wait_until
+from models import loss_of, make_model, make_tokens, same_bits
 from store_contract import (
     CPU,
     PATIENCE,
@@ -22,20 +27,50 @@ from store_contract import (
     put,
 )
 
+import tba_offload as tba
+from tba_offload.adapt.controller import AutoPlanner
+from tba_offload.config.policy import Placement
 from tba_offload.device import ByteRange
-from tba_offload.errors import ConfigError, StoreError, StoreFullError
+from tba_offload.errors import ChecksumError, ConfigError, StoreError, StoreFullError, TransferError
+from tba_offload.plan.bandwidth import Bandwidth
+from tba_offload.plan.search import Limits
 from tba_offload.store import open_store
-from tba_offload.store.base import ActivationStore, Extent
+from tba_offload.store import run_file as directory
+from tba_offload.store.base import ActivationStore, DriveLoad, Extent, Load
+from tba_offload.store.engine import _Meter
 from tba_offload.store.file import FileStore
 from tba_offload.store.host import HostStore
-from tba_offload.store.queued import _Meter
+from tba_offload.store.service import Service
 from tba_offload.store.striped import StripedStore
+from tba_offload.testing.faults import inject
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tba_offload.device import Event
     from tba_offload.store.base import IoFuture
+
+
+@dataclass
+class Trained:
+    """What came of some steps, by their numbers."""
+
+    records: list[Any] = field(default_factory=list)
+    gradients: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
+
+
+def grad_of(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad.clone()
+
+
+def assert_same_gradients(some: Trained, others: Trained) -> None:
+    """The steps that both have made, bit for bit."""
+    for number in some.gradients.keys() & others.gradients.keys():
+        pairs = zip(some.gradients[number], others.gradients[number], strict=True)
+        assert all(same_bits(a, b) for a, b in pairs)
 
 
 class TestStripedStore(StoreContract):
@@ -61,6 +96,19 @@ class TestStripedStore(StoreContract):
         digest = drive._leases[extent.offset].digest  # type: ignore[attr-defined]
         store.write(extent, ByteRange.of(data), READY).wait(PATIENCE)
         drive._leases[extent.offset].digest = digest  # type: ignore[attr-defined]
+
+    def test_checksums_catch_a_changed_byte_unless_told_otherwise(self, tmp_path: Path) -> None:
+        """Drives are checked, the memory among them is not."""
+        with self.make_store(tmp_path) as store:
+            for seed in range(4):
+                data = pattern(5000, seed)
+                extent = put(store, data)
+                self.corrupt(store, extent)
+                if extent.drive:
+                    assert not torch.equal(get(store, extent), data)
+                    continue
+                with pytest.raises(ChecksumError, match="instead of"):
+                    get(store, extent)
 
 
 def hosts(count: int, **options: Any) -> StripedStore:
@@ -189,7 +237,7 @@ def test_the_split_of_bytes_follows_the_rates(speeds: tuple[float, ...], depth: 
 def test_a_drive_that_becomes_slow_gets_less_and_gets_more_when_it_recovers(
     depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tba_offload.store.queued._RECENT_BYTES", 2 << 20)
+    monkeypatch.setattr("tba_offload.store.engine._RECENT_BYTES", 2 << 20)
     with paced(Clock(), 1e9, 1e9) as store:
         before = feed(store, 100, depth=depth)
         drives_of(store)[1].speed = 1e8
@@ -266,7 +314,7 @@ def test_looking_at_a_rate_leaves_the_loads_to_the_planner() -> None:
     with paced(Clock(), 1e9) as store:
         feed(store, 3, depth=1)
         assert store.write_rate() == pytest.approx(1e9)
-        ((write, read, _),) = store.take_loads()
+        ((write, read, *_),) = store.take_loads()
         assert (write.nbytes, read.nbytes) == (300_000, 0)
         assert write.seconds == pytest.approx(300e-6)
         assert store.take_loads()[0].write == (0, 0.0)
@@ -297,6 +345,28 @@ def test_a_full_drive_is_passed_over() -> None:
             StoreFullError, match=r"none of 2 drives has room for 1 bytes: .*capacity.*; .*capacity"
         ):
             store.reserve(1, 0)
+
+
+def test_a_drive_whose_file_cannot_grow_is_passed_over_and_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory, "_GROWTH", 4096)
+    drives = [tmp_path / "a", tmp_path / "b"]
+    for drive in drives:
+        drive.mkdir()
+    with open_store(directories=drives, device=CPU) as store:
+        assert isinstance(store, StripedStore)
+        store.stores[0]._service = Service(lambda: 0.0)  # for which no time passes
+        with inject("fail-grow:drive=0,errno=EIO") as faults:
+            extents = [store.reserve(5000, 0) for _ in range(6)]
+        assert {extent.drive for extent in extents} == {1}
+        assert len(faults.fired) == 1
+        assert [load.in_service for load in store.take_loads()] == [False, True]
+        ((place, cause),) = store.take_outages()
+        assert (place, store.take_outages()) == (str(drives[0]), [])
+        assert "the file cannot grow: Input/output error" in cause
+        store.resume()
+        assert {store.reserve(5000, 0).drive for _ in range(6)} == {0, 1}
 
 
 def test_capacity_and_alignment_are_those_of_all(tmp_path: Path) -> None:
@@ -332,6 +402,138 @@ def test_one_drive_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     assert io_threads() == []
 
 
+# A drive that dies
+
+
+def on_clock(store: StripedStore) -> Clock:
+    """The drives rest by this clock."""
+    clock = Clock()
+    for drive in store.stores:
+        assert isinstance(drive, HostStore)
+        drive._service = Service(clock)
+    return clock
+
+
+def dead() -> StoreError:
+    return StoreError(errno.ENODEV, "No such device", "/mnt/b")
+
+
+def two_drives(drive: Drive) -> StripedStore:
+    """The first one does what it is told."""
+    driven = DrivenHostStore(drive, device=CPU, slab_bytes=1 << 20)
+    return StripedStore([driven, HostStore(device=CPU, drive=1, slab_bytes=1 << 20)])
+
+
+def test_the_share_of_a_drive_that_dies_goes_to_the_others_at_once() -> None:
+    drive = Drive()
+    with two_drives(drive) as store:
+        clock = on_clock(store)
+        drive.writes.fail_with(dead)
+        extents = [store.reserve(5000, 0) for _ in range(2)]
+        for extent in extents:
+            future = store.write(extent, ByteRange.of(pattern(5000)), READY)
+            wait_until(future.done, "a write")
+        assert [store.reserve(5000, 0).drive for _ in range(20)] == [1] * 20
+        assert [load.in_service for load in store.take_loads()] == [False, True]
+        clock.now = 1.0
+        drives = [store.reserve(5000, 0).drive for _ in range(20)]
+        assert sorted(drives) == [0] + [1] * 19  # one write is let through to try it
+        drive.writes.recover()
+        trial = store.reserve(5000, 0)
+        clock.now = 3.0
+        while trial.drive == 1:
+            trial = store.reserve(5000, 0)
+        store.write(trial, ByteRange.of(pattern(5000)), READY).wait(PATIENCE)
+        assert {store.reserve(5000, 0).drive for _ in range(40)} == {0, 1}
+        assert [load.in_service for load in store.take_loads()] == [True, True]
+
+
+def train_on(store: StripedStore, steps: int, before: Callable[[int], None], **settings: Any) -> Trained:
+    """Trains over a store; which steps failed, with what, and the gradients and records of the others."""
+    model, trained = make_model(layers=4), Trained()
+    config = config_for(in_flight=16 * KIB, **settings)
+    with (
+        mock.patch("tba_offload.session.open_store", return_value=store),
+        tba.attach(model, config, measure_memory=False) as session,
+    ):
+        for number in range(steps):
+            before(number)
+            try:
+                with session.step() as step:
+                    loss = loss_of(model, make_tokens(number))
+                    session.offloader.quiesce()
+                    before(-number - 1)
+                    loss.backward()
+                trained.records.append(step.record)
+                trained.gradients[number] = [grad_of(parameter) for parameter in model.parameters()]
+            except TransferError as error:
+                trained.failures[number] = str(error)
+            del loss
+            model.zero_grad()
+        assert_all_given_back(session)
+    return trained
+
+
+def test_training_goes_on_with_the_other_drive_when_one_refuses_writes() -> None:
+    drive = Drive()
+
+    def before(number: int) -> None:
+        if number == 2:
+            drive.writes.fail_with(dead)
+
+    whole = train_on(hosts(2, slab_bytes=1 << 20), 5, lambda _: None)
+    store = two_drives(drive)
+    on_clock(store)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trained = train_on(store, 5, before)
+    (warning,) = [each for each in told if issubclass(each.category, RuntimeWarning)]
+    assert "/mnt/b" in str(warning.message)
+    assert trained.failures == {}
+    assert_same_gradients(trained, whole)
+    assert [record.drives_out_of_service for record in trained.records] == [0, 0, 1, 1, 1]
+    kept = [record.fallback_kept_bytes for record in trained.records]
+    assert kept[2] > 0
+    assert kept[3:] == [0, 0]
+    assert all(record.offloaded_bytes > 0 for record in trained.records)
+
+
+@pytest.mark.filterwarnings("ignore:a drive failed and is left alone:RuntimeWarning")
+def test_what_a_dead_drive_has_fails_one_step_only() -> None:
+    drive = Drive()
+
+    def before(number: int) -> None:
+        if number == -2:  # after the forward pass of step 1
+            drive.writes.fail_with(dead)
+            drive.reads.fail_with(dead)
+
+    whole = train_on(hosts(2, slab_bytes=1 << 20), 5, lambda _: None)
+    store = two_drives(drive)
+    on_clock(store)
+    trained = train_on(store, 5, before)
+    assert list(trained.failures) == [1]
+    for part in ("could not read", "layer ", "micro-batch 0", "host memory", "offset", "/mnt/b"):
+        assert part in trained.failures[1]
+    assert_same_gradients(trained, whole)
+    assert [record.drives_out_of_service for record in trained.records] == [0, 1, 1, 1]
+
+
+def test_planners_count_on_the_drives_in_service() -> None:
+    planner = AutoPlanner([Placement.AUTO], [(0, "layers.0")], Limits(None, None))
+    both = [DriveLoad(Load(4000, 1.0), Load(2000, 1.0)), DriveLoad(Load(1000, 1.0), Load(500, 1.0))]
+    planner._note_loads(both)
+    assert planner.drive() == Bandwidth(5000, 2500)
+    nothing = Load(0, 0.0)
+    planner._note_loads([DriveLoad(nothing, nothing, in_service=False), both[1]])
+    assert planner.drive() == Bandwidth(1000, 500)
+    planner._note_loads([DriveLoad(nothing, nothing), both[1]])
+    assert planner.drive() == Bandwidth(5000, 2500)
+    planner._note_loads([DriveLoad(nothing, nothing, room=3000), both[1]])
+    assert planner.drive() == Bandwidth(5000, 2500)
+    planner._note_loads([DriveLoad(nothing, nothing, room=3000), both[1]._replace(room=4096)])
+    assert planner.drive() == Bandwidth(5000, 2500, capacity=7096)
+
+
 def test_it_needs_a_store() -> None:
     with pytest.raises(ValueError, match="at least one store"):
         StripedStore([])
@@ -341,7 +543,7 @@ def test_open_store_makes_one_file_a_directory(tmp_path: Path) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
         path.mkdir()
-    with open_store(directories=paths, capacity=8 << 20, device=CPU, checksum=True) as store:
+    with open_store(directories=paths, capacity=8 << 20, device=CPU) as store:
         assert isinstance(store, StripedStore)
         assert [drive.description["directory"] for drive in store.stores] == [str(path) for path in paths]
         assert [drive.capacity_bytes for drive in store.stores] == [4 << 20, 4 << 20]

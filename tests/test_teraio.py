@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from tba_offload.config.policy import Placement
 from tba_offload.plan.bandwidth import Bandwidth
-from tba_offload.plan.plan import Plan
-from tba_offload.plan.simulator import simulate
-from tba_offload.policy import Placement
+from tba_offload.plan.model import Plan
+from tba_offload.plan.simulate import simulate
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # behind all others: it has an io.py
 

@@ -17,23 +17,23 @@ import torch
 from harness import KIB, config_for, in_time, session_for
 from models import make_model, train
 from ordered_device import TimedDevice
+from test_controller import watching
 from test_order import attached
-from test_planning import watching
 from torch import Tensor, nn
 
 import tba_offload as tba
 from tba_offload import Placement, Rule
+from tba_offload.adapt.controller import AutoPlanner
+from tba_offload.adapt.profiler import profile_of
 from tba_offload.capture.scope import ActivationKey, ScopeKey
 from tba_offload.capture.trace import ActivationTrace, DeviceTimes, Fate, ScopeTrace, StepTrace
 from tba_offload.device import CpuDevice
 from tba_offload.plan.bandwidth import Bandwidth
 from tba_offload.plan.profile import StepProfile, Timing
-from tba_offload.plan.simulator import simulate
-from tba_offload.planning import AutoPlanner
-from tba_offload.profiling import profile_of
+from tba_offload.plan.simulate import simulate
 from tba_offload.report.run_log import read_run_log
 from tba_offload.transfer.offloader import Offloader
-from tba_offload.transfer.record import Span
+from tba_offload.transfer.storage import Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -120,7 +120,7 @@ def test_a_profile_has_the_times_of_the_device() -> None:
     again = Timing(FORWARD, BACKWARD + FORWARD)
     as_usual = Timing(FORWARD, BACKWARD)
     assert_times_of_the_device(profile, keep=as_usual, recompute=again, offload=as_usual)
-    assert device.now == 3 * (STEP + FORWARD)
+    assert device.now == 3 * (STEP + FORWARD) + FORWARD  # in the first step it is compared as well
     # What the host took to give the work is no time of the work.
     assert all(record.seconds < STEP for record in report)
     assert {(record.forward_seconds, record.backward_seconds) for record in report} == {(None, None)}
@@ -172,8 +172,8 @@ def waiting_for_reads(device: TimedDevice, seconds: float) -> Iterator[None]:
     """The host waits for each read, and the device stands still for so long."""
     original = Offloader._await_transfer
 
-    def waits(*given: Any) -> None:
-        original(*given)
+    def waits(*given: Any, **also: Any) -> None:
+        original(*given, **also)
         time.sleep(0.001)
         device.runs_dry(seconds)
 
@@ -217,7 +217,7 @@ def test_waits_for_room_are_no_compute_time() -> None:
     with (
         timed_session(device, model, in_flight=100 * KIB) as session,
         device.computing(),
-        mock.patch("tba_offload.transfer.books.Books.crowded", return_value=True),
+        mock.patch("tba_offload.transfer.ledger.Books.crowded", return_value=True),
         mock.patch.object(Offloader, "_make_room", autospec=True, side_effect=waits),
     ):
         planner = watching(session)
@@ -354,7 +354,7 @@ def test_a_profile_by_the_hosts_clock_is_what_it_was() -> None:
         (0.38181818181818206, 0.2901785714285713),
     ]
     assert found.timings == ({OFFLOAD: Timing(1.05, 1.85)},)
-    assert [tuple(slot) for slot in found.slots] == [
+    assert [tuple(slot.as_json()) for slot in found.slots] == [
         (0, 0, False, 0.20000000000000007),
         (1, 0, False, 0.40000000000000036),
         (1, 0, True, 1.1999999999999993),

@@ -238,7 +238,7 @@ def build_te_gpt(*, fp8: bool) -> Any:
 @pytest.mark.parametrize("placement", ["keep", "offload", "recompute", "recompute-offload", "selective"])
 def test_layers_of_transformer_engine(*, fp8: bool, placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit; the attention kernels are told to be deterministic."""
-    from tba_offload.megatron.cpu import seed_all, single_process
+    from tba_lab.megatron_cpu import seed_all, single_process
 
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
 

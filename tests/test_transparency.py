@@ -17,8 +17,8 @@ from megatron_models import make_megatron_model, train_megatron
 from models import History, assert_same_history, make_model, same_bits, train
 
 import tba_offload as tba
+from tba_lab.megatron_cpu import single_process
 from tba_offload import BudgetConfig, OffloadConfig, Placement, Rule, StoreConfig
-from tba_offload.megatron.cpu import single_process
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -54,7 +54,7 @@ train() {
     if [ -n "${PLAIN:-}" ]; then
         how=("$script")
         if [ -n "${CPU:-}" ]; then
-            how=(-m tba_offload.megatron.cpu_scripts "$script")
+            how=(-m tba_lab.megatron_cpu_scripts "$script")
         fi
     else
         how=(-m tba_offload.megatron.launch ${CPU:+--cpu} "$script")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import sys
 from typing import TYPE_CHECKING
+
+import torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -15,6 +19,15 @@ _CACHES = (("transformers.cache_utils", "Cache"),)
 
 _CHECKPOINTS = (("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "CheckpointWrapper"),)
 """Modules and classes of wrappers that recompute the layer in them."""
+
+_SCALING = (
+    ("transformer_engine.pytorch.quantization", "FP8GlobalStateManager"),
+    ("transformer_engine.pytorch.fp8", "FP8GlobalStateManager"),
+)
+"""Modules, newer and older, and the class that tells of FP8."""
+
+_FRAMEWORKS = frozenset({"torch", "megatron", "transformer_engine", "tba_offload", "tba_lab"})
+"""Packages whose hooks may run twice."""
 
 
 def is_checkpointed(layer: nn.Module) -> bool:
@@ -51,6 +64,34 @@ def cache_warning() -> str:
         "the model fills a cache of keys and values while it trains, so that those of all layers stay in "
         "memory until its output is dropped: switch it off (use_cache=False, to the model or in its config)"
     )
+
+
+def is_scaled() -> bool:
+    """Whether Transformer Engine computes in FP8: each run of a layer then changes its scaling factors."""
+    return any(manager.is_fp8_enabled() for manager in _loaded(_SCALING))  # type: ignore[attr-defined]
+
+
+def has_hooks(layer: nn.Module) -> bool:
+    """Whether a program has hooked into the forward of the layer or a part of it.
+
+    Hooks of frameworks that shard or offload models, and the library's own, are part of the layer.
+    """
+    found = itertools.chain.from_iterable(
+        (*module._forward_hooks.values(), *module._forward_pre_hooks.values()) for module in layer.modules()
+    )
+    return any(_package_of(hook) not in _FRAMEWORKS for hook in found)
+
+
+def _package_of(hook: object) -> str:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    module = getattr(hook, "__module__", None) or type(hook).__module__
+    return str(module).partition(".")[0]
+
+
+def is_scripted(layer: nn.Module) -> bool:
+    """Whether a part of the layer is TorchScript, whose first runs are not compiled as later ones are."""
+    return any(isinstance(module, torch.jit.ScriptModule) for module in layer.modules())
 
 
 def _loaded(names: Sequence[tuple[str, str]]) -> tuple[type, ...]:

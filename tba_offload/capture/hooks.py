@@ -5,6 +5,12 @@ One :class:`Capture` serves a session. For each execution of an offloaded layer 
 
 ``pack`` never returns the saved tensor itself: an operation that saves its own output would then keep
 itself alive if backward never runs. It returns a :class:`Kept` or a :class:`Packed`.
+
+An operation saves its inputs before its kernel runs, and a kernel may fill one of them: ``rrelu`` its noise.
+So the bytes of a tensor without a graph are read only when the operation that saves it has ended. Its node is
+made before it saves anything, and the next operation's after it has ended: the number that autograd gives to
+the latest node tells. A tensor with a graph was filled before: results get theirs after the kernel, and
+filling one again raises its version.
 """
 
 from __future__ import annotations
@@ -22,20 +28,24 @@ from tba_offload.capture.identity import (
     StaticStorages,
     View,
     is_understood,
+    latest_node,
+    local_of,
     look,
+    restore,
     shares_version,
     version_witness,
 )
 from tba_offload.capture.scope import ActivationKey, Lookahead, ScopeKey
 from tba_offload.capture.trace import ActivationTrace, Fate, StepTrace
 from tba_offload.device.ranges import aligned_range
-from tba_offload.errors import SavedTensorModifiedError
-from tba_offload.transfer.record import Handle, Record
+from tba_offload.errors import SavedTensorModifiedError, TransferError
+from tba_offload.transfer.storage import Handle, Record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import TracebackType
 
+    from tba_offload.recompute.rescue import Rescue
     from tba_offload.transfer.offloader import Offloader
 
 GATHER_BELOW = 0.75
@@ -69,16 +79,14 @@ class Kept:
         self.spread: View | None = None
         self.address = 0
 
-    @classmethod
-    def copy_of(cls, tensor: torch.Tensor, view: View) -> Kept:
+    def shrink(self, view: View) -> None:
         """Keeps the elements of a small view without keeping the large storage that it looks at."""
-        kept = cls(tensor)
-        few = look(tensor.untyped_storage(), view.distinct())
-        kept.tensor = few.clone(memory_format=torch.contiguous_format)
-        kept.witness = version_witness(tensor)
-        kept.spread = view
-        kept.address = tensor.data_ptr()
-        return kept
+        whole = local_of(self.tensor)
+        few = look(whole.untyped_storage(), view.distinct())
+        self.witness = version_witness(self.tensor)
+        self.tensor = few.clone(memory_format=torch.contiguous_format)
+        self.spread = view
+        self.address = whole.data_ptr()
 
 
 class Packed:
@@ -89,9 +97,22 @@ class Packed:
         view: What to rebuild from the record's bytes.
         spread: If the bytes were gathered: the view of the original storage to spread them into again.
         address: Where the first element lay.
+        rescue: Makes it again if a drive does not give it back; ``None`` where that is not possible.
+        number: Which of the tensors that its scope saved it is, from 1.
     """
 
-    __slots__ = ("__weakref__", "address", "handle", "spread", "trace", "version", "view", "witness")
+    __slots__ = (
+        "__weakref__",
+        "address",
+        "handle",
+        "number",
+        "rescue",
+        "spread",
+        "trace",
+        "version",
+        "view",
+        "witness",
+    )
 
     def __init__(
         self,
@@ -100,6 +121,8 @@ class Packed:
         handle: Handle,
         witness: torch.Tensor,
         trace: ActivationTrace,
+        rescue: Rescue | None,
+        number: int,
     ) -> None:
         self.handle = handle
         self.view = view
@@ -107,7 +130,30 @@ class Packed:
         self.version = tensor._version
         self.trace = trace
         self.spread: View | None = None
-        self.address = tensor.data_ptr()
+        self.address = local_of(tensor).data_ptr()
+        self.rescue = rescue
+        self.number = number
+
+
+class Borrowed:
+    """A tensor that is there as long as something else has its bytes: memory, or a record.
+
+    Attributes:
+        record: The record; ``None`` if there is none.
+        storage: The memory.
+        view: How the tensor looks at it.
+        witness: Shares its version counter.
+        version: What that counter said.
+    """
+
+    __slots__ = ("record", "storage", "version", "view", "witness")
+
+    def __init__(self, tensor: torch.Tensor, view: View, record: Record | None) -> None:
+        self.record = record
+        self.storage = weakref.ref(tensor.untyped_storage())
+        self.view = view
+        self.witness = version_witness(tensor)
+        self.version = tensor._version
 
 
 class Capture:
@@ -165,7 +211,7 @@ class Capture:
     def _pop_left_hooks(self) -> None:
         """An interrupt may have struck just before a layer popped its hooks."""
         autograd: Any = torch._C._autograd
-        while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:  # noqa: FBT003
+        while (top := hooks_on_top()) is not None:
             layer_hooks = getattr(top[0], "__self__", None)
             if not isinstance(layer_hooks, LayerHooks) or layer_hooks.capture is not self:
                 return
@@ -199,6 +245,57 @@ class Capture:
         found = self._records.get(storage._cdata)
         if found is not None and found[0].origin() is storage:
             self.offloader.protect(storage, found[0])
+
+    # ---- arguments of layers ---------------------------------------------------------------------
+
+    def hold(self, tensor: torch.Tensor) -> Kept | Borrowed:
+        """A hold of a tensor that keeps its memory only if no record has its bytes."""
+        if type(tensor) is torch.nn.Parameter or not is_understood(tensor, self.device):
+            return Kept(tensor)
+        view = View.of(tensor)
+        record = self._record_over(tensor, view)
+        return Kept(tensor) if record is None else Borrowed(tensor, view, record)
+
+    def borrow(self, tensor: torch.Tensor) -> Kept | Borrowed | None:
+        """A hold that keeps no memory that counts; ``None`` of what is not understood."""
+        if tensor.is_inference() or not is_understood(tensor, tensor.device):
+            return None
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < self.min_tensor_bytes or storage in self.static:
+            return Kept(tensor)
+        if tensor.device != self.device:
+            return None
+        view = View.of(tensor)
+        return Borrowed(tensor, view, self._record_over(tensor, view))
+
+    def _record_over(self, tensor: torch.Tensor, view: View) -> Record | None:
+        """The record that has the bytes of a tensor."""
+        lo, hi, _ = view.footprint()
+        found = self.find(tensor.untyped_storage(), tensor)
+        return found[0] if found is not None and found[0].span_over(lo, hi) is not None else None
+
+    def held(self, hold: Kept | Borrowed) -> torch.Tensor | None:
+        """The tensor of a hold; ``None`` if it was changed, or is gone.
+
+        This is no use by backward, so nothing is learned from it.
+
+        Raises:
+            TransferError: Its bytes could not be written or read.
+        """
+        if hold.witness._version != hold.version:
+            return None
+        if isinstance(hold, Kept):
+            return hold.tensor
+        lo, hi, _ = hold.view.footprint()
+        if hold.record is None:
+            memory = hold.storage()
+            # One that was resized to nothing is alive but empty.
+            return look(memory, hold.view) if memory is not None and memory.nbytes() >= hi else None
+        handle = self.offloader.borrow(hold.record, lo, hi)
+        if handle is None:
+            return None
+        storage, shift = self.offloader.fetch(handle)
+        return look(storage, hold.view, shift)
 
     # ---- what to keep ----------------------------------------------------------------------------
 
@@ -242,7 +339,7 @@ class Capture:
         check_version(packed.witness, packed.version, "a kept activation")
         if packed.spread is None:
             return packed.tensor
-        return self._spread(packed.tensor, packed.spread, packed.address)
+        return self._spread(packed.tensor, packed.spread, packed)
 
     def _unpack_offloaded(self, packed: Packed) -> torch.Tensor:
         handle = packed.handle
@@ -252,12 +349,46 @@ class Capture:
         check_version(packed.witness, packed.version, record.key)
         self.offloader.tidy()
         first = not handle.read
-        storage, shift = self.offloader.fetch(handle)
-        # Before the I/O threads are woken: this call lets go of the GIL, and they would take it.
-        tensor = look(storage, packed.view, shift)
+        storage, shift = self._fetch(packed)
+        # Before the I/O threads are woken: these calls let go of the GIL, and they would take it.
+        if packed.spread is None:
+            tensor = restore(storage, packed.view, packed.witness, shift)
+        else:
+            tensor = self._spread(look(storage, packed.view, shift), packed.spread, packed)
         if first:
             self._used(packed, record)
-        return tensor if packed.spread is None else self._spread(tensor, packed.spread, packed.address)
+        return tensor
+
+    def _fetch(self, packed: Packed) -> tuple[torch.UntypedStorage, int]:
+        """The bytes of a saved tensor; those that a drive does not give back are made again if they can be.
+
+        Raises:
+            TransferError: They could not be written or read.
+        """
+        try:
+            return self.offloader.fetch(packed.handle)
+        except TransferError as error:
+            made = self._make_again(packed)
+            if made is None:
+                raise
+            return self.offloader.replace(packed.handle, made, error)
+
+    def _make_again(self, packed: Packed) -> torch.UntypedStorage | None:
+        """A storage like that of a saved tensor which a drive has lost; ``None`` if there is no way."""
+        handle = packed.handle
+        if packed.rescue is None or not self.offloader.is_lost(handle):
+            return None
+        tensor = packed.rescue.saved(packed.number, handle.record)
+        if tensor is None or not is_understood(tensor, self.device):
+            return None
+        if View.of(tensor) != (packed.spread or packed.view):
+            return None
+        if packed.spread is not None:
+            tensor = look(tensor.untyped_storage(), packed.spread.distinct()).contiguous()
+        storage = tensor.untyped_storage()
+        if storage.nbytes() != handle.record.nbytes or not self.offloader.can_be(handle, storage):
+            return None
+        return storage
 
     def _used(self, packed: Packed, record: Record) -> None:
         trace = packed.trace
@@ -267,13 +398,13 @@ class Capture:
         if record.held:
             self.learn(trace.key, trace.nbytes)
 
-    def _spread(self, gathered: torch.Tensor, view: View, address: int) -> torch.Tensor:
+    def _spread(self, gathered: torch.Tensor, view: View, packed: Kept | Packed) -> torch.Tensor:
         """Puts gathered elements back where their view had them; what lies between them is undefined."""
         lo, hi, _ = view.footprint()
-        room = aligned_range(hi - lo, address, 1, self.offloader.device)
+        room = aligned_range(hi - lo, packed.address, 1, self.offloader.device)
         moved = view.moved(room.start - lo)
         look(room.storage, moved.distinct()).copy_(gathered)
-        return look(room.storage, moved)
+        return restore(room.storage, moved, packed.witness)
 
 
 class LayerHooks:
@@ -285,9 +416,24 @@ class LayerHooks:
         when_slow: Whether activations may be kept when the ceiling of bytes in flight is reached.
         kept: Numbers of the activations that the plan keeps in memory.
         part: Number of the one that it keeps a part of, and how many bytes that is.
+        rescue: Makes again what a drive does not give back, if that is possible.
     """
 
-    __slots__ = ("_count", "_deferred", "_hooks", "_kept", "_key", "_part", "_when_slow", "capture")
+    __slots__ = (
+        "_count",
+        "_deferred",
+        "_filling",
+        "_hooks",
+        "_kept",
+        "_key",
+        "_node",
+        "_part",
+        "_rescue",
+        "_small",
+        "_when_slow",
+        "capture",
+        "saved",
+    )
 
     def __init__(
         self,
@@ -297,14 +443,20 @@ class LayerHooks:
         when_slow: bool,
         kept: frozenset[int] = frozenset(),
         part: tuple[int, int] | None = None,
+        rescue: Rescue | None = None,
     ) -> None:
         self.capture = capture
         self._key = key
         self._when_slow = when_slow
         self._kept = kept
         self._part = part
+        self._rescue = rescue
+        self.saved = 0  # tensors, parameters among them: a second run counts them alike
         self._count = 0
         self._deferred: dict[Record, list[weakref.ref[Packed]]] = {}
+        self._filling: dict[Record, None] = {}  # deferred until the operation that saves them has ended
+        self._small: list[tuple[Kept, View]] = []  # small views, copied then
+        self._node = 0  # number of the latest node when they were saved
         self._hooks: saved_tensors_hooks | None = None
 
     def __enter__(self) -> None:
@@ -325,6 +477,7 @@ class LayerHooks:
         if kind is not None and not issubclass(kind, Exception):
             self.capture.offloader.repair()
         # What was put off has to be settled in any case: nothing else would free its memory.
+        self._operation_ended()
         for record, views in self._deferred.items():
             self._decide(record, views)
         self.capture.offloader.end_scope(at_once=self._when_slow)
@@ -338,17 +491,25 @@ class LayerHooks:
     def pack(self, tensor: torch.Tensor) -> Kept | Packed:
         """Decides what becomes of a saved tensor and queues its write."""
         capture = self.capture
+        self.saved += 1
+        if (self._filling or self._small) and latest_node() != self._node:
+            self._operation_ended()
         if type(tensor) is torch.nn.Parameter or torch._C._current_graph_task_id() != -1:
             return Kept(tensor)
-        if not is_understood(tensor, capture.device):
+        local = local_of(tensor)
+        if not is_understood(local, capture.device):
             return self._keep_odd(tensor)
-        storage = tensor.untyped_storage()
+        storage = local.untyped_storage()
         if storage in capture.static:
+            return Kept(tensor)
+        if isinstance(tensor._base, torch.nn.Parameter):
+            # A view of weights that were gathered for this scope, as FSDP does it: never an activation.
+            capture.note_kept(storage)
             return Kept(tensor)
         if storage.nbytes() < capture.min_tensor_bytes:
             capture.trace.kept_bytes += storage.nbytes()
             return Kept(tensor)
-        view = View.of(tensor)
+        view = View.of(local)
         found = capture.find(storage, tensor)
         if found is not None:
             return self._pack_more(tensor, storage, view, *found)
@@ -378,7 +539,8 @@ class LayerHooks:
         if self._part is not None and self._part[0] == key.number:
             record.part = self._part[1]
         handle = capture.offloader.handle(record, footprint.lo, footprint.hi)
-        return self._queue(Packed(tensor, view, handle, witness, trace), record, storage, footprint)
+        packed = Packed(tensor, view, handle, witness, trace, self._rescue, self.saved)
+        return self._queue(packed, record, storage, footprint, is_filled=tensor.requires_grad)
 
     def _pack_more(
         self,
@@ -394,17 +556,27 @@ class LayerHooks:
         if record.span_over(footprint.lo, footprint.hi) is not None:
             capture.trace.deduplicated_bytes += footprint.distinct
         handle = capture.offloader.handle(record, footprint.lo, footprint.hi)
-        packed = Packed(tensor, view, handle, version_witness(tensor), trace)
-        return self._queue(packed, record, storage, footprint)
+        witness = version_witness(tensor)
+        packed = Packed(tensor, view, handle, witness, trace, self._rescue, self.saved)
+        return self._queue(packed, record, storage, footprint, is_filled=tensor.requires_grad)
 
     def _queue(
-        self, packed: Packed, record: Record, storage: torch.UntypedStorage, footprint: Footprint
+        self,
+        packed: Packed,
+        record: Record,
+        storage: torch.UntypedStorage,
+        footprint: Footprint,
+        *,
+        is_filled: bool,
     ) -> Packed:
         lo, hi, distinct = footprint
         if record.span_over(lo, hi) is not None:
             return packed
         if distinct < DENSE_FROM * (hi - lo):
             self._defer(packed, record, storage)
+            self._filling.pop(record, None)
+        elif not is_filled:
+            self._defer_to_next_operation(packed, record, storage)
         else:
             self._require(record, storage, lo, hi)
         return packed
@@ -436,7 +608,32 @@ class LayerHooks:
     def _keep_small(self, tensor: torch.Tensor, view: View, footprint: Footprint) -> Kept:
         """Keeps what a small view needs of its large storage, or all of the storage would stay."""
         self.capture.trace.kept_bytes += footprint.distinct
-        return Kept.copy_of(tensor, view)
+        kept = Kept(tensor)
+        if tensor.requires_grad:
+            kept.shrink(view)
+        else:
+            self._node = latest_node()
+            self._small.append((kept, view))
+        return kept
+
+    # ---- what the operation may still fill -------------------------------------------------------
+
+    def _defer_to_next_operation(self, packed: Packed, record: Record, storage: torch.UntypedStorage) -> None:
+        """Puts a view without gaps off until the operation that saves it has ended."""
+        waits_for_scope = record in self._deferred and record not in self._filling
+        self._defer(packed, record, storage)
+        if not waits_for_scope:
+            self._node = latest_node()
+            self._filling[record] = None
+
+    def _operation_ended(self) -> None:
+        """What was saved before can be read: writes it, and copies small views."""
+        filling, self._filling = self._filling, {}
+        small, self._small = self._small, []
+        for kept, view in small:
+            kept.shrink(view)
+        for record in filling:
+            self._decide(record, self._deferred.pop(record))
 
     # ---- strided views ---------------------------------------------------------------------------
 
@@ -489,11 +686,17 @@ class LayerHooks:
         return record, view
 
 
+def hooks_on_top() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """Pack and unpack of the innermost hooks of the calling thread; ``None`` if there are none."""
+    autograd: Any = torch._C._autograd
+    return autograd._top_saved_tensors_default_hooks(True)  # type: ignore[no-any-return]  # noqa: FBT003
+
+
 @contextlib.contextmanager
 def set_aside() -> Iterator[None]:
     """Takes the hooks of a scope off the stack for as long as the block lasts, if they are on top of it."""
     autograd: Any = torch._C._autograd
-    top = autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003 - positional in C++
+    top = hooks_on_top()
     if top is None or not isinstance(getattr(top[0], "__self__", None), LayerHooks):
         yield
         return

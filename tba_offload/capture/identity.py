@@ -3,18 +3,22 @@
 An activation is identified by its storage object, never by an address or an ``id()``, because addresses
 are reused. PyTorch hands out the same Python object for a storage as long as the storage lives, and a weak
 reference to it stays alive while only C++ holds the storage.
+
+A distributed tensor (``DTensor``) is identified by the storage of its local tensor, which has its bytes on
+this rank, and by its own version, because its operations do not count at the local tensor.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 
 class Footprint(NamedTuple):
@@ -66,6 +70,9 @@ class View(NamedTuple):
         return View(self.dtype, self.shape, self.stride, self.offset + nbytes // self.dtype.itemsize)
 
 
+latest_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""The number of the node of autograd that the calling thread made last, plus one."""
+
 _blank: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
@@ -98,8 +105,26 @@ def version_witness(tensor: torch.Tensor) -> torch.Tensor:
     ourselves at unpack. The counter must be kept until then, the memory must not.
     """
     witness = tensor.detach()
-    witness.data = blank(tensor.dtype, tensor.device)
+    _put(witness, blank(tensor.dtype, tensor.device))
     return witness
+
+
+def restore(storage: torch.UntypedStorage, view: View, witness: torch.Tensor, shift: int = 0) -> torch.Tensor:
+    """As :func:`look`, for backward: a change of the tensor in place counts at ``witness`` too.
+
+    So the next one that is given the same saved tensor is told, as with autograd's own check.
+    """
+    tensor = witness.detach()
+    _put(tensor, look(storage, view, shift))
+    return tensor
+
+
+def _put(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Gives a detached tensor other bytes; its version counter, and how it is distributed, stay."""
+    if type(tensor) is torch.Tensor or not _is_distributed(tensor):
+        tensor.data = data
+    else:
+        tensor._local_tensor = data  # type: ignore[attr-defined]
 
 
 def shares_version(witness: torch.Tensor, tensor: torch.Tensor) -> bool:
@@ -116,6 +141,22 @@ def shares_version(witness: torch.Tensor, tensor: torch.Tensor) -> bool:
         return tensor._version != version
     finally:
         torch._C._autograd._unsafe_set_version_counter((witness,), (version,))
+
+
+def _is_distributed(tensor: torch.Tensor) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # no object is of a class that is not imported
+    return module is not None and type(tensor) is module.DTensor
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that has the bytes: of a distributed one the local one, else itself.
+
+    A collective that is still to deliver them is waited for, as the operation that saves them does next.
+    """
+    if type(tensor) is torch.Tensor or not _is_distributed(tensor):
+        return tensor
+    local: Any = tensor._local_tensor  # type: ignore[attr-defined]
+    return local.trigger_wait() if hasattr(local, "trigger_wait") else local  # type: ignore[no-any-return]
 
 
 def is_understood(tensor: torch.Tensor, device: torch.device) -> bool:
@@ -181,4 +222,4 @@ def _static_tensors(module: torch.nn.Module) -> Iterable[torch.Tensor]:
 def _with_storage(*tensors: object) -> Iterable[torch.Tensor]:
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and not is_lazy(tensor) and tensor.layout is torch.strided:
-            yield tensor
+            yield local_of(tensor)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from tba_offload.capture.recompute import torch_checkpoint
+from tba_offload.config.policy import LayerId, with_depths
 from tba_offload.errors import UnsupportedError
-from tba_offload.policy import LayerId, with_depths
+from tba_offload.recompute.checkpoint import torch_checkpoint
+from tba_offload.recompute.nested import TooManyError, tensors_in
+from tba_offload.recompute.randomness import Generator, generators_of
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -51,20 +53,25 @@ class LayerStack:
         micro_batch: Number of the micro-batch that a layer is about to run, where the framework tells;
             otherwise ``None`` and executions are counted.
         functions: How outputs of the framework's own autograd functions are computed anew.
+        generators: What random numbers come from on a device.
+        not_compared: Why a layer must not be run once more than training has it run; ``None`` if it may.
     """
 
     layers: tuple[Layer, ...]
     checkpoint: Checkpoint = torch_checkpoint
     micro_batch: Callable[[nn.Module], int | None] | None = None
     functions: Mapping[type, Maker] = field(default_factory=dict)
+    generators: Callable[[torch.device], Sequence[Generator]] = generators_of
+    not_compared: Callable[[nn.Module], str | None] = lambda _: None
 
 
 def find_layers(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
     """Finds the decoder or encoder layers of a model.
 
     They are the blocks of the ``ModuleList`` (or ``Sequential``) of equal blocks that holds the most
-    parameters, as in Megatron and Hugging Face models; other lists of the same kind of block count too. They
-    are numbered through, but an encoder and a decoder are stacks that each count from 0.
+    parameters, as in Megatron and Hugging Face models; other lists of the same kind of block count too. In
+    hybrid models, of attention and Mamba say, the blocks of a ``ModuleList`` are of several classes. They are
+    numbered through, but an encoder and a decoder are stacks that each count from 0.
 
     Args:
         model: A module, or the chunks of one in an interleaved pipeline.
@@ -81,8 +88,8 @@ def find_layers(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
             f"found no ModuleList of equal blocks in {type(chunks[0]).__name__}; "
             "name the layers: attach(model, config, layers=[...])"
         )
-    kind = type(max((blocks for _, _, blocks in found), key=_parameter_count)[0])
-    lists = [each for each in found if type(each[2][0]) is kind]
+    kinds = _kinds(max((blocks for _, _, blocks in found), key=_parameter_count))
+    lists = [each for each in found if _kinds(each[2]) <= kinds]
     stacks = [_stack_of(name) for _, name, _ in lists]
     if None in stacks or len(set(stacks)) == 1:
         stacks = [None] * len(lists)
@@ -91,7 +98,15 @@ def find_layers(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
     for stack, (chunk, name, blocks) in zip(stacks, lists, strict=True):
         for index, block in enumerate(blocks):
             layers.append(Layer(LayerId(next(counts[stack]), f"{name}.{index}", stack), block, chunk))
-    return LayerStack(_counted(layers))
+    return LayerStack(_counted(_distinct(layers)))
+
+
+def _distinct(layers: Sequence[Layer]) -> list[Layer]:
+    """The same without the later places of a module that stands in several: it runs several times."""
+    first: dict[nn.Module, Layer] = {}
+    for layer in layers:
+        first.setdefault(layer.module, layer)
+    return list(first.values())
 
 
 def _stack_of(name: str) -> str | None:
@@ -102,8 +117,10 @@ def _stack_of(name: str) -> str | None:
 def explicit_layers(model: nn.Module | Sequence[nn.Module], modules: Sequence[nn.Module]) -> LayerStack:
     """The layers that the caller names, numbered in the order given.
 
+    One that is listed several times, because its weights are shared, is one layer that runs several times.
+
     Raises:
-        UnsupportedError: One of them is not part of the model, is listed twice, or lies in another one.
+        UnsupportedError: One of them is not part of the model, or lies in another one.
     """
     chunks = list(model) if isinstance(model, Sequence) else [model]
     names = {
@@ -115,6 +132,7 @@ def explicit_layers(model: nn.Module | Sequence[nn.Module], modules: Sequence[nn
             raise UnsupportedError(f"layer {number} ({type(module).__name__}) is not a module of the model")
         chunk, name = names[module]
         layers.append(Layer(LayerId(number, name or type(module).__name__), module, chunk))
+    layers = _distinct(layers)
     check_disjoint(layers)
     return LayerStack(_counted(layers))
 
@@ -143,24 +161,42 @@ def check_disjoint(layers: Sequence[Layer]) -> None:
 
 
 def _stacks(model: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
-    """The outermost lists of at least two blocks of one class that have parameters."""
+    """The outermost lists of blocks."""
     inside: list[str] = []
     for name, module in model.named_modules():
         if any(name.startswith(outer) for outer in inside):
             continue
-        if isinstance(module, nn.ModuleList | nn.Sequential) and _are_equal_blocks(list(module)):
+        if isinstance(module, nn.ModuleList | nn.Sequential) and _is_stack(module):
             inside.append(f"{name}." if name else "")
             yield name or type(module).__name__, list(module)
 
 
-def _are_equal_blocks(blocks: list[nn.Module]) -> bool:
-    """Whether these are layers: one class, composed of other modules, with parameters."""
+def _is_stack(modules: nn.ModuleList | nn.Sequential) -> bool:
+    """Whether these are layers: at least two blocks of one class; in a ModuleList of some more classes."""
+    blocks = list(modules)
+    firsts = {type(block): block for block in reversed(blocks)}
+    if len(firsts) == len(blocks) or not all(map(_is_block, firsts.values())):
+        return False
+    return len(firsts) == 1 or (isinstance(modules, nn.ModuleList) and not _consist_of_stacks(blocks))
+
+
+def _is_block(module: nn.Module) -> bool:
+    """Whether a module is composed of others, with parameters, and is called, as a ModuleList never is."""
     return (
-        len(blocks) > 1
-        and len({type(block) for block in blocks}) == 1
-        and any(True for _ in blocks[0].children())
-        and any(True for _ in blocks[0].parameters())
+        not isinstance(module, nn.ModuleList)
+        and any(True for _ in module.children())
+        and any(True for _ in module.parameters())
     )
+
+
+def _consist_of_stacks(blocks: list[nn.Module]) -> bool:
+    """Whether most of the parameters are those of layers within the blocks, as in the stages of a U-Net."""
+    inner = sum(_parameter_count(layers) for block in blocks for _, layers in _stacks(block))
+    return 2 * inner > _parameter_count(blocks)
+
+
+def _kinds(blocks: list[nn.Module]) -> set[type]:
+    return {type(block) for block in blocks}
 
 
 def _parameter_count(blocks: list[nn.Module]) -> int:
@@ -169,14 +205,13 @@ def _parameter_count(blocks: list[nn.Module]) -> int:
 
 def first_differentiable(output: object) -> torch.Tensor | None:
     """The first tensor of a layer's output through which gradients will come back."""
-    if isinstance(output, torch.Tensor):
-        return output if output.requires_grad else None
-    parts: Iterable[object] = ()
-    if isinstance(output, dict):
-        parts = output.values()
-    elif isinstance(output, tuple | list):
-        parts = output
-    return next((tensor for part in parts if (tensor := first_differentiable(part)) is not None), None)
+    first = output[0] if isinstance(output, tuple) and output else output
+    if isinstance(first, torch.Tensor) and first.requires_grad:  # nearly always: at once
+        return first
+    try:
+        return next((tensor for tensor in tensors_in(output) if tensor.requires_grad), None)
+    except TooManyError:
+        return None
 
 
 def nearest_nodes(root: Node, count: int, *, after: int) -> list[Node]:

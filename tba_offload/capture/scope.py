@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tba_offload.transfer.offloader import Offloader
-    from tba_offload.transfer.record import Record
+    from tba_offload.transfer.storage import Record
 
 
 class ScopeKey(NamedTuple):

@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    import weakref
     from collections.abc import Sequence
 
+    from tba_offload.capture.retained import Life
     from tba_offload.capture.scope import ActivationKey, ScopeKey
     from tba_offload.device import Device, Mark
 
@@ -109,6 +111,8 @@ class ScopeTrace:
         input_bytes: Bytes of the activations that it was given.
         forward_ended: When it returned.
         backward_began: When backward came back to it.
+        is_retained: Whether the graph was to outlive the last backward pass that came.
+        gone_by: When it was found to be gone then; ``None`` if it was not in this step.
         marks: The same in the work of a device that runs behind the host.
     """
 
@@ -118,6 +122,8 @@ class ScopeTrace:
     input_bytes: int = 0
     forward_ended: float | None = None
     backward_began: float | None = None
+    is_retained: bool = False
+    gone_by: float | None = None
     marks: ScopeMarks | None = None
 
 
@@ -150,6 +156,7 @@ class StepTrace:
     backward_ends: list[float] = field(default_factory=list)
     marks: StepMarks | None = None
     _backward_began: float | None = None
+    _retained: list[tuple[ScopeTrace, weakref.ref[Life]]] = field(default_factory=list)
 
     def mark_times(self, device: Device) -> None:
         """The step begins, and from now on everything is marked in the work of ``device`` too."""
@@ -183,12 +190,35 @@ class StepTrace:
     def backward_reached(self, scope: ScopeTrace) -> bool:
         """Notes that backward arrives at a scope; tells whether it is the first of its pass."""
         scope.backward_began = time.perf_counter()
+        scope.is_retained = False
         if self.marks is not None and scope.marks is not None:
             scope.marks.backward_began = self.marks.device.mark()
         if self._backward_began is not None:
             return False
         self._backward_began = scope.backward_began
         return True
+
+    def retained(self, scope: ScopeTrace, life: weakref.ref[Life]) -> None:
+        """Notes that the backward pass that has reached a scope leaves its graph alive, for how long."""
+        scope.is_retained = True
+        self._retained.append((scope, life))
+
+    def note_gone(self) -> bool:
+        """Notes which retained graphs are gone; tells whether any is."""
+        alive = [(scope, life) for scope, life in self._retained if life() is not None]
+        if len(alive) == len(self._retained):
+            return False
+        now, still = time.perf_counter(), {id(scope) for scope, _ in alive}
+        for scope, _ in self._retained:
+            if id(scope) not in still:
+                scope.gone_by = now
+        self._retained = alive
+        return True
+
+    @property
+    def has_retained(self) -> bool:
+        """Whether a graph that a backward pass left alive was not yet found to be gone."""
+        return bool(self._retained)
 
     def backward_ended(self) -> None:
         """Notes that a backward pass is over."""

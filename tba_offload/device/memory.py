@@ -124,8 +124,9 @@ def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor._indices(), tensor._values()]
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
-        names, _ = flatten()
-        return [plain for name in names for plain in _plain_tensors(getattr(tensor, name))]
+        parts = (getattr(tensor, name) for name in flatten()[0])
+        tensors = (part for part in parts if isinstance(part, torch.Tensor))  # a device mesh may be one too
+        return [plain for part in tensors for plain in _plain_tensors(part)]
     return [tensor] if tensor.layout is torch.strided else []
 
 
@@ -266,6 +267,7 @@ class MallocMeter(MemoryMeter):
         self._watching = threading.Event()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
+        weakref.finalize(self, _end, self._watching, self._closed).atexit = False
 
     def live(self) -> int:
         """Bytes that the allocator has given out and that count.
@@ -281,7 +283,8 @@ class MallocMeter(MemoryMeter):
         with self._lock:
             self._peak = self.live()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="tba-memory", daemon=True)
+            watched = weakref.ref(self), self._watching, self._closed, self._period
+            self._thread = threading.Thread(target=_watch, args=watched, name="tba-memory", daemon=True)
             self._thread.start()
         self._watching.set()
 
@@ -307,8 +310,7 @@ class MallocMeter(MemoryMeter):
 
     def close(self) -> None:
         """Ends the thread."""
-        self._closed.set()
-        self._watching.set()
+        _end(self._watching, self._closed)
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -318,12 +320,24 @@ class MallocMeter(MemoryMeter):
             if self._watching.is_set():
                 self._peak = max(self._peak, self.live())
 
-    def _watch(self) -> None:
-        while not self._closed.is_set():
-            self._watching.wait()
-            began = time.perf_counter()
-            self._sample()
-            self._closed.wait(max(self._period, _REST * (time.perf_counter() - began)))
+
+def _watch(
+    meter: weakref.ref[MallocMeter], watching: threading.Event, closed: threading.Event, period: float
+) -> None:
+    """The life of a meter's thread, which keeps no meter alive that is forgotten."""
+    while not closed.is_set():
+        watching.wait()
+        began = time.perf_counter()
+        alive = meter()
+        if alive is not None:
+            alive._sample()
+        del alive
+        closed.wait(max(period, _REST * (time.perf_counter() - began)))
+
+
+def _end(watching: threading.Event, closed: threading.Event) -> None:
+    closed.set()
+    watching.set()
 
 
 class _MallInfo2(ctypes.Structure):

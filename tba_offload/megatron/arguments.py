@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.config import OffloadConfig, load_config, parse_size
+from tba_offload.config.policy import Objective, Placement
 from tba_offload.errors import ConfigError, StoreError
-from tba_offload.policy import Objective, Placement
 from tba_offload.store.base import KINDS
-from tba_offload.store.directory import check_directory
+from tba_offload.store.run_file import check_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -131,7 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--tba-checksum",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="Compare bytes that are read with those written.",
+        help="Compare bytes that are read from drives with those written; on unless told otherwise.",
     )
     group.add_argument(
         "--tba-run-log",

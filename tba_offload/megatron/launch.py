@@ -51,7 +51,7 @@ def prepare(arguments: Sequence[str]) -> Path:
     on_cpu = list(arguments[:1]) == [CPU]
     path = enter(arguments[on_cpu:])
     if on_cpu:
-        from tba_offload.megatron.cpu_scripts import install_for_scripts
+        from tba_lab.megatron_cpu_scripts import install_for_scripts
 
         install_for_scripts()
     from tba_offload.megatron.training import install

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from tba_offload.capture.hooks import set_aside
 from tba_offload.capture.layers import Layer, LayerStack
+from tba_offload.config.policy import LayerId, with_depths
 from tba_offload.errors import UnsupportedError
 from tba_offload.megatron.recipes import fused_functions
-from tba_offload.policy import LayerId, with_depths
+from tba_offload.recompute.randomness import Generator, generators_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -65,6 +66,27 @@ def find_stack(
         checkpoint=checkpoint_layer,
         micro_batch=current_microbatch,
         functions=fused_functions(),
+        generators=_generators_of,
+        not_compared=_logs_losses,
+    )
+
+
+def _logs_losses(layer: nn.Module) -> str | None:
+    """Why layers with experts are not run only to be compared: their routers add up losses for the log."""
+    router = getattr(sys.modules.get("megatron.core.transformer.moe.router"), "Router", None)
+    if router is None or not any(isinstance(module, router) for module in layer.modules()):
+        return None
+    return "its router adds to the losses that are logged each time it runs"
+
+
+def _generators_of(device: torch.device) -> Sequence[Generator]:
+    """PyTorch's generators, and those of Megatron's random number regions."""
+    from megatron.core import tensor_parallel
+
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    # It goes on in the very dict that it is given.
+    return *generators_of(device), Generator(
+        tracker.get_states, lambda states: tracker.set_states(dict(states))
     )
 
 

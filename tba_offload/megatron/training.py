@@ -25,15 +25,16 @@ from rich.console import Console
 
 from tba_offload import effects
 from tba_offload.config import OffloadConfig, read_config
+from tba_offload.config.policy import Placement
 from tba_offload.errors import ConfigError, TbaError, UnsupportedError
 from tba_offload.formatting import grouped
 from tba_offload.megatron.arguments import add_arguments, config_of, is_on
 from tba_offload.megatron.layers import find_stack
-from tba_offload.policy import Placement
 from tba_offload.report.curves import curves_of
 from tba_offload.report.ranks import first_free_number, numbered, path_of_rank
 from tba_offload.report.tables import Column, FittedTable
 from tba_offload.session import Session, World
+from tba_offload.store import exit_status
 
 if TYPE_CHECKING:
     import argparse
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from tba_offload.policy import LayerId, Policy
+    from tba_offload.config.policy import LayerId, Policy
     from tba_offload.report.run_log import StepRecord
 
 
@@ -82,13 +83,19 @@ def attach_model(model: nn.Module | Sequence[nn.Module]) -> None:
     if not is_on(arguments) or (_session is not None and _chunks == chunks):
         return
     if _session is not None:  # training was started anew in this process
-        atexit.unregister(_session.close)
+        atexit.unregister(_close_at_exit)
         _session.close()
     try:
         _session, _chunks = open_session(chunks, arguments), chunks
     except TbaError as error:
         raise SystemExit(f"tba-offload: rank {_rank()} on {socket.gethostname()}: {error}") from None
-    atexit.register(_session.close)
+    atexit.register(_close_at_exit)
+
+
+@exit_status.failing
+def _close_at_exit() -> None:
+    if _session is not None:
+        _session.close()
 
 
 def stepping(schedule: Callable[..., Any]) -> Callable[..., Any]:

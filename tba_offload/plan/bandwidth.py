@@ -57,16 +57,18 @@ class Bandwidth:
         read: Bytes a second from it.
         latency: Seconds that a transfer takes beside its bytes.
         host: Host memory for what the drives have no time for; ``None`` if there is none.
+        capacity: Bytes that it holds at most, what it has no room for stays in memory; ``None`` for no limit.
     """
 
     write: float
     read: float
     latency: float = 0.0
     host: HostTier | None = None
+    capacity: int | None = None
 
     def __post_init__(self) -> None:
-        if not (self.write > 0 and self.read > 0 and self.latency >= 0):
-            raise ValueError(f"rates must be positive, and latency not negative: {self}")
+        if not (self.write > 0 and self.read > 0 and self.latency >= 0 and (self.capacity or 0) >= 0):
+            raise ValueError(f"rates must be positive, latency and capacity not negative: {self}")
 
     def scaled(self, factor: float) -> Bandwidth:
         """The same with drives that are so many times as fast."""

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing
+from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing, moved_slots
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Sequence
 
-    from tba_offload.policy import Placement
+    from tba_offload.config.policy import Placement
 
 LEAST_PARTS = 4
 """Activations of a layer are put together, but not to fewer than these."""
@@ -78,7 +79,12 @@ def condensed(profile: StepProfile, alike: Sequence[Hashable], items: int) -> Co
 
 def with_few_micro_batches(profile: StepProfile) -> StepProfile:
     """The step with the micro-batches that are under way when most of them are, and their neighbours."""
-    ends = {slot.micro_batch: place for place, slot in enumerate(profile.slots)}
+    ends: dict[int, int] = defaultdict(int)
+    for place, slot in enumerate(profile.slots):
+        ends[slot.micro_batch] = max(ends[slot.micro_batch], place, (slot.held_until or 0) - 1)
+    ending: dict[int, list[int]] = defaultdict(list)
+    for micro_batch, place in ends.items():
+        ending[place].append(micro_batch)
     order = list(dict.fromkeys(slot.micro_batch for slot in profile.slots))
     under_way: dict[int, None] = {}
     most: list[int] = []
@@ -86,14 +92,15 @@ def with_few_micro_batches(profile: StepProfile) -> StepProfile:
         under_way[slot.micro_batch] = None
         if len(under_way) > len(most):
             most = list(under_way)
-        if ends[slot.micro_batch] == place:
-            del under_way[slot.micro_batch]
+        for micro_batch in ending[place]:
+            del under_way[micro_batch]
     first, last = (order.index(each) for each in (most[0], most[-1])) if most else (0, 0)
     kept = {*order[max(first - 2, 0) : first], *most, *order[last + 1 : last + 3]}
     if len(kept) == len(order):
         return profile
-    slots = tuple(slot for slot in profile.slots if slot.micro_batch in kept)
-    return dataclasses.replace(profile, slots=slots)
+    slots = [slot for slot in profile.slots if slot.micro_batch in kept]
+    places = [0, *accumulate(slot.micro_batch in kept for slot in profile.slots)]
+    return dataclasses.replace(profile, slots=moved_slots(slots, places))
 
 
 # Activations
@@ -181,13 +188,16 @@ def _with_few_layers(profile: StepProfile, groups: Sequence[tuple[int, ...]]) ->
 def _grouped_slots(profile: StepProfile, groups: Sequence[tuple[int, ...]]) -> tuple[Slot, ...] | None:
     group_of = {layer: number for number, group in enumerate(groups) for layer in group}
     slots: list[Slot] = []
+    places: list[int] = []  # of each slot of the large profile: how many begin before it
     expected: list[int] = []  # layers that the last slot still waits for
     for slot in profile.slots:
+        places.append(len(slots))
         if expected:
             last = slots[-1]
             if slot[:3] != (expected.pop(), last.micro_batch, last.backward):
                 return None
-            slots[-1] = last._replace(gap=last.gap + slot.gap)
+            held = [until for until in (last.held_until, slot.held_until) if until is not None]
+            slots[-1] = last._replace(gap=last.gap + slot.gap, held_until=max(held, default=None))
             continue
         group = groups[group_of[slot.layer]]
         order = group[::-1] if slot.backward else group
@@ -195,7 +205,7 @@ def _grouped_slots(profile: StepProfile, groups: Sequence[tuple[int, ...]]) -> t
             return None
         slots.append(slot._replace(layer=group_of[slot.layer]))
         expected = list(order[:0:-1])
-    return None if expected else tuple(slots)
+    return None if expected else moved_slots(slots, [*places, len(slots)])
 
 
 def _kind_of_several(kind: LayerKind, size: int) -> LayerKind:

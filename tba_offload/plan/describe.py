@@ -9,7 +9,7 @@ from tba_offload.formatting import layers_by_placement, readable_size, significa
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tba_offload.plan.plan import Plan
+    from tba_offload.plan.model import Plan
 
 
 def describe_plan(names: Sequence[str], plan: Plan, before: Plan | None, why: str) -> str:

@@ -10,10 +10,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tba_offload.policy import Placement
+from tba_offload.config.policy import Placement
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 
 LEAST_RECOMPUTED = 0.5
@@ -86,6 +86,21 @@ class LayerKind:
         """Bytes of all activations that can be offloaded."""
         return sum(saved.nbytes for saved in self.activations)
 
+    def at_least(self, other: LayerKind) -> LayerKind:
+        """This kind with the sizes of another one where those are larger.
+
+        If they do not save equally many activations, it is the one of the two that saves more.
+        """
+        if len(self.activations) != len(other.activations):
+            return max(self, other, key=lambda kind: kind.nbytes)
+        pairs = zip(self.activations, other.activations, strict=True)
+        return dataclasses.replace(
+            self,
+            activations=tuple(mine._replace(nbytes=max(mine.nbytes, its.nbytes)) for mine, its in pairs),
+            small_bytes=max(self.small_bytes, other.small_bytes),
+            input_bytes=max(self.input_bytes, other.input_bytes),
+        )
+
     @property
     def rebuilt_bytes(self) -> int:
         """Bytes of those that are rebuilt if the layer is placed ``selective``; 0 if that is not known."""
@@ -126,15 +141,42 @@ class Slot(NamedTuple):
 
     Attributes:
         layer: Index of the layer among those of this process.
-        micro_batch: Which of its executions.
+        micro_batch: Number of the forward pass that it belongs to.
         backward: The direction.
         gap: Seconds of other compute before it: embedding, head, loss, communication.
+        held_until: If what the layer saved outlives its backward, as with zero-bubble pipelines: the place of
+            the slot by whose begin it is gone. ``None`` if backward frees it.
     """
 
     layer: int
     micro_batch: int
     backward: bool
     gap: float
+    held_until: int | None = None
+
+    def as_json(self) -> list[Any]:
+        """The slot for a run log."""
+        return list(self if self.held_until is not None else self[:-1])
+
+    @classmethod
+    def from_json(cls, values: Sequence[Any]) -> Slot:
+        """A slot of a run log; most say nothing of what outlives backward."""
+        layer, micro_batch, backward, gap, *held = values
+        held_until = int(held[0]) if held else None
+        return cls(int(layer), int(micro_batch), bool(backward), float(gap), held_until)
+
+
+def moved_slots(slots: Iterable[Slot], places: Sequence[int]) -> tuple[Slot, ...]:
+    """Slots with other places.
+
+    Args:
+        slots: The slots, which tell the old places.
+        places: For each old place how many of the new slots begin before it.
+    """
+    return tuple(
+        slot if slot.held_until is None else slot._replace(held_until=places[slot.held_until])
+        for slot in slots
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +202,23 @@ class StepProfile:
     def kind_of(self, layer: int) -> LayerKind:
         """The kind of a layer."""
         return self.kinds[self.layers[layer]]
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes that one run of each layer saves."""
+        return sum(self.kind_of(layer).nbytes for layer in range(len(self.layers)))
+
+    def at_least(self, other: StepProfile) -> StepProfile:
+        """This profile with the sizes of another one of the same layers, where those are larger."""
+        of_layers = list(zip(self.layers, other.layers, strict=True))
+        pairs = sorted(set(of_layers))
+        return dataclasses.replace(
+            self,
+            kinds=tuple(self.kinds[mine].at_least(other.kinds[its]) for mine, its in pairs),
+            layers=tuple(pairs.index(pair) for pair in of_layers),
+            timings=tuple(self.timings[mine] for mine, _ in pairs),
+            rest_bytes=max(self.rest_bytes, other.rest_bytes),
+        )
 
     def timing(self, layer: int, placement: Placement) -> Timing:
         """Seconds of a layer under a placement; where it was not measured, estimated from what was.
@@ -248,7 +307,7 @@ class StepProfile:
                 {placement.value: list(timing) for placement, timing in known.items()}
                 for known in self.timings
             ],
-            "slots": [list(slot) for slot in self.slots],
+            "slots": [slot.as_json() for slot in self.slots],
             "tail": self.tail,
             "rest_bytes": self.rest_bytes,
         }
@@ -276,10 +335,7 @@ class StepProfile:
                     {Placement(name): Timing(*map(float, timing)) for name, timing in known.items()}
                     for known in document["timings"]
                 ),
-                slots=tuple(
-                    Slot(int(layer), int(micro_batch), bool(backward), float(gap))
-                    for layer, micro_batch, backward, gap in document["slots"]
-                ),
+                slots=tuple(Slot.from_json(slot) for slot in document["slots"]),
                 tail=float(document["tail"]),
                 rest_bytes=int(document["rest_bytes"]),
             )

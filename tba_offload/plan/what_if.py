@@ -8,11 +8,11 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tba_offload.plan.plan import Plan
-from tba_offload.plan.planner import Limits, make_plan
+from tba_offload.config.policy import Objective, Placement
+from tba_offload.plan.model import Plan
 from tba_offload.plan.profile import Slot
-from tba_offload.plan.simulator import simulate
-from tba_offload.policy import Objective, Placement
+from tba_offload.plan.search import Limits, make_plan
+from tba_offload.plan.simulate import simulate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

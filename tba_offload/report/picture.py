@@ -19,7 +19,7 @@ from matplotlib.lines import Line2D
 from matplotlib.path import Path
 from matplotlib.textpath import TextPath
 
-from tba_offload.formatting import byte_scale, readable_size
+from tba_offload.formatting import byte_scale, readable_size, visible
 from tba_offload.report.rok import lines, pareto, peak_sources, rate_scale
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ class _Frontier:
     def describe(self) -> None:
         """Say of which model and machine this is, and what the axes show; both begin at zero."""
         if self._report.title:
-            lines = textwrap.fill(self._report.title, 100)
+            lines = textwrap.fill(textwrap.shorten(visible(self._report.title), 300), 100)
             self._axes.set_title(lines, loc="left", fontsize=9, color="#555555")
         self._axes.set_xlim(0, 1.1 * (self._peaks.max() or 1.0))
         self._axes.set_ylim(0, 1.15 * (self._seconds.max() or 1.0))
@@ -263,7 +263,7 @@ class _Curve:
 
     def describe_axes(self) -> None:
         """Say what the axes show, in which unit and measured how."""
-        sources = textwrap.shorten(" / ".join(peak_sources(self._points)), 60, placeholder=" …")
+        sources = textwrap.shorten(visible(" / ".join(peak_sources(self._points))), 60, placeholder=" …")
         counted = ", recomputation not counted" if self._points[0].unit == "FLOP/s" else ""
         self._axes.set_xlabel(f"Activation peak ({self._x_name}), measured by: {sources}")
         self._axes.set_ylabel(f"Model throughput ({self._y_name}{counted})")
@@ -411,5 +411,5 @@ def _looks(strategies: Iterable[str]) -> dict[str, _Look]:
 
 def _visible(strategy: str, most: int = 30) -> str:
     """The label for the legend; older versions of matplotlib leave out one that starts with an underscore."""
-    short = textwrap.shorten(strategy, most, placeholder=" …") or "…"
+    short = textwrap.shorten(visible(strategy), most, placeholder=" …") or "…"
     return f" {short}" if short.startswith("_") else short

@@ -21,6 +21,7 @@ from tba_offload.formatting import (
 from tba_offload.report import tables
 from tba_offload.report.rok import picture_kind, require_matplotlib
 from tba_offload.report.tables import Column, FittedTable
+from tba_offload.writing import write_regular
 
 if TYPE_CHECKING:
     import os
@@ -279,7 +280,7 @@ def draw_frontier(report: PlanReport, path: str | os.PathLike[str]) -> None:
     require_matplotlib()
     from tba_offload.report import picture
 
-    path.write_bytes(picture.frontier_curve(report, kind))
+    write_regular(path, picture.frontier_curve(report, kind))
 
 
 # The run

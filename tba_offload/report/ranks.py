@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from tba_offload.report.run_log import RunLog, StepRecord, read_run_log
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 _RANK = re.compile(r"\.rank(\d+)(?=\.jsonl$)")
 
@@ -43,11 +44,17 @@ def _is_used(path: Path) -> bool:
 def paths_of_ranks(path: str | os.PathLike[str]) -> list[Path]:
     """The run logs that stand for ``path``: itself, or where it does not exist those of its ranks."""
     name = Path(path)
-    if name.exists():
-        return [name]
+    with suppress(
+        OSError
+    ):  # a name that is too long, a directory that may not be entered: reading it says so
+        if not name.exists():
+            return sorted(_of_ranks(name), key=_rank) or [name]
+    return [name]
+
+
+def _of_ranks(name: Path) -> Iterator[Path]:
     stem = name.name.removesuffix(".jsonl")
-    ranks = [found for found in name.parent.glob("*.jsonl") if _RANK.sub("", found.name) == f"{stem}.jsonl"]
-    return sorted(ranks, key=_rank) or [name]
+    return (found for found in name.parent.glob("*.jsonl") if _RANK.sub("", found.name) == f"{stem}.jsonl")
 
 
 def read_runs(paths: Iterable[str | os.PathLike[str]]) -> list[RunLog]:
@@ -83,18 +90,22 @@ def merged(logs: Sequence[RunLog]) -> RunLog:
     logs = sorted(logs, key=lambda log: log.header.rank)
     first = logs[0]
     ranks = [log.header.rank for log in logs]
-    if ranks != list(range(first.header.ranks)):
-        missing = sorted(set(range(first.header.ranks)) - set(ranks))
-        what = f"that of rank {missing[0]} is missing" if missing else "one rank has two"
+    missing = next((rank for rank, found in enumerate(sorted(set(ranks))) if rank != found), len(set(ranks)))
+    if missing < first.header.ranks or len(ranks) > first.header.ranks:
+        what = f"that of rank {missing} is missing" if missing < first.header.ranks else "one rank has two"
         raise RunLogError(f"{first.path}: a run of {first.header.ranks} ranks has as many logs, and {what}")
     if len(logs) == 1:
         return first
-    steps = zip(*(log.steps for log in logs), strict=False)  # the last step may be missing from some
+    # By number: the last steps may be missing from some, and steps in a gap of one log.
+    numbered_steps = [{step.step: step for step in log.steps} for log in logs]
+    common = [number for number in numbered_steps[0] if all(number in steps for steps in numbered_steps)]
     return replace(
         first,
         path=first.path.with_name(_RANK.sub("", first.path.name)),
-        steps=tuple(_merged_step(records) for records in steps),
+        steps=tuple(_merged_step([steps[number] for steps in numbered_steps]) for number in common),
         truncated=any(log.truncated for log in logs),
+        bad_lines=tuple(line for log in logs for line in log.bad_lines),
+        skipped=sum(log.skipped for log in logs),
     )
 
 

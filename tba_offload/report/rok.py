@@ -11,18 +11,19 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 import statistics
+import unicodedata
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from tba_offload.errors import ConfigError, MissingDependencyError, RunLogError
-from tba_offload.formatting import byte_scale, readable_size, scale, significant
+from tba_offload.formatting import byte_scale, readable_size, scale, significant, visible
 from tba_offload.report import tables
 from tba_offload.report.ranks import read_runs
 from tba_offload.report.tables import Column, FittedTable
+from tba_offload.writing import write_regular
 
 if TYPE_CHECKING:
     import os
@@ -33,6 +34,12 @@ if TYPE_CHECKING:
 Unit = Literal["FLOP/s", "tokens/s"]
 
 _FEW_STEPS = 3
+
+_LEAST_SECONDS, _MOST, _MOST_WORK = 1e-9, 1e18, 1e30
+"""No step takes less time, needs more bytes or does more work; quotients of such figures would overflow."""
+
+_FORMULA = frozenset("=+-@")
+"""What a spreadsheet takes for the start of a formula."""
 
 _STRATEGY_WIDTH = len("recompute-offload")
 """Characters of a label that a table always shows: those of the longest placement."""
@@ -98,14 +105,18 @@ def points(
         paths: The run logs; those of the ranks of one run give one point, see
             :func:`tba_offload.report.ranks.merged`.
         warmup: Steps to skip at the start of each, see :func:`point`.
-        left_out: Called with a sentence for each run without a step, as one that failed at once, if others
-            have some; without it that is an error.
+        left_out: Called with a sentence for each damaged line, and for each run without a step, as one that
+            failed at once, if others have some; without it these are errors.
 
     Raises:
         RunLogError: A log cannot be read or lacks what a point needs.
         ConfigError: ``warmup`` is negative.
     """
     logs = read_runs(paths)
+    for complaint in (complaint for log in logs for complaint in log.complaints):
+        if left_out is None:
+            raise RunLogError(complaint)
+        left_out(complaint)
     if left_out is not None and any(log.steps for log in logs):
         for log in logs:
             if not log.steps:
@@ -189,7 +200,7 @@ def _counted(run_log: RunLog, warmup: int | None) -> Sequence[StepRecord]:
         why = f"after {warmup} of warm-up" + (f" and {len(late)} without an update" if late else "")
         raise RunLogError(f"{run_log.path}: {total} steps, and none is left {why}")
     for step in steps:
-        if not 0 < step.seconds < math.inf:
+        if not _LEAST_SECONDS < step.seconds < _MOST:
             raise RunLogError(
                 f"{run_log.path}: step {step.step} took {step.seconds} seconds; is the log damaged?"
             )
@@ -210,7 +221,7 @@ def _default_warmup(steps: int) -> int:
 def _work(steps: Sequence[StepRecord], unit: Unit) -> list[float]:
     """The work of each step that tells it, in the unit's numerator."""
     work = [step.model_flops if unit == "FLOP/s" else step.tokens for step in steps]
-    return [amount for amount in work if amount is not None and 0 < amount < math.inf]
+    return [amount for amount in work if amount is not None and 0 < amount < _MOST_WORK]
 
 
 def _units(path: Path, steps: Sequence[StepRecord]) -> list[Unit]:
@@ -230,7 +241,7 @@ def _peak(path: Path, steps: Sequence[StepRecord]) -> tuple[int, str | None]:
     if not measured:
         raise RunLogError(f"{path}: no activation peak was measured in the {len(steps)} counted steps")
     peak, source = max(measured, key=lambda pair: pair[0])
-    if peak < 0:
+    if not 0 <= peak < _MOST:
         raise RunLogError(f"{path}: the activation peak is {peak} bytes; is the log damaged?")
     return peak, source
 
@@ -243,7 +254,9 @@ def _quartiles(seconds: Sequence[float]) -> tuple[float, float]:
 
 
 def _batch_size(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    if not isinstance(value, int) or isinstance(value, bool):
+        return None
+    return value if 0 < value < _MOST else None
 
 
 def _canonical(value: Mapping[str, object]) -> str:
@@ -385,13 +398,33 @@ def rows(points: Sequence[RokPoint]) -> list[dict[str, object]]:
 
 
 def csv_text(points: Sequence[RokPoint]) -> str:
-    """The points as CSV: a header line, then one line each; unknown values are empty."""
+    """The points as CSV: a header line, then one line each; unknown values are empty.
+
+    Text that a spreadsheet would take for a formula gets an apostrophe before it.
+    """
     content = rows(points)
     file = io.StringIO()
     writer = csv.DictWriter(file, fieldnames=list(content[0]) if content else [], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(content)
+    writer.writerows({name: _cell(value) for name, value in row.items()} for row in content)
     return file.getvalue()
+
+
+def _cell(value: object) -> object:
+    """A value as spreadsheets show it: text that begins like a formula stays text."""
+    if not isinstance(value, str):
+        return value
+    text = visible(value)
+    first = unicodedata.normalize("NFKC", text[:1])  # a wide equals sign is one too
+    return f"'{text}" if first in _FORMULA and not _is_number(text) else text
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 # Advice
@@ -525,7 +558,7 @@ def draw(points: Sequence[RokPoint], path: str | os.PathLike[str], *, title: str
     require_matplotlib()
     from tba_offload.report import picture
 
-    path.write_bytes(picture.rok_curve(points, kind, title=title))
+    write_regular(path, picture.rok_curve(points, kind, title=title))
 
 
 def picture_kind(path: str | os.PathLike[str]) -> Literal["svg", "png"]:

@@ -6,6 +6,7 @@ r"""The run log: JSON lines, one header and then one record for every step.
     {"event": "step", "step": 0, "seconds": 1.25, "loss": 10.4, ...}
     {"event": "step", "step": 1, "seconds": 1.12, "loss": 10.1, ...}
     {"event": "plan", "step": 1, "profile": {...}, "drive": {...}, "layers": {...}, ...}
+    {"event": "gap", "missing_steps": 12, "missing_events": 0, "reason": "No space left on device"}
 
 A finite float survives bit for bit: JSON gets its shortest exact decimal form. JSON has no word for the
 other floats, so they are written as the strings ``"nan"``, ``"inf"`` and ``"-inf"``; reading turns them back
@@ -18,25 +19,35 @@ and in :attr:`RunLog.others`. Any other schema number is refused.
 
 from __future__ import annotations
 
-import fcntl
-import io
+import itertools
 import json
+import logging
 import math
-import os
 import reprlib
 import sys
 from dataclasses import MISSING, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from tba_offload.errors import RunLogError
+from tba_offload.reading import UnreadableError, open_regular
+from tba_offload.report.log_file import LogFile
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterable, Mapping
 
+logger = logging.getLogger(__name__)
+
 SCHEMA = 1
+
+PLAN = "plan"
+"""The event that holds a new plan and what it was made from."""
+
+GAP = "gap"
+"""The event that stands where steps are missing because the log could not be written."""
 
 Json = dict[str, object]
 
@@ -119,6 +130,8 @@ class StepRecord:
         gradients_allocated: Whether all gradients existed when the base was read.
         offloaded_bytes: Bytes written to the store.
         read_bytes: Bytes read back from the store.
+        reread_bytes: Bytes read again because a read of them failed.
+        rescued_bytes: Bytes that a drive did not give back, made again by repeating the forward of a layer.
         host_offloaded_bytes: Those of the bytes written that went to host memory beside the drives.
         host_read_bytes: Those of the bytes read that came from there.
         forwarded_bytes: Bytes handed to backward from memory, without a read, because they were still there.
@@ -131,7 +144,8 @@ class StepRecord:
             not yet used.
         given_up_bytes: Prefetches given up, to be read on demand instead.
         held_bytes: Bytes offloaded in vain, because something else kept their storage alive.
-        fallback_kept_bytes: Bytes kept although the plan said offload: store full or drive too slow.
+        fallback_kept_bytes: Bytes kept although the plan said offload: store full, drive failed or too slow.
+        drives_out_of_service: Drives that take no writes at the end of the step, because they failed.
         left_alone_scopes: Executions of layers inside somebody else's saved-tensor hooks, not captured.
         predicted_peak_bytes: What the plan predicted for the activation peak; None before there is a plan.
         predicted_seconds: What the plan predicted for ``seconds``; None before there is a plan.
@@ -159,6 +173,8 @@ class StepRecord:
     gradients_allocated: bool = False
     offloaded_bytes: int = 0
     read_bytes: int = 0
+    reread_bytes: int = 0
+    rescued_bytes: int = 0
     host_offloaded_bytes: int = 0
     host_read_bytes: int = 0
     forwarded_bytes: int = 0
@@ -171,6 +187,7 @@ class StepRecord:
     given_up_bytes: int = 0
     held_bytes: int = 0
     fallback_kept_bytes: int = 0
+    drives_out_of_service: int = 0
     left_alone_scopes: int = 0
     predicted_peak_bytes: int | None = None
     predicted_seconds: float | None = None
@@ -187,6 +204,8 @@ class RunLog:
         path: The file.
         truncated: Whether the last line was cut off, as by a crash; it is left out.
         others: Events of kinds that this version does not know, in the order of the file.
+        bad_lines: Of the first lines that are damaged, what is wrong with each, with file and line.
+        skipped: How many lines are damaged; they were left out.
     """
 
     header: RunHeader
@@ -194,6 +213,58 @@ class RunLog:
     path: Path
     truncated: bool = False
     others: tuple[Json, ...] = ()
+    bad_lines: tuple[str, ...] = ()
+    skipped: int = 0
+
+    @property
+    def complaints(self) -> tuple[str, ...]:
+        """What is wrong with the file in sentences, the number of lines that were left out last."""
+        if not self.skipped:
+            return ()
+        lines = "a line was" if self.skipped == 1 else f"{self.skipped} lines were"
+        return (*self.bad_lines, f"{self.path}: {lines} damaged and left out")
+
+
+_LONGEST_WAIT = 64
+"""Steps between two attempts at most, while a log cannot be written: a failed one takes microseconds."""
+
+
+@dataclass(slots=True)
+class _Gap:
+    """What a log that cannot be written lacks, and when it is tried again.
+
+    Attributes:
+        steps: Records of steps that are missing.
+        events: Events of other kinds that are missing.
+        reason: What the system said.
+        interval: Steps between the last attempt and the next.
+        wait: Steps until the next.
+    """
+
+    reason: str
+    steps: int = 0
+    events: int = 0
+    interval: int = 1
+    wait: int = 1
+
+    def is_due(self) -> bool:
+        """Whether the next line is worth an attempt; each attempt is followed by a longer pause."""
+        if self.wait > 0:
+            return False
+        self.interval = min(2 * self.interval, _LONGEST_WAIT)
+        self.wait = self.interval
+        return True
+
+    def miss(self, *, is_step: bool) -> None:
+        """Counts a line that was not written."""
+        self.steps += is_step
+        self.events += not is_step
+        self.wait -= is_step
+
+    def line(self) -> bytes:
+        """The line that tells of it."""
+        said = {"missing_steps": self.steps, "missing_events": self.events, "reason": self.reason}
+        return _json_line(GAP, said)
 
 
 class RunLogWriter:
@@ -202,33 +273,34 @@ class RunLogWriter:
     Each line reaches the operating system before :meth:`write` returns, so a process that dies loses at most
     the line it was writing. Lines are not forced to the drive: a power cut may take the latest ones.
 
+    Training never ends for its log. If a line cannot be written, as on a full drive or when the directory is
+    gone, a warning says so once, and the log is tried again after 1, 2, 4, … and at most 64 steps. Where it
+    goes on, a line ``{"event": "gap", "missing_steps": …}`` tells how many steps are missing there.
+
     Args:
         path: The file to write, readable by its owner only (0600). Missing parent directories are created.
             An empty file that exists already is used, and keeps its mode.
         header: Written at once as the first line.
 
     Raises:
-        RunLogError: The file is not empty, another process is writing it, it cannot be opened or written, or
-            the header holds a value that JSON cannot.
+        RunLogError: The file is not empty, a link, no regular file, another process is writing it, it cannot
+            be opened or written, or the header holds a value that JSON cannot.
     """
 
     def __init__(self, path: str | os.PathLike[str], header: RunHeader) -> None:
         self.path = Path(path)
         line = _line(header)  # first, so that a header that cannot be written leaves no file behind
-        self._file = _open_new(self.path)
-        self._append(line)
+        self._file = LogFile(self.path, line)
+        self._gap: _Gap | None = None
+        self._has_warned = False
 
     def write(self, record: StepRecord) -> None:
         """Append the record of one step.
 
         Raises:
-            RunLogError: The log is closed, a field has the wrong type, or the line could not be written.
-                In the last case the log is closed, so that a line cut short stays the last one and the file
-                can still be read.
+            RunLogError: The log is closed, or a field has the wrong type.
         """
-        if self._file.closed:
-            raise RunLogError(f"{self.path}: the run log is closed; open a new file to record more steps")
-        self._append(_line(record))
+        self._append(_line(record), is_step=True)
 
     def note(self, event: str, document: Mapping[str, object]) -> None:
         """Append an event of another kind, which readers hand on as it is (:attr:`RunLog.others`).
@@ -238,24 +310,59 @@ class RunLogWriter:
             document: What JSON can hold.
 
         Raises:
-            RunLogError: As :meth:`write` does.
+            RunLogError: The log is closed, or JSON cannot hold the document.
         """
-        if self._file.closed:
-            raise RunLogError(f"{self.path}: the run log is closed; open a new file to record more")
-        self._append(_json_line(event, document))
+        self._append(_json_line(event, document), is_step=False)
 
     def close(self) -> None:
         """Close the file; once is enough, more does no harm."""
-        self._file.close()
-
-    def _append(self, line: bytes) -> None:
+        if self._file.closed:
+            return
         try:
-            while line:
-                line = line[self._file.write(line) :]
+            if self._gap is not None:
+                self._file.append_again(self._gap.line())
         except OSError as error:
-            self.close()
-            reason = error.strerror or error
-            raise RunLogError(f"{self.path}: the run log cannot be written: {reason}") from error
+            self._warn(error)
+        try:
+            self._file.close()
+        except OSError as error:
+            self._warn(error)
+
+    def _append(self, line: bytes, *, is_step: bool) -> None:
+        if self._file.closed:
+            raise RunLogError(f"{self.path}: the run log is closed; open a new file to record more steps")
+        if self._gap is None:
+            self._append_first(line, is_step=is_step)
+        elif self._gap.is_due():
+            self._append_after(self._gap, line, is_step=is_step)
+        else:
+            self._gap.miss(is_step=is_step)
+
+    def _append_first(self, line: bytes, *, is_step: bool) -> None:
+        try:
+            self._file.append(line)
+        except OSError as error:
+            self._warn(error)
+            self._gap = _Gap(error.strerror or str(error))
+            self._gap.miss(is_step=is_step)
+
+    def _append_after(self, gap: _Gap, line: bytes, *, is_step: bool) -> None:
+        try:
+            self._file.append_again(gap.line() + line)
+        except OSError:
+            gap.miss(is_step=is_step)
+        else:
+            self._gap = None
+
+    def _warn(self, error: OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s: the run log cannot be written: %s; training goes on, and the log when it can be written "
+                "again: make room there",
+                self.path,
+                error.strerror or error,
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -267,57 +374,17 @@ class RunLogWriter:
 def read_run_log(path: str | os.PathLike[str]) -> RunLog:
     """Read a run log, also one whose run crashed or is still going on.
 
-    A last line without its line end is left out if it is not whole.
+    A line that is damaged is skipped and named in :attr:`RunLog.complaints`. A last line without its line end
+    is left out if it is not whole.
 
     Raises:
-        RunLogError: The file cannot be read, is no run log, has another schema, or a line is corrupt (other
-            than by being cut off at the end of the file); the message names file and line.
+        RunLogError: The file cannot be read, is no regular file or too large, is no run log, has another
+            schema, or is two; the message names file and line.
     """
-    path = Path(path)
-    *lines, tail = _contents(path).split(b"\n")
-    truncated = not _is_whole(tail)
-    if not truncated:
-        lines.append(tail)
-    events = [(number, _event(line, path, number)) for number, line in enumerate(lines, 1) if line.strip()]
-    if not events:
-        raise RunLogError(
-            f"{path}: no run log, because it has no complete line; was the run stopped at its start?"
-        )
-    header = _header(*events[0], path)
-    steps, others = _steps(events[1:], path)
-    return RunLog(header=header, steps=steps, path=path, truncated=truncated, others=others)
+    return _Reader(Path(path)).read()
 
 
 # Writing
-
-
-def _open_new(path: Path) -> io.FileIO:
-    """Open a file that is ours alone, at its (empty) end and without a buffer."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = io.FileIO(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
-    except OSError as error:
-        raise RunLogError(f"{path}: the run log cannot be opened: {error.strerror or error}") from error
-    try:
-        _claim(file, path)
-    except RunLogError:
-        file.close()
-        raise
-    return file
-
-
-def _claim(file: io.FileIO, path: Path) -> None:
-    # Without the lock, two ranks that were given one path could both find the file empty.
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise RunLogError(
-            f"{path}: another process is writing this run log; give each its own path"
-        ) from error
-    except OSError:
-        pass  # a file system without locks: the check for an empty file has to do
-    if os.fstat(file.fileno()).st_size > 0:
-        raise RunLogError(f"{path}: not empty, and run logs are never overwritten; choose another path")
 
 
 def _line(event: RunHeader | StepRecord) -> bytes:
@@ -353,16 +420,132 @@ def _plain(value: object) -> object:
 
 _Event = TypeVar("_Event", RunHeader, StepRecord)
 
-_Kinds = dict[str, tuple[type, ...]]
-
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
-def _contents(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise RunLogError(f"{path}: the run log cannot be read: {error.strerror or error}") from error
+MOST_BYTES = 2**29
+"""Bytes of the largest run log that is read: several hundred thousand steps."""
+
+MOST_LINES = 2**20
+"""Lines of the longest run log that is read; an event takes some hundred bytes of memory at least."""
+
+LONGEST_LINE = 2**24
+"""Bytes of the longest line that is read: a plan event of several hundred thousand scopes."""
+
+DEEPEST = 64
+"""Levels of lists and objects in a line."""
+
+_MOST_COMPLAINTS = 10
+"""Damaged lines that are named one by one; a file that is no log has thousands."""
+
+_GREATEST = 2**63
+"""What every whole number in a log is below: bytes, tokens, counts."""
+
+
+class _Reader:
+    """Reads one file, line by line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._header: RunHeader | None = None
+        self._steps: list[StepRecord] = []
+        self._others: list[Json] = []
+        self._complaints: list[str] = []
+        self._skipped = 0
+        self._truncated = False
+
+    def read(self) -> RunLog:
+        try:
+            with open_regular(self._path, MOST_BYTES) as file:
+                self._read(file)
+        except (UnreadableError, OSError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise RunLogError(f"{self._path}: the run log cannot be read: {reason}") from error
+        if self._header is None:
+            raise RunLogError(
+                f"{self._path}: no run log, because it has no complete line; was the run stopped at its "
+                "start?"
+            )
+        return RunLog(
+            header=self._header,
+            steps=tuple(self._steps),
+            path=self._path,
+            truncated=self._truncated,
+            others=tuple(self._others),
+            bad_lines=tuple(self._complaints),
+            skipped=self._skipped,
+        )
+
+    def _read(self, file: BinaryIO) -> None:
+        for number in itertools.count(1):
+            line = file.readline(LONGEST_LINE + 1)
+            if not line:
+                return
+            if number > MOST_LINES or file.tell() > MOST_BYTES:
+                raise RunLogError(f"{self._path}:{number}: too long to be a run log; is it the right file?")
+            if len(line) > LONGEST_LINE and _skip_line(file):
+                self._complain(number, f"longer than {LONGEST_LINE} bytes")
+            elif not line.endswith(b"\n") and not _is_whole(line):
+                self._truncated = True
+            elif line.strip():
+                self._take(number, line)
+
+    def _take(self, number: int, line: bytes) -> None:
+        try:
+            event = _event(line)
+            if self._header is not None and event["event"] != RunHeader.EVENT:
+                self._add(event)
+                return
+        except RunLogError as error:
+            if self._header is None:
+                raise RunLogError(f"{self._path}:{number}: {error}") from None
+            self._complain(number, str(error))
+            return
+        self._header = self._first(number, event)
+
+    def _add(self, event: Json) -> None:
+        """Takes an event after the header.
+
+        Raises:
+            RunLogError: It is not what its kind says.
+        """
+        if event["event"] == StepRecord.EVENT:
+            self._steps.append(_decoded(StepRecord, event))
+            return
+        if event["event"] == PLAN:
+            from tba_offload.report.plan_event import checked_plan
+
+            checked_plan(event)
+        self._others.append(event)
+
+    def _first(self, number: int, event: Json) -> RunHeader:
+        where = f"{self._path}:{number}"
+        if self._header is not None:
+            raise RunLogError(f"{where}: a second header: two run logs in one file; split it here")
+        if event["event"] != RunHeader.EVENT or "schema" not in event:
+            raise RunLogError(f'{where}: no run log, which starts with {{"event": "run", "schema": …}}')
+        schema = event["schema"]
+        if schema != SCHEMA:
+            raise RunLogError(
+                f"{self._path}: written with schema {reprlib.repr(schema)} of the run log, and this version "
+                f"of tba-offload reads schema {SCHEMA}; read it with the version that wrote it"
+            )
+        try:
+            return _decoded(RunHeader, event)
+        except RunLogError as error:
+            raise RunLogError(f"{where}: {error}") from None
+
+    def _complain(self, number: int, reason: str) -> None:
+        self._skipped += 1
+        if self._skipped <= _MOST_COMPLAINTS:
+            self._complaints.append(f"{self._path}:{number}: {reason}")
+
+
+def _skip_line(file: BinaryIO) -> bool:
+    """Reads to the end of a line without keeping it."""
+    while (part := file.readline(LONGEST_LINE)) and not part.endswith(b"\n"):
+        pass
+    return True
 
 
 def _is_whole(tail: bytes) -> bool:
@@ -373,64 +556,56 @@ def _is_whole(tail: bytes) -> bool:
         return False
 
 
-def _event(line: bytes, path: Path, number: int) -> Json:
+def _event(line: bytes) -> Json:
     try:
         event = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
-        raise RunLogError(f"{path}:{number}: not a line of a run log: {error}") from error
+        raise RunLogError(f"not a line of a run log: {error}") from None
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-        raise RunLogError(f'{path}:{number}: not a line of a run log: no JSON object with an "event"')
+        raise RunLogError('not a line of a run log: no JSON object with an "event"')
+    if _is_deep(event):
+        raise RunLogError(f"not a line of a run log: nested in more than {DEEPEST} levels")
     return event
 
 
-def _header(number: int, event: Json, path: Path) -> RunHeader:
-    if event["event"] != RunHeader.EVENT or "schema" not in event:
-        raise RunLogError(f'{path}:{number}: no run log, which starts with {{"event": "run", "schema": …}}')
-    schema = event["schema"]
-    if schema != SCHEMA:
-        raise RunLogError(
-            f"{path}: written with schema {schema!r} of the run log, and this version of tba-offload reads "
-            f"schema {SCHEMA}; read it with the version that wrote it"
-        )
-    return _decoded(RunHeader, event, path, number)
+def _is_deep(value: object) -> bool:
+    """Whether there are more levels than what walks through them later can take."""
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [item for each in level for item in _items(each)]
+        if not level:
+            return False
+    return True
 
 
-def _steps(events: Iterable[tuple[int, Json]], path: Path) -> tuple[tuple[StepRecord, ...], tuple[Json, ...]]:
-    steps: list[StepRecord] = []
-    others: list[Json] = []
-    for number, event in events:
-        if event["event"] == StepRecord.EVENT:
-            steps.append(_decoded(StepRecord, event, path, number))
-        elif event["event"] == RunHeader.EVENT:
-            raise RunLogError(f"{path}:{number}: a second header: two run logs in one file; split it here")
-        else:
-            others.append(event)
-    return tuple(steps), tuple(others)
+def _items(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
-def _decoded(cls: type[_Event], event: Json, path: Path, number: int) -> _Event:
+def _decoded(cls: type[_Event], event: Json) -> _Event:
     kinds = _KINDS[cls.EVENT]
-    try:
-        known = _known(cls, event, kinds)
-    except RunLogError as error:
-        raise RunLogError(f"{path}:{number}: {error}") from None
-    extra = {name: value for name, value in event.items() if name not in kinds and name != "event"}
-    return cls(**known, extra=extra)
-
-
-def _known(cls: type[_Event], event: Json, kinds: _Kinds) -> dict[str, Any]:
-    known = {name: _checked(name, event[name], kind) for name, kind in kinds.items() if name in event}
+    known = {name: _read_value(name, event[name], kind) for name, kind in kinds.items() if name in event}
     required = [item.name for item in fields(cls) if item.default is item.default_factory is MISSING]
     missing = [name for name in required if name not in known]
     if missing:
         raise RunLogError(f"the {cls.EVENT} event lacks {', '.join(missing)}")
-    return known
+    extra = {name: value for name, value in event.items() if name not in kinds and name != "event"}
+    values: dict[str, Any] = known | {"extra": extra}
+    return cls(**values)
+
+
+def _read_value(name: str, value: object, kinds: tuple[type, ...]) -> object:
+    if float not in kinds and isinstance(value, int) and abs(value) >= _GREATEST:
+        raise RunLogError(f'"{name}" must be less than 2**63, and is {reprlib.repr(value)}')
+    return _checked(name, value, kinds)
 
 
 # The types of the fields, read from the annotations, so that writing and reading check the same
 
 
-def _kinds(cls: type[RunHeader | StepRecord]) -> _Kinds:
+def _kinds(cls: type[RunHeader | StepRecord]) -> dict[str, tuple[type, ...]]:
     """The types that the value of each field may have, ``extra`` left out."""
     hints = get_type_hints(cls)
     return {item.name: _accepted(hints[item.name]) for item in fields(cls) if item.name != "extra"}

@@ -6,6 +6,8 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from tba_offload.formatting import visible
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -42,6 +44,10 @@ class Column:
     gives_way: GivesWay = "never"
     least: int = 8
     brief: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("cells", "brief"):
+            object.__setattr__(self, name, tuple(map(visible, getattr(self, name))))
 
     @property
     def on_terminal(self) -> tuple[str, ...]:
@@ -147,12 +153,12 @@ class FittedTable:
         for cells in zip(*(column.on_terminal for column in chosen.columns), strict=True):
             table.add_row(*map(Text, cells))  # Text: labels are not markup
         if self.title is not None:
-            yield Text(self.title, style="bold")
+            yield Text(visible(self.title), style="bold")
         yield table
         if chosen.left_out:
             yield Text(f"No room here for {', '.join(chosen.left_out)}: see {self.elsewhere}.")
         if self.caption is not None:
-            yield Text(self.caption)
+            yield Text(visible(self.caption))
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         """It takes whatever width there is."""
@@ -168,7 +174,8 @@ class FittedTable:
             cells.insert(1, "-" * width if column.side == "left" else "-" * (width - 1) + ":")
         rows = zip(*(_padded(*each) for each in zip(grid, self.columns, widths, strict=True)), strict=True)
         body = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-        return "\n\n".join(part for part in (self.title, body, self.caption) if part) + "\n"
+        title, caption = (visible(part or "") for part in (self.title, self.caption))
+        return "\n\n".join(part for part in (title, body, caption) if part) + "\n"
 
 
 def _one_line(cell: str) -> str:
@@ -189,6 +196,6 @@ def show(*parts: FittedTable | str) -> None:
         if place and FittedTable in {type(part), type(parts[place - 1])}:
             sys.stdout.write("\n")
         if console.is_terminal:
-            console.print(Text(part) if isinstance(part, str) else part)
+            console.print(Text(visible(part)) if isinstance(part, str) else part)
         else:
-            sys.stdout.write(f"{part}\n" if isinstance(part, str) else part.markdown())
+            sys.stdout.write(f"{visible(part)}\n" if isinstance(part, str) else part.markdown())

@@ -7,13 +7,16 @@ store; each gives an :class:`IoFuture`.
 
 from __future__ import annotations
 
+import copy
 import errno
 import logging
 import os
+import warnings
 from _thread import allocate_lock
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, NamedTuple, Self, TypedDict
 
+from tba_offload import interrupts
 from tba_offload.errors import ConfigError, StoreError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -21,12 +24,15 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from tba_offload.device import ByteRange, Device, Event
-    from tba_offload.store.queued import QueuedStore
+    from tba_offload.store.engine import QueuedStore
 
 logger = logging.getLogger(__name__)
 
 DRIVE_TIER, HOST_TIER = "drive", "host"
 """The legal tiers of :class:`DriveLoad`."""
+
+STALL_SECONDS = 300.0
+"""Seconds that a transfer may run before its drive is taken to hang, unless told otherwise."""
 
 _FEW_CORES = 2
 KINDS = ("auto", "gds", "file", "host")
@@ -88,13 +94,13 @@ class IoFuture:
             timeout: Seconds to wait at most; ``None`` for no limit.
 
         Raises:
-            StoreError: The transfer failed, or was cancelled (``errno.ECANCELED``).
+            StoreError: The transfer failed, or was cancelled (``errno.ECANCELED``). A new one each time.
             TimeoutError: It has not ended in time; it goes on.
         """
         if not self._done:
             self._block(timeout)
         if self.error is not None:
-            raise self.error
+            raise _anew(self.error)
         if self._cancelled:
             raise StoreError(errno.ECANCELED, "the transfer was cancelled before it started")
 
@@ -145,6 +151,7 @@ class IoFuture:
     def _drop(self) -> None:
         """What a store does with a transfer that is cancelled: forget it and its tensor."""
 
+    @interrupts.waits
     def _block(self, timeout: float | None) -> None:
         if not self._ended.acquire(timeout=-1 if timeout is None else max(timeout, 0.0)):
             raise TimeoutError(f"the transfer has not ended within {timeout} s")
@@ -157,6 +164,17 @@ class IoFuture:
             except IndexError:  # the other thread took the last one
                 return
             callback(self)
+
+
+def _anew(error: BaseException) -> BaseException:
+    """The same error, to be raised.
+
+    One that is raised comes to know the frames of all callers and what they hold, such as the graph of a
+    step. A future that kept it would keep them.
+    """
+    new = copy.copy(error)
+    new.__cause__ = error.__cause__
+    return new
 
 
 class Load(NamedTuple):
@@ -178,11 +196,16 @@ class DriveLoad(NamedTuple):
         write: To it.
         read: From it.
         tier: Which of the two it is, "drive" or "host"; a store in host memory alone is its own drive.
+        in_service: Whether it takes writes; one that failed does not, for a while.
+        room: Most bytes that it holds, as far as that is known: its capacity, what it had grown to when it
+            was found full, or nothing while it is out of service; ``None`` for no known limit.
     """
 
     write: Load
     read: Load
     tier: str = DRIVE_TIER
+    in_service: bool = True
+    room: int | None = None
 
 
 class ActivationStore(ABC):
@@ -232,6 +255,8 @@ class ActivationStore(ABC):
 
         Raises:
             StoreFullError: The capacity is reached or the drive is full.
+            OutOfServiceError: The drive failed, now or before, and it is not time to try it again.
+            TimeoutError: The drive hangs; from now on it is out of service.
             SessionError: The store is closed, or this is a forked child.
         """
 
@@ -291,13 +316,21 @@ class ActivationStore(ABC):
     def place(self, extent: Extent) -> str:
         """Where an extent lies, for messages: the directory, or what else the store is."""
 
+    def holds(self, extent: Extent, source: ByteRange) -> bool | None:  # noqa: ARG002 - as below
+        """Whether these are the bytes that were written to an extent, by their checksum.
+
+        Returns:
+            ``None`` if there is no checksum of them.
+        """
+        return None
+
     @abstractmethod
     def take_loads(self) -> list[DriveLoad]:
         """What each drive has moved since the last call."""
 
     @abstractmethod
     def write_rate(self) -> float | None:
-        """Bytes a second that writes went at of late, all drives together; ``None`` before the first.
+        """Bytes a second that writes went at of late, of all drives in service; ``None`` before the first.
 
         Looking does not disturb :meth:`take_loads`, and costs next to nothing.
         """
@@ -314,10 +347,33 @@ class ActivationStore(ABC):
     def pending_write_bytes(self) -> int:
         """Bytes whose writes are queued or running."""
 
+    def suspend(self, extent: Extent, cause: BaseException) -> None:  # noqa: B027 - as below
+        """Takes the drive that an extent lies on out of service: a read of it failed for good.
+
+        A failed write does that by itself. The drive is tried again by one write, after one second, and twice
+        as long after each further failure.
+        """
+
+    def take_outages(self) -> list[tuple[str, str]]:
+        """The drives that were taken out of service since the last call, each with the cause.
+
+        That a drive is full is none of them.
+        """
+        return []
+
+    def resume(self) -> None:  # noqa: B027 - as below
+        """Puts every drive back in service: the next transfer tells whether it works."""
+
     def expect(self, in_flight: int | None) -> None:  # noqa: B027 - most stores have no use for it
         """Tells the store how many bytes may be in flight at most; ``None`` for no limit.
 
         Called between steps, whenever that changes.
+        """
+
+    def limit_waits(self, seconds: float | None) -> None:  # noqa: B027 - without threads nothing hangs
+        """Tells the store how long a transfer may run before :meth:`close` gives it up; ``None`` for ever.
+
+        :meth:`reserve` waits as long for a file to grow. Without this it is :data:`STALL_SECONDS`.
         """
 
     @abstractmethod
@@ -326,15 +382,19 @@ class ActivationStore(ABC):
 
         Raises:
             StoreFullError: There is no such room.
+            TimeoutError: The drive hangs.
         """
 
     @abstractmethod
     def close(self) -> None:
         """Cancels what is queued, waits for what is running, ends the threads and frees everything.
 
-        Idempotent. Not to be called from a callback.
+        Idempotent. Not to be called from a callback. A transfer that has run for longer than the limit, see
+        :meth:`limit_waits`, is not waited for: its thread, its memory and the file stay until the process
+        ends.
 
         Raises:
+            StoreError: A transfer hangs (``errno.ETIMEDOUT``).
             BaseException: What the first callback that failed on an I/O thread raised.
         """
 
@@ -344,7 +404,25 @@ class ActivationStore(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        close_after(error, self.close)
+
+
+def close_after(error: BaseException | None, close: Callable[[], None]) -> None:
+    """Closes a store at the end of a block; after an error of the block its own is only a warning.
+
+    Args:
+        error: What the block raised.
+        close: Closes the store.
+
+    Raises:
+        StoreError: The store says so, and the block raised nothing.
+    """
+    try:
+        close()
+    except StoreError as failure:
+        if error is None:
+            raise
+        warnings.warn(str(failure), RuntimeWarning, stacklevel=3)
 
 
 def open_store(
@@ -353,7 +431,7 @@ def open_store(
     directories: Sequence[str | os.PathLike[str]] = (),
     capacity: int | None = None,
     host_capacity: int | None = None,
-    checksum: bool = False,
+    checksum: bool = True,
     device: Device,
     readers: int | None = None,
     writers: int | None = None,
@@ -368,7 +446,8 @@ def open_store(
         capacity: Bytes that extents may take in all, divided evenly among the directories; ``None`` for no
             limit but the drives' own.
         host_capacity: Bytes of host memory to use while the drives have too much to do; ``None`` for none.
-        checksum: Verify every read against a checksum taken at the write.
+        checksum: Verify every read from a drive against a checksum taken at the write. Host memory is not
+            checked: there is no drive or driver that could change the bytes.
         device: The device that activations lie on.
         readers: Threads that read, for each directory; ``None`` for what suits the machine.
         writers: Threads that write, likewise.
@@ -376,7 +455,7 @@ def open_store(
     Raises:
         ConfigError: An unknown kind, a directory given twice, or directories or ``host_capacity`` that do not
             go with the kind.
-        MissingDependencyError: "gds" without kvikio, or a checksum without xxhash.
+        MissingDependencyError: "gds" without kvikio.
         UnsupportedError: "gds" for activations on the CPU.
         StoreError: A directory cannot be used.
     """
@@ -389,12 +468,12 @@ def open_store(
     if kind == "host" or (kind == "auto" and not directories):
         if host_capacity is not None:
             raise ConfigError("host_capacity is for memory beside drives; a store in memory has capacity")
-        return _open_host(directories, capacity, device, checksum=checksum, threads=threads)
+        return _open_host(directories, capacity, device, threads=threads)
     drives = _open_files(directories, capacity, device, kind=kind, checksum=checksum, threads=threads)
     if host_capacity is None:
         return drives
     try:
-        return _with_host_memory(drives, host_capacity, device, len(directories), checksum=checksum)
+        return _with_host_memory(drives, host_capacity, device, len(directories))
     except BaseException:
         drives.close()
         raise
@@ -417,14 +496,13 @@ def _open_host(
     capacity: int | None,
     device: Device,
     *,
-    checksum: bool,
     threads: Threads,
 ) -> ActivationStore:
     from tba_offload.store.host import HostStore
 
     if directories:
         raise ConfigError("store kind 'host' keeps bytes in memory; remove the directories or the kind")
-    return HostStore(capacity, device=device, checksum=checksum, **threads)
+    return HostStore(capacity, device=device, **threads)
 
 
 def _open_files(
@@ -467,9 +545,9 @@ def _open_drive(
     threads: Threads,
 ) -> QueuedStore:
     """The store on one drive; "auto" is the faster kind where there are two ways to it."""
-    from tba_offload.store.choice import choose
     from tba_offload.store.file import FileStore
     from tba_offload.store.gds import GdsStore
+    from tba_offload.store.probe import choose
 
     choice = None
     if kind == "auto" and device.pins_memory:
@@ -485,14 +563,12 @@ def _open_drive(
     return store
 
 
-def _with_host_memory(
-    drives: ActivationStore, capacity: int, device: Device, count: int, *, checksum: bool
-) -> ActivationStore:
+def _with_host_memory(drives: ActivationStore, capacity: int, device: Device, count: int) -> ActivationStore:
     """Puts host memory beside ``count`` drives, with one thread for each direction."""
     from tba_offload.store.host import HostStore
     from tba_offload.store.tiered import TieredStore
 
-    host = HostStore(capacity, device=device, checksum=checksum, drive=count, setting="store.host_capacity")
+    host = HostStore(capacity, device=device, drive=count, setting="store.host_capacity")
     return TieredStore(drives, host)
 
 

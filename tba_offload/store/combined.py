@@ -66,6 +66,23 @@ class CombinedStore(ActivationStore):
         """Where in its store the extent lies; see :meth:`ActivationStore.place`."""
         return self._store_of(extent).place(extent)
 
+    def holds(self, extent: Extent, source: ByteRange) -> bool | None:
+        """Compares bytes with a checksum; see :meth:`ActivationStore.holds`."""
+        return self._store_of(extent).holds(extent, source)
+
+    def suspend(self, extent: Extent, cause: BaseException) -> None:
+        """Takes the drive of an extent out of service; see :meth:`ActivationStore.suspend`."""
+        self._store_of(extent).suspend(extent, cause)
+
+    def take_outages(self) -> list[tuple[str, str]]:
+        """What took drives out of service; see :meth:`ActivationStore.take_outages`."""
+        return [outage for store in self.stores for outage in store.take_outages()]
+
+    def resume(self) -> None:
+        """Puts every drive back in service; see :meth:`ActivationStore.resume`."""
+        for store in self.stores:
+            store.resume()
+
     def take_loads(self) -> list[DriveLoad]:
         """What each store has moved; see :meth:`ActivationStore.take_loads`."""
         return [load for store in self.stores for load in store.take_loads()]
@@ -81,6 +98,11 @@ class CombinedStore(ActivationStore):
     def pending_write_bytes(self) -> int:
         """Bytes whose writes are queued or running in all stores."""
         return sum(store.pending_write_bytes() for store in self.stores)
+
+    def limit_waits(self, seconds: float | None) -> None:
+        """The same limit for every store; see :meth:`ActivationStore.limit_waits`."""
+        for store in self.stores:
+            store.limit_waits(seconds)
 
     def close(self) -> None:
         """Closes every store, also if one of them raises; see :meth:`ActivationStore.close`."""

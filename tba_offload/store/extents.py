@@ -1,19 +1,26 @@
 """Which byte ranges of a store are taken: first fit, lowest offset first, neighbours coalesced.
 
 Lowest first means that the same blocks are used again step after step, so that a file stays as small as the
-largest moment of a step and a drive sees overwrites of a small region.
+largest moment of a step and a drive sees overwrites of a small region. Whatever is asked for, with at most n
+bytes taken at a time in extents of at most m blocks, the file stays within H(m) / ln 2 x n, where H(m) is the
+m-th harmonic number (Robson, "Worst case fragmentation of first fit and best fit storage allocation
+strategies", The Computer Journal, 1977); best fit would have no better bound than m x n.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 BLOCK = 4096
 """Offsets and lengths of extents are multiples of this, bytes."""
+
+
+_FANOUT = 32
+"""Entries that a node of the tree of holes has at most."""
 
 
 def round_up(nbytes: int, multiple: int) -> int:
@@ -40,9 +47,7 @@ class ExtentAllocator:
         self.high_water = 0
         self._grow = grow
         self._end = 0  # everything from here on is free
-        # The holes below the end, sorted, never adjacent to each other or to the end.
-        self._starts: list[int] = []
-        self._ends: list[int] = []
+        self._holes = _Holes()  # those below the end, never adjacent to each other or to the end
 
     def allocate(self, nbytes: int) -> int | None:
         """Takes a range.
@@ -72,24 +77,36 @@ class ExtentAllocator:
             ValueError: Part of the range is free already.
         """
         end = offset + nbytes
-        after = bisect_left(self._starts, offset)  # first hole at or behind the range
-        overlaps_before = after > 0 and self._ends[after - 1] > offset
-        overlaps_after = after < len(self._starts) and self._starts[after] < end
-        if overlaps_before or overlaps_after or end > self._end or nbytes <= 0:
+        start, length = self._holes.last_before(end)
+        if start + length > offset or end > self._end or nbytes <= 0:
             raise ValueError(f"bytes [{offset}, {end}) are not taken, so they cannot be freed")
         self.used -= nbytes
-        self._insert_hole(after, offset, end)
+        touches = length and start + length == offset
+        self._add_hole(start if touches else offset, end)
+
+    def rebuild(self, taken: Iterable[tuple[int, int]]) -> None:
+        """Starts anew from what is taken, after an interrupt that may have struck anywhere.
+
+        Args:
+            taken: Offset and length of each range.
+        """
+        used, end, holes = 0, 0, _Holes()
+        for offset, nbytes in sorted(taken):
+            if offset > end:
+                holes.put(end, offset - end)
+            used += nbytes
+            end = offset + nbytes
+        self.used, self._end, self._holes = used, end, holes
 
     def _take_hole(self, nbytes: int) -> int | None:
-        for index, start in enumerate(self._starts):
-            rest = self._ends[index] - start - nbytes
-            if rest >= 0:
-                if rest:
-                    self._starts[index] = start + nbytes
-                else:
-                    del self._starts[index], self._ends[index]
-                return start
-        return None
+        found = self._holes.first_of(nbytes)
+        if found is None:
+            return None
+        start, length = found
+        self._holes.remove(start)
+        if length > nbytes:
+            self._holes.put(start + nbytes, length - nbytes)
+        return start
 
     def _take_end(self, nbytes: int) -> int | None:
         offset, end = self._end, self._end + nbytes
@@ -102,17 +119,132 @@ class ExtentAllocator:
         self._end = end
         return offset
 
-    def _insert_hole(self, index: int, start: int, end: int) -> None:
-        """Adds a hole before the one at ``index``, merged with the neighbours that it touches."""
-        if index < len(self._starts) and self._starts[index] == end:
-            end = self._ends[index]
-            del self._starts[index], self._ends[index]
-        if index > 0 and self._ends[index - 1] == start:
-            index -= 1
-            start = self._starts[index]
-            del self._starts[index], self._ends[index]
+    def _add_hole(self, start: int, end: int) -> None:
+        """Frees [start, end), which begins where a hole does that it swallows, or at no hole's end."""
+        after = self._holes.length_at(end)
+        if after:
+            self._holes.remove(end)
         if end == self._end:
             self._end = start
+            self._holes.discard(start)
         else:
-            self._starts.insert(index, start)
-            self._ends.insert(index, end)
+            self._holes.put(start, end + after - start)
+
+
+class _Holes:
+    """Disjoint ranges in the order of their offsets: a B-tree whose nodes know the longest range below them.
+
+    Nodes that run empty go, others are not merged: it is as deep as the most holes that there ever were ask.
+    """
+
+    def __init__(self) -> None:
+        self._root = _Node([], [], None)
+
+    def first_of(self, nbytes: int) -> tuple[int, int] | None:
+        """Offset and length of the first range that is at least so long."""
+        node = self._root
+        while (index := node.first_of(nbytes)) is not None:
+            if node.below is None:
+                return node.starts[index], node.lengths[index]
+            node = node.below[index]
+        return None
+
+    def last_before(self, offset: int) -> tuple[int, int]:
+        """Offset and length of the last range that starts before ``offset``; zeros if there is none."""
+        node, index = self._root, bisect_left(self._root.starts, offset) - 1
+        if index < 0:
+            return 0, 0
+        while node.below is not None:
+            node = node.below[index]
+            index = bisect_left(node.starts, offset) - 1
+        return node.starts[index], node.lengths[index]
+
+    def length_at(self, offset: int) -> int:
+        """Length of the range that starts there; 0 if none does."""
+        start, length = self.last_before(offset + 1)
+        return length if start == offset else 0
+
+    def put(self, start: int, length: int) -> None:
+        """Adds a range, or sets the length of the one that starts there."""
+        right = self._root.put(start, length)
+        if right is not None:
+            self._root = _Node.above([self._root, right])
+
+    def remove(self, start: int) -> None:
+        """Takes out the range that starts there."""
+        self._root.remove(start)
+        if not self._root.starts:
+            self._root = _Node([], [], None)
+
+    def discard(self, start: int) -> None:
+        """Takes out the range that starts there, if there is one."""
+        if self.length_at(start):
+            self.remove(start)
+
+
+class _Node:
+    """A part of the tree: for each entry its first offset, its longest range and, above leaves, its node."""
+
+    __slots__ = ("below", "lengths", "starts")
+
+    def __init__(self, starts: list[int], lengths: list[int], below: list[_Node] | None) -> None:
+        self.starts = starts
+        self.lengths = lengths
+        self.below = below
+
+    @classmethod
+    def above(cls, nodes: list[_Node]) -> _Node:
+        """A node over others."""
+        return cls([node.starts[0] for node in nodes], [max(node.lengths) for node in nodes], nodes)
+
+    def first_of(self, nbytes: int) -> int | None:
+        """The first entry with a range that is at least so long."""
+        for index, length in enumerate(self.lengths):
+            if length >= nbytes:
+                return index
+        return None
+
+    def put(self, start: int, length: int) -> _Node | None:
+        """Adds a range or sets a length; returns the upper half of the node if it had to be split."""
+        if self.below is None:
+            index = bisect_left(self.starts, start)
+            if index < len(self.starts) and self.starts[index] == start:
+                self.lengths[index] = length
+                return None
+            self.starts.insert(index, start)
+            self.lengths.insert(index, length)
+        else:
+            index = max(bisect_right(self.starts, start) - 1, 0)
+            right = self.below[index].put(start, length)
+            self._look_at(index)
+            if right is not None:
+                self.below.insert(index + 1, right)
+                self.starts.insert(index + 1, right.starts[0])
+                self.lengths.insert(index + 1, max(right.lengths))
+        return self._split() if len(self.starts) > _FANOUT else None
+
+    def remove(self, start: int) -> None:
+        """Takes out the range that starts there, which is below this node."""
+        index = bisect_right(self.starts, start) - 1
+        if self.below is not None:
+            self.below[index].remove(start)
+            if self.below[index].starts:
+                self._look_at(index)
+                return
+            del self.below[index]
+        del self.starts[index], self.lengths[index]
+
+    def _look_at(self, index: int) -> None:
+        """Takes note of what has changed below an entry."""
+        if self.below is not None:
+            node = self.below[index]
+            self.starts[index], self.lengths[index] = node.starts[0], max(node.lengths)
+
+    def _split(self) -> _Node:
+        half = len(self.starts) // 2
+        below = None if self.below is None else self.below[half:]
+        right = _Node(self.starts[half:], self.lengths[half:], below)
+        del self.starts[half:], self.lengths[half:]
+        if self.below is not None:
+            del self.below[half:]
+        return right

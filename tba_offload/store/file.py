@@ -26,9 +26,9 @@ import torch
 from tba_offload.device.staging import StagingRing
 from tba_offload.errors import ShortTransferError, StoreError, StoreFullError
 from tba_offload.store import posix
-from tba_offload.store.directory import FULL, RunFile, short_transfer
+from tba_offload.store.engine import QueuedStore
 from tba_offload.store.extents import round_up
-from tba_offload.store.queued import QueuedStore
+from tba_offload.store.run_file import FULL, RunFile, short_transfer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,7 +58,6 @@ class FileStore(QueuedStore):
 
     Raises:
         StoreError: The directory cannot be used.
-        MissingDependencyError: ``checksum`` without xxhash.
     """
 
     kind = "file"
@@ -71,7 +70,7 @@ class FileStore(QueuedStore):
         device: Device,
         writers: int = 2,
         readers: int = 2,
-        checksum: bool = False,
+        checksum: bool = True,
         drive: int = 0,
         slab_bytes: int = SLAB_BYTES,
     ) -> None:
@@ -107,7 +106,7 @@ class FileStore(QueuedStore):
             "reason": self._reason,
             "alignment": self.alignment,
             "capacity": self.capacity_bytes,
-            "checksum": self._checksum is not None,
+            "checksum": self._checksum,
             **self._threads,
             **({} if self.chosen is None else {"chosen": self.chosen}),
         }

@@ -26,11 +26,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tba_offload.device.sums import sums
+from tba_offload.device.checksum import sums
 from tba_offload.errors import MissingDependencyError, StoreError, StoreFullError
 from tba_offload.store import posix
-from tba_offload.store.directory import RunFile, short_transfer
-from tba_offload.store.queued import QueuedStore
+from tba_offload.store.engine import QueuedStore
+from tba_offload.store.run_file import RunFile, short_transfer
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +61,7 @@ class GdsStore(QueuedStore):
 
     Raises:
         StoreError: The directory cannot be used, or kvikio cannot open files there.
-        MissingDependencyError: kvikio, or the cuFile library that it needs, or xxhash is missing.
+        MissingDependencyError: kvikio, or the cuFile library that it needs, is missing.
     """
 
     kind = "gds"
@@ -74,7 +74,7 @@ class GdsStore(QueuedStore):
         device: Device,
         writers: int = 2,
         readers: int = 2,
-        checksum: bool = False,
+        checksum: bool = True,
         drive: int = 0,
     ) -> None:
         kvikio = import_kvikio()
@@ -108,7 +108,7 @@ class GdsStore(QueuedStore):
             "reason": self._reason,
             "alignment": self.alignment,
             "capacity": self.capacity_bytes,
-            "checksum": self._checksum is not None,
+            "checksum": self._checksum,
             "kvikio": self._file.version,
             **self._threads,
             **({} if self.chosen is None else {"chosen": self.chosen}),
@@ -184,6 +184,11 @@ class _GdsFile:
         if posix.direct_alignment(self.fd) == 0:
             return "the file system does not offer direct I/O"
         return None
+
+    @property
+    def size(self) -> int:
+        """Bytes that the file has been grown to."""
+        return self._file.size
 
     def grow(self, size: int) -> None:
         """See :meth:`RunFile.grow`."""

@@ -1,4 +1,7 @@
-"""Extents in host memory, pinned where the device is a GPU."""
+"""Extents in host memory, pinned where the device is a GPU.
+
+They have no checksums: those are against drives, their drivers and file systems, and here is none.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,8 @@ import errno
 from typing import TYPE_CHECKING
 
 from tba_offload.errors import StoreFullError
-from tba_offload.store import posix
+from tba_offload.store.engine import QueuedStore
 from tba_offload.store.extents import BLOCK, round_up
-from tba_offload.store.queued import QueuedStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,22 +39,22 @@ class _Slabs:
         self._slabs: list[torch.Tensor] = []
 
     @property
-    def allocated_bytes(self) -> int:
-        """Host memory taken."""
+    def size(self) -> int:
+        """Host memory taken, bytes."""
         return sum(slab.numel() for slab in self._slabs)
 
     def grow(self, size: int) -> None:
         """Adds slabs until there are ``size`` bytes, which are within the limit."""
-        while self.allocated_bytes < size:
+        while self.size < size:
             nbytes = self.slab_bytes
             if self._limit is not None:
-                nbytes = min(nbytes, self._limit - self.allocated_bytes)
+                nbytes = min(nbytes, self._limit - self.size)
             try:
                 self._slabs.append(self._device.host_memory(nbytes))
             except (MemoryError, OSError, RuntimeError) as error:  # malloc, mmap, CUDA
                 raise StoreFullError(
                     errno.ENOMEM,
-                    f"no {nbytes} bytes more than {self.allocated_bytes}: {error}; set "
+                    f"no {nbytes} bytes more than {self.size}: {error}; set "
                     f"{self._setting} to less or use a drive",
                     _NAME,
                 ) from error
@@ -83,7 +85,6 @@ class HostStore(QueuedStore):
         device: The device that activations lie on; on CUDA the memory is pinned.
         writers: Threads that copy to the store.
         readers: Threads that copy from the store.
-        checksum: Verify every read against a checksum taken at the write.
         drive: The ``drive`` of the extents.
         setting: The setting that the capacity comes from, for messages.
         slab_bytes: The store grows by this much, a multiple of 4096. On CUDA the store grows to its capacity
@@ -91,7 +92,6 @@ class HostStore(QueuedStore):
 
     Raises:
         StoreFullError: There is no such memory.
-        MissingDependencyError: ``checksum`` without xxhash.
     """
 
     kind = "host"
@@ -103,7 +103,6 @@ class HostStore(QueuedStore):
         device: Device,
         writers: int = 1,
         readers: int = 1,
-        checksum: bool = False,
         drive: int = 0,
         setting: str = "store.capacity",
         slab_bytes: int = SLAB_BYTES,
@@ -117,7 +116,7 @@ class HostStore(QueuedStore):
         super().__init__(
             alignment=1,
             capacity=capacity,
-            checksum=checksum,
+            checksum=False,
             device=device,
             writers=writers,
             readers=readers,
@@ -129,42 +128,34 @@ class HostStore(QueuedStore):
 
     @property
     def description(self) -> dict[str, object]:
-        """Kind, "memory", whether it is pinned, alignment, capacity, checksum."""
+        """Kind, "memory", whether it is pinned, alignment, capacity, and that there are no checksums."""
         return {
             "kind": self.kind,
             "path": "memory",
             "pinned": self._device.pins_memory,
             "alignment": self.alignment,
             "capacity": self.capacity_bytes,
-            "checksum": self._checksum is not None,
+            "checksum": False,
         }
 
     @property
     def host_bytes(self) -> int:
         """Host memory that the store takes now."""
-        return self._slabs.allocated_bytes
+        return self._slabs.size
 
     def may_hold(self, nbytes: int) -> bool:
         """Whether an extent of ``nbytes`` may find room; no, if the capacity leaves too little of it."""
         capacity = self._space.capacity
         return capacity is None or self._space.used + round_up(nbytes, BLOCK) <= capacity
 
-    def _move_out(self, extent: Extent, source: ByteRange, after: Event) -> int | None:
-        hasher, data = self._hasher(), source.tensor()
-        at = 0
+    def _move_out(self, extent: Extent, source: ByteRange, after: Event) -> None:
+        data, at = source.tensor(), 0
         for part in self._slabs.parts(extent.offset, extent.nbytes):
             self._device.copy(part, data[at : at + part.numel()], after)
             at += part.numel()
-            if hasher is not None:
-                hasher.update(posix.view(part.data_ptr(), part.numel()))
-        return None if hasher is None else hasher.intdigest()
 
-    def _move_in(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> int | None:  # noqa: ARG002
-        hasher, data = self._hasher(), target.tensor()
-        at = 0
+    def _move_in(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> None:  # noqa: ARG002
+        data, at = target.tensor(), 0
         for part in self._slabs.parts(extent.offset, extent.nbytes):
-            if hasher is not None:
-                hasher.update(posix.view(part.data_ptr(), part.numel()))
             self._device.copy(data[at : at + part.numel()], part, after)
             at += part.numel()
-        return None if hasher is None else hasher.intdigest()

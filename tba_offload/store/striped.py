@@ -7,7 +7,7 @@ import math
 import threading
 from typing import TYPE_CHECKING
 
-from tba_offload.errors import StoreFullError
+from tba_offload.errors import OutOfServiceError, StoreFullError
 from tba_offload.store.combined import CombinedStore
 
 if TYPE_CHECKING:
@@ -20,10 +20,10 @@ class StripedStore(CombinedStore):
     """Spreads extents over stores.
 
     A new extent goes to the store that would have written it first, by the bytes queued and running there and
-    the rate that was measured of late; to another one if that is full. Where several have nothing to do they
-    take turns, a drive of twice the rate twice as often: else the fastest would get everything as long as
-    queues are short, the others would not help when it is read back, and their rates would never be measured
-    again. Until anything is measured all drives are taken for equally fast.
+    the rate that was measured of late; to another one if that is full or out of service. Where several have
+    nothing to do they take turns, a drive of twice the rate twice as often: else the fastest would get
+    everything as long as queues are short, the others would not help when it is read back, and their rates
+    would never be measured again. Until anything is measured all drives are taken for equally fast.
 
     Args:
         stores: At least one; the ``drive`` of the extents of each is its place in the list. They are closed
@@ -56,20 +56,22 @@ class StripedStore(CombinedStore):
 
     def reserve(self, nbytes: int, address: int) -> Extent:
         """Takes an extent where it is written first; see :meth:`ActivationStore.reserve`."""
-        refusals: dict[int, str] = {}
+        refusals: dict[int, StoreFullError] = {}
         while len(refusals) < len(self.stores):
             drive = self._choose(nbytes, refusals)
             try:
                 return self.stores[drive].reserve(nbytes, address)
             except StoreFullError as error:
-                refusals[drive] = str(error)
-        raise StoreFullError(
+                refusals[drive] = error.with_traceback(None)
+        out = all(isinstance(refusal, OutOfServiceError) for refusal in refusals.values())
+        raise (OutOfServiceError if out else StoreFullError)(
             errno.ENOSPC,
-            f"none of {len(self.stores)} drives has room for {nbytes} bytes: {'; '.join(refusals.values())}",
+            f"none of {len(self.stores)} drives has room for {nbytes} bytes: "
+            f"{'; '.join(map(str, refusals.values()))}",
         )
 
     def write_rate(self) -> float | None:
-        """The sum over the drives; see :meth:`ActivationStore.write_rate`."""
+        """The sum over the drives in service; see :meth:`ActivationStore.write_rate`."""
         return sum(store.write_rate() or 0.0 for store in self.stores) or None
 
     def prepare(self, nbytes: int) -> None:

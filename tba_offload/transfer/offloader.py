@@ -13,20 +13,34 @@ free the rest.
 
 from __future__ import annotations
 
+import copy
+import errno
 import threading
 import time
-from collections import OrderedDict
+import warnings
+from _thread import LockType, allocate_lock
+from collections import OrderedDict, deque
+from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 import torch
 
+from tba_offload import interrupts
 from tba_offload.device.ranges import ByteRange, aligned_range
-from tba_offload.errors import SessionError, StoreError, StoreFullError, TransferError
-from tba_offload.transfer.books import Books, TransferStats
-from tba_offload.transfer.patience import Patience
-from tba_offload.transfer.record import Handle, Piece, Record, Span
+from tba_offload.errors import (
+    ChecksumError,
+    OutOfServiceError,
+    SessionError,
+    StoreError,
+    StoreFullError,
+    TransferError,
+    is_of_drive,
+)
+from tba_offload.transfer.ledger import Books, TransferStats
+from tba_offload.transfer.storage import Drop, Handle, Piece, Record, Span
+from tba_offload.transfer.watchdog import HUNG, Patience
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -43,6 +57,18 @@ HELD_BACK = 0.25
 What was saved last is needed first: if backward comes for it before the window fills, it never travels.
 """
 
+READ_AGAIN = (0.01, 0.1, 1.0)
+"""Seconds before the second, third and fourth attempt to read what backward waits for.
+
+The thread that needs the bytes pauses, so other transfers go on, and what was read ahead in vain is only read
+again once it is needed. The sum is shorter than the wait after which a drive that stands still is named.
+"""
+
+_MAY_PASS = frozenset({
+    errno.EIO, errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ENOBUFS, errno.ENOMEM, errno.ETIMEDOUT
+})  # fmt: skip
+"""Errors of a read that may not come again: a path that is switched over, memory that is short."""
+
 DROPS_AT_ONCE = 8
 """Dropped handles that :meth:`Offloader.tidy` waits for before it takes note of them."""
 
@@ -54,9 +80,10 @@ class Offloader:
         store: Where the bytes go. The offloader does not close it.
         device: The device that holds the activations.
         ceiling: Most bytes in flight; ``None`` for no limit.
-        keep_when_full: Whether a full store means keeping the activation in memory (counted in
-            :attr:`stats`) instead of a :class:`~tba_offload.errors.TransferError`.
+        keep_when_full: Whether what cannot be written is kept in memory (counted in :attr:`stats`) instead of
+            raising a :class:`~tba_offload.errors.TransferError`.
         stall_limit: Seconds after which a wait during which nothing moved is an error; ``None`` for never.
+        budget_bytes: What resident activations may come to, for warnings; ``None`` for no budget.
     """
 
     def __init__(
@@ -67,6 +94,7 @@ class Offloader:
         ceiling: int | None = None,
         keep_when_full: bool = True,
         stall_limit: float | None = None,
+        budget_bytes: int | None = None,
     ) -> None:
         self.store = store
         self.device = device
@@ -78,13 +106,19 @@ class Offloader:
         self._outbox_bytes = 0
         self._size_window()
         self._prefetched: OrderedDict[Span, Record] = OrderedDict()
-        self._dropped: SimpleQueue[tuple[Record, bool]] = SimpleQueue()
+        self._dropped: deque[Drop] = deque()
+        self._records: dict[
+            Record, None
+        ] = {}  # all that were not released yet; after an interrupt, the truth
+        self._giving_back: Extent | None = None
         self._failures: SimpleQueue[TransferError] = SimpleQueue()
+        self._told: set[str] = set()
+        self._rescued_from: set[str] = set()
+        self._budget_bytes = budget_bytes
         self._inert = False
         self._epoch = 0  # failures of records from before the last abandoned step concern nobody
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._waiting = 0
+        self._waiters: list[LockType] = []
         self._patience = Patience(stall_limit)
 
     def _size_window(self) -> None:
@@ -108,6 +142,11 @@ class Offloader:
         """Bytes in flight now."""
         return self._books.in_flight
 
+    @property
+    def own_bytes(self) -> int:
+        """Bytes that the offloader itself keeps in memory now: in flight, restored, kept."""
+        return self._books.in_flight + self._books.settled
+
     def crowded(self, nbytes: int) -> bool:
         """Whether ``nbytes`` more would exceed the ceiling."""
         return self._books.crowded(nbytes)
@@ -121,7 +160,17 @@ class Offloader:
     def handle(self, record: Record, lo: int, hi: int) -> Handle:
         """A new handle of ``record`` that needs its bytes [lo, hi)."""
         with self._lock:
+            self._records[record] = None
             return Handle(record, lo, hi, self._dropped)
+
+    def borrow(self, record: Record, lo: int, hi: int) -> Handle | None:
+        """As :meth:`handle`, for a look that is no use by backward; ``None`` if the bytes were given back."""
+        with self._lock:
+            if record.released:
+                return None
+            handle = Handle(record, lo, hi, self._dropped)
+            handle.mark_read()
+            return handle
 
     def owns(self, handle: Handle) -> bool:
         """Whether a handle is of a record of this offloader."""
@@ -153,10 +202,11 @@ class Offloader:
                 return False
             if self._outbox:
                 return True
-            if self._books.departing:
-                self._wait()
-                return True
-            return self._give_up_farthest()
+            if not self._books.departing:
+                return self._give_up_farthest()
+            change = self._next_change()
+        self._wait(change)
+        return True
 
     def defer(self, record: Record, storage: torch.UntypedStorage) -> None:
         """Holds the memory of ``record`` until :meth:`decide`: what to write is not known yet."""
@@ -192,18 +242,19 @@ class Offloader:
             Whether anything had to be written.
 
         Raises:
-            TransferError: The store is full and is not allowed to fall back to memory.
+            TransferError: It could not be written and is not allowed to stay in memory.
         """
-        copy = self._copy_of_part(record, storage, lo, hi) if record.part else None
+        part = self._copy_of_part(record, storage, lo, hi) if record.part else None
         with self._lock:
             if record.pinned:
                 return False
+            self._records[record] = None
             missing = record.claim(lo, hi)
             if not missing:
                 return False
-            if copy is not None:
-                missing = record.leave(copy, self.device.stream())
-                self._books.leave(record, copy.nbytes)
+            if part is not None:
+                missing = record.leave(part, self.device.stream())
+                self._books.leave(record, part.nbytes)
             record.epoch = self._epoch
             record.source = storage
             if not record.writes:
@@ -256,7 +307,7 @@ class Offloader:
             held_back: So many bytes, the latest, may stay behind.
 
         Raises:
-            TransferError: The store is full and is not allowed to fall back to memory.
+            TransferError: It could not be written and is not allowed to stay in memory.
         """
         batch: list[tuple[Record, Piece]] = []
         with self._lock:
@@ -286,8 +337,7 @@ class Offloader:
 
     def _give_up_writes(self, record: Record) -> None:
         """Takes back what was collected of a record and never came to the store."""
-        lost = {piece for piece in record.pieces() if piece.pending and piece.write is None}
-        if lost:
+        if lost := record.unfinished():
             self._take_back(record, lost)
             self._settle(record)
 
@@ -299,12 +349,21 @@ class Offloader:
         piece.address = source.address
         done = partial(self._written, record, piece)
         try:
-            piece.extent = self.store.reserve(source.nbytes, source.address)
+            piece.extent = self._reserve(source)
             piece.write = self.store.write(piece.extent, source, after, done=done)
-        except StoreError as error:
+        except (StoreError, TimeoutError) as error:
             with self._lock:
                 self._unwritten(record, piece, error)
             self.raise_failures()
+
+    def _reserve(self, source: ByteRange) -> Extent:
+        try:
+            return self.store.reserve(source.nbytes, source.address)
+        except OutOfServiceError:
+            if self.keep_when_full:
+                raise
+        self.store.resume()  # the policy wants an error, and only the drive can tell whether there is one
+        return self.store.reserve(source.nbytes, source.address)
 
     def _written(self, record: Record, piece: Piece, future: IoFuture) -> None:
         """Runs on an I/O thread when a write has ended."""
@@ -326,12 +385,30 @@ class Offloader:
             self._settle(record)
             return
         newly_kept = self._books.keep(record)
-        if isinstance(error, StoreFullError) and self.keep_when_full:
+        if self.keep_when_full and is_of_drive(error):
             self.stats.fallback_kept += record.nbytes if newly_kept else 0
+            self.stats.full |= _is_full(error)
             return
-        record.error = error
+        record.error = copy.copy(error)  # without the frames of callers, which hold the graph
         if record.epoch == self._epoch:
             self._failures.put(_transfer_error("write", record, error))
+
+    def _tell_outages(self) -> None:
+        """Names each drive that failed, once; where the policy wants an error, that names it."""
+        for place, cause in self.store.take_outages():
+            if self.keep_when_full and place not in self._told:
+                self._told.add(place)
+                warnings.warn(self._describe_outage(place, cause), RuntimeWarning, stacklevel=2)
+
+    def _describe_outage(self, place: str, cause: str) -> str:
+        budget = self._budget_bytes
+        beyond = "" if budget is None else f", beyond budget.activation_bytes ({budget} bytes) if it must"
+        return (
+            f"a drive failed and is left alone: {place}: {cause}. what was meant for it goes to other drives "
+            f"or stays in memory{beyond}; it is tried again after 1 s, 2 s, 4 s and so on. check the drive "
+            "and the system log, or choose another directory under store.directories; on_full: error makes "
+            "this an error. the run log counts drives_out_of_service and fallback_kept_bytes"
+        )
 
     def _take_back(self, record: Record, pieces: set[Piece]) -> None:
         """Pieces that will never be written: their memory stays until the last handle is gone."""
@@ -340,13 +417,20 @@ class Offloader:
             piece.pending = False
             if piece.waiting:
                 self._take_out(piece)
-            if piece.extent is not None:
-                self.store.release(piece.extent)
+            self._give_back(piece)
         record.discard(pieces)
         if record.copied:
             self._books.leave(record, 0)
         self._books.change(record, writes=-len(pieces), pinned=True)
         self._notify()
+
+    def _give_back(self, piece: Piece) -> None:
+        """Gives back an extent that no transfer uses; :meth:`repair` ends what an interrupt cuts short."""
+        extent = piece.extent
+        if extent is not None:
+            self._giving_back, piece.extent = extent, None
+            self.store.release(extent)
+            self._giving_back = None
 
     def _settle(self, record: Record) -> None:
         """Frees memory, or extents, that no transfer and no handle needs any more."""
@@ -358,6 +442,8 @@ class Offloader:
             return
         record.source = None
         self._books.uncharge(record)
+        if record.released:
+            self._records.pop(record, None)
 
     # ---- from unpack -----------------------------------------------------------------------------
 
@@ -386,9 +472,9 @@ class Offloader:
             buffer = span.restored()
             if buffer is None:
                 buffer = self._start_read(span)
-            shift = span.shift
+            shift, reads = span.shift, span.reads
             self._prefetched.pop(span, None)  # another thread that needs room must not take it away
-        self._await(record, span)
+        self._await(record, span, reads)
         if record.copied:
             self._complete(span, buffer)
         if (stream := self.device.stream()) != span.stream:
@@ -396,6 +482,66 @@ class Offloader:
         with self._lock:
             self._unpacked(handle, span)
         return buffer, shift
+
+    def is_lost(self, handle: Handle) -> bool:
+        """Whether bytes were written, are not in memory, and no read that fills a buffer is under way."""
+        with self._lock:
+            span = handle.record.span_over(handle.lo, handle.hi)
+            return span is not None and span.restored() is None
+
+    def can_be(self, handle: Handle, storage: torch.UntypedStorage) -> bool:
+        """Whether bytes that were computed again may be those that a handle needs, by their checksums.
+
+        Args:
+            handle: What needs them.
+            storage: All bytes of the record, at the place that they had in its storage.
+        """
+        self.device.event().synchronize()
+        with self._lock:
+            span = handle.record.span_over(handle.lo, handle.hi)
+            pieces = span.travelled() if span is not None else []
+        made = ((_extent_of(piece), ByteRange(storage, piece.lo, piece.nbytes)) for piece in pieces)
+        return all(self.store.holds(extent, source) is not False for extent, source in made)
+
+    def replace(
+        self, handle: Handle, storage: torch.UntypedStorage, error: TransferError
+    ) -> tuple[torch.UntypedStorage, int]:
+        """Takes bytes that were computed again in place of those that a read did not give.
+
+        Args:
+            handle: What needs them.
+            storage: All bytes of the record, at the place that they had in its storage.
+            error: Of the read, for the warning.
+
+        Returns:
+            As :meth:`fetch`.
+        """
+        record = handle.record
+        self.device.event().synchronize()  # as bytes that were read, these are there for every stream
+        with self._lock:
+            span = record.span_over(handle.lo, handle.hi)
+            if span is None:
+                raise AssertionError(f"{record.key} has no bytes to be replaced")
+            span.restores_into(ByteRange(storage, span.lo, span.nbytes), [], self.device.stream())
+            self.stats.rescued += span.nbytes
+            self._unpacked(handle, span)
+        self._tell_rescue(record, span, error)
+        return storage, span.shift
+
+    def _tell_rescue(self, record: Record, span: Span, error: TransferError) -> None:
+        """Names a drive that lost something, once."""
+        place = self.store.place(_extent_of(span.travelled()[0]))
+        if place in self._rescued_from:
+            return
+        self._rescued_from.add(place)
+        warnings.warn(
+            f"an activation was lost and made again: {place} did not give back {record.nbytes} bytes of "
+            f"{record.key} ({error.__cause__}). the forward of the layer was repeated, so training goes on "
+            "with the same bits, but slower; check the drive with its own tools. the run log counts "
+            "rescued_bytes",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     def _complete(self, span: Span, buffer: torch.UntypedStorage) -> None:
         """Puts what stayed in memory beside what was read; the calling thread's stream may then use both."""
@@ -444,39 +590,92 @@ class Offloader:
 
     def _start_read(self, span: Span) -> torch.UntypedStorage:
         """Submits the reads of a span into a new buffer. Called on the training thread, under the lock."""
-        alone, pieces = len(span.pieces) == 1, span.travelled()
+        pieces = span.travelled()
         room = aligned_range(span.nbytes, span.address, self.store.alignment, self.device)
         after = self.device.event()
         reads: list[IoFuture] = []
         try:
             for piece in pieces:
-                target = room if alone else room.part(piece.lo - span.lo, piece.nbytes)
-                # Next to a neighbour in the same buffer the store must not touch the padding.
-                reads.append(self.store.read(_extent_of(piece), target, after, padded=alone))
+                reads.append(self._read(span, piece, room, after))  # noqa: PERF401 - known if the next raises
+            span.restores_into(room, reads, self.device.stream())
         except BaseException:
-            # The buffer must not be taken for one that holds the bytes.
+            # The buffer must not be taken for one that holds the bytes, and no read may be forgotten.
             for read in reads:
-                read.cancel()
+                if not read.cancel():
+                    _has_ended(read, self._patience.limit)
             raise
-        span.restores_into(room, reads, self.device.stream())
         self.stats.read += sum(piece.nbytes for piece in pieces)
         return room.storage
 
-    def _await(self, record: Record, span: Span) -> None:
+    def _read(self, span: Span, piece: Piece, room: ByteRange, after: Event) -> IoFuture:
+        alone = len(span.pieces) == 1
+        target = room if alone else room.part(piece.lo - span.lo, piece.nbytes)
+        # Next to a neighbour in the same buffer the store must not touch the padding.
+        return self.store.read(_extent_of(piece), target, after, padded=alone)
+
+    def _await(self, record: Record, span: Span, reads: list[IoFuture]) -> None:
         """Waits for the reads of a span; the time is a stall."""
-        if not span.reads:
+        if not reads:
             return
         mark = self.device.mark() if self.marks_stalls and not span.arrived() else None
         started = time.perf_counter()
         try:
-            for piece, read in zip(span.travelled(), span.reads, strict=True):
-                self._await_transfer(read, "read", record, piece)
+            for number, piece in enumerate(span.travelled()):
+                self._await_read(record, span, reads, number, piece)
+        except TransferError:  # nothing has moved for too long
+            self.store.suspend(_extent_of(piece), self._patience.exhausted())
+            raise
         except StoreError as error:
-            raise _transfer_error("read", record, error) from error
+            with self._lock:
+                self._forget_failed(span)
+            if is_of_drive(error):  # it did not give back what it took
+                self.store.suspend(_extent_of(piece), error)
+            raise _transfer_error("read", record, error, self._where(piece)) from error
         finally:
             self.stats.stalled(started, time.perf_counter())
             if mark is not None:
                 self.stats.marked_stalls.append((mark, self.device.mark()))
+
+    def _await_read(
+        self, record: Record, span: Span, reads: list[IoFuture], number: int, piece: Piece
+    ) -> None:
+        """Waits for one read, and tries again where that may help.
+
+        Raises:
+            StoreError: It failed for good.
+        """
+        started, mismatched = time.perf_counter(), False
+        for pause in (*READ_AGAIN, None):
+            spent, read = time.perf_counter() - started, reads[number]
+            self._await_transfer(read, "read", record, piece, spent=spent)
+            if pause is None or not _may_pass(read.error, mismatched=mismatched):
+                break
+            mismatched = isinstance(read.error, ChecksumError)
+            if not self._patience.allows(time.perf_counter() - started + pause):
+                break
+            _pause(pause)
+            self._read_again(span, reads, number, piece)
+        reads[number].wait()
+
+    def _read_again(self, span: Span, reads: list[IoFuture], number: int, piece: Piece) -> None:
+        """Submits a read that failed once more, into the same buffer."""
+        with self._lock:
+            # Another thread that waits for the same bytes may have done so, or given them up.
+            if reads[number].error is None or span.reads is not reads or span.buffer is None:
+                return
+            room = ByteRange(span.buffer, span.lo + span.shift, span.nbytes)
+            reads[number] = self._read(span, piece, room, self.device.event())
+            self.stats.reread += piece.nbytes
+
+    def _where(self, piece: Piece) -> str:
+        extent = _extent_of(piece)
+        return f" from {self.store.place(extent)}, offset {extent.offset}"
+
+    def _forget_failed(self, span: Span) -> None:
+        """Gives back the buffer of a span that could not be read, unless a read still fills it."""
+        if span.arrived():
+            self._forget_prefetch(span)
+            span.forget()
 
     def _unpacked(self, handle: Handle, span: Span) -> None:
         record = handle.record
@@ -487,8 +686,7 @@ class Offloader:
         self._loosen_when_read(record)
 
     def _mark_read(self, record: Record, handle: Handle) -> None:
-        handle.read = True
-        record.unread -= 1
+        handle.mark_read()
         if not record.unread and record.pinned:
             self._books.keep(record)
 
@@ -567,39 +765,36 @@ class Offloader:
 
         Handles of records that hold memory until the last of them is gone are never put off.
         """
-        if self._books.settled or self._dropped.qsize() >= DROPS_AT_ONCE:
+        if self._books.settled or len(self._dropped) >= DROPS_AT_ONCE:
             self.drain()
 
     def drain(self) -> None:
         """Takes note of the handles that autograd has dropped."""
-        if self._inert or self._dropped.empty():
+        if self._inert or not self._dropped:
             return
         with self._lock:
-            for _ in range(self._dropped.qsize()):
-                try:
-                    self._drop(*self._dropped.get_nowait())
-                except Empty:  # another thread was faster
-                    return
+            while self._dropped:
+                # It leaves the queue last: what an interrupt cuts short is done again.
+                self._take_note(self._dropped[0])
+                self._dropped.popleft()
 
-    def _drop(self, record: Record, was_read: bool) -> None:  # noqa: FBT001 - as it comes from the queue
-        record.live -= 1
-        if not was_read:
-            record.unread -= 1
-        if record.live == 0:
-            self._release(record)
-        else:
+    def _take_note(self, drop: Drop) -> None:
+        record = drop.record
+        record.forget_drop(drop)
+        if record.drops:
             self._loosen_when_read(record)
+        else:
+            self._release(record)
 
     def _release(self, record: Record) -> None:
-        """The last handle is gone: nobody will ask for these bytes again."""
+        """The last handle is gone: nothing will ask for these bytes again. To do it twice does no harm."""
         record.released = True
         self._books.change(record, deferred=False)
         for span in record.spans:
             self._forget_prefetch(span)
         if record.writes:
             self._cancel_writes(record)
-        if record.pinned and not record.charged:
-            self._books.settled -= record.nbytes
+        self._books.unsettle(record)
         if record.copied:
             self._books.leave(record, 0)
         self._settle(record)
@@ -609,14 +804,11 @@ class Offloader:
             pieces = span.travelled()
             reads: Iterable[IoFuture | None] = span.reads or (None,) * len(pieces)
             for piece, read in zip(pieces, reads, strict=True):
-                if piece.extent is None:
-                    continue
                 if read is None or read.done() or read.cancel():
-                    self.store.release(piece.extent)
+                    self._give_back(piece)
                 else:
                     # The read still fills its buffer from these blocks; the store keeps the buffer alive.
-                    read.add_done_callback(partial(_release_after, self.store, piece.extent))
-                piece.extent = None
+                    read.add_done_callback(partial(_release_after, self.store, piece))
             span.forget()
         record.spans = []
 
@@ -631,11 +823,15 @@ class Offloader:
             self._cancel_writes(record)
             record.source = storage
             if not self._books.keep(record) and not record.pinned:
-                self._books.settled += record.nbytes
+                self._books.settle(record)
             self._books.change(record, pinned=True)
             running = [(piece, piece.write) for piece in record.pieces() if piece.write is not None]
         for piece, write in running:
-            self._await_transfer(write, "write", record, piece)
+            try:
+                self._await_transfer(write, "write", record, piece)
+            except TransferError:
+                self.store.suspend(_extent_of(piece), self._patience.exhausted())
+                raise
 
     def quiesce(self) -> None:
         """Waits until every write has ended or was taken back, and accounts for dropped handles.
@@ -652,34 +848,68 @@ class Offloader:
         """Waits for one change if anything is to be written; whether there was."""
         self.flush()  # also what another thread saved meanwhile
         with self._lock:
-            if self._books.departing and not self._outbox:
-                self._wait()
-                return True
-            return bool(self._outbox)
+            if self._outbox or not self._books.departing:
+                return bool(self._outbox)
+            change = self._next_change()
+        self._wait(change)
+        return True
 
-    def _wait(self) -> None:
-        """Waits for the next change of the books; the lock is held, and let go of meanwhile."""
-        self._waiting += 1
+    def _next_change(self) -> LockType:
+        """A lock that is let go of at the next change of the books; the lock of the books is held.
+
+        No condition variable: an interrupt in its Python code may leave it without the lock that the caller
+        believes to hold.
+        """
+        change = allocate_lock()
+        change.acquire()
+        self._waiters.append(change)
+        return change
+
+    def _wait(self, change: LockType) -> None:
+        """Waits for a change that :meth:`_next_change` told of; no lock is held."""
         try:
-            self._patience.wait(self._changed.wait, self._describe_writes)
-        finally:
-            self._waiting -= 1
+            self._patience.wait(partial(_is_free, change), self._describe_writes)
+        except TransferError:
+            with self._lock:
+                self._give_up_hanging()
+            raise
 
-    def _await_transfer(self, transfer: IoFuture, what: str, record: Record, piece: Piece) -> None:
+    def _give_up_hanging(self) -> None:
+        """Nothing was written for too long: what is under way stays in memory, its drives are left alone.
+
+        A write only reads its memory. Should it end one day, that changes nothing any more.
+        """
+        for record in list(self._records):
+            if all(piece.write is None for piece in record.pieces()):
+                continue
+            self._cancel_writes(record)
+            for piece in record.pieces():
+                if piece.write is not None:
+                    self.store.suspend(_extent_of(piece), self._patience.exhausted())
+            self._books.change(record, pinned=True)
+            if self._books.keep(record):
+                self.stats.fallback_kept += record.nbytes
+
+    def _await_transfer(
+        self, transfer: IoFuture, what: str, record: Record, piece: Piece, *, spent: float = 0.0
+    ) -> None:
+        """Waits until a transfer has ended, failed or not."""
         if not transfer.done():
             self._patience.wait(
-                partial(_has_ended, transfer), lambda: self._describe(what, record, piece, piece.nbytes)
+                partial(_has_ended, transfer),
+                lambda: self._describe(what, record, piece, piece.nbytes),
+                spent=spent,
             )
-        transfer.wait()
 
     def _describe_writes(self) -> str:
-        """What is being written, by its oldest piece; the lock is held."""
-        running = [
-            (record, piece)
-            for record in self._books.records()
-            for piece in record.pieces()
-            if piece.write is not None
-        ]
+        """What is being written, by its oldest piece."""
+        with self._lock:
+            running = [
+                (record, piece)
+                for record in self._books.records()
+                for piece in record.pieces()
+                if piece.write is not None
+            ]
         if not running:
             return "no write is under way"
         record, piece = running[0]
@@ -690,9 +920,9 @@ class Offloader:
         return f"{nbytes} bytes wait to be {_PAST[what]}, first {record.key}, at {place}"
 
     def _notify(self) -> None:
-        """Wakes who waits for a change; mostly nobody does, and asking a condition variable takes a while."""
-        if self._waiting:
-            self._changed.notify_all()
+        """Wakes the threads that wait for a change; the lock is held."""
+        while self._waiters:
+            self._waiters.pop().release()
 
     def abandon(self) -> None:
         """Gives a step up that failed: drops what was read ahead, and its other failures with it."""
@@ -712,16 +942,23 @@ class Offloader:
     def repair(self) -> None:
         """After an interrupt, which may have struck between any two operations of the training thread.
 
-        Writes that never came to the store are taken back, and the books are made anew from the records.
+        Writes that never came to the store are taken back, records that no handle needs are released, and the
+        books are made anew from the others.
         """
         with self._lock:
+            if self._giving_back is not None:
+                with suppress(ValueError):  # it came to pass
+                    self.store.release(self._giving_back)
+                self._giving_back = None
             for piece in list(self._outbox):
                 piece.waiting = False
             self._outbox.clear()
             self._outbox_bytes = 0
-            for record in self._books.records():
+            for record in list(self._records):
                 self._give_up_writes(record)
-            self._books.recount()
+                if not record.drops:
+                    self._release(record)
+            self._books.recount(self._records)
             self._notify()
 
     def raise_failures(self) -> None:
@@ -730,6 +967,7 @@ class Offloader:
         Raises:
             TransferError: Names the layer, the cause and the remedy.
         """
+        self._tell_outages()
         try:
             error = self._failures.get_nowait()
         except Empty:
@@ -752,6 +990,19 @@ def _extent_of(piece: Piece) -> Extent:
     return piece.extent
 
 
+def _may_pass(error: BaseException | None, *, mismatched: bool) -> bool:
+    """Whether another read may go well; bits that flip on the way rarely do twice in turn."""
+    if isinstance(error, ChecksumError):
+        return not mismatched
+    return isinstance(error, StoreError) and error.errno in _MAY_PASS
+
+
+def _is_full(error: BaseException | None) -> bool:
+    """Whether there was no room; a drive that is out of service may have some."""
+    return isinstance(error, StoreFullError) and not isinstance(error, OutOfServiceError)
+
+
+@interrupts.waits
 def _has_ended(transfer: IoFuture, timeout: float | None) -> bool:
     """Waits for a transfer; one that failed has ended too."""
     try:
@@ -763,22 +1014,39 @@ def _has_ended(transfer: IoFuture, timeout: float | None) -> bool:
     return True
 
 
-def _release_after(store: ActivationStore, extent: Extent, _: IoFuture) -> None:
-    store.release(extent)
+@interrupts.waits
+def _pause(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+@interrupts.waits
+def _is_free(lock: LockType, timeout: float | None) -> bool:
+    """Waits until a lock is let go of."""
+    return lock.acquire(timeout=-1 if timeout is None else timeout)
+
+
+def _release_after(store: ActivationStore, piece: Piece, _: IoFuture) -> None:
+    """Gives back an extent on an I/O thread; once, however often it was asked for."""
+    extent, piece.extent = piece.extent, None
+    if extent is not None:
+        store.release(extent)
 
 
 _FULL = "free space or choose another directory under store.directories, or set on_full: keep"
 _PAST = {"read": "read", "write": "written"}
 _REMEDIES = {
-    "write": "check the drive and the system log, or choose another directory under store.directories",
+    "write": "check the drive and the system log, choose another directory under store.directories, or set "
+    "on_full: keep",
     "read": "check the drive with its own tools; training cannot go on without these bytes",
     "keep": "an earlier transfer of this activation failed; see the first error",
 }
 
 
-def _transfer_error(what: str, record: Record, cause: BaseException | None) -> TransferError:
-    remedy = _FULL if isinstance(cause, StoreFullError) else _REMEDIES[what]
-    message = f"could not {what} {record.nbytes} bytes of {record.key}: {cause}; {remedy}"
+def _transfer_error(what: str, record: Record, cause: BaseException | None, where: str = "") -> TransferError:
+    remedy = _FULL if _is_full(cause) else _REMEDIES[what]
+    if isinstance(cause, TimeoutError):
+        remedy = HUNG
+    message = f"could not {what} {record.nbytes} bytes of {record.key}{where}: {cause}; {remedy}"
     error = TransferError(message)
     error.__cause__ = cause
     return error

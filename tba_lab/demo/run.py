@@ -1,0 +1,458 @@
+"""The demo: one GPT trained three ways at once, and what each way costs in memory and time."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tba_lab.demo.dtype import instruction_set
+from tba_lab.demo.fit import ITEM_BYTES, STRATEGY_COSTS
+from tba_lab.demo.progress import PlannedStep
+from tba_lab.demo.race import (
+    MEASURE_EVERY,
+    Entrant,
+    Watch,
+    measures_memory,
+    prediction_error,
+    race,
+    ratio_of,
+    timed_rounds,
+    turns,
+)
+from tba_lab.demo.text import write_text
+from tba_lab.demo.trainer import Trainer
+from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig, format_size, load_config
+from tba_offload.config.policy import LayerId, Placement
+from tba_offload.device.memory import FAST_ALLOCATOR
+from tba_offload.errors import ConfigError
+from tba_offload.plan.model import Plan
+from tba_offload.report.rok import draw, points
+from tba_offload.writing import write_regular
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from tba_lab.gpt import GptShape
+
+CONTROL = "control"
+"""Keep once more, in a process of its own: how far it is from keep is what the machine's noise can do."""
+
+AUTO = "auto"
+"""The policy that is no file: the planner decides."""
+
+_MOVED = ("offloaded", "read", "forwarded", "deduplicated", "kept", "given_up", "held", "fallback_kept")
+
+WINDOW_STATES = 32 / 3
+"""The window by default, in hidden states of a micro-batch, of which a layer saves some 25: as many
+activations are in flight whatever their size. In whole MiB; 10 of them at width 1536, 320 tokens and bf16."""
+
+_STALL_SECONDS = 10.0
+"""How long a drive may stand still where faults are injected."""
+
+WARM_UP = 3
+"""Steps that medians and peaks leave out: the first allocates, the second settles."""
+
+_PEAK = "activation_peak_bytes"
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class DemoSettings:
+    """What the demo trains and where it writes.
+
+    Attributes:
+        shape: The model.
+        batch_sizes: Sequences in a step; one race for each.
+        steps: Steps of each strategy.
+        output: Where the run logs, the picture and the summary go.
+        directories: Where the offloaded bytes go; by default a new directory under ``output``.
+        in_flight_bytes: The window of the offload strategy, at the smallest batch size; it grows with it.
+            ``None`` for :data:`WINDOW_STATES`.
+        policy: YAML file that replaces the policy of the offload strategy, or :data:`AUTO`.
+        budget: Activation peak that ``auto`` must keep to: bytes, or as a ``float`` a share of keep's peak,
+            which is measured first.
+        threads: Compute threads of each process; ``None`` for PyTorch's own choice.
+        control: Whether keep races twice, as :data:`CONTROL` too.
+        faults: What goes wrong in the drives of the offload strategy, as
+            :class:`~tba_offload.testing.faults.Fault` reads it.
+    """
+
+    shape: GptShape
+    batch_sizes: tuple[int, ...]
+    steps: int
+    output: Path
+    directories: tuple[Path, ...] = ()
+    in_flight_bytes: int | None = None
+    policy: Path | None = None
+    budget: int | float | None = None
+    threads: int | None = None
+    control: bool = False
+    faults: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len({measures_memory(round_) for round_ in range(WARM_UP, self.steps)}) < 2:
+            raise ConfigError(
+                f"steps is {self.steps}: too few for {WARM_UP} that warm up, one that measures memory, "
+                "one for time"
+            )
+        if self.budget is not None and not self.is_auto:
+            raise ConfigError("a budget is for --policy auto; a policy file has its own")
+        if not self.batch_sizes or min(self.batch_sizes) < 1:
+            raise ConfigError(f"batch sizes are {self.batch_sizes}, and each must be at least 1")
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the planner decides."""
+        return self.ours == AUTO
+
+    @property
+    def ours(self) -> str:
+        """The strategy that is compared with keep and recompute."""
+        return self.strategies[2]
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """What races."""
+        return strategies_of(self.policy, control=self.control)
+
+    @property
+    def window(self) -> int:
+        """Bytes in flight of the offload strategy at the smallest batch size."""
+        if self.in_flight_bytes is not None:
+            return self.in_flight_bytes
+        tokens = min(self.batch_sizes) * self.shape.sequence
+        states = tokens * self.shape.hidden * ITEM_BYTES[self.shape.dtype]
+        return math.ceil(WINDOW_STATES * states / 2**20) * 2**20
+
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """What is in the curve: all but the control."""
+        return tuple(name for name in self.strategies if name != CONTROL)
+
+    def planned_steps(self) -> list[PlannedStep]:
+        """All steps of all races in their order."""
+        return [step for size in self.batch_sizes for step in self._planned_steps_of(size)]
+
+    def _planned_steps_of(self, size: int) -> Iterator[PlannedStep]:
+        if isinstance(self.budget, float):
+            for number in range(MEASURE_EVERY):
+                yield PlannedStep(f"keep alone, batch size {size}", float(size), opens=number == 0)
+        for round_ in range(self.steps):
+            for turn, name in enumerate(turns(self.strategies, round_)):
+                opens = round_ == turn == 0
+                yield PlannedStep(f"{name}, batch size {size}", size * STRATEGY_COSTS[name], opens=opens)
+
+
+def strategies_of(policy: Path | None, *, control: bool) -> tuple[str, ...]:
+    """What races under a policy file, :data:`AUTO` or none."""
+    ours = AUTO if policy == Path(AUTO) else "offload"
+    return "keep", "recompute", ours, *((CONTROL,) if control else ())
+
+
+def run_demo(settings: DemoSettings, *, watch: Watch | None = None) -> Figures:
+    """Trains, writes run logs, ``rok.svg``, ``rok.png`` and ``summary.json``, and returns the summary.
+
+    Args:
+        settings: What to do.
+        watch: Told of every single step and of what goes on between them.
+
+    Raises:
+        ConfigError: The output directory holds run logs already, or the policy file is wrong.
+        RaceError: A strategy failed.
+    """
+    watch = watch or Watch()
+    policy = read_policy(settings.policy, settings.shape.layers)
+    logs = _claim_output(settings)
+    try:
+        races = _race_all(settings, policy, logs, watch)
+    except BaseException:
+        for log in logs.values():  # half of a comparison is none, and would be in the way of the next
+            log.unlink(missing_ok=True)
+        raise
+    watch.phase("drawing the curve")
+    summary = {"trained": _trained(settings), **summarize(races, settings.ours)}
+    if settings.faults:
+        summary["faults"] = {str(size): _faults_of(lanes, settings) for size, lanes in races.items()}
+    drawn = points(sorted(logs.values()))
+    for name in ("rok.svg", "rok.png"):
+        draw(drawn, settings.output / name, title=_title(settings))
+    write_regular(settings.output / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
+    return summary
+
+
+def _title(settings: DemoSettings) -> str:
+    shape = settings.shape
+    return (
+        f"{shape.layers} layers of width {shape.hidden}, sequence {shape.sequence}; "
+        f"{shape.dtype} on {instruction_set()}"
+    )
+
+
+def _trained(settings: DemoSettings) -> Figures:
+    """The job, for the summary."""
+    return {
+        **dataclasses.asdict(settings.shape),
+        "steps": settings.steps,
+        "in_flight_bytes": settings.window,
+        "instruction_set": instruction_set(),
+    }
+
+
+def _race_all(
+    settings: DemoSettings,
+    policy: OffloadConfig | None,
+    logs: Mapping[tuple[int, str], Path],
+    watch: Watch,
+) -> dict[int, dict[str, list[Figures]]]:
+    with tempfile.TemporaryDirectory(prefix="tba-demo-", dir=settings.output) as scratch:
+        watch.phase("writing the text that is trained on")
+        text = write_text(Path(scratch) / "text")
+        races = {}
+        for size in settings.batch_sizes:
+            configs = {
+                name: _impatient(_config(settings, policy, name, size, Path(scratch)), settings)
+                for name in settings.strategies
+            }
+            if isinstance(settings.budget, float):
+                watch.phase(f"starting keep alone, to measure its peak at batch size {size}")
+                peak = _peak_of_keep(settings, configs["keep"], size, text, watch)
+                configs[AUTO] = _with_budget(configs[AUTO], int(settings.budget * peak))
+            watch.phase(f"starting {len(configs)} processes at batch size {size}: {', '.join(configs)}")
+            races[size] = race(_entrants(settings, configs, size, text, logs), settings.steps, watch=watch)
+        return races
+
+
+def _peak_of_keep(settings: DemoSettings, config: OffloadConfig, size: int, text: Path, watch: Watch) -> int:
+    """What a share of keep's activation peak is a share of: measured in a few steps of its own."""
+    entrants = _entrants(settings, {"keep": config}, size, text, {})
+    steps = race(entrants, MEASURE_EVERY, watch=watch)["keep"]
+    return max(step["activation_peak_bytes"] or 0 for step in steps)
+
+
+def _with_budget(config: OffloadConfig, nbytes: int) -> OffloadConfig:
+    return dataclasses.replace(config, budget=BudgetConfig(activation_bytes=nbytes, in_flight_bytes=None))
+
+
+def read_policy(policy: Path | None, layers: int) -> OffloadConfig | None:
+    """The policy file, held against the layers that the model is going to have.
+
+    Raises:
+        ConfigError: It is wrong.
+    """
+    if policy in {None, Path(AUTO)}:
+        return None
+    config = load_config(policy)
+    ids = [LayerId(number, f"decoder.layers.{number}", "decoder") for number in range(layers)]
+    Plan.from_policy(config.policy, ids)
+    return config
+
+
+def summarize(races: Mapping[int, Mapping[str, Sequence[Figures]]], ours: str = "offload") -> Figures:
+    """The figures of all races, batch size by batch size.
+
+    Args:
+        races: Batch size → strategy → the figures of its steps.
+        ours: The strategy that the ratios are of.
+
+    Ratios of times are medians of the ratios of single rounds; ``spread`` gives their quartiles.
+
+    Returns:
+        ``batch_sizes``, ``ratios``, ``spread``, ``identical_losses`` and ``measured``.
+    """
+    return {
+        "batch_sizes": {
+            str(size): {name: _strategy(steps) for name, steps in lanes.items()}
+            for size, lanes in races.items()
+        },
+        "ratios": {str(size): _ratios(lanes, ours) for size, lanes in races.items()},
+        "spread": {str(size): _spreads(lanes, ours) for size, lanes in races.items()},
+        "identical_losses": all(
+            [step["loss"] for step in lanes[name]] == [step["loss"] for step in lanes["keep"]]
+            for lanes in races.values()
+            for name in lanes
+        ),
+        "measured": {
+            "activation_peak_bytes": _measured(next(iter(races.values()))["keep"])[0]["peak_source"],
+            "activation_peak_steps": f"every {MEASURE_EVERY}th, whose time does not count",
+            "step_seconds_median": "forward, backward and optimizer, wall clock, median after the warm-up",
+            "warm_up_steps": WARM_UP,
+        },
+    }
+
+
+def _faults_of(lanes: Mapping[str, Sequence[Figures]], settings: DemoSettings) -> Figures:
+    """What struck the steps of the offload strategy, and how it was noticed.
+
+    Returns:
+        ``lane``, its name; ``struck``, how often each fault did; ``noticed``, the errors of steps that were
+        done again; ``reread_bytes``, read again in all because a read failed; ``fallback_kept_bytes``, the
+        most that a step kept in memory because it could not be written.
+    """
+    steps = lanes[settings.ours]
+    return {
+        "lane": settings.ours,
+        "struck": steps[-1]["struck"],
+        "noticed": [
+            f"step {number}: {step['noticed']}"
+            for number, step in enumerate(steps, start=1)
+            if step["noticed"]
+        ],
+        "reread_bytes": sum(step["reread_bytes"] for step in steps),
+        "fallback_kept_bytes": max(step["fallback_kept_bytes"] for step in steps),
+    }
+
+
+def _strategy(steps: Sequence[Figures]) -> Figures:
+    counted, timed = steps[WARM_UP:], [step for (step,) in _timed(steps)]
+    peaks = [step[_PEAK] for step in _measured(steps)]
+    figures: Figures = {
+        "activation_peak_bytes": max(peaks),
+        "activation_peak_bytes_median": int(statistics.median(peaks)),
+        "resident_peak_bytes": max(step["resident_peak_bytes"] or 0 for step in counted),
+        "step_seconds_median": _median(timed, "whole_step_seconds"),
+        "forward_backward_seconds_median": _median(timed, "seconds"),
+        "tokens_per_second": timed[0]["tokens"] / _median(timed, "whole_step_seconds"),
+        "stall_seconds_median": _median(timed, "stall_seconds"),
+        "losses": [step["loss"] for step in steps],
+    }
+    for name in ("predicted_peak_bytes", "predicted_seconds"):
+        known = [step[name] for step in steps if step[name] is not None]
+        figures[name] = known[-1] if known else None  # as where nothing was captured
+    figures["predicted_peak_error"] = prediction_error(counted, "predicted_peak_bytes", _PEAK)
+    figures["predicted_seconds_error"] = prediction_error(timed, "predicted_seconds", "seconds")
+    for name in _MOVED:
+        figures[f"{name}_bytes"] = int(_median(counted, f"{name}_bytes"))
+    return figures
+
+
+def _measured(steps: Sequence[Figures]) -> list[Figures]:
+    """The counted steps in which memory was measured."""
+    return [step for step in steps[WARM_UP:] if step[_PEAK] is not None]
+
+
+def _timed(*lanes: Sequence[Figures]) -> list[tuple[Mapping[str, Any], ...]]:
+    """The rounds in which nothing was sampled, so that their time is that of the training."""
+    return timed_rounds(*lanes, warm_up=WARM_UP, peak=_PEAK)
+
+
+def _median(steps: Sequence[Mapping[str, Any]], name: str) -> float:
+    return float(statistics.median(step[name] for step in steps))
+
+
+def _ratios(lanes: Mapping[str, Sequence[Figures]], ours: str) -> dict[str, float]:
+    peaks = {name: _strategy(steps)["activation_peak_bytes"] for name, steps in lanes.items()}
+    return {
+        f"peak_{ours}_over_keep": peaks[ours] / peaks["keep"],
+        f"peak_{ours}_over_recompute": peaks[ours] / peaks["recompute"],
+        **{name: spread["median"] for name, spread in _spreads(lanes, ours).items()},
+    }
+
+
+def _spreads(lanes: Mapping[str, Sequence[Figures]], ours: str) -> dict[str, dict[str, float]]:
+    def spread(one: str, other: str) -> dict[str, float]:
+        return dataclasses.asdict(ratio_of(_timed(lanes[one], lanes[other]), "whole_step_seconds"))
+
+    pairs = [(ours, "keep"), (ours, "recompute"), *([(CONTROL, "keep")] if CONTROL in lanes else [])]
+    return {f"time_{one}_over_{other}": spread(one, other) for one, other in pairs}
+
+
+def _claim_output(settings: DemoSettings) -> dict[tuple[int, str], Path]:
+    """The run logs to write; none may exist, or figures of two runs would be mixed."""
+    try:
+        settings.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the output directory {settings.output}: {error.strerror}") from error
+    refuse_run_logs(settings.output)
+    return {
+        (size, name): settings.output / f"{name}-b{size}.jsonl"
+        for size in settings.batch_sizes
+        for name in settings.compared
+    }
+
+
+def refuse_run_logs(output: Path) -> None:
+    """An output directory with run logs is not to be written to.
+
+    Raises:
+        ConfigError: It has some.
+    """
+    old = sorted(output.glob("*.jsonl"))
+    if old:
+        raise ConfigError(f"{output} holds run logs of another run ({old[0].name}); choose a new directory")
+
+
+def _entrants(
+    settings: DemoSettings,
+    configs: Mapping[str, OffloadConfig],
+    size: int,
+    text: Path,
+    logs: Mapping[tuple[int, str], Path],
+) -> dict[str, Entrant]:
+    return {
+        name: Entrant(
+            Trainer,
+            {
+                "shape": settings.shape,
+                "text": text,
+                "config": config.to_yaml(),
+                "strategy": name,
+                "batch_size": size,
+                "steps": settings.steps,
+                "run_log": logs.get((size, name)),
+                "threads": settings.threads,
+                "faults": settings.faults if name == settings.ours else (),
+            },
+            FAST_ALLOCATOR,
+        )
+        for name, config in configs.items()
+    }
+
+
+def _config(
+    settings: DemoSettings, policy: OffloadConfig | None, name: str, size: int, scratch: Path
+) -> OffloadConfig:
+    if name == "offload" and policy is not None:
+        directories = settings.directories or policy.store.directories
+        if not directories and policy.store.kind != "host":
+            directories = (scratch,)
+        return dataclasses.replace(policy, store=dataclasses.replace(policy.store, directories=directories))
+    window = settings.window * size // min(settings.batch_sizes)
+    own = OffloadConfig(
+        default=Placement.KEEP if name == CONTROL else Placement(name),
+        budget=BudgetConfig(in_flight_bytes=window),
+        store=StoreConfig(kind="file", directories=settings.directories or (scratch,)),
+    )
+    return _with_budget(own, settings.budget) if name == AUTO and isinstance(settings.budget, int) else own
+
+
+def _impatient(config: OffloadConfig, settings: DemoSettings) -> OffloadConfig:
+    """With faults a drive that hangs is given up soon: it is known to."""
+    if not settings.faults:
+        return config
+    return dataclasses.replace(config, store=dataclasses.replace(config.store, stall_seconds=_STALL_SECONDS))
+
+
+def describe(settings: DemoSettings) -> str:
+    """One line that says what is going to be trained."""
+    shape = settings.shape
+    batches = ", ".join(str(size) for size in settings.batch_sizes)
+    return (
+        f"{shape.style} with {shape.layers} layers of width {shape.hidden}, sequence {shape.sequence}, "
+        f"{shape.dtype}, dropout {shape.dropout}; batch sizes {batches}; {settings.steps} steps of "
+        f"{', '.join(settings.strategies)} in turn; {_limit(settings)}"
+    )
+
+
+def _limit(settings: DemoSettings) -> str:
+    if isinstance(settings.budget, float):
+        return f"budget {settings.budget:.0%} of keep's activation peak"
+    if settings.budget is not None:
+        return f"budget {format_size(settings.budget)}"
+    return f"window {format_size(settings.window)}"

@@ -1,0 +1,133 @@
+"""One strategy of the demo: a megatron-core GPT that trains on real text, step by step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import tba_offload as tba
+from tba_lab.demo.race import measures_memory
+from tba_lab.demo.text import batches
+from tba_lab.gpt import Batch, GptShape, build_gpt, gpt_loss, model_flops
+from tba_lab.megatron_cpu import random_state, single_process
+from tba_offload.device.memory import keep_freed_pages
+from tba_offload.errors import TbaError
+from tba_offload.testing.faults import inject
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+_LR_WARM_UP = 10
+"""Steps until the learning rate is reached."""
+
+
+class Trainer:
+    """Model, optimizer, data and session of one strategy.
+
+    Args:
+        shape: The model.
+        text: Prefix of the indexed dataset.
+        config: The policy as YAML text.
+        strategy: Label of the run.
+        batch_size: Sequences in a step.
+        steps: Steps that are going to be asked for.
+        run_log: Where to write the run log.
+        threads: Compute threads; ``None`` for PyTorch's own choice.
+        faults: What goes wrong in the drives, as :class:`~tba_offload.testing.faults.Fault` reads it. A step
+            that fails by it is done again, once.
+        seed: Of weights, data order and dropout.
+    """
+
+    def __init__(
+        self,
+        *,
+        shape: GptShape,
+        text: Path,
+        config: str,
+        strategy: str,
+        batch_size: int,
+        steps: int,
+        run_log: Path | None,
+        threads: int | None = None,
+        faults: Sequence[str] = (),
+        seed: int = 1234,
+    ) -> None:
+        keep_freed_pages()
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self._flops = model_flops(shape, batch_size)
+        self._tokens = shape.sequence * batch_size
+        self._round = 0
+        self._stack = contextlib.ExitStack()
+        self._faults = self._stack.enter_context(inject(*faults)) if faults else None
+        self._stack.enter_context(single_process(seed=seed))
+        self.model = build_gpt(shape, seed=seed)
+        self._batches = batches(
+            text, sequence=shape.sequence, batch_size=batch_size, seed=seed, samples=steps * batch_size
+        )
+        self._optimizer = torch.optim.Adam(self.model.parameters(), lr=3e-4, fused=True)
+        self._schedule = torch.optim.lr_scheduler.LinearLR(
+            self._optimizer, start_factor=1 / _LR_WARM_UP, total_iters=_LR_WARM_UP
+        )
+        self.session = self._stack.enter_context(
+            tba.attach(
+                self.model,
+                tba.OffloadConfig.from_yaml(config),
+                run_log=run_log,
+                strategy=strategy,
+                model_info={
+                    "name": "megatron-core GPTModel",
+                    "batch_size": batch_size,
+                    **dataclasses.asdict(shape),
+                },
+            )
+        )
+
+    def step(self) -> dict[str, Any]:
+        """Forward, backward and update; the figures of the step record, and the time of all three."""
+        batch = next(self._batches)
+        measure_memory, self._round = measures_memory(self._round), self._round + 1
+        began = time.perf_counter()
+        noticed = self._train(batch, measure_memory=measure_memory)
+        self._optimizer.step()
+        self._schedule.step()
+        self._optimizer.zero_grad()
+        seconds = time.perf_counter() - began
+        figures = {**dataclasses.asdict(self.session.report()[-1]), "whole_step_seconds": seconds}
+        if self._faults is not None:
+            figures |= {"struck": self._faults.counts(), "noticed": noticed}
+        return figures
+
+    def _train(self, batch: Batch, *, measure_memory: bool) -> str | None:
+        """Forward and backward, once more after a fault; what was noticed of it."""
+        if self._faults is None:
+            self._forward_and_backward(batch, measure_memory=measure_memory)
+            return None
+        go_back = random_state()
+        try:
+            self._forward_and_backward(batch, measure_memory=measure_memory)
+        except TbaError as error:
+            go_back()
+            self._optimizer.zero_grad()
+            noticed = f"{type(error.__cause__ or error).__name__}: {error}"
+        else:
+            return None
+        self._forward_and_backward(batch, measure_memory=measure_memory)
+        return noticed
+
+    def _forward_and_backward(self, batch: Batch, *, measure_memory: bool) -> None:
+        with self.session.step(
+            tokens=self._tokens, model_flops=self._flops, measure_memory=measure_memory
+        ) as step:
+            loss = gpt_loss(self.model, batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            step.loss = float(loss.detach())
+
+    def close(self) -> None:
+        """Closes the session and the process group."""
+        self._stack.close()

@@ -1,0 +1,158 @@
+"""State that the code of a layer reaches and no object of the layer holds.
+
+Names of its files, variables of enclosing functions, attributes of classes, values of default arguments: a
+layer may count there, or draw from a generator that lies there.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from types import CellType, CodeType, FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import nn
+
+_LIBRARIES = frozenset(
+    {"torch", "megatron", "transformer_engine", "tba_offload", "tba_lab", *sys.stdlib_module_names}
+)
+"""Packages whose code keeps no state of a layer, beside all that are installed."""
+
+_MOST = 500
+"""Functions of one class that are looked through, with those that they call."""
+
+
+class Names(NamedTuple):
+    """Names of one file.
+
+    Attributes:
+        file: Its names and what they stand for.
+        read: Those that code of a layer reads.
+    """
+
+    file: dict[str, Any]
+    read: frozenset[str]
+
+
+class Reach(NamedTuple):
+    """The state that some functions reach.
+
+    Attributes:
+        files: Names of files.
+        cells: Variables of enclosing functions.
+        classes: Classes with attributes.
+        values: Values of default arguments, and attributes of the functions themselves.
+    """
+
+    files: tuple[Names, ...]
+    cells: tuple[CellType, ...]
+    classes: tuple[type, ...]
+    values: tuple[object, ...]
+
+
+@functools.cache
+def reach_of_class(kind: type[nn.Module]) -> Reach:
+    """State that functions of a class reach, and functions of the same program that these call."""
+    return _reach_of(_functions_of(kind), _own_bases(kind))
+
+
+def reach_of_function(function: FunctionType) -> Reach | None:
+    """State that a function reaches; ``None`` of one of a library."""
+    if not _is_own(function):
+        return None
+    if function not in _reaches:
+        _reaches[function] = _reach_of([function], ())
+    return _reaches[function]
+
+
+_reaches: weakref.WeakKeyDictionary[FunctionType, Reach] = weakref.WeakKeyDictionary()
+
+
+def attributes_of_class(kind: type) -> list[str]:
+    """Names of the attributes of a class that are no code."""
+    return [name for name, value in vars(kind).items() if not name.startswith("__") and not _is_code(value)]
+
+
+def _reach_of(functions: Iterable[FunctionType], classes: Iterable[type]) -> Reach:
+    waiting, seen = list(functions), set[FunctionType]()
+    files: dict[int, tuple[dict[str, Any], set[str]]] = {}
+    cells, kinds, values = list[CellType](), dict.fromkeys(classes), list[object]()
+
+    def read(file: dict[str, Any], names: set[str]) -> None:
+        found = {name for name in names if name in file}
+        files.setdefault(id(file), (file, set()))[1].update(found)
+        for value in (file[name] for name in found):
+            follow(value, names)
+
+    def follow(value: object, names: set[str]) -> None:
+        if isinstance(value, FunctionType) and _is_own(value):
+            waiting.append(value)
+        elif isinstance(value, type) and _is_own(value) and value not in kinds:
+            kinds[value] = None
+            waiting.extend(_functions_of(value))
+        elif isinstance(value, ModuleType) and _is_own(value) and id(vars(value)) not in files:
+            read(vars(value), names)
+
+    while waiting and len(seen) < _MOST:
+        function = waiting.pop()
+        if function in seen:
+            continue
+        seen.add(function)
+        names = set(_names_in(function.__code__))
+        read(function.__globals__, names)
+        for cell in function.__closure__ or ():
+            cells.append(cell)
+            follow(_content_of(cell), names)
+        values += (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        if vars(function):
+            values.append(vars(function))
+        follow(vars(function).get("__wrapped__"), names)
+    found = (Names(file, frozenset(names)) for file, names in files.values() if names)
+    return Reach(tuple(found), tuple(cells), tuple(kinds), tuple(values))
+
+
+def _content_of(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
+
+
+def _is_own(value: FunctionType | type | ModuleType) -> bool:
+    """Whether something is the program's own, and no library's."""
+    name = value.__name__ if isinstance(value, ModuleType) else value.__module__
+    return _is_of_program(str(name))
+
+
+@functools.cache
+def _is_of_program(name: str) -> bool:
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    is_installed = "site-packages" in file or "dist-packages" in file
+    return not is_installed and name.partition(".")[0] not in (_LIBRARIES - {"__main__"})
+
+
+def _is_code(value: object) -> bool:
+    is_function = isinstance(value, (FunctionType, type, ModuleType, classmethod, staticmethod, property))
+    return is_function or hasattr(type(value), "__get__")
+
+
+def _own_bases(kind: type) -> list[type]:
+    return [base for base in kind.__mro__ if _is_own(base)]
+
+
+def _functions_of(kind: type) -> Iterator[FunctionType]:
+    for value in (value for base in _own_bases(kind) for value in list(vars(base).values())):
+        inner = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        if isinstance(inner, FunctionType):
+            yield inner
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)

@@ -1,0 +1,348 @@
+"""The objects that a layer can reach: taken down before its first run, put back for its second.
+
+A layer may count its calls in an object that it shares with others, draw from a generator in a dictionary, or
+read a scale from a settings object. So containers and plain objects are looked into, and get their content
+back where it is another one by then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import random
+import sys
+import types
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from tba_offload.recompute.code import attributes_of_class, reach_of_function
+from tba_offload.recompute.nested import DEPTH, LEAVES, MOST, TooManyError, slots_of
+from tba_offload.recompute.randomness import Generator
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tba_offload.recompute.code import Names, Reach
+
+_CONTAINERS: tuple[Any, ...] = (dict, list, set, deque, bytearray)
+
+_LEFT_ALONE = frozenset({
+    *("torch", "threading", "_thread", "logging", "multiprocessing", "concurrent", "asyncio", "queue"),
+    *("weakref", "socket", "io", "typing", "enum", "tba_offload", "tba_lab"),
+})  # fmt: skip
+"""Packages of objects whose state is none of the layer's: to turn it back might do harm."""
+
+_LEAVES = tuple(kind for kind in LEAVES if kind not in (types.MethodType, torch.nn.Module))
+
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
+
+LARGE = 1_000
+"""Items of a container that is not copied in each run of a layer: a table, which no layer should change."""
+
+SMALL = 256 << 10
+"""Bytes of a tensor from which on it is not copied in each run of a layer."""
+
+PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
+"""Kinds of values that hold nothing and cannot change."""
+
+_MISSING = object()
+
+
+class Held(NamedTuple):
+    """A tensor that was found.
+
+    Attributes:
+        name: What holds it.
+        version: How often it had been changed.
+        copy: Of a small one, which the layer may change.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    version: int
+    copy: torch.Tensor | None
+
+
+class Contents:
+    """What containers and plain objects hold.
+
+    Args:
+        copies: Whether small tensors among it are copied.
+
+    Attributes:
+        is_complete: Whether no container was too large to be looked through.
+        modules: Modules among it.
+        tensors: Tensors among it.
+        generators: Generators of random numbers among it.
+    """
+
+    __slots__ = (
+        *("_arrays", "_copies", "_found", "_named", "_owned", "_seen"),
+        *("generators", "is_complete", "modules", "tensors"),
+    )
+
+    def __init__(self, *, copies: bool) -> None:
+        self._copies = copies
+        self.is_complete = True
+        self.tensors: list[Held] = []
+        self.generators: list[Generator] = []
+        self.modules: list[torch.nn.Module] = []
+        self._found: list[tuple[Any, Any, Any]] = []
+        self._owned: list[tuple[object, tuple[str, ...], dict[str, Any]]] = []
+        self._arrays: list[tuple[Any, Any]] = []
+        self._named: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._seen: set[int] = set()
+
+    def add(self, name: str, value: object, *, saves_tuples: bool = False) -> None:
+        """Takes down what a value holds.
+
+        Args:
+            name: What to call the value.
+            value: The value.
+            saves_tuples: Tensors that are the value, or lie in it in tuples alone, are saved elsewhere.
+
+        Raises:
+            TooManyError: There are more objects than can be looked through.
+        """
+        waiting = deque([(value, 0, saves_tuples)])
+        while waiting:
+            found, depth, is_saved = waiting.popleft()
+            kind = type(found)  # settings objects may take long to tell their class
+            if issubclass(kind, torch.Tensor):
+                if not is_saved:
+                    self.tensors.append(Held(name, found, version_of(found), self._copy_of(found)))  # type: ignore[arg-type]
+            elif id(found) not in self._seen and kind not in PLAIN and issubclass(kind, torch.nn.Module):
+                self._seen.add(id(found))
+                self.modules.append(found)  # type: ignore[arg-type]
+            elif issubclass(kind, types.FunctionType):
+                self._add_function(found)  # type: ignore[arg-type]
+            elif id(found) not in self._seen and kind not in PLAIN and not issubclass(kind, _LEAVES):
+                self._seen.add(id(found))
+                if len(self._seen) > MOST:
+                    raise TooManyError
+                if depth < DEPTH:
+                    is_saved = is_saved and kind is tuple
+                    parts = (part for part in self._take_down(found) if type(part) not in PLAIN)
+                    waiting.extend((part, depth + 1, is_saved) for part in parts)
+
+    def _copy_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return copy_of(tensor) if self._copies else None
+
+    def add_reach(self, reach: Reach) -> None:
+        """Takes down the state that code reaches.
+
+        Raises:
+            TooManyError: There are more objects than can be looked through.
+        """
+        for names in reach.files:
+            self._add_names(names)
+        for cell in reach.cells:
+            self._add_attributes(cell, ("cell_contents",))
+        for kind in reach.classes:
+            self._add_attributes(kind, tuple(attributes_of_class(kind)))
+        for value in reach.values:
+            self.add("a default", value)
+
+    def _add_function(self, function: types.FunctionType) -> None:
+        if id(function) not in self._seen:
+            self._seen.add(id(function))
+            if (reach := reach_of_function(function)) is not None:
+                self.add_reach(reach)
+
+    def _add_attributes(self, owner: object, names: tuple[str, ...]) -> None:
+        """Takes down some attributes of an object, and what they hold."""
+        if id(owner) not in self._seen:
+            self._seen.add(id(owner))
+            content = _attributes_of(owner, names)
+            self._owned.append((owner, names, content))
+            for name, value in content.items():
+                self.add(name, value)
+
+    def _add_names(self, names: Names) -> None:
+        content = {name: names.file[name] for name in names.read if name in names.file}
+        content = {name: value for name, value in content.items() if not isinstance(value, _CODE)}
+        self._named.append((names.file, content))
+        for name, value in content.items():
+            self.add(name, value)
+
+    def _take_down(self, value: object) -> Any:
+        """Notes what one object holds now; returns its parts."""
+        kind = type(value)
+        base = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
+        if base is not None:
+            return self._take_down_container(base, value)
+        if (parts := _parts_of_fixed(kind, value)) is not None:
+            return parts
+        if _is_array(kind):
+            self._take_down_array(value)
+            return ()
+        if (generator := _generator_of(value)) is not None:
+            self.generators.append(generator)
+            return ()
+        if kind.__module__.partition(".")[0] in _LEFT_ALONE:
+            return (getattr(value, "__wrapped__", None),)
+        return self._take_down_object(value)
+
+    def _take_down_container(self, base: Any, value: object) -> Any:
+        if base.__len__(value) > LARGE:
+            self.is_complete = False
+            return ()
+        content = base.copy(value)
+        self._found.append((base, value, content))
+        return content.values() if base is dict else content
+
+    def _take_down_array(self, array: Any) -> None:
+        if array.nbytes < SMALL and array.flags.writeable and not array.dtype.hasobject:
+            self._arrays.append((array, array.copy()))
+
+    def _take_down_object(self, value: object) -> Any:
+        try:
+            names = _slots_of(value)
+            own, slots = getattr(value, "__dict__", None), _attributes_of(value, names)
+        except Exception:  # noqa: BLE001 - a stand-in for something that is not there
+            return ()
+        if type(own) is dict:
+            self._found.append((dict, own, own.copy()))
+        if slots:
+            self._owned.append((value, names, slots))
+        return (*(own or {}).values(), *slots.values())
+
+    def changed_in_place(self) -> str | None:
+        """The name of a tensor that has changed in place since; ``None`` for none of them."""
+        large = (held for held in self.tensors if held.copy is None)
+        return next((held.name for held in large if version_of(held.tensor) != held.version), None)
+
+    def put_back(self, undo: Callable[..., object]) -> None:
+        """Gives each container and object its content back.
+
+        Args:
+            undo: Takes the calls that undo this, and all that is changed in these objects later.
+        """
+        for base, container, content in self._found:
+            undo(_refill, base, container, base.copy(container))
+            _refill(base, container, content)
+        for file, content in self._named:
+            undo(_put_names, file, {name: file.get(name, _MISSING) for name in content})
+            _put_names(file, content)
+        for owner, names, content in self._owned:
+            undo(_put_attributes, owner, names, _attributes_of(owner, names))
+            _put_attributes(owner, names, content)
+        for array, values in self._arrays:
+            undo(_overwrite, array, array.copy())
+            _overwrite(array, values)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place; always 0 where nothing counts that."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def copy_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A copy of a small tensor without a graph, which a layer may change, as batch norm its statistics."""
+    is_small = tensor.layout is torch.strided and tensor.numel() * tensor.itemsize < SMALL
+    is_plain = type(tensor) is torch.Tensor and not tensor.requires_grad and not tensor.is_quantized
+    return tensor.detach().clone() if is_small and is_plain and not tensor.is_inference() else None
+
+
+def _holds(base: Any, container: Any, content: Any) -> bool:
+    """Whether a container holds the very objects that it held, in their order."""
+    if base.__len__(container) != base.__len__(content):
+        return False
+    if base is dict:
+        return all(dict.get(container, name, _MISSING) is value for name, value in content.items())
+    if base is set:
+        return bool(set.__eq__(container, content))
+    return all(map(operator.is_, base.__iter__(container), base.__iter__(content)))
+
+
+def _refill(base: Any, container: Any, content: Any) -> None:
+    """Makes the content of a container another one, past what its class may do about that."""
+    if _holds(base, container, content):
+        return
+    base.clear(container)
+    if base in (dict, set):
+        base.update(container, content)
+    else:
+        base.extend(container, content)
+
+
+def _slots_of(owner: object) -> tuple[str, ...]:
+    """Names of an object's slots."""
+    return tuple(_mangled(kind, name) for kind in type(owner).__mro__ for name in slots_of(kind))
+
+
+def _mangled(kind: type, name: str) -> str:
+    """The name of a slot as Python has it: one with two leading underscores is private to its class."""
+    is_private = name.startswith("__") and not name.endswith("__")
+    return f"_{kind.__name__.lstrip('_')}{name}" if is_private else name
+
+
+def _attributes_of(owner: object, names: tuple[str, ...]) -> dict[str, Any]:
+    """Those of the attributes that the object, cell or class has."""
+    if isinstance(owner, type):
+        return {name: vars(owner)[name] for name in names if name in vars(owner)}
+    found = {}
+    for name in names:
+        with contextlib.suppress(AttributeError, ValueError):  # or a cell is empty
+            found[name] = getattr(owner, name)
+    return found
+
+
+def _put_attributes(owner: Any, names: tuple[str, ...], content: dict[str, Any]) -> None:
+    now = _attributes_of(owner, names)
+    kind: Any = type if isinstance(owner, type) else object
+    for name in now.keys() - content.keys():
+        kind.__delattr__(owner, name)
+    for name, value in content.items():
+        if now.get(name, _MISSING) is not value:
+            kind.__setattr__(owner, name, value)
+
+
+def _overwrite(array: Any, values: Any) -> None:
+    if array.tobytes() != values.tobytes():
+        array[...] = values
+
+
+def _put_names(file: dict[str, Any], content: dict[str, Any]) -> None:
+    for name, value in content.items():
+        if value is _MISSING:
+            file.pop(name, None)
+        elif file.get(name, _MISSING) is not value:
+            file[name] = value
+
+
+def _parts_of_fixed(kind: type, value: Any) -> Any:
+    """Parts of what cannot change itself; ``None`` of anything else."""
+    if issubclass(kind, (tuple, frozenset)):
+        return value
+    if issubclass(kind, types.MethodType):
+        return value.__self__, value.__func__
+    if issubclass(kind, functools.partial):
+        return value.func, value.args, value.keywords
+    return None
+
+
+def _is_array(kind: type) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and issubclass(kind, numpy.ndarray)
+
+
+def _generator_of(value: object) -> Generator | None:
+    """A value as a source of random numbers, if it is one."""
+    kind = type(value)
+    if issubclass(kind, torch.Generator):
+        return Generator(value.get_state, value.set_state)  # type: ignore[attr-defined]
+    if issubclass(kind, random.Random):
+        return Generator(value.getstate, value.setstate)  # type: ignore[attr-defined]
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if issubclass(kind, numpy.random.RandomState):
+        return Generator(value.get_state, value.set_state)  # type: ignore[attr-defined]
+    if issubclass(kind, numpy.random.Generator):
+        bits = value.bit_generator  # type: ignore[attr-defined]
+        return Generator(lambda: bits.state, lambda state: setattr(bits, "state", state))
+    return None

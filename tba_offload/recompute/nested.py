@@ -1,0 +1,68 @@
+"""The tensors in arguments and outputs of layers, however deep in containers and objects they lie."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import types
+from collections import deque
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+MOST = 1_000
+"""Most objects that are looked at in one value, so that a huge structure cannot hold a step up."""
+
+DEPTH = 6
+"""Levels of objects within objects that are looked into; a cache of layers of lists of tensors has four."""
+
+LEAVES = (
+    *(str, bytes, int, float, complex, bool, type, types.ModuleType, types.FunctionType, types.MethodType),
+    *(types.BuiltinFunctionType, torch.nn.Module, torch.dtype, torch.device, torch.Size),
+)
+"""Kinds of objects that are not looked into."""
+
+
+class TooManyError(Exception):
+    """There is more in a value than is looked at."""
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """The tensors in nested containers and objects, in their order.
+
+    Raises:
+        TooManyError: There are more than :data:`MOST` objects.
+    """
+    waiting: list[tuple[object, int]] = [(value, 0)]
+    seen: set[int] = set()
+    while waiting:
+        found, depth = waiting.pop()
+        kind = type(found)  # by which no object can lie, or fail
+        if issubclass(kind, torch.Tensor):
+            yield found  # type: ignore[misc]
+        elif found is not None and depth < DEPTH and not issubclass(kind, LEAVES) and id(found) not in seen:
+            seen.add(id(found))
+            if len(seen) > MOST:
+                raise TooManyError
+            with contextlib.suppress(Exception):  # a stand-in for something that is not there
+                waiting += [(part, depth + 1) for part in _parts_of(found)][::-1]
+
+
+def _parts_of(value: object) -> Iterable[object]:
+    if isinstance(value, (tuple, list, set, frozenset, deque)):
+        return value
+    if isinstance(value, dict):
+        return list(value.values())
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    slots = (name for kind in type(value).__mro__ for name in slots_of(kind))
+    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
+
+
+def slots_of(kind: type) -> Iterable[str]:
+    """Names of the slots that a class has of its own."""
+    slots = kind.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else [name for name in slots if name != "__weakref__"]

@@ -1,0 +1,392 @@
+"""What a layer's forward finds beside its tensors: parameters, buffers, attributes, objects it is given.
+
+A second forward gives the same numbers only if it finds all of that as the first one did. What has been
+replaced meanwhile is put back for as long as the second run lasts: other adapters, another scale, a counter,
+the parameters of ``torch.func.functional_call``, parametrized weights that were cached. What was changed in
+place is gone, and is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import sys
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from tba_offload.errors import SavedTensorModifiedError
+from tba_offload.recompute.code import reach_of_class
+from tba_offload.recompute.contents import PLAIN, SMALL, Contents, Held, copy_of, version_of
+from tba_offload.recompute.nested import MOST, TooManyError, tensors_in
+from tba_offload.recompute.parametrized import CachedWeights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from tba_offload.recompute.randomness import Generator
+
+_SHARDED = (
+    ("torch.distributed.fsdp", "FSDPModule"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel"),
+)
+"""Modules and classes whose parameters come and go while their own forward runs."""
+
+_INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
+"""Attributes of every module; its parameters, buffers and hooks are in containers among them."""
+
+_HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+)
+"""Attributes of every module with the functions that are called around its forward."""
+
+_MISSING = object()
+
+
+class _Slot(NamedTuple):
+    """A place where a module has a parameter or a buffer, and what was found in it.
+
+    Attributes:
+        copy: Of a small buffer, which the layer may change.
+    """
+
+    owner: Any
+    name: str
+    tensor: torch.Tensor
+    version: int
+    is_parameter: bool
+    trains: bool
+    copy: torch.Tensor | None = None
+
+
+class _Found(NamedTuple):
+    """A module, and what was found in its dictionaries.
+
+    Attributes:
+        attributes: Of ``__dict__``.
+        buffers: Of its buffers.
+        hooks: Of those with hooks, by name; ``None`` if it has none.
+        is_wrapper: Whether its attributes are left alone.
+    """
+
+    module: nn.Module
+    attributes: dict[str, Any]
+    buffers: dict[str, Any]
+    hooks: dict[str, dict[Any, Any]] | None
+    is_wrapper: bool
+
+    def put_back(self, undo: Callable[..., object]) -> None:
+        """Gives the module what it had; ``undo`` takes the calls that undo this, and what follows it."""
+        module = self.module
+        if not self.is_wrapper:
+            undo(_put, module.__dict__, module.__dict__.copy())
+            _put(module.__dict__, self.attributes)
+        if self.buffers or module._buffers:
+            undo(_put_all, module._buffers, module._buffers.copy())
+            _put_all(module._buffers, self.buffers)
+        if self.hooks is not None or _is_hooked(module):
+            for name in _HOOKS:
+                hooks = getattr(module, name)
+                undo(_put_all, hooks, hooks.copy())
+                _put_all(hooks, {} if self.hooks is None else self.hooks[name])
+
+
+class _Seen(NamedTuple):
+    """A tensor that was found in an argument."""
+
+    storage: int
+    version: int
+    shape: tuple[int, ...]
+
+
+class Surroundings:
+    """What one call of a layer finds.
+
+    Args:
+        layer: The layer.
+        arguments: What its forward is given, by position or name.
+
+    Attributes:
+        is_complete: Whether all that the layer can reach was looked through.
+
+    Raises:
+        TooManyError: The arguments hold more objects than can be looked through.
+    """
+
+    __slots__ = ("_arguments", "_cached", "_found", "_given", "_layer", "_own", "_slots", "is_complete")
+
+    def __init__(self, layer: nn.Module, arguments: Mapping[int | str, object]) -> None:
+        self._layer = layer
+        self._slots: list[_Slot] = []
+        self._found: list[_Found] = []
+        self._own = Contents(copies=True)  # of the layer's attributes and of what its code reads
+        self.is_complete = True
+        self._given = Contents(copies=False)  # of its arguments
+        for key, value in arguments.items():
+            self._given.add(f"a tensor in the argument {_argument(key)}", value, saves_tuples=True)
+        self._take_down_all(layer)
+        self._cached = CachedWeights(found.module for found in self._found)
+        self._arguments = {key: _seen_in(value) for key, value in arguments.items()}
+
+    @property
+    def generators(self) -> list[Generator]:
+        """Generators of random numbers among the layer's attributes and its arguments."""
+        return self._own.generators + self._given.generators
+
+    def _take_down_all(self, layer: nn.Module) -> None:
+        """Takes down the modules of the layer, and those that lie in its attributes and arguments."""
+        wrappers, taken = _wrappers(), set()
+        waiting = deque([layer, *self._given.modules])
+        while waiting:
+            known = len(self._own.modules)
+            for module in _modules_of(waiting.popleft()):
+                if module not in taken:
+                    taken.add(module)
+                    self._take_down(module, is_wrapper=isinstance(module, wrappers))
+            waiting.extend(self._own.modules[known:])
+            if len(taken) > MOST:
+                self.is_complete = False
+                return
+        self.is_complete = self.is_complete and self._own.is_complete and self._given.is_complete
+
+    def _take_down(self, module: nn.Module, *, is_wrapper: bool) -> None:
+        for name, tensor in module._parameters.items():
+            if tensor is not None:
+                slot = _Slot(module._parameters, name, tensor, version_of(tensor), True, tensor.requires_grad)  # noqa: FBT003
+                self._slots.append(slot)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                owner, trains = module._buffers, buffer.requires_grad
+                slot = _Slot(owner, name, buffer, version_of(buffer), False, trains, copy_of(buffer))  # noqa: FBT003
+                self._slots.append(slot)
+        attributes = module.__dict__.copy()
+        hooks = {name: attributes[name].copy() for name in _HOOKS} if _is_hooked(module) else None
+        self._found.append(_Found(module, attributes, module._buffers.copy(), hooks, is_wrapper))
+        if not is_wrapper:  # whose attributes are not the model's
+            self._look_into(module, attributes)
+
+    def _look_into(self, module: nn.Module, attributes: dict[str, Any]) -> None:
+        try:
+            for name, value in attributes.items():
+                if type(value) not in PLAIN and name not in _INTERNAL and not _is_view(value):
+                    self._own.add(name, value)  # a forward of the instance's own among them
+            self._own.add_reach(reach_of_class(type(module)))  # type: ignore[arg-type]
+        except TooManyError:
+            self.is_complete = False
+
+    def changed_argument(self, arguments: Mapping[int | str, object]) -> str | None:
+        """Which of the same arguments holds other tensors now, or changed ones; ``None`` for none of them."""
+        changed = (key for key, value in arguments.items() if _seen_in(value) != self._arguments.get(key))
+        return next((_argument(key) for key in changed), None)
+
+    def changed_in_place(self) -> str | None:
+        """Which tensor that the layer found has changed in place since; ``None`` for none of them."""
+        for slot in self._slots:
+            if slot.copy is None and version_of(slot.tensor) != slot.version:
+                return self._full_name(slot)
+        contents = self._own.changed_in_place() or self._given.changed_in_place()
+        return contents or self._cached.changed_in_place()
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Has the layer find the same inside the block; after it all is as it was before the block.
+
+        Raises:
+            SavedTensorModifiedError: A tensor was changed in place meanwhile.
+        """
+        changed = self.changed_in_place()
+        if changed is not None:
+            raise SavedTensorModifiedError(_too_late(changed))
+        with contextlib.ExitStack() as undo:
+            for found in self._found:
+                found.put_back(undo.callback)
+            self._cached.put_back(undo.callback)
+            self._own.put_back(undo.callback)
+            self._given.put_back(undo.callback)
+            self._restore_slots(undo.callback)
+            self._restore_values(undo)
+            yield
+
+    def _restore_slots(self, undo: Callable[..., object]) -> None:
+        for slot in self._slots:
+            if slot.is_parameter and _is_other(found := slot.owner.get(slot.name), slot.tensor):
+                undo(slot.owner.__setitem__, slot.name, found)
+                slot.owner[slot.name] = slot.tensor
+            if slot.tensor.requires_grad != slot.trains and slot.tensor.is_leaf:
+                undo(slot.tensor.requires_grad_, slot.tensor.requires_grad)
+                slot.tensor.requires_grad_(slot.trains)
+
+    def _restore_values(self, undo: contextlib.ExitStack) -> None:
+        """Gives small buffers that were changed in place their values back; nothing else notices."""
+        found: Iterable[_Slot | Held] = (*self._slots, *self._own.tensors)
+        copied = [each for each in found if each.copy is not None]
+        if not copied:
+            return
+        versions = tuple(slot.tensor for slot in copied)
+        undo.enter_context(torch.autograd.grad_mode._unsafe_preserve_version_counter(versions))
+        for slot in copied:
+            undo.callback(_overwrite, slot.tensor, slot.tensor.detach().clone())
+            _overwrite(slot.tensor, slot.copy)
+
+    def are_static(self) -> bool:
+        """Whether all tensors that the layer found are there anyway.
+
+        Not so are parameters that were computed, as ``functional_call`` may give it or a cache may hold them,
+        and large tensors among its attributes, as modules leave there for others to look at.
+        """
+        computed = (slot.trains and not isinstance(slot.tensor, nn.Parameter) for slot in self._slots)
+        large = (held.tensor.numel() * held.tensor.itemsize >= SMALL for held in self._own.tensors)
+        return not self._cached and not any(computed) and not any(large)
+
+    @contextlib.contextmanager
+    def undoing(self) -> Iterator[None]:
+        """Undoes what the block writes into buffers and other tensors of the layer, versions and all."""
+        buffers = [slot.tensor for slot in self._slots if not slot.is_parameter]
+        tensors = [*buffers, *(held.tensor for held in self._own.tensors)]
+        # A view of a gathered parameter may not even be asked for its graph.
+        plain = [each for each in tensors if _is_dense(each) and each.is_leaf and not each.is_inference()]
+        copies = [tensor.detach().clone() for tensor in plain]
+        with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(plain)):
+            try:
+                yield
+            finally:
+                for tensor, copy in zip(plain, copies, strict=True):
+                    _overwrite(tensor, copy)
+
+    def _full_name(self, slot: _Slot) -> str:
+        for prefix, module in self._layer.named_modules():
+            if slot.owner is module._parameters or slot.owner is module._buffers:
+                return f"{prefix}.{slot.name}" if prefix else slot.name
+        return slot.name
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory of its own that can be written as a whole."""
+    return not tensor._is_view() and tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def _overwrite(tensor: torch.Tensor, values: torch.Tensor | None) -> None:
+    # By value, because batch norm does not count what it does to its running statistics; and memory that was
+    # not changed may not even be writable.
+    if values is not None and not _are_equal(tensor, values):
+        with torch.no_grad():
+            tensor.resize_(values.shape).copy_(values)
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
+
+
+def _too_late(what: str) -> str:
+    return (
+        f"{what} was changed in place between the forward of the layer and its backward, which computes the "
+        "layer anew: change it after backward, or do not place the layer recompute"
+    )
+
+
+def _argument(key: int | str) -> str:
+    return key if isinstance(key, str) else f"number {key}"
+
+
+def _own_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of a module that are its own.
+
+    Sharded data parallelism has views of gathered parameters among the others, and makes them anew.
+    """
+    return {
+        name: value for name, value in attributes.items() if name not in _INTERNAL and not _is_view(value)
+    }
+
+
+def _is_view(value: Any) -> bool:
+    return issubclass(type(value), torch.Tensor) and value._is_view()
+
+
+def _put(now: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Makes a module's own attributes those that are wanted."""
+    if _are_same(now, wanted):
+        return
+    own, wanted = _own_attributes(now), _own_attributes(wanted)
+    for name in own.keys() - wanted.keys():
+        del now[name]
+    for name, value in wanted.items():
+        if own.get(name, _MISSING) is not value and not _is_view(now.get(name)):
+            now[name] = value
+
+
+def _put_all(owner: dict[Any, Any], wanted: dict[Any, Any]) -> None:
+    if not _are_same(owner, wanted):
+        owner.clear()
+        owner.update(wanted)
+
+
+def _are_same(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    """Whether two dictionaries have the same names for the same objects."""
+    return one.keys() == other.keys() and all(map(operator.is_, one.values(), other.values()))
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _modules_of(layer: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a layer, without those whose parameters are gathered by a wrapper inside of it."""
+    sharded = _sharded()
+    waiting = [layer]
+    while waiting:
+        module = waiting.pop()
+        yield module
+        waiting += (child for child in module._modules.values() if child and not isinstance(child, sharded))
+
+
+def _sharded() -> tuple[type, ...]:
+    return tuple(getattr(sys.modules[module], name) for module, name in _SHARDED if module in sys.modules)
+
+
+def _wrappers() -> tuple[type, ...]:
+    """Classes of modules that keep books of their own about a step; FSDP2's are the model's own modules."""
+    return tuple(kind for kind in _sharded() if kind.__name__ == "FullyShardedDataParallel")
+
+
+def _is_other(found: torch.Tensor | None, wanted: torch.Tensor) -> bool:
+    """Whether a slot holds another tensor than it did, and not only another view of the same memory.
+
+    Sharded data parallelism makes new views of gathered parameters, and puts a ``DTensor`` in the slot of
+    what it does not hold at the moment.
+    """
+    if found is wanted:
+        return False
+    if found is None:
+        return True
+    kinds = (torch.Tensor, nn.Parameter)
+    if type(found) not in kinds or type(wanted) not in kinds:
+        return False
+    return _place_of(found) != _place_of(wanted)
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[int, int, tuple[int, ...]]:
+    return _address_of(tensor), int(tensor.storage_offset()), tuple(tensor.shape)
+
+
+def _seen_in(argument: object) -> list[_Seen]:
+    """The tensors in an argument, as far as it can be looked into."""
+    found = tensors_in(argument)
+    return [_Seen(_address_of(tensor), version_of(tensor), tuple(tensor.shape)) for tensor in found]
+
+
+def holds_tensors(value: object) -> bool:
+    """Whether there is a tensor in nested containers and objects, as far as they can be looked into."""
+    try:
+        return next(tensors_in(value), None) is not None
+    except TooManyError:
+        return True
+
+
+def _address_of(tensor: torch.Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except RuntimeError:  # a sparse tensor, or one under a transform, has no storage to ask for
+        return id(tensor)

@@ -1,0 +1,121 @@
+"""What a ``plan`` event of a run log must look like before anything is computed from it.
+
+The bounds are far beyond any machine; what lies outside of them is damage, and would overflow on the way.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal, Self
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from tba_offload.errors import RunLogError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_Bytes = Annotated[int, Field(strict=True, ge=0, le=2**50)]
+_Seconds = Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)]
+_Share = Annotated[float, Field(strict=True, ge=0, le=1e3, allow_inf_nan=False)]
+_Rate = Annotated[float, Field(strict=True, ge=1, le=1e18, allow_inf_nan=False)]
+_Number = Annotated[int, Field(strict=True, ge=0, lt=2**20)]
+_Flag = Annotated[bool, Field(strict=True)]
+_Saved = (
+    tuple[_Bytes, _Share, _Share]
+    | tuple[_Bytes, _Share, _Share, _Flag | None]
+    | tuple[_Bytes, _Share, _Share, _Flag | None, _Share | None]
+)
+_Word = Annotated[str, Field(max_length=1000)]
+_Measured = Literal["keep", "offload", "recompute", "recompute-offload", "selective"]
+
+
+class _Kind(BaseModel):
+    activations: Annotated[list[_Saved], Field(max_length=10_000)]
+    small_bytes: _Bytes
+    input_bytes: _Bytes
+    at_once: _Bytes | None = None
+
+
+class _Profile(BaseModel):
+    kinds: list[_Kind]
+    layers: Annotated[list[_Number], Field(min_length=1, max_length=10_000)]
+    timings: list[Annotated[dict[_Measured, tuple[_Seconds, _Seconds]], Field(min_length=1)]]
+    slots: Annotated[
+        list[tuple[_Number, _Number, _Flag, _Seconds] | tuple[_Number, _Number, _Flag, _Seconds, _Number]],
+        Field(min_length=1, max_length=1_000_000),
+    ]
+    tail: _Seconds
+    rest_bytes: _Bytes
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if len(self.timings) != len(self.kinds) or max(self.layers) >= len(self.kinds):
+            raise ValueError("kinds, their timings and layers do not fit together")
+        running: set[tuple[int, int]] = set()
+        for place, (layer, micro_batch, backward, _, *held) in enumerate(self.slots):
+            if held and not (backward and place < held[0] <= len(self.slots)):
+                raise ValueError("what a slot holds is gone before the slot, or after the step")
+            if layer >= len(self.layers) or backward > ((layer, micro_batch) in running):
+                raise ValueError("a slot is of no layer, or its backward comes before its forward")
+            running.add((layer, micro_batch))
+        return self
+
+
+class _Tier(BaseModel):
+    write: _Rate
+    read: _Rate
+
+
+class _Host(_Tier):
+    capacity: _Bytes
+
+
+class _Drive(_Tier):
+    latency: _Seconds = 0.0
+    host: _Host | None = None
+    capacity: _Bytes | None = None
+
+
+class _Limits(BaseModel):
+    window: _Bytes | None
+
+
+class _Spread(BaseModel):
+    bytes_per_second: _Rate | None
+    spread: Annotated[float, Field(strict=True, ge=0, le=1e18)] | None
+
+
+class _Rates(BaseModel):
+    tier: _Word
+    write: _Spread
+    read: _Spread
+
+
+class _Plan(BaseModel):
+    names: list[_Word]
+    profile: _Profile
+    drive: _Drive
+    limits: _Limits
+    rates: list[_Rates] = []
+
+    @model_validator(mode="after")
+    def _names_every_layer(self) -> Self:
+        if len(self.names) != len(self.profile.layers):
+            raise ValueError("there are not as many names as layers")
+        return self
+
+
+def checked_plan(event: Mapping[str, object]) -> None:
+    """Checks what is needed to plan anew.
+
+    Raises:
+        RunLogError: A part is missing, of another type or beyond all bounds; says which.
+    """
+    try:
+        _Plan.model_validate(event)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+        said = ": ".join(part for part in (where, first["msg"].removeprefix("Value error, ")) if part)
+        raise RunLogError(f"the plan event is damaged: {said}{more}") from None

@@ -1,0 +1,282 @@
+"""How fast a store really is, and by that the choice between the two ways from a GPU to a drive.
+
+A drive takes the bytes of a GPU through pinned host memory (:mod:`tba_offload.store.file`) or by GPUDirect
+Storage (:mod:`tba_offload.store.gds`). Which is faster depends on the drive, the file system, the driver and
+where in the machine GPU and drive sit, and no library tells it beforehand. So both are tried.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from tba_offload.device.ranges import ByteRange, aligned_range
+from tba_offload.errors import MissingDependencyError, StoreError
+from tba_offload.store.extents import BLOCK, round_up
+from tba_offload.store.file import FileStore
+from tba_offload.store.gds import GdsStore, import_kvikio
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+    from tba_offload.device import Device
+    from tba_offload.store.base import ActivationStore, Extent, IoFuture
+    from tba_offload.store.engine import QueuedStore
+
+EXTENT_BYTES = 16 << 20
+"""What one activation of a large layer comes to."""
+
+EXTENTS = 2
+"""Extents of a round in each direction."""
+
+_BUSY_SECONDS = 0.1
+"""How much work the device has queued when two ways are compared."""
+
+_ROUNDS = 3
+_ENOUGH_SECONDS = 1.0
+_PATIENCE = 60.0
+
+
+class Rates(NamedTuple):
+    """Bytes a second of a store.
+
+    Attributes:
+        write: To it.
+        read: From it.
+        both: To it and from it at once, added.
+    """
+
+    write: float
+    read: float
+    both: float
+
+    @property
+    def most(self) -> float:
+        """The most that it moves in whatever direction."""
+        return max(self)
+
+
+class Probe:
+    """Moves bytes of a device through a store as the offloader does, and looks at the clock.
+
+    The random generators of PyTorch are left as they are.
+
+    Args:
+        store: The store; it is left as empty as it was.
+        device: The device that the bytes lie on.
+        extent_bytes: Size of an extent.
+        extents: How many are moved at once in each direction.
+    """
+
+    def __init__(
+        self,
+        store: ActivationStore,
+        device: Device,
+        *,
+        extent_bytes: int,
+        extents: int,
+    ) -> None:
+        self._store, self._device, self._count = store, device, extents
+        # Bytes that no drive can compress, of a generator of its own.
+        generator = torch.Generator(device.torch_device).manual_seed(0)
+        words = torch.randint(
+            -(2**63), 2**63 - 1, (-(-extent_bytes // 8),), generator=generator, device=device.torch_device
+        )
+        self._source = ByteRange.of(words.view(torch.uint8)[:extent_bytes])
+        self._targets = [
+            aligned_range(extent_bytes, self._source.address, store.alignment, device) for _ in range(extents)
+        ]
+        self._full: list[Extent] = []
+
+    def write(self) -> float:
+        """Writes; bytes a second."""
+        return self._timed(writes=True, reads=False)
+
+    def read(self) -> float:
+        """Reads what was written last; bytes a second."""
+        return self._timed(writes=False, reads=True)
+
+    def both(self, busy_seconds: float = 0.0) -> float:
+        """Reads what was written last while as much is written; bytes a second of both together.
+
+        Args:
+            busy_seconds: For how long the device has work meanwhile.
+        """
+        return self._timed(writes=True, reads=True, busy_seconds=busy_seconds)
+
+    def done(self) -> None:
+        """Gives the extents back."""
+        while self._full:
+            self._store.release(self._full.pop())
+
+    def _timed(self, *, writes: bool, reads: bool, busy_seconds: float = 0.0) -> float:
+        after = self._device.event()
+        after.synchronize()
+        if busy_seconds:
+            self._device.occupy(busy_seconds)
+        written: list[Extent] = []
+        futures: list[IoFuture] = []
+        began = time.perf_counter()
+        try:
+            for number in range(self._count):
+                if writes:
+                    written.append(self._store.reserve(self._source.nbytes, self._source.address))
+                    futures.append(self._store.write(written[-1], self._source, after))
+                if reads:
+                    target = self._targets[number]
+                    futures.append(self._store.read(self._full[number], target, after, padded=True))
+            for future in futures:
+                future.wait(_PATIENCE)
+            seconds = time.perf_counter() - began
+        except BaseException as error:
+            for future in futures:
+                future.cancel()
+            if isinstance(error, StoreError):
+                self._undo(written, futures)
+            raise
+        if writes:
+            self.done()
+            self._full = written
+        return len(futures) * self._source.nbytes / seconds
+
+    def _undo(self, written: list[Extent], futures: list[IoFuture]) -> None:
+        """Gives all extents back when some transfers have failed and others may still run."""
+        for future in futures:
+            with suppress(StoreError):
+                future.wait(_PATIENCE)
+        self._full += written
+        self.done()
+
+
+def measure(
+    store: ActivationStore, device: Device, *, extent_bytes: int | None = None, extents: int = EXTENTS
+) -> Rates:
+    """What a store moves; the best of a few rounds.
+
+    The first round does not count: in it the file grows, memory is pinned and drivers start.
+
+    Args:
+        store: The store; it is left as empty as it was.
+        device: The device that the bytes lie on.
+        extent_bytes: Size of an extent; by default :data:`EXTENT_BYTES`.
+        extents: How many are moved at once in each direction.
+
+    Raises:
+        StoreError: A transfer failed, or there is no room.
+        TimeoutError: A transfer hangs; the store cannot be closed then, but given up.
+    """
+    probe = Probe(store, device, extent_bytes=extent_bytes or EXTENT_BYTES, extents=extents)
+    probe.write()
+    found: list[tuple[float, float, float]] = []
+    began = time.perf_counter()
+    while len(found) < _ROUNDS and (not found or time.perf_counter() - began < _ENOUGH_SECONDS):
+        found.append((probe.write(), probe.read(), probe.both()))
+    probe.done()
+    store.take_loads()
+    return Rates(*map(max, zip(*found, strict=True)))
+
+
+class Choice(NamedTuple):
+    """Which kind of store a drive gets, and why.
+
+    Attributes:
+        kind: "gds" or "file".
+        why: In words.
+        rates: What each kind moved in both directions at once, bytes a second; empty if nothing was measured.
+    """
+
+    kind: str
+    why: str
+    rates: dict[str, float]
+
+    def as_json(self) -> dict[str, object]:
+        """What the run log says of it."""
+        return {"why": self.why, "bytes_per_second": self.rates}
+
+
+def choose(
+    directory: str | os.PathLike[str],
+    device: Device,
+    *,
+    capacity: int | None = None,
+    checksum: bool = True,
+    writers: int = 2,
+    readers: int = 2,
+) -> Choice:
+    """The faster kind of store on a drive, by what they move in both directions at once.
+
+    They take turns, and the best round of each counts; both are gone when this returns. The device has work
+    meanwhile, as in training: kvikio lets a transfer wait for what PyTorch's default stream was given before,
+    so that what is fast on an idle GPU can be slow on a busy one. Where GPUDirect Storage cannot be had or
+    hangs, or there is no room to try it, it is the file store. Several processes that start at once disturb
+    each other's measurements.
+
+    Args:
+        directory: A directory on the drive.
+        device: The device that activations lie on.
+        capacity: What the store may take at most; ``None`` for no limit.
+        checksum: Whether it is going to verify what it reads.
+        writers: Threads that write.
+        readers: Threads that read.
+    """
+    if not device.pins_memory:
+        return Choice("file", "activations lie in host memory, which drives reach directly", {})
+    room = 2 * EXTENTS * (round_up(EXTENT_BYTES, BLOCK) + BLOCK)  # an extent may start inside a block
+    if capacity is not None and capacity < 2 * room:  # both kinds have a file for a moment
+        return Choice("file", f"a capacity of {capacity} bytes has no room to measure the other way", {})
+    options = {"device": device, "checksum": checksum, "writers": writers, "readers": readers}
+    try:
+        import_kvikio()
+        with ExitStack() as stack:
+            file = FileStore(directory, capacity=room, **options)  # type: ignore[arg-type]
+            stack.push(partial(end, file))
+            direct = GdsStore(directory, capacity=room, **options)  # type: ignore[arg-type]
+            stack.push(partial(end, direct))
+            rates = _in_turn({"file": file, "gds": direct}, device)
+            path = direct.description["path"]
+    except MissingDependencyError as error:
+        return Choice("file", f"GPUDirect Storage needs {error.package}, which is not installed", {})
+    except TimeoutError:
+        return Choice(
+            "file",
+            f"a transfer of {EXTENT_BYTES} bytes had not ended after {_PATIENCE:.0f} s of measuring",
+            {},
+        )
+    except (StoreError, torch.OutOfMemoryError) as error:
+        return Choice("file", f"GPUDirect Storage could not be measured: {error}", {})
+    moved = f"{rates['gds'] / 1e9:.2f} GB/s through kvikio ({path}), {rates['file'] / 1e9:.2f} GB/s through"
+    kind = "gds" if rates["gds"] > rates["file"] else "file"
+    return Choice(
+        kind, f"it is the faster: {moved} pinned host memory, both directions at once, on a busy GPU", rates
+    )
+
+
+def end(store: QueuedStore, kind: type[BaseException] | None, *_: object) -> None:
+    """Closes a store that was tried, behind whatever exception; one with transfers that hang is given up."""
+    if kind is TimeoutError and store.pending():
+        store.give_up()
+    else:
+        store.close()
+
+
+def _in_turn(stores: Mapping[str, ActivationStore], device: Device) -> dict[str, float]:
+    """Bytes a second of each in both directions at once."""
+    probes = {
+        kind: Probe(store, device, extent_bytes=EXTENT_BYTES, extents=EXTENTS)
+        for kind, store in stores.items()
+    }
+    for probe in probes.values():
+        probe.write()
+    best = dict.fromkeys(probes, 0.0)
+    began = time.perf_counter()
+    for turn in range(_ROUNDS):
+        if turn and time.perf_counter() - began > _ENOUGH_SECONDS:
+            break
+        for kind, probe in probes.items():
+            best[kind] = max(best[kind], probe.both(_BUSY_SECONDS))
+    return best

@@ -1,0 +1,398 @@
+"""The file of one store: made where nobody can interfere, and unlinked at once so that it cannot stay.
+
+The directory that the user names may lie in a place where others can write, ``/tmp`` say. So the path is
+walked one name at a time and every step is relative to a descriptor: what was checked is what is used.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import os
+import secrets
+import shlex
+import stat
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from tba_offload.errors import ShortTransferError, StoreError, StoreFullError
+from tba_offload.store import posix
+from tba_offload.store.extents import round_up
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+logger = logging.getLogger(__name__)
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What the system says when a file cannot grow."""
+
+_GROWTH = 256 << 20
+_MAX_LINKS = 40
+_ATTEMPTS = 100
+"""How often a directory may vanish between two calls, as when many ranks begin and end with it at once."""
+_SEARCH = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class RunFile:
+    """An open file without a name, in a directory of its own that is gone again.
+
+    Both exist for the moment between their creation and their removal only; after that the kernel frees the
+    blocks when the last descriptor is closed, however the process ends.
+
+    Args:
+        directory: Where to create it; made if it is missing and a drive is mounted right above it, and then
+            removed in the end unless something else is in it.
+        capacity: The file never grows beyond this, bytes; ``None`` for no limit.
+
+    Attributes:
+        directory: The directory, as given.
+        fd: The descriptor, open for reading and writing.
+        size: Bytes that the file has been grown to.
+
+    Raises:
+        StoreError: The directory cannot be used, or others could tamper with the way to it.
+    """
+
+    def __init__(self, directory: str, capacity: int | None) -> None:
+        self.directory = directory
+        self.size = 0
+        self._capacity = capacity
+        self._left_behind: str | None = None
+        with _named(directory):
+            self._open()
+
+    def grow(self, size: int) -> None:
+        """Makes the file at least this long, with blocks allocated where the file system can.
+
+        Raises:
+            StoreFullError: There is no room; the file is as long as before.
+        """
+        if size <= self.size:
+            return
+        goal = round_up(size, _GROWTH)
+        if self._capacity is not None:
+            goal = max(size, min(goal, self._capacity))
+        if not self._extend(goal) and not (goal > size and self._extend(size)):
+            os.ftruncate(self.fd, self.size)  # gives back what a failed attempt did get
+            raise StoreFullError(
+                errno.ENOSPC,
+                f"the file cannot grow from {self.size} to {size} bytes: {self.free_bytes()} bytes are free; "
+                "free some, name another directory or set store.capacity",
+                self.directory,
+            )
+
+    def free_bytes(self) -> int:
+        """Bytes that the file system has left for this user."""
+        statistics = os.fstatvfs(self.fd)
+        return statistics.f_bavail * statistics.f_frsize
+
+    def close(self) -> None:
+        """Closes the descriptors, which frees the blocks."""
+        os.close(self.fd)
+        if self._left_behind is not None:
+            self._remove_directory(self._left_behind)
+        os.close(self._parent)
+        self._maker.undo()
+
+    def abandon(self) -> None:
+        """Closes the descriptors in a forked child, which would keep the disk space; the parent goes on."""
+        os.close(self.fd)
+        os.close(self._parent)
+        self._maker.forget()
+
+    def _open(self) -> None:
+        """Opens the directory and makes the file; again if another store removed the directory meanwhile."""
+        for attempt in itertools.count(1):
+            self._maker = Maker()
+            try:
+                self._parent = open_directory(self.directory, maker=self._maker)
+                try:
+                    self.fd = self._create()
+                except BaseException:
+                    os.close(self._parent)
+                    raise
+            except BaseException as error:
+                self._maker.undo()
+                if not isinstance(error, FileNotFoundError) or attempt == _ATTEMPTS:
+                    raise
+            else:
+                return
+
+    def _extend(self, size: int) -> bool:
+        """Tries one size; false if there is no room for it."""
+        try:
+            try:
+                posix.fallocate(self.fd, self.size, size - self.size)
+            except OSError as error:
+                if error.errno not in {errno.EOPNOTSUPP, errno.ENOSYS}:
+                    raise
+                os.ftruncate(self.fd, size)
+        except OSError as error:
+            if error.errno in FULL:
+                return False
+            raise StoreError(
+                error.errno, f"the file cannot grow: {error.strerror}", self.directory
+            ) from error
+        self.size = size
+        return True
+
+    def _create(self) -> int:
+        name = f"tba-{secrets.token_hex(8)}"
+        os.mkdir(name, 0o700, dir_fd=self._parent)
+        try:
+            run = os.open(
+                name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._parent
+            )
+            try:
+                self._check_own(run)
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+                fd = os.open("extents", flags, 0o600, dir_fd=run)
+                os.unlink("extents", dir_fd=run)
+            finally:
+                os.close(run)
+        finally:
+            self._remove_directory(name)
+        return fd
+
+    def _check_own(self, run: int) -> None:
+        status = os.fstat(run)
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise StoreError(
+                errno.EPERM,
+                "somebody replaced the new run directory; name a directory that only you may write to",
+                self.directory,
+            )
+
+    def _remove_directory(self, name: str) -> None:
+        """Removes the run directory, now or, where an unlinked file keeps it from being empty, at the end."""
+        try:
+            os.rmdir(name, dir_fd=self._parent)
+            self._left_behind = None
+        except OSError as error:
+            if error.errno not in {errno.ENOTEMPTY, errno.EBUSY}:
+                raise
+            if self._left_behind is None:
+                logger.warning(
+                    "%s: a network file system keeps the names of open files, so %s stays until the store is "
+                    "closed, and after a crash for good",
+                    self.directory,
+                    name,
+                )
+            self._left_behind = name
+
+
+def short_transfer(directory: str, verb: str, nbytes: int, offset: int, moved: int) -> ShortTransferError:
+    """The error of a transfer that moved fewer bytes than it should."""
+    return ShortTransferError(
+        errno.EIO,
+        f"{verb} of {nbytes} bytes at offset {offset} stopped after {moved}; the drive or the file system is "
+        "failing, or somebody truncated the file: check the system log",
+        directory,
+    )
+
+
+def check_directory(path: str) -> None:
+    """Checks that :func:`open_directory` would find or make a directory, and makes none.
+
+    Raises:
+        StoreError: It would not; the message says what to do.
+    """
+    with _named(path):
+        os.close(_walk(path, _may_make))
+
+
+@contextmanager
+def _named(directory: str) -> Iterator[None]:
+    """Gives an error of the system the directory's name and a remedy."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except OSError as error:
+        raise StoreError(
+            error.errno,
+            f"cannot create a file there: {error.strerror}; name a directory that you may write to",
+            directory,
+        ) from error
+
+
+def lies_in_memory(path: str) -> bool:
+    """Whether a directory, or the place where it would be made, is on a file system in host memory."""
+    here = Path(path).expanduser().absolute()
+    try:
+        while not here.is_dir() and here != here.parent:
+            here = here.parent
+        fd = os.open(here, _SEARCH & ~os.O_NOFOLLOW)
+    except OSError:
+        return False  # what is wrong with it, opening the store says
+    try:
+        return posix.file_system_magic(fd) in posix.MEMORY_FILE_SYSTEMS
+    finally:
+        os.close(fd)
+
+
+class Maker:
+    """Makes the directory that a store was told to use, and removes it after use.
+
+    It is made, with mode 0700, only right below where a drive is mounted. Nothing else is made: a path that
+    leads nowhere is likely mistyped, or on a drive that is not mounted, and files would fill the disk of the
+    system.
+    """
+
+    def __init__(self) -> None:
+        self._made: tuple[int, str, os.stat_result] | None = None
+
+    def make(self, here: int, name: str, path: str) -> int:
+        """Makes a directory and opens it.
+
+        Args:
+            here: Descriptor of the one above.
+            name: Its name there.
+            path: Its path, for messages.
+
+        Raises:
+            StoreError: No drive is mounted there.
+        """
+        above = _may_make(here, name, path)
+        try:
+            is_ours = True
+            try:
+                os.mkdir(name, 0o700, dir_fd=above)
+            except FileExistsError:  # another process was faster
+                is_ours = False
+            made = os.open(name, _SEARCH, dir_fd=above)
+        except BaseException:
+            os.close(above)
+            raise
+        if is_ours:
+            self._made = above, name, os.fstat(made)
+        else:
+            os.close(above)
+        return made
+
+    def undo(self) -> None:
+        """Removes the directory if it was made here, is still the same, and nothing is in it."""
+        if self._made is None:
+            return
+        above, name, status = self._made
+        with suppress(OSError):
+            if os.path.samestat(status, os.stat(name, dir_fd=above, follow_symlinks=False)):
+                os.rmdir(name, dir_fd=above)
+        self.forget()
+
+    def forget(self) -> None:
+        """Leaves the directory where it is."""
+        if self._made is not None:
+            os.close(self._made[0])
+            self._made = None
+
+
+def open_directory(path: str, *, maker: Maker | None = None) -> int:
+    """Opens a directory.
+
+    Symbolic links are followed, except one that another user has put into a directory that everybody may
+    write to.
+
+    Args:
+        path: The directory; ``~`` is expanded.
+        maker: Makes it if it is missing; without one it has to exist.
+
+    Returns:
+        A descriptor that serves as ``dir_fd``.
+
+    Raises:
+        StoreError: A part of the path does not exist, a link on the way is not to be trusted, or there are
+            too many.
+        OSError: The directory cannot be reached or created.
+    """
+    return _walk(path, _refuse if maker is None else maker.make)
+
+
+def _walk(path: str, find_missing: Callable[[int, str, str], int]) -> int:
+    """Opens a directory step by step; what its last part is, where it is missing, ``find_missing`` says."""
+    names = [*reversed(Path(path).expanduser().absolute().parts[1:])]
+    here = os.open("/", _SEARCH)
+    links = 0
+    try:
+        while names:
+            name = names.pop()
+            try:
+                below = _enter(here, name, path, _refuse if names else find_missing)
+            except NotADirectoryError:
+                links += 1
+                target = Path(_read_link(here, name, path, links))
+                names += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+                if not target.is_absolute():
+                    continue
+                below = os.open("/", _SEARCH)
+            os.close(here)
+            here = below
+    except BaseException:
+        os.close(here)
+        raise
+    return here
+
+
+def _enter(here: int, name: str, path: str, find_missing: Callable[[int, str, str], int]) -> int:
+    try:
+        return os.open(name, _SEARCH, dir_fd=here)
+    except FileNotFoundError:
+        return find_missing(here, name, path)
+
+
+def _may_make(here: int, name: str, path: str) -> int:
+    """The directory in which one may be made.
+
+    Raises:
+        StoreError: It may not.
+    """
+    if not _is_mount_point(here):
+        _refuse(here, name, path)
+    return os.dup(here)
+
+
+def _refuse(_here: int, name: str, path: str) -> NoReturn:
+    raise StoreError(
+        errno.ENOENT,
+        f"{name!r} does not exist; mount its drive, or, if the path is right, make it: "
+        f"mkdir -p {shlex.quote(path)}",
+        path,
+    ) from None
+
+
+def _is_mount_point(directory: int) -> bool:
+    """Whether a file system other than that of the directory above begins here; never true of the root."""
+    above = os.open("..", _SEARCH, dir_fd=directory)
+    try:
+        return _mount_of(directory) != _mount_of(above)
+    finally:
+        os.close(above)
+
+
+def _mount_of(fd: int) -> str:
+    """The kernel's number of a mount; unlike the device it also tells bind mounts apart."""
+    lines = Path(f"/proc/self/fdinfo/{fd}").read_text(encoding="ascii").splitlines()
+    return next(line for line in lines if line.startswith("mnt_id:"))
+
+
+def _read_link(here: int, name: str, path: str, links: int) -> str:
+    """The target of a link that may be followed."""
+    link = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
+    try:
+        status = os.fstat(link)
+        if not stat.S_ISLNK(status.st_mode):
+            raise StoreError(errno.ENOTDIR, f"{name!r} is not a directory; name one", path)
+        shared = os.fstat(here).st_mode & stat.S_IWOTH
+        if links > _MAX_LINKS or (shared and status.st_uid not in {0, os.geteuid()}):
+            raise StoreError(
+                errno.ELOOP,
+                f"the link {name!r} is one of too many, or another user put it into a directory that "
+                "everybody may write to; name the directory that it points to",
+                path,
+            )
+        return os.readlink("", dir_fd=link)
+    finally:
+        os.close(link)

@@ -1,0 +1,1 @@
+"""What tests, the demo and benchmarks use to try the package on drives that fail."""

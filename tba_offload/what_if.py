@@ -1,0 +1,337 @@
+"""What a plan would bring, told from a run log alone: the engine of ``tba-offload plan``."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tba_offload.config import BudgetConfig, OffloadConfig
+from tba_offload.config.policy import Objective, Placement, Rule
+from tba_offload.errors import ConfigError, RunLogError
+from tba_offload.formatting import renumbered
+from tba_offload.plan.bandwidth import Bandwidth
+from tba_offload.plan.model import Plan
+from tba_offload.plan.profile import StepProfile
+from tba_offload.plan.search import Limits, explain, make_plan
+from tba_offload.plan.simulate import simulate
+from tba_offload.plan.what_if import frontier, peak_of_keep, stretched
+from tba_offload.report.plans import HostUse, PlannedStep, PlanReport, Tier, advice, title_of
+from tba_offload.report.ranks import paths_of_ranks
+from tba_offload.report.rok import peak_and_seconds
+from tba_offload.report.run_log import PLAN, read_run_log
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterator, Sequence
+
+    from tba_offload.plan.bandwidth import HostTier
+    from tba_offload.plan.model import Prediction
+    from tba_offload.plan.simulate import Outcome
+    from tba_offload.plan.what_if import Choice
+
+_MOST_SCOPES = 200_000
+"""Executions of layers in a step that is planned: some minutes of work."""
+
+_HOST_TIER = "host"
+"""What run logs call host memory beside the drives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What a run has measured.
+
+    Attributes:
+        names: Module names of the layers.
+        profile: Its step.
+        drive: Its drives.
+        window: Most bytes in flight, as it was configured.
+        config: Its policy.
+        measured: What each drive, and host memory beside them, was found to do: tier, write and read, with
+            rate and spread.
+        elsewhere: Layers of other processes, as those of other pipeline stages, and what they were placed.
+        run: Activation peak and seconds of a step of the run; ``None`` where they were not measured, or this
+            is another situation.
+        title: The model and the machine.
+    """
+
+    names: tuple[str, ...]
+    profile: StepProfile
+    drive: Bandwidth
+    window: int | None
+    config: OffloadConfig
+    measured: tuple[dict[str, Any], ...] = ()
+    elsewhere: tuple[tuple[str, Placement], ...] = ()
+    run: tuple[int, float] | None = None
+    title: str = ""
+
+    @classmethod
+    def of(
+        cls, path: str | os.PathLike[str], *, left_out: Callable[[str], object] | None = None
+    ) -> Situation:
+        """What the run log tells, by the last time that it was planned.
+
+        Args:
+            path: The run log.
+            left_out: Called with a sentence for each damaged line; without it that is an error.
+
+        Raises:
+            RunLogError: It cannot be read, stands for those of several ranks, or nothing in it was captured:
+                no layer was offloaded in its first steps.
+        """
+        first, *others = paths_of_ranks(path)
+        if others:
+            raise RunLogError(
+                f"{path}: each of the {1 + len(others)} ranks has a log of its own, and pipeline stages have "
+                f"different layers: name one of them, such as {first}"
+            )
+        log = read_run_log(path)
+        for complaint in log.complaints:
+            if left_out is None:
+                raise RunLogError(complaint)
+            left_out(complaint)
+        events = [event for event in log.others if event["event"] == PLAN]
+        if not events:
+            raise RunLogError(
+                f"{log.path}: nothing to plan from: log at least three steps in which layers are placed "
+                "offload or auto"
+            )
+        event: dict[str, Any] = events[-1]
+        try:
+            return cls(
+                names=tuple(event["names"]),
+                profile=StepProfile.from_json(event["profile"]),
+                drive=Bandwidth.from_json(event["drive"]),
+                window=event["limits"]["window"],
+                config=OffloadConfig.from_yaml(log.header.policy or ""),
+                measured=tuple(event.get("rates", ())),
+                elsewhere=tuple(_placed_elsewhere(log.header.plan, event["names"])),
+                run=peak_and_seconds(log),
+                title=title_of(log.header.model, log.header.hardware),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise RunLogError(f"{log.path}: its plan event cannot be read: {error!r}") from error
+
+    def changed(
+        self,
+        *,
+        layers: int | None = None,
+        micro_batches: int | None = None,
+        write: float | None = None,
+        read: float | None = None,
+        drives: float = 1,
+        window: int | None = None,
+        host: int | None = None,
+    ) -> Situation:
+        """Another situation.
+
+        Args:
+            layers: Number of layers.
+            micro_batches: Number of micro-batches.
+            write: Bytes a second to the drive.
+            read: Bytes a second from it.
+            drives: So many times the drives there are.
+            window: Most bytes in flight; 0 for no limit.
+            host: Bytes of host memory for what the drives have no time for; 0 for none. Unless the run had
+                some, its rates are a guess by those that were measured of the drives.
+
+        Raises:
+            ConfigError: The step would be too large to plan.
+        """
+        drive = dataclasses.replace(
+            self.drive,
+            write=self.drive.write if write is None else write,
+            read=self.drive.read if read is None else read,
+        ).scaled(drives)
+        if host is not None:
+            tier = self.drive.host or self.drive.with_host(host).host
+            drive = drive.with_host(
+                host or None, write=tier.write if tier else None, read=tier.read if tier else None
+            )
+        old = len(self.names)
+        count = old if layers is None else layers
+        likes = (layer * old // count for layer in range(count))  # as the profile is stretched
+        names = self.names if count == old else renumbered(self.names, likes)
+        profile = self.profile
+        passes = (
+            max(slot.micro_batch for slot in profile.slots) + 1 if micro_batches is None else micro_batches
+        )
+        if count * passes > _MOST_SCOPES:
+            raise ConfigError(
+                f"a step of {count} layers and {passes} micro-batches is too large to plan; the most are "
+                f"{_MOST_SCOPES} executions of layers"
+            )
+        if (layers, micro_batches) != (None, None):
+            profile = stretched(profile, layers=layers, micro_batches=micro_batches)
+        window = self.window if window is None else window or None
+        is_same = (profile, drive, window) == (self.profile, self.drive, self.window)
+        return dataclasses.replace(
+            self,
+            names=names,
+            profile=profile,
+            drive=drive,
+            window=window,
+            elsewhere=self.elsewhere if count == old else (),
+            run=self.run if is_same else None,
+            title=self.title if count == old else f"{self.title}; what if it had {count} layers",
+        )
+
+    @property
+    def peak_of_keep(self) -> int:
+        """The activation peak if nothing were offloaded, bytes."""
+        return peak_of_keep(self.profile, self.drive)
+
+    @property
+    def seconds_of_keep(self) -> float | None:
+        """The step time if nothing were offloaded; ``None`` where no layer of the run was kept."""
+        if not self.profile.is_measured(Placement.KEEP):
+            return None
+        return self.outcome(Plan((Placement.KEEP,) * len(self.names))).seconds
+
+    def frontier(self, objective: Objective | None = None) -> list[Choice]:
+        """The best plans from a tenth of what keep needs up to all of it; by default the fastest."""
+        return frontier(self.profile, self.drive, self._policy, window=self.window, objective=objective)
+
+    def plan(self, budget: int | None, objective: Objective | None = None) -> Plan:
+        """The best plan for a budget in bytes; without one the lowest peak that takes no longer than keep."""
+        return make_plan(
+            self.profile,
+            self.drive,
+            Limits(budget, self.window),
+            policy=self._policy,
+            objective=objective,
+            whole_layers=True,
+        )
+
+    def outcome(self, plan: Plan) -> Outcome:
+        """What a plan does in a step, tier by tier."""
+        return simulate(self.profile, plan, self.drive)
+
+    def peak_in(self, outcome: Outcome) -> str | None:
+        """What runs when memory is at its peak; ``None`` if nothing is saved."""
+        slot = outcome.peak_slot
+        if slot is None:
+            return None
+        what = "backward" if slot.backward else "forward"
+        return f"{what} of layer {slot.layer} ({self.names[slot.layer]}), micro-batch {slot.micro_batch}"
+
+    def why(self, plan: Plan) -> list[str]:
+        """For each layer, why the plan places it so, in one line."""
+        return [explain(self.profile, plan, self.drive, layer) for layer in range(len(self.names))]
+
+    def report(self, budget: int | None, best: Plan, choices: Sequence[Choice]) -> PlanReport:
+        """All that there is to say of a plan.
+
+        Args:
+            budget: What it was made for.
+            best: The plan.
+            choices: The best plans for other budgets.
+        """
+        outcome = self.outcome(best)
+        return PlanReport(
+            names=self.names,
+            placements=tuple(placement.value for placement in best.placements),
+            whys=tuple(self.why(best)),
+            step=_planned_step(budget, best, outcome.prediction),
+            peak_in=self.peak_in(outcome),
+            keep_peak_bytes=self.peak_of_keep,
+            keep_seconds=self.seconds_of_keep,
+            write=self.drive.write,
+            read=self.drive.read,
+            tiers=tuple(self._tiers()),
+            host=_host_use(self.drive.host, outcome),
+            frontier=tuple(
+                _planned_step(choice.budget, choice.plan, self.outcome(choice.plan).prediction)
+                for choice in choices
+            ),
+            run=self.run,
+            title=self.title,
+        )
+
+    def as_json(self, best: Plan, report: PlanReport) -> dict[str, Any]:
+        """A plan and its report for programs."""
+        outcome = self.outcome(best)
+        return {
+            "frontier": [dataclasses.asdict(step) for step in report.frontier],
+            "names": self.names,
+            "measured": self.measured,
+            "keep": {"peak_bytes": report.keep_peak_bytes, "seconds": report.keep_seconds},
+            "peak_in": report.peak_in,
+            "plan": best.as_json(),
+            "why": report.whys,
+            "written_bytes": {"drives": outcome.written_bytes, "host": outcome.host_written_bytes},
+            "advice": advice(report, None),
+        }
+
+    def _tiers(self) -> Iterator[Tier]:
+        """What each drive was found to do, under its name."""
+        places = itertools.chain(self.config.store.directories, itertools.repeat("the store"))
+        for tier, directory in zip(self.measured, places, strict=False):
+            place = "host memory" if tier["tier"] == _HOST_TIER else str(directory)
+            yield Tier(place=place, write=tier["write"], read=tier["read"])
+
+    @property
+    def _policy(self) -> tuple[Placement, ...]:
+        """Everything is open: the question is what would be best."""
+        return (Placement.AUTO,) * len(self.names)
+
+    def policy_for(self, plan: Plan, budget: int | None) -> OffloadConfig:
+        """A policy that places layers as the plan does, otherwise as the run was configured.
+
+        Raises:
+            ConfigError: There is host memory beside drives in this situation, and the run had no drives.
+        """
+        placed = [*zip(self.names, plan.placements, strict=True), *self.elsewhere]
+        placements = [placement for _, placement in placed]
+        default = max(set(placements), key=lambda placement: (placements.count(placement), placement))
+        rules = tuple(Rule(name, placement) for name, placement in placed if placement is not default)
+        # Other ranks may have layers that are still auto; nothing else keeps to a budget.
+        is_auto = Placement.AUTO in placements
+        limits = [limit for limit in (plan.window, budget) if limit is not None]
+        host = self.drive.host
+        return dataclasses.replace(
+            self.config,
+            default=default,
+            layers=rules,
+            store=dataclasses.replace(self.config.store, host_capacity=host.capacity if host else None),
+            budget=BudgetConfig(
+                activation_bytes=budget if is_auto or self.config.on_slow == "keep" else None,
+                in_flight_bytes=min(limits, default=None),
+                objective=self.config.budget.objective if is_auto and budget is not None else None,
+            ),
+        )
+
+
+def _placed_elsewhere(placed: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Placement]]:
+    for name, entry in placed.items():
+        if name not in names:
+            yield name, Placement(entry["placement"])
+
+
+def _planned_step(budget: int | None, plan: Plan, expected: Prediction) -> PlannedStep:
+    return PlannedStep(
+        budget_bytes=budget,
+        fits=budget is None or expected.peak_bytes <= budget,
+        layers=composition(plan.placements),
+        window_bytes=plan.window,
+        **dataclasses.asdict(expected),
+    )
+
+
+def _host_use(tier: HostTier | None, outcome: Outcome) -> HostUse | None:
+    if tier is None:
+        return None
+    return HostUse(
+        capacity=tier.capacity,
+        write=tier.write,
+        read=tier.read,
+        written_bytes=outcome.host_written_bytes,
+        peak_bytes=outcome.host_peak_bytes,
+    )
+
+
+def composition(placements: Sequence[Placement]) -> str:
+    """How many layers have which placement: ``4 keep, 8 offload``."""
+    counts = {placement: placements.count(placement) for placement in Placement}
+    return ", ".join(f"{count} {placement}" for placement, count in counts.items() if count)

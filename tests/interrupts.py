@@ -1,0 +1,147 @@
+"""Ctrl-C at chosen points of a step; run as a program, because an interrupt must not hit the test runner.
+
+A signal is handled between two operations of the main thread: at the start of a Python function and after a
+call. Those points are counted in one step, and each trial interrupts another one of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from harness import KIB, PATIENCE, Drive, assert_all_given_back, session_for
+from models import same_bits
+from torch import Tensor, nn
+
+import tba_offload
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from tba_offload.session import Session
+
+PACKAGE = str(Path(tba_offload.__file__).parent)
+WHERE = tuple(f"{PACKAGE}/{part}" for part in ("transfer/", "capture/", "recompute/", "store/", "device/"))
+
+
+class Aim:
+    """Counts the points of a block at which a signal may be handled, and sends one at a chosen point.
+
+    Args:
+        at: The number of that point; ``None`` to count only.
+    """
+
+    def __init__(self, at: int | None = None) -> None:
+        self.at = at
+        self.count = 0
+        self.struck: str | None = None
+
+    def __enter__(self) -> Self:
+        sys.setprofile(self._look)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _look(self, frame: FrameType, event: str, _: Any) -> None:
+        if event not in {"call", "c_return"} or not frame.f_code.co_filename.startswith(WHERE):
+            return
+        self.count += 1
+        if self.count == self.at:
+            self.struck = (
+                f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name} {event}"
+            )
+            signal.raise_signal(signal.SIGINT)
+
+
+class Block(nn.Module):
+    """A block that saves several views of one storage."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.up, self.down = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c = self.up(x).chunk(3, -1)
+        return x + self.down(a.tanh() * b.sigmoid() * c)
+
+
+def forward_backward(model: nn.Module, session: Session | None) -> list[Tensor]:
+    """One step; the gradients."""
+    model.zero_grad()
+    x = torch.linspace(-1, 1, 64 * 32).view(64, 32)
+    if session is None:
+        model(x).pow(2).mean().backward()
+    else:
+        with session.step():
+            model(x).pow(2).mean().backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def trial(model: nn.Module, session: Session, at: int, expected: list[Tensor]) -> str | None:
+    """One interrupted step, and one that must be as if nothing had been; what was wrong."""
+    arrived, aim = False, Aim(at)
+    try:
+        with aim:
+            forward_backward(model, session)
+        if aim.struck is not None:
+            time.sleep(PATIENCE)  # it may be put off for a moment
+    except KeyboardInterrupt:
+        arrived = True
+    if aim.struck is None:
+        return None  # this step had fewer points
+    if not arrived:
+        return f"{aim.struck}: the interrupt was swallowed"
+    try:
+        # Two, because PyTorch keeps the graph of a step that failed in a parameter's hook until the next.
+        found = [forward_backward(model, session) for _ in range(2)][-1]
+    except Exception as error:  # noqa: BLE001 - told
+        return f"{aim.struck}: the next step: {error!r}"
+    if not all(same_bits(a, b) for a, b in zip(found, expected, strict=True)):
+        return f"{aim.struck}: other bits"
+    gc.collect()
+    try:
+        assert_all_given_back(session)
+    except AssertionError as error:
+        return f"{aim.struck}: {error}"
+    books = session.offloader._books
+    left = (books.in_flight, books.departing, books.read_ahead, books.settled)
+    if any(left):
+        return f"{aim.struck}: in flight, departing, read ahead, settled are {left}"
+    return None
+
+
+def main(trials: int, seed: int) -> int:
+    """Prints what went wrong, a line each."""
+    torch.set_num_threads(1)
+    chance = random.Random(seed)
+    drive = Drive()
+    model = nn.Sequential(*(Block(i) for i in range(3)))
+    expected = forward_backward(model, None)
+    wrong = 0
+    with session_for(model, layers=list(model), drive=drive, in_flight=40 * KIB) as session:
+        for _ in range(3):
+            forward_backward(model, session)
+        with Aim() as aim:
+            forward_backward(model, session)
+        gc.collect()
+        gc.freeze()  # or each collection would look at all of PyTorch
+        for _ in range(trials):
+            drive.writes.seconds = drive.reads.seconds = chance.choice([0.0, 0.0, 0.0005])
+            failure = trial(model, session, chance.randint(1, aim.count), expected)
+            if failure is not None:
+                wrong += 1
+                sys.stdout.write(f"{failure}\n")
+        sys.stdout.write(f"{trials} trials at {aim.count} points, {wrong} wrong\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))

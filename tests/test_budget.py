@@ -1,0 +1,305 @@
+"""The budget is hard: by the allocator, in every step, the first included, of each schedule."""
+
+from __future__ import annotations
+
+import random
+import re
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from covering import EVERYTHING, combinations
+from harness import KIB, MIB
+from models import SEQUENCE, loss_of, make_model, make_tokens
+
+import tba_offload as tba
+from tba_offload.adapt.controller import AutoPlanner
+from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig
+from tba_offload.config.policy import Placement
+from tba_offload.testing.faults import inject
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import Tensor, nn
+
+    from tba_offload.plan.model import Plan
+
+STEPS = 9
+BATCH = 16
+LAYERS = 4
+
+
+class Job(NamedTuple):
+    """A model, and the order of the forwards and backwards of its micro-batches in a step."""
+
+    make: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, int], Tensor]
+    order: str
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
+
+
+def plain_loss(model: nn.Module, number: int) -> Tensor:
+    return loss_of(model, make_tokens(number, BATCH))
+
+
+def plain(order: str) -> Job:
+    return Job(partial(make_model, layers=LAYERS), plain_loss, order)
+
+
+def megatron(kind: str, order: str) -> Job:
+    """megatron-core's layers, with the order of a pipeline stage."""
+    import megatron_models
+
+    from tba_lab.megatron_cpu import single_process
+
+    def loss(model: nn.Module, number: int) -> Tensor:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(megatron_models, "make_tokens", partial(make_tokens, batch=BATCH))
+            return megatron_models.causal_loss(model, number)
+
+    return Job(partial(megatron_models.make_megatron_model, kind, layers=LAYERS), loss, order, single_process)
+
+
+JOBS = {
+    "a small GPT": lambda: plain("FB"),
+    "a pipeline stage": lambda: plain("FFBFBB"),
+    "Megatron's GPT": lambda: megatron("gpt", "FB"),
+    "accumulation": lambda: plain("FBFB"),
+    "a pipeline stage of Megatron's Llama": lambda: megatron("llama", "FFBFBB"),
+}
+FEW = 3
+"""The number of jobs that are run every time."""
+
+
+class Run(NamedTuple):
+    peaks: list[int]
+    told: list[str]
+    """What was warned of, and after how many steps."""
+
+
+def run(
+    job: Job,
+    directory: Path,
+    *,
+    steps: int = STEPS,
+    default: Placement,
+    capacity: int | None = None,
+    **budget: int,
+) -> Run:
+    """Trains, with the allocator's activation peak of each step."""
+    config = OffloadConfig(
+        default=default,
+        budget=BudgetConfig(**budget),
+        store=StoreConfig(kind="file", directories=(directory,), capacity=capacity),
+        min_tensor_bytes=KIB,
+    )
+    model = job.make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    told: list[str] = []
+    with tba.attach(model, config) as session:
+        for step in range(steps):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                with session.step():
+                    play(job, model, step)
+            told += [f"{step + 1}: {each.message}" for each in caught if each.category is RuntimeWarning]
+            optimizer.step()
+            optimizer.zero_grad()
+        peaks = [record.activation_peak_bytes for record in session.report()]
+    assert None not in peaks
+    return Run([peak for peak in peaks if peak is not None], told)
+
+
+def play(job: Job, model: nn.Module, step: int) -> None:
+    losses: list[Tensor] = []
+    number = 100 * step
+    for letter in job.order:
+        if letter == "F":
+            losses.append(job.loss(model, number))
+            number += 1
+        else:
+            losses.pop(0).backward()
+
+
+@pytest.mark.parametrize(
+    ("capacity", "faults"),
+    [
+        (64 * KIB, ()),
+        (2 * MIB, ()),
+        (None, ("fail-write",)),
+        (None, ("fail-write:after=40",)),
+        (None, ("fail-grow:errno=ENOSPC",)),
+    ],
+)
+def test_where_drives_have_no_room_layers_are_recomputed(
+    capacity: int | None, faults: tuple[str, ...], tmp_path: Path
+) -> None:
+    """From the step on after the one that has shown it."""
+    job = plain("FB")
+    budget = int(1.4 * min(run(job, tmp_path, steps=3, default=Placement.RECOMPUTE).peaks))
+    with inject(*faults):
+        found = run(job, tmp_path, default=Placement.AUTO, capacity=capacity, activation_bytes=budget)
+    over = next((step for step, peak in enumerate(found.peaks) if peak > budget), 0)
+    assert max(found.peaks[over + 1 :]) <= budget
+    assert not any("cannot be met" in each for each in found.told)
+
+
+def some_of(budgets: list[int], name: str) -> list[int]:
+    """Every third of them, others for each job; all in the full run of the tests."""
+    return budgets if EVERYTHING else budgets[[*JOBS].index(name) % min(len(budgets), 3) :: 3]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.megatron] if "Megatron" in name else [])
+        for name in [*JOBS][: None if EVERYTHING else FEW]
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*tp_group")
+def test_no_step_is_over_the_budget_where_a_plan_fits(name: str, tmp_path: Path) -> None:
+    """And where none does, that is said after the second step, and no step needs more than the least."""
+    job = JOBS[name]()
+    with job.around():
+        whole = max(run(job, tmp_path, steps=3, default=Placement.KEEP).peaks)
+        least = max(run(job, tmp_path, default=Placement.OFFLOAD, in_flight_bytes=64 * KIB).peaks)
+        fitting = [int(1.4 * least), 2 * least, int(0.3 * whole), whole // 2, whole, 2 * whole]
+        for budget in some_of(fitting, name):
+            found = run(job, tmp_path, default=Placement.AUTO, activation_bytes=budget)
+            assert max(found.peaks) <= budget
+            assert found.told == []
+        for budget in some_of([least // 3, int(0.6 * least)], name):
+            found = run(job, tmp_path, default=Placement.AUTO, activation_bytes=budget)
+            assert max(found.peaks) <= 1.25 * least  # which is sampled
+            (told,) = found.told
+            assert re.match(
+                r"2: the budget of .* cannot be met: the lowest peak found is .*, with .* beside the layers "
+                r"\(logits, loss, temporaries\), .* in the largest layer, up to .* in flight; raise "
+                r"budget.activation_bytes, or take smaller micro-batches",
+                told,
+            )
+
+
+STEP_OF_GROWTH = 6
+LENGTHS: dict[str, Callable[[int, int], int]] = {
+    "growing": lambda step, _: SEQUENCE if step >= STEP_OF_GROWTH else SEQUENCE // 2,
+    "shrinking": lambda step, _: SEQUENCE if step < STEP_OF_GROWTH else SEQUENCE // 2,
+    "alternating": lambda step, _: SEQUENCE if step >= 3 and step % 2 else SEQUENCE // 2,
+    "growing inside a step": lambda step, number: (
+        SEQUENCE if step >= STEP_OF_GROWTH and number else SEQUENCE // 2
+    ),
+    "random": lambda step, number: random.Random(10 * step + number).randint(4, SEQUENCE),
+}
+"""How long the sequences are, by step and micro-batch."""
+
+
+SOME_LENGTHS = [
+    ("growing", "FB"),
+    ("alternating", "FBFB"),
+    ("growing inside a step", "FFBFBB"),
+    ("random", "FFBFBB"),
+]
+"""What is run every time."""
+
+
+def of_lengths(name: str, order: str) -> Job:
+    def loss(model: nn.Module, number: int) -> Tensor:
+        length = LENGTHS[name](*divmod(number, 100))
+        return loss_of(model, make_tokens(number, BATCH)[:, : length + 1])
+
+    return Job(partial(make_model, layers=LAYERS), loss, order)
+
+
+@pytest.mark.parametrize(
+    ("name", "order"), combinations([*LENGTHS], ["FB", "FFBFBB", "FBFB"]) if EVERYTHING else SOME_LENGTHS
+)
+def test_no_step_is_over_the_budget_whatever_the_lengths_are(name: str, order: str, tmp_path: Path) -> None:
+    job = of_lengths(name, order)
+    whole = max(run(job, tmp_path, default=Placement.KEEP).peaks)
+    least = max(run(job, tmp_path, default=Placement.OFFLOAD, in_flight_bytes=64 * KIB).peaks)
+    budget = max(int(0.6 * whole), 2 * least)
+    found = run(job, tmp_path, default=Placement.AUTO, activation_bytes=budget)
+    assert max(found.peaks) <= budget
+    assert found.told == []
+    if name == "growing":
+        assert found.peaks[STEP_OF_GROWTH] < 0.7 * budget  # it runs as the first one does
+        assert found.peaks[-1] > found.peaks[STEP_OF_GROWTH]  # then there is a plan for it
+
+
+@pytest.mark.parametrize("name", ["alternating", "shrinking"])
+def test_plans_stay_while_no_step_is_larger_than_planned(name: str, tmp_path: Path) -> None:
+    """Only the first steps of each length run without what a plan would keep."""
+    left: list[Plan] = []
+    leave = AutoPlanner.least
+
+    def noted(planner: AutoPlanner, plan: Plan) -> Plan:
+        left.append(plan)
+        return leave(planner, plan)
+
+    job = of_lengths(name, "FB")
+    whole = max(run(job, tmp_path, steps=2, default=Placement.KEEP).peaks)
+    with mock.patch.object(AutoPlanner, "least", noted):
+        run(job, tmp_path, steps=14, default=Placement.AUTO, activation_bytes=whole // 2)
+    assert len(left) == {"alternating": 2, "shrinking": 1}[name]
+
+
+SKIPPED: dict[str, Callable[[int, int], set[int]]] = {
+    "in turn": lambda step, number: {(step + number) % LAYERS},
+    "at random": lambda step, number: {
+        layer for layer in range(LAYERS) if random.Random(1000 * step + 10 * number + layer).random() < 0.3
+    },
+    "the first or the last half": lambda step, _: {0, 1} if step % 2 else {2, 3},
+    "at first the first half": lambda step, _: {0, 1} if step < STEP_OF_GROWTH else set(),
+}
+"""The layers that are skipped, by step and micro-batch."""
+
+
+SOME_SKIPPED = [("in turn", "FB"), ("in turn", "FFBFBB"), ("at random", "FBFB")]
+"""What is run every time."""
+
+
+def skipping(name: str, order: str) -> Job:
+    def loss(model: nn.Module, number: int) -> Tensor:
+        skipped = SKIPPED[name](*divmod(number, 100))
+        whole = model.layers
+        assert isinstance(whole, torch.nn.ModuleList)
+        del model.layers
+        model.layers = [layer for place, layer in enumerate(whole) if place not in skipped]
+        try:
+            return plain_loss(model, number)
+        finally:
+            model.layers = whole
+
+    return Job(partial(make_model, layers=LAYERS), loss, order)
+
+
+@pytest.mark.parametrize(
+    ("name", "order"), combinations([*SKIPPED], ["FB", "FFBFBB", "FBFB"]) if EVERYTHING else SOME_SKIPPED
+)
+def test_no_step_is_over_the_budget_whichever_layers_are_skipped(
+    name: str, order: str, tmp_path: Path
+) -> None:
+    """Also if no step runs all of them."""
+    job = skipping(name, order)
+    whole = max(run(job, tmp_path, default=Placement.KEEP).peaks)
+    for budget in (int(0.6 * whole), int(0.8 * whole)):
+        found = run(job, tmp_path, steps=STEPS + 5, default=Placement.AUTO, activation_bytes=budget)
+        assert max(found.peaks) <= budget
+        assert found.told == []
+
+
+def test_a_budget_that_longer_sequences_break_is_told_once_when_they_come(tmp_path: Path) -> None:
+    job = of_lengths("growing", "FB")
+    least = run(job, tmp_path, default=Placement.OFFLOAD, in_flight_bytes=64 * KIB).peaks
+    before, after = max(least[:STEP_OF_GROWTH]), max(least[STEP_OF_GROWTH:])
+    budget = int((2 * before + after) / 3)
+    found = run(job, tmp_path, default=Placement.AUTO, activation_bytes=budget)
+    (told,) = found.told
+    assert "cannot be met" in told
+    assert max(found.peaks) <= 1.25 * after

@@ -1,0 +1,167 @@
+"""Models that ``torch.compile`` traces: one graph for each layer, the same bits, in recomputation too."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from harness import KIB, session_for
+from test_bugs import Net, assert_same, gradients, make_input
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tba_offload.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tba_offload.session import Session
+
+torch._dynamo = pytest.importorskip("torch._dynamo")
+
+LAYERS, STEPS, WIDTH = 3, 3, 64
+PLACEMENTS = ("keep", "offload", "recompute", "recompute-offload", "selective", "auto")
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.LayerNorm(WIDTH), nn.Dropout(0.2)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(functional.gelu(self.up(self.norm(x)))))
+
+
+class Compiler:
+    """Compiles graphs operation by operation, and notes what it does.
+
+    Attributes:
+        sizes: Of each graph, how many nodes it has.
+        runs: How often any of them ran forward.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.runs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        self.sizes.append(len(graph.graph.nodes))
+        made = torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+        def run(*arguments: Any) -> Any:
+            self.runs += 1
+            return made(*arguments)
+
+        return run
+
+
+@pytest.fixture(autouse=True)
+def compiler() -> Iterator[Compiler]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield Compiler()
+    torch._dynamo.reset()
+
+
+def make() -> Net:
+    torch.manual_seed(0)
+    return Net(Layer, LAYERS)
+
+
+def train(model: nn.Module, session: Session | None = None, steps: int = STEPS) -> list[list[Tensor]]:
+    """Losses and gradients of a few steps."""
+    history = []
+    for number in range(steps):
+        torch.manual_seed(number)
+        x = make_input(number)
+        with session.step() if session is not None else nullcontext():
+            loss = model(x).pow(2).mean()
+            loss.backward()
+        assert x.grad is not None
+        history.append([loss.detach(), x.grad, *gradients(model)])
+    return history
+
+
+def attach(model: Net, default: str) -> Session:
+    return session_for(model, layers=list(model.layers), default=default, in_flight=128 * KIB)
+
+
+@pytest.mark.parametrize("default", PLACEMENTS)
+def test_each_layer_is_a_graph_and_nothing_else_is_traced(default: str, compiler: Compiler) -> None:
+    expected = train(torch.compile(make(), backend=compiler))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiler.sizes.clear()
+    model = make()
+    with attach(model, default) as session:
+        compiled = torch.compile(model, backend=compiler)
+        found = train(compiled, session, steps=1)
+        assert len(set(compiler.sizes)) == 1 <= len(compiler.sizes) <= LAYERS  # equal layers may share one
+        before = len(compiler.sizes)
+        compiler.runs = 0
+        found += train(compiled, session)[1:]
+        assert len(compiler.sizes) == before
+        counters = torch._dynamo.utils.counters
+        assert not counters["graph_break"]
+        assert counters["frames"]["total"] <= LAYERS + 2  # the model's own, a hook of its
+        record = session.report()[-1]
+        assert record.scopes == LAYERS
+        assert record.left_alone_scopes == 0
+        assert record.offloaded_bytes > 0 or default not in {"offload", "selective"}
+        again = 2 if default in {"recompute", "recompute-offload"} else 1
+        assert compiler.runs == STEPS * LAYERS * again  # backward runs the graphs, not the operations
+    assert_same(found, expected)
+    after = train(torch.compile(model, backend=compiler))
+    assert_same(after, expected)
+
+
+@pytest.mark.parametrize("how", ["in place", "wrapped"])
+@pytest.mark.parametrize("default", ["offload", "recompute", "selective"])
+def test_layers_that_were_compiled_before(how: str, default: str, compiler: Compiler) -> None:
+    def compiled() -> Net:
+        net = make()
+        if how == "wrapped":
+            wrapped = [torch.compile(layer, backend=compiler) for layer in net.layers]
+            net.layers = nn.ModuleList(wrapped)  # type: ignore[arg-type]
+        else:
+            for layer in net.layers:
+                layer.compile(backend=compiler)
+        return net
+
+    expected = train(compiled())
+    torch._dynamo.reset()
+    compiler.sizes.clear()
+    model = compiled()
+    with attach(model, default) as session:
+        assert_same(train(model, session), expected)
+        assert len(compiler.sizes) <= LAYERS
+        assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize("default", ["offload", "recompute"])
+def test_one_graph_of_all_layers_is_refused_by_name(default: str, compiler: Compiler) -> None:
+    model = make()
+    with attach(model, default) as session:
+        compiled = torch.compile(model, backend=compiler, fullgraph=True)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="tba-offload is attached") as caught:
+            train(compiled, session, steps=1)
+        assert UnsupportedError.__name__ in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
+def test_recomputation_runs_what_inductor_made() -> None:
+    """Its fused operations round otherwise than one by one; so the graph for each layer is the same."""
+    expected, found = (train_by_inductor(default) for default in ("keep", "recompute"))
+    assert_same(found, expected)
+
+
+def train_by_inductor(default: str) -> list[list[Tensor]]:
+    torch._dynamo.reset()
+    model = make()
+    with attach(model, default) as session:
+        return train(torch.compile(model), session, steps=2)

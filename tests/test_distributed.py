@@ -1,0 +1,110 @@
+"""Models that PyTorch itself spreads over ranks: same bits, activations travel, gathered weights do not.
+
+The ranks are processes that talk over the loopback interface; what they do is in ``distributed_ranks``.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import distributed_ranks
+import pytest
+from distributed_ranks import COMPARED, INNER, LAYERS, LENGTH, MIXES, RANKS, ROWS, SPREAD, WIDTH
+from harness import PATIENCE
+from test_cli import environment
+
+SMALL, LARGE = ROWS * LENGTH * WIDTH * 4, ROWS * LENGTH * INNER * 4
+"""Bytes of a layer's input, and of what lies between its products."""
+
+WHOLE = LAYERS * (2 * SMALL + 4 * LARGE)
+SAVED = {
+    "by batch": WHOLE,
+    "by shards": WHOLE,
+    "by shards, with the parameters": WHOLE,
+    "by parameters": WHOLE,
+    "by parameters, gathered once": WHOLE,
+    "by parameters, in bf16": WHOLE // 2,
+    # What goes into the products becomes two distributed tensors, which are two activations.
+    "by columns": LAYERS * (3 * SMALL + 4 * LARGE // RANKS),
+    "by sequence": LAYERS * (SMALL // RANKS + 2 * SMALL + 4 * LARGE // RANKS),
+}
+"""Bytes of activations that the layers of one rank save in a step, its weights not among them."""
+
+Found = list[dict[str, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What came out of every case, rank by rank."""
+    directory = tmp_path_factory.mktemp("ranks")
+    variables = environment() | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ended = subprocess.run(
+        [sys.executable, distributed_ranks.__file__, str(directory)],
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=5 * PATIENCE,  # it is about sixty trainings
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("spread", SPREAD)
+def test_a_spread_model_offloads_its_activations_and_not_its_weights(found: Found, spread: str) -> None:
+    for rank in found:
+        case = rank[f"offload, {spread}"]
+        assert case["different"] == 0
+        for step in case["steps"]:
+            assert step["offloaded_bytes"] + step["forwarded_bytes"] == SAVED[spread]
+            assert step["kept_bytes"] <= 4096  # statistics of the norms
+            assert step["left_alone_scopes"] == 0
+
+
+@pytest.mark.parametrize("spread", SPREAD)
+def test_a_spread_model_has_its_cheap_parts_made_again(found: Found, spread: str) -> None:
+    """Not where they are distributed tensors: recipes know one rank."""
+    for rank in found:
+        case = rank[f"selective, {spread}"]
+        assert case["different"] == 0
+        last = case["steps"][-1]
+        moved = last["offloaded_bytes"] + last["forwarded_bytes"]
+        assert moved + last["rebuilt_bytes"] == SAVED[spread]
+        assert (last["rebuilt_bytes"] > 0) is (spread not in {"by columns", "by sequence"})
+
+
+@pytest.mark.parametrize(
+    ("default", "spread"), [(default, spread) for default, spreads in COMPARED.items() for spread in spreads]
+)
+def test_a_spread_model_trains_to_the_same_bits(found: Found, default: str, spread: str) -> None:
+    for rank in found:
+        case = rank[f"{default}, {spread}"]
+        assert case["different"] == 0
+        recomputed = [step["recomputed_scopes"] for step in case["steps"]]
+        if default.startswith("recompute"):
+            assert min(recomputed) > 0
+        elif default != "auto":
+            assert set(recomputed) == {0}
+
+
+@pytest.mark.parametrize("default", ["offload", "selective"])
+@pytest.mark.parametrize("name", sorted(MIXES.keys() - {"changed_later"}))
+def test_distributed_tensors_in_a_layer(found: Found, name: str, default: str) -> None:
+    travelling = {"several_times": 4, "with_gaps": 1, "in_part": 0, "changed_in_between": 2}
+    for rank in found:
+        case = rank[f"{default}, {name}"]
+        assert case["different"] == 0
+        # The first layer's input is held by the loop, so it is kept from the second step on.
+        assert case["steps"][-1]["offloaded_bytes"] == (2 * travelling[name] + 1) * SMALL
+
+
+@pytest.mark.parametrize("default", ["offload", "selective"])
+def test_a_distributed_tensor_that_is_changed_after_it_was_saved_is_noticed(
+    found: Found, default: str
+) -> None:
+    for rank in found:
+        case = rank[f"{default}, changed_later"]
+        assert case == {"plain": "RuntimeError", "attached": "SavedTensorModifiedError"}

@@ -1,0 +1,75 @@
+"""Training over drives that fail: the same bits, or a named error for one step."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+import pytest
+from harness import KIB, assert_all_given_back, made, session_for
+from models import History, assert_same_history, make_model, train
+
+from tba_offload.errors import TransferError
+from tba_offload.testing.faults import inject
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tba_offload.report.run_log import StepRecord
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> History:
+    return train(make_model(layers=3), None, steps=STEPS)
+
+
+def train_with(directory: Path, *faults: str) -> tuple[History, list[StepRecord], list[str]]:
+    """Trains over one file; the history, the records, and what was told of drives."""
+    model = make_model(layers=3)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with session_for(model, directory=directory, in_flight=16 * KIB) as session, inject(*faults):
+            history = train(model, session, steps=STEPS)
+            assert_all_given_back(session)
+            records = session.report()
+    texts = [str(warning.message) for warning in told]
+    return history, records, [text for text in texts if "left alone" in text or "store is full" in text]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *(f"fail-write:errno={name}" for name in ("EIO", "EROFS", "ENODEV", "EAGAIN", "ENOMEM", "ENOSPC")),
+        "fail-write:n=7",
+        "fail-write:errno=ENOSPC,after=9",
+        "nothing-write:after=5",
+        "fail-write:chance=0.2,seed=5",
+    ],
+)
+def test_what_cannot_be_written_changes_no_bit_and_is_told_once(
+    tmp_path: Path, undisturbed: History, fault: str
+) -> None:
+    history, records, told = train_with(tmp_path, fault)
+    assert_same_history(history, undisturbed)
+    assert sum(record.fallback_kept_bytes for record in records) > 0
+    assert len(told) == 1
+    assert str(tmp_path) in told[0] or "the store is full" in told[0]
+
+
+@pytest.mark.parametrize(
+    "fault", ["fail-read:n=5", "short-read", "nothing-read:n=3", "flip-read:n=4", "zeros-read:n=4"]
+)
+def test_a_read_that_fails_once_changes_no_bit(tmp_path: Path, undisturbed: History, fault: str) -> None:
+    history, records, told = train_with(tmp_path, fault)
+    assert_same_history(history, undisturbed)
+    assert told == []
+    assert (sum(record.reread_bytes for record in records) > 0) is (fault != "short-read")
+
+
+def test_a_changed_byte_in_the_drive_is_a_named_error(tmp_path: Path) -> None:
+    with pytest.raises(
+        TransferError, match=rf"could not read .* layer .* from {tmp_path}/drive, offset .*checksum"
+    ):
+        train_with(made(tmp_path / "drive"), "flip-write:n=6")

@@ -1,0 +1,284 @@
+"""A drive that hangs ends in a named error and a process that ends, however the script is written."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING
+
+import pytest
+from store_contract import CPU, PATIENCE, READY, io_threads, pattern
+
+from tba_offload.device import ByteRange
+from tba_offload.errors import StoreError
+from tba_offload.store.file import FileStore
+from tba_offload.testing.faults import inject
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from tba_offload.testing.faults import Faults
+
+LIMIT = 2.0
+"""Seconds that the drive may stand still."""
+
+SETUP = """
+import atexit, sys, time, warnings
+import torch
+began = []
+atexit.register(lambda: began and print(f"ended after {time.monotonic() - began[0]:.1f} s", file=sys.stderr))
+import tba_offload as tba
+from tba_offload.testing.faults import inject
+
+torch.manual_seed(0)
+layers = (torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Tanh()) for _ in range(4))
+model = torch.nn.Sequential(*layers)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+policy = {
+    "budget": {"in_flight_bytes": "512KiB"},
+    "store": {"kind": "file", "directories": DIRECTORIES, "stall_seconds": LIMIT},
+}
+
+def train(steps):
+    for _ in range(steps):
+        model(torch.randn(256, 256)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+def hang():
+    began.append(time.monotonic())
+    return inject(FAULT).start()
+"""
+
+ENDS = {
+    "plain script": """
+session = tba.attach(model, policy)
+train(2)
+hang()
+train(3)
+""",
+    "with": """
+with tba.attach(model, policy):
+    train(2)
+    hang()
+    train(3)
+""",
+    "close": """
+session = tba.attach(model, policy)
+try:
+    train(2)
+    hang()
+    train(3)
+finally:
+    session.close()
+""",
+    "step": """
+with tba.attach(model, policy) as session:
+    train(2)
+    hang()
+    for _ in range(3):
+        with session.step():
+            model(torch.randn(256, 256)).square().mean().backward()
+""",
+}
+
+
+def run(script: str) -> tuple[int, str, float]:
+    """Exit code, error output, and seconds from the moment that the drive hung to the very end."""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE)
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith("ended after "), ended.stderr
+    return ended.returncode, ended.stderr, float(last.split()[2])
+
+
+GROWING = """
+from tba_offload.store import run_file
+run_file._GROWTH = 1 << 16
+"""
+
+
+def told(directories: list[Path], fault: str) -> str:
+    for directory in directories:
+        directory.mkdir()
+    names = [str(directory) for directory in directories]
+    return f"DIRECTORIES, LIMIT, FAULT = {names!r}, {LIMIT!r}, {fault!r}\n{SETUP}"
+
+
+@pytest.mark.parametrize(
+    ("fault", "end"),
+    [*(("hang-write", end) for end in ENDS), ("hang-read", "plain script"), ("hang-read", "with")],
+)
+def test_a_script_ends_with_the_named_error(tmp_path: Path, fault: str, end: str) -> None:
+    code, errors, seconds = run(told([tmp_path / "drive"], fault) + ENDS[end])
+    assert code == 1
+    assert f"TransferError: nothing has moved for {LIMIT:g} s" in errors
+    assert str(tmp_path / "drive") in errors
+    assert "are given up: their threads, their memory and the file stay" in errors
+    assert seconds < LIMIT + 5 + 20  # a busy machine may take long for the rest
+
+
+def test_a_file_system_that_hangs_while_a_file_grows(tmp_path: Path) -> None:
+    script = told([tmp_path / "drive"], "hang-grow") + GROWING + ENDS["with"].replace("train(2)", "")
+    code, errors, seconds = run(script)
+    assert code == 1
+    assert f"nothing has moved for {LIMIT:g} s: the file in {tmp_path / 'drive'} does not grow" in errors
+    assert "the attempts to grow the file have not ended" in errors
+    assert seconds < LIMIT + 5 + 20
+
+
+def test_a_loop_that_catches_the_error_goes_on(tmp_path: Path) -> None:
+    script = (
+        told([tmp_path / "drive"], "hang-write")
+        + """
+session = tba.attach(model, policy)
+train(2)
+hang()
+errors = 0
+for _ in range(20):
+    try:
+        train(1)
+    except tba.TransferError as error:
+        errors += 1
+print(f"{errors} of 20 steps failed", file=sys.stderr)
+"""
+    )
+    code, errors, _ = run(script)
+    assert code == 120
+    assert "1 of 20 steps failed" in errors
+
+
+def test_a_session_that_was_never_closed(tmp_path: Path) -> None:
+    """The process has a status of its own for it, and callbacks of others run: one of them says how long."""
+    script = (
+        told([tmp_path / "drive"], "hang-write")
+        + """
+policy["budget"]["in_flight_bytes"] = "64MiB"
+session = tba.attach(model, policy)
+hang()
+loss = model(torch.randn(256, 256)).square().mean()
+session.offloader.flush()
+"""
+    )
+    code, errors, seconds = run(script)
+    assert code == 120
+    assert errors.count("are given up") == 1
+    assert seconds < LIMIT + 5 + 20
+
+
+def test_one_of_two_drives_hangs(tmp_path: Path) -> None:
+    script = told([tmp_path / "a", tmp_path / "b"], "hang-write:drive=1") + ENDS["with"]
+    code, errors, seconds = run(script)
+    assert code == 1
+    given_up = next(line for line in errors.splitlines() if "are given up" in line)
+    assert str(tmp_path / "b") in given_up
+    assert seconds < LIMIT + 5 + 20
+
+
+STORE = """
+from tba_offload.device import ByteRange, CpuDevice, READY
+from tba_offload.store import open_store
+store = open_store(kind="file", directories=DIRECTORIES, device=CpuDevice())
+store.limit_waits(LIMIT)
+data = torch.ones(1 << 20, dtype=torch.uint8)
+faults = hang()
+store.write(store.reserve(data.nbytes, data.data_ptr()), ByteRange.of(data), READY)
+del data
+while not faults.fired:
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(("end", "expected"), [("", 120), ("store.close()", 1), ("with store: pass", 1)])
+def test_a_write_that_hangs_at_the_end_is_told(tmp_path: Path, end: str, expected: int) -> None:
+    """120 is the exit code of an interpreter that met an error when it ended."""
+    code, errors, seconds = run(told([tmp_path / "drive"], "hang-write") + STORE + end)
+    assert code == expected
+    assert f"{1 << 20} bytes of 1 transfers have not moved for {LIMIT:g} s and are given up" in errors
+    assert str(tmp_path / "drive") in errors
+    assert seconds < LIMIT + 5 + 20
+
+
+# What is left in the process.
+
+
+def hanging_write(faults: Faults, store: FileStore, data: torch.Tensor) -> None:
+    """A write that has come to the drive."""
+    store.write(store.reserve(data.nbytes, data.data_ptr()), ByteRange.of(data), READY)
+    while not faults.fired:
+        time.sleep(0.001)
+
+
+def test_memory_that_a_hanging_write_reads_stays(tmp_path: Path) -> None:
+    with inject("hang-write") as faults:
+        store = FileStore(tmp_path, device=CPU)
+        store.limit_waits(0.2)
+        data = pattern(100_000)
+        memory = weakref.ref(data.untyped_storage())
+        hanging_write(faults, store, data)
+        del data
+        with pytest.raises(
+            StoreError, match=r"100000 bytes of 1 transfers have not moved for 0\.2 s"
+        ) as caught:
+            store.close()
+        assert caught.value.errno == errno.ETIMEDOUT
+        assert caught.value.filename == str(tmp_path)
+        assert memory() is not None
+        store.close()  # given up once is given up
+        faults.release()
+        for thread in threading.enumerate():
+            if thread.name.startswith("tba-"):
+                thread.join(PATIENCE)
+    assert memory() is None
+    assert io_threads() == []
+
+
+def test_a_wait_that_was_given_up_is_not_waited_again(tmp_path: Path) -> None:
+    with inject("hang-write") as faults:
+        store = FileStore(tmp_path, device=CPU)
+        hanging_write(faults, store, pattern(100_000))
+        time.sleep(1.0)
+        store.limit_waits(1.0)
+        began = time.monotonic()
+        with pytest.raises(StoreError, match="given up"):
+            store.close()
+        assert time.monotonic() - began < 0.9
+
+
+def test_a_slow_drive_is_waited_for(tmp_path: Path) -> None:
+    with inject("delay-write:seconds=0.5") as faults, FileStore(tmp_path, device=CPU, writers=1) as store:
+        store.limit_waits(PATIENCE)
+        hanging_write(faults, store, pattern(100_000))
+    assert io_threads() == []
+
+
+def test_an_error_of_the_block_stays_the_error(tmp_path: Path) -> None:
+    with inject("hang-write") as faults, pytest.warns(RuntimeWarning, match="are given up") as caught:
+        fail_in_the_block(faults, tmp_path)
+    assert str(tmp_path) in str(caught[0].message)
+
+
+def fail_in_the_block(faults: Faults, directory: Path) -> None:
+    with pytest.raises(ZeroDivisionError), FileStore(directory, device=CPU) as store:
+        store.limit_waits(0.2)
+        hanging_write(faults, store, pattern(5000))
+        raise ZeroDivisionError
+
+
+def test_no_limit_is_no_limit(tmp_path: Path) -> None:
+    with inject("hang-write") as faults:
+        store = FileStore(tmp_path, device=CPU)
+        store.limit_waits(None)
+        hanging_write(faults, store, pattern(5000))
+        closing = threading.Thread(target=store.close)
+        closing.start()
+        closing.join(0.5)
+        assert closing.is_alive()
+        faults.release()
+        closing.join(PATIENCE)
+        assert not closing.is_alive()

@@ -1,0 +1,125 @@
+"""Ctrl-C: it arrives, wherever it strikes, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from harness import session_for
+from torch import nn
+
+from tba_offload import interrupts
+from tba_offload.errors import SessionError
+
+TESTS = Path(__file__).parent
+
+
+class Owner:
+    """Stands for a step."""
+
+
+OWNER = Owner()
+
+
+def test_an_interrupt_anywhere_in_a_step_arrives_and_leaves_nothing() -> None:
+    """After each of 200 interrupted steps the next one gives the same bits, and all books are at zero."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", TESTS / "interrupts.py", "200", "0"],
+        env={**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    assert done.stdout.startswith("200 trials at ")
+
+
+@pytest.fixture(autouse=True)
+def python_handles_interrupts() -> None:
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_the_shield_leaves_a_handler_of_the_program_alone() -> None:
+    def mine(*_: object) -> None:
+        pass
+
+    signal.signal(signal.SIGINT, mine)
+    try:
+        assert not interrupts.put_up(OWNER)
+        interrupts.take_down(OWNER)
+        assert signal.getsignal(signal.SIGINT) is mine
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def is_up() -> bool:
+    return signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+
+
+def test_the_shield_stays_until_the_last_owner_takes_it_down() -> None:
+    other, lost = Owner(), Owner()
+    assert all(map(interrupts.put_up, (OWNER, OWNER, other, lost)))
+    interrupts.take_down(OWNER)
+    assert is_up()
+    interrupts.take_down(other)
+    assert is_up()
+    del lost
+    interrupts.take_down(other)
+    assert not is_up()
+
+
+def test_the_end_of_one_step_leaves_the_shield_to_the_other() -> None:
+    models = [nn.Sequential(nn.Linear(4, 4)) for _ in range(2)]
+    with (
+        session_for(models[0], layers=list(models[0])) as one,
+        session_for(models[1], layers=list(models[1])) as two,
+    ):
+        with one.step():
+            with two.step():
+                pass
+            assert is_up()
+            with pytest.raises(SessionError, match="another step of this session"), one.step():
+                pass
+            assert is_up()
+        assert not is_up()
+
+
+def test_outside_of_the_books_an_interrupt_is_raised_at_once() -> None:
+    assert interrupts.put_up(OWNER)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        interrupts.take_down(OWNER)
+
+
+@interrupts.waits
+def wait() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def hang(seconds: float) -> bool:
+    """Stands for a function of the books that does not come back."""
+    signal.raise_signal(signal.SIGINT)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+    return True
+
+
+def test_a_wait_is_ended_at_once_and_what_hangs_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupts, "_BOOKS", (str(TESTS),))
+    assert interrupts.put_up(OWNER)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            wait()
+        with pytest.raises(KeyboardInterrupt):
+            hang(200.0)
+    finally:
+        interrupts.take_down(OWNER)

@@ -1,0 +1,53 @@
+"""When a drive that failed is tried again."""
+
+from __future__ import annotations
+
+from tba_offload.store.service import FIRST_REST, PROVEN, Service
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def rest_of(service: Service, clock: Clock) -> float:
+    """How long the service rests now, in half seconds; it is back afterwards."""
+    began = clock.now
+    while not service.admits():
+        clock.now += FIRST_REST / 2
+    service.succeeded()
+    assert service.cause is None
+    return clock.now - began
+
+
+def test_a_drive_that_fails_again_and_again_rests_for_twice_as_long() -> None:
+    clock = Clock()
+    service, rests = Service(clock), []
+    for _ in range(4):
+        service.failed(OSError("no"))
+        rests.append(rest_of(service, clock))
+        clock.now += FIRST_REST
+    assert rests == [FIRST_REST, 2 * FIRST_REST, 4 * FIRST_REST, 8 * FIRST_REST]
+
+
+def test_a_drive_that_has_proved_itself_rests_as_it_did_first() -> None:
+    clock = Clock()
+    service, rests = Service(clock), []
+    for _ in range(4):
+        service.failed(OSError("no"))
+        rests.append(rest_of(service, clock))
+        clock.now += 2 * PROVEN * rests[-1] + FIRST_REST
+    assert rests == [FIRST_REST] * 4
+
+
+def test_a_trial_that_fails_is_no_time_in_service() -> None:
+    clock = Clock()
+    service = Service(clock)
+    for expected in (FIRST_REST, 2 * FIRST_REST, 4 * FIRST_REST):
+        service.failed(OSError("no"))
+        began = clock.now
+        while not service.admits():
+            clock.now += FIRST_REST / 2
+        assert clock.now - began == expected

@@ -1,0 +1,206 @@
+"""Ranges, states and handles of one offloaded storage."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import deque
+from itertools import pairwise
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tba_offload.capture.identity import version_witness
+from tba_offload.store.base import IoFuture
+from tba_offload.transfer.storage import Drop, Handle, Piece, Record, State
+
+SIZE = 1000
+
+ranges = st.tuples(st.integers(0, SIZE - 1), st.integers(1, SIZE)).map(
+    lambda pair: (pair[0], min(pair[0] + pair[1], SIZE))
+)
+
+
+def make_record(nbytes: int = SIZE) -> tuple[Record, torch.Tensor]:
+    """A record, and the tensor that keeps its storage alive."""
+    tensor = torch.zeros(nbytes, dtype=torch.uint8)
+    return Record(tensor.untyped_storage(), version_tensor=version_witness(tensor), key="layer 3"), tensor
+
+
+def covered(pieces: list[Piece]) -> set[int]:
+    return {byte for piece in pieces for byte in range(piece.lo, piece.hi)}
+
+
+def assert_spans_are_whole(record: Record) -> None:
+    """Each span is a run of pieces without gap or overlap, and no two spans overlap."""
+    for span in record.spans:
+        assert span.lo == span.pieces[0].lo
+        assert span.hi == span.pieces[-1].hi
+        assert all(left.hi == right.lo for left, right in pairwise(span.pieces))
+    spans = sorted(record.spans, key=lambda span: span.lo)
+    assert all(left.hi <= right.lo for left, right in pairwise(spans))
+
+
+# Ranges
+
+
+@given(st.lists(ranges, min_size=1, max_size=8))
+def test_a_claim_writes_only_what_no_earlier_one_covers(wanted: list[tuple[int, int]]) -> None:
+    record, _ = make_record()
+    written: list[Piece] = []
+    for lo, hi in wanted:
+        before, missing = covered(written), record.claim(lo, hi)
+        assert covered(missing) == set(range(lo, hi)) - before
+        written += missing
+        span = record.span_over(lo, hi)
+        assert span is not None
+        assert span.lo <= lo < hi <= span.hi
+        assert_spans_are_whole(record)
+    assert set(record.pieces()) == set(written)
+
+
+@given(st.lists(ranges, min_size=1, max_size=8))
+def test_a_started_write_is_never_extended(wanted: list[tuple[int, int]]) -> None:
+    record, _ = make_record()
+    started: dict[Piece, tuple[int, int]] = {}
+    for lo, hi in wanted:
+        started |= {piece: (piece.lo, piece.hi) for piece in record.claim(lo, hi)}
+        assert all((piece.lo, piece.hi) == was for piece, was in started.items())
+
+
+@given(st.lists(ranges, min_size=1, max_size=8), st.data())
+def test_what_was_never_written_is_forgotten(wanted: list[tuple[int, int]], data: st.DataObject) -> None:
+    record, _ = make_record()
+    written = [piece for lo, hi in wanted for piece in record.claim(lo, hi)]
+    gone = set(data.draw(st.lists(st.sampled_from(written), unique=True)))
+    record.discard(gone)
+    assert set(record.pieces()) == set(written) - gone
+    assert_spans_are_whole(record)
+    for piece in gone:
+        assert record.span_over(piece.lo, piece.hi) is None
+    for piece in set(written) - gone:
+        assert record.span_over(piece.lo, piece.hi) is not None
+
+
+def test_overlapping_ranges_are_restored_into_one_buffer_and_distant_ones_are_not() -> None:
+    record, _ = make_record()
+    record.claim(0, 100)
+    record.claim(200, 300)
+    assert len(record.spans) == 2
+    assert [(piece.lo, piece.hi) for piece in record.claim(50, 250)] == [(100, 200)]
+    assert [(span.lo, span.hi) for span in record.spans] == [(0, 300)]
+
+
+def test_a_covered_range_costs_nothing() -> None:
+    record, _ = make_record()
+    record.claim(0, 100)
+    assert record.claim(20, 80) == []
+    assert record.claim(0, 100) == []
+
+
+# States
+
+
+def test_the_states_follow_the_bytes() -> None:
+    record, tensor = make_record()
+    record.source = tensor.untyped_storage()
+    assert record.state is State.RESIDENT
+    record.claim(0, SIZE)
+    record.writes = 1
+    assert record.state is State.WRITING
+    record.writes, record.source = 0, None
+    assert record.state is State.STORED
+    (span,) = record.spans
+    read = IoFuture()
+    span.buffer, span.reads = torch.UntypedStorage(SIZE), [read]
+    assert record.state is State.READING
+    read.finish()
+    assert record.state is State.RESIDENT
+    span.forget()
+    assert record.state is State.STORED
+
+
+def test_a_loosened_span_lives_as_long_as_somebody_else_holds_it() -> None:
+    record, _ = make_record()
+    record.claim(0, SIZE)
+    (span,) = record.spans
+    buffer = span.buffer = torch.UntypedStorage(SIZE)
+    span.loosen()
+    assert span.buffer is None
+    assert span.restored() is buffer
+    del buffer
+    assert span.restored() is None
+
+
+# Memory and versions
+
+
+def test_the_memory_is_found_as_long_as_anybody_keeps_it() -> None:
+    record, tensor = make_record()
+    assert record.memory() is tensor.untyped_storage()
+    del tensor
+    assert record.memory() is None
+
+
+def test_an_emptied_storage_is_no_memory() -> None:
+    record, tensor = make_record()
+    tensor.untyped_storage().resize_(0)
+    assert record.memory() is None
+    tensor.untyped_storage().resize_(SIZE)
+    assert record.memory() is tensor.untyped_storage()
+
+
+def test_a_changed_storage_is_not_current() -> None:
+    record, tensor = make_record()
+    assert record.is_current()
+    tensor[5:].add_(1)
+    assert not record.is_current()
+
+
+# Handles
+
+
+def test_a_dropped_handle_says_so_and_whether_it_was_read() -> None:
+    record, _ = make_record()
+    dropped: deque[Drop] = deque()
+    first, second = Handle(record, 0, 10, dropped), Handle(record, 10, 20, dropped)
+    assert (len(record.drops), record.unread) == (2, 2)
+    second.mark_read()
+    assert (second.read, record.unread) == (True, 1)
+    del first
+    (drop,) = dropped
+    assert (drop.record, drop.read) == (record, False)
+    for _ in range(2):  # an interrupt may have it done again
+        record.forget_drop(drop)
+        assert (len(record.drops), record.unread) == (1, 0)
+    del second
+    assert (dropped[1].record, dropped[1].read) == (record, True)
+    record.forget_drop(dropped[1])
+    assert (record.drops, record.unread) == (set(), 0)
+
+
+def test_no_python_code_runs_when_a_handle_ends() -> None:
+    """An interrupt in a finalizer would be printed and forgotten, and the drop with it."""
+    record, _ = make_record()
+    dropped: deque[Drop] = deque()
+    handle = Handle(record, 0, 10, dropped)
+    seen: list[str] = []
+    sys.setprofile(lambda frame, event, _: seen.append(f"{event} {frame.f_code.co_name}"))
+    try:
+        del handle
+    finally:
+        sys.setprofile(None)
+    assert len(dropped) == 1
+    assert [event for event in seen if event.startswith("call ")] == []
+
+
+def test_the_finalizer_of_a_handle_takes_no_lock() -> None:
+    """The cyclic collector may run it while this very thread holds any lock, also the queue's."""
+    record, _ = make_record()
+    dropped: deque[Drop] = deque()
+    cycle: list[object] = [Handle(record, 0, 10, dropped) for _ in range(100)]
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+    assert len(dropped) == 100
