@@ -20,7 +20,8 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-SEQUENCE, VOCABULARY = 256, 2000
+BATCH, SEQUENCE, VOCABULARY = 8, 256, 2000
+"""So large that a peak inside one operation lasts longer than the time between two samples of the meter."""
 
 
 def make_model(kind: str) -> nn.Module:
@@ -44,7 +45,7 @@ def make_model(kind: str) -> nn.Module:
 
 
 def batches(steps: int) -> list[dict[str, torch.Tensor]]:
-    tokens = torch.randint(0, VOCABULARY, (steps, 2, SEQUENCE), generator=torch.Generator().manual_seed(2))
+    tokens = torch.randint(0, VOCABULARY, (steps, BATCH, SEQUENCE), generator=torch.Generator().manual_seed(2))
     return [{"input_ids": each, "labels": each} for each in tokens]
 
 

@@ -142,7 +142,8 @@ def test_where_drives_have_no_room_layers_are_recomputed(
 ) -> None:
     """From the step on after the one that has shown it."""
     job = plain("FB")
-    budget = int(1.4 * min(run(job, tmp_path, steps=3, default=Placement.RECOMPUTE).peaks))
+    # The highest of many steps: samples miss a peak that is shorter than the time between two of them.
+    budget = int(1.4 * max(run(job, tmp_path, default=Placement.RECOMPUTE).peaks))
     with inject(*faults):
         found = run(job, tmp_path, default=Placement.AUTO, capacity=capacity, activation_bytes=budget)
     over = next((step for step, peak in enumerate(found.peaks) if peak > budget), 0)
@@ -243,7 +244,7 @@ def test_plans_stay_while_no_step_is_larger_than_planned(name: str, tmp_path: Pa
         return leave(planner, plan)
 
     job = of_lengths(name, "FB")
-    whole = max(run(job, tmp_path, steps=2, default=Placement.KEEP).peaks)
+    whole = max(run(job, tmp_path, default=Placement.KEEP).peaks)
     with mock.patch.object(AutoPlanner, "least", noted):
         run(job, tmp_path, steps=14, default=Placement.AUTO, activation_bytes=whole // 2)
     assert len(left) == {"alternating": 2, "shrinking": 1}[name]
