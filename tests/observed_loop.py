@@ -45,7 +45,8 @@ def make_model(kind: str) -> nn.Module:
 
 
 def batches(steps: int) -> list[dict[str, torch.Tensor]]:
-    tokens = torch.randint(0, VOCABULARY, (steps, BATCH, SEQUENCE), generator=torch.Generator().manual_seed(2))
+    seeded = torch.Generator().manual_seed(2)
+    tokens = torch.randint(0, VOCABULARY, (steps, BATCH, SEQUENCE), generator=seeded)
     return [{"input_ids": each, "labels": each} for each in tokens]
 
 
