@@ -34,8 +34,8 @@ ALLOWED = {
     "config": set(),
     "plan": {"config"},
     "device": set(),
-    "store": {"device"},
-    "transfer": {"device", "store"},
+    "store": {"device", "plan"},
+    "transfer": {"device", "plan", "store"},
     "capture": {"config", "device", "recompute", "transfer"},
     "report": set(),
     "notices": {"report"},
@@ -122,6 +122,13 @@ def test_imports_point_one_way(path: Path) -> None:
     names = {name.split(".")[1] for name in imports_of(path) if name.startswith("tba_offload.")}
     inner = {name for name in names if (ROOT / name).exists() or (ROOT / f"{name}.py").exists()}
     assert inner - {part} - EVERYWHERE <= ALLOWED[part]
+
+
+def test_stores_and_transfers_know_of_plans_only_what_a_window_is() -> None:
+    for path in MODULES:
+        if part_of(path) in {"store", "transfer"}:
+            planning = {name for name in imports_of(path) if name.startswith("tba_offload.plan")}
+            assert planning <= {"tba_offload.plan.window", "tba_offload.plan.window.Window"}, path
 
 
 @pytest.mark.parametrize("part", ["plan", "report", "config", "errors", "formatting"])

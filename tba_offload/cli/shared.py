@@ -26,7 +26,7 @@ class Picture(click.Path):
         """The path of a picture that can be drawn."""
         from tba_offload.report.rok import picture_kind
 
-        path = super().convert(value, param, ctx)
+        path: Any = super().convert(value, param, ctx)
         try:
             picture_kind(path)
         except ConfigError as error:
