@@ -30,8 +30,8 @@ import torch
 
 from tba_offload.device import READY, CpuDevice
 from tba_offload.device.ranges import CACHE_LINE, ByteRange
-from tba_offload.store.base import threads_per_direction
 from tba_offload.store.file import FileStore
+from tba_offload.store.open import threads_per_direction
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -120,7 +120,7 @@ class PlanRunner:
         self._optimizer = torch.optim.Adam(self._model.parameters(), lr=3e-4, fused=True)
         self._shape, self._batch_size, self._rates, self._measure = shape, batch_size, dict(rates), measure
         self._count = 0
-        with mock.patch("tba_offload.store.file.FileStore", ThrottledFileStore):
+        with mock.patch("tba_offload.store.open.FileStore", ThrottledFileStore):
             session = tba.attach(self._model, tba.OffloadConfig.from_yaml(config), measure_memory=False)
         self._session = self._stack.enter_context(session)
 

@@ -18,8 +18,8 @@ from tba_offload.plan.search import Limits, explain, make_plan
 from tba_offload.plan.simulate import simulate
 from tba_offload.plan.what_if import frontier, peak_of_keep, stretched
 from tba_offload.report.plans import HostUse, PlannedStep, PlanReport, Tier, advice, title_of
+from tba_offload.report.points import peak_and_seconds
 from tba_offload.report.ranks import paths_of_ranks
-from tba_offload.report.rok import peak_and_seconds
 from tba_offload.report.run_log import PLAN, read_run_log
 
 if TYPE_CHECKING:

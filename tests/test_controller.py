@@ -715,7 +715,7 @@ def host_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = make_model(layers=LAYERS)
     config = config_for(in_flight=MIB, default=OFFLOAD, directory=directory, host_capacity=2 * MIB)
     with (
-        mock.patch.multiple("tba_offload.store.tiered", SPILL_SHARE=-1.0),  # host memory first
+        mock.patch.multiple("tba_offload.plan.window", SPILL_SHARE=-1.0),  # host memory first
         tba.attach(model, config, run_log=directory / "run.jsonl", measure_memory=False) as session,
     ):
         train(model, session, steps=4)

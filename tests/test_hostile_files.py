@@ -19,6 +19,7 @@ from rich.console import Console
 
 from tba_offload.cli import main
 from tba_offload.formatting import visible
+from tba_offload.report import points as rok_points
 from tba_offload.report import rok
 
 EVIL = "\x1b[2J\x1b]0;owned\x07=cmd|'/c calc'!A1 <script>&\u202e\ud800$x_1$[red]"
@@ -352,7 +353,7 @@ def test_names_cannot_move_the_cursor(evil_log: Path, tmp_path: Path) -> None:
     assert visible(EVIL).replace("|", "\\|") in said
     assert f"{evil_log}:2: not a line of a run log" in complaints
     console = Console(file=io.StringIO(), force_terminal=True, width=300)
-    console.print(rok.table(rok.points([evil_log], left_out=str)))
+    console.print(rok.table(rok_points.points([evil_log], left_out=str)))
     assert "\x1b[2J" not in console.file.getvalue()  # type: ignore[attr-defined]
     assert "\\x1b[2J" in console.file.getvalue()  # type: ignore[attr-defined]
 

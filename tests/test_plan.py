@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from tba_offload.adapt.controller import WORTH_IT
 from tba_offload.config.policy import Objective, Placement
-from tba_offload.plan import bandwidth
 from tba_offload.plan import search as planner
 from tba_offload.plan import simulate as simulator
 from tba_offload.plan.bandwidth import HOST_SPEED, Bandwidth, HostTier, MeasuredRate
@@ -31,8 +30,7 @@ from tba_offload.plan.search import (
     make_plan,
 )
 from tba_offload.plan.simulate import Outcome, simulate
-from tba_offload.store import extents, tiered
-from tba_offload.transfer import ledger, offloader
+from tba_offload.store import extents
 
 if TYPE_CHECKING:
     import random
@@ -237,13 +235,6 @@ def test_a_capacity_is_not_negative() -> None:
 # The simulator
 
 
-def test_the_simulator_plays_the_window_of_the_offloader() -> None:
-    assert simulator.BATCH_BYTES == offloader.BATCH_BYTES
-    assert simulator.HELD_BACK == offloader.HELD_BACK
-    assert simulator.REFILL_BELOW == ledger.REFILL_BELOW
-    assert simulator.ACROSS_FORWARD == ledger.ACROSS_FORWARD
-
-
 @pytest.mark.parametrize("stays", [{"kept": (frozenset({0, 1, 2}), frozenset())}, {"part": Part(0, 3, MIB)}])
 def test_what_stays_of_a_layer_spares_its_share_of_what_offloading_takes(stays: dict[str, Any]) -> None:
     timings = {KEEP: Timing(0.03, 0.06), OFFLOAD: Timing(0.04, 0.08)}
@@ -425,11 +416,8 @@ def test_a_faster_drive_never_makes_keep_or_recompute_slower(profile: StepProfil
 # Host memory beside the drive
 
 
-def test_the_simulator_spills_as_the_store_does() -> None:
+def test_the_simulator_takes_blocks_as_the_store_does() -> None:
     assert simulator.BLOCK == extents.BLOCK
-    assert (bandwidth.SPILL_SHARE, bandwidth.SPILL_BYTES) == (tiered.SPILL_SHARE, tiered.SPILL_BYTES)
-    assert HostTier(1, 1, 1).spills_above(None) == tiered.SPILL_BYTES
-    assert HostTier(1, 1, 1).spills_above(3 * MIB) == 3 * MIB // 2
 
 
 def test_host_memory_is_taken_to_be_faster_until_it_is_measured() -> None:

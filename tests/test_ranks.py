@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from tba_offload.cli import main
 from tba_offload.errors import RunLogError
-from tba_offload.report import rok
+from tba_offload.report import points as rok_points
 from tba_offload.report.ranks import merged, path_of_rank, paths_of_ranks, read_runs
 from tba_offload.report.run_log import RunHeader, RunLogWriter, StepRecord, read_run_log
 
@@ -84,7 +84,7 @@ def test_a_step_that_a_rank_skipped_is_skipped_and_memory_is_that_of_the_fullest
 
 
 def test_a_run_of_ranks_is_one_point(two_ranks: list[Path]) -> None:
-    (point,) = rok.points(two_ranks)
+    (point,) = rok_points.points(two_ranks)
     assert point.activation_peak_bytes == 2 * GIB
     assert point.throughput == 2e12 / 2.0
     assert point.source.endswith("run.jsonl")
@@ -101,7 +101,7 @@ def test_the_name_of_the_run_stands_for_its_ranks(two_ranks: list[Path], tmp_pat
 
 def test_the_ranks_of_two_runs_are_kept_apart(tmp_path: Path) -> None:
     paths = [write(tmp_path / f"{run}{rank}.jsonl", rank, run=run) for run in "ab" for rank in (0, 1)]
-    assert len(rok.points(paths)) == 2
+    assert len(rok_points.points(paths)) == 2
 
 
 def test_logs_of_single_processes_are_left_alone(tmp_path: Path) -> None:

@@ -16,8 +16,10 @@ from rich.console import Console
 
 from tba_offload.config.policy import Placement
 from tba_offload.errors import ConfigError, MissingDependencyError, RunLogError
+from tba_offload.report import points as rok_points
 from tba_offload.report import rok
-from tba_offload.report.rok import RokPoint
+from tba_offload.report.advice import advice
+from tba_offload.report.points import RokPoint
 from tba_offload.report.run_log import RunHeader, RunLog, RunLogWriter, StepRecord
 
 MIB = 2**20
@@ -84,7 +86,7 @@ CURVES = [
 
 def test_a_point_has_the_largest_peak_and_the_median_speed() -> None:
     log = run([9, 9, 2, 3, 1], peaks=[50, 60, 10, 30, 20], peak_source="cuda allocator")
-    point = rok.point(log)
+    point = rok_points.point(log)
     assert point.activation_peak_bytes == 30
     assert point.step_seconds == 2
     assert point.step_seconds_quartiles == (1.5, 2.5)
@@ -98,91 +100,91 @@ def test_a_point_has_the_largest_peak_and_the_median_speed() -> None:
 
 @pytest.mark.parametrize(("steps", "counted"), [(1, 1), (2, 1), (4, 3), (5, 3), (10, 8)])
 def test_the_default_warm_up_leaves_the_steps_that_it_says(steps: int, counted: int) -> None:
-    assert rok.point(run([1.0] * steps)).steps == counted
+    assert rok_points.point(run([1.0] * steps)).steps == counted
 
 
 def test_a_given_warm_up_is_taken() -> None:
-    assert rok.point(run([1, 2, 3]), warmup=0).step_seconds == 2
-    assert rok.point(run([1, 2, 3]), warmup=2).step_seconds == 3
+    assert rok_points.point(run([1, 2, 3]), warmup=0).step_seconds == 2
+    assert rok_points.point(run([1, 2, 3]), warmup=2).step_seconds == 3
 
 
 def test_a_warm_up_that_leaves_nothing_is_an_error() -> None:
     with pytest.raises(RunLogError, match=r"run\.jsonl: 3 steps, and none is left after 3 of warm-up"):
-        rok.point(run([1, 2, 3]), warmup=3)
+        rok_points.point(run([1, 2, 3]), warmup=3)
     with pytest.raises(RunLogError, match="0 steps"):
-        rok.point(run([]))
+        rok_points.point(run([]))
 
 
 def test_a_negative_warm_up_is_an_error() -> None:
     with pytest.raises(ConfigError, match="warmup must be 0 or more steps, and is -1"):
-        rok.point(run([1]), warmup=-1)
+        rok_points.point(run([1]), warmup=-1)
 
 
 def test_tokens_stand_in_where_flops_are_unknown() -> None:
-    point = rok.point(run([2.0], model_flops=None))
+    point = rok_points.point(run([2.0], model_flops=None))
     assert (point.throughput, point.unit) == (500, "tokens/s")
 
 
 def test_a_unit_that_the_run_does_not_know_is_an_error() -> None:
     with pytest.raises(RunLogError, match="FLOP/s cannot be told; only tokens/s can"):
-        rok.point(run([2.0], model_flops=None), unit="FLOP/s")
+        rok_points.point(run([2.0], model_flops=None), unit="FLOP/s")
     with pytest.raises(RunLogError, match="some steps tell neither model_flops nor tokens"):
-        rok.point(run([2.0], model_flops=None, tokens=None))
+        rok_points.point(run([2.0], model_flops=None, tokens=None))
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
 def test_a_step_time_that_cannot_be_is_an_error(seconds: float) -> None:
     with pytest.raises(RunLogError, match=r"run\.jsonl: step 0 took .* seconds"):
-        rok.point(run([seconds]))
+        rok_points.point(run([seconds]))
 
 
 def test_steps_that_measured_memory_do_not_count_for_the_time_if_there_are_others() -> None:
-    assert rok.point(run([1, 1, 9, 3, 5, 9], peaks=[None, None, 7, None, None, 8])).step_seconds == 4
-    assert rok.point(run([1, 1, 9, 3, 5, 9], peaks=[7] * 6)).step_seconds == 7
+    assert rok_points.point(run([1, 1, 9, 3, 5, 9], peaks=[None, None, 7, None, None, 8])).step_seconds == 4
+    assert rok_points.point(run([1, 1, 9, 3, 5, 9], peaks=[7] * 6)).step_seconds == 7
 
 
 def test_steps_without_an_update_count_in_nothing() -> None:
     log = run([9, 9, 1.0, 5.0, 1.0], peaks=[GIB, GIB, GIB, 9 * GIB, GIB])
     steps = [replace(step, skipped=step.step == 3) for step in log.steps]
-    point = rok.point(replace(log, steps=tuple(steps)))
+    point = rok_points.point(replace(log, steps=tuple(steps)))
     assert (point.steps, point.step_seconds, point.activation_peak_bytes) == (2, 1.0, GIB)
     nothing = replace(log, steps=tuple(replace(step, skipped=True) for step in log.steps))
     with pytest.raises(
         RunLogError, match="5 steps, and none is left after 2 of warm-up and 3 without an update"
     ):
-        rok.point(nothing)
+        rok_points.point(nothing)
 
 
 def test_gradients_that_are_counted_apart_are_no_doubt() -> None:
     apart = run([1.0] * 4, gradients_allocated=False, gradient_bytes=GIB)
-    assert rok.point(apart).gradients_allocated
-    assert not rok.point(run([1.0] * 4, gradients_allocated=False)).gradients_allocated
+    assert rok_points.point(apart).gradients_allocated
+    assert not rok_points.point(run([1.0] * 4, gradients_allocated=False)).gradients_allocated
 
 
 def test_an_activation_peak_must_have_been_measured() -> None:
-    assert rok.point(run([1, 1, 1], peaks=[9, None, 7])).activation_peak_bytes == 7
+    assert rok_points.point(run([1, 1, 1], peaks=[9, None, 7])).activation_peak_bytes == 7
     with pytest.raises(RunLogError, match="no activation peak was measured in the 2 counted steps"):
-        rok.point(run([1, 1, 1], peaks=[9, None, None]))
+        rok_points.point(run([1, 1, 1], peaks=[9, None, None]))
     with pytest.raises(RunLogError, match="the activation peak is -1 bytes"):
-        rok.point(run([1], peaks=[-1]))
+        rok_points.point(run([1], peaks=[-1]))
 
 
 def test_one_late_gradient_marks_the_point() -> None:
     log = run([1, 1, 1])
     late = replace(log.steps[-1], gradients_allocated=False)
-    assert not rok.point(replace(log, steps=(*log.steps[:-1], late))).gradients_allocated
+    assert not rok_points.point(replace(log, steps=(*log.steps[:-1], late))).gradients_allocated
 
 
 @pytest.mark.parametrize("batch_size", [None, "4", 4.0, True])
 def test_a_batch_size_that_is_no_whole_number_is_unknown(batch_size: object) -> None:
-    point = rok.point(run([1], model={"batch_size": batch_size}))
+    point = rok_points.point(run([1], model={"batch_size": batch_size}))
     assert point.batch_size is None
     assert point.name == "offload (run.jsonl)"
 
 
 def test_the_model_is_compared_without_its_batch_size() -> None:
-    small, large = (rok.point(run([1], model={"layers": 2, "batch_size": size})) for size in (1, 8))
-    other = rok.point(run([1], model={"layers": 3, "batch_size": 1}))
+    small, large = (rok_points.point(run([1], model={"layers": 2, "batch_size": size})) for size in (1, 8))
+    other = rok_points.point(run([1], model={"layers": 3, "batch_size": 1}))
     assert small.model == large.model != other.model
 
 
@@ -192,26 +194,26 @@ def test_the_model_is_compared_without_its_batch_size() -> None:
 def test_points_take_the_unit_that_all_runs_know(tmp_path: Path) -> None:
     both = save(run([1.0]), tmp_path / "both.jsonl")
     tokens = save(run([1.0], model_flops=None), tmp_path / "tokens.jsonl")
-    assert [point.unit for point in rok.points([both, both])] == ["FLOP/s", "FLOP/s"]
-    assert [point.unit for point in rok.points([both, tokens])] == ["tokens/s", "tokens/s"]
+    assert [point.unit for point in rok_points.points([both, both])] == ["FLOP/s", "FLOP/s"]
+    assert [point.unit for point in rok_points.points([both, tokens])] == ["tokens/s", "tokens/s"]
 
 
 def test_runs_without_a_common_unit_are_an_error(tmp_path: Path) -> None:
     flops = save(run([1.0], tokens=None), tmp_path / "flops.jsonl")
     tokens = save(run([1.0], model_flops=None), tmp_path / "tokens.jsonl")
     with pytest.raises(RunLogError, match=r"flops\.jsonl: FLOP/s; .*tokens\.jsonl: tokens/s"):
-        rok.points([flops, tokens])
+        rok_points.points([flops, tokens])
 
 
 def test_lines_follow_the_batch_size() -> None:
     unknown = make("keep", None, 5, 1.0)
-    lines = rok.lines([unknown, CURVES[4], CURVES[1], CURVES[0], CURVES[2]])
+    lines = rok_points.lines([unknown, CURVES[4], CURVES[1], CURVES[0], CURVES[2]])
     assert lines == {"keep": [CURVES[0], CURVES[1], unknown], "offload": [CURVES[2], CURVES[4]]}
     assert list(lines) == ["keep", "offload"]
 
 
 def test_the_pareto_set_is_sorted_and_free_of_what_is_beaten() -> None:
-    names = [point.name for point in rok.pareto(CURVES)]
+    names = [point.name for point in rok_points.pareto(CURVES)]
     assert names == [
         "offload at batch size 1",
         "recompute at batch size 2",
@@ -222,13 +224,13 @@ def test_the_pareto_set_is_sorted_and_free_of_what_is_beaten() -> None:
 
 def test_equal_points_do_not_beat_each_other() -> None:
     twins = [make("keep", 1, 10, 5.0), make("offload", 1, 10, 5.0)]
-    assert rok.pareto(twins) == twins
+    assert rok_points.pareto(twins) == twins
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 6)), min_size=1, max_size=12))
 def test_the_pareto_set_covers_every_run(pairs: list[tuple[int, int]]) -> None:
     points = [make("keep", index, peak, float(speed)) for index, (peak, speed) in enumerate(pairs)]
-    best = rok.pareto(points)
+    best = rok_points.pareto(points)
 
     def at_least_as_good(one: RokPoint, other: RokPoint) -> bool:
         return one.activation_peak_bytes <= other.activation_peak_bytes and one.throughput >= other.throughput
@@ -342,7 +344,7 @@ def said(text: str) -> str:
 
 
 def test_advice_compares_strategies_at_equal_batch_size() -> None:
-    assert rok.advice(CURVES)[:3] == [
+    assert advice(CURVES)[:3] == [
         said("""At batch size 1, offload has the lowest activation peak (120 MiB). Against keep, the fastest
         (300 MiB): offload needs 60.0% less at 98.3% of the throughput."""),
         said("""At batch size 2, recompute has the lowest activation peak (150 MiB). Against keep, the
@@ -354,7 +356,7 @@ def test_advice_compares_strategies_at_equal_batch_size() -> None:
 
 
 def test_advice_tells_what_fits_in_the_same_memory_and_what_never_pays() -> None:
-    assert rok.advice(CURVES)[3:] == [
+    assert advice(CURVES)[3:] == [
         said("""Within the activation peak of keep at batch size 2 (600 MiB), offload fits batch size 4
         (380 MiB), at 122% of its throughput."""),
         said("""No run of keep is in the Pareto set: for each, another run needs no more memory and is no
@@ -364,15 +366,15 @@ def test_advice_tells_what_fits_in_the_same_memory_and_what_never_pays() -> None
 
 def test_advice_finds_no_larger_batch_where_none_fits() -> None:
     points = [make("keep", 2, 200, 8e12), make("offload", 4, 201, 9e12)]
-    assert rok.advice(points) == []
+    assert advice(points) == []
     assert (
         "offload fits batch size 4"
-        in rok.advice([points[0], replace(points[1], activation_peak_bytes=200 * MIB)])[0]
+        in advice([points[0], replace(points[1], activation_peak_bytes=200 * MIB)])[0]
     )
 
 
 def test_advice_names_a_strategy_that_is_best_in_both() -> None:
-    sentences = rok.advice([make("offload", 2, 100, 9.0), make("keep", 2, 200, 8.0)])
+    sentences = advice([make("offload", 2, 100, 9.0), make("keep", 2, 200, 8.0)])
     assert sentences[0] == said("""At batch size 2, offload has both the lowest activation peak (100 MiB) and
     the highest throughput.""")
 
@@ -381,13 +383,13 @@ def test_advice_names_a_strategy_that_is_best_in_both() -> None:
 def test_advice_says_when_a_difference_may_be_noise(peak: float) -> None:
     fast = make("keep", 2, 200, 10.0, step_seconds_quartiles=(0.09, 0.12))
     slow = make("offload", 2, peak, 9.0, step_seconds_quartiles=(0.11, 0.13))
-    assert "the difference may be noise" in rok.advice([fast, slow])[0]
+    assert "the difference may be noise" in advice([fast, slow])[0]
     apart = replace(slow, step_seconds_quartiles=(0.121, 0.13))
-    assert not any("noise" in sentence for sentence in rok.advice([fast, apart]))
+    assert not any("noise" in sentence for sentence in advice([fast, apart]))
 
 
 def test_advice_survives_peaks_of_zero() -> None:
-    sentences = rok.advice([make("keep", 2, 0, 5.0), make("offload", 2, 0, 4.0)])
+    sentences = advice([make("keep", 2, 0, 5.0), make("offload", 2, 0, 4.0)])
     assert sentences[0].startswith("At batch size 2, keep has both the lowest activation peak (0 B)")
 
 
@@ -404,12 +406,12 @@ def test_advice_survives_peaks_of_zero() -> None:
 )
 def test_advice_doubts_what_deserves_it(odd: dict[str, Any], doubt: str) -> None:
     keep, offload = CURVES[0], CURVES[2]
-    assert any(doubt in sentence for sentence in rok.advice([keep, replace(offload, **odd)]))
-    assert not any(doubt in sentence for sentence in rok.advice([keep, offload]))
+    assert any(doubt in sentence for sentence in advice([keep, replace(offload, **odd)]))
+    assert not any(doubt in sentence for sentence in advice([keep, offload]))
 
 
 def test_advice_on_one_strategy_asks_for_another() -> None:
-    assert rok.advice(CURVES[:2]) == [
+    assert advice(CURVES[:2]) == [
         "Only one strategy was measured: add runs with other placements to compare."
     ]
 
@@ -442,7 +444,8 @@ def test_the_picture_does_not_depend_on_the_users_style_and_leaves_it_alone(tmp_
 def test_drawing_leaves_pyplot_and_torch_alone(tmp_path: Path) -> None:
     script = (
         "import sys\n"
-        "from tba_offload.report.rok import RokPoint, draw\n"
+        "from tba_offload.report.points import RokPoint\n"
+        "from tba_offload.report.rok import draw\n"
         "assert 'matplotlib' not in sys.modules\n"
         f"draw([{CURVES[0]!r}], sys.argv[1])\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"
@@ -472,7 +475,9 @@ def test_each_line_goes_through_its_points() -> None:
     drawn = [line.get_xydata().tolist() for line in axes.lines]  # type: ignore[union-attr]
     assert [[300.0, 60.0], [600.0, 90.0]] in drawn
     assert [[120.0, 59.0], [200.0, 88.0], [380.0, 110.0]] in drawn
-    ringed = [[point.activation_peak_bytes / MIB, point.throughput / 1e12] for point in rok.pareto(CURVES)]
+    ringed = [
+        [point.activation_peak_bytes / MIB, point.throughput / 1e12] for point in rok_points.pareto(CURVES)
+    ]
     assert ringed in drawn
 
 

@@ -27,12 +27,13 @@ from store_contract import (
 import tba_offload as tba
 from tba_offload.device import ByteRange
 from tba_offload.errors import ConfigError, StoreError, StoreFullError, TransferError
+from tba_offload.plan.window import SPILL_BYTES
 from tba_offload.report.run_log import read_run_log
 from tba_offload.store import open_store
 from tba_offload.store.file import FileStore
 from tba_offload.store.host import HostStore
 from tba_offload.store.striped import StripedStore
-from tba_offload.store.tiered import SPILL_BYTES, TieredStore
+from tba_offload.store.tiered import TieredStore
 from tba_offload.transfer.offloader import Offloader
 
 if TYPE_CHECKING:

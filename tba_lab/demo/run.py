@@ -32,7 +32,8 @@ from tba_offload.config.policy import LayerId, Placement
 from tba_offload.device.memory import FAST_ALLOCATOR
 from tba_offload.errors import ConfigError
 from tba_offload.plan.model import Plan
-from tba_offload.report.rok import draw, points
+from tba_offload.report.points import points
+from tba_offload.report.rok import draw
 from tba_offload.writing import write_regular
 
 if TYPE_CHECKING:

@@ -10,15 +10,15 @@ is the one that is imported.
 
 from __future__ import annotations
 
-import runpy
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tba_offload.errors import ConfigError, MissingDependencyError, TbaError
+from tba_offload.errors import MissingDependencyError, TbaError
+from tba_offload.megatron.script import enter, run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 CPU = "--cpu"
 """First argument: train on the CPU, with gloo; for trying things out."""
@@ -65,29 +65,6 @@ def prepare(arguments: Sequence[str]) -> Path:
             "megatron-core", f"{path.name}: megatron.training", extra="megatron"
         ) from error
     return path
-
-
-def enter(arguments: Sequence[str]) -> Path:
-    """Sets the command line and the module path as if a script had been started with its arguments.
-
-    Returns:
-        The script.
-
-    Raises:
-        ConfigError: There is no such script.
-    """
-    script, *rest = arguments or [""]
-    path = Path(script)
-    if not path.is_file():
-        raise ConfigError(f"there is no script {script!r}; name pretrain_gpt.py of a Megatron-LM checkout")
-    sys.argv = [str(path), *rest]
-    sys.path.insert(0, str(path.resolve().parent))
-    return path
-
-
-def run(script: Path) -> None:
-    """Runs a script that was entered as ``__main__``."""
-    runpy.run_path(str(script), run_name="__main__")
 
 
 def main() -> None:

@@ -10,12 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-SPILL_SHARE = 0.5
-"""Host memory is used when the drives have more than this share of the window still to write."""
-
-SPILL_BYTES = 64 * 2**20
-"""The same where there is no window."""
-
 HOST_SPEED = 4.0
 """How many times as fast as the drives host memory is taken to be until it is measured.
 
@@ -41,11 +35,6 @@ class HostTier:
     def __post_init__(self) -> None:
         if not (self.write > 0 and self.read > 0 and self.capacity >= 0):
             raise ValueError(f"rates must be positive, and the capacity not negative: {self}")
-
-    @staticmethod
-    def spills_above(window: int | None) -> int:
-        """Bytes that the drives may have to write before host memory is used."""
-        return SPILL_BYTES if window is None else int(SPILL_SHARE * window)
 
 
 @dataclass(frozen=True, slots=True)

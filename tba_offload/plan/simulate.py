@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tba_offload.config.policy import Placement
 from tba_offload.plan.model import Prediction
 from tba_offload.plan.profile import Timing
+from tba_offload.plan.window import Window
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,19 +25,7 @@ if TYPE_CHECKING:
     from tba_offload.plan.model import Plan
     from tba_offload.plan.profile import LayerKind, Slot, StepProfile
 
-BATCH_BYTES = 4 * 2**20
-"""Writes are handed over in batches of this many bytes, or of a quarter of the window."""
-
-ACROSS_FORWARD = 0.25
-"""What is read ahead for after a forward pass may take this share of the window."""
-
 INFINITY = float("inf")
-
-HELD_BACK = 0.25
-"""This share of the window is written only when something else needs the room."""
-
-REFILL_BELOW = 0.75
-"""Reading ahead starts again when less than this share of the window is in flight."""
 
 BLOCK = 4096
 """Host memory is taken in blocks of this many bytes."""
@@ -160,9 +149,9 @@ class _Event(NamedTuple):
 class _HostMemory:
     """The host tier in a run: what it holds, and when each of its directions is free again."""
 
-    def __init__(self, tier: HostTier, window: int | None) -> None:
+    def __init__(self, tier: HostTier, window: Window) -> None:
         self.tier = tier
-        self.spills_above = tier.spills_above(window)
+        self.spills_above = window.spills_above
         self.backlog = 0  # bytes that the drive has still to write
         self.held = self.peak = 0
         self.written = self.read = 0
@@ -207,16 +196,14 @@ def _backward_passes(slots: Sequence[Slot]) -> list[int]:
 
 class _Run:
     def __init__(self, profile: StepProfile, plan: Plan, drive: Bandwidth) -> None:
-        window = plan.window
+        window = Window(plan.window)
         self.profile = profile
         self.plan = plan
         self.drive = drive
         self.window = window
-        batch = BATCH_BYTES if window is None else min(BATCH_BYTES, window // 4)
-        self.held_back = 0 if window is None else int(HELD_BACK * window)
-        self.batch_from = self.held_back + batch
+        self.held_back = window.held_back
+        self.batch_from = window.held_back + window.batch
         self.largest = max((saved.nbytes for kind in profile.kinds for saved in kind.activations), default=0)
-        self.may_be_tight = window is not None and self.largest <= window
         self.now = 0.0
         self.stall = 0.0
         self.rebuild_seconds = 0.0
@@ -402,7 +389,7 @@ class _Run:
         self.outbox.append(item)
         self.outbox_bytes += nbytes
         self._note_peak()
-        if self.may_be_tight and self._is_crowded(self.largest):
+        if self.window.is_tight(self.in_flight, self.largest):
             self._flush(0)  # or the next one may find no room
         elif self.outbox_bytes >= self.batch_from:
             self._flush(self.held_back)
@@ -417,18 +404,15 @@ class _Run:
 
     def _admit(self, nbytes: int) -> None:
         """Waits at the ceiling for writes to end."""
-        while self._is_crowded(nbytes):
+        while self.window.is_crowded(self.in_flight, nbytes):
             self._settle()
-            if not self._is_crowded(nbytes):
+            if not self.window.is_crowded(self.in_flight, nbytes):
                 return
             self._flush(0)
             if self.next_written == INFINITY:
                 return  # only what was read ahead is in flight; it would be given up
             self._wait_until(self.next_written)
             self._settle()
-
-    def _is_crowded(self, nbytes: int) -> bool:
-        return self.window is not None and self.in_flight > 0 and self.in_flight + nbytes > self.window
 
     def _flush(self, held_back: int) -> None:
         while self.outbox and (not held_back or self.outbox_bytes > held_back):
@@ -607,7 +591,7 @@ class _Run:
     def _read_ahead(self) -> None:
         if self.next_written <= self.now:
             self._settle()
-        if self.window is not None and self.in_flight > REFILL_BELOW * self.window:
+        if not self.window.is_worth_filling(self.in_flight):
             return
         while self.ahead < len(self.order):
             across = self.pass_of[self.ahead] > self.passes
@@ -621,14 +605,12 @@ class _Run:
             self.ahead += 1
 
     def _starts_early(self, item: _Item, *, across_forward: bool) -> bool:
-        if self.window is not None:
-            restrained = across_forward and self.read_ahead > 0
-            if restrained and self.read_ahead + item.nbytes > ACROSS_FORWARD * self.window:
-                return False
-            if self.in_flight + item.nbytes > self.window:
-                if not across_forward:
-                    self._flush(0)  # what waits there is needed later
-                return False
+        if not self.window.may_read_ahead(
+            self.in_flight, self.read_ahead, item.nbytes, across_forward=across_forward
+        ):
+            if not across_forward:
+                self._flush(0)  # what waits there is needed later
+            return False
         self._start_read(item)
         self.in_flight += item.nbytes
         self.read_ahead += item.nbytes

@@ -20,7 +20,7 @@ from matplotlib.path import Path
 from matplotlib.textpath import TextPath
 
 from tba_offload.formatting import byte_scale, readable_size, visible
-from tba_offload.report.rok import lines, pareto, peak_sources, rate_scale
+from tba_offload.report.points import lines, pareto, peak_sources, rate_scale
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tba_offload.report.plans import PlanReport
-    from tba_offload.report.rok import RokPoint
+    from tba_offload.report.points import RokPoint
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; marker and dashes differ as well.
 # The plain strategies look the same in every picture.

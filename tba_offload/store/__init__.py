@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from tba_offload.store.base import ActivationStore, Extent, IoFuture, open_store
+from tba_offload.store.base import ActivationStore, Extent, IoFuture
+from tba_offload.store.open import open_store
 
 __all__ = ["ActivationStore", "Extent", "IoFuture", "open_store"]

@@ -6,21 +6,12 @@ import errno
 from typing import TYPE_CHECKING
 
 from tba_offload.errors import StoreFullError
+from tba_offload.plan.window import Window
 from tba_offload.store.base import HOST_TIER, ActivationStore, DriveLoad, Extent
 from tba_offload.store.combined import CombinedStore
 
 if TYPE_CHECKING:
     from tba_offload.store.host import HostStore
-
-SPILL_SHARE = 0.5
-"""Host memory is used when the drives have more than this share of the window still to write.
-
-A pack waits when the bytes in flight reach the window. A quarter of it is held back in case that backward
-comes for it, so half of it at the drives means that they fall behind.
-"""
-
-SPILL_BYTES = 64 << 20
-"""The same where there is no window."""
 
 
 class TieredStore(CombinedStore):
@@ -33,7 +24,8 @@ class TieredStore(CombinedStore):
     Args:
         drives: The store of the drives.
         host: Host memory, up to its capacity. The ``drive`` of its extents is one that no drive has.
-        spill_bytes: Host memory is used when the drives have more than this to write.
+        spill_bytes: Host memory is used when the drives have more than this to write; ``None`` for what suits
+            a step without a window.
 
     Attributes:
         spill_bytes: As given, or by what :meth:`expect` was told last.
@@ -43,11 +35,11 @@ class TieredStore(CombinedStore):
 
     kind = "tiered"
 
-    def __init__(self, drives: ActivationStore, host: HostStore, *, spill_bytes: int = SPILL_BYTES) -> None:
+    def __init__(self, drives: ActivationStore, host: HostStore, *, spill_bytes: int | None = None) -> None:
         super().__init__((drives, host))
         self.drives = drives
         self.host = host
-        self.spill_bytes = spill_bytes
+        self.spill_bytes = Window().spills_above if spill_bytes is None else spill_bytes
 
     @property
     def description(self) -> dict[str, object]:
@@ -101,7 +93,7 @@ class TieredStore(CombinedStore):
 
     def expect(self, in_flight: int | None) -> None:
         """Sets when host memory is used, by the window; see :meth:`ActivationStore.expect`."""
-        self.spill_bytes = SPILL_BYTES if in_flight is None else int(SPILL_SHARE * in_flight)
+        self.spill_bytes = Window(in_flight).spills_above
 
     def _store_of(self, extent: Extent) -> ActivationStore:
         return self.host if extent.drive == self.host.drive_number else self.drives

@@ -14,12 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from tba_offload.device import Mark
-
-REFILL_BELOW = 0.75
-"""Reading ahead starts again when less than this share of the window is in flight."""
-
-ACROSS_FORWARD = 0.25
-"""What is read ahead for after a forward pass may take this share of the window: that pass needs the rest."""
+    from tba_offload.plan.window import Window
 
 NOTICEABLE = 20e-6
 """Seconds; shorter waits are counted, but nobody needs to know when they were."""
@@ -70,23 +65,24 @@ class TransferStats:
 
 
 class Books:
-    """The sums that the ceiling is held by.
+    """The sums that the window is held by.
 
     Args:
-        ceiling: Most bytes in flight; ``None`` for no limit.
+        window: Its rules.
 
     Attributes:
+        window: As given; may be set to another one between steps.
         in_flight: Bytes packed and not yet freed, and bytes whose read was submitted and that were not yet
             unpacked.
         departing: Those among them that queued and running writes alone will free.
         read_ahead: Bytes whose read was submitted ahead of backward and that were not yet unpacked.
-        settled: Bytes kept in memory outside the ceiling, because they could not be written, because
+        settled: Bytes kept in memory outside the window, because they could not be written, because
             backward uses them, or because the plan leaves a part of an activation there.
         stats: What moved.
     """
 
-    def __init__(self, ceiling: int | None) -> None:
-        self.ceiling = ceiling
+    def __init__(self, window: Window) -> None:
+        self.window = window
         self.in_flight = 0
         self.departing = 0
         self.read_ahead = 0
@@ -100,31 +96,22 @@ class Books:
     # ---- the window ------------------------------------------------------------------------------
 
     def crowded(self, nbytes: int) -> bool:
-        """Whether ``nbytes`` more would exceed the ceiling; what is larger than it goes alone."""
-        return self.ceiling is not None and self.in_flight > 0 and self.in_flight + nbytes > self.ceiling
+        """Whether ``nbytes`` more would exceed the window."""
+        return self.window.is_crowded(self.in_flight, nbytes)
 
     def is_tight(self) -> bool:
-        """Whether another activation as large as the largest of late would have to wait for writes.
-
-        One that is larger than the window waits for all of them, whenever they began.
-        """
-        largest = max(self._largest, self._largest_before)
-        return self.ceiling is not None and largest <= self.ceiling and self.crowded(largest)
+        """Whether another activation as large as the largest of late would have to wait for writes."""
+        return self.window.is_tight(self.in_flight, max(self._largest, self._largest_before))
 
     def may_be_read_ahead(self, nbytes: int, *, across_forward: bool) -> bool:
-        """Whether the window has room for so much; what it can never hold is read on demand."""
-        if self.ceiling is None:
-            return True
-        if across_forward and self.read_ahead and self.read_ahead + nbytes > ACROSS_FORWARD * self.ceiling:
-            return False
-        return self.in_flight + nbytes <= self.ceiling
+        """Whether the window has room for ``nbytes`` that are read ahead."""
+        return self.window.may_read_ahead(
+            self.in_flight, self.read_ahead, nbytes, across_forward=across_forward
+        )
 
     def has_room(self) -> bool:
-        """Whether so much of the window is free that reading ahead is worth a start.
-
-        Filling up every few bytes would wake the I/O threads all the time, each time for one transfer.
-        """
-        return self.ceiling is None or self.in_flight <= REFILL_BELOW * self.ceiling
+        """Whether so much of the window is free that reading ahead is worth a start."""
+        return self.window.is_worth_filling(self.in_flight)
 
     # ---- records ---------------------------------------------------------------------------------
 

@@ -38,6 +38,7 @@ from tba_offload.errors import (
     TransferError,
     is_of_drive,
 )
+from tba_offload.plan.window import Window
 from tba_offload.transfer.ledger import Books, TransferStats
 from tba_offload.transfer.storage import Drop, Handle, Piece, Record, Span
 from tba_offload.transfer.watchdog import HUNG, Patience
@@ -47,15 +48,6 @@ if TYPE_CHECKING:
 
     from tba_offload.device.streams import Device, Event
     from tba_offload.store.base import ActivationStore, Extent, IoFuture
-
-BATCH_BYTES = 4 * 2**20
-"""Writes are collected until they come to this many bytes, or to a quarter of the window."""
-
-HELD_BACK = 0.25
-"""This share of the window is not written before it is needed for something else; a batch more may wait.
-
-What was saved last is needed first: if backward comes for it before the window fills, it never travels.
-"""
 
 READ_AGAIN = (0.01, 0.1, 1.0)
 """Seconds before the second, third and fourth attempt to read what backward waits for.
@@ -101,10 +93,10 @@ class Offloader:
         self.keep_when_full = keep_when_full
         self.marks_stalls = False
         """Whether waits are marked in the work of the device, for those who ask it for times."""
-        self._books = Books(ceiling)
+        self._books = Books(Window(ceiling))
         self._outbox: dict[Piece, Record] = {}
         self._outbox_bytes = 0
-        self._size_window()
+        self._take_sizes()
         self._prefetched: OrderedDict[Span, Record] = OrderedDict()
         self._dropped: deque[Drop] = deque()
         self._records: dict[
@@ -121,16 +113,16 @@ class Offloader:
         self._waiters: list[LockType] = []
         self._patience = Patience(stall_limit)
 
-    def _size_window(self) -> None:
-        ceiling = self._books.ceiling
-        self._batch_bytes = min(BATCH_BYTES, ceiling // 4) if ceiling is not None else BATCH_BYTES
-        self._held_back_bytes = int(HELD_BACK * ceiling) if ceiling is not None else 0
-        self.store.expect(ceiling)
+    def _take_sizes(self) -> None:
+        """Looks the sizes up that every pack asks for, and tells the store."""
+        window = self._books.window
+        self._batch_bytes, self._held_back_bytes = window.batch, window.held_back
+        self.store.expect(window.nbytes)
 
     def resize_window(self, ceiling: int | None) -> None:
         """Sets the most bytes in flight; between steps."""
-        self._books.ceiling = ceiling
-        self._size_window()
+        self._books.window = Window(ceiling)
+        self._take_sizes()
 
     @property
     def stats(self) -> TransferStats:

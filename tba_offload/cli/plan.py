@@ -1,0 +1,125 @@
+"""``tba-offload plan``: what the planner would do with a run."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tba_offload.cli.shared import Picture, say, size, writing
+from tba_offload.writing import write_regular
+
+
+def _finite(_context: click.Context, _parameter: click.Parameter, number: float) -> float:
+    if not math.isfinite(number):
+        raise click.BadParameter(f"{number} is no number of drives")
+    return number
+
+
+@click.command()
+@click.argument("run", metavar="RUN.jsonl", type=click.Path(path_type=Path))
+@click.option("--budget", callback=size, metavar="SIZE", help="Plan for this activation peak, such as 12GiB.")
+@click.option(
+    "--objective",
+    type=click.Choice(["time", "memory", "endurance"]),
+    help="What the plan is for: least step time, least memory without waiting, fewest written bytes.  "
+    "[default: time with --budget, memory without]",
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write the plan as a policy file, in place of a planned one but of no other.",
+)
+@click.option("--force", is_flag=True, help="Replace whatever file --output names.")
+@click.option(
+    "--picture",
+    type=Picture(),
+    metavar="FILE",
+    help="Draw the frontier: .svg or .png.",
+)
+@click.option(
+    "--write", callback=size, metavar="SIZE", help="What if a second wrote this much, such as 3GiB."
+)
+@click.option("--read", callback=size, metavar="SIZE", help="What if a second read this much.")
+@click.option(
+    "--drives",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1,
+    callback=_finite,
+    help="What if there were so many times as many.",
+)
+@click.option("--window", callback=size, metavar="SIZE", help="What if so much were in flight.")
+@click.option(
+    "--host",
+    callback=size,
+    metavar="SIZE",
+    help="What if so much host memory took what the drives have no time for; 0 for none.",
+)
+@click.option("--layers", type=click.IntRange(min=1), help="What if there were so many.")
+@click.option("--micro-batches", type=click.IntRange(min=1), help="What if there were so many.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+def plan(
+    run: Path,
+    budget: int | None,
+    objective: str | None,
+    output: Path | None,
+    picture: Path | None,
+    *,
+    force: bool,
+    as_json: bool,
+    **changes: Any,
+) -> None:
+    """Say what the planner would do with a run, before running it.
+
+    From the run log of one process: the best plans for a sweep of budgets, and the plan for one budget.
+    Without --budget it is the plan with the lowest peak at which compute waits for nothing and a step takes
+    no longer than if everything was kept; where that peak is hardly lower, everything is kept.
+    """
+    from tba_offload.config.policy import Objective
+    from tba_offload.report import plans
+    from tba_offload.what_if import Situation
+
+    wanted = None if objective is None else Objective(objective)
+    if budget is None and wanted in {Objective.TIME, Objective.ENDURANCE}:
+        raise click.UsageError(f"--objective {wanted} needs --budget: without one nothing would leave memory")
+    situation = Situation.of(run, left_out=say).changed(**changes)
+    choices, best = situation.frontier(wanted), situation.plan(budget, wanted)
+    report = situation.report(budget, best, choices)
+    if picture is not None:
+        with writing(picture):
+            plans.draw_frontier(report, picture)
+    if output is not None:
+        _write_policy(output, situation.policy_for(best, budget).to_yaml(), force=force)
+    if as_json:
+        click.echo(json.dumps(situation.as_json(best, report), indent=2))
+    else:
+        plans.show(report, None if output is None else str(output))
+
+
+_PLANNED = "# Written by tba-offload plan, which replaces this file as long as this line stands here.\n"
+
+
+def _write_policy(path: Path, text: str, *, force: bool) -> None:
+    """Writes a planned policy, not over one that was not planned."""
+    with writing(path):
+        if path.exists() and not force and not _was_planned(path):
+            raise click.ClickException(
+                f"{path}: was not written by this command, so it stays as it is; choose another name, or "
+                "replace it with --force"
+            )
+        write_regular(path, (_PLANNED + text).encode())
+
+
+def _was_planned(path: Path) -> bool:
+    from tba_offload.config import MOST_TEXT
+    from tba_offload.reading import UnreadableError, read_regular
+
+    try:
+        return read_regular(path, MOST_TEXT).startswith(_PLANNED.encode())
+    except UnreadableError:
+        return False

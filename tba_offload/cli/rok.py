@@ -1,0 +1,63 @@
+"""``tba-offload rok``: runs compared by memory and speed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from tba_offload.cli.shared import Picture, say, writing
+from tba_offload.writing import write_regular
+
+
+@click.command()
+@click.argument("runs", metavar="RUN.jsonl...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    "pictures",
+    metavar="FILE",
+    multiple=True,
+    type=Picture(),
+    help="Draw the curve: .svg or .png; may be given several times.",
+)
+@click.option("--csv", "csv_file", metavar="FILE|-", help="Write the points as CSV; - prints nothing else.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@click.option(
+    "--warmup",
+    metavar="N",
+    type=click.IntRange(min=0),
+    help="Steps to skip at the start of each run.  [default: 2 of more than 4 steps, 1 of two to four]",
+)
+def rok(
+    runs: tuple[Path, ...],
+    pictures: tuple[Path, ...],
+    csv_file: str | None,
+    *,
+    as_json: bool,
+    warmup: int | None,
+) -> None:
+    """Compare runs by activation peak and throughput: recompute, offload, keep.
+
+    Each run log gives one point. Prints the table, the Pareto set and what follows from them.
+    """
+    if as_json and csv_file == "-":
+        raise click.UsageError("--json and --csv - both want the standard output")
+    from tba_offload.report import rok as report
+    from tba_offload.report.advice import advice
+    from tba_offload.report.points import points as points_of
+
+    points = points_of(runs, warmup=warmup, left_out=say)
+    for picture in pictures:
+        with writing(picture):
+            report.draw(points, picture)
+    if csv_file is not None and csv_file != "-":
+        with writing(csv_file):
+            write_regular(csv_file, report.csv_text(points).encode())
+    if as_json:
+        click.echo(json.dumps({"points": report.rows(points), "advice": advice(points)}, indent=2))
+    elif csv_file == "-":
+        click.echo(report.csv_text(points), nl=False)
+    else:
+        report.show(points)

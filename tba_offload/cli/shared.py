@@ -1,0 +1,67 @@
+"""Shared by commands: types of options, and what is said where."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tba_offload.errors import ConfigError
+from tba_offload.formatting import visible
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Picture(click.Path):
+    """A picture to write, whose suffix is checked before any work is done."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path of a picture that can be drawn."""
+        from tba_offload.report.rok import picture_kind
+
+        path: Any = super().convert(value, param, ctx)
+        try:
+            picture_kind(path)
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
+        return path
+
+
+def size(_context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
+    """A size with its unit, as an option."""
+    from tba_offload.config import parse_size
+
+    try:
+        found = None if text is None else parse_size(text)
+    except ConfigError as error:
+        raise click.BadParameter(str(error)) from error
+    if found == 0 and parameter.name not in {"window", "host"}:
+        raise click.BadParameter("must be more than 0")
+    return found
+
+
+def say(line: str) -> None:
+    """Tells what went beside the output, on stderr."""
+    click.echo(visible(line), err=True)
+
+
+@contextlib.contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Around the writing of a file; where that fails, the command ends with a line that names it.
+
+    Raises:
+        ClickException: It cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise click.ClickException(
+            f"{os.fspath(path)}: cannot be written: {error.strerror or error}"
+        ) from error
