@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tba_offload import effects
-from tba_offload.capture.layers import LayerStack, explicit_layers, find_layers
 from tba_offload.config import ConfigLike, OffloadConfig, read_config
 from tba_offload.errors import ConfigError
+from tba_offload.layers.stack import LayerStack, explicit_layers, find_layers
 from tba_offload.session import Session
 
 if TYPE_CHECKING:

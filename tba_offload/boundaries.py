@@ -28,7 +28,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tba_offload.errors import ConfigError
-from tba_offload.recompute.checkpoint import is_recomputation
+from tba_offload.layers.checkpoint import is_recomputation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -24,15 +24,7 @@ from tba_offload.adapt.controller import AutoPlanner
 from tba_offload.boundaries import Boundaries, Tokens, token_counter
 from tba_offload.capture import compiling, resize, transforms
 from tba_offload.capture.gradients import Gradients
-from tba_offload.capture.guards import (
-    cache_warning,
-    checkpointing_warning,
-    holds_cache,
-    is_checkpointed,
-)
 from tba_offload.capture.hooks import Capture, LayerHooks
-from tba_offload.capture.identity import latest_node
-from tba_offload.capture.layers import Layer, LayerStack, check_disjoint, first_differentiable, nearest_nodes
 from tba_offload.capture.rematerialize import Rebuilds, SelectiveHooks
 from tba_offload.capture.retained import is_retained, life_of_layer
 from tba_offload.capture.scope import ScopeKey
@@ -49,11 +41,19 @@ from tba_offload.errors import (
     UnsupportedError,
 )
 from tba_offload.formatting import layers_by_placement, readable_size
+from tba_offload.layers.checkpoint import is_recomputation
+from tba_offload.layers.graph import first_differentiable, latest_node, nearest_nodes
+from tba_offload.layers.guards import (
+    cache_warning,
+    checkpointing_warning,
+    holds_cache,
+    is_checkpointed,
+)
+from tba_offload.layers.nested import TooManyError, tensors_in
+from tba_offload.layers.stack import Layer, LayerStack, check_disjoint
 from tba_offload.notices import describe_step, tell
 from tba_offload.plan.model import Plan
 from tba_offload.plan.search import Limits
-from tba_offload.recompute.checkpoint import is_recomputation
-from tba_offload.recompute.nested import TooManyError, tensors_in
 from tba_offload.recompute.rescue import Rescue
 from tba_offload.recompute.verify import Mode, Run, Trial, Verifier
 from tba_offload.report.run_log import RunHeader, RunLogWriter, StepRecord

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import tba_offload as tba
 from tba_offload import cli
-from tba_offload.capture.layers import LayerStack, find_layers
 from tba_offload.config import OffloadConfig, StoreConfig, load_config
+from tba_offload.layers.stack import LayerStack, find_layers
 from tba_offload.megatron.arguments import add_arguments
 from tba_offload.session import Session
 

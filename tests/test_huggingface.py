@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tba_offload as tba
 from tba_offload import Placement
-from tba_offload.capture.layers import find_layers
+from tba_offload.layers.stack import find_layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

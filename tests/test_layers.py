@@ -12,18 +12,18 @@ from models import make_model
 from torch import Tensor, nn
 
 import tba_offload as tba
-from tba_offload.capture.layers import (
+from tba_offload.config.policy import LayerId
+from tba_offload.errors import UnsupportedError
+from tba_offload.layers import nested
+from tba_offload.layers.checkpoint import torch_checkpoint
+from tba_offload.layers.graph import first_differentiable
+from tba_offload.layers.stack import (
     Layer,
     LayerStack,
     check_disjoint,
     explicit_layers,
     find_layers,
-    first_differentiable,
 )
-from tba_offload.config.policy import LayerId
-from tba_offload.errors import UnsupportedError
-from tba_offload.recompute import nested
-from tba_offload.recompute.checkpoint import torch_checkpoint
 
 
 class Block(nn.Module):

@@ -22,9 +22,9 @@ import tba_offload as tba
 from tba_lab.gpt import GptShape, build_encoder, build_gpt, gpt_loss, random_batch
 from tba_lab.megatron_cpu import seed_all, single_process, training_device
 from tba_offload.capture.hooks import LayerHooks
-from tba_offload.capture.layers import Layer, LayerStack
 from tba_offload.config.policy import LayerId, Placement, Rule
 from tba_offload.errors import UnsupportedError
+from tba_offload.layers.stack import Layer, LayerStack
 from tba_offload.megatron.layers import (
     checkpoint_layer,
     current_microbatch,

@@ -16,8 +16,8 @@ import tba_offload as tba
 from tba_lab import gpt
 from tba_lab.gpt import GptShape, build_gpt, gpt_loss, random_batch
 from tba_lab.megatron_cpu import seed_all, single_process
-from tba_offload.capture.layers import Layer, LayerStack
 from tba_offload.config.policy import LayerId
+from tba_offload.layers.stack import Layer, LayerStack
 from tba_offload.megatron.layers import find_stack
 from tba_offload.megatron.recipes import fused_functions
 from tba_offload.session import Session

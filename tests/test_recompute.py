@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 import tba_offload as tba
 from tba_offload.capture.hooks import LayerHooks
 from tba_offload.errors import SavedTensorModifiedError, TransferError
-from tba_offload.recompute.checkpoint import torch_checkpoint
+from tba_offload.layers.checkpoint import torch_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -24,9 +24,9 @@ from torch.nn.utils import parametrize
 import tba_offload as tba
 from tba_offload.config.policy import Placement
 from tba_offload.errors import RecomputationError, SavedTensorModifiedError, UnsupportedError
+from tba_offload.layers.randomness import RandomState, generators_of
 from tba_offload.recompute import verify
 from tba_offload.recompute.digest import Digest, digests, equal
-from tba_offload.recompute.randomness import RandomState, generators_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -28,7 +28,6 @@ from tba_offload.capture.identity import (
     StaticStorages,
     View,
     is_understood,
-    latest_node,
     local_of,
     look,
     restore,
@@ -38,7 +37,8 @@ from tba_offload.capture.identity import (
 from tba_offload.capture.scope import ActivationKey, Lookahead, ScopeKey
 from tba_offload.capture.trace import ActivationTrace, Fate, StepTrace
 from tba_offload.device.ranges import aligned_range
-from tba_offload.errors import SavedTensorModifiedError, TransferError
+from tba_offload.errors import TransferError
+from tba_offload.layers.graph import check_version, hooks_on_top, latest_node
 from tba_offload.transfer.storage import Handle, Record
 
 if TYPE_CHECKING:
@@ -686,12 +686,6 @@ class LayerHooks:
         return record, view
 
 
-def hooks_on_top() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
-    """Pack and unpack of the innermost hooks of the calling thread; ``None`` if there are none."""
-    autograd: Any = torch._C._autograd
-    return autograd._top_saved_tensors_default_hooks(True)  # type: ignore[no-any-return]  # noqa: FBT003
-
-
 @contextlib.contextmanager
 def set_aside() -> Iterator[None]:
     """Takes the hooks of a scope off the stack for as long as the block lasts, if they are on top of it."""
@@ -708,17 +702,3 @@ def set_aside() -> Iterator[None]:
     finally:
         if is_aside:
             autograd._push_saved_tensors_default_hooks(*top)
-
-
-def check_version(witness: torch.Tensor, version: int, what: object) -> None:
-    """Checks that a saved tensor has not changed since.
-
-    Raises:
-        SavedTensorModifiedError: It was changed in place.
-    """
-    if witness._version != version:
-        raise SavedTensorModifiedError(
-            f"a tensor that backward needs was changed in place after it was saved ({what}): it is at "
-            f"version {witness._version}, saved was version {version}; change a copy instead, or find the "
-            "operation with torch.autograd.set_detect_anomaly(True)"
-        )

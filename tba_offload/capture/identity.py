@@ -18,7 +18,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
 
 class Footprint(NamedTuple):
@@ -69,9 +69,6 @@ class View(NamedTuple):
         """The same view of a storage in which everything lies ``nbytes`` further on."""
         return View(self.dtype, self.shape, self.stride, self.offset + nbytes // self.dtype.itemsize)
 
-
-latest_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
-"""The number of the node of autograd that the calling thread made last, plus one."""
 
 _blank: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 

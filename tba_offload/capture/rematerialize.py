@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from tba_offload.capture.hooks import Kept, LayerHooks, Packed, check_version
+from tba_offload.capture.hooks import Kept, LayerHooks, Packed
 from tba_offload.capture.identity import View, local_of, look, restore, shares_version, version_witness
 from tba_offload.capture.recipes import Finder, norms_of, watch_norm
 from tba_offload.capture.scope import ActivationKey
 from tba_offload.capture.trace import Fate
 from tba_offload.errors import TbaError, UnsupportedError
-from tba_offload.recompute import settings
+from tba_offload.layers import settings
+from tba_offload.layers.graph import check_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from tba_offload.capture.hooks import set_aside
-from tba_offload.capture.layers import Layer, LayerStack
 from tba_offload.config.policy import LayerId, with_depths
 from tba_offload.errors import UnsupportedError
+from tba_offload.layers.randomness import Generator, generators_of
+from tba_offload.layers.stack import Layer, LayerStack
 from tba_offload.megatron.recipes import fused_functions
-from tba_offload.recompute.randomness import Generator, generators_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

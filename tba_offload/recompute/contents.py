@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from tba_offload.layers.nested import DEPTH, LEAVES, MOST, TooManyError, slots_of
+from tba_offload.layers.randomness import Generator
 from tba_offload.recompute.code import attributes_of_class, reach_of_function
-from tba_offload.recompute.nested import DEPTH, LEAVES, MOST, TooManyError, slots_of
-from tba_offload.recompute.randomness import Generator
 
 if TYPE_CHECKING:
     from collections.abc import Callable

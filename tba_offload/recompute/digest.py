@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from tba_offload.recompute.nested import tensors_in
+from tba_offload.layers.nested import tensors_in
 
 _SAMPLES = 64
 """Elements that are compared one by one; more cost memory, and the sum sees what they miss."""

@@ -18,15 +18,15 @@ import torch
 from torch import nn
 
 from tba_offload.errors import SavedTensorModifiedError
+from tba_offload.layers.nested import MOST, TooManyError, tensors_in
 from tba_offload.recompute.code import reach_of_class
 from tba_offload.recompute.contents import PLAIN, SMALL, Contents, Held, copy_of, version_of
-from tba_offload.recompute.nested import MOST, TooManyError, tensors_in
 from tba_offload.recompute.parametrized import CachedWeights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from tba_offload.recompute.randomness import Generator
+    from tba_offload.layers.randomness import Generator
 
 _SHARDED = (
     ("torch.distributed.fsdp", "FSDPModule"),

@@ -19,20 +19,20 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 
-from tba_offload.capture.guards import has_hooks, is_scaled, is_scripted
-from tba_offload.capture.identity import latest_node
-from tba_offload.capture.layers import first_differentiable
 from tba_offload.errors import (
     RecomputationError,
     SavedTensorModifiedError,
     TbaError,
     UnsupportedError,
 )
-from tba_offload.recompute import settings
-from tba_offload.recompute.checkpoint import SavedAgain, with_tensors, without_tensors
+from tba_offload.layers import settings
+from tba_offload.layers.checkpoint import with_tensors, without_tensors
+from tba_offload.layers.graph import first_differentiable, latest_node
+from tba_offload.layers.guards import has_hooks, is_scaled, is_scripted
+from tba_offload.layers.nested import TooManyError
+from tba_offload.layers.randomness import RandomState
 from tba_offload.recompute.digest import Digest, digests, equal
-from tba_offload.recompute.nested import TooManyError
-from tba_offload.recompute.randomness import RandomState
+from tba_offload.recompute.saved_again import SavedAgain
 from tba_offload.recompute.surroundings import Surroundings, holds_tensors
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from tba_offload.capture.layers import Layer
-    from tba_offload.recompute.randomness import Generator
+    from tba_offload.layers.randomness import Generator
+    from tba_offload.layers.stack import Layer
 
 COMPARED_EVERY = 16
 """Steps from one comparison of a trusted layer to the next; the layers take turns.

@@ -5,21 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from tba_offload.config.policy import LayerId, with_depths
 from tba_offload.errors import UnsupportedError
-from tba_offload.recompute.checkpoint import torch_checkpoint
-from tba_offload.recompute.nested import TooManyError, tensors_in
-from tba_offload.recompute.randomness import Generator, generators_of
-
-if TYPE_CHECKING:
-    from torch.autograd.graph import Node
-
-    from tba_offload.capture.recipes import Maker
+from tba_offload.layers.checkpoint import torch_checkpoint
+from tba_offload.layers.randomness import Generator, generators_of
 
 Checkpoint = Callable[..., Any]
 """``checkpoint(forward, *args, **kwargs)``: runs forward now and again in backward.
@@ -52,7 +46,8 @@ class LayerStack:
         checkpoint: Recomputes one layer, with the random state of the framework.
         micro_batch: Number of the micro-batch that a layer is about to run, where the framework tells;
             otherwise ``None`` and executions are counted.
-        functions: How outputs of the framework's own autograd functions are computed anew.
+        functions: How outputs of the framework's own autograd functions are computed anew: a
+            :data:`tba_offload.capture.recipes.Maker` for each.
         generators: What random numbers come from on a device.
         not_compared: Why a layer must not be run once more than training has it run; ``None`` if it may.
     """
@@ -60,7 +55,7 @@ class LayerStack:
     layers: tuple[Layer, ...]
     checkpoint: Checkpoint = torch_checkpoint
     micro_batch: Callable[[nn.Module], int | None] | None = None
-    functions: Mapping[type, Maker] = field(default_factory=dict)
+    functions: Mapping[type, Callable[..., Any]] = field(default_factory=dict)
     generators: Callable[[torch.device], Sequence[Generator]] = generators_of
     not_compared: Callable[[nn.Module], str | None] = lambda _: None
 
@@ -201,33 +196,3 @@ def _kinds(blocks: list[nn.Module]) -> set[type]:
 
 def _parameter_count(blocks: list[nn.Module]) -> int:
     return sum(parameter.numel() for block in blocks for parameter in block.parameters())
-
-
-def first_differentiable(output: object) -> torch.Tensor | None:
-    """The first tensor of a layer's output through which gradients will come back."""
-    first = output[0] if isinstance(output, tuple) and output else output
-    if isinstance(first, torch.Tensor) and first.requires_grad:  # nearly always: at once
-        return first
-    try:
-        return next((tensor for tensor in tensors_in(output) if tensor.requires_grad), None)
-    except TooManyError:
-        return None
-
-
-def nearest_nodes(root: Node, count: int, *, after: int) -> list[Node]:
-    """The first nodes of a graph of autograd on the way from its root, breadth first.
-
-    Args:
-        root: Where to begin.
-        count: Most nodes.
-        after: Only those that were made later than the one of this number in autograd's sequence.
-    """
-    found, seen = [root], {root}
-    for node in found:
-        for following, _ in node.next_functions:
-            if following is None or following in seen or len(found) >= count:
-                continue
-            if following._sequence_nr() > after:
-                seen.add(following)
-                found.append(following)
-    return found

@@ -1,0 +1,68 @@
+"""A layer in autograd's graph: its first node, those near it, and what is saved for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tba_offload.errors import SavedTensorModifiedError
+from tba_offload.layers.nested import TooManyError, tensors_in
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.autograd.graph import Node
+
+latest_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""The number of the node of autograd that the calling thread made last, plus one."""
+
+
+def first_differentiable(output: object) -> torch.Tensor | None:
+    """The first tensor of a layer's output through which gradients will come back."""
+    first = output[0] if isinstance(output, tuple) and output else output
+    if isinstance(first, torch.Tensor) and first.requires_grad:  # nearly always: at once
+        return first
+    try:
+        return next((tensor for tensor in tensors_in(output) if tensor.requires_grad), None)
+    except TooManyError:
+        return None
+
+
+def nearest_nodes(root: Node, count: int, *, after: int) -> list[Node]:
+    """The first nodes of a graph of autograd on the way from its root, breadth first.
+
+    Args:
+        root: Where to begin.
+        count: Most nodes.
+        after: Only those that were made later than the one of this number in autograd's sequence.
+    """
+    found, seen = [root], {root}
+    for node in found:
+        for following, _ in node.next_functions:
+            if following is None or following in seen or len(found) >= count:
+                continue
+            if following._sequence_nr() > after:
+                seen.add(following)
+                found.append(following)
+    return found
+
+
+def hooks_on_top() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """Pack and unpack of the innermost hooks of the calling thread; ``None`` if there are none."""
+    autograd: Any = torch._C._autograd
+    return autograd._top_saved_tensors_default_hooks(True)  # type: ignore[no-any-return]  # noqa: FBT003
+
+
+def check_version(witness: torch.Tensor, version: int, what: object) -> None:
+    """Checks that a saved tensor has not changed since.
+
+    Raises:
+        SavedTensorModifiedError: It was changed in place.
+    """
+    if witness._version != version:
+        raise SavedTensorModifiedError(
+            f"a tensor that backward needs was changed in place after it was saved ({what}): it is at "
+            f"version {witness._version}, saved was version {version}; change a copy instead, or find the "
+            "operation with torch.autograd.set_detect_anomaly(True)"
+        )
