@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import copy
-import functools
 import os
 import platform
 import sys
@@ -21,13 +19,15 @@ from torch import nn
 
 from tba_offload import interrupts
 from tba_offload.adapt.controller import AutoPlanner
+from tba_offload.adapt.planning import Planning
 from tba_offload.boundaries import Boundaries, Tokens, token_counter
-from tba_offload.capture import compiling, resize, transforms
+from tba_offload.capture import resize, transforms
 from tba_offload.capture.gradients import Gradients
 from tba_offload.capture.hooks import Capture, LayerHooks
 from tba_offload.capture.rematerialize import Rebuilds, SelectiveHooks
 from tba_offload.capture.retained import is_retained, life_of_layer
 from tba_offload.capture.scope import ScopeKey
+from tba_offload.capture.site import Site, check_unattached, install
 from tba_offload.capture.trace import DeviceTimes
 from tba_offload.config import ConfigLike, OffloadConfig, format_size, read_config
 from tba_offload.config.policy import LayerId, Placement
@@ -50,7 +50,7 @@ from tba_offload.layers.guards import (
     is_checkpointed,
 )
 from tba_offload.layers.nested import TooManyError, tensors_in
-from tba_offload.layers.stack import Layer, LayerStack, check_disjoint
+from tba_offload.layers.stack import LayerStack, check_disjoint
 from tba_offload.notices import describe_step, tell
 from tba_offload.plan.model import Plan
 from tba_offload.plan.search import Limits
@@ -86,47 +86,6 @@ _LOOKED_AT = 3
 
 _TAIL = 32
 """Operations of backward next to the model's output: a loss, the logits and a last norm have about 20."""
-
-
-@dataclass(slots=True)
-class _Site:
-    """Where a session has put itself into a layer.
-
-    Attributes:
-        layer: The layer.
-        index: Its place among those of the session.
-        own: Its own forward.
-        runs: How often it ran in this step.
-        waiting: How many of these runs wait for their backward.
-        tracer: What compiles the model that called it last.
-    """
-
-    layer: Layer
-    index: int
-    own: Callable[..., Any]
-    runs: int = 0
-    waiting: int = 0
-    tracer: compiling.Tracer = None
-
-    def forward(self, /, *args: object, **kwargs: object) -> object:
-        """Runs the layer's own forward, compiled if its caller is, and so in backward too."""
-        if self.tracer is None:
-            return self.own(*args, **kwargs)
-        before = compiling.switch(self.tracer)
-        try:
-            return self.own(*args, **kwargs)
-        finally:
-            compiling.switch(before)
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether the layer runs as a graph of the compiler."""
-        return self.tracer is not None or hasattr(self.own, "_torchdynamo_orig_callable")
-
-    def called_by(self, tracer: compiling.Tracer) -> None:
-        """Notes what compiles the caller; in backward nothing does."""
-        if tracer is not None or not is_recomputation():
-            self.tracer = tracer
 
 
 @dataclass(frozen=True)
@@ -193,14 +152,14 @@ class Session:
         steps_by_hand: bool = False,
     ) -> None:
         check_disjoint(stack.layers)
-        _check_unattached(stack.layers)
+        check_unattached(stack.layers)
         count_tokens = token_counter(tokens)
         self.config = config
         self.layers = stack.layers
         self._stack = stack
         self._modules = tuple(modules)
         self._world = world or World(layers=tuple(layer.id for layer in stack.layers))
-        self.plan = self._plan_of(config)
+        plan = self._plan_of(config)
         self._device = device_of(_device_of_model(modules))
         self.gradients = Gradients(self._modules, self._device.torch_device, self._look_at_memory)
         self.store = _open_store(config, self._device)
@@ -217,6 +176,9 @@ class Session:
             min_tensor_bytes=config.min_tensor_bytes,
             budget_bytes=config.budget.activation_bytes,
         )
+        self.planning = Planning(
+            plan, [layer.id.number for layer in stack.layers], self.capture, self.offloader
+        )
         self._rebuilds = Rebuilds(self.capture, stack.functions)
         self._measure_memory = measure_memory
         self._status = status
@@ -230,10 +192,6 @@ class Session:
         self._verifier = Verifier(
             stack.layers, stack.generators(self._device.torch_device), stack.not_compared, tell
         )
-        self._planned_for: frozenset[int] = frozenset()
-        """Layers that the planner may have recomputed."""
-        self._outgrown: Plan | None = None
-        """The plan that this step began with and was too large for."""
         self._layers_end = 0  # number in autograd's sequence of what the last layer put out
         self._graphs: list[weakref.ref[Callable[..., None]]] = []
         self._warned: set[str] = set()
@@ -242,14 +200,14 @@ class Session:
                 self._meter = self._meter_if_possible()
             header = self._header(strategy, model_info)
             self._run_log = RunLogWriter(run_log, header) if run_log is not None else None
-            self._take_plan(self._planner_of(config))
+            self.planning.start(plan, self._planner_of(config, plan))
         except BaseException:
             if self._meter is not None:
                 self._meter.close()
             self.store.close()
             raise
         self._boundaries = None if steps_by_hand else Boundaries(self, self._modules, count_tokens)
-        self._sites = [self._install(index, layer) for index, layer in enumerate(stack.layers)]
+        self._sites = [install(index, layer, self._run) for index, layer in enumerate(stack.layers)]
         resize.watch(self.capture)
         transforms.watch(self.capture)
         _open_sessions.add(self)
@@ -291,7 +249,7 @@ class Session:
 
     def _meter_of_step(self, *, wanted: bool | None) -> MemoryMeter | None:
         wanted = self._measure_memory if wanted is None else wanted
-        if not wanted and self._planner is not None and self._planner.wants_memory:
+        if not wanted and self.planning.planner is not None and self.planning.planner.wants_memory:
             wanted = True
             self._meter = self._meter or self._meter_if_possible()
         return self._meter if wanted else None
@@ -340,11 +298,16 @@ class Session:
                 "store and budget are those that the session was opened with; close it and attach anew",
                 file=wanted.file,
             )
-        self.plan = self._plan_of(wanted)
         self.config = wanted
-        self._take_plan(self._planner_of(wanted))
+        plan = self._plan_of(wanted)
+        self.planning.start(plan, self._planner_of(wanted, plan))
         self.capture.min_tensor_bytes = wanted.min_tensor_bytes
         self.offloader.keep_when_full = wanted.on_full == "keep"
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        return self.planning.plan
 
     def report(self) -> list[StepRecord]:
         """The records of the steps so far, oldest first; of the last 10,000, the run log has all."""
@@ -365,7 +328,7 @@ class Session:
             self._leave_step()
         self._closed = True
         for site in self._sites:
-            _uninstall(site)
+            site.uninstall()
         if self._boundaries is not None:
             self._boundaries.close()
         self.gradients.close()
@@ -413,13 +376,7 @@ class Session:
 
     # ---- the layers ------------------------------------------------------------------------------
 
-    def _install(self, index: int, layer: Layer) -> _Site:
-        """Puts the session in front of a layer's forward."""
-        site = _Site(layer, index, layer.module.forward)
-        layer.module.forward = _AttachedForward(self, site)
-        return site
-
-    def _run(self, site: _Site, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def _run(self, site: Site, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Runs a layer the way the plan says."""
         if not torch.is_grad_enabled() or self._inert or is_recomputation():
             self._notice_outer_checkpoint(site)
@@ -429,15 +386,15 @@ class Session:
                 self._warn_outside_step(site)
                 return site.forward(*args, **kwargs)
             self._boundaries.open_step()  # the layer was called without its model
-        if self._planner is not None and self._planner.has_budget:
-            self._leave_plan_if_outgrown(self._planner, site, (*args, *kwargs.values()))
+        if self.planning.planner is not None and self.planning.planner.has_budget:
+            self._note_size(self.planning.planner, site, (*args, *kwargs.values()))
         placement = self._placement_here(site)
         if placement is not Placement.KEEP and _appends_to_cache(site, args, kwargs):
             placement = self._with_cache(site, placement)
         self._note_gone()
         before = latest_node() - 1
         scope = self.capture.trace.begin_scope(self._scope_key(site), placement)
-        if self._planner is not None:
+        if self.planning.planner is not None:
             scope.input_bytes = _activation_bytes((*args, *kwargs.values()))
         try:
             output = self._run_placed(site, placement, scope, args, kwargs)
@@ -450,13 +407,13 @@ class Session:
         self._watch_backward(site, output, scope, before)
         return output
 
-    def _placement_here(self, site: _Site) -> Placement:
+    def _placement_here(self, site: Site) -> Placement:
         """What the plan says, unless the layer runs where our hooks cannot be."""
         placement = self.plan.placements[site.index]
         if placement is not Placement.KEEP and _hooks_are_taken():
             self._leave_alone(site)
             return Placement.KEEP
-        is_planned = placement.recomputes and site.index in self._planned_for
+        is_planned = placement.recomputes and site.index in self.planning.chosen
         # What ranks have agreed on is no longer the business of one of them.
         if is_planned and self._world.agree is None:
             mode = self._verifier.mode_of(site.index)
@@ -466,7 +423,7 @@ class Session:
 
     def _run_placed(
         self,
-        site: _Site,
+        site: Site,
         placement: Placement,
         scope: ScopeTrace,
         args: tuple[object, ...],
@@ -488,7 +445,7 @@ class Session:
             forward.saved(hooks.saved)
         return output
 
-    def _forward_of(self, site: _Site, placement: Placement) -> Callable[..., object]:
+    def _forward_of(self, site: Site, placement: Placement) -> Callable[..., object]:
         """The layer's forward; with what verifies a second run of it, if there is or may be one."""
         if placement is Placement.KEEP:
             return site.forward
@@ -499,7 +456,7 @@ class Session:
             return self._rescued(site, mode)
         return self._tried(site, mode) if self._tries(site, mode) else site.forward
 
-    def _tried(self, site: _Site, mode: Mode) -> Trial:
+    def _tried(self, site: Site, mode: Mode) -> Trial:
         return Trial(
             *(self._verifier, mode, site.forward),
             device=self._device.torch_device,
@@ -507,7 +464,7 @@ class Session:
             fetch=self.capture.held,
         )
 
-    def _rescued(self, site: _Site, mode: Mode) -> Rescue:
+    def _rescued(self, site: Site, mode: Mode) -> Rescue:
         return Rescue(
             *(self._verifier, mode, site.forward),
             device=self._device.torch_device,
@@ -516,9 +473,9 @@ class Session:
             samples_only=self.config.store.checksum,
         )
 
-    def _tries(self, site: _Site, mode: Mode) -> bool:
+    def _tries(self, site: Site, mode: Mode) -> bool:
         """Whether a layer is run a second time to see whether the planner may have it recomputed."""
-        is_choice = site.index in self._planned_for
+        is_choice = site.index in self.planning.chosen
         return is_choice and self._may_plan_recompute() and self._verifier.may_try(mode)
 
     def _may_plan_recompute(self) -> bool:
@@ -535,7 +492,7 @@ class Session:
         )
 
     def _hooks(
-        self, site: _Site, placement: Placement, scope: ScopeTrace, rescue: Rescue | None
+        self, site: Site, placement: Placement, scope: ScopeTrace, rescue: Rescue | None
     ) -> LayerHooks:
         kept, part = self.plan.kept_of(site.index), self.plan.part_of(site.index)
         slow = self._keeps_when_slow(placement)
@@ -544,13 +501,13 @@ class Session:
             return SelectiveHooks(self._rebuilds, layer, scope.key, when_slow=slow, kept=kept, part=part)
         return LayerHooks(self.capture, scope.key, when_slow=slow, kept=kept, part=part, rescue=rescue)
 
-    def _with_cache(self, site: _Site, placement: Placement) -> Placement:
+    def _with_cache(self, site: Site, placement: Placement) -> Placement:
         """Where a layer goes whose forward appends to a cache of keys and values: it must not run twice.
 
         Raises:
             UnsupportedError: The policy wants it to.
         """
-        if placement.recomputes and site.index not in self._planned_for:
+        if placement.recomputes and site.index not in self.planning.chosen:
             raise UnsupportedError(
                 f"layer {site.layer.id.number} ({site.layer.id.name}) is placed {placement.value}, but its "
                 "forward appends to a cache of keys and values, so that a second one would find other keys: "
@@ -559,13 +516,13 @@ class Session:
         self._warn_once("cache", cache_warning())
         return Placement.OFFLOAD if placement.recomputes else placement
 
-    def _notice_outer_checkpoint(self, site: _Site) -> None:
+    def _notice_outer_checkpoint(self, site: Site) -> None:
         """A reentrant checkpoint around a layer records no graph of it before backward."""
         is_first_run = site.runs == 0 and is_recomputation() and self._step is not None
         if is_first_run and not self._inert and self.plan.placements[site.index] is not Placement.KEEP:
             self._leave_alone(site)
 
-    def _leave_alone(self, site: _Site) -> None:
+    def _leave_alone(self, site: Site) -> None:
         """A layer runs inside somebody else's hooks, where neither ours nor a checkpoint's can be."""
         self.capture.trace.left_alone += 1
         self._warn_once(
@@ -578,7 +535,7 @@ class Session:
 
     def _keeps_when_slow(self, placement: Placement) -> bool:
         """``offload`` waits for a slow drive unless told otherwise, ``auto`` keeps until there is a plan."""
-        if self._planner is not None and self._planner.has_planned:
+        if self.planning.planner is not None and self.planning.planner.has_planned:
             return False  # what is kept was decided with the budget in view
         counted = {Placement.OFFLOAD, Placement.SELECTIVE, Placement.AUTO}
         if self.config.budget.activation_bytes is not None and not counted.issuperset(self.plan.placements):
@@ -588,7 +545,7 @@ class Session:
             return placement is Placement.AUTO and self.config.budget.activation_bytes is None
         return self.config.on_slow == "keep"
 
-    def _scope_key(self, site: _Site) -> ScopeKey:
+    def _scope_key(self, site: Site) -> ScopeKey:
         told = self._stack.micro_batch
         number = told(site.layer.module) if told is not None else None
         count, site.runs = site.runs, site.runs + 1
@@ -605,7 +562,7 @@ class Session:
         if trace.has_retained and trace.note_gone() and not self._inert:
             self.gradients.count()
 
-    def _watch_backward(self, site: _Site, output: object, scope: ScopeTrace, before: int) -> None:
+    def _watch_backward(self, site: Site, output: object, scope: ScopeTrace, before: int) -> None:
         """Notes when backward comes back to the layer, whose nodes come after number ``before``."""
         tensor = first_differentiable(output)
         if tensor is None or tensor.grad_fn is None:  # a leaf would keep the hook
@@ -659,7 +616,7 @@ class Session:
         """Whether the graph of any forward of this step is alive."""
         return any(graph() is not None for graph in self._graphs)
 
-    def _warn_outside_step(self, site: _Site) -> None:
+    def _warn_outside_step(self, site: Site) -> None:
         if site.layer.module.training and not self._closed:
             self._warn_once(
                 "outside",
@@ -695,7 +652,7 @@ class Session:
         window = self.config.budget.ceiling
         if self._steps > _LOOKED_AT or window is None or Placement.OFFLOAD not in self.plan.placements:
             return
-        if self._planner is not None and Placement.AUTO in self._planner.policy:
+        if self.planning.planner is not None and Placement.AUTO in self.planning.planner.policy:
             return
         saved = sum(activation.nbytes for activation in self.capture.trace.activations)
         if saved and window > saved / 2:
@@ -755,7 +712,7 @@ class Session:
         self.capture.look_at_memory = self._look_at_memory if samples else None
         for site in self._sites:
             site.runs = site.waiting = 0
-        self._begin_planned_step()
+        self.planning.begin_step()
         self._graphs.clear()
         self.offloader.reset_stats()
         self.store.take_loads()  # those of a failed step belong to none
@@ -885,7 +842,7 @@ class Session:
 
     # ---- planning --------------------------------------------------------------------------------
 
-    def _planner_of(self, config: OffloadConfig) -> AutoPlanner | None:
+    def _planner_of(self, config: OffloadConfig, plan: Plan) -> AutoPlanner | None:
         """Who learns what steps are like, and decides on the layers that are placed ``auto``.
 
         Without such layers it is of use for the run log only.
@@ -895,7 +852,7 @@ class Session:
         if not is_auto and self._run_log is None:
             return None
         return AutoPlanner(
-            self.plan.placements,
+            plan.placements,
             [(layer.chunk, layer.id.name) for layer in self.layers],
             Limits(config.budget.activation_bytes, config.budget.ceiling),
             objective=config.budget.objective,
@@ -904,85 +861,44 @@ class Session:
             agree=self._world.agree if is_auto else None,
         )
 
-    def _take_plan(self, planner: AutoPlanner | None) -> None:
-        """Starts with the plan that a new planner has for its first step."""
-        self._planner = planner
-        self._outgrown = None
-        self._planned_for = frozenset()
-        if planner is not None:
-            self.plan = planner.first()
-            self._planned_for = frozenset(
-                index for index, wanted in enumerate(planner.policy) if wanted is Placement.AUTO
-            )
-        self.offloader.resize_window(self.plan.window)
-
-    def _leave_plan_if_outgrown(self, planner: AutoPlanner, site: _Site, arguments: Sequence[object]) -> None:
+    def _note_size(self, planner: AutoPlanner, site: Site, arguments: Sequence[object]) -> None:
         """Where a layer is given more than the plan is for, the rest of the step runs without it."""
         if not _has_backward(site.layer.module, arguments):
             return  # one that is frozen saves nothing, and is planned for when it no longer is
         site.waiting += 1
         size = (site.waiting, *_dimensions(arguments))
-        if not planner.fits(site.index, size) and self._outgrown is None:
-            self._outgrown = self.plan
-            self._put_in_force(planner.least(self.plan))
-
-    def _begin_planned_step(self) -> None:
-        """A step that failed or was skipped after it had left its plan taught nothing: the plan stays."""
-        if self._planner is not None:
-            self._planner.sizes.begin_step()
-        if self._outgrown is not None:
-            self._put_in_force(self._outgrown)
-            self._outgrown = None
-
-    def _put_in_force(self, plan: Plan) -> None:
-        self._forget_learned(plan)
-        self.plan = plan
-        self.offloader.resize_window(plan.window)
+        self.planning.leave_if_outgrown(planner, site.index, size)
 
     def _mark_times(self) -> None:
         """A step begins: has times marked in the work of a device that runs behind, if a planner watches."""
-        wanted = self._planner is not None and self._device.runs_behind
+        wanted = self.planning.planner is not None and self._device.runs_behind
         self.offloader.marks_stalls = wanted
         if wanted:
             self.capture.trace.mark_times(self._device)
 
     def _learn(self, step: Step, record: StepRecord, loads: Sequence[DriveLoad]) -> None:
-        """Shows the planner what the step was like, and takes its plan for the next one."""
-        if self._planner is None:
+        """Has the next step planned by what this one was like."""
+        planner, chosen = self.planning.planner, self.planning.chosen
+        if planner is None:
             return
         may_plan = self._may_plan_recompute()
-        if not may_plan and self._planned_for:
+        if not may_plan and chosen:
             self._tell_once(_OTHER_RANKS)
-        self._planner.not_recomputed = frozenset(
-            index for index in self._planned_for if not (may_plan and self._verifier.may_plan(index))
-        )
-        trace, stats = self.capture.trace, self.offloader.stats
-        plan = self._planner.learn(
-            trace,
-            stats.stalls,
-            loads,
-            self.plan,
+        trace, stalls = self.capture.trace, self.offloader.stats.marked_stalls
+        news = self.planning.learn(
             record,
+            loads,
             began=step.began,
             rest_bytes=step.rest_bytes,
-            on_device=DeviceTimes(trace, stats.marked_stalls) if trace.marks is not None else None,
+            repeatable=[index for index in chosen if may_plan and self._verifier.may_plan(index)],
+            on_device=DeviceTimes(trace, stalls) if trace.marks is not None else None,
         )
-        if plan is not None:
-            self._put_in_force(plan)
-            self._outgrown = None
-            news = self._planner.news()
-            if news is not None and self._planner.has_planned and self._world.rank == 0:
-                tell(f"plan after step {record.step}: {news['summary']}")
-            if self._run_log is not None and news is not None:
-                self._run_log.note("plan", {"step": record.step, **news})
-        if self._planner.is_done:
-            self._planner = None
-
-    def _forget_learned(self, plan: Plan) -> None:
-        """What a layer saves may be kept elsewhere because of how it, or the one before it, was placed."""
-        changed = [old is not new for old, new in zip(self.plan.placements, plan.placements, strict=True)]
-        near = (index for index, is_new in enumerate(changed) if is_new or (index and changed[index - 1]))
-        self.capture.forget_learned({self.layers[index].id.number for index in near})
+        if news is None:
+            return
+        if planner.has_planned and self._world.rank == 0:
+            tell(f"plan after step {record.step}: {news['summary']}")
+        if self._run_log is not None:
+            self._run_log.note("plan", {"step": record.step, **news})
 
     def _gradients_allocated(self) -> bool:
         return all(_has_gradient(parameter) for parameter in self.gradients.parameters())
@@ -1068,7 +984,7 @@ def _drives_of(config: OffloadConfig) -> list[int]:
     return [Path(directory).stat().st_dev for directory in directories if Path(directory).is_dir()]
 
 
-def _appends_to_cache(site: _Site, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+def _appends_to_cache(site: Site, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
     """Whether the layer's forward leaves something in a cache; checkpointed by its framework it gets none."""
     return holds_cache((*args, *kwargs.values())) and not is_checkpointed(site.layer.module)
 
@@ -1124,61 +1040,6 @@ def _hooks_are_taken() -> bool:
         not autograd._saved_tensors_hooks_is_enabled()
         or autograd._top_saved_tensors_default_hooks(True) is not None  # noqa: FBT003 - positional in C++
     )
-
-
-class _AttachedForward:
-    """Stands in front of a layer's forward.
-
-    A callable rather than module hooks, because its ``finally`` also runs on KeyboardInterrupt. Copies and
-    pickles of the layer get the layer's own forward: a session belongs to one model.
-    """
-
-    def __init__(self, session: Session, site: _Site) -> None:
-        self._session = session
-        self._site = site
-        functools.update_wrapper(self, site.own)
-
-    @compiling.not_traced
-    def __call__(self, /, *args: object, **kwargs: object) -> object:
-        tracer = compiling.switch(None)
-        try:
-            self._site.called_by(tracer)
-            return self._session._run(self._site, args, kwargs)
-        finally:
-            compiling.switch(tracer)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> object:
-        if not _is_method_of(self._site):
-            return copy.deepcopy(self._site.own, memo)
-        module = self._site.layer.module
-        return type(module).forward.__get__(memo.get(id(module), module))
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        return getattr, (self._site.layer.module, "forward")
-
-
-def _check_unattached(layers: Sequence[Layer]) -> None:
-    for layer in layers:
-        if isinstance(layer.module.forward, _AttachedForward):
-            raise SessionError(
-                f"layer {layer.id.number} ({layer.id.name}) is attached already; close that session first"
-            )
-
-
-def _is_method_of(site: _Site) -> bool:
-    """Whether the layer's forward is its class's, not something that stood on the instance."""
-    return getattr(site.own, "__self__", None) is site.layer.module
-
-
-def _uninstall(site: _Site) -> None:
-    """Puts the layer's own forward back: the class's method, or what stood on the instance."""
-    module = site.layer.module
-    if not isinstance(module.forward, _AttachedForward) or module.forward._site is not site:
-        return  # somebody wrapped it since; ours stays below and passes everything through
-    if _is_method_of(site):
-        del module.forward
-    else:
-        module.forward = site.own
 
 
 def _stack_level() -> int:

@@ -467,7 +467,7 @@ def watch_planner(history: History, *, at_odds: bool) -> None:
     """Notes what the planner of the session proposes to the other ranks."""
     from tba_offload.megatron import training
 
-    planner = training._session._planner if training._session is not None else None
+    planner = training._session.planning.planner if training._session is not None else None
     if planner is None or planner.agree is None:
         return
     agree = planner.agree

@@ -58,7 +58,7 @@ ALLOWED = {
         "transfer",
     },
     "megatron": {"capture", "config", "effects", "layers", "report", "session", "store"},
-    "adapt": {"capture", "config", "plan", "report", "store"},
+    "adapt": {"capture", "config", "plan", "report", "store", "transfer"},
     "what_if": {"config", "plan", "report"},
     "effects": {"config", "store"},
     "attachment": {"boundaries", "config", "effects", "layers", "megatron", "session"},

@@ -76,9 +76,9 @@ def with_free_hooks() -> Any:
 
 
 def profile_in(session: Session) -> StepProfile:
-    assert session._planner is not None
-    assert session._planner.profile is not None
-    return session._planner.profile
+    assert session.planning.planner is not None
+    assert session.planning.planner.profile is not None
+    return session.planning.planner.profile
 
 
 # What is learned
@@ -144,7 +144,7 @@ def test_layers_that_are_all_recomputed_from_inputs_that_travel_need_no_plan(tmp
     config = config_for(default=Placement.RECOMPUTE_OFFLOAD, in_flight=MIB)
     with tba.attach(model, config, measure_memory=False, run_log=tmp_path / "run.jsonl") as session:
         train(model, session, steps=10)
-        assert session._planner is None
+        assert session.planning.planner is None
         assert {record.predicted_seconds for record in session.report()} == {None}
 
 
@@ -304,9 +304,9 @@ def test_ranks_need_not_agree_on_what_is_rebuilt() -> None:
     with auto_session(model, Drive(), activation=3 * MIB) as session:
         others = Others(session, {1, 4})
         train(model, session, steps=3)
-        session.plan = dataclasses.replace(session.plan, placements=(SELECTIVE,) * LAYERS)
-        assert session._planner is not None
-        agreed = session._planner._agreed(session.plan, session._planner.drive())
+        session.planning.plan = dataclasses.replace(session.plan, placements=(SELECTIVE,) * LAYERS)
+        assert session.planning.planner is not None
+        agreed = session.planning.planner._agreed(session.plan, session.planning.planner.drive())
         assert others.calls[-1][0] == {f"layers.{layer}": SELECTIVE for layer in range(LAYERS)}
         train(model, session, steps=1)
     assert {layer for layer, placement in enumerate(agreed.placements) if placement.recomputes} == {1, 4}
@@ -537,7 +537,7 @@ def test_who_waits_where_nothing_should_wait_plans_for_a_slower_drive() -> None:
         return dataclasses.replace(record, stall_seconds=0.1 * record.seconds)
 
     def noted(profile: StepProfile, drive: Bandwidth, *arguments: Any, **options: Any) -> Plan:
-        measured = session._planner.drive() if session._planner is not None else None
+        measured = session.planning.planner.drive() if session.planning.planner is not None else None
         assert measured is not None
         shares.append(round(drive.write / measured.write, 9))
         return make_plan(profile, drive, *arguments, **options)
@@ -562,7 +562,7 @@ def test_caution_is_given_up_little_by_little_and_logged(tmp_path: Path) -> None
         ),
         tba.attach(model, config, run_log=path, measure_memory=False) as session,
     ):
-        planner = session._planner
+        planner = session.planning.planner
         assert planner is not None
 
         def before(step: int) -> None:
@@ -607,8 +607,8 @@ def test_plans_do_not_alternate() -> None:
         with_drive(measured),
         auto_session(model, Drive()) as session,
     ):
-        assert session._planner is not None
-        planner = session._planner
+        assert session.planning.planner is not None
+        planner = session.planning.planner
         train(model, session, steps=16, before_step=before)
     changes = sum(old.placements != new.placements for old, new in pairwise(plans))
     assert changes <= 2 < planned.call_count
@@ -626,7 +626,7 @@ def test_a_part_of_an_activation_stays_where_the_plan_says_so(
     for part in (None, Part(layer=0, number=3, nbytes=10 * KIB)):
         model = make_model(layers=3)
         with session_for(model, directory=directory, default=placement, in_flight=MIB) as session:
-            session.plan = dataclasses.replace(session.plan, part=part)
+            session.planning.plan = dataclasses.replace(session.plan, part=part)
             found = train(model, session, steps=4, loss=all_written(session))
             assert_all_given_back(session)
             moved.append(session.report()[-1])
@@ -641,7 +641,7 @@ def test_single_activations_stay_where_the_plan_says_so() -> None:
     expected = train(make_model(layers=3), steps=2)
     model = make_model(layers=3)
     with session_for(model, drive=Drive(), in_flight=MIB) as session:
-        session.plan = dataclasses.replace(
+        session.planning.plan = dataclasses.replace(
             session.plan, kept=(frozenset({0, 2}), frozenset(), frozenset({1}))
         )
         found = train(model, session, steps=2)
@@ -679,7 +679,7 @@ def watching(session: Session) -> AutoPlanner:
     """A planner that watches a session whose layers are all placed by the user."""
     layers = [(layer.chunk, layer.id.name) for layer in session.layers]
     planner = AutoPlanner(session.plan.placements, layers, Limits(None, session.plan.window))
-    session._planner = planner
+    session.planning.planner = planner
     return planner
 
 
@@ -1010,8 +1010,8 @@ def test_layers_that_change_their_tensors_are_not_recomputed() -> None:
     drive.writes.bytes_per_second = drive.reads.bytes_per_second = SLOW
     with auto_session(model, drive, activation=900 * KIB, layers=list(model)) as session:
         train_layers(model, session, 6)
-        assert session._planner is not None
-        assert session._planner.not_recomputed == set(range(6))
+        assert session.planning.planner is not None
+        assert session.planning.planner.not_recomputed == set(range(6))
         assert {record.recomputed_scopes for record in session.report()} == {0}
     assert [int(layer.runs[0, 0]) for layer in model] == [6] * 6
 
@@ -1026,8 +1026,8 @@ def test_layers_may_save_less_than_when_they_were_planned() -> None:
     with auto_session(model, Drive(), activation=800 * KIB, layers=list(model)) as session:
         train_layers(model, session, 5)
         numbers = frozenset({0, 2})
-        session.plan = dataclasses.replace(session.plan, kept=(numbers,) * 6)
-        session._planner._plan = session.plan  # type: ignore[union-attr]
+        session.planning.plan = dataclasses.replace(session.plan, kept=(numbers,) * 6)
+        session.planning.planner._plan = session.plan  # type: ignore[union-attr]
         train_layers(model, session, 4, rows=2)
         train_layers(model, session, 2)
         assert_all_given_back(session)
@@ -1132,8 +1132,8 @@ class Others:
     def __init__(self, session: Session, recomputed: set[int]) -> None:
         self.recomputed = recomputed
         self.calls: list[tuple[dict[str, Placement], tuple[float, float]]] = []
-        assert session._planner is not None
-        session._planner.agree = self.agree
+        assert session.planning.planner is not None
+        session.planning.planner.agree = self.agree
 
     def agree(self, proposed: dict[str, Placement], need: tuple[float, float]) -> dict[str, Placement]:
         self.calls.append((proposed, need))
@@ -1175,8 +1175,8 @@ def test_what_ranks_have_agreed_to_recompute_none_of_them_tries_otherwise() -> N
         )
 
     def before(_: int) -> None:
-        assert session._planner is not None
-        tried.append(session._planner._on_excursion)
+        assert session.planning.planner is not None
+        tried.append(session.planning.planner._on_excursion)
 
     with (
         mock.patch.multiple("tba_offload.adapt.controller", make_plan=planned, _drifted=never, _differ=never),
@@ -1196,9 +1196,9 @@ def test_one_of_several_ranks_tries_only_what_is_its_own_business() -> None:
 
     def before(_: int) -> None:
         placements = session.plan.placements
-        assert session._planner is not None
+        assert session.planning.planner is not None
         tried.append(
-            (session._planner._on_excursion, placements.count(SELECTIVE), placements.count(RECOMPUTE))
+            (session.planning.planner._on_excursion, placements.count(SELECTIVE), placements.count(RECOMPUTE))
         )
 
     with (

@@ -247,7 +247,7 @@ def test_a_profile_has_the_times_of_the_device(store: str, tmp_path: Path) -> No
     layers, x = make_dozing()
     config = config_for("offload", store, tmp_path)
     with tba.attach(layers, config, layers=list(layers), run_log=tmp_path / "run.jsonl") as session:
-        planner = session._planner
+        planner = session.planning.planner
         assert planner is not None
         for _ in range(4):
             torch.cuda._sleep(10 * LONG_SLEEP)  # the device is far behind when the step begins

@@ -174,7 +174,7 @@ def test_a_part_that_stayed_is_put_back_before_any_stream_uses_it(store: str, tm
     other, x = device.new_stream(), torch.randn(256, 64, requires_grad=True)
     where = place(store, tmp_path)
     with attached(device, model, where, layers=[model], in_flight=None) as session, device.computing():
-        session.plan = dataclasses.replace(session.plan, part=Part(0, 0, 20 * KIB))
+        session.planning.plan = dataclasses.replace(session.plan, part=Part(0, 0, 20 * KIB))
         with session.step():
             y = model(x)
             in_time(session.offloader.quiesce)

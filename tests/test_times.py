@@ -158,7 +158,7 @@ def test_only_sessions_that_plan_mark_times() -> None:
             run_step(model, session)
         watching(session)
         run_step(model, session)
-        session._planner = None
+        session.planning.planner = None
         with mock.patch.object(TimedDevice, "mark", side_effect=AssertionError("nobody will ask")):
             run_step(model, session)
     assert {record.offloaded_bytes for record in session.report()} == {2 * LAYERS * 64 * KIB}
@@ -253,7 +253,7 @@ def test_nobody_waits_for_the_device_inside_a_step() -> None:
                 model(torch.ones(64, 256, requires_grad=True)).abs().sum().backward()
                 assert device.waits == waits
             assert device.waits == waits + 1  # behind a step that is looked at closely
-        session._planner = None
+        session.planning.planner = None
         run_step(model, session)
         assert device.waits == waits + 1
 
@@ -311,7 +311,7 @@ def test_on_a_cpu_nothing_is_marked() -> None:
         session_for(model, default=AUTO, in_flight=200 * KIB) as session,
     ):
         train(model, session, steps=4)
-        profile = learned_by(session._planner)
+        profile = learned_by(session.planning.planner)
         report = session.report()
         assert session.capture.trace.marks is None
         assert session.offloader.stats.marked_stalls == []

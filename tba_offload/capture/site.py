@@ -1,0 +1,135 @@
+"""Where a session stands: in front of a layer's forward."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tba_offload.capture import compiling
+from tba_offload.errors import SessionError
+from tba_offload.layers.checkpoint import is_recomputation
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tba_offload.layers.stack import Layer
+
+
+@dataclass(slots=True)
+class Site:
+    """Where a session has put itself into a layer.
+
+    Attributes:
+        layer: The layer.
+        index: Its place among those of the session.
+        own: Its own forward.
+        runs: How often it ran in this step.
+        waiting: How many of these runs wait for their backward.
+        tracer: What compiles the model that called it last.
+    """
+
+    layer: Layer
+    index: int
+    own: Callable[..., Any]
+    runs: int = 0
+    waiting: int = 0
+    tracer: compiling.Tracer = None
+
+    def forward(self, /, *args: object, **kwargs: object) -> object:
+        """Runs the layer's own forward, compiled if its caller is, and so in backward too."""
+        if self.tracer is None:
+            return self.own(*args, **kwargs)
+        before = compiling.switch(self.tracer)
+        try:
+            return self.own(*args, **kwargs)
+        finally:
+            compiling.switch(before)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the layer runs as a graph of the compiler."""
+        return self.tracer is not None or hasattr(self.own, "_torchdynamo_orig_callable")
+
+    def called_by(self, tracer: compiling.Tracer) -> None:
+        """Notes what compiles the caller; in backward nothing does."""
+        if tracer is not None or not is_recomputation():
+            self.tracer = tracer
+
+    @property
+    def is_method(self) -> bool:
+        """Whether the layer's forward is its class's, not something that stood on the instance."""
+        return getattr(self.own, "__self__", None) is self.layer.module
+
+    def uninstall(self) -> None:
+        """Puts the layer's own forward back: the class's method, or what stood on the instance."""
+        module = self.layer.module
+        if not isinstance(module.forward, _AttachedForward) or module.forward._site is not self:
+            return  # wrapped since by another library; ours stays below and passes everything through
+        if self.is_method:
+            del module.forward
+        else:
+            module.forward = self.own
+
+
+Run = Callable[[Site, tuple[object, ...], dict[str, object]], object]
+"""Runs a layer in the place of its own forward."""
+
+
+class _AttachedForward:
+    """Stands in front of a layer's forward.
+
+    A callable rather than module hooks, because its ``finally`` also runs on KeyboardInterrupt. Copies and
+    pickles of the layer get the layer's own forward: a session belongs to one model.
+    """
+
+    def __init__(self, run: Run, site: Site) -> None:
+        self._run = run
+        self._site = site
+        functools.update_wrapper(self, site.own)
+
+    @compiling.not_traced
+    def __call__(self, /, *args: object, **kwargs: object) -> object:
+        tracer = compiling.switch(None)
+        try:
+            self._site.called_by(tracer)
+            return self._run(self._site, args, kwargs)
+        finally:
+            compiling.switch(tracer)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> object:
+        if not self._site.is_method:
+            return copy.deepcopy(self._site.own, memo)
+        module = self._site.layer.module
+        return type(module).forward.__get__(memo.get(id(module), module))
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return getattr, (self._site.layer.module, "forward")
+
+
+def install(index: int, layer: Layer, run: Run) -> Site:
+    """Has calls of a layer go through ``run``.
+
+    Args:
+        index: The place of the layer among those of the session.
+        layer: The layer.
+        run: Called with the site and the layer's arguments, by position and by name; returns its output.
+    """
+    site = Site(layer, index, layer.module.forward)
+    layer.module.forward = _AttachedForward(run, site)
+    return site
+
+
+def check_unattached(layers: Sequence[Layer]) -> None:
+    """Checks that no session stands in front of one of the layers.
+
+    Raises:
+        SessionError: Names the layer.
+    """
+    for layer in layers:
+        if isinstance(layer.module.forward, _AttachedForward):
+            raise SessionError(
+                f"layer {layer.id.number} ({layer.id.name}) is attached already; close that session first"
+            )
