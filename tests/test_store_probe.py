@@ -133,7 +133,9 @@ def test_every_drive_has_its_own_choice(
     clock: Clock, device: OrderedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kinds = iter(["gds", "file"])
-    monkeypatch.setattr(choice, "choose", lambda *_, **__: choice.Choice(next(kinds), "it is", {}))
+    monkeypatch.setattr(
+        "tba_offload.store.open.choose", lambda *_, **__: choice.Choice(next(kinds), "it is", {})
+    )
     directories = [tmp_path / "one", tmp_path / "two"]
     for directory in directories:
         directory.mkdir()
