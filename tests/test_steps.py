@@ -487,7 +487,7 @@ def test_two_models_share_what_they_find_of_a_drive(model: Model, tmp_path: Path
     other = make_model(layers=LAYERS, seed=2)
     config = config_for(default=tba.Placement.AUTO, in_flight=64 * KIB, directory=tmp_path)
     with tba.attach(model, config) as one, tba.attach(other, config) as two:
-        planners = one._planner, two._planner
+        planners = one.planning.planner, two.planning.planner
         assert planners[0] is not None
         assert planners[1] is not None
         for _ in range(3):  # the rates of a step that warms up are forgotten
