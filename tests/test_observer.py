@@ -54,11 +54,13 @@ def test_the_loop_of_the_readme_reports_the_peak_that_an_observer_sees(
 ) -> None:
     peaks = {}
     for placement, window in (("keep", ""), ("offload", "budget: {in_flight_bytes: 16MiB}\n")):
-        found = run(observer, kind, f"default: {placement}\n{window}", tmp_path, steps=4)
-        # Of several steps the highest: samples of a busy machine may miss a peak of less than 1 ms.
-        reported, observed = (max(found[name]) for name in ("reported", "observed"))
-        assert abs(reported / observed - 1) < 0.05, found
-        peaks[placement] = observed
+        found = run(observer, kind, f"default: {placement}\n{window}", tmp_path, steps=5)
+        reported, observed = found["reported"], found["observed"]
+        assert all(ours < 1.05 * theirs for ours, theirs in zip(reported, observed, strict=True)), found
+        # Of several steps alike the highest: samples of a busy machine may miss a peak of less than 1 ms. The
+        # first one peaks higher, because what is kept elsewhere anyway is not yet known, and so travels.
+        assert max(reported[1:]) > 0.95 * max(observed[1:]), found
+        peaks[placement] = max(observed)
     assert peaks["offload"] < 0.3 * peaks["keep"]
 
 
