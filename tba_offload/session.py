@@ -298,9 +298,10 @@ class Session:
                 "store and budget are those that the session was opened with; close it and attach anew",
                 file=wanted.file,
             )
-        self.config = wanted
         plan = self._plan_of(wanted)
-        self.planning.start(plan, self._planner_of(wanted, plan))
+        planner = self._planner_of(wanted, plan)
+        self.config = wanted
+        self.planning.start(plan, planner)
         self.capture.min_tensor_bytes = wanted.min_tensor_bytes
         self.offloader.keep_when_full = wanted.on_full == "keep"
 

@@ -102,7 +102,7 @@ def trial(model: nn.Module, session: Session, at: int, expected: list[Tensor]) -
     try:
         # Two, because PyTorch keeps the graph of a step that failed in a parameter's hook until the next.
         found = [forward_backward(model, session) for _ in range(2)][-1]
-    except Exception as error:  # noqa: BLE001 - told
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is returned as what went wrong
         return f"{aim.struck}: the next step: {error!r}"
     if not all(same_bits(a, b) for a, b in zip(found, expected, strict=True)):
         return f"{aim.struck}: other bits"

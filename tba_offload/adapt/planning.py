@@ -87,7 +87,7 @@ class Planning:
             began: When it began, by :func:`time.perf_counter`.
             rest_bytes: Most bytes that were seen beside the activations of layers.
             repeatable: Layers that are the same if their forward runs twice.
-            on_device: Its times by the clock of a device that runs behind the host.
+            on_device: Its times by the clock of a device whose work ends later than the host gave it out.
 
         Returns:
             What there is to tell of a new plan, see :meth:`AutoPlanner.news`.

@@ -51,17 +51,17 @@ def _finite(_context: click.Context, _parameter: click.Parameter, number: float)
     type=click.FloatRange(min=0, min_open=True),
     default=1,
     callback=_finite,
-    help="What if there were so many times as many.",
+    help="What if there were this many times the drives.",
 )
-@click.option("--window", callback=size, metavar="SIZE", help="What if so much were in flight.")
+@click.option("--window", callback=size, metavar="SIZE", help="What if this much were in flight.")
 @click.option(
     "--host",
     callback=size,
     metavar="SIZE",
-    help="What if so much host memory took what the drives have no time for; 0 for none.",
+    help="What if host memory of this size took what the drives have no time for; 0 for none.",
 )
-@click.option("--layers", type=click.IntRange(min=1), help="What if there were so many.")
-@click.option("--micro-batches", type=click.IntRange(min=1), help="What if there were so many.")
+@click.option("--layers", type=click.IntRange(min=1), help="What if there were this many layers.")
+@click.option("--micro-batches", type=click.IntRange(min=1), help="What if there were this many.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def plan(
     run: Path,

@@ -81,7 +81,7 @@ class Window:
         return self.nbytes is not None and largest <= self.nbytes and self.is_crowded(in_flight, largest)
 
     def is_worth_filling(self, in_flight: int) -> bool:
-        """Whether so much of the window is free that reading ahead is worth a start."""
+        """Whether enough of the window is free for reading ahead to be worth a start."""
         return self.nbytes is None or in_flight <= REFILL_BELOW * self.nbytes
 
     def may_read_ahead(self, in_flight: int, read_ahead: int, nbytes: int, *, across_forward: bool) -> bool:

@@ -110,7 +110,7 @@ class Books:
         )
 
     def has_room(self) -> bool:
-        """Whether so much of the window is free that reading ahead is worth a start."""
+        """Whether enough of the window is free for reading ahead to be worth a start."""
         return self.window.is_worth_filling(self.in_flight)
 
     # ---- records ---------------------------------------------------------------------------------
