@@ -1108,6 +1108,23 @@ def test_a_write_that_hangs_leaves_its_drive_alone_and_its_bytes_in_memory(
     bench.assert_idle()
 
 
+def test_a_write_that_has_ended_is_no_sign_of_a_drive_that_hangs(bench: Bench, drive: Drive) -> None:
+    """It has, although its callback still waits for the lock of the books."""
+    drive.writes.hold()
+    saved = bench.save()
+    write = next(saved.record.pieces()).write
+    assert write is not None
+    with bench.offloader._lock:
+        drive.writes.release()
+        write.wait(PATIENCE)
+        bench.offloader._give_up_hanging()
+    assert bench.store.take_outages() == []
+    bench.offloader.quiesce()
+    assert saved.memory() is None
+    bench.drop(saved)
+    bench.assert_idle()
+
+
 def test_a_drive_that_still_hangs_is_not_tried_again(growing: DrivenFileStore) -> None:
     bench = bench_over(growing)
     clock = on_clock(bench)

@@ -872,12 +872,11 @@ class Offloader:
         A write only reads its memory. Should it end one day, that changes nothing any more.
         """
         for record in list(self._records):
-            if all(piece.write is None for piece in record.pieces()):
+            if not any(map(_is_under_way, record.pieces())):
                 continue
             self._cancel_writes(record)
-            for piece in record.pieces():
-                if piece.write is not None:
-                    self.store.suspend(_extent_of(piece), self._patience.exhausted())
+            for piece in filter(_is_under_way, record.pieces()):
+                self.store.suspend(_extent_of(piece), self._patience.exhausted())
             self._books.change(record, pinned=True)
             if self._books.keep(record):
                 self.stats.fallback_kept += record.nbytes
@@ -974,6 +973,11 @@ class Offloader:
         """Starts new :attr:`stats` and returns the old ones."""
         with self._lock:
             return self._books.reset_stats()
+
+
+def _is_under_way(piece: Piece) -> bool:
+    """Whether its write is queued or running; one that has ended waits for its callback at most."""
+    return piece.write is not None and not piece.write.done()
 
 
 def _extent_of(piece: Piece) -> Extent:
