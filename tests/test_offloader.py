@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tba_offload.store.base import Extent
+
 SIZE = 64 * KIB
 LEFT_ALONE = pytest.mark.filterwarnings("ignore:a drive failed and is left alone:RuntimeWarning")
 
@@ -1397,6 +1399,34 @@ def test_an_interrupt_inside_pack_leaves_nothing_to_wait_for(
     drive.reservations.recover()
     gc.collect()  # the error, its traceback and what its frames hold
     finish(in_thread(lambda: bench.drop(bench.save(), bench.save())))
+    bench.assert_idle()
+
+
+def test_an_exception_after_the_reservation_loses_no_extent(
+    make: Callable[..., Bench], drive: Drive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal handler of the program may raise before the piece knows of the extent."""
+    bench = make()
+    drive.reads.hold()
+    being_read, stored = store_all(bench, 2)
+    bench.offloader.prefetch(being_read.record)
+    drive.reads.wait_started()
+    reserve = bench.store.reserve
+
+    def reserve_and_end(nbytes: int, address: int) -> Extent:
+        reserve(nbytes, address)
+        raise SystemExit
+
+    monkeypatch.setattr(bench.store, "reserve", reserve_and_end)
+    with pytest.raises(SystemExit):
+        bench.save()
+    monkeypatch.undo()
+    bench.drop(being_read)
+    bench.offloader.abandon()
+    assert len(bench.store.leased()) == 2
+    drive.reads.release()
+    bench.fetch(stored)
+    bench.drop(stored)
     bench.assert_idle()
 
 
