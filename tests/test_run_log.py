@@ -10,6 +10,7 @@ import resource
 import stat
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import fields
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -597,6 +598,22 @@ def test_a_file_that_is_too_large_is_not_read(
     monkeypatch.setattr(run_log, limit, 2)
     with pytest.raises(RunLogError, match=r"larger than 2 bytes|run\.jsonl:3: too long"):
         read_run_log(write_log(tmp_path / "run.jsonl", RECORD, RECORD))
+
+
+@pytest.mark.parametrize("header", [b"", b'{"event": "run", "schema": 1, "strategy": "keep"}\n'])
+def test_a_line_without_an_end_is_not_read_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: bytes
+) -> None:
+    """A file of /proc says that it is empty, and may come to terabytes."""
+    monkeypatch.setattr(run_log, "LONGEST_LINE", 1000)
+    monkeypatch.setattr(run_log, "MOST_BYTES", 5000)
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(header + b"x" * 1_000_000)
+    with path.open("rb") as file:
+        monkeypatch.setattr(run_log, "open_regular", lambda path, most: nullcontext(file))
+        with pytest.raises(RunLogError, match=rf"run\.jsonl:{1 + bool(header)}: too long to be a run log"):
+            read_run_log(path)
+        assert file.tell() < 10_000
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "directory"])

@@ -481,9 +481,12 @@ class _Reader:
             line = file.readline(LONGEST_LINE + 1)
             if not line:
                 return
-            if number > MOST_LINES or file.tell() > MOST_BYTES:
+            is_long = len(line) > LONGEST_LINE
+            if is_long and self._header is not None:
+                _skip_line(file)
+            if number > MOST_LINES or file.tell() > MOST_BYTES or (is_long and self._header is None):
                 raise RunLogError(f"{self._path}:{number}: too long to be a run log; is it the right file?")
-            if len(line) > LONGEST_LINE and _skip_line(file):
+            if is_long:
                 self._complain(number, f"longer than {LONGEST_LINE} bytes")
             elif not line.endswith(b"\n") and not _is_whole(line):
                 self._truncated = True
@@ -541,11 +544,10 @@ class _Reader:
             self._complaints.append(f"{self._path}:{number}: {reason}")
 
 
-def _skip_line(file: BinaryIO) -> bool:
-    """Reads to the end of a line without keeping it."""
-    while (part := file.readline(LONGEST_LINE)) and not part.endswith(b"\n"):
+def _skip_line(file: BinaryIO) -> None:
+    """Reads to the end of a line without keeping it, or beyond the most that is read."""
+    while file.tell() <= MOST_BYTES and (part := file.readline(LONGEST_LINE)) and not part.endswith(b"\n"):
         pass
-    return True
 
 
 def _is_whole(tail: bytes) -> bool:
