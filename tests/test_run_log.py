@@ -600,6 +600,26 @@ def test_a_file_that_is_too_large_is_not_read(
         read_run_log(write_log(tmp_path / "run.jsonl", RECORD, RECORD))
 
 
+@pytest.mark.parametrize("event", [step_event(), {"event": "other"}])
+def test_lines_of_many_small_values_take_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, event: dict[str, Any]
+) -> None:
+    """An empty list of two bytes takes 64 bytes of memory."""
+    monkeypatch.setattr(run_log, "MOST_VALUES", 2500)
+    hog = event | {"a": [[]] * 500}
+    log = read_run_log(write_lines(tmp_path / "run.jsonl", run_event(), hog, hog, hog, step_event()))
+    assert len(log.steps) + len(log.others) == 3
+    assert log.bad_lines == (f"{log.path}:4: with what came before it, it holds more than 2500 values",)
+
+
+def test_steps_of_a_long_run_are_read_whatever_they_come_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_log, "MOST_VALUES", 10)
+    log = read_run_log(write_log(tmp_path / "run.jsonl", *[RECORD] * 100, header=RunHeader(strategy="keep")))
+    assert log.steps == (RECORD,) * 100
+
+
 @pytest.mark.parametrize("header", [b"", b'{"event": "run", "schema": 1, "strategy": "keep"}\n'])
 def test_a_line_without_an_end_is_not_read_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: bytes

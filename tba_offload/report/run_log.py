@@ -432,6 +432,9 @@ MOST_LINES = 2**20
 LONGEST_LINE = 2**24
 """Bytes of the longest line that is read: a plan event of several hundred thousand scopes."""
 
+MOST_VALUES = 2**23
+"""Values of all lines that are kept, those that a step must have left out; each takes some 70 bytes."""
+
 DEEPEST = 64
 """Levels of lists and objects in a line."""
 
@@ -453,6 +456,7 @@ class _Reader:
         self._complaints: list[str] = []
         self._skipped = 0
         self._truncated = False
+        self._values = 0
 
     def read(self) -> RunLog:
         try:
@@ -495,9 +499,11 @@ class _Reader:
 
     def _take(self, number: int, line: bytes) -> None:
         try:
+            values = self._values_with(line)
             event = _event(line)
             if self._header is not None and event["event"] != RunHeader.EVENT:
                 self._add(event)
+                self._values = values
                 return
         except RunLogError as error:
             if self._header is None:
@@ -505,6 +511,18 @@ class _Reader:
             self._complain(number, str(error))
             return
         self._header = self._first(number, event)
+
+    def _values_with(self, line: bytes) -> int:
+        """At least the values that are kept if a line is, told before any memory is taken for them.
+
+        Raises:
+            RunLogError: They would be too many.
+        """
+        of_a_step = len(_KINDS[StepRecord.EVENT]) + 1
+        values = self._values + max(sum(map(line.count, (b",", b"[", b"{"))) - of_a_step, 0)
+        if values > MOST_VALUES:
+            raise RunLogError(f"with what came before it, it holds more than {MOST_VALUES} values")
+        return values
 
     def _add(self, event: Json) -> None:
         """Takes an event after the header.
