@@ -202,9 +202,16 @@ def test_a_killed_process_leaves_every_line(tmp_path: Path) -> None:
     assert [step.step for step in read_run_log(tmp_path / "run.jsonl").steps] == [0, 1, 2]
 
 
-def test_missing_parents_are_made_and_the_file_is_private(tmp_path: Path) -> None:
-    path = write_log(tmp_path / "new" / "deeper" / "run.jsonl")
+def test_the_file_is_private(tmp_path: Path) -> None:
+    path = write_log(tmp_path / "run.jsonl")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_no_directory_is_made_that_was_not_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "my logs" / "deeper" / "run.jsonl"
+    with pytest.raises(RunLogError, match=rf"does not exist; make it: mkdir -p '{path.parent}'"):
+        RunLogWriter(path, HEADER)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_with_content_is_never_overwritten(tmp_path: Path) -> None:
@@ -378,6 +385,7 @@ def test_a_log_that_vanished_is_made_anew_where_its_directory_is_there_again(
     tmp_path: Path, gone: str
 ) -> None:
     directory = tmp_path / "logs"
+    directory.mkdir()
     path = directory / "run.jsonl"
     with RunLogWriter(path, HEADER) as log:
         write_steps(log, 1, 1)

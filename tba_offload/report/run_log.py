@@ -278,13 +278,13 @@ class RunLogWriter:
     goes on, a line ``{"event": "gap", "missing_steps": …}`` tells how many steps are missing there.
 
     Args:
-        path: The file to write, readable by its owner only (0600). Missing parent directories are created.
-            An empty file that exists already is used, and keeps its mode.
+        path: The file to write, readable by its owner only (0600). Its directory has to exist. An empty file
+            that exists already is used, and keeps its mode.
         header: Written at once as the first line.
 
     Raises:
-        RunLogError: The file is not empty, a link, no regular file, another process is writing it, it cannot
-            be opened or written, or the header holds a value that JSON cannot.
+        RunLogError: Its directory does not exist, or the file is not empty, a link, no regular file, another
+            process is writing it, or it cannot be opened or written. Or JSON cannot hold the header.
     """
 
     def __init__(self, path: str | os.PathLike[str], header: RunHeader) -> None:
