@@ -722,6 +722,25 @@ def test_a_step_without_what_it_must_have_is_named_and_skipped(tmp_path: Path) -
     assert read_run_log(path).bad_lines == (f"{path}:2: the step event lacks seconds",)
 
 
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ({"step": -5}, '"step" must be at least 0, and is -5'),
+        ({"seconds": "nan"}, '"seconds" must be finite and at least 0, and is nan'),
+        ({"seconds": "inf"}, '"seconds" must be finite and at least 0, and is inf'),
+        ({"seconds": -1.5}, '"seconds" must be finite and at least 0, and is -1.5'),
+        ({"stall_seconds": "-inf"}, '"stall_seconds" must be finite and at least 0, and is -inf'),
+    ],
+)
+def test_a_step_that_cannot_have_been_is_named_and_skipped(
+    tmp_path: Path, damage: dict[str, Any], said: str
+) -> None:
+    path = write_lines(tmp_path / "run.jsonl", run_event(), step_event() | damage, step_event(loss="nan"))
+    log = read_run_log(path)
+    assert log.bad_lines == (f"{path}:2: {said}",)
+    assert len(log.steps) == 1
+
+
 @pytest.mark.parametrize("schema", [2, 0, "1", None])
 def test_another_schema_is_refused_and_both_are_named(tmp_path: Path, schema: object) -> None:
     path = write_lines(tmp_path / "run.jsonl", run_event(schema=schema))

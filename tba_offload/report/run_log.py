@@ -531,7 +531,7 @@ class _Reader:
             RunLogError: It is not what its kind says.
         """
         if event["event"] == StepRecord.EVENT:
-            self._steps.append(_decoded(StepRecord, event))
+            self._steps.append(_possible(_decoded(StepRecord, event)))
             return
         if event["event"] == PLAN:
             from tba_offload.report.plan_event import checked_plan
@@ -614,6 +614,21 @@ def _decoded(cls: type[_Event], event: Json) -> _Event:
     extra = {name: value for name, value in event.items() if name not in kinds and name != "event"}
     values: dict[str, Any] = known | {"extra": extra}
     return cls(**values)
+
+
+_MEASURED = ("seconds", "optimizer_seconds", "forward_seconds", "backward_seconds", "stall_seconds")
+"""The times of a step that clocks told, so that they are times, however odd the step."""
+
+
+def _possible(record: StepRecord) -> StepRecord:
+    """The record, if its number and its times can be those of a step."""
+    if record.step < 0:
+        raise RunLogError(f'"step" must be at least 0, and is {record.step}')
+    for name in _MEASURED:
+        seconds = getattr(record, name)
+        if seconds is not None and not 0 <= seconds < math.inf:
+            raise RunLogError(f'"{name}" must be finite and at least 0, and is {seconds}')
+    return record
 
 
 def _read_value(name: str, value: object, kinds: tuple[type, ...]) -> object:
