@@ -17,7 +17,7 @@ from tba_offload.plan import search as planner
 from tba_offload.plan import simulate as simulator
 from tba_offload.plan.bandwidth import HOST_SPEED, Bandwidth, HostTier, MeasuredRate
 from tba_offload.plan.condense import condensed, count_items, with_few_micro_batches
-from tba_offload.plan.model import Part, Plan
+from tba_offload.plan.model import Plan
 from tba_offload.plan.profile import HOOK_SECONDS, LayerKind, Saved, Slot, StepProfile, Timing
 from tba_offload.plan.search import (
     LEAST_FREED,
@@ -235,27 +235,15 @@ def test_a_capacity_is_not_negative() -> None:
 # The simulator
 
 
-@pytest.mark.parametrize("stays", [{"kept": (frozenset({0, 1, 2}), frozenset())}, {"part": Part(0, 3, MIB)}])
-def test_what_stays_of_a_layer_spares_its_share_of_what_offloading_takes(stays: dict[str, Any]) -> None:
+def test_what_stays_of_a_layer_spares_its_share_of_what_offloading_takes() -> None:
     timings = {KEEP: Timing(0.03, 0.06), OFFLOAD: Timing(0.04, 0.08)}
     profile = dataclasses.replace(make_profile(2), timings=(timings,))
 
     def seconds(placements: tuple[Placement, ...], **options: Any) -> float:
         return simulate(profile, Plan(placements, **options), FAST).seconds
 
-    some = seconds((OFFLOAD, OFFLOAD), **stays)
+    some = seconds((OFFLOAD, OFFLOAD), kept=(frozenset({0, 1, 2}), frozenset()))
     assert seconds((KEEP, OFFLOAD)) < some < seconds((OFFLOAD, OFFLOAD))
-
-
-@pytest.mark.parametrize("sizes", [(), (MIB, MIB)])
-def test_a_part_of_what_a_layer_no_longer_saves_is_none(sizes: tuple[int, ...]) -> None:
-    """Steps may have other shapes than when the plan was made."""
-    kind = LayerKind(make_profile(1, sizes=sizes or (MIB,)).kinds[0].activations[: len(sizes)], 0, MIB)
-    profile = dataclasses.replace(make_profile(2), kinds=(kind,))
-    plan = all_of(profile, OFFLOAD)
-    assert simulate(profile, dataclasses.replace(plan, part=Part(0, 1, MIB)), FAST) == simulate(
-        profile, plan, FAST
-    )
 
 
 @pytest.mark.parametrize(("placement", "backward"), [(KEEP, False), (RECOMPUTE, True)])
@@ -379,8 +367,9 @@ def test_every_byte_and_every_second_is_accounted_for(
     choices = [KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, SELECTIVE]
     placements = tuple(chance.choice(choices) for _ in profile.layers)
     (kind,) = profile.kinds
-    part = Part(0, chance.randrange(len(kind.activations)), chance.randrange(2 * MIB))
-    plan = Plan(placements, window=window, part=part)
+    number = chance.randrange(len(kind.activations))
+    kept = (frozenset({number}), *(frozenset[int]() for _ in profile.layers[1:]))
+    plan = Plan(placements, kept, window)
     outcome = simulate(profile, plan, drive)
     travels = {
         OFFLOAD: kind.nbytes,
@@ -388,15 +377,11 @@ def test_every_byte_and_every_second_is_accounted_for(
         SELECTIVE: kind.nbytes - kind.rebuilt_bytes,
     }
     saved = sum(slot.backward * travels.get(placements[slot.layer], 0) for slot in profile.slots)
-    partly = kind.activations[part.number]
-    stays = placements[0] is OFFLOAD or (placements[0] is SELECTIVE and not partly.rebuilt)
-    parts = (
-        part.nbytes
-        * (stays and part.nbytes < partly.nbytes)
-        * sum(s.backward for s in profile.slots if s.layer == 0)
-    )
-    assert saved - parts <= outcome.read_bytes + outcome.forwarded_bytes <= saved
-    assert outcome.read_bytes <= outcome.written_bytes <= saved - parts
+    one = kind.activations[number]
+    stays = placements[0] is OFFLOAD or (placements[0] is SELECTIVE and not one.rebuilt)
+    saved -= one.nbytes * stays * sum(s.backward for s in profile.slots if s.layer == 0)
+    assert outcome.read_bytes + outcome.forwarded_bytes == saved
+    assert outcome.read_bytes <= outcome.written_bytes <= saved
     assert outcome.seconds == pytest.approx(compute_seconds(profile, plan) + outcome.stall_seconds)
     # No more is moved than the drive can move in the time.
     assert outcome.read_seconds <= outcome.seconds * (1 + 1e-9)
@@ -745,38 +730,6 @@ def test_what_the_budget_has_left_is_filled_with_single_activations() -> None:
     assert any(any(kept) for plan in plans for kept in plan.kept)
     for plan in plans:
         assert all(not kept or plan.placements[layer] is OFFLOAD for layer, kept in enumerate(plan.kept))
-
-
-def test_a_part_of_an_activation_is_memory_for_time() -> None:
-    profile, slow = make_profile(2, sizes=(8 * MIB,)), Bandwidth(1e8, 1e8)
-    whole = all_of(profile, OFFLOAD, window=8 * MIB)
-    before = simulate(profile, whole, slow)
-    for nbytes in (MIB, 4 * MIB):
-        after = simulate(profile, dataclasses.replace(whole, part=Part(0, 0, nbytes)), slow)
-        assert after.written_bytes == before.written_bytes - nbytes
-        assert after.stall_seconds < before.stall_seconds
-        assert before.peak_bytes <= after.peak_bytes <= before.peak_bytes + nbytes
-
-
-def test_the_last_activation_that_the_budget_has_room_for_stays_in_part() -> None:
-    timings = ({KEEP: Timing(0.03, 0.06), OFFLOAD: Timing(0.03, 0.06)},)
-    profile = dataclasses.replace(make_profile(4, sizes=(8 * MIB,) * 4), timings=timings)
-    slow, peak = Bandwidth(4e8, 4e8), peak_of_keep(profile)
-    gains = []
-    for share in range(30, 100, 3):
-        limits = Limits(peak * share // 100)
-        plan = make_plan(profile, slow, limits, policy=(AUTO,) * 4, not_recomputed=frozenset(range(4)))
-        if plan.part is None:
-            continue
-        assert plan.placements[plan.part.layer] is OFFLOAD
-        assert plan.part.number not in plan.kept_of(plan.part.layer)
-        assert 0 < plan.part.nbytes < 8 * MIB
-        found = outcome_of(profile, plan, slow)
-        without = outcome_of(profile, dataclasses.replace(plan, part=None), slow)
-        assert found.peak_bytes <= limits.planned
-        gains.append(without.seconds / found.seconds - 1)
-    assert min(gains) >= 0
-    assert max(gains) > 0.02
 
 
 @given(

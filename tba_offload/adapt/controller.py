@@ -495,7 +495,7 @@ class AutoPlanner:
         anyway is known. Where several ranks share layers, what is recomputed is not tried: that would be
         everybody's business.
         """
-        bare = look = dataclasses.replace(plan, kept=(), part=None, prediction=None)
+        bare = look = dataclasses.replace(plan, kept=(), prediction=None)
         now = simulate(profile, bare, drive)
         drive_is_known = now.written_bytes > 0
         for layer, placement in self._untried(profile, plan):
@@ -592,9 +592,7 @@ class AutoPlanner:
             mine if placement is Placement.AUTO and not mine.recomputes else placement
             for placement, mine in known
         ]
-        return dataclasses.replace(
-            proposed, placements=tuple(placements), kept=(), part=None, prediction=None
-        )
+        return dataclasses.replace(proposed, placements=tuple(placements), kept=(), prediction=None)
 
     def drive(self) -> Bandwidth | None:
         """What all drives in service do together, and host memory beside them; ``None`` if nothing moved."""

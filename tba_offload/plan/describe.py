@@ -47,7 +47,7 @@ def _changed(names: Sequence[str], plan: Plan, before: Plan | None) -> list[str]
     changes = []
     if before.window != plan.window:
         changes.append(f"window {_window(plan)} instead of {_window(before)}")
-    if (before.kept, before.part) != (plan.kept, plan.part):
+    if before.kept != plan.kept:
         changes.append("other single activations stay in memory")
     return changes
 

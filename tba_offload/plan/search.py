@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 from tba_offload.config.policy import Objective, Placement
 from tba_offload.formatting import readable_size
 from tba_offload.plan.condense import condensed, count_items, with_few_micro_batches
-from tba_offload.plan.model import Part, Plan
+from tba_offload.plan.model import Plan
 from tba_offload.plan.simulate import Outcome, simulate
 
 if TYPE_CHECKING:
@@ -88,10 +88,6 @@ TIGHT = (2, 4, 12)
 """Parts of the smallest window that are tried where nothing else keeps to the budget; the last is a quarter
 of the largest activation, so that it is in flight alone. Without them, 21 of 70 seeded steps had no plan that
 keeps to the budget instead of 7; with the last one alone, steps took up to 32 % longer."""
-
-PARTS = 4
-"""Times that the part that stays of one activation is made larger or smaller. Without it, 1 of 70 seeded
-steps took 4.9 % longer, all others less than 1 %."""
 
 SOUND = 32
 """Number of the best plans for a slower drive that are played on the real one at most. With one alone, 1 of
@@ -295,7 +291,7 @@ def is_better(
 def explain(profile: StepProfile, plan: Plan, drive: Bandwidth, layer: int) -> str:
     """Why a plan places a layer as it does, in one line."""
     kind, placement = profile.kind_of(layer), plan.placements[layer]
-    moved = kind.nbytes - plan.staying_bytes(layer, kind)
+    moved = kind.nbytes - plan.kept_bytes(layer, kind)
     size, travel = readable_size(kind.nbytes), _milliseconds(moved / drive.write + moved / drive.read)
     kept = profile.timing(layer, KEEP)
     again = _milliseconds(profile.timing(layer, RECOMPUTE).backward - kept.backward)
@@ -379,7 +375,7 @@ class _Search:
         if self.terms.objective is Objective.MEMORY:
             self.window = plans[0].window
         for plan in plans:
-            self._try(plan.placements, plan.kept, plan.window, plan.part)
+            self._try(plan.placements, plan.kept, plan.window)
         self._try_simplest()
         if self.most_trials >= MANY_TRIALS:
             placements = [plans[0].placements[layer] for layer in self.free]
@@ -390,7 +386,7 @@ class _Search:
     def confirmed(self, plan: Plan, known: Sequence[Plan]) -> Plan:
         """A plan for a part of this step, made to fit all of it."""
         if self._play(dataclasses.replace(plan, prediction=None)).score[0]:
-            self._try(plan.placements, plan.kept, plan.window, plan.part)
+            self._try(plan.placements, plan.kept, plan.window)
             self._try_simplest()
         return self._chosen(self._best_so_far(), known)
 
@@ -496,10 +492,9 @@ class _Search:
         placements: tuple[Placement, ...],
         kept: tuple[frozenset[int], ...] = (),
         window: int | None = None,
-        part: Part | None = None,
     ) -> _Trial:
         """Plays a plan with the largest window that the budget leaves room for."""
-        plan = Plan(placements, kept, self.window if window is None else window, part=part)
+        plan = Plan(placements, kept, self.window if window is None else window)
         trial = self._play(plan)
         excess = self._excess(trial.outcome)
         if not excess or TRAVELS.isdisjoint(placements):
@@ -691,23 +686,7 @@ class _Search:
             kept[layer] = frozenset(numbers[:count])
             trial = self._try(found.plan.placements, tuple(kept))
             if trial.score[0]:
-                return self._filled_up(found, layer, numbers[count - 1])
+                return found
             if trial.score < found.score:
                 found = trial
-        if 0 < len(numbers) <= self.most_filled:
-            return self._filled_up(found, layer, numbers[-1])
-        return found
-
-    def _filled_up(self, found: _Trial, layer: int, number: int) -> _Trial:
-        """Keeps a part of the activation that has no room as a whole."""
-        least, most = 0, self.profile.kind_of(layer).activations[number].nbytes
-        for _ in range(PARTS):
-            part = (least + most) // 2
-            plan = found.plan
-            trial = self._try(plan.placements, plan.kept, part=Part(layer, number, part))
-            if trial.score[0]:
-                most = part
-            else:
-                least = part
-                found = min(found, trial, key=_score_of)
         return found
