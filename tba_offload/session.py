@@ -52,8 +52,7 @@ from tba_offload.layers.guards import (
 from tba_offload.layers.nested import TooManyError, tensors_in
 from tba_offload.layers.stack import LayerStack, check_disjoint
 from tba_offload.notices import describe_step, tell
-from tba_offload.plan.model import Plan
-from tba_offload.plan.search import Limits
+from tba_offload.plan.model import Limits, Plan
 from tba_offload.recompute.rescue import Rescue
 from tba_offload.recompute.verify import Mode, Run, Trial, Verifier
 from tba_offload.report.run_log import RunHeader, RunLogWriter, StepRecord

@@ -25,12 +25,13 @@ from tba_offload.cli import main
 from tba_offload.config import load_config
 from tba_offload.config.policy import LayerId, Objective, Placement
 from tba_offload.errors import RunLogError
-from tba_offload.plan.bandwidth import HOST_SPEED, Bandwidth
-from tba_offload.plan.model import Plan, Prediction
+from tba_offload.plan.bandwidth import Bandwidth
+from tba_offload.plan.model import Limits, Plan, Prediction
 from tba_offload.plan.profile import Timing
-from tba_offload.plan.search import MARGIN, Limits, make_plan
+from tba_offload.plan.search import make_plan
 from tba_offload.plan.simulate import simulate
 from tba_offload.plan.sizes import FORGOTTEN_AFTER, Sizes, StepSize
+from tba_offload.plan.tuning import TUNING
 from tba_offload.plan.what_if import Block, one_f_one_b, stretched
 from tba_offload.report.run_log import StepRecord, read_run_log
 from tba_offload.store.base import DriveLoad, Load
@@ -521,7 +522,7 @@ def test_a_plan_takes_the_whole_budget_where_nothing_smaller_fits() -> None:
     profile, drive = profile_by_hand(*(OFFLOAD,) * 8), Bandwidth(100, 100)
     lowest = make_plan(profile, drive, Limits(1, 1), policy=(AUTO,) * 8).prediction
     assert lowest is not None
-    planner = planner_of(8, budget=int(lowest.peak_bytes / (1 - MARGIN)) + 1, window=1)
+    planner = planner_of(8, budget=int(lowest.peak_bytes / (1 - TUNING.margin)) + 1, window=1)
     plan = planner._made(profile, drive, policy=planner.policy, not_recomputed=frozenset())
     assert plan.prediction is not None
     assert (1 - UNMEASURED) * planner.limits.planned < plan.prediction.peak_bytes <= planner.limits.planned
@@ -703,7 +704,7 @@ def test_the_run_log_tells_of_host_memory(host_log: Path) -> None:
     drive = Situation.of(host_log).drive
     assert drive.host is not None
     assert drive.host.capacity == 2 * MIB
-    assert drive.host.write != HOST_SPEED * drive.write  # it was measured
+    assert drive.host.write != TUNING.host_speed * drive.write  # it was measured
     steps = read_run_log(host_log).steps
     assert all(0 < step.host_offloaded_bytes <= step.offloaded_bytes for step in steps)
     assert all(0 < step.host_read_bytes <= step.read_bytes for step in steps)

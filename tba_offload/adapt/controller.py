@@ -22,9 +22,10 @@ from tba_offload.config.policy import Objective, Placement
 from tba_offload.formatting import readable_rate, readable_size, significant
 from tba_offload.plan.bandwidth import Bandwidth, DriveRates, MeasuredRate
 from tba_offload.plan.describe import describe_plan
-from tba_offload.plan.model import Plan
+from tba_offload.plan.goals import default_objective
+from tba_offload.plan.model import Limits, Plan
 from tba_offload.plan.profile import computed_as
-from tba_offload.plan.search import Limits, default_objective, is_better, make_plan
+from tba_offload.plan.search import is_better, make_plan
 from tba_offload.plan.simulate import simulate
 from tba_offload.plan.sizes import Sizes, StepSize
 from tba_offload.plan.skipped import with_skipped

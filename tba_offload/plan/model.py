@@ -9,11 +9,31 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tba_offload.plan.tuning import TUNING
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tba_offload.config.policy import LayerId, Placement, Policy
     from tba_offload.plan.profile import LayerKind
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The bytes that a plan must keep to.
+
+    Attributes:
+        budget: Most bytes of the activation peak; ``None`` for no limit.
+        window: Most bytes in flight; ``None`` for no limit.
+    """
+
+    budget: int | None = None
+    window: int | None = None
+
+    @property
+    def planned(self) -> float:
+        """Bytes of the peak that plans are made for: the budget less the margin."""
+        return float("inf") if self.budget is None else self.budget * (1 - TUNING.margin)
 
 
 @dataclass(frozen=True, slots=True)
