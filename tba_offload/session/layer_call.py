@@ -125,12 +125,11 @@ class Call:
 
     def _hooks(self, *, rebuilds: bool = False, rescue: Rescue | None = None) -> LayerHooks:
         plan, index, key = self._parts.planning.plan, self._site.index, self._scope.key
-        kept, part = plan.kept_of(index), plan.part_of(index)
-        slow = self._keeps_when_slow
+        kept, slow = plan.kept_of(index), self._keeps_when_slow
         if rebuilds and not self._site.is_compiled:  # a graph of one node tells nothing
             layer, recipes = self._site.layer.module, self._parts.rebuilds
-            return SelectiveHooks(recipes, layer, key, when_slow=slow, kept=kept, part=part)
-        return LayerHooks(self._parts.capture, key, when_slow=slow, kept=kept, part=part, rescue=rescue)
+            return SelectiveHooks(recipes, layer, key, when_slow=slow, kept=kept)
+        return LayerHooks(self._parts.capture, key, when_slow=slow, kept=kept, rescue=rescue)
 
     @property
     def _keeps_when_slow(self) -> bool:
