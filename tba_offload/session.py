@@ -495,12 +495,12 @@ class Session:
     def _hooks(
         self, site: Site, placement: Placement, scope: ScopeTrace, rescue: Rescue | None
     ) -> LayerHooks:
-        kept, part = self.plan.kept_of(site.index), self.plan.part_of(site.index)
+        kept = self.plan.kept_of(site.index)
         slow = self._keeps_when_slow(placement)
         if placement is Placement.SELECTIVE and not site.is_compiled:  # a graph of one node tells nothing
             layer = site.layer.module
-            return SelectiveHooks(self._rebuilds, layer, scope.key, when_slow=slow, kept=kept, part=part)
-        return LayerHooks(self.capture, scope.key, when_slow=slow, kept=kept, part=part, rescue=rescue)
+            return SelectiveHooks(self._rebuilds, layer, scope.key, when_slow=slow, kept=kept)
+        return LayerHooks(self.capture, scope.key, when_slow=slow, kept=kept, rescue=rescue)
 
     def _with_cache(self, site: Site, placement: Placement) -> Placement:
         """Where a layer goes whose forward appends to a cache of keys and values: it must not run twice.

@@ -26,7 +26,7 @@ from tba_offload.config import load_config
 from tba_offload.config.policy import LayerId, Objective, Placement
 from tba_offload.errors import RunLogError
 from tba_offload.plan.bandwidth import HOST_SPEED, Bandwidth
-from tba_offload.plan.model import Part, Plan, Prediction
+from tba_offload.plan.model import Plan, Prediction
 from tba_offload.plan.profile import Timing
 from tba_offload.plan.search import MARGIN, Limits, make_plan
 from tba_offload.plan.simulate import simulate
@@ -612,29 +612,6 @@ def test_plans_do_not_alternate() -> None:
         train(model, session, steps=16, before_step=before)
     changes = sum(old.placements != new.placements for old, new in pairwise(plans))
     assert changes <= 2 < planned.call_count
-
-
-@pytest.mark.parametrize("placement", [OFFLOAD, SELECTIVE])
-@pytest.mark.parametrize("kind", ["host", "file"])
-def test_a_part_of_an_activation_stays_where_the_plan_says_so(
-    kind: str, placement: Placement, tmp_path: Path
-) -> None:
-    directory = tmp_path if kind == "file" else None
-    expected = train(make_model(layers=3), steps=4)
-    moved = []
-
-    for part in (None, Part(layer=0, number=3, nbytes=10 * KIB)):
-        model = make_model(layers=3)
-        with session_for(model, directory=directory, default=placement, in_flight=MIB) as session:
-            session.planning.plan = dataclasses.replace(session.plan, part=part)
-            found = train(model, session, steps=4, loss=all_written(session))
-            assert_all_given_back(session)
-            moved.append(session.report()[-1])
-        assert_same_history(found, expected)
-    whole, less = moved
-    stays = whole.offloaded_bytes - less.offloaded_bytes
-    assert 10 * KIB - session.store.alignment < stays <= 10 * KIB
-    assert whole.read_bytes - less.read_bytes == stays
 
 
 def test_single_activations_stay_where_the_plan_says_so() -> None:

@@ -30,7 +30,6 @@ from harness import (
 )
 
 from tba_offload.capture.identity import version_witness
-from tba_offload.device.ranges import ByteRange
 from tba_offload.errors import ChecksumError, ShortTransferError, StoreError, StoreFullError, TransferError
 from tba_offload.store import run_file
 from tba_offload.store.service import Service
@@ -78,14 +77,13 @@ class Bench:
         self.eager = True
         self._count = 0
 
-    def save(self, *ranges: tuple[int, int], nbytes: int = SIZE, owned: bool = False, part: int = 0) -> Saved:
+    def save(self, *ranges: tuple[int, int], nbytes: int = SIZE, owned: bool = False) -> Saved:
         """Packs views of a new storage, as a layer does; nobody else keeps the storage unless it is owned.
 
         Args:
             ranges: First and last byte of each view; by default one of all.
             nbytes: Size of the storage.
             owned: Whether somebody else keeps it.
-            part: So many bytes shall stay in memory while the others travel.
         """
         self._count += 1
         generator = torch.Generator().manual_seed(self._count)
@@ -94,7 +92,6 @@ class Bench:
         key = f"layer {self._count} (layers.{self._count}), micro-batch 0"
         self.offloader.admit(nbytes)
         record = Record(storage, version_tensor=version_witness(tensor), key=key)
-        record.part = part
         handles = [self.add(record, storage, *span) for span in ranges or [(0, nbytes)]]
         owner = storage if owned else None
         return Saved(record, handles, tensor.clone(), weakref.ref(storage), owner)
@@ -1413,115 +1410,6 @@ def test_a_batch_that_is_cut_short_leaves_nothing_to_wait_for(
     in_time(bench.assert_idle)
 
 
-# A part that stays
-
-
-PART = SIZE // 4
-
-
-def test_a_part_stays_in_memory_while_the_rest_travels(bench: Bench) -> None:
-    saved = bench.save(part=PART)
-    bench.offloader.quiesce()
-    assert saved.memory() is None
-    assert bench.store.used_bytes == bench.offloader.stats.offloaded == SIZE - PART
-    assert bench.offloader.in_flight == 0
-    assert bench.offloader.stats.own_peak == SIZE + PART
-    bench.offloader.reset_stats()
-    assert bench.offloader.stats.own_peak == PART
-    bench.offloader.prefetch(saved.record)
-    assert bench.offloader.in_flight == SIZE
-    storage = bench.fetch(saved)
-    assert bench.fetch(saved) is storage
-    assert bench.offloader.stats.read == SIZE - PART
-    bench.drop(saved)
-    bench.assert_idle()
-
-
-def test_a_part_is_put_back_as_often_as_the_rest_is_read(bench: Bench) -> None:
-    saved = bench.save(part=PART)
-    bench.offloader.quiesce()
-    for _ in range(2):
-        bench.fetch(saved)
-        gc.collect()
-    assert bench.offloader.stats.read == 2 * (SIZE - PART)
-    bench.drop(saved)
-    bench.assert_idle()
-
-
-def test_a_prefetch_that_is_given_up_leaves_the_part(make: Callable[..., Bench]) -> None:
-    bench = make(2 * SIZE)
-    saved = bench.save(part=PART)
-    bench.offloader.quiesce()
-    bench.offloader.prefetch(saved.record)
-    bench.offloader.give_up_prefetched()
-    bench.fetch(saved)
-    bench.drop(saved)
-    bench.assert_idle()
-
-
-@pytest.mark.parametrize("part", [SIZE - 1, SIZE, 2 * SIZE])
-def test_a_part_as_large_as_all_of_it_is_none(bench: Bench, part: int) -> None:
-    """A view may need less than there was when the plan was made."""
-    saved = bench.save((0, SIZE // 2), part=part)
-    bench.offloader.quiesce()
-    assert bench.offloader.stats.offloaded == SIZE // 2
-    bench.fetch(saved)
-    bench.drop(saved)
-    bench.assert_idle()
-
-
-def test_a_later_view_beyond_a_part_is_written_and_read_beside_it(bench: Bench) -> None:
-    saved = bench.save((SIZE // 4, SIZE // 2), (0, SIZE), part=SIZE // 8)
-    bench.offloader.quiesce()
-    assert bench.offloader.stats.offloaded == SIZE - SIZE // 8
-    for index in (0, 1):
-        bench.fetch(saved, index)
-    bench.drop(saved)
-    bench.assert_idle()
-
-
-def test_a_part_goes_with_what_is_dropped_or_forwarded(bench: Bench, drive: Drive) -> None:
-    """Its memory was not given up yet, so that nobody needs the copy."""
-    drive.writes.hold()
-    bench.eager = False
-    dropped, forwarded = bench.save(part=PART), bench.save(part=PART)
-    assert bench.offloader.stats.own_peak == 2 * (SIZE + PART)
-    bench.fetch(forwarded)
-    bench.drop(dropped)
-    bench.offloader.reset_stats()
-    assert bench.offloader.stats.own_peak == SIZE
-    bench.drop(forwarded)
-    drive.release()
-    bench.assert_idle()
-
-
-def test_all_of_it_travels_where_there_is_no_memory_for_the_part(bench: Bench) -> None:
-    def no_memory(_: torch.Tensor) -> None:
-        raise torch.OutOfMemoryError("no memory for a copy")
-
-    with mock.patch.object(ByteRange, "of", no_memory):
-        saved = bench.save(part=PART)
-    bench.offloader.quiesce()
-    assert saved.record.copied == 0
-    assert bench.store.used_bytes >= SIZE
-    bench.fetch(saved)
-    bench.drop(saved)
-    bench.assert_idle()
-
-
-def test_a_full_store_needs_no_part(make: Callable[..., Bench]) -> None:
-    bench = make(capacity=SIZE, keep=True)
-    saved = [bench.save(part=PART) for _ in range(2)]
-    bench.offloader.quiesce()
-    assert bench.offloader.stats.fallback_kept == SIZE
-    bench.offloader.reset_stats()
-    assert bench.offloader.stats.own_peak == SIZE + PART
-    for one in saved:
-        bench.fetch(one)
-    bench.drop(*saved)
-    bench.assert_idle()
-
-
 # Anything, in any order
 
 
@@ -1537,7 +1425,7 @@ def test_any_order_of_events_gives_the_same_bytes(
     def save() -> None:
         cuts = sorted(chance.sample(range(SIZE), 4))
         ranges = [(cuts[0], cuts[2]), (cuts[1], cuts[3])][: chance.randint(1, 2)]
-        alive.append(bench.save(*ranges, part=chance.choice([0, 0, SIZE // 4])))
+        alive.append(bench.save(*ranges))
 
     def fetch() -> None:
         saved = chance.choice(alive)

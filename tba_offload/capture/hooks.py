@@ -415,7 +415,6 @@ class LayerHooks:
         key: The scope.
         when_slow: Whether activations may be kept when the ceiling of bytes in flight is reached.
         kept: Numbers of the activations that the plan keeps in memory.
-        part: Number of the one that it keeps a part of, and how many bytes that is.
         rescue: Makes again what a drive does not give back, if that is possible.
     """
 
@@ -427,7 +426,6 @@ class LayerHooks:
         "_kept",
         "_key",
         "_node",
-        "_part",
         "_rescue",
         "_small",
         "_when_slow",
@@ -442,14 +440,12 @@ class LayerHooks:
         *,
         when_slow: bool,
         kept: frozenset[int] = frozenset(),
-        part: tuple[int, int] | None = None,
         rescue: Rescue | None = None,
     ) -> None:
         self.capture = capture
         self._key = key
         self._when_slow = when_slow
         self._kept = kept
-        self._part = part
         self._rescue = rescue
         self.saved = 0  # tensors, parameters among them: a second run counts them alike
         self._count = 0
@@ -536,8 +532,6 @@ class LayerHooks:
         capture.offloader.admit(nbytes)
         witness = version_witness(tensor)
         record, trace = capture.add(storage, key, witness)
-        if self._part is not None and self._part[0] == key.number:
-            record.part = self._part[1]
         handle = capture.offloader.handle(record, footprint.lo, footprint.hi)
         packed = Packed(tensor, view, handle, witness, trace, self._rescue, self.saved)
         return self._queue(packed, record, storage, footprint, is_filled=tensor.requires_grad)

@@ -389,7 +389,6 @@ class SelectiveHooks(LayerHooks):
         key: The scope.
         when_slow: Whether activations may be kept when the ceiling of bytes in flight is reached.
         kept: Numbers of the activations that the plan keeps in memory.
-        part: Number of the one that it keeps a part of, and how many bytes that is.
     """
 
     __slots__ = ("_layer", "_rebuilds", "_training", "_watched")
@@ -402,9 +401,8 @@ class SelectiveHooks(LayerHooks):
         *,
         when_slow: bool,
         kept: frozenset[int] = frozenset(),
-        part: tuple[int, int] | None = None,
     ) -> None:
-        super().__init__(rebuilds.capture, key, when_slow=when_slow, kept=kept, part=part)
+        super().__init__(rebuilds.capture, key, when_slow=when_slow, kept=kept)
         self._rebuilds = rebuilds
         self._layer = layer
         self._training: tuple[bool, ...] | None = None

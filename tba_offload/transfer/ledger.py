@@ -76,8 +76,8 @@ class Books:
             unpacked.
         departing: Those among them that queued and running writes alone will free.
         read_ahead: Bytes whose read was submitted ahead of backward and that were not yet unpacked.
-        settled: Bytes kept in memory outside the window, because they could not be written, because
-            backward uses them, or because the plan leaves a part of an activation there.
+        settled: Bytes kept in memory outside the window, because they could not be written, or because
+            backward uses them.
         stats: What moved.
     """
 
@@ -173,12 +173,6 @@ class Books:
             record.pinned = pinned
         self._count_departing(record, +1)
 
-    def leave(self, record: Record, nbytes: int) -> None:
-        """So many bytes of a record stay in memory as a copy while the others travel."""
-        self.settled += nbytes - record.copied
-        record.copied = nbytes
-        self._add_in_flight(0)
-
     # ---- spans read ahead ------------------------------------------------------------------------
 
     def charge_span(self, span: Span) -> None:
@@ -222,7 +216,7 @@ class Books:
         self.read_ahead = sum(span.charged for span in self._charged if isinstance(span, Span))
         self.settled = self.departing = 0
         for record in records:
-            self.settled += record.settled + record.copied
+            self.settled += record.settled
             record.writes = sum(piece.pending for piece in record.pieces())
             self._count_departing(record, +1)
 

@@ -25,8 +25,6 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-import torch
-
 from tba_offload import interrupts
 from tba_offload.device.ranges import ByteRange, aligned_range
 from tba_offload.errors import (
@@ -45,6 +43,8 @@ from tba_offload.transfer.watchdog import HUNG, Patience
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    import torch
 
     from tba_offload.device.streams import Device, Event
     from tba_offload.store.base import ActivationStore, Extent, IoFuture
@@ -236,7 +236,6 @@ class Offloader:
         Raises:
             TransferError: It could not be written and is not allowed to stay in memory.
         """
-        part = self._copy_of_part(record, storage, lo, hi) if record.part else None
         with self._lock:
             if record.pinned:
                 return False
@@ -244,9 +243,6 @@ class Offloader:
             missing = record.claim(lo, hi)
             if not missing:
                 return False
-            if part is not None:
-                missing = record.leave(part, self.device.stream())
-                self._books.leave(record, part.nbytes)
             record.epoch = self._epoch
             record.source = storage
             if not record.writes:
@@ -261,19 +257,6 @@ class Offloader:
             self._notify()
         self._flush_if_due(at_once=at_once)
         return True
-
-    def _copy_of_part(
-        self, record: Record, storage: torch.UntypedStorage, lo: int, hi: int
-    ) -> ByteRange | None:
-        """A copy of the bytes that stay, the last ones; ``None`` if some are written already, or no room."""
-        start = hi - record.part
-        start += -(storage.data_ptr() + start) % self.store.alignment  # so that the others end with a block
-        if record.spans or not lo < start < hi:
-            return None
-        try:
-            return ByteRange.of(ByteRange(storage, start, hi - start).tensor().clone())
-        except torch.OutOfMemoryError:  # then all of it travels
-            return None
 
     def _flush_if_due(self, *, at_once: bool) -> None:
         """Writes what is more than a batch; all of it if the next activation may find no room."""
@@ -411,8 +394,6 @@ class Offloader:
                 self._take_out(piece)
             self._give_back(piece)
         record.discard(pieces)
-        if record.copied:
-            self._books.leave(record, 0)
         self._books.change(record, writes=-len(pieces), pinned=True)
         self._notify()
 
@@ -467,8 +448,6 @@ class Offloader:
             shift, reads = span.shift, span.reads
             self._prefetched.pop(span, None)  # another thread that needs room must not take it away
         self._await(record, span, reads)
-        if record.copied:
-            self._complete(span, buffer)
         if (stream := self.device.stream()) != span.stream:
             self.device.use(ByteRange(buffer, 0, buffer.nbytes()), stream)
         with self._lock:
@@ -491,7 +470,7 @@ class Offloader:
         self.device.event().synchronize()
         with self._lock:
             span = handle.record.span_over(handle.lo, handle.hi)
-            pieces = span.travelled() if span is not None else []
+            pieces = span.pieces if span is not None else []
         made = ((_extent_of(piece), ByteRange(storage, piece.lo, piece.nbytes)) for piece in pieces)
         return all(self.store.holds(extent, source) is not False for extent, source in made)
 
@@ -522,7 +501,7 @@ class Offloader:
 
     def _tell_rescue(self, record: Record, span: Span, error: TransferError) -> None:
         """Names a drive that lost something, once."""
-        place = self.store.place(_extent_of(span.travelled()[0]))
+        place = self.store.place(_extent_of(span.pieces[0]))
         if place in self._rescued_from:
             return
         self._rescued_from.add(place)
@@ -534,22 +513,6 @@ class Offloader:
             RuntimeWarning,
             stacklevel=2,
         )
-
-    def _complete(self, span: Span, buffer: torch.UntypedStorage) -> None:
-        """Puts what stayed in memory beside what was read; the calling thread's stream may then use both."""
-        stream = self.device.stream()
-        if span.completed is not None:
-            filled_on, filled = span.completed
-            if filled_on != stream:
-                filled.wait(stream)
-            return
-        for piece in span.pieces:
-            if piece.copy is not None:
-                if stream != piece.stream:
-                    self.device.use(piece.copy, stream)
-                room = ByteRange(buffer, piece.lo + span.shift, piece.nbytes)
-                room.tensor().copy_(piece.copy.tensor())
-        span.completed = stream, self.device.event()
 
     def _forward(self, record: Record, handle: Handle) -> torch.UntypedStorage | None:
         """The original memory of a record, if it is alive; then what was still to be written is not."""
@@ -582,7 +545,7 @@ class Offloader:
 
     def _start_read(self, span: Span) -> torch.UntypedStorage:
         """Submits the reads of a span into a new buffer. Called on the training thread, under the lock."""
-        pieces = span.travelled()
+        pieces = span.pieces
         room = aligned_range(span.nbytes, span.address, self.store.alignment, self.device)
         after = self.device.event()
         reads: list[IoFuture] = []
@@ -612,7 +575,7 @@ class Offloader:
         mark = self.device.mark() if self.marks_stalls and not span.arrived() else None
         started = time.perf_counter()
         try:
-            for number, piece in enumerate(span.travelled()):
+            for number, piece in enumerate(span.pieces):
                 self._await_read(record, span, reads, number, piece)
         except TransferError:  # nothing has moved for too long
             self.store.suspend(_extent_of(piece), self._patience.exhausted())
@@ -787,13 +750,11 @@ class Offloader:
         if record.writes:
             self._cancel_writes(record)
         self._books.unsettle(record)
-        if record.copied:
-            self._books.leave(record, 0)
         self._settle(record)
 
     def _release_extents(self, record: Record) -> None:
         for span in record.spans:
-            pieces = span.travelled()
+            pieces = span.pieces
             reads: Iterable[IoFuture | None] = span.reads or (None,) * len(pieces)
             for piece, read in zip(pieces, reads, strict=True):
                 if read is None or read.done() or read.cancel():

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import torch
 
     from tba_offload.device.ranges import ByteRange
-    from tba_offload.device.streams import Event
     from tba_offload.store.base import Extent, IoFuture
 
 
@@ -37,10 +36,10 @@ class Piece:
     """Bytes [lo, hi) of a storage that travel as one extent.
 
     A piece that was handed to the store is never extended: what a later view needs beyond it becomes a
-    piece of its own. A piece with a copy does not travel: its bytes stay in memory.
+    piece of its own.
     """
 
-    __slots__ = ("address", "copy", "extent", "hi", "lo", "pending", "stream", "waiting", "weight", "write")
+    __slots__ = ("address", "extent", "hi", "lo", "pending", "stream", "waiting", "weight", "write")
 
     def __init__(self, lo: int, hi: int) -> None:
         self.lo = lo
@@ -52,13 +51,12 @@ class Piece:
         self.weight = 0  # bytes of memory that wait with it; the first piece of a record has them all
         self.pending = True  # neither written nor given up
         self.write: IoFuture | None = None
-        self.copy: ByteRange | None = None
 
     def is_unfinished(self) -> bool:
         """Whether it is to be written and never will be, or was taken back and not forgotten."""
         if self.pending:
             return self.write is None or self.write.cancelled()
-        return self.extent is None and self.copy is None
+        return self.extent is None
 
     @property
     def nbytes(self) -> int:
@@ -69,7 +67,7 @@ class Piece:
 class Span:
     """Bytes [lo, hi) of a storage without a gap, restored into one buffer that all views of it share."""
 
-    __slots__ = ("buffer", "charged", "completed", "hi", "lo", "pieces", "reads", "shift", "stream", "weak")
+    __slots__ = ("buffer", "charged", "hi", "lo", "pieces", "reads", "shift", "stream", "weak")
 
     def __init__(self, pieces: list[Piece]) -> None:
         self.pieces = pieces  # in order, without a gap
@@ -80,8 +78,6 @@ class Span:
         self.shift = 0  # byte b of the original storage is byte b + shift of the buffer
         self.stream: object = None  # of the device, on which the buffer was allocated
         self.reads: list[IoFuture] = []
-        # On which stream copies of what did not travel were put into the buffer, and when.
-        self.completed: tuple[object, Event] | None = None
         self.charged = 0
 
     @property
@@ -93,10 +89,6 @@ class Span:
     def address(self) -> int:
         """Where the first byte lay when it was written."""
         return self.pieces[0].address
-
-    def travelled(self) -> list[Piece]:
-        """The pieces that the store has, in the order of their reads."""
-        return [piece for piece in self.pieces if piece.copy is None]
 
     def restored(self) -> torch.UntypedStorage | None:
         """The buffer that holds, or is about to hold, the bytes, if one is alive."""
@@ -110,7 +102,6 @@ class Span:
         self.shift = room.start - self.lo
         self.buffer = room.storage
         self.reads = reads
-        self.completed = None
 
     def arrived(self) -> bool:
         """Whether no read of this span is under way."""
@@ -134,8 +125,6 @@ class Record:
     Attributes:
         key: Which activation it is; its text names layer and micro-batch in messages.
         nbytes: Size of the whole storage in bytes; what its memory costs while it is in flight.
-        part: So many bytes shall stay in memory while the others travel.
-        copied: So many do, as a copy.
         source: The storage itself while its memory must stay: until every byte needed is written.
         origin: Weak reference to the same storage: while somebody else keeps it, it is forwarded.
         spans: What was or is being written.
@@ -145,7 +134,7 @@ class Record:
         deferred: Views wait for the end of their scope before it is decided what to write.
         pinned: The memory stays until the last handle is gone: a write was given up or not possible.
         charged: Bytes of this record that count as in flight.
-        settled: Bytes of it that count as kept in memory outside the window, its copies left out.
+        settled: Bytes of it that count as kept in memory outside the window.
         released: The last handle is gone; extents go back as soon as no transfer uses them.
         forwarded: Some handle was served from memory without a read.
         held: The memory was alive at unpack although nobody but its owner kept it: offloading freed nothing.
@@ -153,7 +142,6 @@ class Record:
 
     __slots__ = (
         "charged",
-        "copied",
         "deferred",
         "drops",
         "epoch",
@@ -163,7 +151,6 @@ class Record:
         "key",
         "nbytes",
         "origin",
-        "part",
         "pinned",
         "released",
         "settled",
@@ -184,8 +171,6 @@ class Record:
     ) -> None:
         self.key = key
         self.nbytes = storage.nbytes()
-        self.part = 0
-        self.copied = 0
         self.source: torch.UntypedStorage | None = None
         self.origin = weakref.ref(storage)
         self.version_tensor = version_tensor
@@ -270,22 +255,8 @@ class Record:
         self.spans.append(Span(sorted(old + missing, key=lambda piece: piece.lo)))
         return missing
 
-    def leave(self, copy: ByteRange, stream: object) -> list[Piece]:
-        """Has the last bytes of the only piece stay, as a copy made on ``stream``; returns what travels."""
-        (piece,) = self.spans[0].pieces
-        travels, stays = Piece(piece.lo, piece.hi - copy.nbytes), Piece(piece.hi - copy.nbytes, piece.hi)
-        stays.copy, stays.stream = copy, stream
-        stays.waiting = stays.pending = False
-        self.spans = [Span([travels, stays])]
-        return [travels]
-
     def discard(self, pieces: set[Piece]) -> None:
-        """Forgets pieces that were never written; what remains of a span is split where they lay.
-
-        Copies are forgotten as well: the memory that they were taken from stays.
-        """
-        if self.copied:
-            pieces = pieces | {piece for piece in self.pieces() if piece.copy is not None}
+        """Forgets pieces that were never written; what remains of a span is split where they lay."""
         if len(self.spans) == 1 and pieces.issuperset(self.spans[0].pieces):
             self.spans = []
             return
