@@ -305,7 +305,7 @@ class Session:
         self.config = wanted
         self.planning.start(plan, planner)
         self.capture.min_tensor_bytes = wanted.min_tensor_bytes
-        self.offloader.keep_when_full = wanted.on_full == "keep"
+        self.offloader.failures.resolve(keep_when_full=wanted.on_full == "keep")
 
     @property
     def plan(self) -> Plan:
@@ -771,7 +771,7 @@ class Session:
     def _raise_failures(self) -> None:
         """The first failed transfer ends the step; those that failed with it must not end the next one."""
         try:
-            self.offloader.flush()  # a graph that outlives its step shall not keep memory
+            self.offloader.writer.flush()  # a graph that outlives its step shall not keep memory
             self.offloader.raise_failures()
         except TransferError:
             self.offloader.abandon()
@@ -875,7 +875,7 @@ class Session:
     def _mark_times(self) -> None:
         """A step begins: has times marked in the work of a device that runs behind, if a planner watches."""
         wanted = self.planning.planner is not None and self._device.runs_behind
-        self.offloader.marks_stalls = wanted
+        self.offloader.mark_stalls(wanted)
         if wanted:
             self.capture.trace.mark_times(self._device)
 

@@ -24,7 +24,7 @@ from tba_offload.device import READY, ByteRange
 from tba_offload.errors import TransferError
 from tba_offload.store.engine import QueuedStore
 from tba_offload.store.tiered import TieredStore
-from tba_offload.transfer.offloader import Offloader
+from tba_offload.transfer.storage import Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -250,7 +250,7 @@ def test_an_event_that_comes_too_early_is_found(store: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("store", STORES)
 def test_bytes_that_are_used_before_they_have_come_are_found(store: str, tmp_path: Path) -> None:
-    with mock.patch.object(Offloader, "_await", return_value=None):
+    with mock.patch.object(Span, "has_come", return_value=True):
         races = races_of(LateReads(), place(store, tmp_path))
     assert any("while a copy to it is under way" in race or "a copy to memory" in race for race in races)
 

@@ -173,7 +173,7 @@ class Capture:
         self.budget_bytes = budget_bytes
         self.device = offloader.device.torch_device
         self.static = StaticStorages()
-        self.lookahead = Lookahead(offloader)
+        self.lookahead = Lookahead(offloader.reader)
         self.trace = StepTrace()
         self.slow_kept_bytes = 0
         self.look_at_memory: Callable[[], object] | None = None  # where a meter sees only what it looks at
@@ -202,7 +202,7 @@ class Capture:
             self.lookahead.abandon_step()
             self.offloader.abandon()
         else:
-            self.offloader.give_up_prefetched()
+            self.offloader.reader.give_up_prefetched()
 
     def forget_learned(self, layers: set[int]) -> None:
         """Layers of these numbers are placed anew: what was kept elsewhere may not be any longer."""
@@ -294,7 +294,7 @@ class Capture:
         handle = self.offloader.borrow(hold.record, lo, hi)
         if handle is None:
             return None
-        storage, shift = self.offloader.fetch(handle)
+        storage, shift = self.offloader.reader.fetch(handle)
         return look(storage, hold.view, shift)
 
     # ---- what to keep ----------------------------------------------------------------------------
@@ -318,7 +318,7 @@ class Capture:
 
     def keeps_when_slow(self, nbytes: int) -> bool:
         """Whether an activation may be kept because the drive does not follow."""
-        if not self.offloader.crowded(nbytes):
+        if not self.offloader.writer.crowded(nbytes):
             return False
         # In backward one activation is in use beside those, and another is not yet given back.
         self._largest = max(self._largest, nbytes)
@@ -347,8 +347,7 @@ class Capture:
         if self.look_at_memory is not None:
             self.look_at_memory()
         check_version(packed.witness, packed.version, record.key)
-        self.offloader.tidy()
-        first = not handle.read
+        first = not handle.drop.read
         storage, shift = self._fetch(packed)
         # Before the I/O threads are woken: these calls let go of the GIL, and they would take it.
         if packed.spread is None:
@@ -366,17 +365,17 @@ class Capture:
             TransferError: They could not be written or read.
         """
         try:
-            return self.offloader.fetch(packed.handle)
+            return self.offloader.reader.fetch(packed.handle)
         except TransferError as error:
             made = self._make_again(packed)
             if made is None:
                 raise
-            return self.offloader.replace(packed.handle, made, error)
+            return self.offloader.reader.replace(packed.handle, made, error)
 
     def _make_again(self, packed: Packed) -> torch.UntypedStorage | None:
         """A storage like that of a saved tensor which a drive has lost; ``None`` if there is no way."""
         handle = packed.handle
-        if packed.rescue is None or not self.offloader.is_lost(handle):
+        if packed.rescue is None or not self.offloader.reader.is_lost(handle):
             return None
         tensor = packed.rescue.saved(packed.number, handle.record)
         if tensor is None or not is_understood(tensor, self.device):
@@ -386,7 +385,7 @@ class Capture:
         if packed.spread is not None:
             tensor = look(tensor.untyped_storage(), packed.spread.distinct()).contiguous()
         storage = tensor.untyped_storage()
-        if storage.nbytes() != handle.record.nbytes or not self.offloader.can_be(handle, storage):
+        if storage.nbytes() != handle.record.nbytes or not self.offloader.reader.can_be(handle, storage):
             return None
         return storage
 
@@ -476,7 +475,7 @@ class LayerHooks:
         self._operation_ended()
         for record, views in self._deferred.items():
             self._decide(record, views)
-        self.capture.offloader.end_scope(at_once=self._when_slow)
+        self.capture.offloader.writer.end_scope(at_once=self._when_slow)
 
     def _unpacker(self) -> Callable[..., torch.Tensor]:
         """Who gives back what is packed here; it must not know this object, which is of one scope only."""
@@ -529,10 +528,10 @@ class LayerHooks:
             return self._keep(tensor, storage, key, Fate.SLOW_KEEP)
         if capture.look_at_memory is not None:
             capture.look_at_memory()
-        capture.offloader.admit(nbytes)
+        capture.offloader.writer.admit(nbytes)
         witness = version_witness(tensor)
         record, trace = capture.add(storage, key, witness)
-        handle = capture.offloader.handle(record, footprint.lo, footprint.hi)
+        handle = Handle(record, footprint.lo, footprint.hi, capture.offloader.drops)
         packed = Packed(tensor, view, handle, witness, trace, self._rescue, self.saved)
         return self._queue(packed, record, storage, footprint, is_filled=tensor.requires_grad)
 
@@ -549,7 +548,7 @@ class LayerHooks:
         footprint = view.footprint()
         if record.span_over(footprint.lo, footprint.hi) is not None:
             capture.trace.deduplicated_bytes += footprint.distinct
-        handle = capture.offloader.handle(record, footprint.lo, footprint.hi)
+        handle = Handle(record, footprint.lo, footprint.hi, capture.offloader.drops)
         witness = version_witness(tensor)
         packed = Packed(tensor, view, handle, witness, trace, self._rescue, self.saved)
         return self._queue(packed, record, storage, footprint, is_filled=tensor.requires_grad)
@@ -577,7 +576,7 @@ class LayerHooks:
 
     def _require(self, record: Record, storage: torch.UntypedStorage, lo: int, hi: int) -> None:
         # Whoever keeps what a slow drive does not take must not take for slow what was never given to it.
-        self.capture.offloader.require(record, storage, lo, hi, at_once=self._when_slow)
+        self.capture.offloader.writer.save(record, storage, lo, hi, at_once=self._when_slow)
 
     def _next_key(self) -> ActivationKey:
         key = ActivationKey(self._key, self._count)
@@ -635,7 +634,7 @@ class LayerHooks:
         """Puts a view with gaps off to the end of the scope: others may need what lies in the gaps."""
         if record not in self._deferred:
             self._deferred[record] = []
-            self.capture.offloader.defer(record, storage)
+            self.capture.offloader.writer.defer(record, storage)
         self._deferred[record].append(weakref.ref(packed))
 
     def _decide(self, record: Record, references: list[weakref.ref[Packed]]) -> None:
@@ -655,7 +654,7 @@ class LayerHooks:
                 self._gather(alive, storage)
             else:
                 self._require(record, storage, lo, hi)
-        offloader.decide(record)
+        offloader.writer.decide(record)
 
     def _gather(self, views: list[Packed], storage: torch.UntypedStorage) -> None:
         """Gives each view a dense storage of its own; the large one is then free to go."""
@@ -666,14 +665,14 @@ class LayerHooks:
             record, view = dense[packed.view]
             packed.spread, packed.view = packed.view, view
             lo, hi, _ = view.footprint()
-            packed.handle = self.capture.offloader.handle(record, lo, hi)
+            packed.handle = Handle(record, lo, hi, self.capture.offloader.drops)
 
     def _offload_dense(self, packed: Packed, storage: torch.UntypedStorage) -> tuple[Record, View]:
         """Copies the elements of a view together and queues the write of the copy."""
         capture = self.capture
         tensor = look(storage, packed.view.distinct()).contiguous()
         copy, view = tensor.untyped_storage(), View.of(tensor)
-        capture.offloader.admit(copy.nbytes())
+        capture.offloader.writer.admit(copy.nbytes())
         record, packed.trace = capture.add(copy, self._next_key(), version_witness(tensor))
         lo, hi, _ = view.footprint()
         self._require(record, copy, lo, hi)

@@ -29,6 +29,7 @@ from tba_offload.capture.trace import Fate
 from tba_offload.errors import TbaError, UnsupportedError
 from tba_offload.layers import settings
 from tba_offload.layers.graph import check_version
+from tba_offload.transfer.storage import Handle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -484,7 +485,7 @@ class SelectiveHooks(LayerHooks):
     def _share_record(self, packed: Packed) -> Packed:
         handle = packed.handle
         twin = copy.copy(packed)
-        twin.handle = self.capture.offloader.handle(handle.record, handle.lo, handle.hi)
+        twin.handle = Handle(handle.record, handle.lo, handle.hi, self.capture.offloader.drops)
         if handle.record in self._deferred and handle.record.span_over(handle.lo, handle.hi) is None:
             self._deferred[handle.record].append(weakref.ref(twin))
         return twin
