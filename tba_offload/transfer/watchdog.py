@@ -11,13 +11,10 @@ import warnings
 from typing import TYPE_CHECKING
 
 from tba_offload.errors import StoreError, TransferError
+from tba_offload.store.base import WARN_AFTER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-WARN_AFTER = 0.1
-"""A wait is named in a warning after this share of the limit."""
-
 
 HUNG = "check the drive and the system log. store.stall_seconds sets the limit"
 """The remedy where a drive has not answered."""
