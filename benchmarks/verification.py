@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from tba_offload.recompute.samples import Samples
 from tba_offload.session import Session
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -47,8 +46,11 @@ class VerifiedTrainer(MeteredTrainer):
         """The same, and its time counts."""
 
         def metered(*arguments: Any, **options: Any) -> object:
-            with self._count(1):
+            began = time.thread_time()
+            try:
                 return function(*arguments, **options)
+            finally:
+                self._seconds += time.thread_time() - began
 
         return metered
 
@@ -68,18 +70,15 @@ class VerifiedTrainer(MeteredTrainer):
         """The same, and its time does not count, but for that of samples taken within it."""
 
         def left_out(*arguments: Any, **options: Any) -> object:
-            with nullcontext() if self._is_compared else self._count(-1):
+            if self._is_compared:
                 return function(*arguments, **options)
+            began = time.thread_time()
+            try:
+                return function(*arguments, **options)
+            finally:
+                self._seconds -= time.thread_time() - began
 
         return left_out
-
-    @contextmanager
-    def _count(self, sign: int) -> Iterator[None]:
-        began = time.thread_time()
-        try:
-            yield
-        finally:
-            self._seconds += sign * (time.thread_time() - began)
 
     def step(self) -> dict[str, Any]:
         """One training step; its figures and the processor seconds of verifying."""

@@ -16,8 +16,24 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import KIB, Drive, assert_all_given_back, session_for
+from harness import assert_all_given_back, session_for
 from models import same_bits
+from repeatable import (
+    LAYERS,
+    RECOMPUTED,
+    ROWS,
+    WIDTH,
+    Net,
+    Plain,
+    assert_same,
+    auto_session,
+    batch,
+    failure,
+    make,
+    session_of,
+    train,
+    warm_up,
+)
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -31,26 +47,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tba_offload.session import Session
-
-WIDTH, ROWS, LAYERS = 64, 32, 4
-RECOMPUTED = [Placement.RECOMPUTE, Placement.RECOMPUTE_OFFLOAD]
-SLOW = 5e6
-"""Bytes a second: recomputing a layer takes a small part of what reading it back would."""
-
-
-class Plain(nn.Module):
-    """A layer that can be repeated; the others change one thing of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.inner: nn.Module = nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.second(self.noise(F.gelu(self.inner(self.first(x)))))
-
-    def noise(self, x: Tensor) -> Tensor:
-        return x
 
 
 class Dropping(Plain):
@@ -237,17 +233,17 @@ def drawn_from_file() -> float:
     return float(SOURCE.uniform()) + CALLS / 8
 
 
-def rewind_file() -> None:
-    global CALLS
-    CALLS = 0
-    SOURCE.bit_generator.state = np.random.default_rng(3).bit_generator.state
-
-
 class FromFile(Plain):
     """Draws from a generator of its file, and counts there, by a function of its file."""
 
     def noise(self, x: Tensor) -> Tensor:
         return x * (1 + drawn_from_file())
+
+    @staticmethod
+    def rewind() -> None:
+        global CALLS
+        CALLS = 0
+        SOURCE.bit_generator.state = np.random.default_rng(3).bit_generator.state
 
 
 class Listing(Plain):
@@ -320,6 +316,8 @@ class Nested(Plain):
 class Remembering(Plain):
     """Appends to what it is given, as attention does to a cache of keys and values."""
 
+    remembers = True
+
     def forward(self, x: Tensor, memory: dict[str, Any] | None = None) -> Tensor:
         if memory is None:
             return super().forward(x)
@@ -339,76 +337,9 @@ REPEATED = [
 ODD = [Transforming, Scripted, Nested]
 
 
-class Net(nn.Module):
-    def __init__(self, kind: type[Plain], count: int = LAYERS) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(kind() for _ in range(count))
-
-    def forward(self, x: Tensor) -> Tensor:
-        more = {"memory": {"seen": []}} if isinstance(self.layers[0], Remembering) else {}
-        for layer in self.layers:
-            x = layer(x, **more)
-        return x
-
-
-def make(kind: type[Plain]) -> Net:
-    torch.manual_seed(0)
-    return Net(kind)
-
-
-def batch(number: int) -> Tensor:
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
-
-
-def train(net: Net, session: Session | None = None, *, steps: int = 6) -> list[Tensor]:
-    """All losses, gradients and buffers of some steps."""
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    torch.manual_seed(1)
-    random.seed(1)
-    np.random.seed(1)  # noqa: NPY002
-    rewind_file()
-    found: list[Tensor] = []
-    for number in range(steps):
-        with session.step() if session is not None else nullcontext():
-            loss = net(batch(number)).pow(2).mean()
-            loss.backward()
-        found += [loss.detach(), *(parameter.grad.clone() for parameter in net.parameters())]  # type: ignore[union-attr]
-        found += [buffer.clone() for buffer in net.buffers()]
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
-
-
-def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
-    assert len(found) == len(expected)
-    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def auto_session(net: Net, **options: Any) -> Session:
-    """On a drive that takes many times as long as computing a layer anew."""
-    drive = Drive()
-    drive.writes.bytes_per_second = drive.reads.bytes_per_second = SLOW
-    options.setdefault("activation", 400 * KIB)
-    return session_for(
-        net, drive=drive, default=Placement.AUTO, in_flight=64 * KIB, on_slow="wait", **options
-    )
-
-
 @pytest.fixture(scope="module", autouse=True)
 def warmed_up() -> None:
-    """What a process allocates once, in its first step, is more than the budgets here."""
-    net = make(Plain)
-    with auto_session(net) as session:
-        train(net, session, steps=1)
-
-
-def failure(kind: type[Exception], function: Callable[[], object]) -> str:
-    """What an error says; the error itself would keep the graph of its step."""
-    try:
-        function()
-    except kind as error:
-        return str(error)
-    pytest.fail(f"{kind.__name__} was not raised")
+    warm_up()
 
 
 # What can be repeated
@@ -460,9 +391,7 @@ def test_settings_that_change_between_forward_and_backward(placement: Placement)
 
     plain, net = make(Scaled), make(Scaled)
     expected = [step(plain, None) for _ in range(5)]
-    make_session = auto_session if placement is Placement.AUTO else session_for
-    options = {} if placement is Placement.AUTO else {"default": placement}
-    with make_session(net, **options) as session:
+    with session_of(net, placement) as session:
         for wanted in expected:
             assert_same(step(net, session), wanted)
 
@@ -663,8 +592,7 @@ def test_a_second_run_goes_by_what_was_around_the_first(
         return Around(kind, around)
 
     net = make_net()
-    made = auto_session(net) if placement is Placement.AUTO else session_for(net, default=placement)
-    with made as session:
+    with session_of(net, placement) as session:
         assert_same(train(net, session, steps=12), train(make_net(), steps=12))
 
 
@@ -705,8 +633,7 @@ def test_what_the_loop_resets_before_backward_stays_as_it_is(placement: Placemen
         return found
 
     net = make(Balancing)
-    made = auto_session(net) if placement is Placement.AUTO else session_for(net, default=placement)
-    with made as session:
+    with session_of(net, placement) as session:
         assert_same(losses(net, session), losses(make(Balancing), None))
 
 

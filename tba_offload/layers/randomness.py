@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import random
 import sys
 import threading
@@ -18,6 +19,19 @@ _turn = threading.RLock()
 """Held while a generator is turned back: PyTorch's generators are shared by all threads of the process."""
 
 
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether two states are the same."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_are_equal(one[name], other[name]) for name in one)
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_are_equal, one, other))
+    if hasattr(one, "tobytes") and hasattr(other, "tobytes"):  # NumPy's arrays
+        return bool(one.tobytes() == other.tobytes())
+    return type(one) is type(other) and bool(one == other)
+
+
 class Generator(NamedTuple):
     """A source of random numbers that layers draw from.
 
@@ -26,17 +40,20 @@ class Generator(NamedTuple):
         restore: Puts such a state back.
         is_turned_back: Whether layers may put its state back themselves when they have drawn from it, as
             ``torch.random.fork_rng`` does: that nothing was drawn cannot be told from its state.
+        are_equal: Tells whether two states are the same.
     """
 
     state: Callable[[], Any]
     restore: Callable[[Any], object]
     is_turned_back: bool = True
+    are_equal: Callable[[Any, Any], bool] = _are_equal
 
 
 def generators_of(device: torch.device) -> tuple[Generator, ...]:
     """The generators that all code shares: PyTorch's of the host and an accelerator, Python's and NumPy's."""
     shared = [Generator(torch.get_rng_state, torch.set_rng_state)]
-    shared.append(Generator(random.getstate, random.setstate, is_turned_back=False))
+    pythons = random.getstate, random.setstate
+    shared.append(Generator(*pythons, is_turned_back=False, are_equal=operator.eq))
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpys = numpy.random.get_state, numpy.random.set_state
@@ -69,7 +86,7 @@ class RandomState:
     def of(cls, generators: Sequence[Generator], before: RandomState | None = None) -> RandomState:
         """The state of some generators, sharing with an earlier one what is still the same."""
         known = {} if before is None else dict(zip(before._generators, before._states, strict=True))
-        return cls(generators, [_shared(each.state(), known.get(each)) for each in generators])
+        return cls(generators, [_shared(each, known.get(each)) for each in generators])
 
     def is_current(self) -> bool:
         """Whether nothing was drawn since, as far as the states tell."""
@@ -106,21 +123,9 @@ class RandomState:
 
 
 def _is_at(generator: Generator, state: object) -> bool:
-    return _are_equal(generator.state(), state)
+    return generator.are_equal(generator.state(), state)
 
 
-def _shared(state: object, known: object) -> object:
-    return known if _are_equal(state, known) else state
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two states are the same."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_are_equal(one[name], other[name]) for name in one)
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_are_equal, one, other))
-    if hasattr(one, "tobytes") and hasattr(other, "tobytes"):  # NumPy's arrays
-        return bool(one.tobytes() == other.tobytes())
-    return type(one) is type(other) and bool(one == other)
+def _shared(generator: Generator, known: object) -> object:
+    state = generator.state()
+    return known if generator.are_equal(state, known) else state

@@ -2,7 +2,8 @@
 
 A :class:`Run` stands in front of the layer's forward. The first time it takes down what the layer finds:
 parameters, buffers, arguments, the state of random generators. The second time all of that is put back, and
-samples of what the layer saves are compared; of the first run of each layer all that it puts out.
+samples of what the layer saves are compared, or of what it puts out where a checkpoint hides what it saves.
+Of the first run of each layer all that it puts out is compared.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from tba_offload.layers.nested import TooManyError
 from tba_offload.recompute.observation import TOO_MANY
 from tba_offload.recompute.saved_again import SavedAgain
 from tba_offload.recompute.trial import fault_of
-from tba_offload.recompute.verdicts import SCRIPTED
+from tba_offload.recompute.verdicts import OTHER_NUMBERS, SCRIPTED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,7 +72,7 @@ class Run:
         except BaseException:
             self._observed = None  # which may hold the graph, as the graph holds this
             raise
-        if self._compares:
+        if self._compares or not self._saved.is_sampled:
             self._note_output(observed, output)
         return output
 
@@ -103,9 +104,9 @@ class Run:
 
     def _note_output(self, observed: Observation, output: object) -> None:
         try:
-            observed.note_output(output)
+            observed.note_output(output, samples_only=not self._compares)
         except TooManyError:
-            self._compares = False  # its samples are compared all the same
+            self._compares = False  # samples of what it saves are compared all the same
 
     def _again(self, observed: Observation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         if self._compares and observed.is_compared:
@@ -113,10 +114,13 @@ class Run:
             self._compare(observed, args, kwargs)
         with self._saved.in_second_run(observed.found.restorable()):
             try:
-                return observed.repeat(self._forward, args, kwargs)
+                output = observed.repeat(self._forward, args, kwargs)
             except Exception as error:
                 self._withdraw(str(error))
                 raise
+        if not observed.is_output(output):
+            raise self._failed(OTHER_NUMBERS)
+        return output
 
     def _compare(self, observed: Observation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Runs the layer once more than backward needs it: that stops at the last tensor that was saved."""
@@ -128,6 +132,7 @@ class Run:
     def _refused(self, fault: str) -> TbaError:
         """The error of a layer that must not run a second time."""
         self._verifier.judge(self._mode, fault)
+        self._withdraw(fault)
         return UnsupportedError(self._sentence(fault))
 
     def _failed(self, fault: str) -> TbaError:
@@ -136,13 +141,13 @@ class Run:
         return RecomputationError(self._sentence(fault))
 
     def _withdraw(self, fault: str) -> None:
-        """Has the planner do without recomputing the layer from now on."""
+        """Has the planner do without recomputing such layers from now on."""
         if self._is_planned:
-            self._verifier.judge(self._mode, fault)
+            self._verifier.withdraw(self._mode, fault)
 
     def _sentence(self, fault: str) -> str:
         name = self._verifier.name_of(self._mode.layer)
         remedy = "place it keep or offload"
         if self._is_planned:
-            remedy += ", or repeat the step: the planner keeps or offloads it now"
+            remedy += ", or repeat the step: the planner keeps or offloads layers of its kind now"
         return f"{name} cannot be recomputed: {fault}; {remedy}"

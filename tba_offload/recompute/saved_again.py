@@ -34,12 +34,16 @@ class SavedAgain:
         failed: Makes the error for what is wrong with recomputing the layer.
         name: The layer as messages call it.
         number: Of the run, by which its samples lie elsewhere than those of others.
+
+    Attributes:
+        is_sampled: Whether samples were taken of what the first run has saved.
     """
 
     def __init__(self, failed: Callable[[str], TbaError], name: str, number: int) -> None:
         self._failed = failed
         self._name = name
         self._number = number
+        self.is_sampled = False
         self._count = 0  # tensors that the first run has saved
         self._samples = Samples(number)
         self._versions: list[int] = []  # at which the latest second run has saved them, by the same number
@@ -52,6 +56,7 @@ class SavedAgain:
             restorable: Addresses of tensors that the layer may change, and finds again in the second run.
         """
         top = hooks_on_top()
+        self.is_sampled = top is not None
         with nullcontext() if top is None else saved_tensors_hooks(*self._first(*top, restorable)):
             yield
         self._samples.end()

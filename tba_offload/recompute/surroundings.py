@@ -299,7 +299,7 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _too_late(what: str) -> str:
     return (
         f"{what} was changed in place between the forward of the layer and its backward, which computes the "
-        "layer anew: change it after backward, or do not place the layer recompute"
+        "layer anew: change it after backward, or place the layer keep or offload"
     )
 
 

@@ -122,6 +122,13 @@ class Verifier:
         else:
             self._verdicts[mode] = fault
 
+    def withdraw(self, mode: Mode, fault: str) -> None:
+        """Has a fault of one layer stand for all of its class, so that not each of them costs a step."""
+        kind = type(self.layers[mode.layer].module)
+        for known in [mode, *self._verdicts]:
+            if type(self.layers[known.layer].module) is kind:
+                self._verdicts[known] = fault
+
     def decline(self, mode: Mode, fault: str) -> None:
         """The planner has to do without recomputing a layer; each cause is told once."""
         self.judge(mode, fault)

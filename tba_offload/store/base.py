@@ -30,6 +30,9 @@ DRIVE_TIER, HOST_TIER = "drive", "host"
 STALL_SECONDS = 300.0
 """Seconds that a transfer may run before its drive is taken to hang, unless told otherwise."""
 
+WARN_AFTER = 0.1
+"""A wait for a drive is named in a warning after this share of its limit."""
+
 
 class Extent(NamedTuple):
     """A byte range of a store that holds one range of bytes of a storage.

@@ -31,7 +31,15 @@ from tba_offload.errors import (
     is_of_drive,
 )
 from tba_offload.store import exit_status, posix
-from tba_offload.store.base import STALL_SECONDS, ActivationStore, DriveLoad, Extent, IoFuture, Load
+from tba_offload.store.base import (
+    STALL_SECONDS,
+    WARN_AFTER,
+    ActivationStore,
+    DriveLoad,
+    Extent,
+    IoFuture,
+    Load,
+)
 from tba_offload.store.extents import BLOCK, ExtentAllocator, round_up
 from tba_offload.store.service import Service
 
@@ -508,7 +516,7 @@ class QueuedStore(ActivationStore):
             self._refusal.check(size)
             self._lanes[_GROW].jobs.put(growth)
         try:
-            growth.wait(self._limit)
+            self._await_growth(growth, size)
         except StoreFullError as error:
             self._refusal.note(size, error)
             raise
@@ -518,11 +526,31 @@ class QueuedStore(ActivationStore):
             self._fail(error)
             raise self._out_of_service() from error
         except TimeoutError:
-            seconds = f"{self._limit:g} s"
-            self._fail(StoreError(errno.ETIMEDOUT, f"the file cannot grow within {seconds}", self.name))
-            text = f"nothing has moved for {seconds}: the file in {self.name} does not grow to {size} bytes"
-            raise TimeoutError(text) from None
+            cause = f"the file cannot grow within {self._limit:g} s"
+            self._fail(StoreError(errno.ETIMEDOUT, cause, self.name))
+            raise
         self._refusal.service.succeeded()
+
+    def _await_growth(self, growth: _Growth, size: int) -> None:
+        """Waits for room for ``size`` bytes; a wait that gets long is named in a warning.
+
+        Raises:
+            StoreError: The file cannot grow.
+            TimeoutError: The drive hangs.
+        """
+        limit = self._limit
+        if limit is None:
+            growth.wait()
+            return
+        text = "nothing has moved for {:g} s: the file in {} does not grow to {} bytes"
+        try:
+            growth.wait(limit * WARN_AFTER)
+        except TimeoutError:
+            warnings.warn(text.format(limit * WARN_AFTER, self.name, size), RuntimeWarning, stacklevel=2)
+            try:
+                growth.wait(limit * (1 - WARN_AFTER))
+            except TimeoutError:
+                raise TimeoutError(text.format(limit, self.name, size)) from None
 
     def _hangs(self) -> bool:
         """Whether a transfer or the growth of the file has gone on for longer than the limit."""

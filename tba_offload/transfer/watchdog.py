@@ -15,15 +15,12 @@ from typing import TYPE_CHECKING
 
 from tba_offload import interrupts
 from tba_offload.errors import StoreError, TransferError
+from tba_offload.store.base import WARN_AFTER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tba_offload.store.base import IoFuture
-
-WARN_AFTER = 0.1
-"""A wait is named in a warning after this share of the limit."""
-
 
 HUNG = "check the drive and the system log. store.stall_seconds sets the limit"
 """The remedy where a drive has not answered."""
