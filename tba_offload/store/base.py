@@ -59,17 +59,20 @@ class IoFuture:
     variable. ``_claim`` is taken once, by whoever decides whether the transfer runs: the I/O thread or the
     canceller. ``_ended`` is held until the outcome is known.
 
+    Args:
+        done: As by :meth:`add_done_callback`.
+
     Attributes:
         error: What made the transfer fail; ``None`` while it is not done and after success.
     """
 
     __slots__ = ("_callbacks", "_cancelled", "_claim", "_done", "_ended", "error")
 
-    def __init__(self) -> None:
+    def __init__(self, done: Callable[[IoFuture], object] | None = None) -> None:
         self.error: BaseException | None = None
         self._done = False
         self._cancelled = False
-        self._callbacks: list[Callable[[IoFuture], object]] = []
+        self._callbacks: list[Callable[[IoFuture], object]] = [] if done is None else [done]
         self._claim = allocate_lock()
         self._ended = allocate_lock()
         self._ended.acquire()
