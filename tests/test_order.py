@@ -27,7 +27,7 @@ from tba_offload.store.tiered import TieredStore
 from tba_offload.transfer.storage import Span
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from ordered_device import Interval
@@ -179,17 +179,26 @@ def test_writes_wait_for_the_stream_that_made_the_bytes(store: str, tmp_path: Pa
 # What would race is found
 
 
-def read_at_once(self: QueuedStore, extent: Any, target: ByteRange, after: Any, **options: Any) -> Any:
-    """A store that does not wait before it fills memory."""
+READ, WRITE, WRITE_MANY = QueuedStore.read, QueuedStore.write, QueuedStore.write_many
+
+
+def read_at_once(self: QueuedStore, extent: Any, target: ByteRange, _: Any, **options: Any) -> Any:
     return READ(self, extent, target, READY, **options)
 
 
-def write_at_once(self: QueuedStore, orders: Sequence[WriteOrder]) -> Any:
-    """A store that does not wait before it reads memory."""
+def write_at_once(self: QueuedStore, extent: Any, source: ByteRange, _: Any, **options: Any) -> Any:
+    return WRITE(self, extent, source, READY, **options)
+
+
+def write_many_at_once(self: QueuedStore, orders: Sequence[WriteOrder]) -> Any:
     return WRITE_MANY(self, [(extent, source, READY, done) for extent, source, _, done in orders])
 
 
-READ, WRITE_MANY = QueuedStore.read, QueuedStore.write_many
+HASTY: dict[str, dict[str, Any]] = {
+    "from": {"write": write_at_once, "write_many": write_many_at_once},
+    "to": {"read": read_at_once},
+}
+"""Stores that do not wait before they read memory, or fill it."""
 
 
 class EarlyEvents(OrderedDevice):
@@ -239,13 +248,9 @@ def races_of(device: OrderedDevice, where: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("store", STORES)
-@pytest.mark.parametrize(
-    ("method", "at_once", "way"), [("write_many", write_at_once, "from"), ("read", read_at_once, "to")]
-)
-def test_a_transfer_that_does_not_wait_is_found(
-    method: str, at_once: Callable[..., Any], way: str, store: str, tmp_path: Path
-) -> None:
-    with mock.patch.object(QueuedStore, method, at_once):
+@pytest.mark.parametrize("way", HASTY)
+def test_a_transfer_that_does_not_wait_is_found(way: str, store: str, tmp_path: Path) -> None:
+    with mock.patch.multiple(QueuedStore, **HASTY[way]):
         races = races_of(OrderedDevice(), place(store, tmp_path))
     assert any(f"a copy {way} memory that operation" in race for race in races)
 
