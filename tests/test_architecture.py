@@ -33,7 +33,7 @@ ALLOWED = {
     "writing": set(),
     "placements": set(),
     "config": {"placements"},
-    "plan": {"config"},
+    "plan": {"config", "placements"},
     "device": set(),
     "store": {"device", "plan"},
     "transfer": {"device", "plan", "store"},
