@@ -6,7 +6,6 @@ import atexit
 import os
 import platform
 import sys
-import tempfile
 import warnings
 import weakref
 from collections import deque
@@ -70,8 +69,7 @@ if TYPE_CHECKING:
 
     from tba_offload.adapt.controller import Need
     from tba_offload.capture.trace import ScopeTrace
-    from tba_offload.device.streams import Device
-    from tba_offload.store.base import ActivationStore, DriveLoad
+    from tba_offload.store.base import DriveLoad
 
 _REMEMBERED_STEPS = 10_000
 
@@ -164,7 +162,7 @@ class Session:
         plan = self._plan_of(config)
         self._device = device_of(_device_of_model(modules))
         self.gradients = Gradients(self._modules, self._device.torch_device, self._look_at_memory)
-        self.store = _open_store(config, self._device)
+        self.store = open_store(config.store.options(), device=self._device)
         self.offloader = Offloader(
             self.store,
             self._device,
@@ -953,21 +951,6 @@ class Session:
         self.offloader.become_inert()
 
 
-def _open_store(config: OffloadConfig, device: Device) -> ActivationStore:
-    directories = config.store.directories
-    if not directories and config.store.kind != "host":
-        directories = (Path(tempfile.gettempdir()),)
-    return open_store(
-        kind=config.store.kind,
-        directories=directories,
-        capacity=config.store.capacity,
-        host_capacity=config.store.host_capacity,
-        checksum=config.store.checksum,
-        stall_seconds=config.store.stall_seconds,
-        device=device,
-    )
-
-
 def _has_gradient(parameter: torch.Tensor) -> bool:
     """Whether the memory of its gradient exists; Megatron's lies in a buffer of its own."""
     return parameter.grad is not None or getattr(parameter, "main_grad", None) is not None
@@ -980,9 +963,7 @@ def _suggested_window(saved: int) -> int:
 
 def _drives_of(config: OffloadConfig) -> list[int]:
     """The device numbers of the file systems that a configuration names, in its order."""
-    if config.store.kind == "host":
-        return []
-    directories = config.store.directories or (tempfile.gettempdir(),)
+    directories = config.store.options().directories
     return [Path(directory).stat().st_dev for directory in directories if Path(directory).is_dir()]
 
 

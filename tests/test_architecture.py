@@ -34,7 +34,7 @@ ALLOWED = {
     "config": set(),
     "plan": {"config"},
     "device": set(),
-    "store": {"device", "plan"},
+    "store": {"config", "device", "plan"},
     "transfer": {"device", "plan", "store"},
     "layers": {"config"},
     "capture": {"device", "layers", "recompute", "transfer"},

@@ -14,6 +14,7 @@ from store_contract import CPU, descriptors, get, pattern, put
 
 import tba_offload as tba
 from tba_offload import StoreConfig, session
+from tba_offload.config.store import StoreOptions
 from tba_offload.errors import StoreError
 from tba_offload.report.run_log import read_run_log
 from tba_offload.store import engine as queued
@@ -227,9 +228,11 @@ def test_a_capacity_without_room_is_not_exceeded_for_a_measurement(
     clock: Clock, device: OrderedDevice, tmp_path: Path
 ) -> None:
     room = 2 * 2 * EXTENTS * (68 + 4) * KIB
-    assert choose(tmp_path, device, capacity=room - 1).why.endswith("has no room to measure the other way")
+    assert choose(tmp_path, device, StoreOptions(capacity=room - 1)).why.endswith(
+        "has no room to measure the other way"
+    )
     assert clock.read == 0
-    choose(tmp_path, device, capacity=room)
+    choose(tmp_path, device, StoreOptions(capacity=room))
     assert clock.read > 0
 
 

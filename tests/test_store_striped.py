@@ -557,7 +557,7 @@ def test_open_store_refuses_one_place_twice(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "link").symlink_to("a")
     for other in (tmp_path / "a", tmp_path / "link", tmp_path / "a" / ".." / "a"):
-        with pytest.raises(ConfigError, match="are the same place"):
+        with pytest.raises(ConfigError, match=r"are the same place|is given twice"):
             open_store(directories=[tmp_path / "a", other], device=CPU)
 
 

@@ -32,7 +32,6 @@ from tba_offload.errors import (
 )
 from tba_offload.store import exit_status, posix
 from tba_offload.store.base import (
-    STALL_SECONDS,
     WARN_AFTER,
     ActivationStore,
     DriveLoad,
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from tba_offload.config.store import StoreOptions
     from tba_offload.device import ByteRange, Device, Event
 
 
@@ -356,11 +356,8 @@ class QueuedStore(ActivationStore):
 
     Args:
         alignment: See :class:`ActivationStore`.
-        capacity: Bytes that extents may take in all; ``None`` for no limit.
-        checksum: Verify every read against an xxh3 checksum taken at the write.
+        options: Capacity, checksum (xxh3), threads and the limit of waits.
         device: The device that activations lie on.
-        writers: Threads that write, at least 1.
-        readers: Threads that read, at least 1.
         drive: The ``drive`` of the extents.
         name: What messages call the store.
         setting: The setting that its capacity comes from, for messages.
@@ -371,22 +368,15 @@ class QueuedStore(ActivationStore):
         self,
         *,
         alignment: int,
-        capacity: int | None,
-        checksum: bool,
+        options: StoreOptions,
         device: Device,
-        writers: int,
-        readers: int,
         drive: int,
         name: str,
         setting: str = "store.capacity",
         backing: Backing,
     ) -> None:
-        if writers < 1 or readers < 1:
-            raise ValueError(f"a store needs a writer and a reader, not {writers} and {readers}")
-        if capacity is not None and capacity < BLOCK:
-            raise ValueError(f"a capacity of {capacity} bytes holds no extent; the least is {BLOCK}")
         self.alignment = alignment
-        self.capacity_bytes = capacity
+        self.capacity_bytes = options.capacity
         self.name = name
         self.chosen: dict[str, object] | None = None
         """Why ``auto`` took this kind of store, and what it measured; ``None`` if nothing was to choose."""
@@ -394,23 +384,23 @@ class QueuedStore(ActivationStore):
         self._device = device
         self.drive_number = drive
         self._backing = backing
-        self._checksum = checksum
+        self._checksum = options.checksum
         # Guards the allocator, the leases and the counters; held for microseconds.
         self._lock = threading.Lock()
         self._service = Service()
         self._outage: str | None = None
         self._refusal = _Refusal(name)
-        self._space = ExtentAllocator(capacity, partial(_check_size, backing))
+        self._space = ExtentAllocator(options.capacity, partial(_check_size, backing))
         self._leases: dict[int, _Lease] = {}
         self._pending = 0
         self._pending_bytes = 0
         self._pending_write_bytes = 0
-        self._limit: float | None = STALL_SECONDS
+        self._limit = options.stall_seconds
         self._closed = False
         self._forked = False
         self._callback_error: BaseException | None = None
         self._meters = (_Meter(), _Meter())
-        self._lanes = (_Lane("write", writers), _Lane("read", readers), _Lane("grow", 1))
+        self._lanes = (_Lane("write", options.writers), _Lane("read", options.readers), _Lane("grow", 1))
         self._finalizer = weakref.finalize(self, _end_forgotten, name, self._lanes, backing)
         self._finalizer.atexit = False  # _close_all() ends stores in order instead
         _open_stores.add(self)

@@ -19,10 +19,11 @@ import logging
 import mmap
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 
+from tba_offload.config.store import DriveSettings, StoreOptions
 from tba_offload.device.staging import StagingRing
 from tba_offload.errors import ShortTransferError, StoreError, StoreFullError
 from tba_offload.store import posix
@@ -48,13 +49,11 @@ class FileStore(QueuedStore):
 
     Args:
         directory: Where to create the file; made if it is missing.
-        capacity: Bytes that extents may take in all; ``None`` for no limit but the drive's own.
         device: The device that activations lie on.
-        writers: Threads that write.
-        readers: Threads that read.
-        checksum: Verify every read against a checksum taken at the write.
         drive: The ``drive`` of the extents.
         slab_bytes: Size of a staging slab, a multiple of 4096; one a thread is allocated at first need.
+        options: Capacity, checksum, threads and the limit of waits.
+        settings: The same one by one, without options.
 
     Raises:
         StoreError: The directory cannot be used.
@@ -66,27 +65,23 @@ class FileStore(QueuedStore):
         self,
         directory: str | os.PathLike[str],
         *,
-        capacity: int | None = None,
         device: Device,
-        writers: int = 2,
-        readers: int = 2,
-        checksum: bool = True,
         drive: int = 0,
         slab_bytes: int = SLAB_BYTES,
+        options: StoreOptions | None = None,
+        **settings: Unpack[DriveSettings],
     ) -> None:
+        options = options or StoreOptions(**settings)
         self.directory = os.fspath(directory)
-        self._file = RunFile(self.directory, capacity)
+        self._file = RunFile(self.directory, options.capacity)
         try:
             alignment, self._reason = _choose_path(self._file)
             self._stable_pages = posix.needs_stable_pages(self._file.fd)
-            self._ring = StagingRing(slab_bytes, writers + readers, alignment, device)
+            self._ring = StagingRing(slab_bytes, options.writers + options.readers, alignment, device)
             super().__init__(
                 alignment=alignment,
-                capacity=capacity,
-                checksum=checksum,
+                options=options,
                 device=device,
-                writers=writers,
-                readers=readers,
                 drive=drive,
                 name=self.directory,
                 backing=self._file,
@@ -94,7 +89,7 @@ class FileStore(QueuedStore):
         except BaseException:
             self._file.close()
             raise
-        self._threads = {"writers": writers, "readers": readers}
+        self._threads = {"writers": options.writers, "readers": options.readers}
 
     @property
     def description(self) -> dict[str, object]:

@@ -24,8 +24,9 @@ import errno
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
+from tba_offload.config.store import DriveSettings, StoreOptions
 from tba_offload.device.checksum import sums
 from tba_offload.errors import MissingDependencyError, StoreError, StoreFullError
 from tba_offload.store import posix
@@ -52,12 +53,10 @@ class GdsStore(QueuedStore):
 
     Args:
         directory: Where to create the file; made if it is missing.
-        capacity: Bytes that extents may take in all; ``None`` for no limit but the drive's own.
         device: The device that activations lie on.
-        writers: Transfers to the drive at a time.
-        readers: Transfers from the drive at a time.
-        checksum: Verify every read against a checksum taken at the write; it is computed on the device.
         drive: The ``drive`` of the extents.
+        options: Capacity, checksum, threads and the limit of waits; checksums are computed on the device.
+        settings: The same one by one, without options.
 
     Raises:
         StoreError: The directory cannot be used, or kvikio cannot open files there.
@@ -70,25 +69,21 @@ class GdsStore(QueuedStore):
         self,
         directory: str | os.PathLike[str],
         *,
-        capacity: int | None = None,
         device: Device,
-        writers: int = 2,
-        readers: int = 2,
-        checksum: bool = True,
         drive: int = 0,
+        options: StoreOptions | None = None,
+        **settings: Unpack[DriveSettings],
     ) -> None:
+        options = options or StoreOptions(**settings)
         kvikio = import_kvikio()
         self.directory = os.fspath(directory)
-        self._file = _GdsFile(RunFile(self.directory, capacity), kvikio)
+        self._file = _GdsFile(RunFile(self.directory, options.capacity), kvikio)
         try:
             self._path, self._reason = _path_of(kvikio, self._file)
             super().__init__(
                 alignment=1,
-                capacity=capacity,
-                checksum=checksum,
+                options=options,
                 device=device,
-                writers=writers,
-                readers=readers,
                 drive=drive,
                 name=self.directory,
                 backing=self._file,
@@ -96,7 +91,11 @@ class GdsStore(QueuedStore):
         except BaseException:
             self._file.close()
             raise
-        self._threads = {"writers": writers, "readers": readers, "kvikio_threads": _set_threads(kvikio)}
+        self._threads = {
+            "writers": options.writers,
+            "readers": options.readers,
+            "kvikio_threads": _set_threads(kvikio),
+        }
 
     @property
     def description(self) -> dict[str, object]:

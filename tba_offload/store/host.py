@@ -6,8 +6,10 @@ They have no checksums: those are against drives, their drivers and file systems
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tba_offload.config.store import StoreOptions
 from tba_offload.errors import StoreFullError
 from tba_offload.store.engine import QueuedStore
 from tba_offload.store.extents import BLOCK, round_up
@@ -89,6 +91,7 @@ class HostStore(QueuedStore):
         setting: The setting that the capacity comes from, for messages.
         slab_bytes: The store grows by this much, a multiple of 4096. On CUDA the store grows to its capacity
             at once if it has one, because growing blocks the device.
+        options: In place of capacity and threads.
 
     Raises:
         StoreFullError: There is no such memory.
@@ -106,7 +109,10 @@ class HostStore(QueuedStore):
         drive: int = 0,
         setting: str = "store.capacity",
         slab_bytes: int = SLAB_BYTES,
+        options: StoreOptions | None = None,
     ) -> None:
+        options = options or StoreOptions(capacity=capacity, writers=writers, readers=readers)
+        capacity = options.capacity
         if slab_bytes <= 0 or slab_bytes % BLOCK:
             raise ValueError(f"a slab is a positive multiple of {BLOCK} bytes, not {slab_bytes}")
         limit = None if capacity is None else capacity // BLOCK * BLOCK
@@ -115,11 +121,8 @@ class HostStore(QueuedStore):
             self._slabs.grow(limit)
         super().__init__(
             alignment=1,
-            capacity=capacity,
-            checksum=False,
+            options=replace(options, checksum=False),
             device=device,
-            writers=writers,
-            readers=readers,
             drive=drive,
             name=_NAME,
             setting=setting,
