@@ -13,7 +13,7 @@ from ordered_device import OrderedDevice
 from store_contract import CPU, descriptors, get, pattern, put
 
 import tba_offload as tba
-from tba_offload import StoreConfig, session
+from tba_offload import StoreConfig
 from tba_offload.config.store import StoreOptions
 from tba_offload.errors import StoreError
 from tba_offload.report.run_log import read_run_log
@@ -257,7 +257,7 @@ def test_the_run_log_says_which_and_why(
     clock: Clock, device: OrderedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_down(FileStore, clock, monkeypatch)
-    monkeypatch.setattr(session, "device_of", lambda _: device)
+    monkeypatch.setattr("tba_offload.session.session.device_of", lambda _: device)
     config = tba.OffloadConfig(store=StoreConfig(directories=(tmp_path,)))
     model = torch.nn.Sequential(torch.nn.Linear(4, 4))
     log = tmp_path / "run.jsonl"
