@@ -6,7 +6,7 @@ import threading
 import time
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from unittest import mock
 
 import tba_offload as tba
@@ -14,18 +14,18 @@ from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig
 from tba_offload.device import CpuDevice
 from tba_offload.store.file import FileStore
 from tba_offload.store.host import HostStore
+from tba_offload.testing.around import put_around
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    import torch
     from torch import nn
 
     from tba_offload.config.policy import Rule
-    from tba_offload.device import Event
     from tba_offload.session import Session
     from tba_offload.store.base import Extent
+    from tba_offload.store.engine import QueuedStore
 
 Result = TypeVar("Result")
 
@@ -138,21 +138,13 @@ class _Driven:
     def __init__(self, drive: Drive, *arguments: Any, **options: Any) -> None:
         self.drive = drive
         super().__init__(*arguments, **options)
+        directions = {"write": drive.writes, "read": drive.reads}
+        put_around(cast("QueuedStore", self), lambda verb, extent: directions[verb].under_way(extent.nbytes))
 
     def reserve(self, nbytes: int, address: int) -> Extent:
         with self.drive.reservations.under_way(nbytes):
             extent: Extent = super().reserve(nbytes, address)  # type: ignore[misc]
             return extent
-
-    def _move_out(self, extent: Extent, source: torch.Tensor, after: Event) -> int | None:
-        with self.drive.writes.under_way(extent.nbytes):
-            digest: int | None = super()._move_out(extent, source, after)  # type: ignore[misc]
-            return digest
-
-    def _move_in(self, extent: Extent, target: torch.Tensor, after: Event, *, padded: bool) -> int | None:
-        with self.drive.reads.under_way(extent.nbytes):
-            digest: int | None = super()._move_in(extent, target, after, padded=padded)  # type: ignore[misc]
-            return digest
 
     def close(self) -> None:
         self.drive.release()

@@ -68,9 +68,9 @@ class TestTieredStore(StoreContract):
         data = pattern(extent.nbytes)
         data[-1] ^= 1
         home = store.host if extent.drive == HOST else store.drives
-        digest = home._leases[extent.offset].digest
+        digest = home._leases.of(extent).digest
         store.write(extent, ByteRange.of(data), READY).wait(PATIENCE)
-        home._leases[extent.offset].digest = digest
+        home._leases.of(extent).digest = digest
 
 
 class TestTieredStoreThatSpills(TestTieredStore):
@@ -305,7 +305,7 @@ def test_open_store_leaves_nothing_open_when_there_is_no_host_memory(
     def none(*_: object, **__: object) -> None:
         raise StoreFullError(errno.ENOMEM, "no pages to pin")
 
-    monkeypatch.setattr("tba_offload.store.host._Slabs", none)
+    monkeypatch.setattr("tba_offload.store.host.HostBackend", none)
     before = descriptors()
     with pytest.raises(StoreFullError, match="no pages to pin"):
         open_store(directories=[tmp_path], host_capacity=MIB, device=CPU)
