@@ -13,6 +13,7 @@ their read until backward uses them. In order of what is in flight:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 BATCH_BYTES = 4 * 2**20
@@ -73,12 +74,17 @@ class Window:
         """Whether ``nbytes`` more would exceed the window; what is larger than it goes alone."""
         return self.nbytes is not None and in_flight > 0 and in_flight + nbytes > self.nbytes
 
-    def is_tight(self, in_flight: int, largest: int) -> bool:
-        """Whether an activation as large as the largest of late would have to wait, so that all is written.
+    def tight_above(self, largest: int) -> float:
+        """Bytes in flight above which an activation as large as the largest of late would have to wait.
 
-        One that is larger than the window waits for all writes, whenever they began.
+        From there on everything is written. One that is larger than the window waits for all writes, whenever
+        they began.
         """
-        return self.nbytes is not None and largest <= self.nbytes and self.is_crowded(in_flight, largest)
+        return math.inf if self.nbytes is None or largest > self.nbytes else self.nbytes - largest
+
+    def is_tight(self, in_flight: int, largest: int) -> bool:
+        """Whether another activation as large as the largest of late would have to wait."""
+        return in_flight > self.tight_above(largest)
 
     def is_worth_filling(self, in_flight: int) -> bool:
         """Whether enough of the window is free for reading ahead to be worth a start."""

@@ -26,8 +26,7 @@ from tba_offload.device.streams import device_of
 from tba_offload.errors import ConfigError, SessionError
 from tba_offload.formatting import layers_by_placement
 from tba_offload.layers.stack import LayerStack, check_disjoint
-from tba_offload.plan.model import Plan
-from tba_offload.plan.search import Limits
+from tba_offload.plan.model import Limits, Plan
 from tba_offload.recompute.verdicts import Verifier
 from tba_offload.report.run_log import RunHeader, RunLogWriter, StepRecord
 from tba_offload.session.backward import BackwardWatch, TailWatch
@@ -269,7 +268,7 @@ class Session:
         self.planning.start(plan, planner)
         self._runs.configure(wanted)
         self.capture.configure(min_tensor_bytes=wanted.min_tensor_bytes)
-        self.offloader.configure(keep_when_full=wanted.on_full == "keep")
+        self.offloader.failures.resolve(keep_when_full=wanted.on_full == "keep")
 
     def report(self) -> list[StepRecord]:
         """The records of the steps so far, oldest first; of the last 10,000, the run log has all."""

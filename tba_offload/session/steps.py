@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tba_offload.capture.site import Site
     from tba_offload.capture.trace import StepTrace
     from tba_offload.device.streams import Device
-    from tba_offload.plan.search import Limits
+    from tba_offload.plan.model import Limits
     from tba_offload.recompute.verdicts import Verifier
     from tba_offload.report.run_log import StepRecord
     from tba_offload.session.meters import Meters
@@ -263,7 +263,7 @@ class Steps:
         """
         offloader = self._parts.offloader
         try:
-            offloader.flush()  # a graph that outlives its step shall not keep memory
+            offloader.writer.flush()  # a graph that outlives its step shall not keep memory
             offloader.raise_failures()
         except TransferError:
             offloader.abandon()

@@ -26,17 +26,17 @@ from tba_offload.store.extents import BLOCK, round_up
 from tba_offload.store.figures import Figures
 from tba_offload.store.growth import Growing
 from tba_offload.store.lanes import Lanes
-from tba_offload.store.leases import Leases, TooSmallError
+from tba_offload.store.leases import Leases, TooSmallError, check_idle
 from tba_offload.store.life import Life
 from tba_offload.store.transfers import Mover, Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from tba_offload.config.store import StoreOptions
     from tba_offload.device import ByteRange, Event
     from tba_offload.store.backend import Backend
-    from tba_offload.store.base import Extent, IoFuture
+    from tba_offload.store.base import Extent, IoFuture, WriteOrder
 
 
 class QueuedStore(Figures):
@@ -95,9 +95,23 @@ class QueuedStore(Figures):
                 size = found.size
             self._growing.to(size)
 
+    def reserve_many(self, ranges: Sequence[tuple[int, int]]) -> list[Extent]:
+        """Takes extents next to each other where there is room for all of them, and else one.
+
+        See :meth:`ActivationStore.reserve_many`.
+        """
+        if len(ranges) > 1 and self._condition.service.cause is None:  # else one write shall try the drive
+            self._life.check_process()
+            places = [(nbytes, address % self.alignment) for nbytes, address in ranges]
+            with suppress(TooSmallError):
+                if extents := self._leases.take_run(places):
+                    return extents
+        return super().reserve_many(ranges)
+
     def release(self, extent: Extent) -> None:
         """Gives an extent back; see :meth:`ActivationStore.release`."""
-        self._life.check_process()
+        if self._life.forked:
+            self._life.check_process()
         self._leases.give_back(extent)
 
     def write(
@@ -109,17 +123,17 @@ class QueuedStore(Figures):
         done: Callable[[IoFuture], object] | None = None,
     ) -> IoFuture:
         """Queues a write; see :meth:`ActivationStore.write`."""
-        _check_fits(extent, source)
-        self._life.check_process()
-        return self._queue(extent, source, after, writes=True, padded=False, done=done)
+        return self._queue([(extent, source, after, done)], writes=True, padded=False)[0]
+
+    def write_many(self, orders: Sequence[WriteOrder]) -> list[IoFuture]:
+        """Queues writes; see :meth:`ActivationStore.write_many`."""
+        return [*self._queue(orders, writes=True, padded=False)]
 
     def read(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> IoFuture:
         """Queues a read; see :meth:`ActivationStore.read`."""
-        _check_fits(extent, target)
         if padded and self.alignment > 1 and self._backend.device.is_host(target):
             _check_padding(target, self.alignment)
-        self._life.check_process()
-        return self._queue(extent, target, after, writes=False, padded=padded, done=None)
+        return self._queue([(extent, target, after, None)], writes=False, padded=padded)[0]
 
     def suspend(self, extent: Extent, cause: BaseException) -> None:  # noqa: ARG002 - one drive
         """Takes the drive out of service; see :meth:`ActivationStore.suspend`."""
@@ -190,31 +204,38 @@ class QueuedStore(Figures):
             self.name,
         )
 
-    def _queue(
-        self,
-        extent: Extent,
-        memory: ByteRange,
-        after: Event,
-        *,
-        writes: bool,
-        padded: bool,
-        done: Callable[[IoFuture], object] | None,
-    ) -> Transfer:
-        transfer = None
+    def _queue(self, orders: Sequence[WriteOrder], *, writes: bool, padded: bool) -> list[Transfer]:
+        """Queues transfers, all or none.
+
+        The conditions are looked at here and judged, with an error that says which, elsewhere: this costs the
+        training thread time for each transfer.
+        """
+        life, leases, mover = self._life, self._leases, self._mover
+        if life.forked:
+            life.check_process()
+        transfers: list[Transfer] = []
+        put = self._lanes.put_write if writes else self._lanes.put_read
         try:
-            with self._leases.lock:
-                lease = self._leases.idle(extent, writes=writes)
-                transfer = Transfer(lease, memory, after, self._mover, writes=writes, padded=padded)
-                if done is not None:
-                    transfer.add_done_callback(done)
-                transfer.begin(self)
-                (self._lanes.put_write if writes else self._lanes.put_read)(transfer)
-                return transfer
+            with leases.lock:
+                life.check_open()
+                for extent, memory, after, done in orders:
+                    lease = leases.get(extent.offset)
+                    if lease is None or lease.extent is not extent or memory.nbytes != extent.nbytes:
+                        lease = leases.fitting(extent, memory)
+                    if lease.writing or (lease.reading if writes else not lease.written):
+                        check_idle(lease, writes=writes)
+                    transfer = Transfer(lease, memory, after, done, mover, writes=writes, padded=padded)
+                    transfers.append(transfer)
+                    transfer.begin(self)
+                for transfer in transfers:
+                    put(transfer)
+            return transfers  # noqa: TRY300 - an interrupt after the block would lose them
         except BaseException:
-            # An interrupt: it must not run without its owner's knowing; if it runs already, it shall end.
-            if transfer is not None and not transfer.cancel():
-                with suppress(StoreError, TimeoutError):
-                    transfer.wait(self._lanes.limit)
+            # An interrupt: none must run without its owner's knowing; what runs already shall end.
+            for transfer in transfers:
+                if not transfer.cancel():
+                    with suppress(StoreError, TimeoutError):
+                        transfer.wait(self._lanes.limit)
             raise
 
     # At a fork.
@@ -228,11 +249,6 @@ class QueuedStore(Figures):
         self._life.forked = True
         if self._finalizer.detach() is not None:
             self._backend.abandon()
-
-
-def _check_fits(extent: Extent, memory: ByteRange) -> None:
-    if memory.nbytes != extent.nbytes:
-        raise ValueError(f"a transfer of {extent} takes {extent.nbytes} bytes, not {memory.nbytes}")
 
 
 def _check_padding(target: ByteRange, alignment: int) -> None:

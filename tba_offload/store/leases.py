@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING
 
 from tba_offload.errors import StoreFullError
 from tba_offload.store.base import Extent
-from tba_offload.store.extents import ExtentAllocator
+from tba_offload.store.extents import BLOCK, ExtentAllocator, round_up
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from tba_offload.device import ByteRange
     from tba_offload.store.backend import Backend
     from tba_offload.store.life import Life
 
@@ -53,6 +56,7 @@ class Leases:
 
     Attributes:
         lock: Guards all of this, and whether the store is open.
+        get: The lease at an offset, or ``None``; a function without a frame, for the training thread.
         pending: Transfers that are queued or running.
         pending_bytes: Their bytes.
         pending_write_bytes: Those of them that are written.
@@ -70,6 +74,7 @@ class Leases:
         self._life = life
         self._space = ExtentAllocator(capacity, partial(_check_size, backend))
         self._leases: dict[int, Lease] = {}
+        self.get = self._leases.get
 
     @property
     def used_bytes(self) -> int:
@@ -101,7 +106,8 @@ class Leases:
         except TooSmallError:
             raise
         except BaseException:
-            self._rebuild(without=offset)  # an interrupt: the caller would never know of the extent
+            # An interrupt: the caller would never know of the extent.
+            self._rebuild(without=() if offset is None else (offset,))
             raise
         raise StoreFullError(
             errno.ENOSPC,
@@ -109,6 +115,36 @@ class Leases:
             f"{self._capacity} bytes are taken; raise {self._setting} or offload less",
             self._name,
         )
+
+    def take_run(self, places: Sequence[tuple[int, int]]) -> list[Extent]:
+        """Takes extents next to each other without growing; none if not all fit.
+
+        Args:
+            places: Bytes and lead of each.
+
+        Raises:
+            TooSmallError: That takes growing.
+            SessionError: The store is closed.
+        """
+        extents: list[Extent] = []
+        lengths = [round_up(lead + nbytes, BLOCK) for nbytes, lead in places]
+        try:
+            with self.lock:
+                self._life.check_open()
+                offset = self._space.allocate(sum(lengths))
+                if offset is None:
+                    return []
+                for (nbytes, lead), length in zip(places, lengths, strict=True):
+                    extent = Extent(offset, length, nbytes, lead, self._drive)
+                    extents.append(extent)
+                    self._leases[offset] = Lease(extent)
+                    offset += length
+        except TooSmallError:
+            raise
+        except BaseException:  # an interrupt: the caller would never know of the extents
+            self._rebuild(without=[extent.offset for extent in extents])
+            raise
+        return extents
 
     def give_back(self, extent: Extent) -> None:
         """Frees an extent; of a closed store they are all gone.
@@ -120,7 +156,9 @@ class Leases:
             with self.lock:
                 if self._life.closed:
                     return
-                self._check_unused(extent)
+                lease = self.get(extent.offset)
+                if lease is None or lease.extent is not extent or lease.writing or lease.reading:
+                    self._check_unused(extent)
                 del self._leases[extent.offset]
                 self._space.free(extent.offset, extent.length)
         except ValueError:
@@ -129,11 +167,11 @@ class Leases:
             self._rebuild()  # an interrupt: it may have struck between the two
             raise
 
-    def _rebuild(self, *, without: int | None = None) -> None:
-        """Has the allocator begin anew with the extents that are reserved."""
+    def _rebuild(self, *, without: Iterable[int] = ()) -> None:
+        """Has the allocator begin anew with the extents that are reserved, but for those at some offsets."""
         with self.lock:
-            if without is not None:
-                self._leases.pop(without, None)
+            for offset in without:
+                self._leases.pop(offset, None)
             self._space.rebuild((lease.extent.offset, lease.extent.length) for lease in self._leases.values())
 
     def _check_unused(self, extent: Extent) -> None:
@@ -164,21 +202,15 @@ class Leases:
             lease = self._leases.get(extent.offset)
             return lease.digest if lease is not None and lease.extent == extent else None
 
-    def idle(self, extent: Extent, *, writes: bool) -> Lease:
-        """The lease of an extent that may be written, or read, now; the lock is held.
+    def fitting(self, extent: Extent, memory: ByteRange) -> Lease:
+        """The lease of an extent that these bytes fit; the lock is held.
 
         Raises:
-            ValueError: There is none, or it may not.
-            SessionError: The store is closed.
+            ValueError: There is none, or they do not fit.
         """
-        self._life.check_open()
-        lease = self.of(extent)
-        if writes and (lease.writing or lease.reading):
-            raise ValueError(f"{extent} cannot be written: another transfer of it has not ended")
-        if not writes and not lease.written:
-            state = "is being written" if lease.writing else "was never written"
-            raise ValueError(f"{extent} cannot be read: it {state}")
-        return lease
+        if memory.nbytes != extent.nbytes:
+            raise ValueError(f"a transfer of {extent} takes {extent.nbytes} bytes, not {memory.nbytes}")
+        return self.of(extent)
 
     def settle(self, lease: Lease, *, wrote: bool, succeeded: bool) -> None:
         """Notes that a transfer has ended or was cancelled."""
@@ -191,6 +223,19 @@ class Leases:
                 self.pending_write_bytes -= lease.extent.nbytes
             else:
                 lease.reading -= 1
+
+
+def check_idle(lease: Lease, *, writes: bool) -> None:
+    """Checks that an extent may be written, or read, now.
+
+    Raises:
+        ValueError: It may not.
+    """
+    if writes and (lease.writing or lease.reading):
+        raise ValueError(f"{lease.extent} cannot be written: another transfer of it has not ended")
+    if not writes and not lease.written:
+        state = "is being written" if lease.writing else "was never written"
+        raise ValueError(f"{lease.extent} cannot be read: it {state}")
 
 
 def _check_size(backend: Backend, size: int) -> None:

@@ -10,6 +10,8 @@ from tba_offload.errors import ChecksumError, StoreError
 from tba_offload.store.base import IoFuture
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tba_offload.device import ByteRange, Event
     from tba_offload.store.backend import Backend
     from tba_offload.store.condition import Condition
@@ -31,12 +33,13 @@ class Transfer(IoFuture):
         lease: Lease,
         memory: ByteRange,
         after: Event,
+        done: Callable[[IoFuture], object] | None,
         mover: Mover,
         *,
         writes: bool,
         padded: bool,
     ) -> None:
-        super().__init__()
+        super().__init__(done)
         self.store: object = None  # kept alive while it counts the transfer as pending
         self.mover = mover
         self.lease = lease
