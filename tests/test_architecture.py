@@ -35,7 +35,7 @@ ALLOWED = {
     "config": {"placements"},
     "plan": {"config", "placements"},
     "device": set(),
-    "store": {"device", "plan"},
+    "store": {"config", "device", "plan"},
     "transfer": {"device", "plan", "store"},
     "layers": {"config"},
     "capture": {"device", "layers", "recompute", "transfer"},
