@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from tba_offload import interrupts
-from tba_offload.adapt.controller import AutoPlanner
+from tba_offload.adapt.controller import Controller
 from tba_offload.adapt.planning import Planning
+from tba_offload.adapt.task import Task
 from tba_offload.boundaries import Boundaries, Tokens, token_counter
 from tba_offload.capture import resize, transforms
 from tba_offload.capture.gradients import Gradients
@@ -52,6 +53,7 @@ from tba_offload.layers.guards import (
 from tba_offload.layers.nested import TooManyError, tensors_in
 from tba_offload.layers.stack import LayerStack, check_disjoint
 from tba_offload.notices import describe_step, tell
+from tba_offload.plan.goals import default_objective
 from tba_offload.plan.model import Limits, Plan
 from tba_offload.recompute.rescue import Rescue
 from tba_offload.recompute.verify import Mode, Run, Trial, Verifier
@@ -65,7 +67,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from types import TracebackType
 
-    from tba_offload.adapt.controller import Need
+    from tba_offload.adapt.agreement import Agree
     from tba_offload.capture.trace import ScopeTrace
     from tba_offload.device.streams import Device
     from tba_offload.store.base import ActivationStore, DriveLoad
@@ -104,7 +106,7 @@ class World:
     rank: int = 0
     ranks: int = 1
     run: str | None = None
-    agree: Callable[[dict[str, Placement], Need], dict[str, Placement]] | None = None
+    agree: Agree | None = None
 
 
 class Session:
@@ -199,7 +201,7 @@ class Session:
                 self._meter = self._meter_if_possible()
             header = self._header(strategy, model_info)
             self._run_log = RunLogWriter(run_log, header) if run_log is not None else None
-            self.planning.start(plan, self._planner_of(config, plan))
+            self.planning.start(plan, self._controller_of(config, plan), self._world.agree)
         except BaseException:
             if self._meter is not None:
                 self._meter.close()
@@ -248,7 +250,7 @@ class Session:
 
     def _meter_of_step(self, *, wanted: bool | None) -> MemoryMeter | None:
         wanted = self._measure_memory if wanted is None else wanted
-        if not wanted and self.planning.planner is not None and self.planning.planner.wants_memory:
+        if not wanted and self.planning.wants_memory:
             wanted = True
             self._meter = self._meter or self._meter_if_possible()
         return self._meter if wanted else None
@@ -298,9 +300,9 @@ class Session:
                 file=wanted.file,
             )
         plan = self._plan_of(wanted)
-        planner = self._planner_of(wanted, plan)
+        controller = self._controller_of(wanted, plan)
         self.config = wanted
-        self.planning.start(plan, planner)
+        self.planning.start(plan, controller, self._world.agree)
         self.capture.min_tensor_bytes = wanted.min_tensor_bytes
         self.offloader.keep_when_full = wanted.on_full == "keep"
 
@@ -386,15 +388,15 @@ class Session:
                 self._warn_outside_step(site)
                 return site.forward(*args, **kwargs)
             self._boundaries.open_step()  # the layer was called without its model
-        if self.planning.planner is not None and self.planning.planner.has_budget:
-            self._note_size(self.planning.planner, site, (*args, *kwargs.values()))
+        if self.planning.has_budget:
+            self._note_size(site, (*args, *kwargs.values()))
         placement = self._placement_here(site)
         if placement is not Placement.KEEP and _appends_to_cache(site, args, kwargs):
             placement = self._with_cache(site, placement)
         self._note_gone()
         before = latest_node() - 1
         scope = self.capture.trace.begin_scope(self._scope_key(site), placement)
-        if self.planning.planner is not None:
+        if self.planning.controller is not None:
             scope.input_bytes = _activation_bytes((*args, *kwargs.values()))
         try:
             output = self._run_placed(site, placement, scope, args, kwargs)
@@ -534,7 +536,7 @@ class Session:
 
     def _keeps_when_slow(self, placement: Placement) -> bool:
         """``offload`` waits for a slow drive unless told otherwise, ``auto`` keeps until there is a plan."""
-        if self.planning.planner is not None and self.planning.planner.has_planned:
+        if self.planning.has_planned:
             return False  # what is kept was decided with the budget in view
         counted = {Placement.OFFLOAD, Placement.SELECTIVE, Placement.AUTO}
         if self.config.budget.activation_bytes is not None and not counted.issuperset(self.plan.placements):
@@ -651,7 +653,7 @@ class Session:
         window = self.config.budget.ceiling
         if self._steps > _LOOKED_AT or window is None or Placement.OFFLOAD not in self.plan.placements:
             return
-        if self.planning.planner is not None and Placement.AUTO in self.planning.planner.policy:
+        if self.planning.chosen:
             return
         saved = sum(activation.nbytes for activation in self.capture.trace.activations)
         if saved and window > saved / 2:
@@ -841,8 +843,8 @@ class Session:
 
     # ---- planning --------------------------------------------------------------------------------
 
-    def _planner_of(self, config: OffloadConfig, plan: Plan) -> AutoPlanner | None:
-        """Who learns what steps are like, and decides on the layers that are placed ``auto``.
+    def _controller_of(self, config: OffloadConfig, plan: Plan) -> Controller | None:
+        """Learns what steps are like, and decides on the layers that are placed ``auto``.
 
         Without such layers it is of use for the run log only.
         """
@@ -850,35 +852,37 @@ class Session:
         is_auto = Placement.AUTO in everywhere
         if not is_auto and self._run_log is None:
             return None
-        return AutoPlanner(
+        limits = Limits(config.budget.activation_bytes, config.budget.ceiling)
+        task = Task(
             plan.placements,
-            [(layer.chunk, layer.id.name) for layer in self.layers],
-            Limits(config.budget.activation_bytes, config.budget.ceiling),
-            objective=config.budget.objective,
+            tuple((layer.chunk, layer.id.name) for layer in self.layers),
+            limits,
+            config.budget.objective or default_objective(limits),
             host_capacity=config.store.host_capacity,
             drives=_drives_of(config),
-            agree=self._world.agree if is_auto else None,
+            is_shared=is_auto and self._world.agree is not None,
         )
+        return Controller(task)
 
-    def _note_size(self, planner: AutoPlanner, site: Site, arguments: Sequence[object]) -> None:
+    def _note_size(self, site: Site, arguments: Sequence[object]) -> None:
         """Where a layer is given more than the plan is for, the rest of the step runs without it."""
         if not _has_backward(site.layer.module, arguments):
             return  # one that is frozen saves nothing, and is planned for when it no longer is
         site.waiting += 1
         size = (site.waiting, *_dimensions(arguments))
-        self.planning.leave_if_outgrown(planner, site.index, size)
+        self.planning.leave_if_outgrown(site.index, size)
 
     def _mark_times(self) -> None:
         """A step begins: has times marked in the work of a device that runs behind, if a planner watches."""
-        wanted = self.planning.planner is not None and self._device.runs_behind
+        wanted = self.planning.controller is not None and self._device.runs_behind
         self.offloader.marks_stalls = wanted
         if wanted:
             self.capture.trace.mark_times(self._device)
 
     def _learn(self, step: Step, record: StepRecord, loads: Sequence[DriveLoad]) -> None:
         """Has the next step planned by what this one was like."""
-        planner, chosen = self.planning.planner, self.planning.chosen
-        if planner is None:
+        controller, chosen = self.planning.controller, self.planning.chosen
+        if controller is None:
             return
         may_plan = self._may_plan_recompute()
         if not may_plan and chosen:
@@ -894,7 +898,7 @@ class Session:
         )
         if news is None:
             return
-        if planner.has_planned and self._world.rank == 0:
+        if controller.has_planned and self._world.rank == 0:
             tell(f"plan after step {record.step}: {news['summary']}")
         if self._run_log is not None:
             self._run_log.note("plan", {"step": record.step, **news})
@@ -975,12 +979,12 @@ def _suggested_window(saved: int) -> int:
     return max(saved // 8 >> 20, 1) << 20
 
 
-def _drives_of(config: OffloadConfig) -> list[int]:
+def _drives_of(config: OffloadConfig) -> tuple[int, ...]:
     """The device numbers of the file systems that a configuration names, in its order."""
     if config.store.kind == "host":
-        return []
+        return ()
     directories = config.store.directories or (tempfile.gettempdir(),)
-    return [Path(directory).stat().st_dev for directory in directories if Path(directory).is_dir()]
+    return tuple(Path(directory).stat().st_dev for directory in directories if Path(directory).is_dir())
 
 
 def _appends_to_cache(site: Site, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
