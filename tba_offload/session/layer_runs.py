@@ -84,7 +84,7 @@ class LayerRuns:
             output = placement.take(call)
         except BaseException:
             if self._ongoing.step is not None:
-                self._ongoing.step.fail()
+                self._ongoing.step.state.fail()
             raise
         trace.end_scope(scope)
         self._ongoing.look_at_memory()
