@@ -27,13 +27,14 @@ from tba_offload.store.tiered import TieredStore
 from tba_offload.transfer.storage import Span
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from ordered_device import Interval
 
+    from tba_offload.device import Event
     from tba_offload.session import Session
-    from tba_offload.store.base import ActivationStore
+    from tba_offload.store.base import Extent, IoFuture, WriteOrder
 
 STORES = ("file", "host", "tiered")
 WINDOW = 400 * KIB
@@ -181,12 +182,17 @@ def test_writes_wait_for_the_stream_that_made_the_bytes(store: str, tmp_path: Pa
 
 def forgetting(method: str) -> Callable[..., Any]:
     """A store that does not wait before it reads or writes memory."""
-    original = getattr(QueuedStore, method)
+    write_many, read = QueuedStore.write_many, QueuedStore.read
 
-    def at_once(self: ActivationStore, extent: Any, memory: ByteRange, after: Any, **options: Any) -> Any:
-        return original(self, extent, memory, READY, **options)
+    def write_at_once(self: QueuedStore, orders: Sequence[WriteOrder]) -> list[IoFuture]:
+        return write_many(self, [(extent, source, READY, done) for extent, source, _, done in orders])
 
-    return at_once
+    def read_at_once(
+        self: QueuedStore, extent: Extent, target: ByteRange, after: Event, *, padded: bool
+    ) -> IoFuture:
+        return read(self, extent, target, READY, padded=padded)
+
+    return write_at_once if method == "write_many" else read_at_once
 
 
 class EarlyEvents(OrderedDevice):
@@ -236,7 +242,7 @@ def races_of(device: OrderedDevice, where: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("store", STORES)
-@pytest.mark.parametrize(("method", "way"), [("write", "from"), ("read", "to")])
+@pytest.mark.parametrize(("method", "way"), [("write_many", "from"), ("read", "to")])
 def test_a_transfer_that_does_not_wait_is_found(method: str, way: str, store: str, tmp_path: Path) -> None:
     with mock.patch.object(QueuedStore, method, forgetting(method)):
         races = races_of(OrderedDevice(), place(store, tmp_path))

@@ -59,6 +59,7 @@ class Lookahead:
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
+        self._ledger = reader.ledger
         self._records: dict[ActivationKey, Record] = {}
         self._recorded: list[tuple[ActivationKey, int]] = []
         self._expected: list[tuple[ActivationKey, int]] = []
@@ -121,7 +122,7 @@ class Lookahead:
         first, does not mean that all between are left out.
         """
         self._pass = self._expected[position][1]
-        given_up = self._reader.given_up
+        given_up = self._ledger.stats.given_up
         is_next = position <= self._next or position == self._last + 1 or self._last < 0
         self._last = position
         if (position >= self._next and is_next) or given_up != self._given_up:

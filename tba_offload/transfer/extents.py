@@ -30,10 +30,10 @@ class Extents:
         self._store = store
         self._failures = failures
         self._reserving = threading.Lock()  # held until pieces know of their extents
-        self._being_read: dict[Piece, Extent] = {}  # by reads of which no record knows any more
+        self._being_read: dict[Extent, None] = {}  # by reads of which no record knows any more
 
-    def reserve(self, pieces: Sequence[Piece], sources: Sequence[ByteRange]) -> int:
-        """Finds a place for the first of several pieces; returns for how many.
+    def reserve(self, pieces: Sequence[Piece], sources: Sequence[ByteRange]) -> list[Extent]:
+        """Finds a place for the first of several pieces.
 
         Raises:
             StoreError: There is no room for the first, or the drive failed.
@@ -41,7 +41,9 @@ class Extents:
         """
         ranges = [(source.nbytes, source.address) for source in sources]
         with self._reserving:
-            return reserved(pieces, sources, self._reserve(ranges))
+            extents = self._reserve(ranges)
+            reserved(pieces, sources, extents)
+        return extents
 
     def _reserve(self, ranges: Sequence[tuple[int, int]]) -> list[Extent]:
         try:
@@ -52,8 +54,16 @@ class Extents:
         self._store.resume()  # the policy wants an error, and only the drive can tell whether there is one
         return self._store.reserve_many(ranges)
 
+    def release(self, extents: Iterable[Extent]) -> None:
+        """Gives extents back that no transfer uses and no piece knows of any more.
+
+        :meth:`reconcile` ends what an interrupt cuts short.
+        """
+        for extent in extents:
+            self._store.release(extent)
+
     def give_back(self, piece: Piece) -> None:
-        """Gives back an extent that no transfer uses; :meth:`reconcile` ends what an interrupt cuts short."""
+        """The same for one piece."""
         extent = piece.take_extent()
         if extent is not None:
             self._store.release(extent)
@@ -63,13 +73,16 @@ class Extents:
 
         The store keeps the buffer alive.
         """
-        self._being_read[piece] = extent_of(piece)
-        read.add_done_callback(partial(self._read_ended, piece))
+        extent = extent_of(piece)
+        self._being_read[extent] = None
+        read.add_done_callback(partial(self._read_ended, extent))
+        piece.take_extent()
 
-    def _read_ended(self, piece: Piece, _: IoFuture) -> None:
+    def _read_ended(self, extent: Extent, _: IoFuture) -> None:
         """Gives back an extent on an I/O thread; once, however often it was asked for."""
-        self.give_back(piece)
-        self._being_read.pop(piece, None)
+        if extent in self._being_read:
+            self._store.release(extent)
+            self._being_read.pop(extent, None)
 
     def reconcile(self, records: Iterable[Record]) -> None:
         """Gives back the extents of which an interrupt let no piece know.
@@ -83,7 +96,7 @@ class Extents:
             return
         try:
             known = {piece.extent for record in records for piece in record.pieces()}
-            known.update(self._being_read.values())  # before the store is asked, or they may be back by then
+            known.update(self._being_read)  # before the store is asked, or they may be back by then
             for extent in self._store.leased():
                 if extent not in known:
                     self._store.release(extent)
