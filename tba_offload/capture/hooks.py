@@ -388,7 +388,8 @@ class LayerHooks:
         lo, hi, distinct = footprint
         if distinct < capture.min_tensor_bytes:
             return self._keep_small(tensor, view, distinct)
-        key, nbytes = self._next_key(), storage.nbytes()
+        key, nbytes = ActivationKey(self._key, self._count), storage.nbytes()
+        self._count += 1
         if key.number in self._learned and capture.registry.is_learned(key, nbytes):
             return self._keep(tensor, storage, key, Fate.LEARNED_KEEP)
         if key.number in self._kept:
@@ -398,10 +399,13 @@ class LayerHooks:
             return self._keep(tensor, storage, key, Fate.SLOW_KEEP)
         if capture.look_at_memory is not None:
             capture.look_at_memory()
-        capture.offloader.writer.admit(nbytes)
+        offloader = capture.offloader
+        ceiling = offloader.ledger.window.nbytes
+        if ceiling is not None and offloader.ledger.in_flight + nbytes > ceiling:
+            offloader.writer.admit(nbytes)
         witness = version_witness(tensor)
         record, trace = capture.add(storage, key, witness, view, footprint)
-        handle = Handle(record, lo, hi, capture.offloader.drops)
+        handle = Handle(record, lo, hi, offloader.drops)
         packed = Packed(tensor, view, handle, witness, trace, self._rescue, self.saved)
         self._queue(packed, record, storage, footprint, is_filled=tensor.requires_grad)
         return packed

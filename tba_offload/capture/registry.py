@@ -53,10 +53,13 @@ class Registry:
     def find(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> Entry | None:
         """The entry of a storage that was saved before, if ``tensor`` can tell that it has not changed."""
         found = self.entries.get(storage._cdata)
-        if found is None or found[0].origin() is not storage or not found[0].is_current():
+        if found is None:
+            return None
+        record = found[0]
+        if record.origin() is not storage or record.released or tensor._version != record.version:
             return None
         # With a counter of its own a tensor may have been changed without this record's noticing.
-        return found if shares_version(found[0].version_tensor, tensor) else None
+        return found if shares_version(record.version_tensor, tensor) else None
 
     def record_of(self, storage: torch.UntypedStorage) -> Record | None:
         """The record of a storage, at whatever version."""

@@ -655,7 +655,7 @@ class QueuedStore(ActivationStore):
         done: Callable[[IoFuture], object] | None = None,
     ) -> IoFuture:
         """Queues a write; see :meth:`ActivationStore.write`."""
-        return self._queue([(extent, source, after, done)], writes=True, padded=False)[0]
+        return self.write_many([(extent, source, after, done)])[0]
 
     def write_many(self, orders: Sequence[WriteOrder]) -> list[IoFuture]:
         """Queues writes; see :meth:`ActivationStore.write_many`."""

@@ -83,6 +83,7 @@ class Ledger:
         settled: Bytes kept in memory outside the window, because they could not be written, or because
             backward uses them.
         ahead: The spans that were read ahead, with their bytes; of what is not among them none count.
+        noted: The records that count, and what was counted of each: in flight, departing, settled.
         stats: What moved.
     """
 
@@ -92,7 +93,7 @@ class Ledger:
         self.read_ahead = 0
         self.settled = 0
         self.stats = TransferStats()
-        self._noted: dict[Record, tuple[int, int, int]] = {}
+        self.noted: dict[Record, tuple[int, int, int]] = {}
         self.ahead: dict[Span, int] = {}
         self._largest = 0
         self._largest_before = 0
@@ -119,12 +120,12 @@ class Ledger:
         """Takes note of a transition of a record."""
         charged, settled = record.charged, record.settled
         departing = charged if record.writes and not record.deferred and not record.pinned else 0
-        before = self._noted.get(record, _NOTHING)
+        before = self.noted.get(record, _NOTHING)
         self.in_flight += charged - before[0]
         self.departing += departing - before[1]
         self.settled += settled - before[2]
         if charged or settled:
-            self._noted[record] = charged, departing, settled
+            self.noted[record] = charged, departing, settled
             if charged > self._largest:
                 self._largest = charged
                 self._look_at_largest()
@@ -132,7 +133,7 @@ class Ledger:
             if self.in_flight > stats.in_flight_peak or self.in_flight + self.settled > stats.own_peak:
                 self._look_at_peaks()
         else:
-            self._noted.pop(record, None)
+            self.noted.pop(record, None)
 
     def charge(self, span: Span) -> None:
         """The buffer of a span that is read ahead is in flight from the submission of its read on."""
@@ -166,7 +167,7 @@ class Ledger:
         Args:
             records: All that some handle needs.
         """
-        self._noted.clear()
+        self.noted.clear()
         self.read_ahead = self.in_flight = sum(self.ahead.values())
         self.departing = self.settled = 0
         for record in records:

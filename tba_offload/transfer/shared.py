@@ -122,29 +122,30 @@ class Shared:
     def settle(self, record: Record) -> None:
         """Frees memory, or extents, that no transfer and no handle needs any more, and updates the ledger."""
         if record.released:
-            self._end(record)
-        elif record.source is not None and not (record.writes or record.deferred or record.pinned):
+            self.release(record)
+            return
+        if record.source is not None and not (record.writes or record.deferred or record.pinned):
             record.free()
         self.ledger.note(record)
 
     def release(self, record: Record) -> None:
-        """The last handle is gone: nothing will ask for these bytes again. To do it twice does no harm."""
+        """The last handle is gone: nothing will ask for these bytes again.
+
+        What a write still reads is given back when that has ended. To do this twice does no harm.
+        """
+        if record.writes:
+            self.cancel_writes(record)
         for span in record.spans:
             if span in self.ledger.ahead:
                 self.forget_ahead(span)
-        if record.writes:
-            self.cancel_writes(record)
-        self._end(record)
-        self.ledger.note(record)
-
-    def _end(self, record: Record) -> None:
-        """Gives back what no write reads any more; the others' end does the rest."""
-        for span in record.spans:
             if span.reads and not record.writes:
                 self._end_reads(span)
-        self.extents.release(record.release())
+        for extent in record.release():
+            self.extents.store.release(extent)
         if not record.writes:
             self.records.pop(record, None)
+        if record in self.ledger.noted:
+            self.ledger.note(record)
 
     def _end_reads(self, span: Span) -> None:
         """Cancels reads that nothing needs; what one still fills goes back when it has ended."""

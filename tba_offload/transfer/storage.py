@@ -175,6 +175,7 @@ class Record:
     Attributes:
         key: Which activation it is; its text names layer and micro-batch in messages.
         nbytes: Size of the whole storage in bytes; what its memory costs while it is in flight.
+        version: Of the storage when it was saved.
         version_tensor: Shares the version counter of the storage.
         source: The storage itself while its memory must stay: until every byte needed is written.
         origin: Weak reference to the same storage: while something else keeps it, it is forwarded.
@@ -194,7 +195,6 @@ class Record:
 
     __slots__ = (
         "_forwarded",
-        "_version",
         "charged",
         "deferred",
         "drops",
@@ -210,6 +210,7 @@ class Record:
         "source",
         "spans",
         "unread",
+        "version",
         "version_tensor",
         "writes",
     )  # fmt: skip
@@ -226,7 +227,7 @@ class Record:
         self.source: torch.UntypedStorage | None = None
         self.origin = weakref.ref(storage)
         self.version_tensor = version_tensor
-        self._version = version_tensor._version
+        self.version = version_tensor._version
         self.spans: list[Span] = []
         self.drops: set[Drop] = set()
         self.unread = 0
@@ -242,10 +243,6 @@ class Record:
         self.error: BaseException | None = None
 
     # ---- where the bytes are ---------------------------------------------------------------------
-
-    def is_current(self) -> bool:
-        """Whether the bytes that were recorded are still those of the storage."""
-        return self.version_tensor._version == self._version and not self.released
 
     def memory(self) -> torch.UntypedStorage | None:
         """The original storage while it is alive with its bytes in it."""
@@ -498,7 +495,7 @@ def forget(drops: deque[Drop], count: int) -> list[Record]:
     Returns:
         The records that have no handle left, or of which every handle was read.
     """
-    changed: list[Record] = []
+    changed: dict[Record, None] = {}
     for number in range(count):  # other threads, and the collector, append meanwhile
         drop = drops[number]
         record = drop.record
@@ -508,8 +505,8 @@ def forget(drops: deque[Drop], count: int) -> list[Record]:
                 record.unread -= 1
             record.drops.discard(drop)
         if not record.unread:
-            changed.append(record)
-    return changed
+            changed[record] = None
+    return list(changed)
 
 
 class Handle:

@@ -66,8 +66,7 @@ class Writer:
             TransferError: A transfer failed meanwhile, or nothing moved for too long.
         """
         ledger, shared = self._ledger, self._shared
-        ceiling = ledger.window.nbytes
-        if ceiling is None or ledger.in_flight + nbytes <= ceiling or not ledger.crowded(nbytes):
+        if not ledger.crowded(nbytes):
             return
         shared.drain()
         with shared.stall():
