@@ -459,9 +459,9 @@ class LayerHooks:
     def _keep(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: ActivationKey, fate: Fate
     ) -> Kept:
-        trace = self.capture.trace
-        trace.kept_bytes += storage.nbytes()
-        trace.saved(key, storage.nbytes(), fate)
+        trace, nbytes = self.capture.trace, storage.nbytes()
+        trace.kept_bytes += nbytes
+        trace.activations.append(ActivationTrace(key, nbytes, fate, perf_counter()))
         self.capture.registry.note_kept(storage)
         return Kept(tensor)
 
