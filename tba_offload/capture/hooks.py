@@ -76,13 +76,22 @@ class Capture:
         self.lookahead = Lookahead(offloader.reader)
         self.trace = StepTrace()
         self.slow_kept_bytes = 0
-        self.look_at_memory: Callable[[], object] | None = None  # where a meter sees only what it looks at
+        self.look_at_memory: Callable[[], object] | None = None
         self.registry = Registry()
         self._largest = 0
 
-    def begin_step(self) -> None:
-        """Starts a new trace; what was learned long ago is put to the test again."""
+    def configure(self, *, min_tensor_bytes: int) -> None:
+        """Sets how small a tensor may be to travel; between steps."""
+        self.min_tensor_bytes = min_tensor_bytes
+
+    def begin_step(self, *, look_at_memory: Callable[[], object] | None = None) -> None:
+        """Starts a new trace; what was learned long ago is put to the test again.
+
+        Args:
+            look_at_memory: Called with each tensor, where a meter sees only what it looks at.
+        """
         self.registry.begin_step()
+        self.look_at_memory = look_at_memory
         self.trace = StepTrace()
         self.slow_kept_bytes = 0
         self.lookahead.begin_step()
@@ -425,10 +434,11 @@ class LayerHooks:
             witness = version_witness(tensor)
         handle = Handle(record, lo, hi, self.capture.offloader.drops)
         packed = Packed(tensor, view, handle, witness, trace, self._rescue, self.saved)
-        if record.span_over(lo, hi) is not None:
-            self.capture.trace.deduplicated_bytes += distinct
-        else:
-            self._queue(packed, record, storage, footprint, is_filled=tensor.requires_grad)
+        for span in record.spans:
+            if span.lo <= lo and hi <= span.hi:
+                self.capture.trace.deduplicated_bytes += distinct
+                return packed
+        self._queue(packed, record, storage, footprint, is_filled=tensor.requires_grad)
         return packed
 
     def _queue(

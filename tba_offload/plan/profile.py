@@ -11,19 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tba_offload.config.policy import Placement
+from tba_offload.plan.tuning import TUNING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-
-LEAST_RECOMPUTED = 0.5
-"""A second forward takes at least this share of the first."""
-
-HOOK_SECONDS = 10e-6
-"""Offloading an activation takes at least so much of the thread that trains, in either direction."""
-
-LEAST_REBUILT = 0.05
-"""Rebuilding activations takes at least this share of what their bytes are of a forward."""
 
 
 class Saved(NamedTuple):
@@ -117,11 +108,24 @@ class LayerKind:
         return self.nbytes + self.small_bytes - self.input_bytes if self.at_once is None else self.at_once
 
 
-def computed_as(placement: Placement) -> Placement:
-    """The placement among keep, offload, selective and recompute that computes the same."""
-    if placement is Placement.AUTO:
-        return Placement.OFFLOAD
-    return Placement.RECOMPUTE if placement.recomputes else placement
+class _Computed(NamedTuple):
+    """The ways that layers go, by the placement that stands for the same computation."""
+
+    layer: int
+
+    def keep(self) -> Placement:
+        return Placement.KEEP
+
+    def offload(self, *, rebuilds: bool = False) -> Placement:
+        return Placement.SELECTIVE if rebuilds else Placement.OFFLOAD
+
+    def recompute(self, *, inputs_travel: bool = False) -> Placement:  # noqa: ARG002 - they travel meanwhile
+        return Placement.RECOMPUTE
+
+
+def computed_as(placement: Placement, layer: int) -> Placement:
+    """The placement among keep, offload, selective and recompute by which a layer computes the same."""
+    return placement.take(_Computed(layer))
 
 
 class Timing(NamedTuple):
@@ -229,7 +233,7 @@ class StepProfile:
         cheap parts. That doing something again takes much less than that, or nothing, is noise too.
         """
         kind = self.layers[layer]
-        placement = computed_as(placement)
+        placement = computed_as(placement, layer)
         if placement is Placement.RECOMPUTE:
             return self._timing_of_recompute(layer)
         if placement is Placement.SELECTIVE:
@@ -240,7 +244,7 @@ class StepProfile:
             least = Timing(*map(min, kept, offloaded))
             if placement is Placement.KEEP:
                 return least
-            hooks = HOOK_SECONDS * len(self.kinds[kind].activations)
+            hooks = TUNING.hook_seconds * len(self.kinds[kind].activations)
             return Timing(*(max(seconds, hooks + few) for seconds, few in zip(offloaded, least, strict=True)))
         found = kept or offloaded if placement is Placement.KEEP else offloaded or kept
         if found is not None:
@@ -256,7 +260,10 @@ class StepProfile:
 
         Where keep was not measured, a layer that keeps is taken to compute for as long as one that offloads.
         """
-        return all(self._measured(kind, computed_as(placement)) is not None for kind in set(self.layers))
+        return all(
+            self._measured(kind, computed_as(placement, layer)) is not None
+            for layer, kind in enumerate(self.layers)
+        )
 
     def rebuild_seconds(self, layer: int) -> float:
         """Seconds that a layer placed ``selective`` takes longer than a kept one.
@@ -267,12 +274,12 @@ class StepProfile:
 
     def _least_rebuilding(self, layer: int, forward: float) -> float:
         kind = self.kind_of(layer)
-        return LEAST_REBUILT * kind.rebuilt_bytes / kind.nbytes * forward if kind.nbytes else 0.0
+        return TUNING.least_rebuilt * kind.rebuilt_bytes / kind.nbytes * forward if kind.nbytes else 0.0
 
     def _timing_of_recompute(self, layer: int) -> Timing:
         measured = self._measured(self.layers[layer], Placement.RECOMPUTE)
         kept = self.timing(layer, Placement.KEEP)
-        if measured is not None and measured.whole >= kept.whole + LEAST_RECOMPUTED * kept.forward:
+        if measured is not None and measured.whole >= kept.whole + TUNING.least_recomputed * kept.forward:
             return measured
         return Timing(kept.forward, kept.backward + kept.forward)
 

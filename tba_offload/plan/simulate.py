@@ -104,7 +104,6 @@ class _Item:
         "arrives",
         "goes",
         "in_memory",
-        "moved",
         "nbytes",
         "on_host",
         "stays",
@@ -113,9 +112,8 @@ class _Item:
         "written",
     )
 
-    def __init__(self, nbytes: int, until: float, part: int = 0) -> None:
+    def __init__(self, nbytes: int, until: float) -> None:
         self.nbytes = nbytes
-        self.moved = nbytes - part  # the bytes that travel
         self.goes = nbytes  # bytes that are free when backward has used it
         self.until = until  # when backward first needs it, as a share of its layer's time
         self.in_memory = True  # the original, on the offloader's account
@@ -164,8 +162,8 @@ class _HostMemory:
         return is_wanted and self.held + _blocks(item) <= self.tier.capacity
 
     def write(self, item: _Item, now: float) -> None:
-        self.writer_free = max(self.writer_free, now) + item.moved / self.tier.write
-        self.written += item.moved
+        self.writer_free = max(self.writer_free, now) + item.nbytes / self.tier.write
+        self.written += item.nbytes
         self.held += _blocks(item)
         self.peak = max(self.peak, self.held)
         item.on_host = True
@@ -173,13 +171,13 @@ class _HostMemory:
         self.writing.append(item)
 
     def start_read(self, item: _Item, now: float) -> None:
-        self.reader_free = max(self.reader_free, now, item.written) + item.moved / self.tier.read
-        self.read += item.moved
+        self.reader_free = max(self.reader_free, now, item.written) + item.nbytes / self.tier.read
+        self.read += item.nbytes
         item.arrives = self.reader_free
 
 
 def _blocks(item: _Item) -> int:
-    return -(-item.moved // BLOCK) * BLOCK
+    return -(-item.nbytes // BLOCK) * BLOCK
 
 
 def _backward_passes(slots: Sequence[Slot]) -> list[int]:
@@ -228,11 +226,10 @@ class _Run:
         # Of each layer, looked up once: there are many more slots than layers.
         self.timings = [self._timing_of(layer, placement) for layer, placement in enumerate(plan.placements)]
         self.rebuilding = [
-            profile.rebuild_seconds(layer) if placement is Placement.SELECTIVE else 0.0
+            profile.rebuild_seconds(layer) if placement.rebuilds else 0.0
             for layer, placement in enumerate(plan.placements)
         ]
-        moves = [placement not in {Placement.KEEP, Placement.RECOMPUTE} for placement in plan.placements]
-        moving = [slot for slot in profile.slots if moves[slot.layer]]
+        moving = [slot for slot in profile.slots if plan.placements[slot.layer].travels]
         self.order = [(slot.layer, slot.micro_batch) for slot in moving if slot.backward]
         self.position = {scope: position for position, scope in enumerate(self.order)}
         self.pass_of = _backward_passes(moving)
@@ -243,10 +240,10 @@ class _Run:
     def _timing_of(self, layer: int, placement: Placement) -> Timing:
         """What a layer takes: so much less as offloading takes for what stays in memory."""
         timing = self.profile.timing(layer, placement)
-        if placement not in {Placement.OFFLOAD, Placement.SELECTIVE}:
+        if not placement.is_offloaded:
             return timing
         kind = self.profile.kind_of(layer)
-        staying = self.plan.staying_bytes(layer, kind)
+        staying = self.plan.kept_bytes(layer, kind)
         if not staying:
             return timing
         offloaded = self.profile.timing(layer, Placement.OFFLOAD)
@@ -267,18 +264,7 @@ class _Run:
             seconds = timing.backward if slot.backward else timing.forward
             if slot.backward:
                 self._read_ahead()
-            if placement is Placement.KEEP:
-                self._stays(kind.nbytes + kind.small_bytes, slot, seconds)
-            elif placement is Placement.RECOMPUTE:
-                self._recomputed(kind, slot, seconds)
-            elif placement is Placement.RECOMPUTE_OFFLOAD:
-                self._recomputed_from_store(kind, slot, seconds)
-            elif not slot.backward:
-                self._offloaded_forward(slot, kind, seconds)
-            elif placement is Placement.SELECTIVE:
-                self._selective_backward(slot, kind, seconds)
-            else:
-                self._offloaded_backward(slot, kind, seconds)
+            placement.take(_Stretch(self, slot, kind, seconds))
         self.now += self.profile.tail
         return Outcome(
             seconds=self.now,
@@ -307,7 +293,7 @@ class _Run:
 
     # ---- layers that stay ------------------------------------------------------------------------
 
-    def _stays(self, nbytes: int, slot: Slot, seconds: float) -> None:
+    def stays(self, nbytes: int, slot: Slot, seconds: float) -> None:
         if slot.backward:
             self.now += seconds
             self._let_go(nbytes, slot)
@@ -315,7 +301,7 @@ class _Run:
             self.now += seconds
             self._hold(nbytes)
 
-    def _recomputed(self, kind: LayerKind, slot: Slot, seconds: float) -> None:
+    def recomputed(self, kind: LayerKind, slot: Slot, seconds: float) -> None:
         self.now += seconds
         if slot.backward:
             self._hold(kind.recomputed_bytes)
@@ -345,7 +331,7 @@ class _Run:
 
     # ---- layers that travel ----------------------------------------------------------------------
 
-    def _recomputed_from_store(self, kind: LayerKind, slot: Slot, seconds: float) -> None:
+    def recomputed_from_store(self, kind: LayerKind, slot: Slot, seconds: float) -> None:
         scope = slot.layer, slot.micro_batch
         if slot.backward:
             self.passes = self.pass_of[self.position[scope]]
@@ -362,9 +348,8 @@ class _Run:
             self.now += seconds
             self._end_scope(scope, items)
 
-    def _offloaded_forward(self, slot: Slot, kind: LayerKind, seconds: float) -> None:
+    def offloaded_forward(self, slot: Slot, kind: LayerKind, seconds: float, *, rebuilds: bool) -> None:
         kept = self.plan.kept_of(slot.layer)
-        is_selective = self.plan.placements[slot.layer] is Placement.SELECTIVE
         items: list[_Item] = []
         passed = 0.0
         self._hold(kind.small_bytes)
@@ -373,18 +358,16 @@ class _Run:
             passed = saved.at
             if number in kept:
                 self._hold(saved.nbytes)
-            elif not (is_selective and saved.rebuilt):
-                needed = saved.fetched if is_selective else saved.until
-                part = self.plan.part_bytes(slot.layer, number, saved.nbytes)
-                items.append(self._save(saved.nbytes, needed, part))
+            elif not (rebuilds and saved.rebuilt):
+                needed = saved.fetched if rebuilds else saved.until
+                items.append(self._save(saved.nbytes, needed))
         self.now += (1.0 - passed) * seconds
         self._end_scope((slot.layer, slot.micro_batch), items)
 
-    def _save(self, nbytes: int, until: float, part: int = 0) -> _Item:
-        """Something is saved for backward and is going to be written, but for a part that stays as a copy."""
+    def _save(self, nbytes: int, until: float) -> _Item:
+        """Something is saved for backward and is going to be written."""
         self._admit(nbytes)
-        item = _Item(nbytes, until, part)
-        self.settled += part
+        item = _Item(nbytes, until)
         self.in_flight += nbytes
         self.outbox.append(item)
         self.outbox_bytes += nbytes
@@ -431,11 +414,11 @@ class _Run:
                 continue
             self.stored += _blocks(item)
             if self.host is not None:
-                self.host.backlog += item.moved
-            seconds = self.drive.latency + item.moved / self.drive.write
+                self.host.backlog += item.nbytes
+            seconds = self.drive.latency + item.nbytes / self.drive.write
             self.writer_free = max(self.writer_free, self.now) + seconds
             self.write_seconds += seconds
-            self.written += item.moved
+            self.written += item.nbytes
             item.written = self.writer_free
             self.writing.append(item)
             self._note_next()
@@ -451,7 +434,7 @@ class _Run:
         item.arrives = self.now
         self.fallback += item.nbytes
         self.in_flight -= item.nbytes
-        self._hold(item.moved)
+        self._hold(item.nbytes)
 
     def _settle(self) -> None:
         """Takes note of the writes that have ended by now."""
@@ -459,7 +442,7 @@ class _Run:
             item = self._first_to_end().popleft()
             self._note_next()
             if self.host is not None and not item.on_host:
-                self.host.backlog -= item.moved
+                self.host.backlog -= item.nbytes
             if item.in_memory:
                 item.in_memory = False
                 self.in_flight -= item.nbytes
@@ -480,7 +463,7 @@ class _Run:
             self.stall += when - self.now
             self.now = when
 
-    def _offloaded_backward(self, slot: Slot, kind: LayerKind, seconds: float) -> None:
+    def offloaded_backward(self, slot: Slot, kind: LayerKind, seconds: float) -> None:
         scope = slot.layer, slot.micro_batch
         passed, used = 0.0, 0
         self.passes = self.pass_of[self.position[scope]]
@@ -494,7 +477,7 @@ class _Run:
         self.now += (1.0 - passed) * seconds
         self._end_backward(slot, kind, used)
 
-    def _selective_backward(self, slot: Slot, kind: LayerKind, seconds: float) -> None:
+    def selective_backward(self, slot: Slot, kind: LayerKind, seconds: float) -> None:
         """What is rebuilt comes into being when it is used; what it is made of stays until its own use."""
         passed, used = 0.0, 0
         self.rebuild_seconds += self.rebuilding[slot.layer]
@@ -529,10 +512,9 @@ class _Run:
 
     def _end_backward(self, slot: Slot, kind: LayerKind, used: int) -> None:
         """A layer has gone backward: nothing of it is left, neither what was used last."""
-        parts = sum(item.nbytes - item.moved for item in self.saved.pop((slot.layer, slot.micro_batch)))
-        kept = self.plan.kept_bytes(slot.layer, kind)
+        del self.saved[slot.layer, slot.micro_batch]
         self.settled -= used
-        self._let_go(kept + parts + kind.small_bytes, slot)
+        self._let_go(self.plan.kept_bytes(slot.layer, kind) + kind.small_bytes, slot)
 
     def _use(self, item: _Item, slot: Slot) -> None:
         """Backward needs an activation: it waits for it if it must, and holds it from now on.
@@ -541,7 +523,6 @@ class _Run:
         """
         self._settle()
         if item.stays:
-            self.settled += item.nbytes - item.moved
             self._outlives(item, slot)
             return
         if item.in_memory:
@@ -582,10 +563,10 @@ class _Run:
         if self.host is not None and item.on_host:
             self.host.start_read(item, self.now)
             return
-        seconds = self.drive.latency + item.moved / self.drive.read
+        seconds = self.drive.latency + item.nbytes / self.drive.read
         self.reader_free = max(self.reader_free, self.now, item.written) + seconds
         self.read_seconds += seconds
-        self.read += item.moved
+        self.read += item.nbytes
         item.arrives = self.reader_free
 
     def _read_ahead(self) -> None:
@@ -616,3 +597,33 @@ class _Run:
         self.read_ahead += item.nbytes
         self._note_peak()
         return True
+
+
+class _Stretch(NamedTuple):
+    """A slot that is about to be played: the ways that its layer can go."""
+
+    run: _Run
+    slot: Slot
+    kind: LayerKind
+    seconds: float
+
+    @property
+    def layer(self) -> int:
+        return self.slot.layer
+
+    def keep(self) -> None:
+        self.run.stays(self.kind.nbytes + self.kind.small_bytes, self.slot, self.seconds)
+
+    def recompute(self, *, inputs_travel: bool = False) -> None:
+        if inputs_travel:
+            self.run.recomputed_from_store(self.kind, self.slot, self.seconds)
+        else:
+            self.run.recomputed(self.kind, self.slot, self.seconds)
+
+    def offload(self, *, rebuilds: bool = False) -> None:
+        if not self.slot.backward:
+            self.run.offloaded_forward(self.slot, self.kind, self.seconds, rebuilds=rebuilds)
+        elif rebuilds:
+            self.run.selective_backward(self.slot, self.kind, self.seconds)
+        else:
+            self.run.offloaded_backward(self.slot, self.kind, self.seconds)

@@ -96,7 +96,7 @@ class Offloader:
         with self._shared.lock:
             return self.ledger.reset_stats()
 
-    def mark_stalls(self, wanted: bool) -> None:  # noqa: FBT001 - a switch
+    def mark_stalls(self, *, wanted: bool) -> None:
         """Whether waits are marked in the work of the device, where times are asked of it."""
         self._shared.marks_stalls = wanted
 
