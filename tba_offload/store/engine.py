@@ -26,9 +26,9 @@ from tba_offload.store.extents import BLOCK, round_up
 from tba_offload.store.figures import Figures
 from tba_offload.store.growth import Growing
 from tba_offload.store.lanes import Lanes
-from tba_offload.store.leases import Leases, TooSmallError, check_idle
+from tba_offload.store.leases import Leases, TooSmallError
 from tba_offload.store.life import Life
-from tba_offload.store.transfers import Mover, Transfer
+from tba_offload.store.transfers import Mover, Transfer, begin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -123,7 +123,7 @@ class QueuedStore(Figures):
         done: Callable[[IoFuture], object] | None = None,
     ) -> IoFuture:
         """Queues a write; see :meth:`ActivationStore.write`."""
-        return self._queue([(extent, source, after, done)], writes=True, padded=False)[0]
+        return self.write_many([(extent, source, after, done)])[0]
 
     def write_many(self, orders: Sequence[WriteOrder]) -> list[IoFuture]:
         """Queues writes; see :meth:`ActivationStore.write_many`."""
@@ -131,8 +131,11 @@ class QueuedStore(Figures):
 
     def read(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> IoFuture:
         """Queues a read; see :meth:`ActivationStore.read`."""
-        if padded and self.alignment > 1 and self._backend.device.is_host(target):
-            _check_padding(target, self.alignment)
+        if padded and self.alignment > 1:
+            lead = target.address % self.alignment
+            end = target.start + target.nbytes + -(lead + target.nbytes) % self.alignment
+            if target.start < lead or end > target.storage.nbytes():
+                self._check_padding(target)
         return self._queue([(extent, target, after, None)], writes=False, padded=padded)[0]
 
     def suspend(self, extent: Extent, cause: BaseException) -> None:  # noqa: ARG002 - one drive
@@ -217,16 +220,15 @@ class QueuedStore(Figures):
         put = self._lanes.put_write if writes else self._lanes.put_read
         try:
             with leases.lock:
-                life.check_open()
+                if life.closed or life.callback_error is not None:
+                    life.check_open()
                 for extent, memory, after, done in orders:
                     lease = leases.get(extent.offset)
                     if lease is None or lease.extent is not extent or memory.nbytes != extent.nbytes:
                         lease = leases.fitting(extent, memory)
-                    if lease.writing or (lease.reading if writes else not lease.written):
-                        check_idle(lease, writes=writes)
                     transfer = Transfer(lease, memory, after, done, mover, writes=writes, padded=padded)
                     transfers.append(transfer)
-                    transfer.begin(self)
+                begin(transfers, leases, self)
                 for transfer in transfers:
                     put(transfer)
             return transfers  # noqa: TRY300 - an interrupt after the block would lose them
@@ -237,6 +239,14 @@ class QueuedStore(Figures):
                     with suppress(StoreError, TimeoutError):
                         transfer.wait(self._lanes.limit)
             raise
+
+    def _check_padding(self, target: ByteRange) -> None:
+        """Says that a target has no room for padding, if a system call would fill that."""
+        if self._backend.device.is_host(target):
+            raise ValueError(
+                f"the target's storage has no room for padding to multiples of {self.alignment} bytes; "
+                "allocate it larger or pass padded=False"
+            )
 
     # At a fork.
 
@@ -249,16 +259,6 @@ class QueuedStore(Figures):
         self._life.forked = True
         if self._finalizer.detach() is not None:
             self._backend.abandon()
-
-
-def _check_padding(target: ByteRange, alignment: int) -> None:
-    lead = target.address % alignment
-    end = round_up(lead + target.nbytes, alignment) - lead + target.start
-    if target.start < lead or end > target.storage.nbytes():
-        raise ValueError(
-            f"the target's storage has no room for padding to multiples of {alignment} bytes; "
-            "allocate it larger or pass padded=False"
-        )
 
 
 def _end_forgotten(name: str, lanes: Lanes, backend: Backend) -> None:

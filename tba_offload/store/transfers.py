@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import errno
 import traceback
+from _thread import allocate_lock
 from typing import TYPE_CHECKING
 
 from tba_offload.errors import ChecksumError, StoreError
 from tba_offload.store.base import IoFuture
+from tba_offload.store.leases import check_idle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from tba_offload.device import ByteRange, Event
     from tba_offload.store.backend import Backend
@@ -39,7 +41,13 @@ class Transfer(IoFuture):
         writes: bool,
         padded: bool,
     ) -> None:
-        super().__init__(done)
+        # Not by the class above: a call less for each transfer.
+        self.error = None
+        self.is_done = self._cancelled = False
+        self._callbacks = [] if done is None else [done]
+        self._claim = allocate_lock()
+        self._ended = allocate_lock()
+        self._ended.acquire()
         self.store: object = None  # kept alive while it counts the transfer as pending
         self.mover = mover
         self.lease = lease
@@ -47,22 +55,6 @@ class Transfer(IoFuture):
         self.after: Event | None = after
         self.writes = writes
         self.padded = padded
-
-    def begin(self, store: object) -> None:
-        """Takes note of a transfer that is about to be queued; the lock of the leases is held.
-
-        There is no call between the lines, so no interrupt can fall between them.
-        """
-        leases, lease, nbytes = self.mover.leases, self.lease, self.lease.extent.nbytes
-        if self.writes:
-            lease.writing = True
-            lease.written = False
-            leases.pending_write_bytes += nbytes
-        else:
-            lease.reading += 1
-        leases.pending += 1
-        leases.pending_bytes += nbytes
-        self.store = store
 
     def run(self) -> None:
         """Moves the bytes; on an I/O thread that has claimed the transfer."""
@@ -98,6 +90,33 @@ class Transfer(IoFuture):
         if self.store is not None:
             self.mover.life.check_process()
         super()._block(timeout)
+
+
+def begin(transfers: Sequence[Transfer], leases: Leases, store: object) -> None:
+    """Takes note of transfers that are about to be queued; the lock of their leases is held.
+
+    Args:
+        transfers: All write, or all read.
+        leases: Of their extents.
+        store: Kept alive while they are pending.
+
+    Raises:
+        ValueError: An extent is in use. Transfers before it count, until they are cancelled.
+    """
+    for transfer in transfers:
+        lease, writes, nbytes = transfer.lease, transfer.writes, transfer.lease.extent.nbytes
+        if lease.writing or (lease.reading if writes else not lease.written):
+            check_idle(lease, writes=writes)
+        # There is no call between the next lines, so no interrupt can fall between them.
+        if writes:
+            lease.writing = True
+            lease.written = False
+            leases.pending_write_bytes += nbytes
+        else:
+            lease.reading += 1
+        leases.pending += 1
+        leases.pending_bytes += nbytes
+        transfer.store = store
 
 
 class Mover:
