@@ -11,12 +11,12 @@ import weakref
 from typing import TYPE_CHECKING
 
 import pytest
-from store_contract import CPU, PATIENCE, READY, io_threads, pattern
 
 from tba_offload.device import ByteRange
 from tba_offload.errors import StoreError
 from tba_offload.store.file import FileStore
 from tba_offload.testing.faults import inject
+from tba_offload.testing.store_contract import CPU, PATIENCE, READY, io_threads, pattern
 
 if TYPE_CHECKING:
     from pathlib import Path
