@@ -55,7 +55,9 @@ from tba_offload.notices import describe_step, tell
 from tba_offload.plan.model import Plan
 from tba_offload.plan.search import Limits
 from tba_offload.recompute.rescue import Rescue
-from tba_offload.recompute.verify import Mode, Run, Trial, Verifier
+from tba_offload.recompute.run import Run
+from tba_offload.recompute.trial import Trial
+from tba_offload.recompute.verdicts import Mode, Verifier
 from tba_offload.report.run_log import RunHeader, RunLogWriter, StepRecord
 from tba_offload.step import Step
 from tba_offload.store import exit_status, open_store
@@ -452,7 +454,7 @@ class Session:
             return site.forward
         mode = self._verifier.mode_of(site.index)
         if placement.recomputes:
-            return Run(self._verifier, mode, site.forward)
+            return Run(self._verifier, mode, site.forward, is_planned=site.index in self.planning.chosen)
         if placement in _RESCUED and self._verifier.may_rescue(mode) and self._is_alone():
             return self._rescued(site, mode)
         return self._tried(site, mode) if self._tries(site, mode) else site.forward
@@ -707,7 +709,7 @@ class Session:
         self.capture.static.refresh(self._modules)
         self._warn_of_checkpointing()
         self.capture.begin_step()
-        self._verifier.begin_step(self._steps)
+        self._verifier.begin_step()
         self._rebuilds.begin_step()
         samples = step.meter is not None and step.meter.samples
         self.capture.look_at_memory = self._look_at_memory if samples else None

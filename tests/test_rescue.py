@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import threading
+import logging
 import warnings
 import weakref
 from contextlib import contextmanager, nullcontext
@@ -216,7 +216,7 @@ def check_named_failure(
     return message
 
 
-STATE = threading.local()
+STATE: Any = logging.getLogger("state of layers")
 """What nothing turns back for a second run."""
 STATE.factor, STATE.fails = 1.0, False
 
