@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from sphinx.application import Sphinx
 
 ROOT = Path(tba_offload.__file__).parent
+_ROLE = re.compile(r":\w+:(?=`)")
 
 
 class Constant(NamedTuple):
@@ -48,7 +50,7 @@ def constants_in(path: Path) -> Iterator[Constant]:
             if name is None or value is None or not _is_constant(name, owner):
                 continue
             if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-                text = inspect.cleandoc(str(following.value.value)).replace("\n", " ")
+                text = _on_one_line(inspect.cleandoc(str(following.value.value)))
                 yield Constant(name.strip("_").lower(), ast.unparse(value), text)
 
 
@@ -95,9 +97,14 @@ class Rooms(_Table):
 
 
 def _summary(path: Path) -> str:
-    """The first sentence of the docstring of a module, without the markup of reStructuredText."""
+    """The first paragraph of the docstring of a module."""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    return text.partition("\n\n")[0].replace("\n", " ").replace("``", "`")
+    return _on_one_line(text.partition("\n\n")[0])
+
+
+def _on_one_line(text: str) -> str:
+    """A docstring without the roles of reStructuredText, as a cell of a table."""
+    return _ROLE.sub("", text).replace("\n", " ").replace("``", "`")
 
 
 class Constants(_Table):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import yaml
 from documents import HOME, PAGES, README, ROOT, code_blocks, commands_in, known_options
 from models import loss_of, make_model, make_tokens
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 DOCS = ROOT / "docs"
-TEXTS = {path: path.read_text(encoding="utf-8") for path in (README, *PAGES)}
+TEXTS = {path: path.read_text(encoding="utf-8") for path in (README, ROOT / "CONTRIBUTING.md", *PAGES)}
 PACKAGE = Path(tba.__file__).parent
 TESTS = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")}
 
@@ -261,8 +262,6 @@ def test_every_setting_is_on_the_page_of_policies() -> None:
 
 def settings(text: str) -> Iterator[str]:
     """The keys of a policy, with dots."""
-    import yaml
-
     for key, value in yaml.safe_load(text).items():
         if isinstance(value, dict):
             yield from (f"{key}.{inner}" for inner in value)
@@ -333,7 +332,37 @@ def test_every_refused_flag_is_documented() -> None:
     assert all(f"`{conflict.flag}`" in text for conflict in CONFLICTS)
 
 
-# Contracts and pitfalls
+# Measurements
+
+
+def test_measurements_name_programs_that_exist() -> None:
+    text = TEXTS[DOCS / "measurements.md"]
+    programs = re.findall(r"`(?:python|bash) (benchmarks/\w+\.(?:py|sh))[^`]*`", text)
+    assert {Path(program).name for program in programs} >= {"depth.py", "peers.py", "io.py", "planner.py"}
+    assert all((ROOT / program).exists() for program in programs)
+
+
+# Architecture, contracts and pitfalls
+
+
+def test_the_way_of_a_tensor_is_that_of_the_code() -> None:
+    """Each file of the table exists, and has the names that its row tells of."""
+    text = TEXTS[DOCS / "understand" / "architecture.md"]
+    section = text.partition("\n## The way of one tensor")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| \d+\. [^|]+\|([^|]+)\|([^|]+)\|", section, re.MULTILINE)
+    assert len(rows) >= 10
+    for files, what in rows:
+        code = "".join((PACKAGE / name).read_text() for name in re.findall(r"`([^`]+)`", files))
+        for name in re.findall(r"`([\w.]+)`", what):
+            assert all(re.search(rf"\b{part}\b", code) for part in name.split(".")), (files, name)
+
+
+def test_what_is_guarded_lies_in_files_that_exist() -> None:
+    text = TEXTS[DOCS / "understand" / "architecture.md"]
+    for name in re.findall(
+        r"`(\w+/\w+\.py)`", text.partition("\n## Who writes what")[2].partition("\n## ")[0]
+    ):
+        assert (PACKAGE / name).exists(), name
 
 
 @pytest.mark.parametrize("name", ["contracts", "pitfalls"])
@@ -361,3 +390,35 @@ def test_every_promise_names_tests() -> None:
     text = TEXTS[DOCS / "understand" / "contracts.md"]
     for section in text.split("\n## ")[1:]:
         assert "`test_" in section, section.splitlines()[0]
+
+
+# The project's own files
+
+
+def test_the_workflow_runs_what_a_contributor_runs() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
+    commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    assert commands == [".ci/run"]
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+    named = re.findall(r"^bash (\S+)", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE)
+    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert named
+    assert all(f"`bash {script}`" in contributing for script in named)
+
+
+def test_what_runs_before_a_commit_is_what_the_tests_run() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0][
+        "hooks"
+    ]
+    script = (ROOT / "tests" / "run.sh").read_text(encoding="utf-8")
+    for hook in hooks:
+        assert hook["entry"].removesuffix(" --force-exclude") in script, hook["id"]
+
+
+def test_the_changelog_has_the_form_that_it_names() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    versions = re.findall(r"^## \[(.+?)\]", text, re.MULTILINE)
+    kinds = set(re.findall(r"^### (.+)$", text, re.MULTILINE))
+    assert versions[0] == "Unreleased"
+    assert all(f"\n[{version}]: https://" in text for version in versions)
+    assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
