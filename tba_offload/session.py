@@ -957,16 +957,15 @@ def _open_store(config: OffloadConfig, device: Device) -> ActivationStore:
     directories = config.store.directories
     if not directories and config.store.kind != "host":
         directories = (Path(tempfile.gettempdir()),)
-    store = open_store(
+    return open_store(
         kind=config.store.kind,
         directories=directories,
         capacity=config.store.capacity,
         host_capacity=config.store.host_capacity,
         checksum=config.store.checksum,
+        stall_seconds=config.store.stall_seconds,
         device=device,
     )
-    store.limit_waits(config.store.stall_seconds)
-    return store
 
 
 def _has_gradient(parameter: torch.Tensor) -> bool:

@@ -260,7 +260,7 @@ def test_what_the_readme_points_at_exists() -> None:
 
 def test_a_source_archive_can_be_tested_and_tried() -> None:
     grafted = re.findall(r"^graft (\S+)$", (ROOT / "MANIFEST.in").read_text(encoding="utf-8"), re.MULTILINE)
-    assert set(grafted) == {"benchmarks", "docs", "examples", "patches", "tests"}
+    assert set(grafted) == {".ci", ".github", "benchmarks", "docs", "examples", "patches", "tests"}
     assert all((ROOT / name).is_dir() for name in grafted)
 
 

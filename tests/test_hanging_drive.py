@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import subprocess
 import sys
 import threading
@@ -14,9 +15,10 @@ import pytest
 
 from tba_offload.device import ByteRange
 from tba_offload.errors import StoreError
+from tba_offload.store import open_store, posix
 from tba_offload.store.file import FileStore
 from tba_offload.testing.faults import inject
-from tba_offload.testing.store_contract import CPU, PATIENCE, READY, io_threads, pattern
+from tba_offload.testing.store_contract import CPU, PATIENCE, READY, descriptors, io_threads, pattern
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -182,6 +184,26 @@ def test_one_of_two_drives_hangs(tmp_path: Path) -> None:
     assert seconds < LIMIT + 5 + 20
 
 
+OPENING = """
+from tba_offload.store import posix
+def stands_still(*_):
+    while True:
+        time.sleep(1)
+posix.CALL = stands_still
+began.append(time.monotonic())
+"""
+
+
+@pytest.mark.parametrize("call", ["fallocate", "pwrite", "file_system_magic"])
+def test_a_drive_that_hangs_while_a_store_opens(tmp_path: Path, call: str) -> None:
+    script = told([tmp_path / "drive"], "hang-grow") + OPENING.replace("CALL", call) + ENDS["with"]
+    code, errors, seconds = run(script)
+    assert code == 1
+    assert f"no answer for {LIMIT:g} s; check the drive and the system log" in errors
+    assert str(tmp_path / "drive") in errors
+    assert seconds < LIMIT + 5 + 20
+
+
 STORE = """
 from tba_offload.device import ByteRange, CpuDevice, READY
 from tba_offload.store import open_store
@@ -284,3 +306,32 @@ def test_no_limit_is_no_limit(tmp_path: Path) -> None:
         faults.release()
         closing.join(PATIENCE)
         assert not closing.is_alive()
+
+
+@pytest.mark.parametrize("drive", [0, 1])
+def test_a_store_that_opens_too_late_is_closed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drive: int
+) -> None:
+    """So is that of another drive, which did open in time."""
+    goes_on = threading.Event()
+    opened, fallocate = itertools.count(), posix.fallocate
+
+    def hangs(fd: int, offset: int, nbytes: int) -> None:
+        if next(opened) == drive:
+            assert goes_on.wait(PATIENCE)
+        fallocate(fd, offset, nbytes)
+
+    directories = [tmp_path / name for name in "ab"]
+    for directory in directories:
+        directory.mkdir()
+    monkeypatch.setattr(posix, "fallocate", hangs)
+    before = descriptors()
+    with pytest.raises(StoreError, match=r"no answer for 0\.2 s") as caught:
+        open_store(kind="file", directories=directories, stall_seconds=0.2, device=CPU)
+    assert (caught.value.errno, caught.value.filename) == (errno.ETIMEDOUT, str(directories[drive]))
+    goes_on.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("tba-"):
+            thread.join(PATIENCE)
+    assert io_threads() == []
+    assert descriptors() == before

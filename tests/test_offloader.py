@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tba_offload.store.base import Extent
+
 SIZE = 64 * KIB
 LEFT_ALONE = pytest.mark.filterwarnings("ignore:a drive failed and is left alone:RuntimeWarning")
 
@@ -1108,6 +1110,23 @@ def test_a_write_that_hangs_leaves_its_drive_alone_and_its_bytes_in_memory(
     bench.assert_idle()
 
 
+def test_a_write_that_has_ended_is_no_sign_of_a_drive_that_hangs(bench: Bench, drive: Drive) -> None:
+    """It has, although its callback still waits for the lock of the books."""
+    drive.writes.hold()
+    saved = bench.save()
+    write = next(saved.record.pieces()).write
+    assert write is not None
+    with bench.offloader._lock:
+        drive.writes.release()
+        write.wait(PATIENCE)
+        bench.offloader._give_up_hanging()
+    assert bench.store.take_outages() == []
+    bench.offloader.quiesce()
+    assert saved.memory() is None
+    bench.drop(saved)
+    bench.assert_idle()
+
+
 def test_a_drive_that_still_hangs_is_not_tried_again(growing: DrivenFileStore) -> None:
     bench = bench_over(growing)
     clock = on_clock(bench)
@@ -1380,6 +1399,34 @@ def test_an_interrupt_inside_pack_leaves_nothing_to_wait_for(
     drive.reservations.recover()
     gc.collect()  # the error, its traceback and what its frames hold
     finish(in_thread(lambda: bench.drop(bench.save(), bench.save())))
+    bench.assert_idle()
+
+
+def test_an_exception_after_the_reservation_loses_no_extent(
+    make: Callable[..., Bench], drive: Drive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal handler of the program may raise before the piece knows of the extent."""
+    bench = make()
+    drive.reads.hold()
+    being_read, stored = store_all(bench, 2)
+    bench.offloader.prefetch(being_read.record)
+    drive.reads.wait_started()
+    reserve = bench.store.reserve
+
+    def reserve_and_end(nbytes: int, address: int) -> Extent:
+        reserve(nbytes, address)
+        raise SystemExit
+
+    monkeypatch.setattr(bench.store, "reserve", reserve_and_end)
+    with pytest.raises(SystemExit):
+        bench.save()
+    monkeypatch.undo()
+    bench.drop(being_read)
+    bench.offloader.abandon()
+    assert len(bench.store.leased()) == 2
+    drive.reads.release()
+    bench.fetch(stored)
+    bench.drop(stored)
     bench.assert_idle()
 
 

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from harness import KIB, Drive, assert_all_given_back, config_for, session_for, wait_until
+from harness import KIB, Drive, assert_all_given_back, config_for, made, session_for, wait_until
 from models import assert_same_history, loss_of, make_model, make_tokens, same_bits, train
 from torch import Tensor, nn
 
@@ -123,7 +123,7 @@ def test_tokens_and_flops_may_be_told_inside_the_step(model: Model) -> None:
 
 
 def test_training_goes_on_without_room_for_its_log(model: Model, tmp_path: Path) -> None:
-    path = tmp_path / "runs" / "run.jsonl"
+    path = made(tmp_path / "runs") / "run.jsonl"
     with tba.attach(model, config_for(), run_log=path) as session:
         train(model, session, steps=1)
         path.unlink()
@@ -134,7 +134,7 @@ def test_training_goes_on_without_room_for_its_log(model: Model, tmp_path: Path)
 
 
 def test_the_run_log_holds_every_step(model: Model, tmp_path: Path) -> None:
-    path = tmp_path / "runs" / "run.jsonl"
+    path = tmp_path / "run.jsonl"
     config = config_for(rules=(tba.Rule("0", tba.Placement.KEEP),))
     with tba.attach(model, config, run_log=path, model_info={"name": "small"}) as session:
         train(model, session, steps=2)

@@ -680,6 +680,40 @@ def test_a_nearly_full_drive_gives_what_it_has(tmp_path: Path, monkeypatch: pyte
         put(store, pattern(9 << 20))
 
 
+def test_a_large_step_that_fails_gives_back_its_blocks_before_a_small_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fallocate = posix.fallocate
+
+    def nearly_full(fd: int, offset: int, nbytes: int) -> None:
+        fallocate(fd, offset, min(nbytes, 8 << 20))  # as ext4 does: all that there is, then the error
+        if nbytes > 8 << 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(posix, "fallocate", nearly_full)
+    file = RunFile(str(tmp_path), None)
+    try:
+        for size in (4096, 1 << 20):
+            file.grow(size)
+            assert file.size == os.fstat(file.fd).st_size == size
+    finally:
+        file.close()
+
+
+def test_a_large_step_is_not_tried_where_it_would_take_all_that_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(posix, "fallocate", lambda fd, offset, nbytes: asked.append(nbytes))
+    monkeypatch.setattr(RunFile, "free_bytes", lambda self: 10 << 20)
+    file = RunFile(str(tmp_path), None)
+    try:
+        file.grow(1 << 20)
+    finally:
+        file.close()
+    assert asked == [1 << 20]
+
+
 def test_a_growth_that_fails_otherwise_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = RunFile(str(tmp_path), None)
     try:

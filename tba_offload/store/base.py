@@ -261,6 +261,10 @@ class ActivationStore(ABC):
             ValueError: The extent is not reserved, or a transfer of it has not ended.
         """
 
+    def leased(self) -> list[Extent]:
+        """The extents that are reserved; of a store that does not tell, one that its owner lost stays so."""
+        return []
+
     @abstractmethod
     def write(
         self,

@@ -563,6 +563,13 @@ class QueuedStore(ActivationStore):
             self._rebuild_space()  # an interrupt: it may have struck between the two
             raise
 
+    def leased(self) -> list[Extent]:
+        """The extents that are reserved; see :meth:`ActivationStore.leased`."""
+        if self._closed or self._forked:  # they are gone, or the parent's
+            return []
+        with self._lock:
+            return [lease.extent for lease in self._leases.values()]
+
     def write(
         self,
         extent: Extent,

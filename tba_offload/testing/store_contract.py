@@ -136,6 +136,12 @@ class StoreContract:
         with self.make_store(tmp_path) as store:
             yield store
 
+    def test_a_store_tells_what_is_reserved(self, store: ActivationStore) -> None:
+        extents = [store.reserve(nbytes, 0) for nbytes in (1, 5000, MIB)]
+        assert sorted(store.leased()) == sorted(extents)
+        store.release(extents[1])
+        assert sorted(store.leased()) == sorted([extents[0], extents[2]])
+
     # Bytes come back.
 
     @pytest.mark.parametrize("padded", [True, False])

@@ -69,7 +69,7 @@ class Offloader:
     """The queues between the saved-tensor hooks and a store.
 
     Args:
-        store: Where the bytes go. The offloader does not close it.
+        store: Where the bytes go. Nothing else reserves extents there; the offloader does not close it.
         device: The device that holds the activations.
         ceiling: Most bytes in flight; ``None`` for no limit.
         keep_when_full: Whether what cannot be written is kept in memory (counted in :attr:`stats`) instead of
@@ -103,6 +103,8 @@ class Offloader:
             Record, None
         ] = {}  # all that were not released yet; after an interrupt, the truth
         self._giving_back: Extent | None = None
+        self._reserving = threading.Lock()  # held until the piece knows of its extent
+        self._being_read: dict[Piece, Extent] = {}  # by reads of which no record knows any more
         self._failures: SimpleQueue[TransferError] = SimpleQueue()
         self._told: set[str] = set()
         self._rescued_from: set[str] = set()
@@ -341,7 +343,8 @@ class Offloader:
         piece.address = source.address
         done = partial(self._written, record, piece)
         try:
-            piece.extent = self._reserve(source)
+            with self._reserving:
+                piece.extent = self._reserve(source)
             piece.write = self.store.write(piece.extent, source, after, done=done)
         except (StoreError, TimeoutError) as error:
             with self._lock:
@@ -800,9 +803,17 @@ class Offloader:
                     self._give_back(piece)
                 else:
                     # The read still fills its buffer from these blocks; the store keeps the buffer alive.
-                    read.add_done_callback(partial(_release_after, self.store, piece))
+                    self._being_read[piece] = _extent_of(piece)
+                    read.add_done_callback(partial(self._release_after, piece))
             span.forget()
         record.spans = []
+
+    def _release_after(self, piece: Piece, _: IoFuture) -> None:
+        """Gives back an extent on an I/O thread; once, however often it was asked for."""
+        extent, piece.extent = piece.extent, None
+        if extent is not None:
+            self.store.release(extent)
+        self._being_read.pop(piece, None)
 
     def protect(self, storage: torch.UntypedStorage, record: Record) -> None:
         """Called before somebody resizes ``storage``: no write may read its memory any more.
@@ -872,12 +883,11 @@ class Offloader:
         A write only reads its memory. Should it end one day, that changes nothing any more.
         """
         for record in list(self._records):
-            if all(piece.write is None for piece in record.pieces()):
+            if not any(map(_is_under_way, record.pieces())):
                 continue
             self._cancel_writes(record)
-            for piece in record.pieces():
-                if piece.write is not None:
-                    self.store.suspend(_extent_of(piece), self._patience.exhausted())
+            for piece in filter(_is_under_way, record.pieces()):
+                self.store.suspend(_extent_of(piece), self._patience.exhausted())
             self._books.change(record, pinned=True)
             if self._books.keep(record):
                 self.stats.fallback_kept += record.nbytes
@@ -950,8 +960,25 @@ class Offloader:
                 self._give_up_writes(record)
                 if not record.drops:
                     self._release(record)
+            self._give_back_unknown()
             self._books.recount(self._records)
             self._notify()
+
+    def _give_back_unknown(self) -> None:
+        """Gives back the extents that were reserved, and of which an interrupt let no piece know.
+
+        While another thread reserves one it cannot be told from those; the next repair finds them.
+        """
+        if not self._reserving.acquire(blocking=False):
+            return
+        try:
+            known = {piece.extent for record in self._records for piece in record.pieces()}
+            known.update(self._being_read.values())  # before the store is asked, or they may be back by then
+            for extent in self.store.leased():
+                if extent not in known:
+                    self.store.release(extent)
+        finally:
+            self._reserving.release()
 
     def raise_failures(self) -> None:
         """Raises the error of a transfer that failed on an I/O thread, if there is one.
@@ -974,6 +1001,11 @@ class Offloader:
         """Starts new :attr:`stats` and returns the old ones."""
         with self._lock:
             return self._books.reset_stats()
+
+
+def _is_under_way(piece: Piece) -> bool:
+    """Whether its write is queued or running; one that has ended waits for its callback at most."""
+    return piece.write is not None and not piece.write.done()
 
 
 def _extent_of(piece: Piece) -> Extent:
@@ -1015,13 +1047,6 @@ def _pause(seconds: float) -> None:
 def _is_free(lock: LockType, timeout: float | None) -> bool:
     """Waits until a lock is let go of."""
     return lock.acquire(timeout=-1 if timeout is None else timeout)
-
-
-def _release_after(store: ActivationStore, piece: Piece, _: IoFuture) -> None:
-    """Gives back an extent on an I/O thread; once, however often it was asked for."""
-    extent, piece.extent = piece.extent, None
-    if extent is not None:
-        store.release(extent)
 
 
 _FULL = "free space or choose another directory under store.directories, or set on_full: keep"
