@@ -357,6 +357,19 @@ def test_the_way_of_a_tensor_is_that_of_the_code() -> None:
             assert all(re.search(rf"\b{part}\b", code) for part in name.split(".")), (files, name)
 
 
+def test_every_lock_and_every_thread_is_on_the_map() -> None:
+    text = TEXTS[DOCS / "understand" / "architecture.md"]
+    table, threads = (
+        text.partition(f"\n## {head}\n")[2].partition("\n## ")[0] for head in ("Who writes what", "Threads")
+    )
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name, code = str(path.relative_to(PACKAGE)), path.read_text(encoding="utf-8")
+        if re.search(r"\b(?:R?Lock|allocate_lock)\(\)", code) and not name.startswith("testing/"):
+            assert f"`{name}`" in table, name
+        for thread in re.findall(r'[( ]name="(tba-(?!offload)\w+)", daemon', code):
+            assert f"`{thread}" in threads, (name, thread)
+
+
 def test_what_is_guarded_lies_in_files_that_exist() -> None:
     text = TEXTS[DOCS / "understand" / "architecture.md"]
     for name in re.findall(
