@@ -39,7 +39,7 @@ _CHANGES_BOOKS = (
     "capture/gradients.py",
     "capture/scope.py",
     "capture/trace.py",
-    "step.py",
+    "session/step.py",
 )
 _BOOKS = (weakref.__file__, _weakrefset.__file__, *(f"{_PACKAGE}/{part}" for part in _CHANGES_BOOKS))
 """Files of which no function calls a layer: that may hang, and then an interrupt must get through.

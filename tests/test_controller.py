@@ -33,6 +33,7 @@ from tba_offload.plan.simulate import simulate
 from tba_offload.plan.sizes import FORGOTTEN_AFTER, Sizes, StepSize
 from tba_offload.plan.what_if import Block, one_f_one_b, stretched
 from tba_offload.report.run_log import StepRecord, read_run_log
+from tba_offload.session.recording import record_of
 from tba_offload.store.base import DriveLoad, Load
 from tba_offload.what_if import Situation, composition
 
@@ -529,7 +530,7 @@ def test_a_plan_takes_the_whole_budget_where_nothing_smaller_fits() -> None:
 
 def test_who_waits_where_nothing_should_wait_plans_for_a_slower_drive() -> None:
     """The simulator may say that a plan waits for nothing, while compute or the drive have their moods."""
-    model, record_of = make_model(layers=LAYERS), tba.Session._record
+    model = make_model(layers=LAYERS)
     shares: list[float] = []
 
     def waiting(*arguments: Any) -> StepRecord:
@@ -543,7 +544,7 @@ def test_who_waits_where_nothing_should_wait_plans_for_a_slower_drive() -> None:
         return make_plan(profile, drive, *arguments, **options)
 
     with (
-        mock.patch.object(tba.Session, "_record", waiting),
+        mock.patch("tba_offload.session.steps.record_of", waiting),
         mock.patch.multiple("tba_offload.adapt.controller", make_plan=noted, _drifted=never, _differ=never),
         auto_session(model, Drive()) as session,
     ):

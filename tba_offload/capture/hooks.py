@@ -176,16 +176,25 @@ class Capture:
         self.lookahead = Lookahead(offloader)
         self.trace = StepTrace()
         self.slow_kept_bytes = 0
-        self.look_at_memory: Callable[[], object] | None = None  # where a meter sees only what it looks at
+        self.look_at_memory: Callable[[], object] | None = None
         self._records: dict[int, tuple[Record, ActivationTrace]] = {}
         self._kept: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._learned: dict[tuple[int, int, int], int] = {}
         self._step = 0
         self._largest = 0
 
-    def begin_step(self) -> None:
-        """Starts a new trace; what was learned long ago is put to the test again."""
+    def configure(self, *, min_tensor_bytes: int) -> None:
+        """Sets how small a tensor may be to travel; between steps."""
+        self.min_tensor_bytes = min_tensor_bytes
+
+    def begin_step(self, *, look_at_memory: Callable[[], object] | None = None) -> None:
+        """Starts a new trace; what was learned long ago is put to the test again.
+
+        Args:
+            look_at_memory: Called with each tensor, where a meter sees only what it looks at.
+        """
         self._step += 1
+        self.look_at_memory = look_at_memory
         self.trace = StepTrace()
         self.slow_kept_bytes = 0
         self._learned = {kept: until for kept, until in self._learned.items() if until > self._step}

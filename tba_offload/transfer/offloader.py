@@ -126,6 +126,14 @@ class Offloader:
         self._books.window = Window(ceiling)
         self._take_sizes()
 
+    def configure(self, *, keep_when_full: bool) -> None:
+        """Sets what becomes of bytes that cannot be written; between steps."""
+        self.keep_when_full = keep_when_full
+
+    def mark_stalls(self, *, wanted: bool) -> None:
+        """Sets whether waits are marked in the work of the device, for those who ask it for times."""
+        self.marks_stalls = wanted
+
     @property
     def stats(self) -> TransferStats:
         """What moved since :meth:`reset_stats`."""
