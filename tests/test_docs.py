@@ -357,6 +357,14 @@ def test_the_way_of_a_tensor_is_that_of_the_code() -> None:
             assert all(re.search(rf"\b{part}\b", code) for part in name.split(".")), (files, name)
 
 
+def test_the_rooms_of_a_step_exist() -> None:
+    text = TEXTS[DOCS / "understand" / "architecture.md"]
+    section = text.partition("\n## What happens when\n")[2].partition("\n## ")[0]
+    rooms = re.findall(r"`(\w+)`", "".join(re.findall(r"^\|[^|]+\|([^|]+)\|", section, re.MULTILINE)))
+    assert set(rooms) >= {"session", "capture", "transfer", "plan"}
+    assert all(list(PACKAGE.glob(f"{room}*")) for room in rooms)
+
+
 def test_every_lock_and_every_thread_is_on_the_map() -> None:
     text = TEXTS[DOCS / "understand" / "architecture.md"]
     table, threads = (
