@@ -22,6 +22,7 @@ exclude_patterns = ["_build"]
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
+smartquotes = False  # it would make one dash of the two of an option
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
