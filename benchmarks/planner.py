@@ -46,8 +46,9 @@ from tba_offload.config.policy import Placement, Rule
 from tba_offload.device.memory import FAST_ALLOCATOR, keep_freed_pages
 from tba_offload.plan.bandwidth import Bandwidth
 from tba_offload.plan.condense import count_items
+from tba_offload.plan.model import Limits
 from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing
-from tba_offload.plan.search import Limits, make_plan
+from tba_offload.plan.search import make_plan
 from tba_offload.plan.what_if import one_f_one_b, peak_of_keep
 from tba_offload.store.file import FileStore
 from tba_offload.what_if import composition

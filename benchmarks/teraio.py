@@ -51,7 +51,9 @@ from transformer_profile import LayerShape, llama_layer, megatron_layer, stage
 from tba_offload.config import parse_size
 from tba_offload.config.policy import Placement
 from tba_offload.plan.bandwidth import Bandwidth
-from tba_offload.plan.search import MARGIN, Limits, make_plan
+from tba_offload.plan.model import Limits
+from tba_offload.plan.search import make_plan
+from tba_offload.plan.tuning import TUNING
 from tba_offload.what_if import composition
 
 if TYPE_CHECKING:
@@ -396,7 +398,7 @@ def compare(model: Model, number: int, rate: float, memory: float, *, optimizer_
     cut = play_tba(profile, scopes, drive)
     teraio, closed = play_teraio(one_layer_each(profile), drive, budget)
     # The planner's margin is for predictions that do not come true. Here they do, and the rivals have none.
-    limits = Limits(int(budget / (1 - MARGIN)))
+    limits = Limits(int(budget / (1 - TUNING.margin)))
     plan = make_plan(profile, drive, limits, policy=[Placement.AUTO] * len(profile.layers))
     assert plan.prediction is not None
 

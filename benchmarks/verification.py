@@ -20,7 +20,7 @@ import tba_offload as tba
 from tba_offload.capture import site
 from tba_offload.recompute import run
 from tba_offload.recompute.samples import Samples
-from tba_offload.session.layer_runs import LayerRuns
+from tba_offload.session.layer_call import Call
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,7 +91,7 @@ class TrustingTrainer(MeteredTrainer):
     """A strategy of the demo that recomputes without a look at what comes out."""
 
     def __init__(self, **arguments: Any) -> None:
-        LayerRuns.forward_of = lambda _, site, __: site.forward  # type: ignore[method-assign]
+        Call.repeated_forward = lambda call: call._site.forward  # type: ignore[method-assign]
         super().__init__(**arguments)
 
 

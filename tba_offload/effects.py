@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from tba_offload.config import OffloadConfig
     from tba_offload.config.policy import LayerId
 
-_STAYS = frozenset({Placement.KEEP, Placement.RECOMPUTE})
-"""Placements with which no byte of a layer is ever in flight."""
-
 
 def doubts(config: OffloadConfig, layers: Sequence[LayerId]) -> list[str]:
     """What has no effect on these layers, or less than it seems to.
@@ -43,7 +40,7 @@ def _why_no_budget(config: OffloadConfig, placements: set[Placement]) -> str | N
     budget, window = config.budget.limits
     if budget is None or Placement.AUTO in placements:
         return None
-    if placements <= _STAYS:
+    if not any(placement.travels for placement in placements):
         return (
             "nothing keeps to it: every layer is placed keep or recompute; place layers auto, or offload, or "
             "remove it"

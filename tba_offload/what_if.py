@@ -12,9 +12,10 @@ from tba_offload.config.policy import Objective, Placement, Rule
 from tba_offload.errors import ConfigError, RunLogError
 from tba_offload.formatting import renumbered
 from tba_offload.plan.bandwidth import Bandwidth
-from tba_offload.plan.model import Plan
+from tba_offload.plan.describe import explain
+from tba_offload.plan.model import Limits, Plan
 from tba_offload.plan.profile import StepProfile
-from tba_offload.plan.search import Limits, explain, make_plan
+from tba_offload.plan.search import make_plan
 from tba_offload.plan.simulate import simulate
 from tba_offload.plan.what_if import frontier, peak_of_keep, stretched
 from tba_offload.report.plans import HostUse, PlannedStep, PlanReport, Tier, advice, title_of

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 from hypothesis import example, given, settings
@@ -13,23 +14,16 @@ from hypothesis import strategies as st
 
 from tba_offload.adapt.controller import WORTH_IT
 from tba_offload.config.policy import Objective, Placement
-from tba_offload.plan import search as planner
 from tba_offload.plan import simulate as simulator
-from tba_offload.plan.bandwidth import HOST_SPEED, Bandwidth, HostTier, MeasuredRate
+from tba_offload.plan import trials
+from tba_offload.plan.bandwidth import Bandwidth, HostTier, MeasuredRate
 from tba_offload.plan.condense import condensed, count_items, with_few_micro_batches
-from tba_offload.plan.model import Part, Plan
-from tba_offload.plan.profile import HOOK_SECONDS, LayerKind, Saved, Slot, StepProfile, Timing
-from tba_offload.plan.search import (
-    LEAST_FREED,
-    NO_SLOWER,
-    NO_STALL,
-    SLACK,
-    Limits,
-    explain,
-    is_better,
-    make_plan,
-)
+from tba_offload.plan.describe import explain
+from tba_offload.plan.model import Limits, Plan
+from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing
+from tba_offload.plan.search import is_better, make_plan
 from tba_offload.plan.simulate import Outcome, simulate
+from tba_offload.plan.tuning import TUNING, Tuning
 from tba_offload.store import extents
 
 if TYPE_CHECKING:
@@ -40,6 +34,8 @@ KEEP, OFFLOAD, RECOMPUTE, AUTO = Placement.KEEP, Placement.OFFLOAD, Placement.RE
 RECOMPUTE_OFFLOAD, SELECTIVE = Placement.RECOMPUTE_OFFLOAD, Placement.SELECTIVE
 MIB = 1 << 20
 FAST = Bandwidth(100e9, 100e9)
+CONDENSING = Tuning(many_items=1000, few_items=300)
+"""Steps are condensed that are searched as a whole by default."""
 
 
 def steps_of(layers: int, micro_batches: int, warm_up: int) -> list[tuple[int, int, bool]]:
@@ -176,7 +172,7 @@ def test_times_that_were_not_measured_are_estimated() -> None:
     measured = {KEEP: Timing(0.03, 0.06), OFFLOAD: Timing(0.02, 0.07)}
     noisy = dataclasses.replace(make_profile(), timings=(measured,))
     assert noisy.timing(0, KEEP) == (0.02, 0.06)
-    hooks = HOOK_SECONDS * len(
+    hooks = TUNING.hook_seconds * len(
         noisy.kinds[0].activations
     )  # or equal times would look like memory for nothing
     assert noisy.timing(0, OFFLOAD) == (0.02 + hooks, 0.07)
@@ -235,27 +231,15 @@ def test_a_capacity_is_not_negative() -> None:
 # The simulator
 
 
-@pytest.mark.parametrize("stays", [{"kept": (frozenset({0, 1, 2}), frozenset())}, {"part": Part(0, 3, MIB)}])
-def test_what_stays_of_a_layer_spares_its_share_of_what_offloading_takes(stays: dict[str, Any]) -> None:
+def test_what_stays_of_a_layer_spares_its_share_of_what_offloading_takes() -> None:
     timings = {KEEP: Timing(0.03, 0.06), OFFLOAD: Timing(0.04, 0.08)}
     profile = dataclasses.replace(make_profile(2), timings=(timings,))
 
     def seconds(placements: tuple[Placement, ...], **options: Any) -> float:
         return simulate(profile, Plan(placements, **options), FAST).seconds
 
-    some = seconds((OFFLOAD, OFFLOAD), **stays)
+    some = seconds((OFFLOAD, OFFLOAD), kept=(frozenset({0, 1, 2}), frozenset()))
     assert seconds((KEEP, OFFLOAD)) < some < seconds((OFFLOAD, OFFLOAD))
-
-
-@pytest.mark.parametrize("sizes", [(), (MIB, MIB)])
-def test_a_part_of_what_a_layer_no_longer_saves_is_none(sizes: tuple[int, ...]) -> None:
-    """Steps may have other shapes than when the plan was made."""
-    kind = LayerKind(make_profile(1, sizes=sizes or (MIB,)).kinds[0].activations[: len(sizes)], 0, MIB)
-    profile = dataclasses.replace(make_profile(2), kinds=(kind,))
-    plan = all_of(profile, OFFLOAD)
-    assert simulate(profile, dataclasses.replace(plan, part=Part(0, 1, MIB)), FAST) == simulate(
-        profile, plan, FAST
-    )
 
 
 @pytest.mark.parametrize(("placement", "backward"), [(KEEP, False), (RECOMPUTE, True)])
@@ -379,8 +363,9 @@ def test_every_byte_and_every_second_is_accounted_for(
     choices = [KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, SELECTIVE]
     placements = tuple(chance.choice(choices) for _ in profile.layers)
     (kind,) = profile.kinds
-    part = Part(0, chance.randrange(len(kind.activations)), chance.randrange(2 * MIB))
-    plan = Plan(placements, window=window, part=part)
+    number = chance.randrange(len(kind.activations))
+    kept = (frozenset({number}), *(frozenset[int]() for _ in profile.layers[1:]))
+    plan = Plan(placements, kept, window)
     outcome = simulate(profile, plan, drive)
     travels = {
         OFFLOAD: kind.nbytes,
@@ -388,15 +373,11 @@ def test_every_byte_and_every_second_is_accounted_for(
         SELECTIVE: kind.nbytes - kind.rebuilt_bytes,
     }
     saved = sum(slot.backward * travels.get(placements[slot.layer], 0) for slot in profile.slots)
-    partly = kind.activations[part.number]
-    stays = placements[0] is OFFLOAD or (placements[0] is SELECTIVE and not partly.rebuilt)
-    parts = (
-        part.nbytes
-        * (stays and part.nbytes < partly.nbytes)
-        * sum(s.backward for s in profile.slots if s.layer == 0)
-    )
-    assert saved - parts <= outcome.read_bytes + outcome.forwarded_bytes <= saved
-    assert outcome.read_bytes <= outcome.written_bytes <= saved - parts
+    one = kind.activations[number]
+    stays = placements[0] is OFFLOAD or (placements[0] is SELECTIVE and not one.rebuilt)
+    saved -= one.nbytes * stays * sum(s.backward for s in profile.slots if s.layer == 0)
+    assert outcome.read_bytes + outcome.forwarded_bytes == saved
+    assert outcome.read_bytes <= outcome.written_bytes <= saved
     assert outcome.seconds == pytest.approx(compute_seconds(profile, plan) + outcome.stall_seconds)
     # No more is moved than the drive can move in the time.
     assert outcome.read_seconds <= outcome.seconds * (1 + 1e-9)
@@ -422,8 +403,8 @@ def test_the_simulator_takes_blocks_as_the_store_does() -> None:
 
 def test_host_memory_is_taken_to_be_faster_until_it_is_measured() -> None:
     drive = Bandwidth(1e9, 2e9, 1e-4)
-    assert drive.with_host(MIB).host == HostTier(HOST_SPEED * 1e9, HOST_SPEED * 2e9, MIB)
-    assert drive.with_host(MIB, write=5e9).host == HostTier(5e9, HOST_SPEED * 2e9, MIB)
+    assert drive.with_host(MIB).host == HostTier(TUNING.host_speed * 1e9, TUNING.host_speed * 2e9, MIB)
+    assert drive.with_host(MIB, write=5e9).host == HostTier(5e9, TUNING.host_speed * 2e9, MIB)
     assert drive.with_host(MIB).with_host(None) == drive
     assert drive.with_host(MIB).scaled(2) == dataclasses.replace(
         drive.scaled(2), host=drive.with_host(MIB).host
@@ -659,7 +640,7 @@ def test_without_a_budget_no_plan_is_slower_than_keep(
     profile = with_cost(profile, share)
     plan = plan_for(profile, drive, None, whole_layers=whole_layers)
     found = outcome_of(profile, plan, drive)
-    assert found.seconds <= (1 + NO_SLOWER) * seconds_of_keep(profile, drive)
+    assert found.seconds <= (1 + TUNING.no_slower) * seconds_of_keep(profile, drive)
 
 
 def test_without_a_budget_nothing_travels_where_that_takes_twice_the_time() -> None:
@@ -747,38 +728,6 @@ def test_what_the_budget_has_left_is_filled_with_single_activations() -> None:
         assert all(not kept or plan.placements[layer] is OFFLOAD for layer, kept in enumerate(plan.kept))
 
 
-def test_a_part_of_an_activation_is_memory_for_time() -> None:
-    profile, slow = make_profile(2, sizes=(8 * MIB,)), Bandwidth(1e8, 1e8)
-    whole = all_of(profile, OFFLOAD, window=8 * MIB)
-    before = simulate(profile, whole, slow)
-    for nbytes in (MIB, 4 * MIB):
-        after = simulate(profile, dataclasses.replace(whole, part=Part(0, 0, nbytes)), slow)
-        assert after.written_bytes == before.written_bytes - nbytes
-        assert after.stall_seconds < before.stall_seconds
-        assert before.peak_bytes <= after.peak_bytes <= before.peak_bytes + nbytes
-
-
-def test_the_last_activation_that_the_budget_has_room_for_stays_in_part() -> None:
-    timings = ({KEEP: Timing(0.03, 0.06), OFFLOAD: Timing(0.03, 0.06)},)
-    profile = dataclasses.replace(make_profile(4, sizes=(8 * MIB,) * 4), timings=timings)
-    slow, peak = Bandwidth(4e8, 4e8), peak_of_keep(profile)
-    gains = []
-    for share in range(30, 100, 3):
-        limits = Limits(peak * share // 100)
-        plan = make_plan(profile, slow, limits, policy=(AUTO,) * 4, not_recomputed=frozenset(range(4)))
-        if plan.part is None:
-            continue
-        assert plan.placements[plan.part.layer] is OFFLOAD
-        assert plan.part.number not in plan.kept_of(plan.part.layer)
-        assert 0 < plan.part.nbytes < 8 * MIB
-        found = outcome_of(profile, plan, slow)
-        without = outcome_of(profile, dataclasses.replace(plan, part=None), slow)
-        assert found.peak_bytes <= limits.planned
-        gains.append(without.seconds / found.seconds - 1)
-    assert min(gains) >= 0
-    assert max(gains) > 0.02
-
-
 @given(
     profiles, behind, st.integers(MIB, 64 * MIB), shares, st.sampled_from([Objective.TIME, Objective.MEMORY])
 )
@@ -787,14 +736,19 @@ def test_no_window_is_larger_than_the_user_allows(
     profile: StepProfile, drive: Bandwidth, window: int, share: float, objective: Objective
 ) -> None:
     limits = Limits(int(share * peak_of_keep(profile)), window)
-    search = planner._Search(
-        profile,
-        planner._Terms(drive, limits, objective, whole_layers=False),
-        planner._Layers.all_of(profile, (AUTO,) * len(profile.layers), frozenset(range(len(profile.layers)))),
-    )
-    search.best()
-    largest = max(window, search.least_window)
-    assert all(plan.window is not None and plan.window <= largest for plan in search.trials)
+    largest = max(window, TUNING.narrowest * max(saved.nbytes for saved in profile.kinds[0].activations))
+    tried: list[Plan] = []
+
+    def noted(profile: StepProfile, plan: Plan, drive: Bandwidth) -> Outcome:
+        tried.append(plan)
+        return simulate(profile, plan, drive)
+
+    with mock.patch.object(trials, "simulate", noted):
+        every = frozenset(range(len(profile.layers)))
+        policy = (AUTO,) * len(every)
+        make_plan(profile, drive, limits, policy=policy, objective=objective, not_recomputed=every)
+    assert tried
+    assert all(plan.window is not None and plan.window <= largest for plan in tried)
 
 
 def test_a_plan_that_only_the_smallest_window_lets_fit_is_found() -> None:
@@ -843,8 +797,8 @@ def test_a_plan_without_waits_stays_so_on_a_drive_that_is_a_little_slower(
     profile: StepProfile, drive: Bandwidth
 ) -> None:
     plan = plan_for(profile, drive, None)
-    found = outcome_of(profile, plan, drive.scaled(SLACK))
-    assert found.stall_seconds <= NO_STALL * found.seconds + 1e-9
+    found = outcome_of(profile, plan, drive.scaled(TUNING.slack))
+    assert found.stall_seconds <= TUNING.no_stall * found.seconds + 1e-9
 
 
 @given(profiles, drives, shares)
@@ -896,7 +850,7 @@ def test_of_a_kind_that_never_ran_so_nothing_is_rebuilt() -> None:
 @pytest.mark.parametrize(("layers", "travel"), [(3, 0), (15, 6)])
 def test_without_a_budget_nothing_travels_if_that_frees_next_to_nothing(layers: int, travel: int) -> None:
     """The drive can take so many layers of 24; what is in flight of them is not freed."""
-    rate = layers * 12 * MIB / (24 * 0.03) / SLACK
+    rate = layers * 12 * MIB / (24 * 0.03) / TUNING.slack
     profile = make_profile(24)
     plan = plan_for(profile, Bandwidth(rate, rate), None)
     assert plan.placements.count(OFFLOAD) >= travel
@@ -904,7 +858,7 @@ def test_without_a_budget_nothing_travels_if_that_frees_next_to_nothing(layers: 
         assert plan.placements == (KEEP,) * 24
     else:
         found = outcome_of(profile, plan, Bandwidth(rate, rate))
-        assert found.peak_bytes <= (1 - LEAST_FREED) * peak_of_keep(profile)
+        assert found.peak_bytes <= (1 - TUNING.least_freed) * peak_of_keep(profile)
 
 
 @pytest.mark.parametrize("window", [None, 1 << 30, 64 * MIB])
@@ -1016,7 +970,7 @@ def test_whether_a_plan_fits_the_budget_is_no_matter_of_shares() -> None:
     fits, does_not = all_of(profile, OFFLOAD, 32 * MIB), all_of(profile, OFFLOAD, 33 * MIB)
     peak = outcome_of(profile, fits, FAST).peak_bytes
     assert peak < outcome_of(profile, does_not, FAST).peak_bytes < 1.05 * peak
-    limits = Limits(math.ceil(peak / (1 - planner.MARGIN)), None)
+    limits = Limits(math.ceil(peak / (1 - TUNING.margin)), None)
     for objective in Objective:
         policy: Any = {"policy": (AUTO,) * 12, "objective": objective, "worth": WORTH_IT}
         assert is_better(profile, FAST, limits, fits, does_not, **policy)
@@ -1174,37 +1128,29 @@ def test_layers_that_do_not_run_in_one_go_are_not_put_together() -> None:
 @pytest.mark.parametrize("share", [0.2, 0.5])
 @pytest.mark.parametrize("rate", [1.5, 0.5])
 @pytest.mark.parametrize("which", [[False], [False, True, False]])
-def test_a_plan_of_a_condensed_step_is_nearly_as_good(
-    share: float, rate: float, which: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_of_a_condensed_step_is_nearly_as_good(share: float, rate: float, which: list[bool]) -> None:
     profile = make_profile(24, sizes=(MIB,) * 20, micro_batches=4, warm_up=2)
     profile = rebuilding(profile, which, seconds=0.002 * any(which))
     drive = Bandwidth(rate * 20 * MIB / 0.03, rate * 20 * MIB / 0.03)
     budget = int(share * peak_of_keep(profile))
     whole = outcome_of(profile, plan_for(profile, drive, budget), drive)
-    monkeypatch.setattr(planner, "MANY_ITEMS", 1000)
-    monkeypatch.setattr(planner, "FEW_ITEMS", 300)
-    found = outcome_of(profile, plan_for(profile, drive, budget), drive)
+    found = outcome_of(profile, plan_for(profile, drive, budget, tuning=CONDENSING), drive)
     assert max(whole.peak_bytes, found.peak_bytes) <= budget
     assert found.seconds <= 1.05 * whole.seconds
 
 
 @pytest.mark.parametrize("rate", [1.5, 0.7])
-def test_a_plan_of_a_condensed_step_frees_nearly_as_much(
-    rate: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_of_a_condensed_step_frees_nearly_as_much(rate: float) -> None:
     profile = make_profile(24, sizes=(MIB,) * 20, micro_batches=4, warm_up=2)
     drive = Bandwidth(rate * 20 * MIB / 0.03, rate * 20 * MIB / 0.03)
     limits = Limits(None, 1 << 30)
     whole = make_plan(profile, drive, limits, policy=(AUTO,) * 24).prediction
-    monkeypatch.setattr(planner, "MANY_ITEMS", 1000)
-    monkeypatch.setattr(planner, "FEW_ITEMS", 300)
-    found = make_plan(profile, drive, limits, policy=(AUTO,) * 24).prediction
+    found = make_plan(profile, drive, limits, policy=(AUTO,) * 24, tuning=CONDENSING).prediction
     assert whole is not None
     assert found is not None
     assert found.peak_bytes <= whole.peak_bytes + 0.1 * peak_of_keep(profile)
     assert max(found.peak_bytes, whole.peak_bytes) <= 0.9 * peak_of_keep(profile)
-    assert found.stall_seconds <= 2 * NO_STALL * found.seconds
+    assert found.stall_seconds <= 2 * TUNING.no_stall * found.seconds
 
 
 @pytest.mark.parametrize("shape", [(100, 50, 4), (5000, 1, 1), (100, 50, 50)])
@@ -1222,7 +1168,7 @@ def test_a_hundred_thousand_activations_are_planned_in_a_few_simulations(
         played.append(count_items(profile))
         return simulate(profile, plan, drive)
 
-    monkeypatch.setattr(planner, "simulate", counted)
+    monkeypatch.setattr(trials, "simulate", counted)
     plan = plan_for(profile, Bandwidth(1e9, 1e9), budget)
     assert count_items(profile) == 100_000
     assert played.count(100_000) <= 4

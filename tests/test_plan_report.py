@@ -13,7 +13,7 @@ from rich.console import Console
 from tba_offload.config.policy import Placement
 from tba_offload.errors import ConfigError
 from tba_offload.plan.describe import describe_plan
-from tba_offload.plan.model import Part, Plan, Prediction
+from tba_offload.plan.model import Plan, Prediction
 from tba_offload.report import plans
 from tba_offload.report.plans import PlannedStep, PlanReport, advice, frontier_table, plan_table, title_of
 
@@ -249,7 +249,7 @@ def test_a_new_plan_is_told_in_one_line() -> None:
 
 def test_what_else_has_changed_is_told_where_placements_are_the_same() -> None:
     before = Plan((OFFLOAD,) * 12, window=10 * MIB)
-    smaller = dataclasses.replace(before, window=None, part=Part(0, 0, MIB))
+    smaller = dataclasses.replace(before, window=None, kept=(frozenset({0}),) * 12)
     assert describe_plan(NAMES, smaller, before, "why") == (
         "offload all 12 layers; window without limit instead of 10.0 MiB; other single activations stay in "
         "memory; made because why"

@@ -407,7 +407,8 @@ def test_a_second_close_takes_no_other_session_off(model: Model, monkeypatch: py
     with session_for(model) as another:
         session.close()
         one_step(another, model)
-        assert another.report()[-1].offloaded_bytes
+        record = another.report()[-1]
+        assert record.offloaded_bytes or record.forwarded_bytes  # a quick backward takes the writes back
 
 
 def test_close_leaves_no_hook_on_the_model(model: Model) -> None:

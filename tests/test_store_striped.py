@@ -21,7 +21,7 @@ from tba_offload.config.policy import Placement
 from tba_offload.device import ByteRange
 from tba_offload.errors import ChecksumError, ConfigError, StoreError, StoreFullError, TransferError
 from tba_offload.plan.bandwidth import Bandwidth
-from tba_offload.plan.search import Limits
+from tba_offload.plan.model import Limits
 from tba_offload.store import open_store
 from tba_offload.store import run_file as directory
 from tba_offload.store.base import ActivationStore, DriveLoad, Extent, Load

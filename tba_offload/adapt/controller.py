@@ -22,9 +22,10 @@ from tba_offload.config.policy import Objective, Placement
 from tba_offload.formatting import readable_rate, readable_size, significant
 from tba_offload.plan.bandwidth import Bandwidth, DriveRates, MeasuredRate
 from tba_offload.plan.describe import describe_plan
-from tba_offload.plan.model import Plan
+from tba_offload.plan.goals import default_objective
+from tba_offload.plan.model import Limits, Plan
 from tba_offload.plan.profile import computed_as
-from tba_offload.plan.search import Limits, default_objective, is_better, make_plan
+from tba_offload.plan.search import is_better, make_plan
 from tba_offload.plan.simulate import simulate
 from tba_offload.plan.sizes import Sizes, StepSize
 from tba_offload.plan.skipped import with_skipped
@@ -495,7 +496,7 @@ class AutoPlanner:
         anyway is known. Where several ranks share layers, what is recomputed is not tried: that would be
         everybody's business.
         """
-        bare = look = dataclasses.replace(plan, kept=(), part=None, prediction=None)
+        bare = look = dataclasses.replace(plan, kept=(), prediction=None)
         now = simulate(profile, bare, drive)
         drive_is_known = now.written_bytes > 0
         for layer, placement in self._untried(profile, plan):
@@ -592,9 +593,7 @@ class AutoPlanner:
             mine if placement is Placement.AUTO and not mine.recomputes else placement
             for placement, mine in known
         ]
-        return dataclasses.replace(
-            proposed, placements=tuple(placements), kept=(), part=None, prediction=None
-        )
+        return dataclasses.replace(proposed, placements=tuple(placements), kept=(), prediction=None)
 
     def drive(self) -> Bandwidth | None:
         """What all drives in service do together, and host memory beside them; ``None`` if nothing moved."""

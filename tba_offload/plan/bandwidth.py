@@ -7,15 +7,10 @@ import weakref
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tba_offload.plan.tuning import TUNING
+
 if TYPE_CHECKING:
     from collections.abc import Hashable
-
-HOST_SPEED = 4.0
-"""How many times as fast as the drives host memory is taken to be until it is measured.
-
-One thread copies some 10 GB/s and a drive of today writes 2 to 7; it is not far off, and wrong only until the
-first bytes have gone there.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +70,8 @@ class Bandwidth:
         """
         if capacity is None:
             return replace(self, host=None)
-        host = HostTier(write or HOST_SPEED * self.write, read or HOST_SPEED * self.read, capacity)
+        speed = TUNING.host_speed
+        host = HostTier(write or speed * self.write, read or speed * self.read, capacity)
         return replace(self, host=host)
 
     @classmethod
@@ -95,7 +91,7 @@ class MeasuredRate:
         half_life: After so many steps a measurement counts half.
     """
 
-    def __init__(self, half_life: float = 0.5) -> None:
+    def __init__(self, half_life: float = TUNING.half_life) -> None:
         self._fade = 0.5 ** (1 / half_life)
         self._nbytes = 0.0
         self._seconds = 0.0

@@ -15,14 +15,12 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing, moved_slots
+from tba_offload.plan.tuning import TUNING
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Sequence
 
     from tba_offload.config.policy import Placement
-
-LEAST_PARTS = 4
-"""Activations of a layer are put together, but not to fewer than these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,24 +51,27 @@ def count_items(profile: StepProfile) -> int:
     return sum(len(profile.kind_of(layer).activations) * count for layer, count in runs.items())
 
 
-def condensed(profile: StepProfile, alike: Sequence[Hashable], items: int) -> Condensed:
+def condensed(
+    profile: StepProfile, alike: Sequence[Hashable], items: int, least_parts: int = TUNING.least_parts
+) -> Condensed:
     """A profile of about so many activations that behaves like ``profile``.
 
     Args:
         profile: The step.
         alike: For each layer, what must be equal, beside the kind, in layers that get one placement.
         items: How many activations it may save.
+        least_parts: Activations of a layer are put together, but not to fewer than these.
     """
     small = with_few_micro_batches(profile)
     members: tuple[tuple[int, ...], ...] = tuple((layer,) for layer in range(len(profile.layers)))
     runs = sum(slot.backward for slot in small.slots)
     if count_items(small) > items:
-        small = _with_few_activations(small, max(items // max(runs, 1), LEAST_PARTS))
+        small = _with_few_activations(small, max(items // max(runs, 1), least_parts))
     if (too_many := -(-count_items(small) // items)) > 1:
         groups = tuple(_groups(small, alike, too_many))
         grouped = _with_few_layers(small, groups)
         if grouped is not None:
-            small, members = _with_few_activations(grouped, LEAST_PARTS), groups
+            small, members = _with_few_activations(grouped, least_parts), groups
     return Condensed(small, members)
 
 

@@ -7,13 +7,33 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+from tba_offload.plan.tuning import TUNING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tba_offload.config.policy import LayerId, Placement, Policy
     from tba_offload.plan.profile import LayerKind
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The bytes that a plan must keep to.
+
+    Attributes:
+        budget: Most bytes of the activation peak; ``None`` for no limit.
+        window: Most bytes in flight; ``None`` for no limit.
+    """
+
+    budget: int | None = None
+    window: int | None = None
+
+    @property
+    def planned(self) -> float:
+        """Bytes of the peak that plans are made for: the budget less the margin."""
+        return float("inf") if self.budget is None else self.budget * (1 - TUNING.margin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +53,6 @@ class Prediction:
     written_bytes: int
 
 
-class Part(NamedTuple):
-    """What stays in memory of an activation whose other bytes travel, each time that its layer runs.
-
-    Attributes:
-        layer: Index of the layer.
-        number: Of the activation in its scope.
-        nbytes: So much of it, or less by what an alignment takes.
-    """
-
-    layer: int
-    number: int
-    nbytes: int
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What every layer of this process does.
@@ -55,7 +61,6 @@ class Plan:
         placements: One for each layer, in the order of the session's layers.
         kept: For each layer that is offloaded, the numbers of those of its activations that stay in memory;
             empty if there are none anywhere.
-        part: One activation more of which only a part stays; ``None`` if there is none.
         window: Most bytes in flight; ``None`` for no limit.
         prediction: What it is expected to do, if somebody has found out.
     """
@@ -64,7 +69,6 @@ class Plan:
     kept: tuple[frozenset[int], ...] = ()
     window: int | None = None
     prediction: Prediction | None = None
-    part: Part | None = None
 
     @classmethod
     def from_policy(
@@ -93,37 +97,18 @@ class Plan:
         """Numbers of the activations of an offloaded layer that stay in memory."""
         return self.kept[layer] if self.kept else frozenset()
 
-    def part_of(self, layer: int) -> tuple[int, int] | None:
-        """Number of the activation of a layer of which a part stays, and how many bytes that is."""
-        return self.part[1:] if self.part is not None and self.part.layer == layer else None
-
-    def staying_bytes(self, layer: int, kind: LayerKind) -> int:
-        """Bytes of an offloaded layer's activations that stay in memory."""
-        nbytes, part = self.kept_bytes(layer, kind), self.part_of(layer)
-        if part is not None and part[0] < len(kind.activations) and part[0] not in self.kept_of(layer):
-            nbytes += self.part_bytes(layer, part[0], kind.activations[part[0]].nbytes)
-        return nbytes
-
     def kept_bytes(self, layer: int, kind: LayerKind) -> int:
-        """Bytes of those among them that stay as a whole."""
+        """Bytes of an offloaded layer's activations that stay in memory."""
         numbers = self.kept_of(layer)  # perhaps of a step in which the layer saved more than now
         if not numbers:
             return 0
         return sum(saved.nbytes for number, saved in enumerate(kind.activations) if number in numbers)
-
-    def part_bytes(self, layer: int, number: int, nbytes: int) -> int:
-        """Bytes that stay of an activation of so many while its others travel; of a smaller one none do."""
-        part = self.part
-        if part is None or part[:2] != (layer, number) or part.nbytes >= nbytes:
-            return 0
-        return part.nbytes
 
     def as_json(self) -> dict[str, Any]:
         """The plan for a run log."""
         return {
             "placements": [placement.value for placement in self.placements],
             "kept": [sorted(numbers) for numbers in self.kept],
-            "part": self.part._asdict() if self.part is not None else None,
             "window": self.window,
             "prediction": dataclasses.asdict(self.prediction) if self.prediction is not None else None,
         }

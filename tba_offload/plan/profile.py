@@ -11,19 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tba_offload.config.policy import Placement
+from tba_offload.plan.tuning import TUNING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-
-LEAST_RECOMPUTED = 0.5
-"""A second forward takes at least this share of the first."""
-
-HOOK_SECONDS = 10e-6
-"""Offloading an activation takes at least so much of the thread that trains, in either direction."""
-
-LEAST_REBUILT = 0.05
-"""Rebuilding activations takes at least this share of what their bytes are of a forward."""
 
 
 class Saved(NamedTuple):
@@ -240,7 +231,7 @@ class StepProfile:
             least = Timing(*map(min, kept, offloaded))
             if placement is Placement.KEEP:
                 return least
-            hooks = HOOK_SECONDS * len(self.kinds[kind].activations)
+            hooks = TUNING.hook_seconds * len(self.kinds[kind].activations)
             return Timing(*(max(seconds, hooks + few) for seconds, few in zip(offloaded, least, strict=True)))
         found = kept or offloaded if placement is Placement.KEEP else offloaded or kept
         if found is not None:
@@ -267,12 +258,12 @@ class StepProfile:
 
     def _least_rebuilding(self, layer: int, forward: float) -> float:
         kind = self.kind_of(layer)
-        return LEAST_REBUILT * kind.rebuilt_bytes / kind.nbytes * forward if kind.nbytes else 0.0
+        return TUNING.least_rebuilt * kind.rebuilt_bytes / kind.nbytes * forward if kind.nbytes else 0.0
 
     def _timing_of_recompute(self, layer: int) -> Timing:
         measured = self._measured(self.layers[layer], Placement.RECOMPUTE)
         kept = self.timing(layer, Placement.KEEP)
-        if measured is not None and measured.whole >= kept.whole + LEAST_RECOMPUTED * kept.forward:
+        if measured is not None and measured.whole >= kept.whole + TUNING.least_recomputed * kept.forward:
             return measured
         return Timing(kept.forward, kept.backward + kept.forward)
 

@@ -104,7 +104,6 @@ class _Item:
         "arrives",
         "goes",
         "in_memory",
-        "moved",
         "nbytes",
         "on_host",
         "stays",
@@ -113,9 +112,8 @@ class _Item:
         "written",
     )
 
-    def __init__(self, nbytes: int, until: float, part: int = 0) -> None:
+    def __init__(self, nbytes: int, until: float) -> None:
         self.nbytes = nbytes
-        self.moved = nbytes - part  # the bytes that travel
         self.goes = nbytes  # bytes that are free when backward has used it
         self.until = until  # when backward first needs it, as a share of its layer's time
         self.in_memory = True  # the original, on the offloader's account
@@ -164,8 +162,8 @@ class _HostMemory:
         return is_wanted and self.held + _blocks(item) <= self.tier.capacity
 
     def write(self, item: _Item, now: float) -> None:
-        self.writer_free = max(self.writer_free, now) + item.moved / self.tier.write
-        self.written += item.moved
+        self.writer_free = max(self.writer_free, now) + item.nbytes / self.tier.write
+        self.written += item.nbytes
         self.held += _blocks(item)
         self.peak = max(self.peak, self.held)
         item.on_host = True
@@ -173,13 +171,13 @@ class _HostMemory:
         self.writing.append(item)
 
     def start_read(self, item: _Item, now: float) -> None:
-        self.reader_free = max(self.reader_free, now, item.written) + item.moved / self.tier.read
-        self.read += item.moved
+        self.reader_free = max(self.reader_free, now, item.written) + item.nbytes / self.tier.read
+        self.read += item.nbytes
         item.arrives = self.reader_free
 
 
 def _blocks(item: _Item) -> int:
-    return -(-item.moved // BLOCK) * BLOCK
+    return -(-item.nbytes // BLOCK) * BLOCK
 
 
 def _backward_passes(slots: Sequence[Slot]) -> list[int]:
@@ -246,7 +244,7 @@ class _Run:
         if placement not in {Placement.OFFLOAD, Placement.SELECTIVE}:
             return timing
         kind = self.profile.kind_of(layer)
-        staying = self.plan.staying_bytes(layer, kind)
+        staying = self.plan.kept_bytes(layer, kind)
         if not staying:
             return timing
         offloaded = self.profile.timing(layer, Placement.OFFLOAD)
@@ -375,16 +373,14 @@ class _Run:
                 self._hold(saved.nbytes)
             elif not (is_selective and saved.rebuilt):
                 needed = saved.fetched if is_selective else saved.until
-                part = self.plan.part_bytes(slot.layer, number, saved.nbytes)
-                items.append(self._save(saved.nbytes, needed, part))
+                items.append(self._save(saved.nbytes, needed))
         self.now += (1.0 - passed) * seconds
         self._end_scope((slot.layer, slot.micro_batch), items)
 
-    def _save(self, nbytes: int, until: float, part: int = 0) -> _Item:
-        """Something is saved for backward and is going to be written, but for a part that stays as a copy."""
+    def _save(self, nbytes: int, until: float) -> _Item:
+        """Something is saved for backward and is going to be written."""
         self._admit(nbytes)
-        item = _Item(nbytes, until, part)
-        self.settled += part
+        item = _Item(nbytes, until)
         self.in_flight += nbytes
         self.outbox.append(item)
         self.outbox_bytes += nbytes
@@ -431,11 +427,11 @@ class _Run:
                 continue
             self.stored += _blocks(item)
             if self.host is not None:
-                self.host.backlog += item.moved
-            seconds = self.drive.latency + item.moved / self.drive.write
+                self.host.backlog += item.nbytes
+            seconds = self.drive.latency + item.nbytes / self.drive.write
             self.writer_free = max(self.writer_free, self.now) + seconds
             self.write_seconds += seconds
-            self.written += item.moved
+            self.written += item.nbytes
             item.written = self.writer_free
             self.writing.append(item)
             self._note_next()
@@ -451,7 +447,7 @@ class _Run:
         item.arrives = self.now
         self.fallback += item.nbytes
         self.in_flight -= item.nbytes
-        self._hold(item.moved)
+        self._hold(item.nbytes)
 
     def _settle(self) -> None:
         """Takes note of the writes that have ended by now."""
@@ -459,7 +455,7 @@ class _Run:
             item = self._first_to_end().popleft()
             self._note_next()
             if self.host is not None and not item.on_host:
-                self.host.backlog -= item.moved
+                self.host.backlog -= item.nbytes
             if item.in_memory:
                 item.in_memory = False
                 self.in_flight -= item.nbytes
@@ -529,10 +525,9 @@ class _Run:
 
     def _end_backward(self, slot: Slot, kind: LayerKind, used: int) -> None:
         """A layer has gone backward: nothing of it is left, neither what was used last."""
-        parts = sum(item.nbytes - item.moved for item in self.saved.pop((slot.layer, slot.micro_batch)))
-        kept = self.plan.kept_bytes(slot.layer, kind)
+        del self.saved[slot.layer, slot.micro_batch]
         self.settled -= used
-        self._let_go(kept + parts + kind.small_bytes, slot)
+        self._let_go(self.plan.kept_bytes(slot.layer, kind) + kind.small_bytes, slot)
 
     def _use(self, item: _Item, slot: Slot) -> None:
         """Backward needs an activation: it waits for it if it must, and holds it from now on.
@@ -541,7 +536,6 @@ class _Run:
         """
         self._settle()
         if item.stays:
-            self.settled += item.nbytes - item.moved
             self._outlives(item, slot)
             return
         if item.in_memory:
@@ -582,10 +576,10 @@ class _Run:
         if self.host is not None and item.on_host:
             self.host.start_read(item, self.now)
             return
-        seconds = self.drive.latency + item.moved / self.drive.read
+        seconds = self.drive.latency + item.nbytes / self.drive.read
         self.reader_free = max(self.reader_free, self.now, item.written) + seconds
         self.read_seconds += seconds
-        self.read += item.moved
+        self.read += item.nbytes
         item.arrives = self.reader_free
 
     def _read_ahead(self) -> None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tba_offload.config.policy import Objective, Placement
-from tba_offload.plan.model import Plan
+from tba_offload.plan.model import Limits, Plan
 from tba_offload.plan.profile import Slot
-from tba_offload.plan.search import Limits, make_plan
+from tba_offload.plan.search import make_plan
 from tba_offload.plan.simulate import simulate
 
 if TYPE_CHECKING:

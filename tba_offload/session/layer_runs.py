@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tba_offload.capture.hooks import LayerHooks
-from tba_offload.capture.rematerialize import SelectiveHooks
 from tba_offload.capture.scope import ScopeKey
 from tba_offload.config.policy import Placement
 from tba_offload.errors import UnsupportedError
@@ -15,30 +13,20 @@ from tba_offload.layers.checkpoint import is_recomputation
 from tba_offload.layers.graph import latest_node
 from tba_offload.layers.guards import cache_warning, holds_cache, is_checkpointed
 from tba_offload.layers.nested import TooManyError, tensors_in
-from tba_offload.recompute.rescue import Rescue
-from tba_offload.recompute.run import Run
-from tba_offload.recompute.trial import Trial
+from tba_offload.session.layer_call import Call
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import nn
 
     from tba_offload.capture.site import Site
-    from tba_offload.capture.trace import ScopeTrace
     from tba_offload.config import OffloadConfig
     from tba_offload.layers.stack import LayerStack
-    from tba_offload.recompute.verdicts import Mode
     from tba_offload.session.backward import BackwardWatch
     from tba_offload.session.boundaries import Boundaries
     from tba_offload.session.ongoing import Ongoing
     from tba_offload.session.steps import Parts
-
-_RESCUED = frozenset({Placement.OFFLOAD, Placement.AUTO})
-"""Placements of layers that may be repeated to make again what a drive does not give back."""
-
-_COUNTED = frozenset({Placement.OFFLOAD, Placement.SELECTIVE, Placement.AUTO})
-"""Placements of layers whose activations the offloader counts."""
 
 
 class LayerRuns:
@@ -92,7 +80,8 @@ class LayerRuns:
         before, trace = latest_node() - 1, self._parts.capture.trace
         scope = trace.begin_scope(self._scope_key(site), placement, inputs=self._inputs(args, kwargs))
         try:
-            output = self._run_placed(site, placement, scope, args, kwargs)
+            call = Call(self._parts, self._config, self._stack, site, placement, scope, args, kwargs)
+            output = placement.run(call)
         except BaseException:
             if self._ongoing.step is not None:
                 self._ongoing.step.fail()
@@ -174,90 +163,6 @@ class LayerRuns:
         return ScopeKey(
             site.layer.id.number, count if number is None else number, site.layer.chunk, site.layer.id.name
         )
-
-    # ---- the way ---------------------------------------------------------------------------------
-
-    def _run_placed(
-        self,
-        site: Site,
-        placement: Placement,
-        scope: ScopeTrace,
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
-    ) -> object:
-        forward = self.forward_of(site, placement)
-        if placement is Placement.KEEP:
-            # No hooks at all: autograd's own way, its own checks, no cost.
-            return forward(*args, **kwargs)
-        if placement is Placement.RECOMPUTE:
-            return self._stack.checkpoint(forward, *args, **kwargs)
-        hooks = self._hooks(site, placement, scope, forward if isinstance(forward, Rescue) else None)
-        with hooks:
-            if placement is Placement.RECOMPUTE_OFFLOAD:
-                # Checkpoints save the inputs through the hooks around them, and nothing else.
-                return self._stack.checkpoint(forward, *args, **kwargs)
-            output = forward(*args, **kwargs)
-        if isinstance(forward, Trial):
-            forward.saved(hooks.saved)
-        return output
-
-    def forward_of(self, site: Site, placement: Placement) -> Callable[..., object]:
-        """The layer's forward; with what verifies a second run of it, if there is or may be one."""
-        if placement is Placement.KEEP:
-            return site.forward
-        verifier, chosen = self._parts.verifier, self._parts.planning.chosen
-        mode = verifier.mode_of(site.index)
-        if placement.recomputes:
-            return Run(verifier, mode, site.forward, is_planned=site.index in chosen)
-        if placement in _RESCUED and verifier.may_rescue(mode) and self._parts.world.is_alone:
-            return self._rescued(site, mode)
-        return self._tried(site, mode) if self._tries(site, mode) else site.forward
-
-    def _tries(self, site: Site, mode: Mode) -> bool:
-        """Whether a layer is run a second time to see whether the planner may have it recomputed."""
-        is_choice = site.index in self._parts.planning.chosen and self._parts.world.may_plan_recomputation
-        return is_choice and self._parts.verifier.may_try(mode)
-
-    def _tried(self, site: Site, mode: Mode) -> Trial:
-        return Trial(
-            *(self._parts.verifier, mode, site.forward),
-            device=self._parts.device.torch_device,
-            hold=self._parts.capture.hold,
-            fetch=self._parts.capture.held,
-        )
-
-    def _rescued(self, site: Site, mode: Mode) -> Rescue:
-        return Rescue(
-            *(self._parts.verifier, mode, site.forward),
-            device=self._parts.device.torch_device,
-            hold=self._parts.capture.borrow,
-            fetch=self._parts.capture.held,
-            samples_only=self._config.store.checksum,
-        )
-
-    def _hooks(
-        self, site: Site, placement: Placement, scope: ScopeTrace, rescue: Rescue | None
-    ) -> LayerHooks:
-        plan, capture = self._parts.planning.plan, self._parts.capture
-        kept, part = plan.kept_of(site.index), plan.part_of(site.index)
-        slow = self._keeps_when_slow(placement)
-        if placement is Placement.SELECTIVE and not site.is_compiled:  # a graph of one node tells nothing
-            layer, rebuilds = site.layer.module, self._parts.rebuilds
-            return SelectiveHooks(rebuilds, layer, scope.key, when_slow=slow, kept=kept, part=part)
-        return LayerHooks(capture, scope.key, when_slow=slow, kept=kept, part=part, rescue=rescue)
-
-    def _keeps_when_slow(self, placement: Placement) -> bool:
-        """``offload`` waits for a slow drive unless told otherwise, ``auto`` keeps until there is a plan."""
-        planning = self._parts.planning
-        if planning.planner is not None and planning.planner.has_planned:
-            return False  # what is kept was decided with the budget in view
-        has_budget, on_slow = self._parts.limits.budget is not None, self._config.on_slow
-        if has_budget and not _COUNTED.issuperset(planning.plan.placements):
-            return False  # what the others hold is not counted
-        if on_slow is None:
-            # Under a budget nothing is kept before it is known what else a step holds.
-            return placement is Placement.AUTO and not has_budget
-        return on_slow == "keep"
 
 
 def _appends_to_cache(site: Site, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:

@@ -27,8 +27,7 @@ from tba_offload.device.streams import device_of
 from tba_offload.errors import ConfigError, SessionError
 from tba_offload.formatting import layers_by_placement
 from tba_offload.layers.stack import LayerStack, check_disjoint
-from tba_offload.plan.model import Plan
-from tba_offload.plan.search import Limits
+from tba_offload.plan.model import Limits, Plan
 from tba_offload.recompute.verdicts import Verifier
 from tba_offload.report.run_log import RunHeader, RunLogWriter, StepRecord
 from tba_offload.session.backward import BackwardWatch, TailWatch

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tba_offload.capture.site import Site
     from tba_offload.capture.trace import StepTrace
     from tba_offload.device.streams import Device
-    from tba_offload.plan.search import Limits
+    from tba_offload.plan.model import Limits
     from tba_offload.recompute.verdicts import Verifier
     from tba_offload.report.run_log import StepRecord
     from tba_offload.session.meters import Meters

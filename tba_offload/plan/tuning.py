@@ -1,0 +1,212 @@
+"""The numbers that the planner was given rather than measured: unit, default, and where each comes from.
+
+"Seeded steps" are random profiles that were planned with and without the number, or with another one, and
+played on the simulator; "simulated runs" are whole trainings in which a simulated machine answers to the
+plans. The rules of the window have their numbers in :mod:`tba_offload.plan.window`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """The numbers, all with their defaults."""
+
+    # ---- what every profile takes for granted --------------------------------------------------------
+
+    least_recomputed: float = 0.5
+    """Share of the first forward. A second one takes at least that: a measurement of less is noise."""
+
+    hook_seconds: float = 10e-6
+    """Seconds of the training thread. Offloading an activation takes at least that, in either direction."""
+
+    least_rebuilt: float = 0.05
+    """Share of what their bytes are of a forward. Rebuilding activations takes at least that."""
+
+    host_speed: float = 4.0
+    """Factor by which host memory is faster than the drives until it is measured. One thread copies some
+    10 GB/s and a drive of today writes 2 to 7; it is not far off, and wrong only until the first bytes have
+    gone there."""
+
+    half_life: float = 0.5
+    """Steps after which the measurement of a rate counts half: a drive that has become slower is noticed
+    within a few steps, and one odd step does no harm."""
+
+    # ---- the profile of a step -----------------------------------------------------------------------
+
+    alike: float = 0.25
+    """Share of their bytes by which layers of one kind, which save equally many activations, differ at most.
+    If they differ by half of it, plans for one kind take 0.1 % longer (median of 10 simulated steps, at most
+    3.3 %); if by all of it, 1 %, at most 11 %."""
+
+    newer: float = 0.5
+    """Share of a new measurement of time in what is known; the rest is what was known before. Of 4 simulated
+    runs whose times vary by 8 %, one took 4.1 % longer with 1, and one 4.2 % longer with 0.25; one that
+    wanted memory peaked 36 % higher with 1."""
+
+    large: float = 0.75
+    """Share of the bytes that a plan was made for, from which a step is still like that one. Steps of this
+    share take 2.1 % longer under that plan than under their own (median of 12 simulated ones), those of 0.9
+    0.6 %."""
+
+    forgotten_after: int = 64
+    """Steps after which a plan is made for what runs now: all were smaller, or a layer ran in none of them.
+    Otherwise steps of half the bytes would take 3.7 % longer for ever, at most 9.3 %; those of a quarter up
+    to 20 %."""
+
+    # ---- the search ----------------------------------------------------------------------------------
+
+    margin: float = 0.02
+    """Share of the budget that is left free: a prediction is not exact, and a budget is hard. Few measured
+    runs cannot show what it gains: of a small GPT on a busy machine 1 of 6 broke its budget without it, by
+    7 %, and 1 of 13 with it, by 1 %."""
+
+    no_stall: float = 0.01
+    """Share of the step: waiting for less than that, rebuilding included, counts as not waiting. With 0 the
+    peaks of 26 seeded steps were 3.7 % higher, with 0.02 4.6 % lower, and steps took 0.2 % longer."""
+
+    no_slower: float = 0.02
+    """Share by which a step may take longer than keeping everything where memory is wanted: less is within
+    what equal steps differ by. With 0 the peaks of those 26 steps were 23 % higher, with 0.04 13 % lower, and
+    steps took 0.7 % longer."""
+
+    least_freed: float = 1 / 8
+    """Share of what could be freed: where memory is wanted first, freeing less counts as freeing none, for a
+    drive that slow had better be left alone. A plan in force stays until it is half of that. It spares 2 of
+    those 26 steps transfers that would free 4 to 6 % of memory and take up to 1.2 % of the time; with twice
+    as much peaks are 6 % higher."""
+
+    slack: float = 0.9
+    """Share of the measured rates that plans are made for where nothing shall wait: drives have their moods.
+    On a drive at 0.9 of these rates, 26 seeded steps wait for 0.15 % of their time instead of 0.5 %."""
+
+    max_trials: int = 600
+    """Plans that are tried on the simulator; after that many no new way is begun. With half as many none of
+    26 seeded steps got another plan, with a quarter 1 of 70 with a budget took 1.6 % longer."""
+
+    max_items: int = 120_000
+    """Activations that are simulated in all trials together: half a second. Then the best so far will do.
+    With half as many 1 of 26 seeded steps took 1.6 % longer, with twice as many none took less."""
+
+    many_items: int = 4000
+    """Activations of a step; one that saves more is condensed."""
+
+    few_items: int = 1000
+    """Activations of a condensed step, about."""
+
+    least_parts: int = 4
+    """Activations of a layer in a condensed step at least."""
+
+    many_trials: int = 16
+    """Trials: if so many are possible on the whole of a condensed step, a search is tried there too."""
+
+    narrowest: int = 3
+    """Largest activations that the smallest window holds. Smaller ones would make every activation wait for
+    the one before."""
+
+    tight: tuple[int, ...] = (2, 4, 12)
+    """Parts of the smallest window that are tried where nothing else keeps to the budget; the last is a
+    quarter of the largest activation, so that it is in flight alone. Without them, 21 of 70 seeded steps had
+    no plan that keeps to the budget instead of 7; with the last one alone, steps took up to 32 % longer."""
+
+    windows: tuple[float, ...] = (0.8, 0.6, 0.4, 0.25)
+    """Shares of the window with which the best plans are played too. Without that, 2 of 26 seeded steps
+    without a budget peaked 4.5 and 6.9 % higher."""
+
+    best: int = 3
+    """Number of those plans."""
+
+    sound: int = 32
+    """Number of the best plans for a slower drive that are played on the real one at most. With one alone, 1
+    of 26 seeded steps took 0.7 % longer, at a peak that was 9 % lower."""
+
+    # ---- the controller ------------------------------------------------------------------------------
+
+    warm_up: int = 1
+    """Steps whose times do not count: memory and files grow in them, and caches are cold."""
+
+    learning: int = 3
+    """Steps before there is a plan: those that warm up, and two in which layers of each kind are kept,
+    recomputed and rebuilt."""
+
+    closely: int = 16
+    """Steps that are all looked at closely: what is known of times is still rough. Without them, 2 of 9
+    simulated runs broke their budget, one in 27 of 80 steps, by up to 1.7 %; half or twice as many changed no
+    time under a budget."""
+
+    turn: int = 8
+    """Steps from one that is looked at closely to the next later on; those that surprise are, too. Ranks that
+    share layers agree after these, the first few, and those around one that tries something else. Half or
+    twice as many changed peaks and times of 9 simulated runs by at most 0.4 %."""
+
+    excursions: tuple[int, ...] = (6, 12, 64)
+    """Steps after which, and later whenever the last has passed again, one step tries what the plan does not.
+    Without it, one simulated run that wanted memory peaked 9 % higher, and one 7 % lower."""
+
+    astray: float = 0.1
+    """Share of the predicted time by which a step that was not understood took more or less. Without it 1 of
+    10 simulated runs took 3 % longer; half or twice as much changed none."""
+
+    drift: float = 0.15
+    """Share by which a drive is faster or slower than when the plan was made, if it is another drive. Without
+    it, of 6 simulated runs one took 1.6 % longer, and one that wanted memory peaked 10 % higher; half or
+    twice as much changed times by 0.3 % and peaks by 2 % at most."""
+
+    big_drift: float = 1 / 3
+    """The same share where smaller doubts have turned out to be idle. With ``drift`` there too, of 10
+    simulated runs one took 7 % less time, one peaked 30 % higher, and planning took up to 1.9 times as
+    long."""
+
+    worth_it: float = 0.02
+    """Share by which a new plan must be better, or the old one stays: plans shall not alternate. No figure
+    shows what it gains: from 0 to 0.04, no plan of 34 simulated runs changed."""
+
+    worth_refining: float = 0.002
+    """Share for which the first plan is changed once, when a step under it was measured. Without that change,
+    of 22 simulated runs one took 5.7 % longer, one 0.2 %, and one 1 % less."""
+
+    waits: float = 0.02
+    """Share of two steps: a session that waits for more, where nothing shall wait, plans for a slower drive.
+    Nor is something tried that would wait for longer than that, unless nothing is known of it or of the
+    drive. In a simulated run on a drive that gives 55 % of what it reports, 0.5 % of the time is waits, and
+    1.1 % without this."""
+
+    caution: float = 0.85
+    """Factor of the planned rates, each time. In that run 0.7 leaves 0.3 % of waits, at a peak that is 2 %
+    higher, and 0.92 leaves 0.8 %, at one that is 8 % lower."""
+
+    most_caution: float = 0.5
+    """Least share of what was measured that plans count on. In that run 0.25 changes nothing, and with 0.75
+    steps wait as if none were planned for a slower drive."""
+
+    unmeasured: float = 0.05
+    """Share of the budget that new plans leave free too, if they can: no step under them was measured yet.
+    Twice as much costs a simulated run up to 5 % of its time. No figure shows what it gains: without it no
+    budget broke in 6 runs of a small GPT, nor in simulated ones, which took between 0.7 % less and 2.7 % more
+    time."""
+
+    first_window: int = 16
+    """Divisor of the budget: the first steps have this part of it in flight, as what else they hold is not
+    known yet. Of small GPTs they peak at up to 0.79 of the budget, with a quarter in flight at 0.95, and with
+    all of it over the budget in 8 of 10 runs, by up to 59 %."""
+
+    most_narrowed: int = 3
+    """Times that a plan is made for less than the budget, because a full window would break it. Without that,
+    it would have under 16 of 89 plans for simulated steps, under 3 with one time, and under 2 with three; on
+    drives ten times slower than measured 4, 1 and 1 of them peaked over the budget."""
+
+    most_peaks: int = 16
+    """Plans of which the measured peak is remembered, so that what is remembered does not grow with the
+    steps."""
+
+    remembered_rests: int = 8
+    """Steps of which what memory holds beside layers is remembered; the most of them counts."""
+
+    recent: int = 3
+    """Steps under the plan whose median time is held against the prediction."""
+
+
+TUNING = Tuning()
+"""The numbers that are used."""
