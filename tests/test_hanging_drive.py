@@ -15,7 +15,7 @@ import pytest
 
 from tba_offload.device import ByteRange
 from tba_offload.errors import StoreError
-from tba_offload.store import open_store, posix
+from tba_offload.store import open_store, posix, run_file
 from tba_offload.store.file import FileStore
 from tba_offload.testing.faults import inject
 from tba_offload.testing.store_contract import CPU, PATIENCE, READY, descriptors, io_threads, pattern
@@ -164,7 +164,7 @@ policy["budget"]["in_flight_bytes"] = "64MiB"
 session = tba.attach(model, policy)
 faults = hang()
 loss = model(torch.randn(256, 256)).square().mean()
-session.offloader.flush()
+session.offloader.writer.flush()
 while not faults.fired:  # what no thread has taken up yet is dropped at the end, and hangs nowhere
     time.sleep(0.01)
 """
@@ -292,6 +292,18 @@ def fail_in_the_block(faults: Faults, directory: Path) -> None:
         store.limit_waits(0.2)
         hanging_write(faults, store, pattern(5000))
         raise ZeroDivisionError
+
+
+def test_a_file_that_grows_slowly_is_named_and_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_file, "_GROWTH", 1 << 16)
+    with inject("delay-grow:seconds=0.5"), FileStore(tmp_path, device=CPU) as store:
+        store.limit_waits(4.0)
+        with pytest.warns(
+            RuntimeWarning, match=r"nothing has moved for 0\.4 s: the file in .* does not grow"
+        ):
+            store.reserve(100_000, 0)
 
 
 def test_no_limit_is_no_limit(tmp_path: Path) -> None:

@@ -133,6 +133,21 @@ def test_the_file_is_private_and_has_no_name(store: FileStore, tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
+def test_several_extents_are_neighbours_if_the_file_has_room(store: FileStore) -> None:
+    """One look for a hole serves a batch; the file grows for one extent at a time."""
+    ranges = [(5000, 0), (4096, 4095), (1, 0)]
+    first = store.reserve(8192, 0)
+    extents = store.reserve_many(ranges)
+    assert [(each.offset, each.length, each.nbytes, each.lead) for each in extents] == [
+        (8192, 8192, 5000, 0),
+        (16_384, 8192, 4096, 4095 % store.alignment),
+        (24_576, 4096, 1, 0),
+    ]
+    for extent in (first, *extents):
+        store.release(extent)
+    assert store.used_bytes == 0
+
+
 def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "neighbour").write_bytes(b"untouched")
     program = f"""

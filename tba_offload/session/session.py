@@ -270,7 +270,7 @@ class Session:
         self.planning.start(plan, planner)
         self._runs.configure(wanted)
         self.capture.configure(min_tensor_bytes=wanted.min_tensor_bytes)
-        self.offloader.configure(keep_when_full=wanted.on_full == "keep")
+        self.offloader.failures.resolve(keep_when_full=wanted.on_full == "keep")
 
     def report(self) -> list[StepRecord]:
         """The records of the steps so far, oldest first; of the last 10,000, the run log has all."""

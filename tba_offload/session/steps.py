@@ -263,7 +263,7 @@ class Steps:
         """
         offloader = self._parts.offloader
         try:
-            offloader.flush()  # a graph that outlives its step shall not keep memory
+            offloader.writer.flush()  # a graph that outlives its step shall not keep memory
             offloader.raise_failures()
         except TransferError:
             offloader.abandon()
