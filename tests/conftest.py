@@ -76,9 +76,9 @@ def no_thread_is_left() -> Iterator[None]:
         gc.collect()
         time.sleep(0.01)
     if left := _own_threads():
-        from tba_offload.store import engine
+        from tba_offload.store import process
 
-        engine._close_all()
+        process.close_all()
         pytest.fail(f"threads are left: {left}")
 
 

@@ -522,7 +522,7 @@ class AutoPlanner:
                 for layer in self._free_layers(profile, kind)
                 if self.agree is None or not plan.placements[layer].recomputes
             ]
-            measured = {computed_as(plan.placements[layer]) for layer in free}
+            measured = {computed_as(plan.placements[layer], layer) for layer in free}
             missing = [
                 placement
                 for placement in _LOOKS

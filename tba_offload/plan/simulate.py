@@ -226,11 +226,10 @@ class _Run:
         # Of each layer, looked up once: there are many more slots than layers.
         self.timings = [self._timing_of(layer, placement) for layer, placement in enumerate(plan.placements)]
         self.rebuilding = [
-            profile.rebuild_seconds(layer) if placement is Placement.SELECTIVE else 0.0
+            profile.rebuild_seconds(layer) if placement.rebuilds else 0.0
             for layer, placement in enumerate(plan.placements)
         ]
-        moves = [placement not in {Placement.KEEP, Placement.RECOMPUTE} for placement in plan.placements]
-        moving = [slot for slot in profile.slots if moves[slot.layer]]
+        moving = [slot for slot in profile.slots if plan.placements[slot.layer].travels]
         self.order = [(slot.layer, slot.micro_batch) for slot in moving if slot.backward]
         self.position = {scope: position for position, scope in enumerate(self.order)}
         self.pass_of = _backward_passes(moving)
@@ -241,7 +240,7 @@ class _Run:
     def _timing_of(self, layer: int, placement: Placement) -> Timing:
         """What a layer takes: so much less as offloading takes for what stays in memory."""
         timing = self.profile.timing(layer, placement)
-        if placement not in {Placement.OFFLOAD, Placement.SELECTIVE}:
+        if not placement.is_offloaded:
             return timing
         kind = self.profile.kind_of(layer)
         staying = self.plan.kept_bytes(layer, kind)
@@ -265,18 +264,7 @@ class _Run:
             seconds = timing.backward if slot.backward else timing.forward
             if slot.backward:
                 self._read_ahead()
-            if placement is Placement.KEEP:
-                self._stays(kind.nbytes + kind.small_bytes, slot, seconds)
-            elif placement is Placement.RECOMPUTE:
-                self._recomputed(kind, slot, seconds)
-            elif placement is Placement.RECOMPUTE_OFFLOAD:
-                self._recomputed_from_store(kind, slot, seconds)
-            elif not slot.backward:
-                self._offloaded_forward(slot, kind, seconds)
-            elif placement is Placement.SELECTIVE:
-                self._selective_backward(slot, kind, seconds)
-            else:
-                self._offloaded_backward(slot, kind, seconds)
+            placement.take(_Stretch(self, slot, kind, seconds))
         self.now += self.profile.tail
         return Outcome(
             seconds=self.now,
@@ -305,7 +293,7 @@ class _Run:
 
     # ---- layers that stay ------------------------------------------------------------------------
 
-    def _stays(self, nbytes: int, slot: Slot, seconds: float) -> None:
+    def stays(self, nbytes: int, slot: Slot, seconds: float) -> None:
         if slot.backward:
             self.now += seconds
             self._let_go(nbytes, slot)
@@ -313,7 +301,7 @@ class _Run:
             self.now += seconds
             self._hold(nbytes)
 
-    def _recomputed(self, kind: LayerKind, slot: Slot, seconds: float) -> None:
+    def recomputed(self, kind: LayerKind, slot: Slot, seconds: float) -> None:
         self.now += seconds
         if slot.backward:
             self._hold(kind.recomputed_bytes)
@@ -343,7 +331,7 @@ class _Run:
 
     # ---- layers that travel ----------------------------------------------------------------------
 
-    def _recomputed_from_store(self, kind: LayerKind, slot: Slot, seconds: float) -> None:
+    def recomputed_from_store(self, kind: LayerKind, slot: Slot, seconds: float) -> None:
         scope = slot.layer, slot.micro_batch
         if slot.backward:
             self.passes = self.pass_of[self.position[scope]]
@@ -360,9 +348,8 @@ class _Run:
             self.now += seconds
             self._end_scope(scope, items)
 
-    def _offloaded_forward(self, slot: Slot, kind: LayerKind, seconds: float) -> None:
+    def offloaded_forward(self, slot: Slot, kind: LayerKind, seconds: float, *, rebuilds: bool) -> None:
         kept = self.plan.kept_of(slot.layer)
-        is_selective = self.plan.placements[slot.layer] is Placement.SELECTIVE
         items: list[_Item] = []
         passed = 0.0
         self._hold(kind.small_bytes)
@@ -371,8 +358,8 @@ class _Run:
             passed = saved.at
             if number in kept:
                 self._hold(saved.nbytes)
-            elif not (is_selective and saved.rebuilt):
-                needed = saved.fetched if is_selective else saved.until
+            elif not (rebuilds and saved.rebuilt):
+                needed = saved.fetched if rebuilds else saved.until
                 items.append(self._save(saved.nbytes, needed))
         self.now += (1.0 - passed) * seconds
         self._end_scope((slot.layer, slot.micro_batch), items)
@@ -476,7 +463,7 @@ class _Run:
             self.stall += when - self.now
             self.now = when
 
-    def _offloaded_backward(self, slot: Slot, kind: LayerKind, seconds: float) -> None:
+    def offloaded_backward(self, slot: Slot, kind: LayerKind, seconds: float) -> None:
         scope = slot.layer, slot.micro_batch
         passed, used = 0.0, 0
         self.passes = self.pass_of[self.position[scope]]
@@ -490,7 +477,7 @@ class _Run:
         self.now += (1.0 - passed) * seconds
         self._end_backward(slot, kind, used)
 
-    def _selective_backward(self, slot: Slot, kind: LayerKind, seconds: float) -> None:
+    def selective_backward(self, slot: Slot, kind: LayerKind, seconds: float) -> None:
         """What is rebuilt comes into being when it is used; what it is made of stays until its own use."""
         passed, used = 0.0, 0
         self.rebuild_seconds += self.rebuilding[slot.layer]
@@ -610,3 +597,33 @@ class _Run:
         self.read_ahead += item.nbytes
         self._note_peak()
         return True
+
+
+class _Stretch(NamedTuple):
+    """A slot that is about to be played: the ways that its layer can go."""
+
+    run: _Run
+    slot: Slot
+    kind: LayerKind
+    seconds: float
+
+    @property
+    def layer(self) -> int:
+        return self.slot.layer
+
+    def keep(self) -> None:
+        self.run.stays(self.kind.nbytes + self.kind.small_bytes, self.slot, self.seconds)
+
+    def recompute(self, *, inputs_travel: bool = False) -> None:
+        if inputs_travel:
+            self.run.recomputed_from_store(self.kind, self.slot, self.seconds)
+        else:
+            self.run.recomputed(self.kind, self.slot, self.seconds)
+
+    def offload(self, *, rebuilds: bool = False) -> None:
+        if not self.slot.backward:
+            self.run.offloaded_forward(self.slot, self.kind, self.seconds, rebuilds=rebuilds)
+        elif rebuilds:
+            self.run.selective_backward(self.slot, self.kind, self.seconds)
+        else:
+            self.run.offloaded_backward(self.slot, self.kind, self.seconds)

@@ -81,7 +81,7 @@ class LayerRuns:
         scope = trace.begin_scope(self._scope_key(site), placement, inputs=self._inputs(args, kwargs))
         try:
             call = Call(self._parts, self._config, self._stack, site, placement, scope, args, kwargs)
-            output = placement.run(call)
+            output = placement.take(call)
         except BaseException:
             if self._ongoing.step is not None:
                 self._ongoing.step.fail()

@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 DRIVE_TIER, HOST_TIER = "drive", "host"
 """The legal tiers of :class:`DriveLoad`."""
 
-STALL_SECONDS = 300.0
-"""Seconds that a transfer may run before its drive is taken to hang, unless told otherwise."""
-
 WARN_AFTER = 0.1
 """A wait for a drive is named in a warning after this share of its limit."""
 
@@ -421,7 +418,7 @@ class ActivationStore(ABC):
     def limit_waits(self, seconds: float | None) -> None:  # noqa: B027 - without threads nothing hangs
         """Tells the store how long a transfer may run before :meth:`close` gives it up; ``None`` for ever.
 
-        :meth:`reserve` waits as long for a file to grow. Without this it is :data:`STALL_SECONDS`.
+        :meth:`reserve` waits as long for a file to grow. Without this it is ``stall_seconds`` of the options.
         """
 
     @abstractmethod
