@@ -487,14 +487,15 @@ def test_two_models_share_what_they_find_of_a_drive(model: Model, tmp_path: Path
     other = make_model(layers=LAYERS, seed=2)
     config = config_for(default=tba.Placement.AUTO, in_flight=64 * KIB, directory=tmp_path)
     with tba.attach(model, config) as one, tba.attach(other, config) as two:
-        planners = one.planning.planner, two.planning.planner
-        assert planners[0] is not None
-        assert planners[1] is not None
+        mine, other_one = one.planning.controller, two.planning.controller
+        assert mine is not None
+        assert other_one is not None
+        rates = mine.knowledge.rates, other_one.knowledge.rates
         for _ in range(3):  # the rates of a step that warms up are forgotten
             one_step(model, adam(model))
-        assert planners[1].drive() is None  # nothing of its own has moved
+        assert rates[1].bandwidth() is None  # nothing of its own has moved
         one_step(other, adam(other))
-        found = planners[0].drive(), planners[1].drive()
+        found = rates[0].bandwidth(), rates[1].bandwidth()
         assert found[0] is not None
         assert found[0] == found[1]
 

@@ -17,8 +17,9 @@ from harness import KIB, Drive, DrivenHostStore, assert_all_given_back, config_f
 from models import loss_of, make_model, make_tokens, same_bits
 
 import tba_offload as tba
-from tba_offload.adapt.controller import AutoPlanner
-from tba_offload.config.policy import Placement
+from tba_offload.adapt.rates import Rates
+from tba_offload.adapt.task import Task
+from tba_offload.config.policy import Objective, Placement
 from tba_offload.device import ByteRange
 from tba_offload.errors import ChecksumError, ConfigError, StoreError, StoreFullError, TransferError
 from tba_offload.plan.bandwidth import Bandwidth
@@ -527,19 +528,21 @@ def test_what_a_dead_drive_has_fails_one_step_only() -> None:
 
 
 def test_planners_count_on_the_drives_in_service() -> None:
-    planner = AutoPlanner([Placement.AUTO], [(0, "layers.0")], Limits(None, None))
+    rates = Rates(Task((Placement.AUTO,), ((0, "layers.0"),), Limits(None, None), Objective.MEMORY))
+
+    def drive_after(*loads: DriveLoad) -> Bandwidth | None:
+        rates.note(loads, fell_back=False)
+        return rates.bandwidth()
+
     both = [DriveLoad(Load(4000, 1.0), Load(2000, 1.0)), DriveLoad(Load(1000, 1.0), Load(500, 1.0))]
-    planner._note_loads(both)
-    assert planner.drive() == Bandwidth(5000, 2500)
+    assert drive_after(*both) == Bandwidth(5000, 2500)
     nothing = Load(0, 0.0)
-    planner._note_loads([DriveLoad(nothing, nothing, in_service=False), both[1]])
-    assert planner.drive() == Bandwidth(1000, 500)
-    planner._note_loads([DriveLoad(nothing, nothing), both[1]])
-    assert planner.drive() == Bandwidth(5000, 2500)
-    planner._note_loads([DriveLoad(nothing, nothing, room=3000), both[1]])
-    assert planner.drive() == Bandwidth(5000, 2500)
-    planner._note_loads([DriveLoad(nothing, nothing, room=3000), both[1]._replace(room=4096)])
-    assert planner.drive() == Bandwidth(5000, 2500, capacity=7096)
+    idle = DriveLoad(nothing, nothing, in_service=False)
+    assert drive_after(idle, both[1]) == Bandwidth(1000, 500)
+    assert drive_after(DriveLoad(nothing, nothing), both[1]) == Bandwidth(5000, 2500)
+    full = DriveLoad(nothing, nothing, room=3000)
+    assert drive_after(full, both[1]) == Bandwidth(5000, 2500)
+    assert drive_after(full, both[1]._replace(room=4096)) == Bandwidth(5000, 2500, capacity=7096)
 
 
 def test_it_needs_a_store() -> None:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from tba_offload.adapt.controller import AutoPlanner
+from tba_offload.adapt.controller import Controller
 from tba_offload.adapt.planning import Planning
+from tba_offload.adapt.task import Task
 from tba_offload.capture import resize, transforms
 from tba_offload.capture.gradients import Gradients
 from tba_offload.capture.hooks import Capture
@@ -26,6 +27,7 @@ from tba_offload.device.streams import device_of
 from tba_offload.errors import ConfigError, SessionError
 from tba_offload.formatting import layers_by_placement
 from tba_offload.layers.stack import LayerStack, check_disjoint
+from tba_offload.plan.goals import default_objective
 from tba_offload.plan.model import Limits, Plan
 from tba_offload.recompute.verdicts import Verifier
 from tba_offload.report.run_log import RunHeader, RunLogWriter, StepRecord
@@ -112,7 +114,7 @@ class Session:
         try:
             if run_log is not None:
                 self._run_log = RunLogWriter(run_log, self._header(strategy, model_info, parts))
-            parts.planning.start(plan, self._planner_of(config, plan))
+            parts.planning.start(plan, self._controller_of(config, plan), self._world.agree)
         except BaseException:
             parts.meters.close()
             parts.store.close()
@@ -263,9 +265,9 @@ class Session:
                 file=wanted.file,
             )
         plan = self._plan_of(wanted)
-        planner = self._planner_of(wanted, plan)
+        controller = self._controller_of(wanted, plan)
         self.config = wanted
-        self.planning.start(plan, planner)
+        self.planning.start(plan, controller, self._world.agree)
         self._runs.configure(wanted)
         self.capture.configure(min_tensor_bytes=wanted.min_tensor_bytes)
         self.offloader.failures.resolve(keep_when_full=wanted.on_full == "keep")
@@ -391,8 +393,8 @@ class Session:
         ids = [layer.id for layer in self.layers]
         return Plan.from_policy(config.policy, ids, self._world.layers, window=config.budget.ceiling)
 
-    def _planner_of(self, config: OffloadConfig, plan: Plan) -> AutoPlanner | None:
-        """Who learns what steps are like, and decides on the layers that are placed ``auto``.
+    def _controller_of(self, config: OffloadConfig, plan: Plan) -> Controller | None:
+        """Learns what steps are like, and decides on the layers that are placed ``auto``.
 
         Without such layers it is of use for the run log only.
         """
@@ -400,15 +402,17 @@ class Session:
         is_auto = Placement.AUTO in everywhere
         if not is_auto and self._run_log is None:
             return None
-        return AutoPlanner(
+        limits = _limits_of(config)
+        task = Task(
             plan.placements,
-            [(layer.chunk, layer.id.name) for layer in self.layers],
-            _limits_of(config),
-            objective=config.budget.objective,
+            tuple((layer.chunk, layer.id.name) for layer in self.layers),
+            limits,
+            config.budget.objective or default_objective(limits),
             host_capacity=config.store.host_capacity,
             drives=_drives_of(config),
-            agree=self._world.agree if is_auto else None,
+            is_shared=is_auto and self._world.agree is not None,
         )
+        return Controller(task)
 
 
 def _limits_of(config: OffloadConfig) -> Limits:
@@ -419,10 +423,10 @@ def _nothing() -> None:
     """Where steps are told by hand it does not matter when a backward pass ends."""
 
 
-def _drives_of(config: OffloadConfig) -> list[int]:
+def _drives_of(config: OffloadConfig) -> tuple[int, ...]:
     """The device numbers of the file systems that a configuration names, in its order."""
     directories = config.store.options().directories
-    return [Path(directory).stat().st_dev for directory in directories if Path(directory).is_dir()]
+    return tuple(Path(directory).stat().st_dev for directory in directories if Path(directory).is_dir())
 
 
 def _device_name(device: torch.device) -> str:

@@ -120,10 +120,8 @@ class Steps:
         opened_itself: bool = False,
     ) -> Step:
         """A step that has not begun; see :meth:`Session.step`."""
-        planner = self._parts.planning.planner
-        meter = self._parts.meters.of_step(
-            wanted=measure_memory, may_help=planner is not None and planner.wants_memory
-        )
+        planning, meters = self._parts.planning, self._parts.meters
+        meter = meters.of_step(wanted=measure_memory, may_help=planning.wants_memory)
         return Step(self, tokens=tokens, model_flops=model_flops, meter=meter, opened_itself=opened_itself)
 
     def open_by_itself(self) -> Step:
@@ -215,7 +213,7 @@ class Steps:
     def _mark_times(self) -> None:
         """Has times marked in the work of a device that runs behind the host, if a planner watches."""
         parts = self._parts
-        wanted = parts.planning.planner is not None and parts.device.runs_behind
+        wanted = parts.planning.controller is not None and parts.device.runs_behind
         parts.offloader.mark_stalls(wanted=wanted)
         if wanted:
             parts.capture.trace.mark_times(parts.device)
@@ -306,8 +304,8 @@ class Steps:
     def _learn(self, step: Step, record: StepRecord, loads: Sequence[DriveLoad]) -> None:
         """Has the next step planned by what this one was like."""
         parts = self._parts
-        planner, chosen = parts.planning.planner, parts.planning.chosen
-        if planner is None:
+        controller, chosen = parts.planning.controller, parts.planning.chosen
+        if controller is None:
             return
         may_plan = parts.world.may_plan_recomputation
         if not may_plan and chosen:
@@ -323,7 +321,7 @@ class Steps:
         )
         if news is None:
             return
-        if planner.has_planned and parts.world.rank == 0:
+        if controller.has_planned and parts.world.rank == 0:
             tell(f"plan after step {record.step}: {news['summary']}")
         self._planned({"step": record.step, **news})
 
