@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from ordered_device import OrderedDevice
-from store_contract import CPU, descriptors, get, pattern, put
 
 import tba_offload as tba
 from tba_offload import StoreConfig
@@ -24,6 +23,7 @@ from tba_offload.store.gds import GdsBackend, GdsStore
 from tba_offload.store.host import HostBackend, HostStore
 from tba_offload.store.probe import EXTENTS, Probe, choose, measure
 from tba_offload.store.process import open_stores
+from tba_offload.testing.store_contract import CPU, descriptors, get, pattern, put
 
 if TYPE_CHECKING:
     from pathlib import Path
