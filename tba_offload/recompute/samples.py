@@ -63,15 +63,26 @@ class Samples:
 
     def _sample(self, tensor: torch.Tensor) -> torch.Tensor:
         plain = tensor.detach()
-        count, start = min(plain.numel(), _ELEMENTS), plain.storage_offset()
-        if plain.is_contiguous():
+        count, turn = min(plain.numel(), _ELEMENTS), self._number // _EVERY
+        if plain.is_contiguous() or _fills_its_span(plain):
             step = plain.numel() // count
-            start += self._number % step
+            start = turn % step
         else:
-            sizes = zip(plain.shape, plain.stride(), strict=True)
-            step = sum(size // _ELEMENTS * stride for size, stride in sizes)
+            step = start = 0  # a diagonal, that begins elsewhere in each run
+            for size, stride in zip(plain.shape, plain.stride(), strict=True):
+                step += size // _ELEMENTS * stride
+                start += turn % (size - (_ELEMENTS - 1) * (size // _ELEMENTS)) * stride
+                turn //= 2
         with torch.no_grad():
-            return plain.as_strided((count,), (step,), start).clone().view(torch.uint8)
+            samples = plain.as_strided((count,), (step,), plain.storage_offset() + start)
+            return samples.clone().view(torch.uint8)
+
+
+def _fills_its_span(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a tensor lie side by side in its memory, in whatever order."""
+    strides = tensor.stride()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
+    return span == tensor.numel() and 0 not in strides  # one that is expanded may have gaps
 
 
 def _can_be_sampled(tensor: torch.Tensor) -> bool:
