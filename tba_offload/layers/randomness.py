@@ -6,7 +6,6 @@ import contextlib
 import operator
 import random
 import sys
-import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,9 +13,6 @@ import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-_turn = threading.RLock()
-"""Held while a generator is turned back: PyTorch's generators are shared by all threads of the process."""
 
 
 def _are_equal(one: Any, other: Any) -> bool:
@@ -102,20 +98,16 @@ class RandomState:
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
-        """Draws the same numbers again inside the block; after it all is as before.
-
-        One thread at a time: two backward passes that turn the same generator back would draw each other's.
-        """
+        """Draws the same numbers again inside the block; after it all is as before."""
         if not self._are_drawn and self.is_current():
             yield
             return
-        with _turn:
-            before = [generator.state() for generator in self._generators]
-            try:
-                self._restore(self._states)
-                yield
-            finally:
-                self._restore(before)
+        before = [generator.state() for generator in self._generators]
+        try:
+            self._restore(self._states)
+            yield
+        finally:
+            self._restore(before)
 
     def _restore(self, states: Sequence[Any]) -> None:
         for generator, state in zip(self._generators, states, strict=True):

@@ -26,6 +26,7 @@ import torch
 from tba_offload.layers.nested import DEPTH, LEAVES, MOST, TooManyError, slots_of
 from tba_offload.layers.randomness import Generator
 from tba_offload.recompute.code import attributes_of_class, reach_of_function
+from tba_offload.recompute.stand_ins import StandIns, has_graph
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,7 +91,7 @@ class Contents:
     """
 
     __slots__ = (
-        *("_arrays", "_copies", "_found", "_large", "_locals", "_named", "_owned", "_seen"),
+        *("_arrays", "_copies", "_found", "_large", "_locals", "_named", "_owned", "_seen", "_stand_ins"),
         *("generators", "modules", "tensors", "unknown"),
     )
 
@@ -106,9 +107,10 @@ class Contents:
         self._large: list[Any] = []
         self._locals: list[tuple[threading.local, dict[str, Any]]] = []
         self._named: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._seen: set[int] = set()
+        self._seen: dict[int, None] = {}
+        self._stand_ins = StandIns()
 
-    def add(self, name: str, value: object, *, saves_tuples: bool = False) -> None:
+    def add(self, name: str, value: Any, *, saves_tuples: bool = False) -> Any:
         """Takes down what a value holds.
 
         Args:
@@ -116,29 +118,67 @@ class Contents:
             value: The value.
             saves_tuples: Tensors that are the value, or lie in it in tuples alone, are saved elsewhere.
 
+        Returns:
+            The value; or one that stands for it, without the graphs that it holds.
+
         Raises:
             TooManyError: There are more objects than can be looked through.
         """
+        mark = tuple(map(len, self._found_so_far))
+        if not self._look_through(name, value, saves_tuples=saves_tuples):
+            return value
+        self._roll_back(mark)
+        try:
+            stand_in = self._stand_ins.of(value)
+        except Exception:  # noqa: BLE001 - whatever its class raises
+            self.unknown = f"an object that cannot be copied ({type(value).__name__})"
+            return None
+        self._look_through(name, stand_in, saves_tuples=saves_tuples)
+        return stand_in
+
+    def end(self) -> None:
+        """Nothing is added any more: lets go of what only served to tell objects from each other."""
+        self._seen.clear()
+        self._stand_ins.clear()
+
+    def _roll_back(self, mark: tuple[int, ...]) -> None:
+        """Forgets what was found since a mark."""
+        for found, length in zip(self._found_so_far, mark, strict=True):
+            while len(found) > length:
+                found.pop() if isinstance(found, list) else found.popitem()
+
+    @property
+    def _found_so_far(self) -> tuple[list[Any] | dict[int, None], ...]:
+        return (
+            *(self.tensors, self.generators, self.modules, self._found, self._owned, self._arrays),
+            *(self._large, self._locals, self._named, self._seen),
+        )
+
+    def _look_through(self, name: str, value: object, *, saves_tuples: bool) -> bool:
+        """Takes down what a value holds; whether it holds graphs that are not the layer's own."""
+        holds_graphs = False
         waiting = deque([(value, 0, saves_tuples)])
         while waiting:
             found, depth, is_saved = waiting.popleft()
             kind = type(found)  # settings objects may take long to tell their class
             if issubclass(kind, torch.Tensor):
                 if not is_saved:
+                    holds_graphs = holds_graphs or (self._copies and has_graph(found))  # type: ignore[arg-type]
                     self.tensors.append(Held(name, found, version_of(found), self._copy_of(found)))  # type: ignore[arg-type]
             elif id(found) not in self._seen and kind not in PLAIN and issubclass(kind, torch.nn.Module):
-                self._seen.add(id(found))
+                self._seen[id(found)] = None
                 self.modules.append(found)  # type: ignore[arg-type]
             elif issubclass(kind, types.FunctionType):
                 self._add_function(found)  # type: ignore[arg-type]
             elif id(found) not in self._seen and kind not in PLAIN and not issubclass(kind, _LEAVES):
-                self._seen.add(id(found))
+                self._seen[id(found)] = None
                 if len(self._seen) > MOST:
                     raise TooManyError
                 if depth < DEPTH:
                     is_saved = is_saved and kind is tuple
                     parts = (part for part in self._take_down(found) if type(part) not in PLAIN)
                     waiting.extend((part, depth + 1, is_saved) for part in parts)
+        return holds_graphs
 
     def _copy_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return copy_of(tensor) if self._copies else None
@@ -160,25 +200,23 @@ class Contents:
 
     def _add_function(self, function: types.FunctionType) -> None:
         if id(function) not in self._seen:
-            self._seen.add(id(function))
+            self._seen[id(function)] = None
             if (reach := reach_of_function(function)) is not None:
                 self.add_reach(reach)
 
     def _add_attributes(self, owner: object, names: tuple[str, ...]) -> None:
         """Takes down some attributes of an object, and what they hold."""
         if id(owner) not in self._seen:
-            self._seen.add(id(owner))
+            self._seen[id(owner)] = None
             content = _attributes_of(owner, names)
             self._owned.append((owner, names, content))
-            for name, value in content.items():
-                self.add(name, value)
+            content.update({name: self.add(name, value) for name, value in content.items()})
 
     def _add_names(self, names: Names) -> None:
         content = {name: names.file[name] for name in names.read if name in names.file}
         content = {name: value for name, value in content.items() if not isinstance(value, _CODE)}
         self._named.append((names.file, content))
-        for name, value in content.items():
-            self.add(name, value)
+        content.update({name: self.add(name, value) for name, value in content.items()})
 
     def _take_down(self, value: object) -> Any:
         """Notes what one object holds now; returns its parts."""
@@ -226,7 +264,8 @@ class Contents:
     def _take_down_local(self, value: Any) -> Any:
         content = value.__dict__.copy()
         self._locals.append((value, content))
-        return content.values()
+        content.update({name: self.add(name, found) for name, found in content.items()})
+        return ()
 
     def _take_down_object(self, value: object) -> Any:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.layers import settings
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 
     from tba_offload.layers.randomness import Generator
     from tba_offload.recompute.digest import Digest
+
+_turn = threading.RLock()
+"""Held during a second run: two backward passes that put the same buffers and generators back would find each
+other's. A layer may run another one a second time."""
 
 TOO_MANY = "it holds, or is given, too many objects to look through"
 
@@ -112,8 +117,15 @@ class Observation:
         Raises:
             SavedTensorModifiedError: Something of that was changed in place since.
         """
-        with self._as_found():
+        with _turn, self._as_found():
             return self._context.run(forward, *args, **kwargs)
+
+    def try_again(
+        self, forward: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> object:
+        """As :meth:`repeat`; what the run writes into tensors of the layer is undone, versions and all."""
+        with _turn, self.found.undoing():
+            return self.repeat(forward, args, kwargs)
 
     @contextlib.contextmanager
     def _as_found(self) -> Iterator[None]:

@@ -2,18 +2,20 @@
 
 A :class:`Run` stands in front of the layer's forward. The first time it takes down what the layer finds:
 parameters, buffers, arguments, the state of random generators. The second time all of that is put back, and
-samples of what the layer saves are compared, or of what it puts out where a checkpoint hides what it saves.
-Of the first run of each layer all that it puts out is compared.
+samples of what the layer saves are compared, or of what it puts out where a checkpoint hides what it saves or
+kernels do not fill it. Of the first run of each layer all that it puts out is compared.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.errors import RecomputationError, TbaError, UnsupportedError
 from tba_offload.layers.guards import is_scripted
 from tba_offload.layers.nested import TooManyError
 from tba_offload.recompute.observation import TOO_MANY
+from tba_offload.recompute.samples import Samples
 from tba_offload.recompute.saved_again import SavedAgain
 from tba_offload.recompute.trial import fault_of
 from tba_offload.recompute.verdicts import OTHER_NUMBERS, SCRIPTED
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tba_offload.recompute.observation import Observation
+    from tba_offload.recompute.samples import Differences
     from tba_offload.recompute.verdicts import Mode, Verifier
 
 _NO_HOOKS = "support saved tensor hooks"
@@ -47,8 +50,10 @@ class Run:
         self._forward = forward
         self._is_planned = is_planned
         self._compares = verifier.compares(mode)
-        self._saved = SavedAgain(self._failed, verifier.name_of(mode.layer), verifier.next_run(mode.layer))
+        samples = partial(Samples, verifier.next_run(mode.layer), verifier.unfilled(mode))
+        self._saved = SavedAgain(self._failed, verifier.name_of(mode.layer), samples, self._are_unfilled)
         self._observed: Observation | None = None
+        self._whole: Callable[[], str | None] | None = None  # runs the layer to its end, and compares that
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> object:
         """Runs the layer: the first time to take down what it finds, then to repeat that.
@@ -72,8 +77,7 @@ class Run:
         except BaseException:
             self._observed = None  # which may hold the graph, as the graph holds this
             raise
-        if self._compares or not self._saved.is_sampled:
-            self._note_output(observed, output)
+        self._note_output(observed, output)
         return output
 
     def _run_first(self, observed: Observation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -112,15 +116,30 @@ class Run:
         if self._compares and observed.is_compared:
             self._compares = False
             self._compare(observed, args, kwargs)
-        with self._saved.in_second_run(observed.found.restorable()):
-            try:
+        if observed.is_compared:
+            self._whole = partial(fault_of, observed, self._forward, args, kwargs)
+        try:
+            with self._saved.in_second_run(observed.found.restorable()):
                 output = observed.repeat(self._forward, args, kwargs)
-            except Exception as error:
-                self._withdraw(str(error))
-                raise
+        except Exception as error:
+            self._withdraw(str(error))
+            raise
+        finally:
+            self._whole = None  # it holds the arguments
         if not observed.is_output(output):
             raise self._failed(OTHER_NUMBERS)
         return output
+
+    def _are_unfilled(self, differences: Differences) -> bool:
+        """Whether a second run differs only in memory that kernels reserve for backward and do not fill.
+
+        Some do: the workspace of an LSTM, or the seed of an attention that drops nothing. Backward does not
+        read it, and it is no part of the graph. What is put out tells whether it was that.
+        """
+        if not differences.may_be_unfilled or self._whole is None or self._whole() is not None:
+            return False
+        self._verifier.leave_out(self._mode, differences.places)
+        return True
 
     def _compare(self, observed: Observation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Runs the layer once more than backward needs it: that stops at the last tensor that was saved."""

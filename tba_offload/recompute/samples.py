@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from tba_offload.layers.graph import latest_node
 
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+
 _ELEMENTS = 16
 """Of each tensor, at equal distances: state that a layer reads changes most of what it makes."""
 
 _KINDS = (torch.Tensor, torch.nn.Parameter)
+
+
+class Differences(NamedTuple):
+    """Where two runs of a layer have saved other bits.
+
+    Attributes:
+        places: In the order of saving.
+        may_be_unfilled: Whether these may be memory that a kernel reserves and does not fill: none of them is
+            part of the graph.
+    """
+
+    places: frozenset[int]
+    may_be_unfilled: bool
 
 
 class Samples:
@@ -21,13 +37,17 @@ class Samples:
 
     Args:
         number: Of the run: two runs that are to be compared have the same, and others look elsewhere.
+        left_out: Places, in the order of saving, of tensors that are not looked at.
     """
 
-    __slots__ = ("_node", "_number", "_taken", "_waiting")
+    __slots__ = ("_count", "_left_out", "_node", "_number", "_taken", "_waiting", "_with_graph")
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, left_out: Collection[int] = ()) -> None:
         self._number = number
-        self._taken: list[torch.Tensor | None] = []
+        self._left_out = left_out
+        self._count = 0
+        self._taken: dict[int, torch.Tensor] = {}
+        self._with_graph: set[int] = set()
         self._waiting: list[tuple[int, torch.Tensor]] = []
         self._node = -1
 
@@ -37,17 +57,19 @@ class Samples:
         if (node := latest_node()) != self._node:
             self._node = node
             self.end()
-        if not _can_be_sampled(tensor):
-            self._taken.append(None)
-        elif saved.requires_grad:
-            self._taken.append(self._sample(tensor))
+        place = self._count
+        self._count += 1
+        if place in self._left_out or not _can_be_sampled(tensor):
+            return
+        if saved.requires_grad:
+            self._taken[place] = self._sample(tensor)
+            self._with_graph.add(place)
         else:
-            self._waiting.append((len(self._taken), tensor))
-            self._taken.append(None)
+            self._waiting.append((place, tensor))
 
     def leave_out(self) -> None:
         """Counts a tensor of which no samples are taken."""
-        self._taken.append(None)
+        self._count += 1
 
     def end(self) -> None:
         """Takes samples of what its operation has filled by now."""
@@ -56,17 +78,29 @@ class Samples:
             if tensor.untyped_storage().nbytes():  # gathered parameters may be gone
                 self._taken[place] = self._sample(tensor)
 
-    def agree_with(self, others: Samples) -> bool:
-        """Whether all that was sampled in both runs has the same bits."""
-        pairs = zip(self._taken, others._taken, strict=False)  # a run that fails, and says so, saves less
-        return all(one is None or other is None or torch.equal(one, other) for one, other in pairs)
+    def differences(self, others: Samples) -> Differences | None:
+        """Where two runs have saved other bits, as far as that was sampled; ``None`` if nowhere."""
+        shared = self._taken.keys() & others._taken.keys()  # a run that fails, and says so, saves less
+        if all(torch.equal(*pair) for pair in self._joined(others, sorted(shared))):
+            return None
+        places = {place for place in shared if not torch.equal(self._taken[place], others._taken[place])}
+        return Differences(frozenset(places), may_be_unfilled=places.isdisjoint(self._with_graph))
+
+    def _joined(self, others: Samples, places: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The samples of both, those of a device as one tensor: the host waits for each device once."""
+        of_device: dict[torch.device, list[int]] = {}
+        for place in places:
+            of_device.setdefault(self._taken[place].device, []).append(place)
+        for some in of_device.values():
+            mine, its = ([samples[place] for place in some] for samples in (self._taken, others._taken))
+            yield torch.cat(mine), torch.cat(its)
 
     def _sample(self, tensor: torch.Tensor) -> torch.Tensor:
         plain = tensor.detach()
-        count, turn = min(plain.numel(), _ELEMENTS), self._number // _EVERY
+        count, turn = min(plain.numel(), _ELEMENTS), self._number
         if plain.is_contiguous() or _fills_its_span(plain):
             step = plain.numel() // count
-            start = turn % step
+            start = turn % (plain.numel() - (count - 1) * step)
         else:
             step = start = 0  # a diagonal, that begins elsewhere in each run
             for size, stride in zip(plain.shape, plain.stride(), strict=True):

@@ -9,7 +9,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError
 
 from tba_offload.layers.graph import check_version, hooks_on_top
-from tba_offload.recompute.samples import Samples
 from tba_offload.recompute.surroundings import address_of
 from tba_offload.recompute.verdicts import OTHER_NUMBERS
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from tba_offload.errors import TbaError
+    from tba_offload.recompute.samples import Differences, Samples
 
 
 class SavedAgain:
@@ -33,19 +33,23 @@ class SavedAgain:
     Args:
         failed: Makes the error for what is wrong with recomputing the layer.
         name: The layer as messages call it.
-        number: Of the run, by which its samples lie elsewhere than those of others.
-
-    Attributes:
-        is_sampled: Whether samples were taken of what the first run has saved.
+        samples: Makes what takes samples of one of the runs.
+        are_unfilled: Tells of differences whether they are only where kernels fill no memory.
     """
 
-    def __init__(self, failed: Callable[[str], TbaError], name: str, number: int) -> None:
+    def __init__(
+        self,
+        failed: Callable[[str], TbaError],
+        name: str,
+        samples: Callable[[], Samples],
+        are_unfilled: Callable[[Differences], bool],
+    ) -> None:
         self._failed = failed
         self._name = name
-        self._number = number
-        self.is_sampled = False
+        self._make_samples = samples
+        self._are_unfilled = are_unfilled
         self._count = 0  # tensors that the first run has saved
-        self._samples = Samples(number)
+        self._samples = samples()
         self._versions: list[int] = []  # at which the latest second run has saved them, by the same number
 
     @contextmanager
@@ -56,7 +60,6 @@ class SavedAgain:
             restorable: Addresses of tensors that the layer may change, and finds again in the second run.
         """
         top = hooks_on_top()
-        self.is_sampled = top is not None
         with nullcontext() if top is None else saved_tensors_hooks(*self._first(*top, restorable)):
             yield
         self._samples.end()
@@ -103,7 +106,7 @@ class SavedAgain:
         restorable: Collection[int],
     ) -> Iterator[None]:
         self._versions = versions = []
-        samples = Samples(self._number)
+        samples = self._make_samples()
 
         def note(tensor: torch.Tensor) -> object:
             if restorable and address_of(tensor) in restorable:
@@ -127,7 +130,8 @@ class SavedAgain:
             ended, end.error = end.error, None  # or each would hold the other, and all callers
         try:
             samples.end()
-            if not self._samples.agree_with(samples):
+            differences = self._samples.differences(samples)
+            if differences is not None and not self._are_unfilled(differences):
                 raise self._failed(OTHER_NUMBERS)
             if ended is not None:
                 raise ended

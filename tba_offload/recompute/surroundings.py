@@ -23,6 +23,7 @@ from tba_offload.recompute.code import reach_of_class
 from tba_offload.recompute.contents import PLAIN, SMALL, UNSEEN, Contents, Held, copy_of, version_of
 from tba_offload.recompute.digest import digests
 from tba_offload.recompute.parametrized import CachedWeights
+from tba_offload.recompute.stand_ins import without_graph
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -130,6 +131,8 @@ class Surroundings:
         for key, value in arguments.items():
             self._given.add(f"a tensor in the argument {_argument(key)}", value, saves_tuples=True)
         self._take_down_all(layer)
+        self._own.end()
+        self._given.end()
         self._cached = CachedWeights(found.module for found in self._found)
         self._arguments = {key: _seen_in(value) for key, value in arguments.items()}
 
@@ -159,22 +162,27 @@ class Surroundings:
             if tensor is not None:
                 slot = _Slot(module._parameters, name, tensor, version_of(tensor), True, tensor.requires_grad)  # noqa: FBT003
                 self._slots.append(slot)
-        for name, buffer in module._buffers.items():
+        buffers = {name: without_graph(buffer) for name, buffer in module._buffers.items()}
+        for name, buffer in buffers.items():
             if buffer is not None:
                 owner, trains = module._buffers, buffer.requires_grad
                 slot = _Slot(owner, name, buffer, version_of(buffer), False, trains, copy_of(buffer))  # noqa: FBT003
                 self._slots.append(slot)
         attributes = module.__dict__.copy()
         hooks = {name: attributes[name].copy() for name in _HOOKS} if _is_hooked(module) else None
-        self._found.append(_Found(module, attributes, module._buffers.copy(), hooks, is_wrapper))
+        self._found.append(_Found(module, attributes, buffers, hooks, is_wrapper))
         if not is_wrapper:  # whose attributes are not the model's
             self._look_into(module, attributes)
 
     def _look_into(self, module: nn.Module, attributes: dict[str, Any]) -> None:
         try:
             for name, value in attributes.items():
-                if type(value) not in PLAIN and name not in _INTERNAL and not _is_view(value):
-                    self._own.add(name, value)  # a forward of the instance's own among them
+                if type(value) in PLAIN or name in _INTERNAL:
+                    continue
+                if _is_view(value):
+                    attributes[name] = without_graph(value)
+                else:  # a forward of the instance's own among them
+                    attributes[name] = self._own.add(name, value)
             self._own.add_reach(reach_of_class(type(module)))  # type: ignore[arg-type]
             for hook in _hooks_of(module):
                 self._own.add("a hook", hook)

@@ -193,8 +193,8 @@ def fault_of(
     """
     saved = _Saved()
     try:
-        with saved_tensors_hooks(saved.pack, refuse_unpack), observed.found.undoing():
-            output = observed.repeat(forward, args, kwargs)
+        with saved_tensors_hooks(saved.pack, refuse_unpack):
+            output = observed.try_again(forward, args, kwargs)
     except TbaError:
         raise
     except torch.OutOfMemoryError:

@@ -14,7 +14,7 @@ from tba_offload.layers.guards import has_hooks, is_scaled, is_scripted
 from tba_offload.recompute.observation import Observation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch import nn
 
@@ -67,6 +67,7 @@ class Verifier:
         self._told: set[str] = set()
         self._awaited: set[int] = set()  # layers of which a run of this step is compared
         self._random: RandomState | None = None
+        self._unfilled: dict[Mode, frozenset[int]] = {}
         self._runs = [itertools.count() for _ in layers]
 
     def begin_step(self) -> None:
@@ -170,9 +171,14 @@ class Verifier:
         self._random = found.random
         return found
 
-    def next_run(self, index: int) -> int:
-        """A number for each run of a layer that is recomputed, one more than that of its last one.
+    def unfilled(self, mode: Mode) -> Collection[int]:
+        """Places, in the order of saving, of tensors that kernels of a layer do not fill."""
+        return self._unfilled.get(mode, frozenset())
 
-        Runs of all layers counted together, an even number in each step, would be even for ever for a layer.
-        """
+    def leave_out(self, mode: Mode, places: frozenset[int]) -> None:
+        """Tensors at these places are not looked at any more."""
+        self._unfilled[mode] = places.union(self.unfilled(mode))
+
+    def next_run(self, index: int) -> int:
+        """A number for each run of a layer that is recomputed, one more than that of its last one."""
         return next(self._runs[index])
