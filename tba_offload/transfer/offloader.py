@@ -134,7 +134,7 @@ class Offloader:
             shared.ledger.note(record)
             running = [piece for piece in record.pieces() if piece.write is not None]
         for piece in running:
-            shared.wait_for_write(piece)
+            shared.wait_for_write(record, piece)
 
     def quiesce(self) -> None:
         """Waits until every write has ended or was taken back, and accounts for dropped handles.

@@ -108,16 +108,18 @@ class Reader:
         shared, record = self._shared, handle.record
         while span is not None:
             with shared.lock:
-                if not span.reads:
+                if not span.reads and span.restored() is None:
                     self._start_read(span)
                 shared.ahead.pop(span, None)  # another thread that needs room must not take it away
                 reads = span.reads
             if not span.has_come(reads):
-                self._await(span, reads)
+                self._await(record, span, reads)
             with shared.lock:
                 if span in self.ledger.ahead:
                     self.ledger.uncharge(span)
                 storage, _, _ = record.hand_out(handle, reads)
+                if record.pinned:
+                    self.ledger.note(record)
                 if storage is not None:
                     return storage, span
                 span = record.span_over(handle.lo, handle.hi)  # another thread may have given it up
@@ -153,21 +155,23 @@ class Reader:
 
     # ---- waiting ---------------------------------------------------------------------------------
 
-    def _await(self, span: Span, reads: list[IoFuture]) -> None:
+    def _await(self, record: Record, span: Span, reads: list[IoFuture]) -> None:
         """Waits for the reads of a span; the time is a stall."""
         if span.has_come(reads):
             return
         with self._shared.stall(is_marked=not span.arrived()):
             for number, piece in enumerate(span.pieces):
                 try:
-                    self._await_read(span, reads, number, piece)
+                    self._await_read(record, span, reads, number, piece)
                 except TransferError:  # nothing has moved for too long
                     self._shared.extents.suspend(piece, self._shared.watchdog.exhausted())
                     raise
                 except StoreError as error:
-                    raise self._failed(span, piece, error) from error
+                    raise self._failed(record, span, piece, error) from error
 
-    def _await_read(self, span: Span, reads: list[IoFuture], number: int, piece: Piece) -> None:
+    def _await_read(
+        self, record: Record, span: Span, reads: list[IoFuture], number: int, piece: Piece
+    ) -> None:
         """Waits for one read, and tries again where that may help.
 
         Raises:
@@ -177,7 +181,9 @@ class Reader:
         started, mismatched = time.perf_counter(), False
         for seconds in (*READ_AGAIN, None):
             spent, read = time.perf_counter() - started, reads[number]
-            watchdog.wait_for(read, lambda: self._shared.describe("read", piece, piece.nbytes), spent=spent)
+            watchdog.wait_for(
+                read, lambda: self._shared.describe("read", record, piece, piece.nbytes), spent=spent
+            )
             if seconds is None or not _may_pass(read.error, mismatched=mismatched):
                 break
             mismatched = isinstance(read.error, ChecksumError)
@@ -197,7 +203,7 @@ class Reader:
             reads[number] = self._read_part(span, piece, room, self._device.event())
             self.ledger.stats.reread += piece.nbytes
 
-    def _failed(self, span: Span, piece: Piece, error: StoreError) -> TransferError:
+    def _failed(self, record: Record, span: Span, piece: Piece, error: StoreError) -> TransferError:
         """A read failed for good: its buffer goes, unless a read still fills it. Returns the error."""
         shared = self._shared
         with shared.lock:
@@ -206,7 +212,7 @@ class Reader:
                 span.forget()
         if is_of_drive(error):  # it did not give back what it took
             shared.extents.suspend(piece, error)
-        return transfer_error("read", piece.record, error, f" from {shared.extents.where(piece)}")
+        return transfer_error("read", record, error, f" from {shared.extents.where(piece)}")
 
     # ---- made again ------------------------------------------------------------------------------
 

@@ -39,7 +39,6 @@ class Piece:
     piece of its own.
 
     Attributes:
-        record: The record of the storage.
         lo: First byte.
         hi: End of the last one.
         nbytes: Length in bytes.
@@ -58,14 +57,12 @@ class Piece:
         "lo",
         "nbytes",
         "pending",
-        "record",
         "stream",
         "weight",
         "write",
     )
 
-    def __init__(self, record: Record, lo: int, hi: int, stream: object, weight: int) -> None:
-        self.record = record
+    def __init__(self, lo: int, hi: int, stream: object, weight: int) -> None:
         self.lo = lo
         self.hi = hi
         self.nbytes = hi - lo
@@ -298,7 +295,7 @@ class Record:
         if self.pinned:
             return []
         if not self.spans:
-            piece = Piece(self, lo, hi, stream, 0 if self.writes else self.nbytes)
+            piece = Piece(lo, hi, stream, 0 if self.writes else self.nbytes)
             missing = [piece]
             self.spans = [Span(missing)]
         elif not (missing := self._claim(lo, hi, stream)):
@@ -321,7 +318,7 @@ class Record:
         )
         missing: list[Piece] = []
         for a, b in _gaps(touched, lo, hi):
-            missing.append(Piece(self, a, b, stream, 0 if self.writes or missing else self.nbytes))
+            missing.append(Piece(a, b, stream, 0 if self.writes or missing else self.nbytes))
         old = [piece for span in touched for piece in span.pieces]
         self.spans = [span for span in self.spans if span not in touched]
         self.spans.append(Span(sorted(old + missing, key=lambda piece: piece.lo)))
@@ -444,7 +441,7 @@ class Record:
                 if piece.extent is not None:
                     extents.append(piece.extent)
                     piece.extent = None
-        self.spans = []  # which know the record
+        self.spans = []
         self.source = None
         self.charged = 0
         return extents
