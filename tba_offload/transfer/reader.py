@@ -11,6 +11,7 @@ from tba_offload.errors import ChecksumError, SessionError, StoreError, Transfer
 from tba_offload.transfer.extents import extent_of
 from tba_offload.transfer.failures import transfer_error
 from tba_offload.transfer.shared import DROPS_AT_ONCE
+from tba_offload.transfer.storage import State
 from tba_offload.transfer.watchdog import has_ended, pause
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class Reader:
             self._device.use(ByteRange(storage, 0, storage.nbytes()), stream)
         return storage, span.shift
 
-    def _forwarded(self, handle: Handle, *, is_first: bool, was_held: bool) -> None:
+    def _forwarded(self, handle: Handle, *, is_first: bool, was_held: bool | None) -> None:
         """Backward has the original memory: what was still to be written is not, once no handle needs it."""
         stats, record = self.ledger.stats, handle.record
         if is_first:
@@ -100,7 +101,7 @@ class Reader:
         if not record.unread and record.writes:
             self._shared.cancel_writes(record)
             record.all_read()
-        if record.pinned:
+        if record.state is not State.TRAVELS:
             self.ledger.note(record)
 
     def _read(self, handle: Handle, span: Span | None) -> tuple[torch.UntypedStorage, Span]:
@@ -118,7 +119,7 @@ class Reader:
                 if span in self.ledger.ahead:
                     self.ledger.uncharge(span)
                 storage, _, _ = record.hand_out(handle, reads)
-                if record.pinned:
+                if record.state is not State.TRAVELS:
                     self.ledger.note(record)
                 if storage is not None:
                     return storage, span
@@ -288,10 +289,10 @@ class Reader:
         """
         shared, ledger, window = self._shared, self.ledger, self.ledger.window
         with shared.lock:
-            if record.released or not record.unread:
+            if record.state is State.RELEASED or not record.unread:
                 return True
             if (record.source is not None or record.origin() is not None) and record.memory() is not None:
-                if across_forward and not record.pinned:
+                if across_forward and record.state is State.TRAVELS:
                     return False  # it may have to be read after all
                 if record.source is not None and record.writes:
                     shared.cancel_writes(record)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tba_offload.errors import TransferError
 from tba_offload.transfer.extents import Extents
 from tba_offload.transfer.ledger import Ledger
-from tba_offload.transfer.storage import Drops, forget
+from tba_offload.transfer.storage import Drops, State, forget
 
 if TYPE_CHECKING:
     from _thread import LockType
@@ -121,10 +121,10 @@ class Shared:
 
     def settle(self, record: Record) -> None:
         """Frees memory, or extents, that no transfer and no handle needs any more, and updates the ledger."""
-        if record.released:
+        if record.state is State.RELEASED:
             self.release(record)
             return
-        if record.source is not None and not (record.writes or record.deferred or record.pinned):
+        if record.state is State.TRAVELS and not record.writes:
             record.free()
         self.ledger.note(record)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from tba_offload.device.ranges import ByteRange
 from tba_offload.errors import StoreError, is_of_drive
 from tba_offload.transfer.failures import is_full
-from tba_offload.transfer.storage import handed_over
+from tba_offload.transfer.storage import State, handed_over
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -102,7 +102,7 @@ class Writer:
     def decide(self, record: Record) -> None:
         """Ends :meth:`defer`: what had to be written was saved meanwhile."""
         with self._shared.lock:
-            if record.deferred:
+            if record.state is State.UNDECIDED:
                 record.decide()
                 self._shared.settle(record)
 
@@ -128,7 +128,7 @@ class Writer:
         """
         shared, outbox = self._shared, self._outbox
         with shared.lock:
-            missing = record.save(storage, lo, hi, self._device.stream(), shared.failures.epoch)
+            missing = record.save(storage, lo, hi, self._device.stream())
             if not missing:
                 return False
             shared.records[record] = None
@@ -193,7 +193,7 @@ class Writer:
                 done += self._queue(saved[done:], sources[done:], after)
             except (StoreError, TimeoutError) as error:
                 with self._shared.lock:
-                    self._unwritten(*saved[done], error)
+                    self._unwritten(*saved[done], error, self._shared.failures.epoch)
                 self._shared.failures.raise_first()
                 done += 1
 
@@ -211,9 +211,9 @@ class Writer:
         """
         pieces = [piece for _, piece in saved]
         extents = self._shared.extents.reserve(pieces, sources)
-        written = self._written
+        written, epoch = self._written, self._shared.failures.epoch
         orders = [
-            (extent, source, after[piece.stream], partial(written, record, piece))
+            (extent, source, after[piece.stream], partial(written, record, piece, epoch))
             for extent, source, (record, piece) in zip(extents, sources, saved, strict=False)
         ]
         handed_over(pieces[: len(extents)], self._store.write_many(orders))
@@ -221,23 +221,23 @@ class Writer:
 
     # ---- on an I/O thread ------------------------------------------------------------------------
 
-    def _written(self, record: Record, piece: Piece, future: IoFuture) -> None:
+    def _written(self, record: Record, piece: Piece, epoch: int, future: IoFuture) -> None:
         """A write has ended."""
         shared = self._shared
         with shared.lock:
             if future.error is not None:
-                self._unwritten(record, piece, future.error)
+                self._unwritten(record, piece, future.error, epoch)
             else:
                 record.written(piece)
                 self._ledger.stats.offloaded += piece.nbytes
                 shared.settle(record)
             shared.watchdog.notify()
 
-    def _unwritten(self, record: Record, piece: Piece, error: BaseException) -> None:
+    def _unwritten(self, record: Record, piece: Piece, error: BaseException, epoch: int) -> None:
         """A piece could not be written: its memory stays, and the policy says whether that is an error."""
         shared, stats = self._shared, self._ledger.stats
         shared.take_back(record, {piece})
-        if record.released:
+        if record.state is State.RELEASED:
             shared.settle(record)
             return
         newly_kept = record.keep()
@@ -246,4 +246,4 @@ class Writer:
             stats.fallback_kept += record.nbytes if newly_kept else 0
             stats.full |= is_full(error)
         else:
-            shared.failures.of_write(record, error)
+            shared.failures.of_write(record, error, epoch)
