@@ -37,8 +37,8 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tba_offload.adapt.controller import AutoPlanner
-    from tba_offload.plan.bandwidth import Bandwidth
+    from tba_offload.adapt.controller import Controller
+    from tba_offload.adapt.observation import StepObservation
     from tba_offload.plan.model import Plan
 
 SEED = 1234
@@ -467,40 +467,41 @@ def watch_planner(history: History, *, at_odds: bool) -> None:
     """Notes what the planner of the session proposes to the other ranks."""
     from tba_offload.megatron import training
 
-    planner = training._session.planning.planner if training._session is not None else None
-    if planner is None or planner.agree is None:
+    session = training._session
+    controller = session.planning.controller if session is not None else None
+    if session is None or controller is None or session._world.agree is None:
         return
-    agree = planner.agree
+    agree = session._world.agree
 
     def noting(proposed: dict[str, Any], need: Any) -> dict[str, Any]:
         history.proposals.append({name: str(placement) for name, placement in proposed.items()})
         return agree(proposed, need)
 
-    planner.agree = noting
-    if at_odds:
-        decide_otherwise(planner)
+    session.planning.start(session.plan, at_odds_with_others(controller) if at_odds else controller, noting)
 
 
-def decide_otherwise(planner: AutoPlanner) -> None:
-    """Has a planner decide by its rank and by how often it has; of several, the last one needs it most."""
+def at_odds_with_others(controller: Controller) -> Controller:
+    """One that proposes by its rank and by how often it has; of several, the last one needs it most."""
+    from tba_offload.adapt.agreement import is_time_to_talk
+    from tba_offload.adapt.controller import Controller
     from tba_offload.config.policy import Placement
-    from tba_offload.plan.model import Plan, Prediction
 
-    choices, turns = (
-        (Placement.KEEP, Placement.OFFLOAD, Placement.RECOMPUTE, Placement.RECOMPUTE_OFFLOAD),
-        itertools.count(dist.get_rank()),
-    )
+    choices = (Placement.KEEP, Placement.OFFLOAD, Placement.RECOMPUTE, Placement.RECOMPUTE_OFFLOAD)
+    turns = itertools.count(dist.get_rank())
 
-    def decide(_: object, drive: Bandwidth, plan: Plan, __: object) -> Plan:
-        turn = next(turns)
-        placements = tuple(choices[(turn + layer) % len(choices)] for layer in range(len(planner.policy)))
-        expected = Prediction(1.0, stall_seconds=0.0, peak_bytes=0, written_bytes=0)
-        planner._planned_for = drive
-        planner._plan = Plan(placements, window=plan.window, prediction=expected)
-        return planner._plan
+    class AtOdds(Controller):
+        def observe(self, observation: StepObservation) -> Plan:
+            plan = super().observe(observation)
+            if not is_time_to_talk(self.knowledge.steps, self.task.tuning):
+                return plan
+            turn = next(turns)
+            placements = (choices[(turn + layer) % len(choices)] for layer in range(len(plan.placements)))
+            return dataclasses.replace(plan, placements=tuple(placements), kept=())
 
-    planner._decide = decide  # type: ignore[method-assign]
-    planner._need = lambda *_: (0.0, float(dist.get_rank()))  # type: ignore[method-assign]
+        def need_of(self, proposed: Plan) -> tuple[float, float]:
+            return 0.0, float(dist.get_rank())
+
+    return AtOdds(controller.task)
 
 
 def pretend_training_loop(arguments: argparse.Namespace) -> None:

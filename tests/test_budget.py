@@ -17,7 +17,7 @@ from harness import KIB, MIB
 from models import SEQUENCE, loss_of, make_model, make_tokens
 
 import tba_offload as tba
-from tba_offload.adapt.controller import AutoPlanner
+from tba_offload.adapt.controller import Controller
 from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig
 from tba_offload.config.policy import Placement
 from tba_offload.testing.faults import inject
@@ -237,15 +237,15 @@ def test_no_step_is_over_the_budget_whatever_the_lengths_are(name: str, order: s
 def test_plans_stay_while_no_step_is_larger_than_planned(name: str, tmp_path: Path) -> None:
     """Only the first steps of each length run without what a plan would keep."""
     left: list[Plan] = []
-    leave = AutoPlanner.least
+    leave = Controller.least
 
-    def noted(planner: AutoPlanner, plan: Plan) -> Plan:
+    def noted(controller: Controller, plan: Plan) -> Plan:
         left.append(plan)
-        return leave(planner, plan)
+        return leave(controller, plan)
 
     job = of_lengths(name, "FB")
     whole = max(run(job, tmp_path, default=Placement.KEEP).peaks)
-    with mock.patch.object(AutoPlanner, "least", noted):
+    with mock.patch.object(Controller, "least", noted):
         run(job, tmp_path, steps=14, default=Placement.AUTO, activation_bytes=whole // 2)
     assert len(left) == {"alternating": 2, "shrinking": 1}[name]
 

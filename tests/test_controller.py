@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from itertools import cycle, pairwise
 from typing import TYPE_CHECKING, Any
@@ -13,12 +14,19 @@ import pytest
 import torch
 from click.testing import CliRunner
 from harness import KIB, MIB, Drive, assert_all_given_back, config_for, session_for
+from machine import Machine
 from models import all_written, assert_same_history, loss_of, make_model, make_tokens, train
 from torch import nn
 
 import tba_offload as tba
-from tba_offload.adapt.controller import CAUTION, DRIFT, MOST_CAUTION, UNMEASURED, AutoPlanner, _drifted
+from tba_offload.adapt.controller import Controller
+from tba_offload.adapt.needs import Needs
+from tba_offload.adapt.pace import Pace
+from tba_offload.adapt.phases import Excursion, Moment, Settled
 from tba_offload.adapt.profiler import ComputeClock, profile_of
+from tba_offload.adapt.proposals import best_plan, excursion, probing_plan
+from tba_offload.adapt.rates import Rates, drifted
+from tba_offload.adapt.task import Task
 from tba_offload.capture.scope import ActivationKey, ScopeKey
 from tba_offload.capture.trace import ActivationTrace, Fate, ScopeTrace, StepTrace
 from tba_offload.cli import main
@@ -26,23 +34,23 @@ from tba_offload.config import load_config
 from tba_offload.config.policy import LayerId, Objective, Placement
 from tba_offload.errors import RunLogError
 from tba_offload.plan.bandwidth import Bandwidth
+from tba_offload.plan.goals import default_objective
 from tba_offload.plan.model import Limits, Plan, Prediction
-from tba_offload.plan.profile import Timing
+from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing
 from tba_offload.plan.search import make_plan
 from tba_offload.plan.simulate import simulate
-from tba_offload.plan.sizes import FORGOTTEN_AFTER, Sizes, StepSize
-from tba_offload.plan.tuning import TUNING
+from tba_offload.plan.sizes import Sizes, StepSize
+from tba_offload.plan.tuning import TUNING, Tuning
 from tba_offload.plan.what_if import Block, one_f_one_b, stretched
 from tba_offload.report.run_log import StepRecord, read_run_log
-from tba_offload.session.recording import record_of
 from tba_offload.store.base import DriveLoad, Load
 from tba_offload.what_if import Situation, composition
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-    from tba_offload.plan.profile import StepProfile
+    from tba_offload.adapt.observation import StepObservation
     from tba_offload.session import Session
 
 KEEP, OFFLOAD, RECOMPUTE, AUTO = Placement.KEEP, Placement.OFFLOAD, Placement.RECOMPUTE, Placement.AUTO
@@ -59,9 +67,20 @@ def auto_session(model: Any, drive: Drive, *, activation: int | None = None, **o
     return session_for(model, drive=drive, default=AUTO, in_flight=MIB, activation=activation, **options)
 
 
-def with_drive(measured: Callable[[AutoPlanner], Bandwidth | None]) -> Any:
-    """Whatever moods the machine has, this is what a planner takes the drive for."""
-    return mock.patch.object(AutoPlanner, "drive", measured)
+CALM = Tuning(drift=math.inf, big_drift=math.inf, astray=math.inf)
+"""The moods of the machine that runs a test are no reason to plan anew."""
+
+
+def with_drive(measured: Callable[[Rates], Bandwidth | None]) -> Any:
+    """Whatever moods the machine has, this is what a controller takes the drive for."""
+    return mock.patch.object(Rates, "bandwidth", measured)
+
+
+def start_anew(session: Session, **changes: Any) -> Controller:
+    """Has a session planned by a new controller whose task differs in this from that of its own one."""
+    controller = Controller(dataclasses.replace(controller_of(session).task, **changes))
+    session.planning.start(session.plan, controller)
+    return controller
 
 
 def with_free_hooks() -> Any:
@@ -74,13 +93,18 @@ def with_free_hooks() -> Any:
         kept = tuple({KEEP: known[KEEP]} if KEEP in known else known for known in found.timings)
         return dataclasses.replace(found, timings=kept)
 
-    return mock.patch("tba_offload.adapt.controller.profile_of", profiled)
+    return mock.patch("tba_offload.adapt.knowledge.profile_of", profiled)
 
 
 def profile_in(session: Session) -> StepProfile:
-    assert session.planning.planner is not None
-    assert session.planning.planner.profile is not None
-    return session.planning.planner.profile
+    profile = controller_of(session).knowledge.profile
+    assert profile is not None
+    return profile
+
+
+def controller_of(session: Session) -> Controller:
+    assert session.planning.controller is not None
+    return session.planning.controller
 
 
 # What is learned
@@ -146,7 +170,7 @@ def test_layers_that_are_all_recomputed_from_inputs_that_travel_need_no_plan(tmp
     config = config_for(default=Placement.RECOMPUTE_OFFLOAD, in_flight=MIB)
     with tba.attach(model, config, measure_memory=False, run_log=tmp_path / "run.jsonl") as session:
         train(model, session, steps=10)
-        assert session.planning.planner is None
+        assert session.planning.controller is None
         assert {record.predicted_seconds for record in session.report()} == {None}
 
 
@@ -231,12 +255,14 @@ def test_what_memory_holds_beside_layers_is_found_with_the_simulator_or_the_book
     placements: tuple[Placement, ...], fallback: int, rest: int
 ) -> None:
     """The simulator knows what backward uses, the books what was kept although no plan says so."""
-    planner, drive = planner_of(2), Bandwidth(100, 100)
+    needs, drive = Needs(task_of(2)), Bandwidth(100, 100)
     profile = dataclasses.replace(profile_by_hand(OFFLOAD, OFFLOAD), rest_bytes=7)
-    record = mock.Mock(activation_peak_bytes=1000, own_peak_bytes=100, fallback_kept_bytes=fallback)
+    record = mock.Mock(own_peak_bytes=100, fallback_kept_bytes=fallback)
     plan = Plan(placements, window=200)
     assert fallback or simulate(dataclasses.replace(profile, rest_bytes=0), plan, drive).peak_bytes == 300
-    assert planner._with_rest(profile, plan, drive, record).rest_bytes == rest
+    found = needs.with_rest(profile, plan, drive, record, 1000, is_first=True)
+    assert found.rest_bytes == rest
+    assert needs.with_rest(profile, plan, drive, record, None, is_first=True) is profile
 
 
 def test_what_is_not_rebuilt_any_longer_is_noticed() -> None:
@@ -303,32 +329,41 @@ def test_a_plan_made_from_a_run_log_may_rebuild(tmp_path: Path) -> None:
 
 def test_ranks_need_not_agree_on_what_is_rebuilt() -> None:
     model = make_model(layers=LAYERS)
+
+    def planned(*arguments: Any, **options: Any) -> Plan:
+        placements = tuple(SELECTIVE if wanted is AUTO else wanted for wanted in options["policy"])
+        return dataclasses.replace(make_plan(*arguments, **options), placements=placements, kept=())
+
     with auto_session(model, Drive(), activation=3 * MIB) as session:
         others = Others(session, {1, 4})
-        train(model, session, steps=3)
-        session.planning.plan = dataclasses.replace(session.plan, placements=(SELECTIVE,) * LAYERS)
-        assert session.planning.planner is not None
-        agreed = session.planning.planner._agreed(session.plan, session.planning.planner.drive())
+        with mock.patch("tba_offload.adapt.proposals.make_plan", planned):
+            train(model, session, steps=3)
         assert others.calls[-1][0] == {f"layers.{layer}": SELECTIVE for layer in range(LAYERS)}
+        agreed = recomputed_layers(session)
         train(model, session, steps=1)
-    assert {layer for layer, placement in enumerate(agreed.placements) if placement.recomputes} == {1, 4}
+    assert agreed == {1, 4}
 
 
-def planner_of(count: int, **options: Any) -> AutoPlanner:
-    layers = [(0, f"layers.{layer}") for layer in range(count)]
+def task_of(count: int, **options: Any) -> Task:
+    layers = tuple((0, f"layers.{layer}") for layer in range(count))
     limits = Limits(options.pop("budget", 10**6), options.pop("window", None))
-    return AutoPlanner((AUTO,) * count, layers, limits, **options)
+    objective = options.pop("objective", default_objective(limits))
+    return Task((AUTO,) * count, layers, limits, objective, **options)
 
 
 def test_each_way_is_tried_once_while_the_planner_learns() -> None:
-    planner, profile = planner_of(8), profile_by_hand(*(OFFLOAD,) * 8)
-    assert set(planner._probe(profile, Bandwidth(100, 100)).placements) == {AUTO, KEEP, RECOMPUTE, SELECTIVE}
+    plan = probing(task_of(8))
+    assert set(plan.placements) == {AUTO, KEEP, RECOMPUTE, SELECTIVE}
+
+
+def probing(task: Task) -> Plan:
+    profile = profile_by_hand(*(OFFLOAD,) * 8)
+    return probing_plan(task, profile, Bandwidth(100, 100), step=1, not_recomputed=frozenset())
 
 
 @pytest.mark.parametrize("options", [{"budget": None}, {"objective": Objective.MEMORY}])
 def test_nothing_is_recomputed_to_learn_for_those_who_want_memory_at_no_cost(options: Any) -> None:
-    planner, profile = planner_of(8, **options), profile_by_hand(*(OFFLOAD,) * 8)
-    assert set(planner._probe(profile, Bandwidth(100, 100)).placements) == {AUTO, KEEP, SELECTIVE}
+    assert set(probing(task_of(8, **options)).placements) == {AUTO, KEEP, SELECTIVE}
 
 
 @pytest.mark.parametrize(
@@ -338,18 +373,24 @@ def test_nothing_is_recomputed_to_learn_for_those_who_want_memory_at_no_cost(opt
 def test_with_few_layers_an_excursion_tries_first_what_was_never_seen(
     before: tuple[Placement, ...], tried: Placement
 ) -> None:
-    planner, profile = planner_of(1), profile_by_hand(*before, before=profile_by_hand(*before))
-    plan = planner._excursion(single(profile), Bandwidth(100, 100), Plan((KEEP,)))
-    assert plan.placements == (tried,)
+    profile = single(profile_by_hand(*before, before=profile_by_hand(*before)))
+    assert tried_instead_of(Plan((KEEP,)), profile) == (tried,)
+
+
+def tried_instead_of(
+    plan: Plan, profile: StepProfile, *, rate: float = 100, not_recomputed: Sequence[int] = ()
+) -> tuple[Placement, ...] | None:
+    """The placements of an excursion from a plan."""
+    task, drive = task_of(len(plan.placements)), Bandwidth(rate, rate)
+    look = excursion(task, profile, drive, plan, not_recomputed=frozenset(not_recomputed))
+    return None if look is None else look.placements
 
 
 def test_an_excursion_does_not_try_to_rebuild_where_nothing_is_rebuilt() -> None:
-    planner = planner_of(1)
     profile = single(profile_by_hand(OFFLOAD, SELECTIVE, RECOMPUTE, rebuilt=()))
     known = dataclasses.replace(profile, timings=({OFFLOAD: profile.timings[0][OFFLOAD]},))
-    planner.not_recomputed = frozenset({0})
-    assert planner._excursion(known, Bandwidth(100, 100), Plan((OFFLOAD,))).placements == (KEEP,)
-    assert planner._excursion(known, Bandwidth(100, 100), Plan((KEEP,))).placements == (OFFLOAD,)
+    assert tried_instead_of(Plan((OFFLOAD,)), known, not_recomputed=[0]) == (KEEP,)
+    assert tried_instead_of(Plan((KEEP,)), known, not_recomputed=[0]) == (OFFLOAD,)
 
 
 @pytest.mark.parametrize(
@@ -358,11 +399,10 @@ def test_an_excursion_does_not_try_to_rebuild_where_nothing_is_rebuilt() -> None
 def test_an_excursion_waits_for_no_drive_that_is_known(first: Placement, rate: int, *, tried: bool) -> None:
     """It is known where the plan moves bytes anyway."""
     profile = profile_by_hand(SELECTIVE, OFFLOAD, KEEP, KEEP)
-    planner, plan = planner_of(4), Plan((first, KEEP, KEEP, KEEP), window=100)
-    planner.not_recomputed = frozenset(range(4))
-    look = planner._excursion(profile, Bandwidth(rate, rate), plan)
-    assert (OFFLOAD in look.placements) is tried
-    assert planner._on_excursion is tried
+    plan = Plan((first, KEEP, KEEP, KEEP), window=100)
+    look = tried_instead_of(plan, profile, rate=rate, not_recomputed=range(4))
+    assert (look is not None) is tried
+    assert look is None or OFFLOAD in look
 
 
 def single(profile: StepProfile) -> StepProfile:
@@ -401,13 +441,14 @@ def test_without_a_budget_nothing_travels_where_hooks_take_as_long_as_layers_do(
     config = config_for(default=AUTO, in_flight=MIB)
     with (
         with_drive(lambda _: FAST),
-        mock.patch("tba_offload.adapt.controller.profile_of", profiled),
+        mock.patch("tba_offload.adapt.knowledge.profile_of", profiled),
         tba.attach(model, config, run_log=path, measure_memory=False) as session,
     ):
         train(model, session, steps=5)
         assert session.plan.placements == (KEEP,) * LAYERS
     (event,) = [event for event in read_run_log(path).others if event["event"] == "plan"]
     summary = str(event["summary"])
+    assert event["caution"] == 1.0
     assert summary.startswith("keep all 8 layers; predicted peak ")
     assert summary.endswith("; made because 3 steps were measured")
     assert Situation.of(path).plan(None).placements == (KEEP,) * LAYERS
@@ -426,14 +467,28 @@ def test_without_a_budget_nothing_travels_where_hooks_take_as_long_as_layers_do(
 def test_a_doubt_about_a_plan_says_what_is_wrong(
     recent: tuple[float, float], waited: tuple[float, float], rate: float, peak: int, why: str | None
 ) -> None:
-    planner = planner_of(4, budget=2 * MIB, objective=Objective.MEMORY)
-    planner._planned_for = Bandwidth(1e9, 1e9)
-    planner._recent.extend(recent)
-    planner._waited.extend(waited)
-    planner._plan = plan = Plan((OFFLOAD,) * 4, prediction=Prediction(1.0, 0.0, MIB, 0))
-    record = StepRecord(step=9, seconds=recent[0], activation_peak_bytes=peak)
-    found = planner._doubt(plan, Bandwidth(rate, rate), record)
+    task = task_of(4, budget=2 * MIB, objective=Objective.MEMORY)
+    found = doubt_of(task, zip(recent, waited, strict=True), drive=Bandwidth(rate, rate), peak=peak)
     assert found == why or (why is not None and found is not None and found.endswith(why))
+
+
+def doubt_of(task: Task, steps: Iterable[tuple[float, float]], **seen: Any) -> str | None:
+    """The doubt about a plan that was to take 1 s, after steps of so many seconds and shares of waits."""
+    plan = Plan((OFFLOAD,) * len(task.policy), prediction=Prediction(1.0, 0.0, MIB, 0))
+    pace = Pace(task.tuning)
+    for seconds, waited in steps:
+        record = StepRecord(step=9, seconds=seconds, stall_seconds=waited * seconds)
+        pace.note(record, None, is_planned=True)
+    moment = Moment(
+        **{"task": task, "step": 9, "plan": plan, "room": None, "peak": 0, "skips": False, **seen},
+        size=StepSize(),
+        not_recomputed=frozenset(),
+        needs=Needs(task),
+        pace=pace,
+        warn=pytest.fail,
+    )
+    drive = Bandwidth(1e9, 1e9)
+    return Settled(plan, "", planned_for=drive).doubt(moment, moment.drive or drive)
 
 
 def test_without_a_budget_a_slow_drive_gets_what_it_can_take() -> None:
@@ -478,9 +533,10 @@ def test_a_budget_and_a_slow_drive_mean_recomputation(share: float) -> None:
 
 
 def test_a_drive_that_gets_slower_gets_less_within_three_steps() -> None:
-    drive, model, measured = Drive(), make_model(layers=LAYERS), AutoPlanner.drive
+    drive, model, measured, now = Drive(), make_model(layers=LAYERS), Rates.bandwidth, [0]
 
     def before(step: int) -> None:
+        now.append(step)
         if step == 6:
             # Slow is what needs longer than the steps do, which take long themselves on a busy machine.
             last = session.report()[-3:]
@@ -488,7 +544,7 @@ def test_a_drive_that_gets_slower_gets_less_within_three_steps() -> None:
             drive.writes.bytes_per_second = drive.reads.bytes_per_second = min(SLOW, rate / 3)
 
     with (
-        with_drive(lambda planner: FAST if planner._steps <= 6 else measured(planner)),
+        with_drive(lambda rates: FAST if now[-1] < 6 else measured(rates)),
         with_free_hooks(),
         auto_session(model, drive) as session,
     ):
@@ -508,14 +564,14 @@ def test_plans_are_made_again_when_a_step_under_one_was_measured_and_leave_more_
         return make_plan(profile, drive, limits, **options)
 
     with (
-        # There is no other reason to plan: the moods of the machine are none here.
-        mock.patch.multiple("tba_offload.adapt.controller", make_plan=noted, _drifted=never, _differ=never),
+        mock.patch("tba_offload.adapt.proposals.make_plan", noted),
         auto_session(model, Drive(), activation=16 * MIB) as session,
     ):
+        start_anew(session, tuning=CALM)  # there is no other reason to plan
         train(model, session, steps=5)
         is_measured = [record.activation_peak_bytes is not None for record in session.report()]
     # After the first step it is looked up only whether there is a plan that fits.
-    assert budgets == [int((1 - UNMEASURED) * 16 * MIB)] * 3
+    assert budgets == [int((1 - TUNING.unmeasured) * 16 * MIB)] * 3
     assert is_measured == [True] * 4 + [False]
 
 
@@ -523,96 +579,88 @@ def test_a_plan_takes_the_whole_budget_where_nothing_smaller_fits() -> None:
     profile, drive = profile_by_hand(*(OFFLOAD,) * 8), Bandwidth(100, 100)
     lowest = make_plan(profile, drive, Limits(1, 1), policy=(AUTO,) * 8).prediction
     assert lowest is not None
-    planner = planner_of(8, budget=int(lowest.peak_bytes / (1 - TUNING.margin)) + 1, window=1)
-    plan = planner._made(profile, drive, policy=planner.policy, not_recomputed=frozenset())
+    task = task_of(8, budget=int(lowest.peak_bytes / (1 - TUNING.margin)) + 1, window=1)
+    plan = best_plan(task, profile, drive, policy=task.policy, not_recomputed=frozenset())
     assert plan.prediction is not None
-    assert (1 - UNMEASURED) * planner.limits.planned < plan.prediction.peak_bytes <= planner.limits.planned
+    planned = task.limits.planned
+    assert (1 - TUNING.unmeasured) * planned < plan.prediction.peak_bytes <= planned
 
 
-def test_who_waits_where_nothing_should_wait_plans_for_a_slower_drive() -> None:
+def steady_profile(layers: int = LAYERS) -> StepProfile:
+    """A step whose layers save five activations of 1 MiB each, of which one can be rebuilt."""
+    saved = tuple(Saved(MIB, (n + 0.5) / 5, 1 - (n + 0.5) / 5, rebuilt=n == 2) for n in range(5))
+    slots = [Slot(layer, 0, False, 0.0) for layer in range(layers)]
+    slots += [Slot(layer, 0, True, 0.0) for layer in reversed(range(layers))]
+    plain, again = Timing(0.03, 0.06), Timing(0.03, 0.09)
+    timing = {KEEP: plain, OFFLOAD: plain, RECOMPUTE: again, SELECTIVE: Timing(0.03, 0.066)}
+    return StepProfile((LayerKind(saved, 0, MIB),), (0,) * layers, (timing,), tuple(slots), rest_bytes=MIB)
+
+
+HALF = Bandwidth(LAYERS * 5 * MIB / 0.6, LAYERS * 5 * MIB / 0.6)
+"""A drive that can take about half of what that step saves."""
+
+
+def machine_of(drive: Bandwidth = HALF, **options: Any) -> Machine:
+    return Machine(Controller(task_of(LAYERS, **options)), steady_profile(), drive)
+
+
+def settled_in(machine: Machine) -> Settled:
+    assert machine.controller.phase.settled is not None
+    return machine.controller.phase.settled
+
+
+def test_a_session_that_waits_where_nothing_should_wait_plans_for_a_slower_drive() -> None:
     """The simulator may say that a plan waits for nothing, while compute or the drive have their moods."""
-    model = make_model(layers=LAYERS)
+    machine = machine_of(budget=None, window=8 * MIB, tuning=CALM)
     shares: list[float] = []
 
-    def waiting(*arguments: Any) -> StepRecord:
-        record = record_of(*arguments)
-        return dataclasses.replace(record, stall_seconds=0.1 * record.seconds)
-
     def noted(profile: StepProfile, drive: Bandwidth, *arguments: Any, **options: Any) -> Plan:
-        measured = session.planning.planner.drive() if session.planning.planner is not None else None
-        assert measured is not None
-        shares.append(round(drive.write / measured.write, 9))
+        shares.append(round(drive.write / HALF.write, 9))
         return make_plan(profile, drive, *arguments, **options)
 
-    with (
-        mock.patch("tba_offload.session.steps.record_of", waiting),
-        mock.patch.multiple("tba_offload.adapt.controller", make_plan=noted, _drifted=never, _differ=never),
-        auto_session(model, Drive()) as session,
-    ):
-        train(model, session, steps=20)
-    steps = list(dict.fromkeys(shares))  # one that tries something else makes a plan behind it anyway
-    assert steps == pytest.approx([max(CAUTION**count, MOST_CAUTION) for count in range(len(steps))])
-    assert steps[-1] == MOST_CAUTION
+    with mock.patch("tba_offload.adapt.proposals.make_plan", noted):
+        machine.run(20, waits=0.1)
+    steps = list(dict.fromkeys(shares))  # one that tries something else makes a plan after it anyway
+    expected = [max(TUNING.caution**count, TUNING.most_caution) for count in range(len(steps))]
+    assert steps == pytest.approx(expected)
+    assert steps[-1] == TUNING.most_caution
 
 
-def test_caution_is_given_up_little_by_little_and_logged(tmp_path: Path) -> None:
-    model, path = make_model(layers=LAYERS), tmp_path / "run.jsonl"
-    config = config_for(default=AUTO, in_flight=MIB)
-    with (
-        mock.patch.multiple(
-            "tba_offload.adapt.controller", _drifted=never, _differ=never, _EXCURSIONS=(99, 8)
-        ),
-        tba.attach(model, config, run_log=path, measure_memory=False) as session,
-    ):
-        planner = session.planning.planner
-        assert planner is not None
+def test_caution_is_given_up_little_by_little_and_told() -> None:
+    calm = dataclasses.replace(CALM, excursions=(99, 8))
+    machine = machine_of(budget=None, window=8 * MIB, tuning=calm)
+    told: list[Any] = []
 
-        def before(step: int) -> None:
-            if step == 4:
-                planner._caution = CAUTION**2
-            seen.append(planner._caution)
-            planner._waited.clear()  # the moods of the machine are none here
-            planner._told = None
+    def run(steps: int, waits: float = 0.0) -> float:
+        for _ in range(steps):
+            machine.step(waits=waits)
+            news = machine.controller.news()
+            told.extend([] if news is None else [news["caution"]])
+        return settled_in(machine).caution
 
-        seen: list[float] = []
-        train(model, session, steps=26, before_step=before)
-    assert [seen[step] for step in (4, 9, 17, 25)] == pytest.approx([CAUTION**2, CAUTION, 1.0, 1.0])
-    logged = [event["caution"] for event in read_run_log(path).others if event["event"] == "plan"]
-    assert list(dict.fromkeys(logged)) == pytest.approx([1.0, CAUTION**2, CAUTION])
+    assert run(3) == 1.0
+    while settled_in(machine).caution > TUNING.caution**2:
+        run(1, waits=0.1)
+    at = -(-machine.steps // 8) * 8
+    assert run(at - 1 - machine.steps) == pytest.approx(TUNING.caution**2)
+    assert [run(1), run(7), run(1), run(8)] == pytest.approx([TUNING.caution, TUNING.caution, 1.0, 1.0])
+    assert set(told) <= {1.0, TUNING.caution, TUNING.caution**2}
+    assert len(told) > 1
 
 
 def test_plans_do_not_alternate() -> None:
     """Where a drive does a little more or less, one plan is as good as the other, and the first stays."""
-    model, drives = make_model(layers=LAYERS), cycle((0.97, 1.03))
-    learned: list[tuple[StepProfile, Bandwidth]] = []
+    doubting = Tuning(drift=0.01, big_drift=0.01)
+    machine = machine_of(budget=None, window=8 * MIB, tuning=doubting)
+    drives = cycle((0.97, 1.03))
     plans: list[Plan] = []
-
-    def profiled(*arguments: Any, **options: Any) -> StepProfile | None:
-        found = profile_of(*arguments, **options)
-        if found is not None and planner._steps == 3:
-            step = simulate(found, Plan((KEEP,) * LAYERS, window=MIB), FAST)
-            rate = LAYERS * found.kinds[0].nbytes / step.seconds  # about half of it can travel
-            learned.append((found, Bandwidth(rate, rate)))
-        return learned[0][0] if learned else found
-
-    def measured(_: AutoPlanner) -> Bandwidth:
-        return learned[0][1].scaled(next(drives)) if learned else FAST
-
-    def before(step: int) -> None:
-        planner._waited.clear()  # waits for a machine that is busy are none for this drive
-        if step >= 4 and not planner._on_excursion:
-            plans.append(session.plan)
-
-    with (
-        mock.patch("tba_offload.adapt.controller.profile_of", profiled),
-        mock.patch("tba_offload.adapt.controller.make_plan", side_effect=make_plan) as planned,
-        with_drive(measured),
-        auto_session(model, Drive()) as session,
-    ):
-        assert session.planning.planner is not None
-        planner = session.planning.planner
-        train(model, session, steps=16, before_step=before)
+    with mock.patch("tba_offload.adapt.proposals.make_plan", side_effect=make_plan) as planned:
+        machine.run(3)
+        for _ in range(60):
+            plans.append(settled_in(machine).plan)
+            machine.step(drive=HALF.scaled(next(drives)))
     changes = sum(old.placements != new.placements for old, new in pairwise(plans))
+    assert 0 < plans[0].placements.count(OFFLOAD) < LAYERS
     assert changes <= 2 < planned.call_count
 
 
@@ -641,7 +689,7 @@ def test_the_simulator_says_how_long_a_step_waits_for_a_slow_drive() -> None:
         observed = watching(session)
         train(model, session, steps=4)
         report = session.report()
-    profile, found = observed.profile, observed.drive()
+    profile, found = observed.knowledge.profile, observed.knowledge.rates.bandwidth()
     assert profile is not None
     assert found is not None
     assert max(found.write, found.read) < 1.05 * SLOW
@@ -654,38 +702,44 @@ def test_the_simulator_says_how_long_a_step_waits_for_a_slow_drive() -> None:
         assert predicted.stall_seconds > 0.9 * moving - computing
 
 
-def watching(session: Session) -> AutoPlanner:
-    """A planner that watches a session whose layers are all placed by the user."""
-    layers = [(layer.chunk, layer.id.name) for layer in session.layers]
-    planner = AutoPlanner(session.plan.placements, layers, Limits(None, session.plan.window))
-    session.planning.planner = planner
-    return planner
+def watching(session: Session) -> Controller:
+    """A controller that watches a session whose layers are all placed by the user."""
+    layers = tuple((layer.chunk, layer.id.name) for layer in session.layers)
+    limits = Limits(None, session.plan.window)
+    controller = Controller(Task(session.plan.placements, layers, limits, Objective.MEMORY))
+    session.planning.start(session.plan, controller)
+    return controller
 
 
 # Host memory beside the drive
 
 
 def test_bytes_in_host_memory_are_not_counted_as_the_drives() -> None:
-    planner = AutoPlanner((AUTO,), [(0, "layers.0")], Limits(), host_capacity=MIB)
+    rates = Rates(task_of(1, host_capacity=MIB))
     nothing = Load(0, 0.0)
     drive = DriveLoad(Load(2_000_000, 0.001), Load(1_000_000, 0.001))
-    planner._note_loads([drive, drive, DriveLoad(nothing, nothing, "host")])
-    assert planner.drive() == Bandwidth(4e9, 2e9).with_host(MIB)
-    planner._note_loads([drive, drive, DriveLoad(Load(9_000_000, 0.001), Load(7_000_000, 0.001), "host")])
-    assert planner.drive() == Bandwidth(4e9, 2e9).with_host(MIB, write=9e9, read=7e9)
-    alone = AutoPlanner((AUTO,), [(0, "layers.0")], Limits())
-    alone._note_loads([drive])
-    assert alone.drive() == Bandwidth(2e9, 1e9)
+    busy = DriveLoad(Load(9_000_000, 0.001), Load(7_000_000, 0.001), "host")
+    rates.note([drive, drive, DriveLoad(nothing, nothing, "host")], fell_back=False)
+    assert rates.bandwidth() == Bandwidth(4e9, 2e9).with_host(MIB)
+    rates.note([drive, drive, busy], fell_back=False)
+    assert rates.bandwidth() == Bandwidth(4e9, 2e9).with_host(MIB, write=9e9, read=7e9)
+    alone = Rates(task_of(1))
+    alone.note([drive], fell_back=False)
+    assert alone.bandwidth() == Bandwidth(2e9, 1e9)
 
 
 def test_host_memory_that_is_not_as_assumed_is_noticed() -> None:
     then = Bandwidth(1e9, 1e9).with_host(MIB)
-    assert not _drifted(then, then, DRIFT)
-    assert _drifted(then.scaled(0.8), then, DRIFT)
-    assert not _drifted(then.with_host(MIB, write=3.2e9), then, DRIFT)
-    assert _drifted(then.with_host(MIB, write=1e9), then, DRIFT)
-    assert _drifted(then.with_host(MIB, read=1e9), then, DRIFT)
-    assert not _drifted(then.with_host(None), then, DRIFT)
+
+    def is_another(now: Bandwidth) -> bool:
+        return drifted(now, then, TUNING.drift, TUNING)
+
+    assert not is_another(then)
+    assert is_another(then.scaled(0.8))
+    assert not is_another(then.with_host(MIB, write=3.2e9))
+    assert is_another(then.with_host(MIB, write=1e9))
+    assert is_another(then.with_host(MIB, read=1e9))
+    assert not is_another(then.with_host(None))
 
 
 @pytest.fixture(scope="module")
@@ -990,10 +1044,18 @@ def test_layers_that_change_their_tensors_are_not_recomputed() -> None:
     model = nn.Sequential(*(Counting() for _ in range(6)))
     drive = Drive()
     drive.writes.bytes_per_second = drive.reads.bytes_per_second = SLOW
-    with auto_session(model, drive, activation=900 * KIB, layers=list(model)) as session:
+    observe, observed = Controller.observe, []
+
+    def noted(controller: Controller, observation: StepObservation) -> Plan:
+        observed.append(observation)
+        return observe(controller, observation)
+
+    with (
+        mock.patch.object(Controller, "observe", noted),
+        auto_session(model, drive, activation=900 * KIB, layers=list(model)) as session,
+    ):
         train_layers(model, session, 6)
-        assert session.planning.planner is not None
-        assert session.planning.planner.not_recomputed == set(range(6))
+        assert observed[-1].not_recomputed == set(range(6))
         assert {record.recomputed_scopes for record in session.report()} == {0}
     assert [int(layer.runs[0, 0]) for layer in model] == [6] * 6
 
@@ -1009,7 +1071,6 @@ def test_layers_may_save_less_than_when_they_were_planned() -> None:
         train_layers(model, session, 5)
         numbers = frozenset({0, 2})
         session.planning.plan = dataclasses.replace(session.plan, kept=(numbers,) * 6)
-        session.planning.planner._plan = session.plan  # type: ignore[union-attr]
         train_layers(model, session, 4, rows=2)
         train_layers(model, session, 2)
         assert_all_given_back(session)
@@ -1022,10 +1083,8 @@ def test_a_planner_that_fails_leaves_training_alone(monkeypatch: pytest.MonkeyPa
     expected = train(make_model(layers=4), steps=4)
     model = make_model(layers=4)
     with auto_session(model, Drive()) as session:
-        monkeypatch.setattr("tba_offload.adapt.controller.make_plan", failing)
-        with pytest.warns(
-            RuntimeWarning, match="no plan could be made behind step 3.*no test has thought of"
-        ):
+        monkeypatch.setattr("tba_offload.adapt.proposals.make_plan", failing)
+        with pytest.warns(RuntimeWarning, match="no plan could be made after step 3.*no test has thought of"):
             found = train(model, session, steps=4)
     assert_same_history(found, expected)
 
@@ -1068,20 +1127,15 @@ def test_chunks_with_equal_names_are_told_apart() -> None:
         assert len(session.plan.placements) == 6
 
 
-def never(*_: object) -> bool:
-    return False
-
-
 def test_a_budget_that_cannot_be_met_is_told_once_and_planned_for_now_and_then() -> None:
     model = make_model(layers=4)
     with (
         auto_session(model, Drive(), activation=100 * KIB) as session,
-        mock.patch("tba_offload.adapt.controller.make_plan", side_effect=make_plan) as planned,
-        # Nor is there another reason to plan: the moods of the machine are none here.
-        mock.patch.multiple("tba_offload.adapt.controller", _drifted=never, _differ=never),
-        pytest.warns(RuntimeWarning, match="the budget of 100 KiB cannot be met") as told,
+        mock.patch("tba_offload.adapt.proposals.make_plan", side_effect=make_plan) as planned,
     ):
-        train(model, session, steps=24)
+        start_anew(session, tuning=CALM)  # nor is there another reason to plan
+        with pytest.warns(RuntimeWarning, match="the budget of 100 KiB cannot be met") as told:
+            train(model, session, steps=24)
     assert 2 <= planned.call_count <= 6
     assert len([each for each in told if "cannot be met" in str(each.message)]) == 1
 
@@ -1107,15 +1161,16 @@ class Others:
     """Stands for the ranks that share layers with a session: what they want is told in advance.
 
     Args:
-        session: Its planner is going to ask.
+        session: Its controller is going to ask.
         recomputed: Numbers of the layers that the others want recomputed.
+        tuning: The numbers that it plans with.
     """
 
-    def __init__(self, session: Session, recomputed: set[int]) -> None:
+    def __init__(self, session: Session, recomputed: set[int], tuning: Tuning = TUNING) -> None:
         self.recomputed = recomputed
         self.calls: list[tuple[dict[str, Placement], tuple[float, float]]] = []
-        assert session.planning.planner is not None
-        session.planning.planner.agree = self.agree
+        task = dataclasses.replace(controller_of(session).task, is_shared=True, tuning=tuning)
+        session.planning.start(session.plan, Controller(task), self.agree)
 
     def agree(self, proposed: dict[str, Placement], need: tuple[float, float]) -> dict[str, Placement]:
         self.calls.append((proposed, need))
@@ -1155,14 +1210,13 @@ def test_what_ranks_have_agreed_to_recompute_none_of_them_tries_otherwise() -> N
         return dataclasses.replace(make_plan(*arguments, **options), placements=placements, kept=())
 
     def before(_: int) -> None:
-        assert session.planning.planner is not None
-        tried.append(session.planning.planner._on_excursion)
+        tried.append(isinstance(controller_of(session).phase, Excursion))
 
     with (
-        mock.patch.multiple("tba_offload.adapt.controller", make_plan=planned, _drifted=never, _differ=never),
+        mock.patch("tba_offload.adapt.proposals.make_plan", planned),
         auto_session(model, Drive(), activation=16 * MIB) as session,
     ):
-        Others(session, set(range(LAYERS)))
+        Others(session, set(range(LAYERS)), CALM)
         train(model, session, steps=9, before_step=before)
     assert not any(tried)
 
@@ -1176,16 +1230,14 @@ def test_one_of_several_ranks_tries_only_what_is_its_own_business() -> None:
 
     def before(_: int) -> None:
         placements = session.plan.placements
-        assert session.planning.planner is not None
-        tried.append(
-            (session.planning.planner._on_excursion, placements.count(SELECTIVE), placements.count(RECOMPUTE))
-        )
+        on_excursion = isinstance(controller_of(session).phase, Excursion)
+        tried.append((on_excursion, placements.count(SELECTIVE), placements.count(RECOMPUTE)))
 
     with (
-        mock.patch.multiple("tba_offload.adapt.controller", make_plan=planned, _drifted=never, _differ=never),
+        mock.patch("tba_offload.adapt.proposals.make_plan", planned),
         auto_session(model, Drive(), activation=16 * MIB) as session,
     ):
-        Others(session, set())
+        Others(session, set(), CALM)
         train(model, session, steps=9, before_step=before)
     assert [on_excursion for on_excursion, _, _ in tried] == [False] * 6 + [True] + [False] * 2
     assert tried[6] == (True, 1, 0)
@@ -1229,7 +1281,7 @@ def test_a_rank_that_cannot_plan_does_what_was_agreed(monkeypatch: pytest.Monkey
     model = make_model(layers=LAYERS)
     with auto_session(model, Drive()) as session:
         Others(session, {2})
-        monkeypatch.setattr("tba_offload.adapt.controller.make_plan", failing)
+        monkeypatch.setattr("tba_offload.adapt.proposals.make_plan", failing)
         with pytest.warns(RuntimeWarning, match="of what the ranks agreed on.*no test has thought of"):
             found = train(model, session, steps=5)
         assert recomputed_layers(session) == {2}
@@ -1342,7 +1394,7 @@ def test_a_run_is_as_planned_if_none_of_its_dimensions_is_larger() -> None:
 def test_a_large_step_that_does_not_come_again_is_forgotten_some_time() -> None:
     sizes = Sizes()
     step_of(sizes, (1, 64))
-    for _ in range(FORGOTTEN_AFTER):
+    for _ in range(TUNING.forgotten_after):
         assert step_of(sizes, (1, 32), nbytes=50)[0]
     assert not step_of(sizes, (1, 32), nbytes=50)[0]
     assert step_of(sizes, (1, 32), nbytes=50) == (True, StepSize())
@@ -1378,10 +1430,10 @@ def test_what_no_step_runs_any_longer_is_forgotten_some_time(missing: Any) -> No
     sizes, layers = Sizes(), missing["layers"]
     size = missing.get("size", (2, 8))
     step_with(sizes, 0, 1, 2, size=(2, 8))
-    for _ in range(FORGOTTEN_AFTER - 1):
+    for _ in range(TUNING.forgotten_after - 1):
         assert step_with(sizes, *layers, size=size)[0]
     assert step_with(sizes, 0, 1, 2, size=(2, 8)) == (True, StepSize())
-    for _ in range(FORGOTTEN_AFTER):
+    for _ in range(TUNING.forgotten_after):
         assert step_with(sizes, *layers, size=size)[0]
     assert step_with(sizes, *layers, size=size) == (False, StepSize(has_grown=True, is_new=True))
     assert step_with(sizes, *layers, size=size) == (True, StepSize())
@@ -1416,44 +1468,46 @@ def test_plans_are_made_for_all_layers_where_one_is_skipped_in_turn(micro_batche
     """No bit changes, and when a step under a plan was measured it is made again, although none is whole."""
     options: Any = {"steps": 10, "micro_batches": micro_batches, "loss": Skipping(in_turn)}
     expected = train(make_model(layers=LAYERS, dropout=0.1), **options)
-    model, reasons, planned = make_model(layers=LAYERS, dropout=0.1), [], []
+    model, planned = make_model(layers=LAYERS, dropout=0.1), []
     every = [*range(LAYERS), *reversed(range(LAYERS))] * micro_batches
 
-    def replanned(
-        planner: AutoPlanner, profile: StepProfile, *arguments: Any, **keywords: Any
-    ) -> Plan | None:
-        reasons.append(arguments[2])
-        planned.append([slot.layer for slot in profile.slots])
-        return replan(planner, profile, *arguments, **keywords)
+    def noted(profile: StepProfile, *arguments: Any, **keywords: Any) -> Plan:
+        step = controller_of(session).knowledge.steps
+        planned.append((step, [slot.layer for slot in profile.slots]))
+        return make_plan(profile, *arguments, **keywords)
 
-    replan = AutoPlanner._replan
     with (
-        mock.patch.multiple("tba_offload.adapt.controller", _drifted=never, _differ=never),
-        mock.patch.object(AutoPlanner, "_replan", replanned),
+        mock.patch("tba_offload.adapt.proposals.make_plan", noted),
         auto_session(model, Drive(), activation=16 * MIB, measure_memory=True) as session,
     ):
+        start_anew(session, tuning=CALM)
         found = train(model, session, **options)
+        settled = controller_of(session).phase.settled
         assert_all_given_back(session)
     assert_same_history(found, expected)
-    assert reasons[:2] == ["3 steps were measured", "a step under the plan was measured"]
-    assert planned == [every] * len(planned)
+    assert settled is not None
+    assert settled.is_refined
+    steps = list(dict.fromkeys(step for step, _ in planned))
+    # It is looked whether there is a plan that fits; the first plan; it is refined.
+    assert steps[:3] == [2, 3, 4]
+    assert all(layers == every for step, layers in planned if step > 2)
 
 
 def test_layers_that_are_skipped_for_good_are_planned_for_no_longer() -> None:
     """When they come back the step leaves its plan."""
     forgotten, back = 8, 22
     model, left, slots = make_model(layers=LAYERS), [], []
-    least = AutoPlanner.least
+    least = Controller.least
 
-    def noted(planner: AutoPlanner, plan: Plan) -> Plan:
-        left.append(planner._steps)
-        return least(planner, plan)
+    def noted(controller: Controller, plan: Plan) -> Plan:
+        left.append(controller.knowledge.steps)
+        return least(controller, plan)
 
     with (
-        mock.patch("tba_offload.plan.sizes.FORGOTTEN_AFTER", forgotten),
-        mock.patch.object(AutoPlanner, "least", noted),
+        mock.patch.object(Controller, "least", noted),
         auto_session(model, Drive(), activation=16 * MIB) as session,
     ):
+        start_anew(session, tuning=Tuning(forgotten_after=forgotten))
         skipping = Skipping(lambda step, _: {0, 3} if 5 <= step < back else set())
         train(
             model,
@@ -1472,18 +1526,18 @@ def test_layers_that_are_skipped_for_good_are_planned_for_no_longer() -> None:
 def test_a_layer_that_was_frozen_is_planned_for_when_it_no_longer_is() -> None:
     """Frozen ones save nothing, so that no plan was made for them."""
     model, left = make_model(layers=LAYERS), []
-    least = AutoPlanner.least
+    least = Controller.least
 
-    def noted(planner: AutoPlanner, plan: Plan) -> Plan:
-        left.append(planner._steps)
-        return least(planner, plan)
+    def noted(controller: Controller, plan: Plan) -> Plan:
+        left.append(controller.knowledge.steps)
+        return least(controller, plan)
 
     def before(step: int) -> None:
         for module in (model.embedding, *model.layers[:4]):
             module.requires_grad_(step >= 6)
 
     with (
-        mock.patch.object(AutoPlanner, "least", noted),
+        mock.patch.object(Controller, "least", noted),
         auto_session(model, Drive(), activation=16 * MIB) as session,
     ):
         train(model, session, steps=8, before_step=before, micro_batches=2)
@@ -1491,17 +1545,30 @@ def test_a_layer_that_was_frozen_is_planned_for_when_it_no_longer_is() -> None:
     assert left == [0, 6]
 
 
-def test_a_step_that_skips_layers_may_take_less_time_than_planned() -> None:
-    planner = planner_of(4, budget=2 * MIB)
-    planner._planned_for = Bandwidth(1e9, 1e9)
-    planner._plan = plan = Plan((OFFLOAD,) * 4, prediction=Prediction(1.0, 0.0, MIB, 0))
-    record = StepRecord(step=9, seconds=0.7, activation_peak_bytes=MIB)
-    planner._recent.extend((0.7, 0.7))
-    assert planner._doubt(plan, Bandwidth(1e9, 1e9), record) == "steps took 0.700 s instead of 1.00 s"
-    planner._skips = True
-    assert planner._doubt(plan, Bandwidth(1e9, 1e9), record) is None
-    planner._recent.extend((1.5, 1.5))
-    assert planner._doubt(plan, Bandwidth(1e9, 1e9), record) == "steps took 1.50 s instead of 1.00 s"
+@pytest.mark.parametrize(
+    ("seconds", "skips", "why"),
+    [
+        (0.7, False, "steps took 0.700 s instead of 1.00 s"),
+        (0.7, True, None),
+        (1.5, True, "steps took 1.50 s instead of 1.00 s"),
+    ],
+)
+def test_a_step_that_skips_layers_may_take_less_time_than_planned(
+    seconds: float, why: str | None, *, skips: bool
+) -> None:
+    task, drive = task_of(4, budget=2 * MIB), Bandwidth(1e9, 1e9)
+    assert doubt_of(task, [(seconds, 0.0)] * 2, drive=drive, peak=MIB, skips=skips) == why
+
+
+def test_a_step_on_excursion_is_not_taken_for_one_under_the_plan() -> None:
+    machine = machine_of(HALF.scaled(0.05), budget=None, window=8 * MIB)
+    machine.run(TUNING.excursions[0])
+    assert isinstance(machine.controller.phase, Excursion)
+    before = machine.controller.knowledge.pace.seconds
+    machine.step(slower=100.0)
+    assert not isinstance(machine.controller.phase, Excursion)
+    assert before
+    assert set(machine.controller.knowledge.pace.seconds) <= set(before)
 
 
 def of_sizes(*sizes: int | None, before: StepProfile | None = None, has_grown: bool = False) -> StepProfile:

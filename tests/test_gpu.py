@@ -247,18 +247,19 @@ def test_a_profile_has_the_times_of_the_device(store: str, tmp_path: Path) -> No
     layers, x = make_dozing()
     config = config_for("offload", store, tmp_path)
     with tba.attach(layers, config, layers=list(layers), run_log=tmp_path / "run.jsonl") as session:
-        planner = session.planning.planner
-        assert planner is not None
+        controller = session.planning.controller
+        assert controller is not None
         for _ in range(4):
             torch.cuda._sleep(10 * LONG_SLEEP)  # the device is far behind when the step begins
             with session.step() as step:
                 layers(x).pow(2).sum().backward()
     sleep = length_of_sleep()
-    assert planner.profile is not None
-    forward, backward = planner.profile.timings[0][Placement.OFFLOAD]
+    profile = controller.knowledge.profile
+    assert profile is not None
+    forward, backward = profile.timings[0][Placement.OFFLOAD]
     assert 0.7 * sleep < forward < 1.5 * sleep
     assert 0.7 * 2 * sleep < backward < 1.5 * 2 * sleep
-    assert all(slot.gap < 0.5 * sleep for slot in planner.profile.slots)
+    assert all(slot.gap < 0.5 * sleep for slot in profile.slots)
     assert step.record is not None
     assert (step.record.forward_seconds, step.record.backward_seconds) == (None, None)
 

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tba_offload.adapt.controller import WORTH_IT
 from tba_offload.config.policy import Objective, Placement
 from tba_offload.plan import simulate as simulator
 from tba_offload.plan import trials
@@ -898,7 +897,9 @@ def test_the_plan_in_force_stays_unless_another_is_clearly_better(
     policy, limits = (AUTO,) * 12, Limits(None, 32 * MIB)
 
     def is_(one: Plan, than: Plan) -> bool:
-        return is_better(profile, FAST, limits, one, than, policy=policy, objective=objective, worth=WORTH_IT)
+        return is_better(
+            profile, FAST, limits, one, than, policy=policy, objective=objective, worth=TUNING.worth_it
+        )
 
     assert is_(new, old) is better
 
@@ -935,7 +936,9 @@ def test_two_plans_never_replace_each_other(
     def is_(new: Plan, old: Plan) -> bool:
         limits = Limits(budget, 32 * MIB)
         policy = (AUTO,) * (count - 1) + (OFFLOAD,)
-        return is_better(profile, drive, limits, new, old, policy=policy, objective=objective, worth=WORTH_IT)
+        return is_better(
+            profile, drive, limits, new, old, policy=policy, objective=objective, worth=TUNING.worth_it
+        )
 
     assert not is_(first, first)
     assert not (is_(first, second) and is_(second, first))
@@ -959,7 +962,7 @@ def test_where_memory_is_wanted_a_lower_peak_is_better_if_it_is_clearly_lower(
             old,
             policy=(AUTO,) * 12,
             objective=Objective.MEMORY,
-            worth=WORTH_IT,
+            worth=TUNING.worth_it,
         )
         is better
     )
@@ -972,7 +975,7 @@ def test_whether_a_plan_fits_the_budget_is_no_matter_of_shares() -> None:
     assert peak < outcome_of(profile, does_not, FAST).peak_bytes < 1.05 * peak
     limits = Limits(math.ceil(peak / (1 - TUNING.margin)), None)
     for objective in Objective:
-        policy: Any = {"policy": (AUTO,) * 12, "objective": objective, "worth": WORTH_IT}
+        policy: Any = {"policy": (AUTO,) * 12, "objective": objective, "worth": TUNING.worth_it}
         assert is_better(profile, FAST, limits, fits, does_not, **policy)
         assert not is_better(profile, FAST, limits, does_not, fits, **policy)
 

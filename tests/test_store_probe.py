@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from ordered_device import OrderedDevice
-from store_contract import CPU, descriptors, get, pattern, put
 
 import tba_offload as tba
 from tba_offload import StoreConfig
@@ -24,6 +23,7 @@ from tba_offload.store.gds import GdsBackend, GdsStore
 from tba_offload.store.host import HostBackend, HostStore
 from tba_offload.store.probe import EXTENTS, Probe, choose, measure
 from tba_offload.store.process import open_stores
+from tba_offload.testing.store_contract import CPU, descriptors, get, pattern, put
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -265,7 +265,7 @@ def test_the_run_log_says_which_and_why(
     clock: Clock, device: OrderedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_down(FileStore, clock, monkeypatch)
-    monkeypatch.setattr("tba_offload.session.session.device_of", lambda _: device)
+    monkeypatch.setattr("tba_offload.session.parts.device_of", lambda _: device)
     config = tba.OffloadConfig(store=StoreConfig(directories=(tmp_path,)))
     model = torch.nn.Sequential(torch.nn.Linear(4, 4))
     log = tmp_path / "run.jsonl"

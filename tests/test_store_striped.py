@@ -15,22 +15,11 @@ import pytest
 import torch
 from harness import KIB, Drive, DrivenHostStore, assert_all_given_back, config_for, wait_until
 from models import loss_of, make_model, make_tokens, same_bits
-from store_contract import (
-    CPU,
-    PATIENCE,
-    READY,
-    Gate,
-    StoreContract,
-    descriptors,
-    get,
-    io_threads,
-    pattern,
-    put,
-)
 
 import tba_offload as tba
-from tba_offload.adapt.controller import AutoPlanner
-from tba_offload.config.policy import Placement
+from tba_offload.adapt.rates import Rates
+from tba_offload.adapt.task import Task
+from tba_offload.config.policy import Objective, Placement
 from tba_offload.device import ByteRange
 from tba_offload.errors import ChecksumError, ConfigError, StoreError, StoreFullError, TransferError
 from tba_offload.plan.bandwidth import Bandwidth
@@ -45,6 +34,18 @@ from tba_offload.store.service import Service
 from tba_offload.store.striped import StripedStore
 from tba_offload.testing.around import put_around
 from tba_offload.testing.faults import inject
+from tba_offload.testing.store_contract import (
+    CPU,
+    PATIENCE,
+    READY,
+    Gate,
+    StoreContract,
+    descriptors,
+    get,
+    io_threads,
+    pattern,
+    put,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -461,7 +462,7 @@ def train_on(store: StripedStore, steps: int, before: Callable[[int], None], **s
     model, trained = make_model(layers=4), Trained()
     config = config_for(in_flight=16 * KIB, **settings)
     with (
-        mock.patch("tba_offload.session.session.open_store", return_value=store),
+        mock.patch("tba_offload.session.parts.open_store", return_value=store),
         tba.attach(model, config, measure_memory=False) as session,
     ):
         for number in range(steps):
@@ -527,19 +528,21 @@ def test_what_a_dead_drive_has_fails_one_step_only() -> None:
 
 
 def test_planners_count_on_the_drives_in_service() -> None:
-    planner = AutoPlanner([Placement.AUTO], [(0, "layers.0")], Limits(None, None))
+    rates = Rates(Task((Placement.AUTO,), ((0, "layers.0"),), Limits(None, None), Objective.MEMORY))
+
+    def drive_after(*loads: DriveLoad) -> Bandwidth | None:
+        rates.note(loads, fell_back=False)
+        return rates.bandwidth()
+
     both = [DriveLoad(Load(4000, 1.0), Load(2000, 1.0)), DriveLoad(Load(1000, 1.0), Load(500, 1.0))]
-    planner._note_loads(both)
-    assert planner.drive() == Bandwidth(5000, 2500)
+    assert drive_after(*both) == Bandwidth(5000, 2500)
     nothing = Load(0, 0.0)
-    planner._note_loads([DriveLoad(nothing, nothing, in_service=False), both[1]])
-    assert planner.drive() == Bandwidth(1000, 500)
-    planner._note_loads([DriveLoad(nothing, nothing), both[1]])
-    assert planner.drive() == Bandwidth(5000, 2500)
-    planner._note_loads([DriveLoad(nothing, nothing, room=3000), both[1]])
-    assert planner.drive() == Bandwidth(5000, 2500)
-    planner._note_loads([DriveLoad(nothing, nothing, room=3000), both[1]._replace(room=4096)])
-    assert planner.drive() == Bandwidth(5000, 2500, capacity=7096)
+    idle = DriveLoad(nothing, nothing, in_service=False)
+    assert drive_after(idle, both[1]) == Bandwidth(1000, 500)
+    assert drive_after(DriveLoad(nothing, nothing), both[1]) == Bandwidth(5000, 2500)
+    full = DriveLoad(nothing, nothing, room=3000)
+    assert drive_after(full, both[1]) == Bandwidth(5000, 2500)
+    assert drive_after(full, both[1]._replace(room=4096)) == Bandwidth(5000, 2500, capacity=7096)
 
 
 def test_it_needs_a_store() -> None:

@@ -11,18 +11,6 @@ import pytest
 import torch
 from harness import KIB, MIB, Drive, DrivenFileStore, assert_all_given_back, config_for, in_time, made
 from models import assert_same_history, make_model, train
-from store_contract import (
-    CPU,
-    PATIENCE,
-    READY,
-    Gate,
-    StoreContract,
-    descriptors,
-    get,
-    io_threads,
-    pattern,
-    put,
-)
 
 import tba_offload as tba
 from tba_offload.device import ByteRange
@@ -34,6 +22,18 @@ from tba_offload.store.file import FileStore
 from tba_offload.store.host import HostStore
 from tba_offload.store.striped import StripedStore
 from tba_offload.store.tiered import TieredStore
+from tba_offload.testing.store_contract import (
+    CPU,
+    PATIENCE,
+    READY,
+    Gate,
+    StoreContract,
+    descriptors,
+    get,
+    io_threads,
+    pattern,
+    put,
+)
 from tba_offload.transfer.offloader import Offloader
 
 if TYPE_CHECKING:
@@ -335,7 +335,7 @@ def attached(
     store = tiered(drive, directory, host=host, spill_bytes=0)
     config = config_for(directory=directory, host_capacity=host, **settings)
     with (
-        mock.patch("tba_offload.session.session.open_store", return_value=store),
+        mock.patch("tba_offload.session.parts.open_store", return_value=store),
         tba.attach(model, config, measure_memory=False) as session,
     ):
         yield session, store

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 import tba_offload as tba
 from tba_offload import Placement, Rule
-from tba_offload.adapt.controller import AutoPlanner
+from tba_offload.adapt.pace import Pace
+from tba_offload.adapt.phases import Probe
 from tba_offload.adapt.profiler import profile_of
 from tba_offload.capture.scope import ActivationKey, ScopeKey
 from tba_offload.capture.trace import ActivationTrace, DeviceTimes, Fate, ScopeTrace, StepTrace
@@ -31,6 +32,7 @@ from tba_offload.device import CpuDevice
 from tba_offload.plan.bandwidth import Bandwidth
 from tba_offload.plan.profile import StepProfile, Timing
 from tba_offload.plan.simulate import simulate
+from tba_offload.plan.tuning import TUNING
 from tba_offload.plan.window import Window
 from tba_offload.report.run_log import read_run_log
 from tba_offload.transfer.storage import Span
@@ -40,6 +42,7 @@ from tba_offload.transfer.writer import Writer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tba_offload.adapt.controller import Controller
     from tba_offload.session import Session
 
 KEEP, OFFLOAD, RECOMPUTE, AUTO = Placement.KEEP, Placement.OFFLOAD, Placement.RECOMPUTE, Placement.AUTO
@@ -92,10 +95,10 @@ def timed_session(device: TimedDevice, model: Waves, **settings: Any) -> Any:
     return attached(device, model, {}, layers=list(model.layers), **settings)
 
 
-def learned_by(planner: AutoPlanner | None) -> StepProfile:
-    assert planner is not None
-    assert planner.profile is not None
-    return planner.profile
+def learned_by(controller: Controller | None) -> StepProfile:
+    assert controller is not None
+    assert controller.knowledge.profile is not None
+    return controller.knowledge.profile
 
 
 def assert_times_of_the_device(profile: StepProfile, **placements: Timing) -> None:
@@ -160,7 +163,7 @@ def test_only_sessions_that_plan_mark_times() -> None:
             run_step(model, session)
         watching(session)
         run_step(model, session)
-        session.planning.planner = None
+        session.planning.start(session.plan, None)
         with mock.patch.object(TimedDevice, "mark", side_effect=AssertionError("nobody will ask")):
             run_step(model, session)
     assert {record.offloaded_bytes for record in session.report()} == {2 * LAYERS * 64 * KIB}
@@ -198,7 +201,7 @@ def test_waits_for_reads_are_no_compute_time(seconds: float) -> None:
             assert len(session.offloader.stats.marked_stalls) == 2 * LAYERS
         profile = learned_by(planner)
         trace, stalls = session.capture.trace, session.offloader.stats.stalls
-        by_host = profile_of(trace, stalls, planner.layers, began=0.0, ended=0.0)
+        by_host = profile_of(trace, stalls, planner.task.layers, began=0.0, ended=0.0)
     assert_times_of_the_device(profile, offload=Timing(FORWARD, BACKWARD))
     assert device.now == 3 * (STEP + 2 * LAYERS * seconds)
     # Shares within a layer are the host's, whose own waits are none of its work either.
@@ -263,7 +266,7 @@ def test_nobody_waits_for_the_device_inside_a_step() -> None:
                 model(torch.ones(64, 256, requires_grad=True)).abs().sum().backward()
                 assert device.waits == waits
             assert device.waits == waits + 1  # behind a step that is looked at closely
-        session.planning.planner = None
+        session.planning.start(session.plan, None)
         run_step(model, session)
         assert device.waits == waits + 1
 
@@ -271,21 +274,21 @@ def test_nobody_waits_for_the_device_inside_a_step() -> None:
 def test_the_device_is_waited_for_only_when_a_step_is_looked_at_closely() -> None:
     device, model = TimedDevice(SECONDS), Waves()
     with timed_session(device, model) as session, device.computing():
-        recent = watching(session)._recent
+        pace = watching(session).knowledge.pace
         run_step(model, session)
-        assert (device.waits, list(recent)) == (1, [STEP])
-        with mock.patch.object(AutoPlanner, "_is_turn", return_value=False):
+        assert (device.waits, pace.seconds) == (1, (STEP,))
+        with mock.patch.object(Probe, "is_turn", return_value=False):
             run_step(model, session)
             run_step(model, session)  # the device has not come to the end of the step before
-            assert (device.waits, list(recent)) == (1, [STEP])
+            assert (device.waits, pace.seconds) == (1, (STEP,))
             device.catches_up()
             device.runs_dry(DRY)
             run_step(model, session, partial(device.runs_dry, DRY))
-            assert (device.waits, list(recent)) == (1, [STEP, STEP])
+            assert (device.waits, pace.seconds) == (1, (STEP, STEP))
             device.catches_up()
         run_step(model, session)
     assert device.waits == 2
-    assert list(recent) == [STEP, STEP + DRY, STEP]
+    assert pace.seconds == (STEP, STEP + DRY, STEP)
 
 
 @pytest.mark.parametrize("dry", [0.0, DRY])
@@ -293,22 +296,15 @@ def test_waits_of_the_device_make_the_planner_careful(dry: float) -> None:
     """Not those of the host, while the device has work."""
     device, model = TimedDevice(SECONDS), Waves()
     with timed_session(device, model) as session, device.computing(), waiting_for_reads(device, dry):
-        planner = watching(session)
-        planner._plan = session.plan
+        watching(session)
         run_step(model, session)
+        times = DeviceTimes(session.capture.trace, session.offloader.stats.marked_stalls)
+        pace = Pace(TUNING)
+        pace.note(session.report()[-1], times, is_planned=True)
+        assert pace.waited == ()  # the device was not asked
+        pace.read(times.read(), is_planned=True)
     lost = 2 * LAYERS * dry
-    assert list(planner._waited) == [lost / (STEP + lost)]
-
-
-def test_a_step_on_excursion_is_not_taken_for_one_under_the_plan() -> None:
-    device, model = TimedDevice(SECONDS), Waves()
-    with timed_session(device, model) as session, device.computing():
-        planner = watching(session)
-        for _ in range(2):
-            planner._on_excursion = True
-            run_step(model, session)
-            device.catches_up()
-        assert list(planner._recent) == []
+    assert pace.waited == (lost / (STEP + lost),)
 
 
 # A device that does its work at once
@@ -321,7 +317,7 @@ def test_on_a_cpu_nothing_is_marked() -> None:
         session_for(model, default=AUTO, in_flight=200 * KIB) as session,
     ):
         train(model, session, steps=4)
-        profile = learned_by(session.planning.planner)
+        profile = learned_by(session.planning.controller)
         report = session.report()
         assert session.capture.trace.marks is None
         assert session.offloader.stats.marked_stalls == []
@@ -382,7 +378,7 @@ def test_a_run_log_is_written_on_a_device_that_runs_behind(tmp_path: Any) -> Non
     """And what is predicted from it is the device's time."""
     device, model = TimedDevice(SECONDS), Waves()
     with (
-        mock.patch("tba_offload.session.session.device_of", return_value=device),
+        mock.patch("tba_offload.session.parts.device_of", return_value=device),
         tba.attach(
             model,
             config_for(default=OFFLOAD),

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tba_offload.adapt.agreement import Agreement
+from tba_offload.adapt.observation import StepObservation
 from tba_offload.config.policy import Placement
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from tba_offload.adapt.controller import AutoPlanner
+    from tba_offload.adapt.agreement import Agree
+    from tba_offload.adapt.controller import Controller
     from tba_offload.capture.hooks import Capture
     from tba_offload.capture.trace import DeviceTimes
     from tba_offload.plan.model import Plan
@@ -30,44 +33,71 @@ class Planning:
 
     Attributes:
         plan: In force.
-        planner: Renews it; ``None`` if there is nothing to decide and nothing to learn.
-        chosen: Layers that the planner may have recomputed.
+        controller: Renews it; ``None`` if there is nothing to decide and nothing to learn.
+        chosen: Layers that the controller may have recomputed.
     """
 
     def __init__(self, plan: Plan, layers: Sequence[int], capture: Capture, offloader: Offloader) -> None:
         self.plan = plan
-        self.planner: AutoPlanner | None = None
+        self.controller: Controller | None = None
         self.chosen: frozenset[int] = frozenset()
+        self._observer: Controller | Agreement | None = None
         self._outgrown: Plan | None = None  # what this step began with and was too large for
         self._layers = layers
         self._capture = capture
         self._offloader = offloader
 
-    def start(self, plan: Plan, planner: AutoPlanner | None) -> None:
-        """Starts with the plan of a policy, or with that of a new planner for its first step."""
-        self.planner = planner
-        self.plan = plan if planner is None else planner.first()
+    def start(self, plan: Plan, controller: Controller | None, agree: Agree | None = None) -> None:
+        """Starts with the plan of a policy, or with that of a new controller for its first step.
+
+        Args:
+            plan: The plan of the policy.
+            controller: Is going to renew it.
+            agree: Asks the other ranks, if layers are shared.
+        """
+        self.controller = controller
+        self._observer = controller
+        if controller is not None and agree is not None and controller.task.is_shared:
+            self._observer = Agreement(controller, agree)
+        self.plan = plan if controller is None else controller.task.first()
         self.chosen = frozenset(
             index
-            for index, wanted in enumerate(() if planner is None else planner.policy)
+            for index, wanted in enumerate(() if controller is None else controller.task.policy)
             if wanted is Placement.AUTO
         )
         self._outgrown = None
         self._offloader.resize_window(self.plan.window)
 
+    @property
+    def has_budget(self) -> bool:
+        """Whether plans have to keep to one, so that it counts how large a step is."""
+        return self.controller is not None and self.controller.task.has_budget
+
+    @property
+    def has_planned(self) -> bool:
+        """Whether a plan that was made from what steps are like is in force."""
+        return self.controller is not None and self.controller.has_planned
+
+    @property
+    def wants_memory(self) -> bool:
+        """Whether the next step's peak must be measured."""
+        return self.controller is not None and self.controller.wants_memory
+
     def begin_step(self) -> None:
         """A step that failed or was skipped after it had left its plan taught nothing: the plan stays."""
-        if self.planner is not None:
-            self.planner.sizes.begin_step()
+        if self.controller is not None:
+            self.controller.begin_step()
         if self._outgrown is not None:
             self._put_in_force(self._outgrown)
             self._outgrown = None
 
-    def leave_if_outgrown(self, planner: AutoPlanner, layer: int, size: RunSize) -> None:
+    def leave_if_outgrown(self, layer: int, size: RunSize) -> None:
         """Where a layer is given more than the plan is for, the rest of the step runs without it."""
-        if not planner.fits(layer, size) and self._outgrown is None:
+        if self.controller is None or self._observer is None:
+            return
+        if not self.controller.fits(layer, size) and self._outgrown is None:
             self._outgrown = self.plan
-            self._put_in_force(planner.least(self.plan))
+            self._put_in_force(self._observer.least(self.plan))
 
     def learn(
         self,
@@ -79,7 +109,7 @@ class Planning:
         repeatable: Iterable[int],
         on_device: DeviceTimes | None,
     ) -> dict[str, object] | None:
-        """Shows the planner what a step was like, and takes its plan for the next one.
+        """Shows the controller what a step was like, and takes its plan for the next one.
 
         Args:
             record: The figures of the step.
@@ -90,32 +120,31 @@ class Planning:
             on_device: Its times by the clock of a device whose work ends later than the host gave it out.
 
         Returns:
-            What there is to tell of a new plan, see :meth:`AutoPlanner.news`.
+            What there is to tell of a new plan, see :meth:`Controller.news`.
         """
-        planner = self.planner
-        if planner is None:
+        controller, observer = self.controller, self._observer
+        if controller is None or observer is None:
             return None
-        planner.not_recomputed = self.chosen - frozenset(repeatable)
-        plan = planner.learn(
-            self._capture.trace,
-            self._offloader.stats.stalls,
-            loads,
-            self.plan,
-            record,
+        observation = StepObservation(
+            trace=self._capture.trace,
+            stalls=self._offloader.stats.stalls,
+            loads=loads,
+            plan=self.plan,
+            record=record,
             began=began,
             rest_bytes=rest_bytes,
             on_device=on_device,
+            not_recomputed=self.chosen - frozenset(repeatable),
         )
-        news = None
-        if plan is not None:
-            self._put_in_force(plan)
-            self._outgrown = None
-            news = planner.news()
-        if planner.is_done:
-            self.planner = None
-        return news
+        self._put_in_force(observer.observe(observation))
+        self._outgrown = None
+        if observer.is_done:
+            self.controller = self._observer = None
+        return controller.news()
 
     def _put_in_force(self, plan: Plan) -> None:
+        if plan is self.plan:
+            return
         self._forget_learned(plan)
         self.plan = plan
         self._offloader.resize_window(plan.window)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tba_offload.capture.trace import Fate
 from tba_offload.config.policy import Placement
 from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing, computed_as
+from tba_offload.plan.tuning import TUNING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,16 +25,7 @@ if TYPE_CHECKING:
 
     from tba_offload.capture.scope import ScopeKey
     from tba_offload.capture.trace import ActivationTrace, ScopeTrace, StepTimes, StepTrace
-
-ALIKE = 0.25
-"""Share of their bytes by which layers of one kind, which save equally many activations, differ at most. If
-they differ by half of it, plans for one kind take 0.1 % longer (median of 10 simulated steps, at most 3.3 %);
-if by all of it, 1 %, at most 11 %."""
-
-NEWER = 0.5
-"""Share of a new measurement of time in what is known; the rest is what was known before. Of 4 simulated runs
-whose times vary by 8 %, one took 4.1 % longer with 1, and one 4.2 % longer with 0.25; one that wanted memory
-peaked 36 % higher with 1."""
+    from tba_offload.plan.tuning import Tuning
 
 LayerKey = tuple[int, str]
 """Model chunk and module name of a layer."""
@@ -100,6 +92,7 @@ def profile_of(
     on_device: StepTimes | None = None,
     before: StepProfile | None = None,
     has_grown: bool = False,
+    tuning: Tuning = TUNING,
 ) -> StepProfile | None:
     """The profile of a step.
 
@@ -115,6 +108,7 @@ def profile_of(
             they saved then.
         has_grown: Layers were given more than before: what they saved and took then says nothing of now, but
             for those that did not run.
+        tuning: Says which layers are alike, and how much a new measurement counts.
 
     Returns:
         ``None`` if too little is known: no layer ever ran with hooks, or there was no backward.
@@ -125,7 +119,9 @@ def profile_of(
     if not runs:
         return None
     host_clock = ComputeClock(stalls)
-    kinds, layers = _kinds(trace, runs, host_clock, len(layers_of_process), before, has_grown=has_grown)
+    kinds, layers = _kinds(
+        trace, runs, host_clock, len(layers_of_process), before, has_grown=has_grown, alike=tuning.alike
+    )
     if not kinds:
         return None
     clock = ComputeClock(times.stalls)
@@ -134,7 +130,7 @@ def profile_of(
         kinds=kinds,
         layers=layers,
         timings=_timings(
-            runs, kinds, layers, before, partly=_partly_kept(trace), newer=1.0 if has_grown else NEWER
+            runs, kinds, layers, before, partly=_partly_kept(trace), newer=1.0 if has_grown else tuning.newer
         ),
         slots=slots,
         tail=max(clock(times.ended) - last, 0.0),
@@ -286,6 +282,7 @@ def _kinds(
     before: StepProfile | None,
     *,
     has_grown: bool,
+    alike: float,
 ) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
     """The kinds of layers and which each is; nothing if no layer was captured, now or before.
 
@@ -301,7 +298,9 @@ def _kinds(
     layers, most = [-1] * count, [-1] * count
     for run in captured:
         activations = saved[run.scope.key]
-        kind = next((n for n, group in enumerate(members) if _alike(group[0][1], activations)), len(members))
+        kind = next(
+            (n for n, group in enumerate(members) if _alike(group[0][1], activations, alike)), len(members)
+        )
         if kind == len(members):
             members.append([])
         members[kind].append((run, activations))
@@ -316,23 +315,24 @@ def _kinds(
     for layer in (layer for layer, kind in enumerate(layers) if kind < 0):
         # One that never ran with hooks is taken for one of the usual kind.
         known = kinds[usual] if before is None or layer in grown else before.kind_of(layer)
-        kind = next((n for n, each in enumerate(kinds) if _same(each, known)), len(kinds))
+        kind = next((n for n, each in enumerate(kinds) if _same(each, known, alike)), len(kinds))
         if kind == len(kinds):
             kinds.append(known)
         layers[layer] = kind
     return tuple(kinds), tuple(layers)
 
 
-def _alike(some: Sequence[ActivationTrace], others: Sequence[ActivationTrace]) -> bool:
-    return _close(len(some), sum(a.nbytes for a in some), len(others), sum(a.nbytes for a in others))
+def _alike(some: Sequence[ActivationTrace], others: Sequence[ActivationTrace], share: float) -> bool:
+    nbytes = sum(a.nbytes for a in some), sum(a.nbytes for a in others)
+    return len(some) == len(others) and _close(*nbytes, share)
 
 
-def _same(kind: LayerKind, other: LayerKind) -> bool:
-    return _close(len(kind.activations), kind.nbytes, len(other.activations), other.nbytes)
+def _same(kind: LayerKind, other: LayerKind, share: float) -> bool:
+    return len(kind.activations) == len(other.activations) and _close(kind.nbytes, other.nbytes, share)
 
 
-def _close(count: int, nbytes: int, other_count: int, other_nbytes: int) -> bool:
-    return count == other_count and abs(nbytes - other_nbytes) <= ALIKE * max(nbytes, other_nbytes)
+def _close(nbytes: int, other: int, share: float) -> bool:
+    return abs(nbytes - other) <= share * max(nbytes, other)
 
 
 def _kind(

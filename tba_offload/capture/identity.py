@@ -216,7 +216,9 @@ class StaticStorages:
 def _static_tensors(module: torch.nn.Module) -> Iterable[torch.Tensor]:
     # By the class's methods: Megatron's data-parallel wrapper has an attribute ``buffers`` of its own.
     for parameter in torch.nn.Module.parameters(module):
-        yield from _with_storage(parameter, parameter.grad, getattr(parameter, "main_grad", None))
+        # One that was computed, as ``functional_call`` may give the model, has no gradient to ask for.
+        gradient = parameter.grad if parameter.is_leaf else None
+        yield from _with_storage(parameter, gradient, getattr(parameter, "main_grad", None))
     yield from _with_storage(*torch.nn.Module.buffers(module))
 
 

@@ -11,17 +11,12 @@ from collections import defaultdict
 from operator import le
 from typing import TYPE_CHECKING, NamedTuple
 
+from tba_offload.plan.tuning import TUNING
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-LARGE = 0.75
-"""Share of the bytes that a plan was made for, from which a step is still like that one. Steps of this share
-take 2.1 % longer under that plan than under their own (median of 12 simulated ones), those of 0.9 0.6 %."""
-
-FORGOTTEN_AFTER = 64
-"""Steps after which a plan is made for what runs now: all were smaller, or a layer ran in none of them.
-Otherwise steps of half the bytes would take 3.7 % longer for ever, at most 9.3 %; those of a quarter up to
-20 %."""
+    from tba_offload.plan.tuning import Tuning
 
 RunSize = tuple[int, ...]
 """Runs of a layer that wait for their backward, this one included, and all dimensions of its tensors."""
@@ -48,9 +43,14 @@ class StepSize(NamedTuple):
 
 
 class Sizes:
-    """The sizes of a session's steps; plans must hold for the largest of them."""
+    """The sizes of a session's steps; plans must hold for the largest of them.
 
-    def __init__(self) -> None:
+    Args:
+        tuning: Says what is large, and when it is forgotten.
+    """
+
+    def __init__(self, tuning: Tuning = TUNING) -> None:
+        self._tuning = tuning
         self._planned: dict[int, list[RunSize]] = {}
         self._planned_bytes = 0
         self._seen: defaultdict[int, set[RunSize]] = defaultdict(set)
@@ -85,7 +85,7 @@ class Sizes:
             self._has_grown,
             is_largest,
             is_full=is_largest or self._is_full(),
-            is_large=nbytes >= LARGE * self._planned_bytes,
+            is_large=nbytes >= self._tuning.large * self._planned_bytes,
             is_mixed=self._is_mixed,
             is_new=not self._planned,
         )
@@ -99,7 +99,7 @@ class Sizes:
             for layer, sizes in self._planned.items()
             if _most_waiting(self._seen.get(layer, ())) < _most_waiting(sizes)
         }
-        if max(self._small_steps, *self._missed.values(), 0) >= FORGOTTEN_AFTER:
+        if max(self._small_steps, *self._missed.values(), 0) >= self._tuning.forgotten_after:
             self._planned.clear()
             self._missed.clear()
             self._small_steps = self._planned_bytes = 0

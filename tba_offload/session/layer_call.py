@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tba_offload.config import OffloadConfig
     from tba_offload.layers.stack import LayerStack
     from tba_offload.recompute.verdicts import Mode
-    from tba_offload.session.steps import Parts
+    from tba_offload.session.parts import Parts
 
 
 class Call:
@@ -140,7 +140,7 @@ class Call:
     def _keeps_when_slow(self) -> bool:
         """``offload`` waits for a slow drive unless told otherwise, ``auto`` keeps until there is a plan."""
         planning, on_slow = self._parts.planning, self._config.on_slow
-        if planning.planner is not None and planning.planner.has_planned:
+        if planning.has_planned:
             return False  # what is kept was decided with the budget in view
         has_budget = self._parts.limits.budget is not None
         if has_budget and not all(placement.is_offloaded for placement in planning.plan.placements):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tba_offload.session.backward import BackwardWatch
     from tba_offload.session.boundaries import Boundaries
     from tba_offload.session.ongoing import Ongoing
-    from tba_offload.session.steps import Parts
+    from tba_offload.session.parts import Parts
 
 
 class LayerRuns:
@@ -84,7 +84,7 @@ class LayerRuns:
             output = placement.take(call)
         except BaseException:
             if self._ongoing.step is not None:
-                self._ongoing.step.fail()
+                self._ongoing.step.state.fail()
             raise
         trace.end_scope(scope)
         self._ongoing.look_at_memory()
@@ -103,15 +103,15 @@ class LayerRuns:
     def _note_size(self, site: Site, arguments: Sequence[object]) -> None:
         """Where a layer is given more than the plan is for, the rest of the step runs without it."""
         planning = self._parts.planning
-        if planning.planner is None or not planning.planner.has_budget:
+        if not planning.has_budget:
             return
         if _has_backward(site.layer.module, arguments):  # one that is frozen saves nothing
             size = (site.wait(), *_dimensions(arguments))
-            planning.leave_if_outgrown(planning.planner, site.index, size)
+            planning.leave_if_outgrown(site.index, size)
 
     def _inputs(self, args: tuple[object, ...], kwargs: dict[str, object]) -> int:
         """Bytes that a layer is given, if a planner has a use for them."""
-        return 0 if self._parts.planning.planner is None else _activation_bytes((*args, *kwargs.values()))
+        return 0 if self._parts.planning.controller is None else _activation_bytes((*args, *kwargs.values()))
 
     # ---- the placement ---------------------------------------------------------------------------
 

@@ -1,53 +1,63 @@
-"""The record of a step: figures from the meters, the trace and the offloader's ledger."""
+"""What a run log is told: what the run is, and the figures of each step."""
 
 from __future__ import annotations
 
+import os
+import platform
 from typing import TYPE_CHECKING
 
+import torch
+
 from tba_offload.config.policy import Placement
-from tba_offload.report.run_log import StepRecord
+from tba_offload.plan.model import Plan
+from tba_offload.report.run_log import RunHeader, StepRecord
 from tba_offload.store.base import HOST_TIER
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
+    from tba_offload.config import OffloadConfig
+    from tba_offload.config.policy import LayerId, Policy
+    from tba_offload.session.figures import Times
+    from tba_offload.session.parts import Parts
     from tba_offload.session.step import Step
-    from tba_offload.session.steps import Parts
     from tba_offload.store.base import DriveLoad
 
 
-def record_of(step: Step, number: int, loads: Sequence[DriveLoad], parts: Parts) -> StepRecord:
+def record_of(step: Step, times: Times, number: int, loads: Sequence[DriveLoad], parts: Parts) -> StepRecord:
     """What a step was like.
 
     Args:
         step: The step, which has ended.
+        times: How long it took.
         number: Of the step.
         loads: What drives and host memory moved in it.
         parts: What worked in it.
     """
     # How long it took to give a device its work is not how long the work took.
     computed_in_time = not parts.device.runs_behind
+    memory, meter = step.memory, step.memory.meter
     trace, stats = parts.capture.trace, parts.offloader.stats
     prediction = parts.planning.plan.prediction
     on_host = [load for load in loads if load.tier == HOST_TIER]
     return StepRecord(
         step=number,
-        seconds=step.seconds,
-        optimizer_seconds=step.optimizer_seconds,
-        skipped=step.skipped,
+        seconds=times.seconds,
+        optimizer_seconds=times.optimizer_seconds,
+        skipped=step.state.skipped,
         forward_seconds=trace.forward_seconds() if computed_in_time else None,
         backward_seconds=(trace.backward_seconds or None) if computed_in_time else None,
         stall_seconds=stats.stall_seconds,
         tokens=step.all_tokens,
         model_flops=step.model_flops,
         loss=step.loss,
-        activation_peak_bytes=step.activation_peak_bytes,
-        peak_source=step.meter.source if step.activation_peak_bytes is not None and step.meter else None,
+        activation_peak_bytes=memory.peak_bytes,
+        peak_source=meter.source if meter is not None and memory.peak_bytes is not None else None,
         gradient_bytes=parts.gradients.live.take_added(),
-        state_bytes=step.state_bytes if step.meter is not None else None,
+        state_bytes=memory.state_bytes if meter is not None else None,
         own_peak_bytes=stats.own_peak + trace.kept_bytes,
         resident_peak_bytes=parts.meters.resident.read(),
-        gradients_allocated=step.gradients_allocated,
+        gradients_allocated=memory.gradients_allocated,
         offloaded_bytes=stats.offloaded,
         read_bytes=stats.read,
         reread_bytes=stats.reread,
@@ -69,3 +79,47 @@ def record_of(step: Step, number: int, loads: Sequence[DriveLoad], parts: Parts)
         predicted_peak_bytes=prediction.peak_bytes if prediction is not None else None,
         predicted_seconds=prediction.seconds if prediction is not None else None,
     )
+
+
+def header_of(
+    config: OffloadConfig, strategy: str | None, model_info: Mapping[str, object] | None, parts: Parts
+) -> RunHeader:
+    """What a run log begins with.
+
+    Args:
+        config: What the user wanted.
+        strategy: Label of the run; by default the placement that all layers share.
+        model_info: What the header says about the model.
+        parts: What the session is made of.
+    """
+    world = parts.world
+    return RunHeader(
+        strategy=strategy or Plan.from_policy(config.policy, world.layers).strategy,
+        run=world.run,
+        rank=world.rank,
+        ranks=world.ranks,
+        versions={"torch": torch.__version__, "python": platform.python_version()},
+        hardware={
+            "device": _device_name(parts.device.torch_device),
+            "cpus": os.cpu_count(),
+            "instruction_set": torch.backends.cpu.get_cpu_capability(),
+            "threads": torch.get_num_threads(),
+        },
+        model={"layers": len(world.layers), **(model_info or {})},
+        policy=config.to_yaml(),
+        plan=dict(_explained(config.policy, world.layers)),
+        store=dict(parts.store.description),
+    )
+
+
+def _explained(policy: Policy, layers: Sequence[LayerId]) -> Iterator[tuple[str, object]]:
+    """The placement of every layer of the model, on whatever rank, and why."""
+    for layer in layers:
+        placement, why = policy.explain(layer)
+        yield layer.name, {"layer": layer.number, "placement": placement.value, "why": why}
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return platform.processor() or platform.machine()
+    return torch.get_device_module(device).get_device_name(device)  # type: ignore[no-any-return]

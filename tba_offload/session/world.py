@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tba_offload.adapt.controller import Need
-    from tba_offload.config.policy import LayerId, Placement
+    from tba_offload.adapt.agreement import Agree
+    from tba_offload.config.policy import LayerId
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ class World:
     rank: int = 0
     ranks: int = 1
     run: str | None = None
-    agree: Callable[[dict[str, Placement], Need], dict[str, Placement]] | None = None
+    agree: Agree | None = None
 
     @property
     def may_plan_recomputation(self) -> bool:

@@ -1,0 +1,150 @@
+"""What steps were seen to need of memory: the peak under each plan, and what lies beside the layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from typing import TYPE_CHECKING
+
+from tba_offload.adapt.proposals import bare, offloads_all
+from tba_offload.plan.simulate import simulate
+
+if TYPE_CHECKING:
+    from tba_offload.adapt.task import Task
+    from tba_offload.plan.bandwidth import Bandwidth
+    from tba_offload.plan.model import Plan
+    from tba_offload.plan.profile import StepProfile
+    from tba_offload.report.run_log import StepRecord
+
+
+class Needs:
+    """The memory that was measured.
+
+    Args:
+        task: Has the budget.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._peaks: dict[Plan, int] = {}  # the highest that was measured under each plan
+        self._rests: deque[int] = deque(maxlen=task.tuning.remembered_rests)
+        self._rest_over = 0  # of steps that peaked over the budget
+        self._seen_rest = 0  # in steps in which every layer ran with hooks
+        self._knows_rest = False
+
+    @property
+    def knows_rest(self) -> bool:
+        """Whether it was ever measured what memory holds beside the layers."""
+        return self._knows_rest
+
+    def forget_first_step(self) -> None:
+        """Forgets the memory of the first step, in which a process allocates much that it needs once.
+
+        The second step shows anew what there is beside the layers, if it offloads them all too.
+        """
+        self.forget()
+        self._seen_rest = 0
+
+    def forget(self) -> None:
+        """Forgets what smaller steps needed."""
+        self.forget_peaks()
+        self._rests.clear()
+        self._rest_over = 0
+
+    def forget_peaks(self) -> None:
+        """Forgets what plans needed: drives held more, or less, than they do now."""
+        self._peaks.clear()
+
+    def note_peak(self, plan: Plan, peak: int | None, *, is_largest: bool) -> None:
+        """Remembers what a plan needs in the largest step; a smaller one over the budget tells as well."""
+        if not self._task.has_budget or peak is None:
+            return
+        if is_largest or peak > (self._task.limits.budget or 0):
+            known = bare(plan)
+            self._peaks[known] = max(self._peaks.pop(known, 0), peak)
+            if len(self._peaks) > self._task.tuning.most_peaks:
+                del self._peaks[next(iter(self._peaks))]
+
+    def peak_of(self, plan: Plan) -> int:
+        """The highest peak that was measured under a plan, in bytes; 0 if none was."""
+        return self._peaks.get(bare(plan), 0)
+
+    def retreat(self, plan: Plan) -> Plan | None:
+        """A plan that was seen to need less than one that was seen to break the budget; ``None`` if none was.
+
+        Among those that kept to the budget it is the last one, because the first ones were made to learn.
+        """
+        budget, peak = self._task.limits.budget, self.peak_of(plan)
+        if budget is None or peak <= budget:
+            return None
+        known = self._best_known()
+        return known if self._peaks[known] < (1 - self._task.tuning.worth_it) * peak else None
+
+    def instead_of(self, plan: Plan) -> Plan | None:
+        """A plan that was seen to need less, if this one is expected or known to break the budget."""
+        budget = self._task.limits.budget
+        if budget is None or plan.prediction is None or not self._peaks:
+            return None
+        expected = max(plan.prediction.peak_bytes, self.peak_of(plan))
+        if expected <= budget or min(self._peaks.values()) >= expected:
+            return None
+        return self._best_known()
+
+    def _best_known(self) -> Plan:
+        """The last plan that kept to the budget, or the one that needed least if none did."""
+        budget = self._task.limits.budget or 0
+        fitting = [known for known, needed in self._peaks.items() if needed <= budget]
+        return fitting[-1] if fitting else min(self._peaks, key=self._peaks.__getitem__)
+
+    def see_rest(self, nbytes: int) -> None:
+        """Notes what was seen beside the layers in a step in which all of them ran with hooks."""
+        self._seen_rest = max(self._seen_rest, nbytes)
+
+    def with_rest(
+        self,
+        profile: StepProfile,
+        plan: Plan,
+        drive: Bandwidth,
+        record: StepRecord,
+        peak: int | None,
+        *,
+        is_first: bool,
+    ) -> StepProfile:
+        """The profile with what the allocator's peak holds beside what is known of layers.
+
+        Args:
+            profile: The step.
+            plan: The plan that was in force.
+            drive: The rates of the step.
+            record: Its figures.
+            peak: Its peak in bytes, if that was measured and tells what the plan needs.
+            is_first: Whether there was no plan yet that keeps anything.
+        """
+        if peak is None:
+            return profile
+        played = simulate(dataclasses.replace(profile, rest_bytes=0), plan, drive)
+        if not record.fallback_kept_bytes or played.fallback_bytes:
+            known = played.peak_bytes
+        elif offloads_all(plan):
+            known = record.own_peak_bytes or 0  # what was kept in need is in no plan, but counts there
+        else:
+            return profile
+        self._knows_rest = True
+        rest = max(peak - known, 0)
+        if self._task.has_budget:
+            rest = self._most_rest(rest, is_over=peak > (self._task.limits.budget or 0))
+        if is_first:
+            # Little of the layers may have been in memory at the loss, and a first plan may keep much.
+            rest = max(rest, self._seen_rest)
+        return dataclasses.replace(profile, rest_bytes=rest)
+
+    def _most_rest(self, rest: int, *, is_over: bool) -> int:
+        """What is planned with under a budget: the most of the last steps, since samples may miss a peak.
+
+        What was found when a step broke the budget stays, or what broke it would be planned again.
+        """
+        self._rests.append(rest)
+        most = max(*self._rests, self._rest_over)
+        if is_over:
+            self._rest_over = most
+        return most

@@ -1,0 +1,91 @@
+"""How long steps took under the plan in force, and how much of that compute waited."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tba_offload.capture.trace import DeviceTimes, StepTimes
+    from tba_offload.plan.tuning import Tuning
+    from tba_offload.report.run_log import StepRecord
+
+
+class Pace:
+    """The times of the last steps.
+
+    A device that runs behind the host tells how long a step took when it has come to its end, mostly after
+    the next one was given to it: it is waited for only where it has to be read anyway.
+
+    Args:
+        tuning: Says how many steps count.
+    """
+
+    def __init__(self, tuning: Tuning) -> None:
+        self._seconds: deque[float] = deque(maxlen=tuning.recent)
+        self._waited: deque[float] = deque(maxlen=2)  # shares of the steps
+        self._unread: DeviceTimes | None = None  # of a step under the plan, while its device was not asked
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """Of the last steps, oldest first."""
+        return tuple(self._seconds)
+
+    @property
+    def waited(self) -> tuple[float, ...]:
+        """Shares of the last two steps under a plan that compute waited."""
+        return tuple(self._waited)
+
+    def end_last_step(self) -> None:
+        """Reads how long the step before took, if its device has come to the end of it by now."""
+        before, self._unread = self._unread, None
+        if before is not None and before.are_known():
+            self._seconds.append(before.step_seconds())
+
+    def note(self, record: StepRecord, on_device: DeviceTimes | None, *, is_planned: bool) -> None:
+        """Notes a step.
+
+        Args:
+            record: Its figures.
+            on_device: Its times by the clock of a device that runs behind the host.
+            is_planned: Whether there is a plan by which it should, or should not, have waited.
+        """
+        if on_device is not None:
+            self._unread = on_device
+            return
+        self._seconds.append(record.seconds)
+        if is_planned:
+            self._waited.append((record.stall_seconds or 0.0) / record.seconds)
+
+    def read(self, times: StepTimes, *, is_planned: bool) -> None:
+        """Notes what the device told of the step after all."""
+        if self._unread is None:
+            return
+        self._unread = None
+        self._seconds.append(times.ended - times.began)
+        if is_planned:
+            self._waited.append(times.waited)
+
+    @property
+    def usual(self) -> float | None:
+        """The median in seconds; ``None`` before there are two steps: one says nothing."""
+        return statistics.median(self._seconds) if len(self._seconds) > 1 else None
+
+    def has_waited(self, share: float) -> bool:
+        """Whether compute waited for more than this share of both of the last two steps."""
+        return len(self._waited) > 1 and min(self._waited) > share
+
+    def forget(self) -> None:
+        """Forgets everything: steps have become larger."""
+        self._unread = None
+        self._seconds.clear()
+        self._waited.clear()
+
+    def forget_seconds(self) -> None:
+        """Forgets how long steps took: they took it under another plan."""
+        self._seconds.clear()
+
+    def forget_waits(self) -> None:
+        """Forgets how long steps waited: that was answered."""
+        self._waited.clear()

@@ -1,0 +1,433 @@
+"""The phases of a controller: each says which steps are looked at closely, and what comes next.
+
+::
+
+    warm-up ──► probe ──► settled ⇄ excursion
+    times do    layers of  a plan is   one step tries
+    not count   each kind  in force    what it does not
+                run in
+                each way
+
+A phase never changes: what a step has taught makes another one. A settled phase whose steps have grown stays
+settled, but must be measured and refined anew; an excursion ends with its step, or when steps grow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tba_offload.adapt.proposals import (
+    bare,
+    best_plan,
+    excursion,
+    over_budget,
+    predicted,
+    probing_plan,
+)
+from tba_offload.adapt.rates import differ, drifted, in_words
+from tba_offload.config.policy import Objective
+from tba_offload.formatting import readable_size, significant
+from tba_offload.plan.search import is_better
+from tba_offload.plan.simulate import simulate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tba_offload.adapt.needs import Needs
+    from tba_offload.adapt.pace import Pace
+    from tba_offload.adapt.task import Task
+    from tba_offload.plan.bandwidth import Bandwidth
+    from tba_offload.plan.model import Plan
+    from tba_offload.plan.profile import StepProfile
+    from tba_offload.plan.sizes import StepSize
+    from tba_offload.plan.tuning import Tuning
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The end of a step, as a phase sees it.
+
+    Attributes:
+        task: What is to be decided.
+        step: Number of the step, from 1.
+        plan: The plan that was in force.
+        drive: The rates of the drives now; ``None`` if nothing ever moved.
+        room: Bytes that they hold at most.
+        peak: The peak of the step in bytes; ``None`` if it was not measured, or is that of no plan.
+        size: How large the step was.
+        skips: Whether there were steps without layers that plans must hold for.
+        not_recomputed: Layers that must not be recomputed unless the policy says so.
+        needs: What steps were seen to need of memory.
+        pace: How long steps took.
+        warn: Tells the user.
+    """
+
+    task: Task
+    step: int
+    plan: Plan
+    drive: Bandwidth | None
+    room: int | None
+    peak: int | None
+    size: StepSize
+    skips: bool
+    not_recomputed: frozenset[int]
+    needs: Needs
+    pace: Pace
+    warn: Callable[[str], None]
+
+    @property
+    def tuning(self) -> Tuning:
+        """The numbers that plans are made with."""
+        return self.task.tuning
+
+    def best_plan(self, profile: StepProfile, drive: Bandwidth) -> Plan:
+        """The best plan that is found, for a drive that may be slower than the one that was measured."""
+        return best_plan(
+            self.task, profile, drive, policy=self.task.policy, not_recomputed=self.not_recomputed
+        )
+
+    def within_budget(self, plan: Plan, profile: StepProfile, drive: Bandwidth) -> Plan:
+        """A plan, or one that was seen to need less if this one is expected or known to break the budget."""
+        known = self.needs.instead_of(plan)
+        return plan if known is None else self.known_plan(known, profile, drive)
+
+    def known_plan(self, plan: Plan, profile: StepProfile, drive: Bandwidth) -> Plan:
+        """A plan of which the peak was measured, with what it does."""
+        found = simulate(profile, plan, drive).prediction
+        found = dataclasses.replace(found, peak_bytes=self.needs.peak_of(plan))
+        return dataclasses.replace(plan, prediction=found)
+
+    def check_budget(self, plan: Plan, profile: StepProfile) -> None:
+        """Says it if the lowest peak that was found is over the budget."""
+        told = over_budget(self.task, plan, profile, self.room)
+        if told is not None:
+            self.warn(told)
+
+
+class Phase(ABC):
+    """What the controller is about."""
+
+    __slots__ = ()
+
+    @property
+    def settled(self) -> Settled | None:
+        """The phase of the plan that is in force, or was left for one step; ``None`` before there is one."""
+        return None
+
+    def begun(self, step: int, tuning: Tuning) -> Phase:  # noqa: ARG002 - only the first ones end by themselves
+        """The phase that a step ends in, before anything of it is known."""
+        return self
+
+    def outgrown(self) -> Phase:
+        """The phase after a step that was larger than all before."""
+        return self
+
+    def measured(self) -> Phase:
+        """The phase after the peak of a step was measured."""
+        return self
+
+    def agreed(self, plan: Plan, *, is_changed: bool) -> Phase:  # noqa: ARG002 - before there is a plan, nothing changes
+        """The phase after ranks have agreed on a plan, whether or not it is another than was proposed."""
+        return self
+
+    def is_turn(self, moment: Moment) -> bool:  # noqa: ARG002 - of the others every step counts
+        """Whether to look at a step closely: not at each, because that takes time."""
+        return True
+
+    @abstractmethod
+    def decide(self, moment: Moment, profile: StepProfile, drive: Bandwidth) -> tuple[Phase, Plan]:
+        """The phase and the plan of the next step, after one that was looked at closely.
+
+        Args:
+            moment: The step.
+            profile: What plans are made from.
+            drive: How fast offloaded bytes travel.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp(Phase):
+    """Steps whose times do not count: all is offloaded in the first one, so that a budget holds."""
+
+    def begun(self, step: int, tuning: Tuning) -> Phase:
+        """It ends by itself."""
+        return self if step <= tuning.warm_up else Probe(is_first=True)
+
+    def decide(self, moment: Moment, profile: StepProfile, drive: Bandwidth) -> tuple[Phase, Plan]:
+        """Has the next step show what is not known."""
+        return self, _probe(moment, profile, drive, has_warmed_up=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Probe(Phase):
+    """Steps that show what layers of each kind cost under each placement.
+
+    Attributes:
+        is_first: Whether this is the first step of which times count: what was measured before says nothing.
+    """
+
+    is_first: bool = False
+
+    def begun(self, step: int, tuning: Tuning) -> Phase:  # noqa: ARG002 - it ends when there is a plan
+        """Only one step is the first."""
+        return Probe()
+
+    def decide(self, moment: Moment, profile: StepProfile, drive: Bandwidth) -> tuple[Phase, Plan]:
+        """Goes on, or makes the first plan."""
+        if moment.step < moment.tuning.learning:
+            return self, _probe(moment, profile, drive, has_warmed_up=self.is_first)
+        settled = _first_plan(moment, profile, drive, f"{moment.step} steps were measured")
+        return settled, settled.plan
+
+
+@dataclass(frozen=True, slots=True)
+class Settled(Phase):
+    """A plan is in force.
+
+    Attributes:
+        plan: The plan.
+        why: Why it was made.
+        planned_for: The rates by which it was.
+        caution: Plans count on this share of the measured rates.
+        is_measured: Whether the peak of a step under it was measured.
+        is_refined: Whether it was made anew after that.
+        patience: Steps for which a plan that was in doubt without need is left alone.
+        quiet_until: Step until which small doubts do not count.
+    """
+
+    plan: Plan
+    why: str
+    planned_for: Bandwidth
+    caution: float = 1.0
+    is_measured: bool = False
+    is_refined: bool = False
+    patience: int = 1
+    quiet_until: int = 0
+
+    @property
+    def settled(self) -> Settled | None:
+        """This one."""
+        return self
+
+    def outgrown(self) -> Phase:
+        """Nothing that was measured of smaller steps tells anything of larger ones."""
+        return dataclasses.replace(self, is_measured=False, is_refined=False, quiet_until=0)
+
+    def measured(self) -> Phase:
+        """Now it is known what the plan needs."""
+        return dataclasses.replace(self, is_measured=True)
+
+    def agreed(self, plan: Plan, *, is_changed: bool) -> Phase:
+        """The agreed plan is in force."""
+        if not is_changed:
+            return dataclasses.replace(self, plan=plan)
+        why = "the ranks agreed on what is recomputed"
+        return dataclasses.replace(self, plan=plan, why=why, is_measured=False)
+
+    def is_turn(self, moment: Moment) -> bool:
+        """Whether a step is one of the first, of every few, or a surprise."""
+        tuning = moment.tuning
+        if moment.step <= tuning.closely or moment.step % tuning.turn == 0:
+            return True
+        if moment.needs.retreat(moment.plan) is not None:
+            return True
+        return moment.drive is not None and self.doubt(moment, moment.drive) is not None
+
+    def doubt(self, moment: Moment, drive: Bandwidth) -> str | None:
+        """Why the plan may not be the best any longer; ``None`` if nothing speaks against it."""
+        expected, then, tuning = moment.plan.prediction, self.planned_for, moment.tuning
+        if expected is None:
+            return "nothing was predicted of the one before"
+        is_quiet = moment.step < self.quiet_until
+        if drifted(drive, then, tuning.big_drift if is_quiet else tuning.drift, tuning):
+            return (
+                f"drives or host memory are not what they were: {in_words(drive)} instead of {in_words(then)}"
+            )
+        if self._waits_too_long(moment):
+            return f"steps waited for more than {tuning.waits:.0%} of their time"
+        if is_quiet:
+            return None
+        return _broken_budget(moment.peak or 0, moment.task.limits.budget) or _astray(
+            moment, expected.seconds
+        )
+
+    def _waits_too_long(self, moment: Moment) -> bool:
+        """Whether compute waits under a plan by which it should not: compute and drives have their moods."""
+        if moment.task.objective is not Objective.MEMORY or self.caution <= moment.tuning.most_caution:
+            return False
+        return moment.pace.has_waited(moment.tuning.waits)
+
+    def decide(self, moment: Moment, profile: StepProfile, drive: Bandwidth) -> tuple[Phase, Plan]:
+        """Answers to what has become larger, to a broken budget and to doubts, or tries something else."""
+        refining = moment.tuning.worth_refining
+        if moment.size.has_grown:
+            why = "a layer was given more than the plan was made for"
+            return self.replanned(moment, profile, drive, bare(moment.plan), why, worth=refining)
+        retreat = moment.needs.retreat(moment.plan)
+        if retreat is not None:
+            return self._retreated(moment, moment.known_plan(retreat, profile, drive))
+        doubt = self.doubt(moment, drive)
+        if doubt is not None:
+            return self.replanned(moment, profile, drive, self.plan, doubt)
+        if moment.task.has_budget and self.is_measured and not self.is_refined:
+            why = "a step under the plan was measured"
+            refined = dataclasses.replace(self, is_refined=True)
+            return refined.replanned(moment, profile, drive, self.plan, why, worth=refining)
+        confirmed = dataclasses.replace(self, plan=predicted(moment.plan, profile, drive))
+        return confirmed._gone_on(moment, profile, drive)
+
+    def _retreated(self, moment: Moment, plan: Plan) -> tuple[Phase, Plan]:
+        """A plan that is known to keep to the budget, or to come closer to it."""
+        why = _broken_budget(moment.needs.peak_of(moment.plan), moment.task.limits.budget) or self.why
+        moment.pace.forget_seconds()
+        return dataclasses.replace(self, plan=plan, why=why, is_measured=False), plan
+
+    def _gone_on(self, moment: Moment, profile: StepProfile, drive: Bandwidth) -> tuple[Phase, Plan]:
+        """What comes after a step that was as planned."""
+        tuning = moment.tuning
+        if self.caution < 1.0 and moment.step % tuning.excursions[-1] == 0:
+            # A slow hour ends some time.
+            bolder = dataclasses.replace(self, caution=min(self.caution / tuning.caution, 1.0))
+            return bolder.replanned(moment, profile, drive, self.plan, "the drives may have recovered")
+        if has_excursion(moment.step, tuning):
+            look = excursion(moment.task, profile, drive, self.plan, not_recomputed=moment.not_recomputed)
+            if look is not None:
+                return Excursion(self), look
+        return self, self.plan
+
+    def replanned(
+        self,
+        moment: Moment,
+        profile: StepProfile,
+        drive: Bandwidth,
+        old: Plan,
+        why: str,
+        *,
+        worth: float | None = None,
+    ) -> tuple[Settled, Plan]:
+        """A new plan if it is clearly better than the old one; if not, the next doubt has to wait longer."""
+        task, tuning = moment.task, moment.tuning
+        now = dataclasses.replace(self, planned_for=drive, caution=self._new_caution(moment, drive))
+        moment.pace.forget_waits()
+        if not task.decides:
+            now = dataclasses.replace(now, plan=_as_policy(moment, old, profile, drive), why=why)
+            return now, now.plan
+        careful = drive.scaled(now.caution)
+        new = moment.best_plan(profile, careful)
+        if is_better(
+            profile,
+            careful,
+            task.limits,
+            new,
+            old,
+            policy=task.policy,
+            objective=task.objective,
+            worth=tuning.worth_it if worth is None else worth,
+            tuning=tuning,
+        ):
+            moment.pace.forget_seconds()
+            now = dataclasses.replace(now, why=why, patience=1, is_measured=False)
+        else:
+            new = old
+            patience = min(2 * self.patience, tuning.excursions[-1])
+            now = dataclasses.replace(now, patience=patience, quiet_until=moment.step + patience)
+        if new is old or now.caution < 1.0:
+            new = predicted(new, profile, drive)
+        now = dataclasses.replace(now, plan=moment.within_budget(new, profile, drive))
+        moment.check_budget(now.plan, profile)
+        return now, now.plan
+
+    def _new_caution(self, moment: Moment, drive: Bandwidth) -> float:
+        """The share of the measured rates to count on: all of those of another drive."""
+        tuning = moment.tuning
+        if drifted(drive, self.planned_for, tuning.drift, tuning):
+            return 1.0
+        if self._waits_too_long(moment):
+            return max(tuning.caution * self.caution, tuning.most_caution)
+        return self.caution
+
+
+@dataclass(frozen=True, slots=True)
+class Excursion(Phase):
+    """One step tries what the plan does not.
+
+    Attributes:
+        left: The phase that was left for it.
+    """
+
+    left: Settled
+
+    @property
+    def settled(self) -> Settled | None:
+        """The phase that was left."""
+        return self.left
+
+    def outgrown(self) -> Phase:
+        """It has taught nothing."""
+        return self.left.outgrown()
+
+    def agreed(self, plan: Plan, *, is_changed: bool) -> Phase:
+        """It goes on, unless ranks want something else."""
+        return self.left.agreed(plan, is_changed=True) if is_changed else self
+
+    def decide(self, moment: Moment, profile: StepProfile, drive: Bandwidth) -> tuple[Phase, Plan]:
+        """Comes back with what was learned."""
+        return self.left.replanned(moment, profile, drive, self.left.plan, "a step tried other placements")
+
+
+def has_excursion(step: int, tuning: Tuning) -> bool:
+    """Whether the step after this one may try what the plan does not."""
+    last = tuning.excursions[-1]
+    return step in tuning.excursions or (step > 0 and step % last == 0)
+
+
+def _probe(moment: Moment, profile: StepProfile, drive: Bandwidth, *, has_warmed_up: bool) -> Plan:
+    """The plan of a step that shows what is not known."""
+    task = moment.task
+    if not task.decides:
+        return moment.plan
+    has_room = drive.capacity is None or not simulate(profile, task.first(), drive).fallback_bytes
+    if task.has_budget and (has_warmed_up or not has_room):
+        found = moment.within_budget(moment.best_plan(profile, drive), profile, drive)
+        if has_warmed_up:  # the first step needs much that others do not
+            moment.check_budget(found, profile)
+        if not has_room:
+            return found
+    return probing_plan(task, profile, drive, step=moment.step, not_recomputed=moment.not_recomputed)
+
+
+def _first_plan(moment: Moment, profile: StepProfile, drive: Bandwidth, why: str) -> Settled:
+    moment.pace.forget_waits()
+    if not moment.task.decides:
+        return Settled(_as_policy(moment, moment.plan, profile, drive), why, drive)
+    plan = moment.best_plan(profile, drive)
+    moment.pace.forget_seconds()
+    settled = Settled(moment.within_budget(plan, profile, drive), why, drive)
+    moment.check_budget(settled.plan, profile)
+    return settled
+
+
+def _as_policy(moment: Moment, plan: Plan, profile: StepProfile, drive: Bandwidth) -> Plan:
+    """The plan of a policy that leaves nothing to decide, with what it does if that is known."""
+    # Where memory was never measured, it is not known what it holds beside activations of layers.
+    found = simulate(profile, plan, drive).prediction if moment.needs.knows_rest else None
+    return dataclasses.replace(plan, prediction=found)
+
+
+def _broken_budget(peak: int, budget: int | None) -> str | None:
+    if budget is None or peak <= budget:
+        return None
+    return f"a step peaked at {readable_size(peak)}, over the budget of {readable_size(budget)}"
+
+
+def _astray(moment: Moment, expected: float) -> str | None:
+    """That steps take another time than they were expected to."""
+    found = moment.pace.usual
+    if found is None or not differ(found, expected, moment.tuning.astray):
+        return None
+    if moment.skips and found < expected:  # layers that are skipped take no time
+        return None
+    return f"steps took {significant(found)} s instead of {significant(expected)} s"

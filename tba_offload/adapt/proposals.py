@@ -1,0 +1,252 @@
+"""Plans for a task: the best under its budget, those that show what is not known, and what is wrong with one.
+
+Pure: the same arguments give the same plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from tba_offload.config.policy import Objective, Placement
+from tba_offload.formatting import readable_size
+from tba_offload.plan.model import Limits, Plan
+from tba_offload.plan.profile import computed_as
+from tba_offload.plan.search import make_plan
+from tba_offload.plan.simulate import simulate
+from tba_offload.plan.what_if import peak_of_keep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from tba_offload.adapt.task import Task
+    from tba_offload.plan.bandwidth import Bandwidth
+    from tba_offload.plan.profile import StepProfile
+
+_LOOKS = (Placement.OFFLOAD, Placement.KEEP, Placement.RECOMPUTE, Placement.SELECTIVE)
+"""What is tried on an excursion, if the plan has none of it. Keep is among them, because plans without a
+budget are held to its time."""
+
+
+def bare(plan: Plan) -> Plan:
+    """A plan without what is expected of it; layers that are still ``auto`` are offloaded."""
+    placed = tuple(Placement.OFFLOAD if each is Placement.AUTO else each for each in plan.placements)
+    return dataclasses.replace(plan, placements=placed, prediction=None)
+
+
+def offloads_all(plan: Plan) -> bool:
+    """Whether every layer runs with hooks."""
+    return {Placement.AUTO, Placement.OFFLOAD}.issuperset(plan.placements)
+
+
+def predicted(plan: Plan, profile: StepProfile, drive: Bandwidth) -> Plan:
+    """A plan with what it does on a drive."""
+    return dataclasses.replace(plan, prediction=simulate(profile, plan, drive).prediction)
+
+
+# The best plan
+
+
+def best_plan(
+    task: Task,
+    profile: StepProfile,
+    drive: Bandwidth,
+    *,
+    policy: Sequence[Placement],
+    not_recomputed: frozenset[int],
+) -> Plan:
+    """The best plan that leaves free what was never measured, or if there is none, that keeps to the budget.
+
+    Args:
+        task: What is wanted.
+        profile: The step.
+        drive: How fast offloaded bytes travel.
+        policy: For each layer, what must be; the planner decides on those that are ``auto``.
+        not_recomputed: Layers that must not be recomputed unless the policy says so.
+    """
+
+    def within(limits: Limits) -> Plan:
+        return make_plan(
+            profile,
+            drive,
+            limits,
+            policy=policy,
+            objective=task.objective,
+            not_recomputed=not_recomputed,
+            tuning=task.tuning,
+        )
+
+    plan = within(task.careful_limits)
+    peak = plan.prediction.peak_bytes if plan.prediction is not None else 0
+    if task.careful_limits.planned < peak <= task.limits.planned:
+        plan = within(task.limits)
+    return _sound(task, plan, within, profile, drive)
+
+
+def _sound(
+    task: Task, plan: Plan, within: Callable[[Limits], Plan], profile: StepProfile, drive: Bandwidth
+) -> Plan:
+    """A plan that keeps to the budget however slow the drive is, if there is one.
+
+    Less in flight is enough as long as the largest activation has room there; then less is kept.
+    """
+    if task.limits.budget is None:
+        return plan
+    largest = max((saved.nbytes for kind in profile.kinds for saved in kind.activations), default=0)
+    budget, found = task.careful_limits.budget or 0, [plan]
+    while len(found) <= task.tuning.most_narrowed:
+        excess = worst_peak(profile, plan, drive) - task.limits.budget
+        if excess <= 0:
+            return plan
+        if plan.window is not None and plan.window - excess >= largest:
+            narrower = dataclasses.replace(plan, window=plan.window - excess)
+            return predicted(narrower, profile, drive)
+        budget -= excess
+        if budget <= 0:
+            break
+        plan = within(Limits(budget, task.limits.window))
+        found.append(plan)
+    return min(found, key=lambda each: worst_peak(profile, each, drive))
+
+
+def worst_peak(profile: StepProfile, plan: Plan, drive: Bandwidth) -> int:
+    """The peak in bytes if the window is full when most is held: drives have their moods."""
+    found = simulate(profile, plan, drive)
+    if plan.window is None:
+        return found.peak_bytes
+    full = found.held_bytes + plan.window + profile.rest_bytes
+    return max(found.peak_bytes, min(full, peak_of_keep(profile, drive)))
+
+
+# Plans that show what is not known
+
+
+def probing_plan(
+    task: Task, profile: StepProfile, drive: Bandwidth, *, step: int, not_recomputed: frozenset[int]
+) -> Plan:
+    """Some layers of each kind kept, recomputed and rebuilt, as many as the budget allows."""
+    first = task.first()
+    fewest = 3 if task.objective is Objective.MEMORY else 4  # one offloads beside each that is a choice
+    for parts in (fewest, 6, 12, max(len(task.policy), 2)):
+        placements = _mixed(task, profile, parts, step=step, not_recomputed=not_recomputed)
+        plan = dataclasses.replace(first, placements=placements)
+        if worst_peak(profile, plan, drive) <= task.careful_limits.planned:
+            return plan
+    return first
+
+
+def _mixed(
+    task: Task, profile: StepProfile, parts: int, *, step: int, not_recomputed: frozenset[int]
+) -> tuple[Placement, ...]:
+    """Of every so many layers of a kind one gets each placement that is a choice, the others offload."""
+    placements = list(task.policy)
+    turns = (Placement.KEEP, Placement.RECOMPUTE, Placement.SELECTIVE)
+    for kind in set(profile.layers):
+        free = _free_layers(task, profile, kind)
+        if len(free) < 3:  # it is measured by the others
+            continue
+        for place, layer in enumerate(reversed(free)):
+            turn = (place + step) % parts
+            if turn < len(turns) and _may_try(task, profile, layer, turns[turn], not_recomputed):
+                placements[layer] = turns[turn]
+    return tuple(placements)
+
+
+def excursion(
+    task: Task, profile: StepProfile, drive: Bandwidth, plan: Plan, *, not_recomputed: frozenset[int]
+) -> Plan | None:
+    """The plan, but with one layer of each kind under a placement that has none now; ``None`` if none fits.
+
+    What a placement costs was measured when memory and files still grew, or on another drive. Without a look
+    at it now and then, a bad measurement would be believed for ever. But what a drive costs that moves bytes
+    anyway is known. Where several ranks share layers, what is recomputed is not tried: that would have to be
+    agreed on.
+    """
+    begin = look = dataclasses.replace(plan, kept=(), prediction=None)
+    now = simulate(profile, begin, drive)
+    drive_is_known = now.written_bytes > 0
+    for layer, placement in _untried(task, profile, plan, not_recomputed):
+        placements = list(look.placements)
+        placements[layer] = placement
+        wider = dataclasses.replace(look, placements=tuple(placements))
+        then = simulate(profile, wider, drive)
+        waits = then.stall_seconds - now.stall_seconds > task.tuning.waits * now.seconds
+        is_known = drive_is_known and placement in profile.timings[profile.layers[layer]]
+        fits = worst_peak(profile, wider, drive) <= task.careful_limits.planned
+        if fits and not (is_known and waits):
+            look = wider
+    return None if look is begin else look
+
+
+def _untried(
+    task: Task, profile: StepProfile, plan: Plan, not_recomputed: frozenset[int]
+) -> Iterator[tuple[int, Placement]]:
+    """One layer of each kind for each placement that the plan has none of."""
+    for kind in set(profile.layers):
+        free = [
+            layer
+            for layer in _free_layers(task, profile, kind)
+            if not (task.is_shared and plan.placements[layer].recomputes)
+        ]
+        measured = {computed_as(plan.placements[layer], layer) for layer in free}
+        missing = [
+            placement
+            for placement in _LOOKS
+            if placement not in measured and not (task.is_shared and placement.recomputes)
+        ]
+        # What was never seen comes first: there may be fewer layers than placements.
+        missing.sort(key=lambda placement: placement in profile.timings[kind])
+        for layer in free:
+            allowed = (each for each in missing if _may_try(task, profile, layer, each, not_recomputed))
+            placement = next(allowed, None)
+            if placement is not None:
+                missing.remove(placement)
+                yield layer, placement
+
+
+def _free_layers(task: Task, profile: StepProfile, kind: int) -> list[int]:
+    """The layers of a kind that the planner decides on."""
+    return [
+        layer
+        for layer, wanted in enumerate(task.policy)
+        if wanted is Placement.AUTO and profile.layers[layer] == kind
+    ]
+
+
+def _may_try(
+    task: Task, profile: StepProfile, layer: int, placement: Placement, not_recomputed: frozenset[int]
+) -> bool:
+    """Whether the planner may have a layer run so, and there is something to learn from it."""
+    if placement is Placement.RECOMPUTE:
+        return task.objective is not Objective.MEMORY and layer not in not_recomputed
+    if placement is Placement.SELECTIVE:
+        kind = profile.kind_of(layer)
+        return kind.rebuilt_bytes > 0 or not kind.knows_rebuilt
+    return True
+
+
+# What is wrong with a plan
+
+
+def over_budget(task: Task, plan: Plan, profile: StepProfile, room: int | None) -> str | None:
+    """That the lowest peak that was found is over the budget, and what it consists of; ``None`` if it is not.
+
+    Args:
+        task: Has the budget.
+        plan: The best plan that was found.
+        profile: The step.
+        room: Bytes that the drives hold at most.
+    """
+    budget = task.limits.budget
+    peak = plan.prediction.peak_bytes if plan.prediction is not None else 0
+    if budget is None or peak <= budget:
+        return None
+    layer = max(kind.nbytes + kind.small_bytes for kind in profile.kinds)
+    window = "" if plan.window is None else f", up to {readable_size(plan.window)} in flight"
+    drives = "" if room is None else f", room for {readable_size(room)} on the drives"
+    return (
+        f"the budget of {readable_size(budget)} cannot be met: the lowest peak found is "
+        f"{readable_size(peak)}, with {readable_size(profile.rest_bytes)} beside the layers (logits, "
+        f"loss, temporaries), {readable_size(layer)} in the largest layer{window}{drives}; raise "
+        "budget.activation_bytes, or take smaller micro-batches or shorter sequences"
+    )

@@ -1,0 +1,72 @@
+"""What a controller has to decide, and by which rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tba_offload.config.policy import Placement
+from tba_offload.plan.model import Limits, Plan
+from tba_offload.plan.tuning import TUNING
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from tba_offload.adapt.profiler import LayerKey
+    from tba_offload.config.policy import Objective
+    from tba_offload.plan.tuning import Tuning
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The layers of a session and what is wanted of their plans.
+
+    Attributes:
+        policy: What the user wants for each layer of this process.
+        layers: Model chunk and module name of each layer.
+        limits: What plans must keep to.
+        objective: What is wanted of them; see :func:`make_plan`.
+        host_capacity: Bytes of host memory beside the drives; ``None`` if there is none.
+        drives: Tells the drives apart, so that controllers of one process share what they find of one.
+        is_shared: Whether other ranks have these layers too, so that what is recomputed is agreed on.
+        tuning: The numbers that plans are made with.
+    """
+
+    policy: tuple[Placement, ...]
+    layers: tuple[LayerKey, ...]
+    limits: Limits
+    objective: Objective
+    host_capacity: int | None = None
+    drives: tuple[Hashable, ...] = ()
+    is_shared: bool = False
+    tuning: Tuning = TUNING
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Module name of each layer."""
+        return tuple(name for _, name in self.layers)
+
+    @property
+    def decides(self) -> bool:
+        """Whether there are layers to decide on."""
+        return Placement.AUTO in self.policy
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether plans have to keep to one."""
+        return self.limits.budget is not None and self.decides
+
+    @property
+    def careful_limits(self) -> Limits:
+        """The limits of a plan under which no step was measured yet."""
+        budget = self.limits.budget
+        if budget is None:
+            return self.limits
+        return Limits(int((1 - self.tuning.unmeasured) * budget), self.limits.window)
+
+    def first(self) -> Plan:
+        """The plan of the first steps: what memory holds beside activations of layers is not known yet."""
+        window, budget = self.limits.window, self.limits.budget
+        if budget is not None and self.has_budget:
+            window = min(budget // self.tuning.first_window, budget if window is None else window)
+        return Plan(self.policy, window=window)

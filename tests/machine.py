@@ -1,0 +1,159 @@
+"""A machine that no test waits for: it answers to the plans of a controller with the steps they make."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from tba_offload.adapt.agreement import Agreement
+from tba_offload.adapt.observation import StepObservation
+from tba_offload.capture.scope import ActivationKey, ScopeKey
+from tba_offload.capture.trace import ActivationTrace, Fate, ScopeTrace, StepTrace
+from tba_offload.config.policy import Placement
+from tba_offload.plan.profile import computed_as
+from tba_offload.plan.simulate import simulate
+from tba_offload.report.run_log import StepRecord
+from tba_offload.store.base import DriveLoad, Load
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tba_offload.adapt.agreement import Agree
+    from tba_offload.adapt.controller import Controller
+    from tba_offload.plan.bandwidth import Bandwidth
+    from tba_offload.plan.model import Plan
+    from tba_offload.plan.profile import LayerKind, Slot, StepProfile, Timing
+
+
+class Machine:
+    """Trains under a controller.
+
+    Args:
+        controller: It plans.
+        profile: What the steps are like.
+        drive: How fast the drive is.
+        agree: Asks the other ranks, if the layers are shared.
+    """
+
+    def __init__(
+        self, controller: Controller, profile: StepProfile, drive: Bandwidth, agree: Agree | None = None
+    ) -> None:
+        self.controller = controller
+        self.profile = profile
+        self.drive = drive
+        self.plan = controller.task.first()
+        self.steps = 0
+        self._observer = controller if agree is None else Agreement(controller, agree)
+
+    def run(self, steps: int, **options: float) -> list[Plan]:
+        """Steps that are all alike, see :meth:`step`; the plan of each."""
+        return [self.step(**options) for _ in range(steps)]
+
+    def step(
+        self,
+        *,
+        drive: Bandwidth | None = None,
+        slower: float = 1.0,
+        waits: float = 0.0,
+        peak: float | None = 1.0,
+    ) -> Plan:
+        """One step, and what the controller makes of it.
+
+        Args:
+            drive: Another drive than usual.
+            slower: By which factor the step takes longer than it should.
+            waits: The share of it that compute waits for, beside what it has to.
+            peak: By which factor its peak is higher than it should be; ``None`` if it is not measured.
+
+        Returns:
+            The plan that was in force.
+        """
+        self.steps += 1
+        self.controller.begin_step()
+        plan = self._fitting()
+        found = simulate(self.profile, plan, drive or self.drive)
+        trace, ended = trace_of_step(self.profile, plan, slower)
+        stall = found.stall_seconds + waits * ended
+        record = StepRecord(
+            step=self.steps,
+            seconds=ended + stall,
+            stall_seconds=stall,
+            activation_peak_bytes=None if peak is None else int(peak * found.peak_bytes),
+            own_peak_bytes=found.peak_bytes - self.profile.rest_bytes,
+            fallback_kept_bytes=found.fallback_bytes,
+        )
+        load = DriveLoad(
+            Load(found.written_bytes, found.write_seconds), Load(found.read_bytes, found.read_seconds)
+        )
+        self.plan = self._observer.observe(
+            StepObservation(trace, [(ended, ended + stall)] if stall else [], [load], plan, record, began=0.0)
+        )
+        return plan
+
+    def _fitting(self) -> Plan:
+        """The plan, unless a layer is given more than it was made for."""
+        plan = self.plan
+        if self.controller.task.has_budget:
+            for slot in self.profile.slots:
+                size = (1, self.profile.kind_of(slot.layer).input_bytes)
+                if not slot.backward and not self.controller.fits(slot.layer, size):
+                    plan = self._observer.least(self.plan)
+        return plan
+
+
+def trace_of_step(profile: StepProfile, plan: Plan, slower: float = 1.0) -> tuple[StepTrace, float]:
+    """What a step under a plan records, and when it ends; it begins at 0, and nothing in it waits."""
+    trace, now = StepTrace(), 0.0
+    begun: dict[tuple[int, int], tuple[ScopeTrace, list[tuple[ActivationTrace, float]]]] = {}
+    for slot in profile.slots:
+        now += slower * slot.gap
+        placement = plan.placements[slot.layer]
+        forward, backward = _times(profile, slot, placement)
+        if slot.backward:
+            scope, saved = begun[slot[:2]]
+            scope.backward_began = now
+            for activation, until in saved:
+                activation.unpacked_at = now + until * slower * backward
+            now += slower * backward
+            continue
+        kind = profile.kind_of(slot.layer)
+        key = ScopeKey(slot.layer, slot.micro_batch, 0, f"layers.{slot.layer}")
+        scope = ScopeTrace(key, placement, now, kind.input_bytes, now + slower * forward)
+        saved = _saved(kind, plan.kept_of(slot.layer), key, placement, now, slower * forward)
+        trace.scopes.append(scope)
+        trace.activations += [activation for activation, _ in saved]
+        trace.kept_bytes += sum(a.nbytes for a, _ in saved if a.fate is Fate.PLANNED_KEEP)
+        begun[slot[:2]] = scope, saved
+        now += slower * forward
+    trace.backward_ends.append(now)
+    return trace, now + slower * profile.tail
+
+
+def _times(profile: StepProfile, slot: Slot, placement: Placement) -> Timing:
+    return profile.timing(slot.layer, computed_as(placement, slot.layer))
+
+
+def _saved(
+    kind: LayerKind,
+    kept: frozenset[int],
+    key: ScopeKey,
+    placement: Placement,
+    began: float,
+    seconds: float,
+) -> Sequence[tuple[ActivationTrace, float]]:
+    """The activations of a run of a layer, and when backward uses each, as a share of its time."""
+    if placement not in {Placement.AUTO, Placement.OFFLOAD, Placement.SELECTIVE}:
+        return []
+    saved = []
+    for number, each in enumerate(kind.activations):
+        is_rebuilt = placement is Placement.SELECTIVE and each.rebuilt
+        fate = Fate.REBUILT if is_rebuilt else Fate.PLANNED_KEEP if number in kept else Fate.OFFLOADED
+        activation = ActivationTrace(ActivationKey(key, number), each.nbytes, fate, began + each.at * seconds)
+        saved.append((activation, each.until))
+    return saved
+
+
+def without_hooks(profile: StepProfile) -> StepProfile:
+    """A step whose layers take as long to offload as to keep."""
+    kept = ({Placement.KEEP: timing[Placement.KEEP]} for timing in profile.timings)
+    return dataclasses.replace(profile, timings=tuple(kept))
