@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tba_offload as tba
-from tba_offload.capture.identity import version_witness
 from tba_offload.device import CpuDevice
 from tba_offload.errors import SavedTensorModifiedError, SessionError, TransferError
 from tba_offload.store.host import HostStore
@@ -235,7 +234,7 @@ def test_03_a_write_starts_when_the_producing_stream_has_come_that_far() -> None
         offloader = Offloader(store, device)
         tensor = torch.zeros(4096, dtype=torch.uint8)
         storage = tensor.untyped_storage()
-        record = Record(storage, version_tensor=version_witness(tensor), key="late")
+        record = Record(storage, key="late")
         handle = Handle(record, 0, 4096, offloader.drops)
         offloader.writer.save(record, storage, 0, 4096)
         tensor.data.fill_(7)  # what the kernel on the stream does in the end

@@ -31,7 +31,6 @@ from harness import (
     wait_until,
 )
 
-from tba_offload.capture.identity import version_witness
 from tba_offload.errors import ChecksumError, ShortTransferError, StoreError, StoreFullError, TransferError
 from tba_offload.store import run_file
 from tba_offload.store.service import Service
@@ -95,7 +94,7 @@ class Bench:
         storage = tensor.untyped_storage()
         key = f"layer {self._count} (layers.{self._count}), micro-batch 0"
         self.offloader.writer.admit(nbytes)
-        record = Record(storage, version_tensor=version_witness(tensor), key=key)
+        record = Record(storage, key=key)
         handles = [self.add(record, storage, *span) for span in ranges or [(0, nbytes)]]
         owner = storage if owned else None
         return Saved(record, handles, tensor.clone(), weakref.ref(storage), owner)
@@ -285,7 +284,7 @@ def test_views_share_one_restored_storage(bench: Bench) -> None:
 def test_a_view_can_come_when_the_first_write_has_ended(bench: Bench) -> None:
     tensor = torch.zeros(SIZE, dtype=torch.uint8)
     storage = tensor.untyped_storage()
-    record = Record(storage, version_tensor=version_witness(tensor), key="late")
+    record = Record(storage, key="late")
     saved = Saved(record, [bench.add(record, storage, 0, 100)], tensor.clone(), weakref.ref(storage))
     bench.offloader.quiesce()
     saved.handles.append(bench.add(record, storage, 50, 300))
@@ -544,7 +543,7 @@ def test_what_is_larger_than_the_ceiling_is_admitted_alone(make: Callable[..., B
 def test_a_put_off_decision_does_not_block_the_ceiling(make: Callable[..., Bench]) -> None:
     bench = make(SIZE)
     tensor = torch.ones(SIZE, dtype=torch.uint8)
-    record = Record(tensor.untyped_storage(), version_tensor=version_witness(tensor), key="put off")
+    record = Record(tensor.untyped_storage(), key="put off")
     handle = Handle(record, 0, 10, bench.offloader.drops)
     bench.offloader.writer.defer(record, tensor.untyped_storage())
     other = bench.save()
@@ -874,7 +873,7 @@ def test_the_books_balance_when_a_kept_storage_is_saved_again(make: Callable[...
     bench = make(capacity=4096, keep=True)
     tensor = torch.ones(SIZE, dtype=torch.uint8)
     storage = tensor.untyped_storage()
-    record = Record(storage, version_tensor=version_witness(tensor), key="kept")
+    record = Record(storage, key="kept")
     handles = [bench.add(record, storage, 0, SIZE), Handle(record, 0, 10, bench.offloader.drops)]
     bench.offloader.writer.defer(record, storage)
     bench.offloader.writer.decide(record)
@@ -1459,7 +1458,7 @@ def test_a_batch_that_is_cut_short_leaves_nothing_to_wait_for(
     else:
         drive.reservations.fail(StoreFullError(errno.ENOSPC, "full", "/drive"), since=at)
     batch = [torch.full((SIZE,), number, dtype=torch.uint8) for number in range(5)]
-    records = [Record(t.untyped_storage(), version_tensor=version_witness(t), key="batch") for t in batch]
+    records = [Record(t.untyped_storage(), key="batch") for t in batch]
     handles = [Handle(record, 0, SIZE, bench.offloader.drops) for record in records]
     with pytest.raises(KeyboardInterrupt if interrupt else TransferError):
         for record, tensor in zip(records, batch, strict=True):

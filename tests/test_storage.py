@@ -12,9 +12,10 @@ from harness import state_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tba_offload.capture.identity import version_witness
 from tba_offload.device.ranges import ByteRange
+from tba_offload.plan.window import Window
 from tba_offload.store.base import IoFuture
+from tba_offload.transfer.ledger import Ledger
 from tba_offload.transfer.storage import Drops, Handle, Piece, Record, forget, handed_over
 
 SIZE = 1000
@@ -27,14 +28,14 @@ ranges = st.tuples(st.integers(0, SIZE - 1), st.integers(1, SIZE)).map(
 def make_record(nbytes: int = SIZE) -> tuple[Record, torch.Tensor]:
     """A record, and the tensor that keeps its storage alive."""
     tensor = torch.zeros(nbytes, dtype=torch.uint8)
-    return Record(tensor.untyped_storage(), version_tensor=version_witness(tensor), key="layer 3"), tensor
+    return Record(tensor.untyped_storage(), key="layer 3"), tensor
 
 
 def save(record: Record, lo: int, hi: int) -> list[Piece]:
     """Has a range written that some view needs; returns what no earlier one covers."""
     storage = record.memory()
     assert storage is not None
-    return record.save(storage, lo, hi, None, 0)
+    return record.save(storage, lo, hi, None)
 
 
 def covered(pieces: list[Piece]) -> set[int]:
@@ -156,16 +157,32 @@ def test_what_every_handle_has_read_lives_as_long_as_something_else_holds_it() -
 
 
 def test_what_is_in_flight_is_charged_until_it_is_written_or_kept() -> None:
-    record, _tensor = make_record()
-    assert (record.charged, record.settled) == (0, 0)
+    ledger, (record, _tensor) = Ledger(Window()), make_record()
+
+    def sums() -> tuple[int, int, int]:
+        ledger.note(record)
+        return ledger.in_flight, ledger.departing, ledger.settled
+
+    assert sums() == (0, 0, 0)
     save(record, 0, 100)
-    assert (record.charged, record.settled) == (SIZE, 0)
+    assert sums() == (SIZE, SIZE, 0)
     assert record.keep()
     assert not record.keep()
-    assert (record.charged, record.settled) == (0, SIZE)
+    assert sums() == (0, 0, SIZE)
     assert save(record, 100, SIZE) == []  # its memory stays anyway
     assert record.release() == []  # a write still reads it
-    assert (record.charged, record.settled) == (0, 0)
+    assert sums() == (0, 0, 0)
+
+
+def test_what_is_not_decided_is_in_flight_and_not_departing() -> None:
+    ledger, (record, tensor) = Ledger(Window()), make_record()
+    record.defer(tensor.untyped_storage())
+    save(record, 0, 100)
+    ledger.note(record)
+    assert (ledger.in_flight, ledger.departing) == (SIZE, 0)
+    record.decide()
+    ledger.recount([record])
+    assert (ledger.in_flight, ledger.departing) == (SIZE, SIZE)
 
 
 def test_what_backward_has_read_is_held_until_every_handle_was_unpacked() -> None:

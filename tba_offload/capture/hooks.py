@@ -39,7 +39,7 @@ from tba_offload.capture.trace import ActivationTrace, Fate, StepTrace
 from tba_offload.device.ranges import aligned_range
 from tba_offload.errors import TransferError
 from tba_offload.layers.graph import check_version, hooks_on_top, latest_node
-from tba_offload.transfer.storage import Handle, Record
+from tba_offload.transfer.storage import Handle, Record, State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -128,10 +128,10 @@ class Capture:
         footprint: tuple[int, int, int],
     ) -> tuple[Record, ActivationTrace]:
         """A new record, found again by its storage and read ahead in its turn."""
-        record = Record(storage, version_tensor=witness, key=key)
+        record = Record(storage, key)
         trace = ActivationTrace(key, record.nbytes, Fate.OFFLOADED, perf_counter())
         self.trace.activations.append(trace)
-        self.registry.entries[storage._cdata] = record, trace, view, footprint
+        self.registry.entries[storage._cdata] = record, trace, view, footprint, witness, witness._version
         self.lookahead.saved(record)
         return record, trace
 
@@ -228,7 +228,10 @@ class Capture:
         try:
             storage, shift = self.offloader.reader.fetch(handle)
         except TransferError as error:
-            storage, shift = self._rescue(packed, error)
+            made = self._make_again(packed)
+            if made is None:
+                raise
+            storage, shift = self.offloader.reader.replace(handle, made, error)
         # Before the I/O threads are woken: these calls let go of the GIL, and they would take it.
         if packed.spread is None:
             tensor = restore(storage, packed.view, packed.witness, shift)
@@ -240,17 +243,6 @@ class Capture:
         if is_first and record.held:
             self.registry.learn(trace.key, trace.nbytes)
         return tensor
-
-    def _rescue(self, packed: Packed, error: TransferError) -> tuple[torch.UntypedStorage, int]:
-        """Makes a saved tensor again whose bytes a drive did not give back; as :meth:`Reader.fetch`.
-
-        Raises:
-            TransferError: There is no way; the error as given.
-        """
-        made = self._make_again(packed)
-        if made is None:
-            raise error
-        return self.offloader.reader.replace(packed.handle, made, error)
 
     def _make_again(self, packed: Packed) -> torch.UntypedStorage | None:
         """A storage like that of a saved tensor which a drive has lost; ``None`` if there is no way."""
@@ -423,14 +415,13 @@ class LayerHooks:
         self, tensor: torch.Tensor, local: torch.Tensor, storage: torch.UntypedStorage, found: Entry
     ) -> Packed:
         """Another view of a storage that has a record: only what it lacks is written."""
-        record, trace, view, footprint = found
+        record, trace, view, footprint, witness, _ = found
         is_same = view == (local.dtype, local.shape, local.stride(), local.storage_offset())
         if not is_same:
             view = View.of(local)
             footprint = view.footprint()
         lo, hi, distinct = footprint
-        witness = record.version_tensor  # which shares the version counter
-        if type(tensor) is not torch.Tensor or witness.dtype is not tensor.dtype:
+        if type(tensor) is not torch.Tensor or witness.dtype is not tensor.dtype:  # else it serves both
             witness = version_witness(tensor)
         handle = Handle(record, lo, hi, self.capture.offloader.drops)
         packed = Packed(tensor, view, handle, witness, trace, self._rescue, self.saved)
@@ -530,7 +521,7 @@ class LayerHooks:
             and record.span_over(packed.handle.lo, packed.handle.hi) is None
         ]
         storage = record.source
-        if alive and storage is not None and not record.pinned:
+        if alive and storage is not None and record.state in {State.TRAVELS, State.UNDECIDED}:
             lo, hi = min(packed.handle.lo for packed in alive), max(packed.handle.hi for packed in alive)
             needed = sum(view.footprint()[2] for view in {packed.view for packed in alive})
             if needed < GATHER_BELOW * (hi - lo):

@@ -6,6 +6,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from tba_offload.capture.identity import shares_version
+from tba_offload.transfer.storage import State
 
 if TYPE_CHECKING:
     import torch
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 RELEARN_AFTER = 32
 """Steps after which an activation that was found to be kept elsewhere is offloaded again, to see."""
 
-Entry = tuple["Record", "ActivationTrace", "View", tuple[int, int, int]]
-"""A record, its trace, and the view that was saved first with the bytes that it needs."""
+Entry = tuple["Record", "ActivationTrace", "View", tuple[int, int, int], "torch.Tensor", int]
+"""A record and its trace; of what was saved first the view, the bytes that it needs, witness and version."""
 
 
 class Registry:
@@ -55,11 +56,16 @@ class Registry:
         found = self.entries.get(storage._cdata)
         if found is None:
             return None
-        record = found[0]
-        if record.origin() is not storage or record.released or tensor._version != record.version:
+        record, _, _, _, witness, version = found
+        if (
+            record.origin() is not storage
+            or record.state is State.RELEASED
+            or tensor._version != version
+            # With a counter of its own a tensor may have been changed without this record's noticing.
+            or not shares_version(witness, tensor)
+        ):
             return None
-        # With a counter of its own a tensor may have been changed without this record's noticing.
-        return found if shares_version(record.version_tensor, tensor) else None
+        return found
 
     def record_of(self, storage: torch.UntypedStorage) -> Record | None:
         """The record of a storage, at whatever version."""

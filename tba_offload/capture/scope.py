@@ -4,9 +4,9 @@ A step repeats its order: whatever the schedule is (gradient accumulation, 1F1B,
 activations that backward asked for in one step it asks for in the next, in the same order. So prefetch
 follows the order recorded in the last step. Where there is none yet, or the step departs from it, the
 activations saved last are expected first. What was not saved in the last step, because its layer had another
-placement, is expected behind what was saved after it.
+placement, is expected after what was saved later.
 
-With several micro-batches under way backward passes take turns with forward passes. What is used behind the
+With several micro-batches under way backward passes take turns with forward passes. What is used after the
 next forward pass is read ahead with restraint, because that pass needs the window for what it saves.
 """
 
@@ -128,7 +128,7 @@ class Lookahead:
             self._read_ahead()
 
     def _follow(self, position: int) -> None:
-        """Backward is at a position of the order: what comes behind it is read next.
+        """Backward is at a position of the order: what comes after it is read next.
 
         A single activation that comes before its turn, such as a mask that the last layer shares with the
         first, does not mean that all between are left out.
@@ -157,9 +157,9 @@ class Lookahead:
         return 2 * known <= len(saved)
 
     def _insert_new(self) -> None:
-        """Expects what is new: of each micro-batch behind what was saved after it."""
+        """Expects what is new: of each micro-batch after what was saved later."""
         self._has_new = False
-        behind: dict[ActivationKey, ActivationKey] = {}
+        followers: dict[ActivationKey, ActivationKey] = {}
         order: list[tuple[ActivationKey, int]] = []
         later: dict[int, ActivationKey] = {}
         for key in reversed(list(self._records)):
@@ -168,9 +168,9 @@ class Lookahead:
                 if after is None:
                     order.append((key, self._passes))
                 else:
-                    behind[after] = key
+                    followers[after] = key
             later[key.scope.micro_batch] = key
-        order = [(key, passes) for first, passes in order + self._expected for key in _run(first, behind)]
+        order = [(key, passes) for first, passes in order + self._expected for key in _run(first, followers)]
         now = self._pass
         last = self._expected[self._last][0] if self._last >= 0 else None
         self._expect(order)
@@ -195,9 +195,9 @@ class Lookahead:
             self._next += 1
 
 
-def _run(first: ActivationKey, behind: dict[ActivationKey, ActivationKey]) -> Iterator[ActivationKey]:
-    """An activation and those that come behind it."""
+def _run(first: ActivationKey, followers: dict[ActivationKey, ActivationKey]) -> Iterator[ActivationKey]:
+    """An activation and those that follow it."""
     key: ActivationKey | None = first
     while key is not None:
         yield key
-        key = behind.get(key)
+        key = followers.get(key)

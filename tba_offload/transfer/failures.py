@@ -32,8 +32,8 @@ class Failures:
 
     Attributes:
         keep_when_full: As given.
-        epoch: Number of the step: failures of what was saved before the last one that was given up are of no
-            use to anyone.
+        epoch: Number of the step: failures of what was written before the last one that was given up are
+            not told.
     """
 
     def __init__(self, store: ActivationStore, *, keep_when_full: bool, budget_bytes: int | None) -> None:
@@ -49,10 +49,10 @@ class Failures:
         """Sets what becomes of what cannot be written; between steps."""
         self.keep_when_full = keep_when_full
 
-    def of_write(self, record: Record, error: BaseException) -> None:
-        """A write failed, and that is an error of the step that saved the record."""
+    def of_write(self, record: Record, error: BaseException, epoch: int) -> None:
+        """A write failed, and that is an error of the step that it began in."""
         record.failed(error)
-        if record.epoch == self.epoch:
+        if epoch == self.epoch:
             self._errors.put(transfer_error("write", record, error))
 
     def forget(self) -> None:

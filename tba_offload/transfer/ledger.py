@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tba_offload.transfer.storage import State
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -118,8 +120,14 @@ class Ledger:
 
     def note(self, record: Record) -> None:
         """Takes note of a transition of a record."""
-        charged, settled = record.charged, record.settled
-        departing = charged if record.writes and not record.deferred and not record.pinned else 0
+        state, nbytes = record.state, record.nbytes
+        charged = departing = settled = 0
+        if state is State.KEPT:
+            settled = nbytes
+        elif record.source is not None:
+            charged = nbytes
+            if record.writes and (state is State.TRAVELS or state is State.RELEASED):
+                departing = nbytes
         before = self.noted.get(record, _NOTHING)
         self.in_flight += charged - before[0]
         self.departing += departing - before[1]

@@ -13,7 +13,7 @@ from tba_offload.plan.window import Window
 from tba_offload.transfer.failures import Failures
 from tba_offload.transfer.reader import Reader
 from tba_offload.transfer.shared import Shared
-from tba_offload.transfer.storage import Drops, Handle
+from tba_offload.transfer.storage import Drops, Handle, State
 from tba_offload.transfer.watchdog import Watchdog
 from tba_offload.transfer.writer import Writer
 
@@ -105,7 +105,7 @@ class Offloader:
     def borrow(self, record: Record, lo: int, hi: int) -> Handle | None:
         """A handle for a look that is no use by backward; ``None`` if the bytes were given back."""
         handle = Handle(record, lo, hi, self.drops, is_use=False)
-        return None if record.released else handle
+        return None if record.state is State.RELEASED else handle
 
     def owns(self, handle: Handle) -> bool:
         """Whether a handle is of a record of this offloader."""
@@ -127,14 +127,14 @@ class Offloader:
         """
         shared = self._shared
         with shared.lock:
-            if record.released or record.memory() is None:
+            if record.state is State.RELEASED or record.memory() is None:
                 return
             shared.cancel_writes(record)
             record.keep(storage)
             shared.ledger.note(record)
             running = [piece for piece in record.pieces() if piece.write is not None]
         for piece in running:
-            shared.wait_for_write(piece)
+            shared.wait_for_write(record, piece)
 
     def quiesce(self) -> None:
         """Waits until every write has ended or was taken back, and accounts for dropped handles.

@@ -11,6 +11,7 @@ from tba_offload.errors import ChecksumError, SessionError, StoreError, Transfer
 from tba_offload.transfer.extents import extent_of
 from tba_offload.transfer.failures import transfer_error
 from tba_offload.transfer.shared import DROPS_AT_ONCE
+from tba_offload.transfer.storage import State
 from tba_offload.transfer.watchdog import has_ended, pause
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class Reader:
             self._device.use(ByteRange(storage, 0, storage.nbytes()), stream)
         return storage, span.shift
 
-    def _forwarded(self, handle: Handle, *, is_first: bool, was_held: bool) -> None:
+    def _forwarded(self, handle: Handle, *, is_first: bool, was_held: bool | None) -> None:
         """Backward has the original memory: what was still to be written is not, once no handle needs it."""
         stats, record = self.ledger.stats, handle.record
         if is_first:
@@ -100,7 +101,7 @@ class Reader:
         if not record.unread and record.writes:
             self._shared.cancel_writes(record)
             record.all_read()
-        if record.pinned:
+        if record.state is not State.TRAVELS:
             self.ledger.note(record)
 
     def _read(self, handle: Handle, span: Span | None) -> tuple[torch.UntypedStorage, Span]:
@@ -108,16 +109,18 @@ class Reader:
         shared, record = self._shared, handle.record
         while span is not None:
             with shared.lock:
-                if not span.reads:
+                if not span.reads and span.restored() is None:
                     self._start_read(span)
                 shared.ahead.pop(span, None)  # another thread that needs room must not take it away
                 reads = span.reads
             if not span.has_come(reads):
-                self._await(span, reads)
+                self._await(record, span, reads)
             with shared.lock:
                 if span in self.ledger.ahead:
                     self.ledger.uncharge(span)
                 storage, _, _ = record.hand_out(handle, reads)
+                if record.state is not State.TRAVELS:
+                    self.ledger.note(record)
                 if storage is not None:
                     return storage, span
                 span = record.span_over(handle.lo, handle.hi)  # another thread may have given it up
@@ -153,21 +156,23 @@ class Reader:
 
     # ---- waiting ---------------------------------------------------------------------------------
 
-    def _await(self, span: Span, reads: list[IoFuture]) -> None:
+    def _await(self, record: Record, span: Span, reads: list[IoFuture]) -> None:
         """Waits for the reads of a span; the time is a stall."""
         if span.has_come(reads):
             return
         with self._shared.stall(is_marked=not span.arrived()):
             for number, piece in enumerate(span.pieces):
                 try:
-                    self._await_read(span, reads, number, piece)
+                    self._await_read(record, span, reads, number, piece)
                 except TransferError:  # nothing has moved for too long
                     self._shared.extents.suspend(piece, self._shared.watchdog.exhausted())
                     raise
                 except StoreError as error:
-                    raise self._failed(span, piece, error) from error
+                    raise self._failed(record, span, piece, error) from error
 
-    def _await_read(self, span: Span, reads: list[IoFuture], number: int, piece: Piece) -> None:
+    def _await_read(
+        self, record: Record, span: Span, reads: list[IoFuture], number: int, piece: Piece
+    ) -> None:
         """Waits for one read, and tries again where that may help.
 
         Raises:
@@ -177,7 +182,9 @@ class Reader:
         started, mismatched = time.perf_counter(), False
         for seconds in (*READ_AGAIN, None):
             spent, read = time.perf_counter() - started, reads[number]
-            watchdog.wait_for(read, lambda: self._shared.describe("read", piece, piece.nbytes), spent=spent)
+            watchdog.wait_for(
+                read, lambda: self._shared.describe("read", record, piece, piece.nbytes), spent=spent
+            )
             if seconds is None or not _may_pass(read.error, mismatched=mismatched):
                 break
             mismatched = isinstance(read.error, ChecksumError)
@@ -197,7 +204,7 @@ class Reader:
             reads[number] = self._read_part(span, piece, room, self._device.event())
             self.ledger.stats.reread += piece.nbytes
 
-    def _failed(self, span: Span, piece: Piece, error: StoreError) -> TransferError:
+    def _failed(self, record: Record, span: Span, piece: Piece, error: StoreError) -> TransferError:
         """A read failed for good: its buffer goes, unless a read still fills it. Returns the error."""
         shared = self._shared
         with shared.lock:
@@ -206,7 +213,7 @@ class Reader:
                 span.forget()
         if is_of_drive(error):  # it did not give back what it took
             shared.extents.suspend(piece, error)
-        return transfer_error("read", piece.record, error, f" from {shared.extents.where(piece)}")
+        return transfer_error("read", record, error, f" from {shared.extents.where(piece)}")
 
     # ---- made again ------------------------------------------------------------------------------
 
@@ -282,10 +289,10 @@ class Reader:
         """
         shared, ledger, window = self._shared, self.ledger, self.ledger.window
         with shared.lock:
-            if record.released or not record.unread:
+            if record.state is State.RELEASED or not record.unread:
                 return True
             if (record.source is not None or record.origin() is not None) and record.memory() is not None:
-                if across_forward and not record.pinned:
+                if across_forward and record.state is State.TRAVELS:
                     return False  # it may have to be read after all
                 if record.source is not None and record.writes:
                     shared.cancel_writes(record)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tba_offload.errors import TransferError
 from tba_offload.transfer.extents import Extents
 from tba_offload.transfer.ledger import Ledger
-from tba_offload.transfer.storage import Drops, forget
+from tba_offload.transfer.storage import Drops, State, forget
 
 if TYPE_CHECKING:
     from _thread import LockType
@@ -36,32 +36,32 @@ class Outbox:
     """Pieces that were saved and not handed to the store, oldest first.
 
     Attributes:
-        pieces: The pieces.
+        pieces: The pieces, each with its record.
         nbytes: Memory that they hold.
     """
 
     __slots__ = ("nbytes", "pieces")
 
     def __init__(self) -> None:
-        self.pieces: dict[Piece, None] = {}
+        self.pieces: dict[Piece, Record] = {}
         self.nbytes = 0
 
-    def put(self, pieces: Iterable[Piece]) -> None:
-        """Adds pieces."""
+    def put(self, record: Record, pieces: Iterable[Piece]) -> None:
+        """Adds pieces of a record."""
         for piece in pieces:
-            self.pieces[piece] = None
+            self.pieces[piece] = record
             self.nbytes += piece.weight
 
-    def take(self, held_back: int) -> list[Piece]:
+    def take(self, held_back: int) -> list[tuple[Record, Piece]]:
         """Takes out the oldest pieces, all but the latest of which ``held_back`` bytes of memory wait."""
-        taken: list[Piece] = []
-        for piece in self.pieces:
+        taken: list[tuple[Record, Piece]] = []
+        for piece, record in self.pieces.items():
             # What weighs nothing goes with the piece before it: together they hold their memory.
             if held_back and piece.weight and self.nbytes <= held_back:
                 break
             self.nbytes -= piece.weight
-            taken.append(piece)
-        for piece in taken:
+            taken.append((record, piece))
+        for _, piece in taken:
             del self.pieces[piece]
         return taken
 
@@ -121,10 +121,10 @@ class Shared:
 
     def settle(self, record: Record) -> None:
         """Frees memory, or extents, that no transfer and no handle needs any more, and updates the ledger."""
-        if record.released:
+        if record.state is State.RELEASED:
             self.release(record)
             return
-        if record.source is not None and not (record.writes or record.deferred or record.pinned):
+        if record.state is State.TRAVELS and not record.writes:
             record.free()
         self.ledger.note(record)
 
@@ -259,7 +259,7 @@ class Shared:
                 self.ledger.stats.fallback_kept += record.nbytes
             self.ledger.note(record)
 
-    def wait_for_write(self, piece: Piece) -> None:
+    def wait_for_write(self, record: Record, piece: Piece) -> None:
         """Waits until the write of a piece has ended.
 
         Raises:
@@ -269,7 +269,7 @@ class Shared:
         if write is None:
             return
         try:
-            self.watchdog.wait_for(write, lambda: self.describe("write", piece, piece.nbytes))
+            self.watchdog.wait_for(write, lambda: self.describe("write", record, piece, piece.nbytes))
         except TransferError:
             self.extents.suspend(piece, self.watchdog.exhausted())
             raise
@@ -278,16 +278,20 @@ class Shared:
         """What is being written, by its oldest piece."""
         with self.lock:
             running = [
-                piece for record in self.records for piece in record.pieces() if piece.write is not None
+                (record, piece)
+                for record in self.records
+                for piece in record.pieces()
+                if piece.write is not None
             ]
         if not running:
             return "no write is under way"
-        return self.describe("write", running[0], sum(piece.nbytes for piece in running))
+        record, piece = running[0]
+        return self.describe("write", record, piece, sum(piece.nbytes for _, piece in running))
 
-    def describe(self, what: str, piece: Piece, nbytes: int) -> str:
+    def describe(self, what: str, record: Record, piece: Piece, nbytes: int) -> str:
         """What is waited for: "read" or "write", its bytes, the first layer and its place."""
         place = self.extents.place(piece)
-        return f"{nbytes} bytes wait to be {_PAST[what]}, first {piece.record.key}, at {place}"
+        return f"{nbytes} bytes wait to be {_PAST[what]}, first {record.key}, at {place}"
 
     @contextmanager
     def stall(self, *, is_marked: bool = True) -> Iterator[None]:

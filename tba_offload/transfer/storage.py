@@ -18,6 +18,7 @@ short may be done again.
 from __future__ import annotations
 
 import copy
+import enum
 import weakref
 from collections import deque
 from typing import TYPE_CHECKING
@@ -39,7 +40,6 @@ class Piece:
     piece of its own.
 
     Attributes:
-        record: The record of the storage.
         lo: First byte.
         hi: End of the last one.
         nbytes: Length in bytes.
@@ -58,14 +58,12 @@ class Piece:
         "lo",
         "nbytes",
         "pending",
-        "record",
         "stream",
         "weight",
         "write",
     )
 
-    def __init__(self, record: Record, lo: int, hi: int, stream: object, weight: int) -> None:
-        self.record = record
+    def __init__(self, lo: int, hi: int, stream: object, weight: int) -> None:
         self.lo = lo
         self.hi = hi
         self.nbytes = hi - lo
@@ -169,77 +167,59 @@ class Span:
         self.reads = []
 
 
+class State(enum.Enum):
+    """What becomes of the memory of a record."""
+
+    TRAVELS = "is freed when its writes have ended"
+    UNDECIDED = "views wait for the end of their scope before it is decided what to write"
+    STAYS = "stays until the last handle is gone, for a write was taken back; in flight until it is used"
+    KEPT = "stays likewise, and counts outside the window: it is in use, or nothing else will free it"
+    RELEASED = "the last handle is gone; extents go back as soon as no transfer uses them"
+
+
 class Record:
     """One storage at one version, offloaded.
 
     Attributes:
         key: Which activation it is; its text names layer and micro-batch in messages.
         nbytes: Size of the whole storage in bytes; what its memory costs while it is in flight.
-        version: Of the storage when it was saved.
-        version_tensor: Shares the version counter of the storage.
         source: The storage itself while its memory must stay: until every byte needed is written.
         origin: Weak reference to the same storage: while something else keeps it, it is forwarded.
         spans: What was or is being written.
         drops: Those of the handles that autograd holds.
         unread: Live handles that were not unpacked yet.
         writes: Writes that are queued or running.
-        deferred: Views wait for the end of their scope before it is decided what to write.
-        pinned: The memory stays until the last handle is gone: a write was given up or not possible.
-        charged: Bytes of this record that count as in flight.
-        settled: Bytes of it that count as kept in memory outside the window.
-        released: The last handle is gone; extents go back as soon as no transfer uses them.
-        held: The memory was alive at unpack although only its owner kept it: offloading freed nothing.
-        epoch: Of the step that saved it.
+        state: What becomes of the memory.
+        held: Whether the memory was there at its first use although nothing here held it: offloading freed
+            nothing. ``None`` before it was handed over.
         error: Why it was not written, where that is an error.
     """
 
     __slots__ = (
-        "_forwarded",
-        "charged",
-        "deferred",
         "drops",
-        "epoch",
         "error",
         "held",
         "key",
         "nbytes",
         "origin",
-        "pinned",
-        "released",
-        "settled",
         "source",
         "spans",
+        "state",
         "unread",
-        "version",
-        "version_tensor",
         "writes",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        storage: torch.UntypedStorage,
-        *,
-        version_tensor: torch.Tensor,
-        key: Hashable,
-    ) -> None:
+    def __init__(self, storage: torch.UntypedStorage, key: Hashable) -> None:
         self.key = key
         self.nbytes = storage.nbytes()
         self.source: torch.UntypedStorage | None = None
         self.origin = weakref.ref(storage)
-        self.version_tensor = version_tensor
-        self.version = version_tensor._version
         self.spans: list[Span] = []
         self.drops: set[Drop] = set()
         self.unread = 0
         self.writes = 0
-        self.deferred = False
-        self.pinned = False
-        self.charged = 0
-        self.settled = 0
-        self.released = False
-        self._forwarded = False
-        self.held = False
-        self.epoch = 0
+        self.state = State.TRAVELS
+        self.held: bool | None = None
         self.error: BaseException | None = None
 
     # ---- where the bytes are ---------------------------------------------------------------------
@@ -278,35 +258,31 @@ class Record:
 
     def defer(self, storage: torch.UntypedStorage) -> None:
         """Its memory is held: what to write of it is not known yet."""
-        if not self.pinned:
-            self.deferred = True
+        if self.state is State.TRAVELS:
+            self.state = State.UNDECIDED
             self.source = storage
-            self.charged = self.nbytes
 
     def decide(self) -> None:
         """What had to be written was saved meanwhile."""
-        self.deferred = False
+        if self.state is State.UNDECIDED:
+            self.state = State.TRAVELS
 
-    def save(
-        self, storage: torch.UntypedStorage, lo: int, hi: int, stream: object, epoch: int
-    ) -> list[Piece]:
+    def save(self, storage: torch.UntypedStorage, lo: int, hi: int, stream: object) -> list[Piece]:
         """Bytes [lo, hi) of ``storage``, which ``stream`` produced, are to be written.
 
         Returns:
             The pieces that no earlier save covers; none if the memory stays.
         """
-        if self.pinned:
+        if self.state is State.STAYS or self.state is State.KEPT:
             return []
         if not self.spans:
-            piece = Piece(self, lo, hi, stream, 0 if self.writes else self.nbytes)
+            piece = Piece(lo, hi, stream, 0 if self.writes else self.nbytes)
             missing = [piece]
             self.spans = [Span(missing)]
         elif not (missing := self._claim(lo, hi, stream)):
             return []
-        self.epoch = epoch
         self.writes += len(missing)
         self.source = storage
-        self.charged = self.nbytes
         return missing
 
     def _claim(self, lo: int, hi: int, stream: object) -> list[Piece]:
@@ -321,7 +297,7 @@ class Record:
         )
         missing: list[Piece] = []
         for a, b in _gaps(touched, lo, hi):
-            missing.append(Piece(self, a, b, stream, 0 if self.writes or missing else self.nbytes))
+            missing.append(Piece(a, b, stream, 0 if self.writes or missing else self.nbytes))
         old = [piece for span in touched for piece in span.pieces]
         self.spans = [span for span in self.spans if span not in touched]
         self.spans.append(Span(sorted(old + missing, key=lambda piece: piece.lo)))
@@ -345,7 +321,8 @@ class Record:
             kept = ([piece for piece in span.pieces if piece not in pieces] for span in self.spans)
             self.spans = [Span(run) for rest in kept for run in _runs(rest)]
         self.writes -= len(pieces)
-        self.pinned = True
+        if self.state is not State.KEPT and self.state is not State.RELEASED:
+            self.state = State.STAYS
 
     def failed(self, error: BaseException) -> None:
         """It was not written, and that is an error."""
@@ -360,19 +337,18 @@ class Record:
         Returns:
             Whether it counted as in flight until now.
         """
-        was_charged = self.charged > 0
+        was_in_flight = self.source is not None and self.state is not State.KEPT
+        if self.state is State.RELEASED:
+            self.source = None  # a write that hangs has it
+            return was_in_flight
         if storage is not None:
             self.source = storage
-        self.pinned = True
-        if was_charged or storage is not None:
-            self.settled = self.nbytes
-            self.charged = 0
-        return was_charged
+        self.state = State.STAYS if self.source is None else State.KEPT
+        return was_in_flight
 
     def free(self) -> None:
         """Its memory may go: every byte that is needed is in the store, or none is needed."""
         self.source = None
-        self.charged = 0
 
     # ---- used by backward ------------------------------------------------------------------------
 
@@ -393,9 +369,8 @@ class Record:
         drop, span = handle.drop, None
         memory, shift = self.source if self.source is not None else self.origin(), 0
         if memory is not None and memory.nbytes() >= self.nbytes:
-            if not drop.read:
-                self.held |= self.source is None and not self._forwarded
-                self._forwarded = True
+            if self.held is None and not drop.read:
+                self.held = self.source is None
         else:
             for span in self.spans:
                 if span.lo <= handle.lo and handle.hi <= span.hi:
@@ -418,7 +393,7 @@ class Record:
 
     def all_read(self) -> None:
         """Every live handle was unpacked once: from now on only autograd keeps restored data alive."""
-        if self.pinned and self.charged:
+        if self.state is State.STAYS:
             self.keep()
         for span in self.spans:
             if span.buffer is not None and not span.reads:
@@ -433,9 +408,9 @@ class Record:
         Returns:
             The extents that go back; none while a write still reads the memory.
         """
-        self.released = True
-        self.deferred = False
-        self.settled = 0
+        if self.state is State.KEPT:
+            self.source = None  # a write that runs has it, and counts no more
+        self.state = State.RELEASED
         extents: list[Extent] = []
         if self.writes:
             return extents
@@ -444,9 +419,8 @@ class Record:
                 if piece.extent is not None:
                     extents.append(piece.extent)
                     piece.extent = None
-        self.spans = []  # which know the record
+        self.spans = []
         self.source = None
-        self.charged = 0
         return extents
 
     def recount(self) -> None:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from tba_offload.device.ranges import ByteRange
 from tba_offload.errors import StoreError, is_of_drive
 from tba_offload.transfer.failures import is_full
-from tba_offload.transfer.storage import handed_over
+from tba_offload.transfer.storage import State, handed_over
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
@@ -50,7 +50,7 @@ class Writer:
         """Looks the sizes up that every save asks for, and tells the store; between steps."""
         self._ledger.resize(window)
         self._held_back = window.held_back
-        self._due_above = window.held_back + window.batch
+        self._batch = window.batch
         self._store.expect(window.nbytes)
 
     # ---- room ------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ class Writer:
     def decide(self, record: Record) -> None:
         """Ends :meth:`defer`: what had to be written was saved meanwhile."""
         with self._shared.lock:
-            if record.deferred:
+            if record.state is State.UNDECIDED:
                 record.decide()
                 self._shared.settle(record)
 
@@ -128,18 +128,20 @@ class Writer:
         """
         shared, outbox = self._shared, self._outbox
         with shared.lock:
-            missing = record.save(storage, lo, hi, self._device.stream(), shared.failures.epoch)
+            missing = record.save(storage, lo, hi, self._device.stream())
             if not missing:
                 return False
             shared.records[record] = None
             self._ledger.note(record)
-            outbox.put(missing)
+            outbox.put(record, missing)
             if shared.watchdog.waiters:
                 shared.watchdog.notify()
         if self._ledger.in_flight > self._ledger.tight_above:
             self.flush()  # the next activation may find no room
-        elif outbox.nbytes >= self._due_above or at_once:
-            self.flush(0 if at_once else self._held_back)
+        else:
+            held_back = 0 if at_once else self._held_back
+            if outbox.nbytes >= held_back + self._batch:
+                self.flush(held_back)
         return True
 
     def end_scope(self, *, at_once: bool) -> None:
@@ -171,66 +173,71 @@ class Writer:
         except BaseException:
             # An interrupt, or a full store: nothing may wait for writes that will never start.
             with shared.lock:
-                for piece in batch:
-                    shared.give_up_unfinished(piece.record)
+                for record, _ in batch:
+                    shared.give_up_unfinished(record)
             raise
 
-    def _send(self, batch: list[Piece]) -> None:
+    def _send(self, batch: list[tuple[Record, Piece]]) -> None:
         """Writes pieces, each after the work of the stream that produced its bytes."""
-        pieces, sources = [], []
-        for piece in batch:
-            storage = piece.record.source
+        saved: list[tuple[Record, Piece]] = []
+        sources: list[ByteRange] = []
+        for record, piece in batch:
+            storage = record.source
             if storage is not None and piece.pending:  # or it was taken back meanwhile
-                pieces.append(piece)
+                saved.append((record, piece))
                 sources.append(ByteRange(storage, piece.lo, piece.nbytes))
-        after = {stream: self._device.event(stream) for stream in {piece.stream for piece in pieces}}
-        events = [after[piece.stream] for piece in pieces]
+        after = {stream: self._device.event(stream) for stream in {piece.stream for _, piece in saved}}
         done = 0
-        while done < len(pieces):
-            rest = slice(done, None)
+        while done < len(saved):
             try:
-                done += self._queue(pieces[rest], sources[rest], events[rest])
+                done += self._queue(saved[done:], sources[done:], after)
             except (StoreError, TimeoutError) as error:
                 with self._shared.lock:
-                    self._unwritten(pieces[done], error)
+                    self._unwritten(*saved[done], error, self._shared.failures.epoch)
                 self._shared.failures.raise_first()
                 done += 1
 
-    def _queue(self, pieces: Sequence[Piece], sources: Sequence[ByteRange], events: Sequence[Event]) -> int:
+    def _queue(
+        self,
+        saved: Sequence[tuple[Record, Piece]],
+        sources: Sequence[ByteRange],
+        after: Mapping[object, Event],
+    ) -> int:
         """Queues the writes of the first of several pieces; returns of how many.
 
         Raises:
             StoreError: The first cannot be written.
             TimeoutError: The drive hangs.
         """
+        pieces = [piece for _, piece in saved]
         extents = self._shared.extents.reserve(pieces, sources)
-        written = self._written
+        written, epoch = self._written, self._shared.failures.epoch
         orders = [
-            (extent, source, after, partial(written, piece))
-            for extent, source, after, piece in zip(extents, sources, events, pieces, strict=False)
+            (extent, source, after[piece.stream], partial(written, record, piece, epoch))
+            for extent, source, (record, piece) in zip(extents, sources, saved, strict=False)
         ]
         handed_over(pieces[: len(extents)], self._store.write_many(orders))
         return len(extents)
 
     # ---- on an I/O thread ------------------------------------------------------------------------
 
-    def _written(self, piece: Piece, future: IoFuture) -> None:
+    def _written(self, record: Record, piece: Piece, epoch: int, future: IoFuture) -> None:
         """A write has ended."""
-        shared, record = self._shared, piece.record
+        shared = self._shared
         with shared.lock:
             if future.error is not None:
-                self._unwritten(piece, future.error)
+                self._unwritten(record, piece, future.error, epoch)
             else:
                 record.written(piece)
                 self._ledger.stats.offloaded += piece.nbytes
                 shared.settle(record)
             shared.watchdog.notify()
 
-    def _unwritten(self, piece: Piece, error: BaseException) -> None:
+    def _unwritten(self, record: Record, piece: Piece, error: BaseException, epoch: int) -> None:
         """A piece could not be written: its memory stays, and the policy says whether that is an error."""
-        shared, record, stats = self._shared, piece.record, self._ledger.stats
+        shared, stats = self._shared, self._ledger.stats
         shared.take_back(record, {piece})
-        if record.released:
+        if record.state is State.RELEASED:
             shared.settle(record)
             return
         newly_kept = record.keep()
@@ -239,4 +246,4 @@ class Writer:
             stats.fallback_kept += record.nbytes if newly_kept else 0
             stats.full |= is_full(error)
         else:
-            shared.failures.of_write(record, error)
+            shared.failures.of_write(record, error, epoch)
