@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from tba_offload.device.memory import keep_freed_pages
     from tba_offload.report.run_log import StepRecord, read_run_log
     from tba_offload.session import Session
-    from tba_offload.step import Step
+    from tba_offload.session.step import Step
 
 __version__ = "0.1.0"
 
@@ -57,7 +57,7 @@ _HOMES = {
     "Policy": "tba_offload.config.policy",
     "Rule": "tba_offload.config.policy",
     "Session": "tba_offload.session",
-    "Step": "tba_offload.step",
+    "Step": "tba_offload.session.step",
     "StepRecord": "tba_offload.report.run_log",
     "StoreConfig": "tba_offload.config",
     "attach": "tba_offload.attachment",

@@ -18,7 +18,7 @@ from tba_offload.session import Session
 if TYPE_CHECKING:
     from torch import nn
 
-    from tba_offload.boundaries import Tokens
+    from tba_offload.session.boundaries import Tokens
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tba_offload.config import format_size
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
 
     from tba_offload.config import OffloadConfig
     from tba_offload.config.policy import LayerId
-
-_STAYS = frozenset({Placement.KEEP, Placement.RECOMPUTE})
-"""Placements with which no byte of a layer is ever in flight."""
 
 
 def doubts(config: OffloadConfig, layers: Sequence[LayerId]) -> list[str]:
@@ -42,7 +40,7 @@ def _why_no_budget(config: OffloadConfig, placements: set[Placement]) -> str | N
     budget, window = config.budget.limits
     if budget is None or Placement.AUTO in placements:
         return None
-    if placements <= _STAYS:
+    if not any(placement.travels for placement in placements):
         return (
             "nothing keeps to it: every layer is placed keep or recompute; place layers auto, or offload, or "
             "remove it"
@@ -57,14 +55,20 @@ def _why_no_budget(config: OffloadConfig, placements: set[Placement]) -> str | N
 
 
 def saves_nothing(config: OffloadConfig) -> str | None:
-    """Why offloading frees no memory of a model on the CPU; ``None`` if it does."""
+    """Why offloading frees no memory of a model on the CPU; ``None`` if it does.
+
+    Raises:
+        StoreError: A directory does not answer.
+    """
+    from tba_offload.store.hanging import ask
     from tba_offload.store.run_file import lies_in_memory
 
     remedy = "name a directory on a drive"
     if config.store.kind == "host":
         return f"kind: host moves activations from host memory to host memory; {remedy}, with kind: file"
     for directory in config.store.directories or (tempfile.gettempdir(),):
-        if lies_in_memory(str(directory)):
+        place = str(directory)
+        if ask(partial(lies_in_memory, place), place, config.store.stall_seconds):
             return f"{directory} lies in host memory; {remedy}"
     if config.store.host_capacity is not None:
         return "host_capacity takes host memory for what the drives have no time for; remove it"

@@ -39,7 +39,7 @@ _CHANGES_BOOKS = (
     "capture/gradients.py",
     "capture/scope.py",
     "capture/trace.py",
-    "step.py",
+    "session/step.py",
 )
 _BOOKS = (weakref.__file__, _weakrefset.__file__, *(f"{_PACKAGE}/{part}" for part in _CHANGES_BOOKS))
 """Files of which no function calls a layer: that may hang, and then an interrupt must get through.
@@ -69,10 +69,12 @@ def put_up(owner: object) -> bool:
     """
     if threading.current_thread() is not threading.main_thread():
         return False
-    if signal.getsignal(signal.SIGINT) not in {signal.default_int_handler, _interrupted}:
+    handler = signal.getsignal(signal.SIGINT)
+    if handler not in {signal.default_int_handler, _interrupted}:
         return False
     _owners.add(owner)
-    signal.signal(signal.SIGINT, _interrupted)
+    if handler is not _interrupted:
+        _install(_interrupted)
     return True
 
 
@@ -84,7 +86,14 @@ def take_down(owner: object) -> None:
         and threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGINT) is _interrupted
     ):
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _install(signal.default_int_handler)
+
+
+def _install(handler: Callable[[int, FrameType | None], object]) -> None:
+    """Sets the handler; an interrupt that was put off comes to this one, and its time is over."""
+    global _put_off_since  # noqa: PLW0603 - a process has one main thread
+    _put_off_since = None
+    signal.signal(signal.SIGINT, handler)
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:

@@ -12,11 +12,12 @@ from unittest import mock
 import tba_offload as tba
 from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig
 from tba_offload.device import CpuDevice
+from tba_offload.errors import StoreError
 from tba_offload.store.file import FileStore
 from tba_offload.store.host import HostStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     import torch
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from tba_offload.device import Event
     from tba_offload.session import Session
     from tba_offload.store.base import Extent
+    from tba_offload.transfer.storage import Record
 
 Result = TypeVar("Result")
 
@@ -65,9 +67,9 @@ class Direction:
         """Lets go on what was held."""
         self._gate.set()
 
-    def fail(self, error: BaseException, *, at: int | None = None) -> None:
-        """Fails the one that starts as number ``at``, from 1, or all from now on."""
-        self._failing = lambda number: error if at is None or number == at else None
+    def fail(self, error: BaseException, *, at: int | None = None, since: int = 0) -> None:
+        """Fails the one that starts as number ``at``, from 1, or all from number ``since`` on."""
+        self._failing = lambda number: error if (number >= since if at is None else number == at) else None
 
     def fail_with(self, make_error: Callable[[], BaseException]) -> None:
         """Fails all from now on, each with an error of its own: one that is kept keeps what callers hold."""
@@ -144,6 +146,20 @@ class _Driven:
             extent: Extent = super().reserve(nbytes, address)  # type: ignore[misc]
             return extent
 
+    def reserve_many(self, ranges: Sequence[tuple[int, int]]) -> list[Extent]:
+        """Those before the first that fails, if that is not the first of all."""
+        allowed = 0
+        for nbytes, _ in ranges:
+            try:
+                with self.drive.reservations.under_way(nbytes):
+                    allowed += 1
+            except StoreError:
+                if not allowed:
+                    raise
+                break
+        extents: list[Extent] = super().reserve_many(ranges[:allowed])  # type: ignore[misc]
+        return extents
+
     def _move_out(self, extent: Extent, source: torch.Tensor, after: Event) -> int | None:
         with self.drive.writes.under_way(extent.nbytes):
             digest: int | None = super()._move_out(extent, source, after)  # type: ignore[misc]
@@ -208,7 +224,7 @@ def session_for(
     if drive is None:
         return tba.attach(model, config, layers=layers, measure_memory=measure_memory)
     store = host_store(drive, capacity=config.store.capacity)
-    with mock.patch("tba_offload.session.open_store", return_value=store):
+    with mock.patch("tba_offload.session.session.open_store", return_value=store):
         return tba.attach(model, config, layers=layers, measure_memory=measure_memory)
 
 
@@ -224,6 +240,18 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"waited {PATIENCE:g} s in vain: {what}"
         time.sleep(0.001)
+
+
+def state_of(record: Record) -> str:
+    """Where the bytes of a record are: "resident", "writing", "stored" or "reading"."""
+    if record.writes:
+        return "writing"
+    if record.source is not None:
+        return "resident"
+    if any(not span.arrived() for span in record.spans):
+        return "reading"
+    restored = record.spans and all(span.restored() is not None for span in record.spans)
+    return "resident" if restored else "stored"
 
 
 def in_time(work: Callable[[], Result]) -> Result:

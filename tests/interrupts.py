@@ -111,8 +111,8 @@ def trial(model: nn.Module, session: Session, at: int, expected: list[Tensor]) -
         assert_all_given_back(session)
     except AssertionError as error:
         return f"{aim.struck}: {error}"
-    books = session.offloader._books
-    left = (books.in_flight, books.departing, books.read_ahead, books.settled)
+    ledger = session.offloader.ledger
+    left = (ledger.in_flight, ledger.departing, ledger.read_ahead, ledger.settled)
     if any(left):
         return f"{aim.struck}: in flight, departing, read ahead, settled are {left}"
     return None

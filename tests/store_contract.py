@@ -112,6 +112,64 @@ class StoreContract:
         with self.make_store(tmp_path) as store:
             yield store
 
+    def test_a_store_tells_what_is_reserved(self, store: ActivationStore) -> None:
+        extents = [store.reserve(nbytes, 0) for nbytes in (1, 5000, MIB)]
+        assert sorted(store.leased()) == sorted(extents)
+        store.release(extents[1])
+        assert sorted(store.leased()) == sorted([extents[0], extents[2]])
+
+    # Several at once.
+
+    def test_several_are_reserved_written_and_come_back(self, store: ActivationStore) -> None:
+        data = [pattern(nbytes, nbytes) for nbytes in (1, 4095, 4096, 70_000, 5000)]
+        extents: list[Extent] = []
+        while len(extents) < len(data):
+            rest = [(each.nbytes, each.data_ptr()) for each in data[len(extents) :]]
+            found = store.reserve_many(rest)
+            assert 1 <= len(found) <= len(rest)
+            extents += found
+        taken = sorted((extent.drive, extent.offset, extent.offset + extent.length) for extent in extents)
+        assert all(one[0] < other[0] or one[2] <= other[1] for one, other in pairwise(taken))
+        ended: list[IoFuture] = []
+        orders = [
+            (extent, ByteRange.of(each), READY, ended.append)
+            for extent, each in zip(extents, data, strict=True)
+        ]
+        writes = store.write_many(orders)
+        for write in writes:
+            write.wait(PATIENCE)
+        for extent, each in zip(extents, data, strict=True):
+            assert extent.nbytes == each.nbytes
+            assert torch.equal(get(store, extent), each)
+            store.release(extent)
+        assert store.used_bytes == 0
+        while len(ended) < len(writes):
+            time.sleep(0.001)
+        assert set(ended) == set(writes)
+
+    def test_several_writes_are_queued_all_or_none(self, store: ActivationStore) -> None:
+        data = [pattern(5000, number) for number in range(3)]
+        extents = [store.reserve(each.nbytes, each.data_ptr()) for each in data]
+        store.release(extents[2])
+        sources = [ByteRange.of(each) for each in data]
+        orders = [(extent, source, READY, None) for extent, source in zip(extents, sources, strict=True)]
+        with pytest.raises(ValueError, match="not reserved here"):
+            store.write_many(orders)
+        assert store.pending() == 0
+        for write in store.write_many(orders[:2]):
+            write.wait(PATIENCE)
+        for extent, each in zip(extents[:2], data, strict=False):
+            assert torch.equal(get(store, extent), each)
+            store.release(extent)
+
+    def test_where_several_have_no_room_there_is_one_for_the_first(self, tmp_path: Path) -> None:
+        with self.make_store(tmp_path, capacity=64 << 10) as store:
+            (first, *_) = found = store.reserve_many([(32 << 10, 0), (64 << 10, 0)])
+            assert len(found) == 1
+            store.release(first)
+            with pytest.raises(StoreFullError):
+                store.reserve_many([(1 << 40, 0), (1, 0)])
+
     # Bytes come back.
 
     @pytest.mark.parametrize("padded", [True, False])

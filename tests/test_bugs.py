@@ -31,7 +31,7 @@ from tba_offload.device import CpuDevice
 from tba_offload.errors import SavedTensorModifiedError, SessionError, TransferError
 from tba_offload.store.host import HostStore
 from tba_offload.transfer.offloader import Offloader
-from tba_offload.transfer.storage import Record
+from tba_offload.transfer.storage import Handle, Record
 
 if TYPE_CHECKING:
     from tba_offload.report.run_log import StepRecord
@@ -236,13 +236,13 @@ def test_03_a_write_starts_when_the_producing_stream_has_come_that_far() -> None
         tensor = torch.zeros(4096, dtype=torch.uint8)
         storage = tensor.untyped_storage()
         record = Record(storage, version_tensor=version_witness(tensor), key="late")
-        handle = offloader.handle(record, 0, 4096)
-        offloader.require(record, storage, 0, 4096)
+        handle = Handle(record, 0, 4096, offloader.drops)
+        offloader.writer.save(record, storage, 0, 4096)
         tensor.data.fill_(7)  # what the kernel on the stream does in the end
         device.reached.set()
         del tensor, storage
         offloader.quiesce()
-        restored, shift = offloader.fetch(handle)
+        restored, shift = offloader.reader.fetch(handle)
         found = torch.empty(0, dtype=torch.uint8).set_(restored)[shift : shift + 4096]
         assert found.eq(7).all()
         del handle

@@ -209,12 +209,12 @@ _LIMITS = st.none() | st.integers(1, 2**50)
 @given(
     st.builds(
         OffloadConfig,
-        default=st.sampled_from(Placement),
+        default=st.sampled_from(list(Placement)),
         layers=st.lists(
             st.builds(
                 Rule,
                 st.sampled_from(["3", "0-3", "010", "true", "null", "*.1", "[3]", "e:1"]),
-                st.sampled_from(Placement),
+                st.sampled_from(list(Placement)),
             )
         ).map(tuple),
         budget=st.builds(BudgetConfig, _LIMITS, _LIMITS),

@@ -255,3 +255,31 @@ def test_nothing_stays(store: FileStore) -> None:
     future.wait(PATIENCE)
     assert (posix.pwrite, posix.pread, posix.fallocate) == calls
     assert threading.active_count() == threads
+
+
+def test_each_use_begins_anew(store: FileStore) -> None:
+    faults = inject("fail-write:n=2", "hang-read:n=1")
+    seen = []
+    for _ in range(2):
+        with faults:
+            extent = put(store, pattern(NBYTES))
+            reading = store.read(extent, ByteRange.of(pattern(NBYTES)), READY, padded=False)
+            with pytest.raises(TimeoutError):
+                reading.wait(0.1)
+            with pytest.raises(StoreError):
+                put(store, pattern(NBYTES))
+        reading.wait(PATIENCE)
+        store.resume()
+        seen.append(faults.fired)
+        assert faults.counts() == {"fail-write:n=2": 1, "hang-read:n=1": 1}
+    assert [[strike.fault.kind for strike in fired] for fired in seen] == [["hang", "fail"]] * 2
+
+
+def test_faults_that_are_gone_take_no_others_away(store: FileStore) -> None:
+    gone = inject("flip-write")
+    with gone:
+        pass
+    with inject("fail-write"):
+        gone.stop()
+        with pytest.raises(StoreError):
+            put(store, pattern(NBYTES))

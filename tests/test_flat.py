@@ -379,7 +379,7 @@ def test_a_child_forked_while_the_books_are_locked_does_not_hang(model: Model) -
     with session_for(model) as session, session.step():
         loss = loss_of(model, make_tokens(0))
         session.offloader.quiesce()
-        with session.offloader._lock:
+        with session.offloader.drops.lock:
             assert in_child(lambda: plain_gradients(model) and session.close()) is None
             assert "forked" in in_child(lambda: refused(loss.backward))
         loss.backward()

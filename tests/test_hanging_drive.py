@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import subprocess
 import sys
 import threading
@@ -11,10 +12,11 @@ import weakref
 from typing import TYPE_CHECKING
 
 import pytest
-from store_contract import CPU, PATIENCE, READY, io_threads, pattern
+from store_contract import CPU, PATIENCE, READY, descriptors, io_threads, pattern
 
 from tba_offload.device import ByteRange
 from tba_offload.errors import StoreError
+from tba_offload.store import open_store, posix, run_file
 from tba_offload.store.file import FileStore
 from tba_offload.testing.faults import inject
 
@@ -162,7 +164,7 @@ policy["budget"]["in_flight_bytes"] = "64MiB"
 session = tba.attach(model, policy)
 faults = hang()
 loss = model(torch.randn(256, 256)).square().mean()
-session.offloader.flush()
+session.offloader.writer.flush()
 while not faults.fired:  # what no thread has taken up yet is dropped at the end, and hangs nowhere
     time.sleep(0.01)
 """
@@ -179,6 +181,26 @@ def test_one_of_two_drives_hangs(tmp_path: Path) -> None:
     assert code == 1
     given_up = next(line for line in errors.splitlines() if "are given up" in line)
     assert str(tmp_path / "b") in given_up
+    assert seconds < LIMIT + 5 + 20
+
+
+OPENING = """
+from tba_offload.store import posix
+def stands_still(*_):
+    while True:
+        time.sleep(1)
+posix.CALL = stands_still
+began.append(time.monotonic())
+"""
+
+
+@pytest.mark.parametrize("call", ["fallocate", "pwrite", "file_system_magic"])
+def test_a_drive_that_hangs_while_a_store_opens(tmp_path: Path, call: str) -> None:
+    script = told([tmp_path / "drive"], "hang-grow") + OPENING.replace("CALL", call) + ENDS["with"]
+    code, errors, seconds = run(script)
+    assert code == 1
+    assert f"no answer for {LIMIT:g} s; check the drive and the system log" in errors
+    assert str(tmp_path / "drive") in errors
     assert seconds < LIMIT + 5 + 20
 
 
@@ -272,6 +294,18 @@ def fail_in_the_block(faults: Faults, directory: Path) -> None:
         raise ZeroDivisionError
 
 
+def test_a_file_that_grows_slowly_is_named_and_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_file, "_GROWTH", 1 << 16)
+    with inject("delay-grow:seconds=0.5"), FileStore(tmp_path, device=CPU) as store:
+        store.limit_waits(4.0)
+        with pytest.warns(
+            RuntimeWarning, match=r"nothing has moved for 0\.4 s: the file in .* does not grow"
+        ):
+            store.reserve(100_000, 0)
+
+
 def test_no_limit_is_no_limit(tmp_path: Path) -> None:
     with inject("hang-write") as faults:
         store = FileStore(tmp_path, device=CPU)
@@ -284,3 +318,32 @@ def test_no_limit_is_no_limit(tmp_path: Path) -> None:
         faults.release()
         closing.join(PATIENCE)
         assert not closing.is_alive()
+
+
+@pytest.mark.parametrize("drive", [0, 1])
+def test_a_store_that_opens_too_late_is_closed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drive: int
+) -> None:
+    """So is that of another drive, which did open in time."""
+    goes_on = threading.Event()
+    opened, fallocate = itertools.count(), posix.fallocate
+
+    def hangs(fd: int, offset: int, nbytes: int) -> None:
+        if next(opened) == drive:
+            assert goes_on.wait(PATIENCE)
+        fallocate(fd, offset, nbytes)
+
+    directories = [tmp_path / name for name in "ab"]
+    for directory in directories:
+        directory.mkdir()
+    monkeypatch.setattr(posix, "fallocate", hangs)
+    before = descriptors()
+    with pytest.raises(StoreError, match=r"no answer for 0\.2 s") as caught:
+        open_store(kind="file", directories=directories, stall_seconds=0.2, device=CPU)
+    assert (caught.value.errno, caught.value.filename) == (errno.ETIMEDOUT, str(directories[drive]))
+    goes_on.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("tba-"):
+            thread.join(PATIENCE)
+    assert io_threads() == []
+    assert descriptors() == before

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import session_for
+from harness import PATIENCE, session_for
 from torch import nn
 
 from tba_offload import interrupts
@@ -123,3 +123,41 @@ def test_a_wait_is_ended_at_once_and_what_hangs_after_a_second(monkeypatch: pyte
             hang(200.0)
     finally:
         interrupts.take_down(OWNER)
+
+
+def end_a_step() -> None:
+    """Stands for the end of a step, into which an interrupt falls."""
+    signal.raise_signal(signal.SIGINT)
+    interrupts.take_down(OWNER)
+
+
+def change_books() -> bool:
+    """Stands for a change of the books that an interrupt must not cut short."""
+    signal.raise_signal(signal.SIGINT)
+    return True
+
+
+def test_an_interrupt_at_the_end_of_a_step_takes_nothing_from_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(interrupts, "_BOOKS", (str(TESTS),))
+    monkeypatch.setattr(interrupts, "AT_MOST", 0.1)
+    assert interrupts.put_up(OWNER)
+    with pytest.raises(KeyboardInterrupt):
+        end_a_step()
+        time.sleep(PATIENCE)
+    time.sleep(2 * interrupts.AT_MOST)
+    assert interrupts.put_up(OWNER)
+    changed = False
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            changed = change_books()
+            wait_for_interrupt()
+    finally:
+        interrupts.take_down(OWNER)
+    assert changed
+
+
+@interrupts.waits
+def wait_for_interrupt() -> None:
+    time.sleep(PATIENCE)

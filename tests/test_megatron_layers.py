@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import subprocess
 import sys
 import warnings
@@ -23,7 +24,7 @@ from tba_lab.gpt import GptShape, build_encoder, build_gpt, gpt_loss, random_bat
 from tba_lab.megatron_cpu import seed_all, single_process, training_device
 from tba_offload.capture.hooks import LayerHooks
 from tba_offload.config.policy import LayerId, Placement, Rule
-from tba_offload.errors import UnsupportedError
+from tba_offload.errors import RecomputationError, UnsupportedError
 from tba_offload.layers.stack import Layer, LayerStack
 from tba_offload.megatron.layers import (
     checkpoint_layer,
@@ -330,6 +331,24 @@ class TestInputsThatTravel:
                 assert len(seen) == 3
                 assert step.record is not None
                 assert step.record.recomputed_scopes == 3
+
+    def test_other_numbers_are_noticed_in_each_step(self) -> None:
+        """Megatron's checkpoint hides what a layer saves: what it puts out is compared."""
+        batch = random_batch(SHAPE, batch_size=2, seed=2)
+        model = build_gpt(SHAPE, seed=0)
+
+        def step(session: tba.Session) -> None:
+            with session.step():
+                torch.autograd.backward(gpt_loss(model, batch))
+
+        with attached(model) as (session, _):
+            for _ in range(3):
+                step(session)
+            find_layers(model)[1].module.mlp.register_forward_hook(
+                lambda _, __, output: (output[0] * int.from_bytes(os.urandom(4), "big"), *output[1:])
+            )
+            with pytest.raises(RecomputationError, match=r"layer 1 .* other numbers"):
+                step(session)
 
     def test_inputs_are_freed(self) -> None:
         batch = random_batch(SHAPE, batch_size=2, seed=2)

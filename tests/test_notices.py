@@ -15,8 +15,8 @@ from models import loss_of, make_model, make_tokens
 from test_cli import environment
 
 import tba_offload as tba
-from tba_offload.notices import describe_step
 from tba_offload.report.run_log import StepRecord
+from tba_offload.session.notices import describe_step
 
 if TYPE_CHECKING:
     from models import Model

@@ -9,6 +9,7 @@ import random
 import threading
 import warnings
 import weakref
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,24 +27,26 @@ from harness import (
     DrivenHostStore,
     host_store,
     in_time,
+    state_of,
     wait_until,
 )
 
 from tba_offload.capture.identity import version_witness
-from tba_offload.device.ranges import ByteRange
 from tba_offload.errors import ChecksumError, ShortTransferError, StoreError, StoreFullError, TransferError
 from tba_offload.store import run_file
 from tba_offload.store.service import Service
 from tba_offload.testing.faults import inject
 from tba_offload.transfer.offloader import Offloader
-from tba_offload.transfer.storage import Handle, Record, State
-from tba_offload.transfer.watchdog import Patience
+from tba_offload.transfer.storage import Handle, Record
+from tba_offload.transfer.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from torch import Tensor
+
+    from tba_offload.store.base import Extent
 
 SIZE = 64 * KIB
 LEFT_ALONE = pytest.mark.filterwarnings("ignore:a drive failed and is left alone:RuntimeWarning")
@@ -78,38 +81,36 @@ class Bench:
         self.eager = True
         self._count = 0
 
-    def save(self, *ranges: tuple[int, int], nbytes: int = SIZE, owned: bool = False, part: int = 0) -> Saved:
+    def save(self, *ranges: tuple[int, int], nbytes: int = SIZE, owned: bool = False) -> Saved:
         """Packs views of a new storage, as a layer does; nobody else keeps the storage unless it is owned.
 
         Args:
             ranges: First and last byte of each view; by default one of all.
             nbytes: Size of the storage.
             owned: Whether somebody else keeps it.
-            part: So many bytes shall stay in memory while the others travel.
         """
         self._count += 1
         generator = torch.Generator().manual_seed(self._count)
         tensor = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
         storage = tensor.untyped_storage()
         key = f"layer {self._count} (layers.{self._count}), micro-batch 0"
-        self.offloader.admit(nbytes)
+        self.offloader.writer.admit(nbytes)
         record = Record(storage, version_tensor=version_witness(tensor), key=key)
-        record.part = part
         handles = [self.add(record, storage, *span) for span in ranges or [(0, nbytes)]]
         owner = storage if owned else None
         return Saved(record, handles, tensor.clone(), weakref.ref(storage), owner)
 
     def add(self, record: Record, storage: torch.UntypedStorage, lo: int, hi: int) -> Handle:
-        handle = self.offloader.handle(record, lo, hi)
-        self.offloader.require(record, storage, lo, hi)
+        handle = Handle(record, lo, hi, self.offloader.drops)
+        self.offloader.writer.save(record, storage, lo, hi)
         if self.eager:
-            self.offloader.flush()
+            self.offloader.writer.flush()
         return handle
 
     def fetch(self, saved: Saved, index: int = 0) -> torch.UntypedStorage:
         """Unpacks a view and compares its bytes."""
         handle = saved.handles[index]
-        storage, shift = self.offloader.fetch(handle)
+        storage, shift = self.offloader.reader.fetch(handle)
         found = torch.empty(0, dtype=torch.uint8).set_(storage)[handle.lo + shift : handle.hi + shift]
         assert torch.equal(found, saved.expected[handle.lo : handle.hi])
         return storage
@@ -165,6 +166,20 @@ def in_thread(work: Callable[[], object]) -> threading.Thread:
     return thread
 
 
+@contextmanager
+def noticing_waits() -> Iterator[threading.Event]:
+    """An event that is set when a thread is about to wait for a change, of which it must be told."""
+    waits = threading.Event()
+    wait = Watchdog.wait_until_changed
+
+    def notice(*arguments: Any) -> None:
+        waits.set()
+        wait(*arguments)
+
+    with mock.patch.object(Watchdog, "wait_until_changed", notice):
+        yield waits
+
+
 def finish(thread: threading.Thread) -> None:
     thread.join(PATIENCE)
     assert not thread.is_alive()
@@ -176,7 +191,7 @@ def finish(thread: threading.Thread) -> None:
 def test_bytes_leave_memory_and_come_back(bench: Bench) -> None:
     saved = bench.save()
     bench.offloader.quiesce()
-    assert saved.record.state is State.STORED
+    assert state_of(saved.record) == "stored"
     assert saved.memory() is None
     assert bench.offloader.in_flight == 0
     bench.fetch(saved)
@@ -190,7 +205,7 @@ def test_what_is_being_written_is_forwarded_from_memory(bench: Bench, drive: Dri
     drive.writes.hold()
     saved = bench.save()
     drive.writes.wait_started()
-    assert saved.record.state is State.WRITING
+    assert state_of(saved.record) == "writing"
     assert bench.fetch(saved) is saved.memory()
     stats = bench.offloader.stats
     assert (stats.forwarded, stats.read, stats.held) == (SIZE, 0, 0)
@@ -325,11 +340,11 @@ def test_what_was_saved_last_is_not_written_while_the_window_has_room(make: Call
     bench = make(16 * SIZE)
     bench.eager = False
     saved = [bench.save() for _ in range(7)]
-    bench.offloader.end_scope(at_once=False)
+    bench.offloader.writer.end_scope(at_once=False)
     assert bench.store.used_bytes == 0
     saved.append(bench.save())
     wait_until(lambda: bench.offloader.stats.offloaded == 4 * SIZE, "the older half is not written")
-    assert [one.record.state for one in saved] == [State.STORED] * 4 + [State.WRITING] * 4
+    assert [state_of(one.record) for one in saved] == ["stored"] * 4 + ["writing"] * 4
     for one in reversed(saved):
         bench.fetch(one)
     stats = bench.offloader.stats
@@ -343,8 +358,8 @@ def test_without_a_window_everything_is_written_at_the_end_of_its_scope(make: Ca
     bench.eager = False
     saved = bench.save()
     assert bench.store.used_bytes == 0
-    bench.offloader.end_scope(at_once=False)
-    wait_until(lambda: saved.record.state is State.STORED, "not written")
+    bench.offloader.writer.end_scope(at_once=False)
+    wait_until(lambda: state_of(saved.record) == "stored", "not written")
     bench.drop(saved)
     bench.assert_idle()
 
@@ -396,7 +411,7 @@ def test_what_is_larger_than_the_window_does_not_keep_others_from_being_held_bac
     bench.offloader.quiesce()
     small = bench.save()
     assert bench.offloader.stats.offloaded == 9 * SIZE
-    assert small.record.state is State.WRITING
+    assert state_of(small.record) == "writing"
     assert bench.store.pending() == 0
     bench.drop(large, small)
     bench.assert_idle()
@@ -430,8 +445,9 @@ def test_a_write_that_is_taken_back_wakes_who_waits_for_it(make: Callable[..., B
     drive.writes.hold()
     running, queued = bench.save(nbytes=SIZE // 2), bench.save()
     drive.writes.wait_started()
-    thread = in_thread(bench.offloader.quiesce)
-    wait_until(lambda: len(bench.offloader._waiters) == 1, "nobody waits")
+    with noticing_waits() as waits:
+        thread = in_thread(bench.offloader.quiesce)
+        assert waits.wait(PATIENCE)
     bench.drop(queued)
     drive.writes.release()
     finish(thread)
@@ -445,20 +461,20 @@ def test_a_deferred_view_of_what_is_being_written_leaves_the_sums_right(make: Ca
     saved = bench.save((0, 16))
     storage = saved.memory()
     assert storage is not None
-    bench.offloader.defer(saved.record, storage)
-    bench.offloader.decide(saved.record)
+    bench.offloader.writer.defer(saved.record, storage)
+    bench.offloader.writer.decide(saved.record)
     del storage
     bench.offloader.quiesce()
-    assert bench.offloader._books.departing == 0
+    assert bench.offloader.ledger.departing == 0
     bench.drop(saved)
     again = bench.save((0, 16))
     storage = again.memory()
     assert storage is not None
-    bench.offloader.defer(again.record, storage)
+    bench.offloader.writer.defer(again.record, storage)
     del storage
     bench.drop(again)  # before it was decided
     bench.offloader.quiesce()
-    assert bench.offloader._books.departing == 0
+    assert bench.offloader.ledger.departing == 0
     bench.assert_idle()
 
 
@@ -483,8 +499,9 @@ def test_at_the_ceiling_pack_waits_for_a_running_write(make: Callable[..., Bench
     drive.writes.hold()
     first = bench.save()
     admitted = threading.Event()
-    thread = in_thread(lambda: (bench.offloader.admit(SIZE), admitted.set()))
-    wait_until(lambda: len(bench.offloader._waiters) == 1, "nobody waits")
+    with noticing_waits() as waits:
+        thread = in_thread(lambda: (bench.offloader.writer.admit(SIZE), admitted.set()))
+        assert waits.wait(PATIENCE)
     assert not admitted.wait(0.05)
     drive.writes.release()
     finish(thread)
@@ -502,7 +519,7 @@ def test_nothing_is_waited_for_that_only_the_waiting_thread_can_release(
     running = bench.save(nbytes=SIZE // 2)
     drive.writes.wait_started()
     queued = bench.save()
-    bench.offloader.prefetch(queued.record)  # takes the write back
+    bench.offloader.reader.prefetch(queued.record)  # takes the write back
     drive.writes.release()
     bench.offloader.quiesce()
     assert bench.offloader.in_flight == SIZE
@@ -528,11 +545,11 @@ def test_a_put_off_decision_does_not_block_the_ceiling(make: Callable[..., Bench
     bench = make(SIZE)
     tensor = torch.ones(SIZE, dtype=torch.uint8)
     record = Record(tensor.untyped_storage(), version_tensor=version_witness(tensor), key="put off")
-    handle = bench.offloader.handle(record, 0, 10)
-    bench.offloader.defer(record, tensor.untyped_storage())
+    handle = Handle(record, 0, 10, bench.offloader.drops)
+    bench.offloader.writer.defer(record, tensor.untyped_storage())
     other = bench.save()
-    bench.offloader.require(record, tensor.untyped_storage(), 0, 10)
-    bench.offloader.decide(record)
+    bench.offloader.writer.save(record, tensor.untyped_storage(), 0, 10)
+    bench.offloader.writer.decide(record)
     del handle
     bench.drop(other)
     bench.assert_idle()
@@ -556,13 +573,13 @@ def wait_for_reads(*saved: Saved) -> None:
 def test_the_prefetch_window_is_counted_in_bytes(make: Callable[..., Bench], drive: Drive) -> None:
     bench = make(3 * SIZE)
     saved = store_all(bench, 6)
-    accepted = [bench.offloader.prefetch(one.record) for one in saved]
+    accepted = [bench.offloader.reader.prefetch(one.record) for one in saved]
     assert accepted == [True] * 3 + [False] * 3
     assert bench.offloader.in_flight == 3 * SIZE
     drive.reads.wait_started(3)
     bench.fetch(saved[0])
     assert bench.offloader.in_flight == 2 * SIZE
-    assert bench.offloader.prefetch(saved[3].record)
+    assert bench.offloader.reader.prefetch(saved[3].record)
     for one in saved[1:]:
         bench.fetch(one)
     assert bench.offloader.stats.read == 6 * SIZE
@@ -575,9 +592,9 @@ def test_what_is_read_ahead_across_a_forward_pass_takes_a_quarter_of_the_window(
 ) -> None:
     bench = make(8 * SIZE)
     saved = store_all(bench, 6)
-    accepted = [bench.offloader.prefetch(one.record, across_forward=True) for one in saved]
+    accepted = [bench.offloader.reader.prefetch(one.record, across_forward=True) for one in saved]
     assert accepted == [True] * 2 + [False] * 4
-    assert bench.offloader.prefetch(saved[2].record)  # when its turn has come
+    assert bench.offloader.reader.prefetch(saved[2].record)  # when its turn has come
     for one in saved:
         bench.fetch(one)
     bench.drop(*saved)
@@ -587,8 +604,8 @@ def test_what_is_read_ahead_across_a_forward_pass_takes_a_quarter_of_the_window(
 def test_one_activation_is_read_ahead_across_a_forward_pass_however_large(make: Callable[..., Bench]) -> None:
     bench = make(2 * SIZE)
     near, far = store_all(bench, 2)
-    assert bench.offloader.prefetch(near.record, across_forward=True)
-    assert not bench.offloader.prefetch(far.record, across_forward=True)
+    assert bench.offloader.reader.prefetch(near.record, across_forward=True)
+    assert not bench.offloader.reader.prefetch(far.record, across_forward=True)
     bench.drop(near, far)
     bench.assert_idle()
 
@@ -597,7 +614,7 @@ def test_writes_of_what_is_used_behind_a_forward_pass_go_on(bench: Bench, drive:
     drive.writes.hold()
     running, queued = bench.save(), bench.save()
     drive.writes.wait_started()
-    assert not bench.offloader.prefetch(queued.record, across_forward=True)
+    assert not bench.offloader.reader.prefetch(queued.record, across_forward=True)
     drive.writes.release()
     bench.offloader.quiesce()
     assert bench.offloader.stats.offloaded == 2 * SIZE
@@ -607,21 +624,21 @@ def test_writes_of_what_is_used_behind_a_forward_pass_go_on(bench: Bench, drive:
 
 def test_in_a_forked_child_nothing_is_read_ahead(bench: Bench) -> None:
     """The lock may be held for ever there; backward comes to layers of which nothing travels all the same."""
-    assert bench.offloader.has_room()
+    assert bench.offloader.reader.has_room()
     bench.offloader.become_inert()
-    assert not bench.offloader.has_room()
+    assert not bench.offloader.reader.has_room()
 
 
 def test_what_was_read_ahead_and_not_used_is_given_up_with_the_step(make: Callable[..., Bench]) -> None:
     bench = make(8 * SIZE)
     unused, used = store_all(bench, 2)
     for one in (unused, used):
-        assert bench.offloader.prefetch(one.record)
+        assert bench.offloader.reader.prefetch(one.record)
     bench.fetch(used)
     wait_for_reads(unused, used)
-    bench.offloader.give_up_prefetched()
+    bench.offloader.reader.give_up_prefetched()
     assert bench.offloader.in_flight == 0
-    assert unused.record.state is State.STORED
+    assert state_of(unused.record) == "stored"
     bench.fetch(unused)  # a later step may still ask for it
     bench.drop(unused, used)
     bench.assert_idle()
@@ -629,10 +646,10 @@ def test_what_was_read_ahead_and_not_used_is_given_up_with_the_step(make: Callab
 
 def test_a_prefetched_activation_is_read_once(bench: Bench, drive: Drive) -> None:
     (saved,) = store_all(bench, 1)
-    assert bench.offloader.prefetch(saved.record)
-    assert bench.offloader.prefetch(saved.record)
+    assert bench.offloader.reader.prefetch(saved.record)
+    assert bench.offloader.reader.prefetch(saved.record)
     bench.fetch(saved)
-    assert bench.offloader.prefetch(saved.record)
+    assert bench.offloader.reader.prefetch(saved.record)
     assert drive.reads.started == 1
     bench.drop(saved)
     bench.assert_idle()
@@ -642,12 +659,12 @@ def test_pack_gives_up_the_prefetch_that_is_needed_last(make: Callable[..., Benc
     bench = make(2 * SIZE)
     near, far = store_all(bench, 2)
     for one in (near, far):
-        assert bench.offloader.prefetch(one.record)
+        assert bench.offloader.reader.prefetch(one.record)
     wait_for_reads(near, far)
     new = bench.save()
     assert bench.offloader.stats.given_up == SIZE
-    assert near.record.state is State.RESIDENT
-    assert far.record.state is State.STORED
+    assert state_of(near.record) == "resident"
+    assert state_of(far.record) == "stored"
     for one in (new, near, far):
         bench.fetch(one)
     bench.drop(new, near, far)
@@ -659,7 +676,7 @@ def test_a_queued_prefetch_is_given_up_without_a_read(make: Callable[..., Bench]
     near, far = store_all(bench, 2)
     drive.reads.hold()
     for one in (near, far):
-        assert bench.offloader.prefetch(one.record)
+        assert bench.offloader.reader.prefetch(one.record)
     drive.reads.wait_started()
     bench.drop(bench.save())
     drive.reads.release()
@@ -678,7 +695,7 @@ def test_what_backward_asks_for_bypasses_the_ceiling(make: Callable[..., Bench],
     packed = bench.save()
     drive.writes.wait_started(2)  # a write that has not started would be taken back
     bench.fetch(stored)
-    assert not bench.offloader.prefetch(packed.record) or packed.record.state is State.WRITING
+    assert not bench.offloader.reader.prefetch(packed.record) or state_of(packed.record) == "writing"
     drive.writes.release()
     bench.drop(stored, packed)
     bench.assert_idle()
@@ -730,7 +747,7 @@ def test_handles_that_end_before_the_write_has_started_take_it_back(bench: Bench
 def test_the_extent_of_a_running_read_comes_back_when_the_read_ends(bench: Bench, drive: Drive) -> None:
     (saved,) = store_all(bench, 1)
     drive.reads.hold()
-    assert bench.offloader.prefetch(saved.record)
+    assert bench.offloader.reader.prefetch(saved.record)
     drive.reads.wait_started()
     bench.drop(saved)
     assert bench.store.used_bytes > 0
@@ -753,11 +770,11 @@ def test_one_piece_running_and_one_queued_end_well(bench: Bench, drive: Drive) -
 def test_prefetches_of_a_failed_step_are_dropped(bench: Bench) -> None:
     saved = store_all(bench, 3)
     for one in saved:
-        bench.offloader.prefetch(one.record)
+        bench.offloader.reader.prefetch(one.record)
     wait_for_reads(*saved)
     bench.offloader.abandon()
     assert bench.offloader.in_flight == 0
-    assert all(one.record.state is State.STORED for one in saved)
+    assert all(state_of(one.record) == "stored" for one in saved)
 
 
 # Storages that are about to be emptied
@@ -858,11 +875,11 @@ def test_the_books_balance_when_a_kept_storage_is_saved_again(make: Callable[...
     tensor = torch.ones(SIZE, dtype=torch.uint8)
     storage = tensor.untyped_storage()
     record = Record(storage, version_tensor=version_witness(tensor), key="kept")
-    handles = [bench.add(record, storage, 0, SIZE), bench.offloader.handle(record, 0, 10)]
-    bench.offloader.defer(record, storage)
-    bench.offloader.decide(record)
+    handles = [bench.add(record, storage, 0, SIZE), Handle(record, 0, 10, bench.offloader.drops)]
+    bench.offloader.writer.defer(record, storage)
+    bench.offloader.writer.decide(record)
     for handle in handles:
-        bench.offloader.fetch(handle)
+        bench.offloader.reader.fetch(handle)
     handles.clear()
     del handle
     bench.assert_idle()
@@ -938,7 +955,7 @@ def test_what_cannot_be_written_stays_in_memory(
 
 
 def test_a_budget_is_named_where_what_cannot_be_written_may_exceed_it(bench: Bench, drive: Drive) -> None:
-    bench.offloader._budget_bytes = 123_456
+    bench.offloader = Offloader(bench.store, CPU, budget_bytes=123_456)
     drive.writes.fail(StoreError(errno.EIO, "Input/output error", "/drive/f"))
     saved = bench.save()
     with pytest.warns(RuntimeWarning, match=r"beyond budget\.activation_bytes \(123456 bytes\)"):
@@ -1056,12 +1073,13 @@ def test_a_file_system_that_hangs_while_a_file_grows_is_an_error_and_left_alone(
     hanging = bench.save()
     with inject("hang-grow") as faults:
         with (
+            pytest.warns(RuntimeWarning, match=r"nothing has moved for 0\.01 s: the file in .* grow"),
             pytest.warns(RuntimeWarning, match=r"left alone.*the file cannot grow within"),
             pytest.raises(
                 TransferError, match=r"layer 1 .*nothing has moved for 0\.1 s: the file in .* grow"
             ),
         ):
-            bench.offloader.flush()
+            bench.offloader.writer.flush()
         saved = written_or_kept(bench, 20)
         for one in saved:
             bench.fetch(one)
@@ -1105,6 +1123,23 @@ def test_a_write_that_hangs_leaves_its_drive_alone_and_its_bytes_in_memory(
     bench.offloader.quiesce()
     assert later.memory() is None
     bench.drop(later)
+    bench.assert_idle()
+
+
+def test_a_write_that_has_ended_is_no_sign_of_a_drive_that_hangs(bench: Bench, drive: Drive) -> None:
+    """It has, although its callback still waits for the lock of the books."""
+    drive.writes.hold()
+    saved = bench.save()
+    write = next(saved.record.pieces()).write
+    assert write is not None
+    with bench.offloader.drops.lock:
+        drive.writes.release()
+        write.wait(PATIENCE)
+        bench.offloader._shared.give_up_hanging()
+    assert bench.store.take_outages() == []
+    bench.offloader.quiesce()
+    assert saved.memory() is None
+    bench.drop(saved)
     bench.assert_idle()
 
 
@@ -1171,7 +1206,7 @@ def test_a_failed_read_is_raised_where_the_bytes_are_needed(bench: Bench, drive:
     failure = ShortTransferError(errno.EIO, "read of 65536 bytes stopped after 4096", "/drive/f")
     drive.reads.fail(failure)
     if ahead:
-        assert bench.offloader.prefetch(saved.record)
+        assert bench.offloader.reader.prefetch(saved.record)
         wait_until(lambda: bench.store.pending() == 0, "reads pending")
     bench.offloader.raise_failures()
     for _ in range(2):  # garbage is not handed out at the second attempt either
@@ -1194,7 +1229,7 @@ def test_a_failed_read_gives_its_room_in_the_window_back(
     (saved,) = store_all(bench, 1)
     drive.reads.fail_with(lambda: StoreError(errno.EIO, "Input/output error", "/drive/f"))
     if ahead:
-        assert bench.offloader.prefetch(saved.record)
+        assert bench.offloader.reader.prefetch(saved.record)
         wait_until(lambda: bench.store.pending() == 0, "reads pending")
     with pytest.raises(TransferError):
         bench.fetch(saved)
@@ -1235,7 +1270,7 @@ def test_a_read_that_fails_once_is_made_again(
     bench.offloader.quiesce()
     failing(make_error, 1, drive)
     if ahead:
-        assert bench.offloader.prefetch(saved.record)
+        assert bench.offloader.reader.prefetch(saved.record)
     bench.fetch(saved)
     bench.fetch(saved, 1)
     bench.fetch(other)
@@ -1261,7 +1296,7 @@ def test_a_read_is_made_again_a_few_times_only(
     (saved,) = store_all(bench, 1)
     drive.reads.fail_with(make_error)
     with (
-        mock.patch("tba_offload.transfer.offloader.READ_AGAIN", (0.0, 0.0, 0.0)),
+        mock.patch("tba_offload.transfer.reader.READ_AGAIN", (0.0, 0.0, 0.0)),
         pytest.raises(TransferError) as caught,
     ):
         bench.fetch(saved)
@@ -1283,8 +1318,8 @@ def test_pauses_before_further_attempts_keep_to_the_stall_limit(bench: Bench, dr
     (saved,) = store_all(bench, 1)
     drive.reads.fail_with(PASSING["EIO"])
     with (
-        mock.patch.object(bench.offloader, "_patience", Patience(3600.0)),
-        mock.patch("tba_offload.transfer.offloader.READ_AGAIN", (0.0, 3600.0, 0.0)),
+        mock.patch.object(bench.offloader.watchdog, "limit", 3600.0),
+        mock.patch("tba_offload.transfer.reader.READ_AGAIN", (0.0, 3600.0, 0.0)),
         pytest.raises(TransferError, match="/drive/f"),
     ):
         bench.fetch(saved)
@@ -1314,7 +1349,7 @@ def test_others_may_wait_for_a_read_that_is_made_again(make: Callable[..., Bench
 
 def impatient(bench: Bench) -> Any:
     """Only where it shall: a busy machine may well do nothing for that long."""
-    return mock.patch.object(bench.offloader, "_patience", Patience(0.2))
+    return mock.patch.object(bench.offloader.watchdog, "limit", 0.2)
 
 
 @LEFT_ALONE
@@ -1331,7 +1366,7 @@ def test_a_wait_for_a_stuck_write_is_named_and_then_an_error(
         pytest.warns(RuntimeWarning, match=named),
         pytest.raises(TransferError, match=r"nothing has moved for 0\.2 s: .*store\.stall_seconds"),
     ):
-        bench.offloader.admit(SIZE)
+        bench.offloader.writer.admit(SIZE)
     drive.writes.release()
     bench.fetch(saved)
     bench.drop(saved)
@@ -1362,7 +1397,7 @@ def test_a_slow_drive_that_moves_is_waited_for(make: Callable[..., Bench], drive
     drive.writes.hold()
     saved = [bench.save() for _ in range(8)]
     drive.writes.release()
-    bench.offloader.admit(8 * SIZE)  # longer than the two seconds after which a standstill is named
+    bench.offloader.writer.admit(8 * SIZE)  # longer than the two seconds after which a standstill is named
     assert bench.offloader.stats.stall_seconds > 2.0
     bench.drop(*saved)
     bench.assert_idle()
@@ -1383,6 +1418,34 @@ def test_an_interrupt_inside_pack_leaves_nothing_to_wait_for(
     bench.assert_idle()
 
 
+def test_an_exception_after_the_reservation_loses_no_extent(
+    make: Callable[..., Bench], drive: Drive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal handler of the program may raise before the piece knows of the extent."""
+    bench = make()
+    drive.reads.hold()
+    being_read, stored = store_all(bench, 2)
+    bench.offloader.reader.prefetch(being_read.record)
+    drive.reads.wait_started()
+    reserve = bench.store.reserve
+
+    def reserve_and_end(nbytes: int, address: int) -> Extent:
+        reserve(nbytes, address)
+        raise SystemExit
+
+    monkeypatch.setattr(bench.store, "reserve", reserve_and_end)
+    with pytest.raises(SystemExit):
+        bench.save()
+    monkeypatch.undo()
+    bench.drop(being_read)
+    bench.offloader.abandon()
+    assert len(bench.store.leased()) == 2
+    drive.reads.release()
+    bench.fetch(stored)
+    bench.drop(stored)
+    bench.assert_idle()
+
+
 @pytest.mark.parametrize("reason", ["interrupt", "full store"])
 @pytest.mark.parametrize("at", [1, 3, 5])
 def test_a_batch_that_is_cut_short_leaves_nothing_to_wait_for(
@@ -1391,135 +1454,27 @@ def test_a_batch_that_is_cut_short_leaves_nothing_to_wait_for(
     """Writes are handed over in batches; those behind the one that fails will never be handed over."""
     bench = make(keep=False)
     interrupt = reason == "interrupt"
-    drive.reservations.fail(
-        KeyboardInterrupt() if interrupt else StoreFullError(errno.ENOSPC, "full", "/drive"), at=at
-    )
+    if interrupt:
+        drive.reservations.fail(KeyboardInterrupt(), at=at)
+    else:
+        drive.reservations.fail(StoreFullError(errno.ENOSPC, "full", "/drive"), since=at)
     batch = [torch.full((SIZE,), number, dtype=torch.uint8) for number in range(5)]
     records = [Record(t.untyped_storage(), version_tensor=version_witness(t), key="batch") for t in batch]
-    handles = [bench.offloader.handle(record, 0, SIZE) for record in records]
+    handles = [Handle(record, 0, SIZE, bench.offloader.drops) for record in records]
     with pytest.raises(KeyboardInterrupt if interrupt else TransferError):
         for record, tensor in zip(records, batch, strict=True):
-            bench.offloader.require(record, tensor.untyped_storage(), 0, SIZE)
-        bench.offloader.flush()
+            bench.offloader.writer.save(record, tensor.untyped_storage(), 0, SIZE)
+        bench.offloader.writer.flush()
     batch.clear()
     del tensor
     for number, handle in enumerate(handles):
-        storage, shift = bench.offloader.fetch(handle)
+        storage, shift = bench.offloader.reader.fetch(handle)
         assert set(torch.empty(0, dtype=torch.uint8).set_(storage)[shift : shift + SIZE].tolist()) == {number}
     handles.clear()
     records.clear()
     del handle, record, storage
     gc.collect()
     in_time(bench.assert_idle)
-
-
-# A part that stays
-
-
-PART = SIZE // 4
-
-
-def test_a_part_stays_in_memory_while_the_rest_travels(bench: Bench) -> None:
-    saved = bench.save(part=PART)
-    bench.offloader.quiesce()
-    assert saved.memory() is None
-    assert bench.store.used_bytes == bench.offloader.stats.offloaded == SIZE - PART
-    assert bench.offloader.in_flight == 0
-    assert bench.offloader.stats.own_peak == SIZE + PART
-    bench.offloader.reset_stats()
-    assert bench.offloader.stats.own_peak == PART
-    bench.offloader.prefetch(saved.record)
-    assert bench.offloader.in_flight == SIZE
-    storage = bench.fetch(saved)
-    assert bench.fetch(saved) is storage
-    assert bench.offloader.stats.read == SIZE - PART
-    bench.drop(saved)
-    bench.assert_idle()
-
-
-def test_a_part_is_put_back_as_often_as_the_rest_is_read(bench: Bench) -> None:
-    saved = bench.save(part=PART)
-    bench.offloader.quiesce()
-    for _ in range(2):
-        bench.fetch(saved)
-        gc.collect()
-    assert bench.offloader.stats.read == 2 * (SIZE - PART)
-    bench.drop(saved)
-    bench.assert_idle()
-
-
-def test_a_prefetch_that_is_given_up_leaves_the_part(make: Callable[..., Bench]) -> None:
-    bench = make(2 * SIZE)
-    saved = bench.save(part=PART)
-    bench.offloader.quiesce()
-    bench.offloader.prefetch(saved.record)
-    bench.offloader.give_up_prefetched()
-    bench.fetch(saved)
-    bench.drop(saved)
-    bench.assert_idle()
-
-
-@pytest.mark.parametrize("part", [SIZE - 1, SIZE, 2 * SIZE])
-def test_a_part_as_large_as_all_of_it_is_none(bench: Bench, part: int) -> None:
-    """A view may need less than there was when the plan was made."""
-    saved = bench.save((0, SIZE // 2), part=part)
-    bench.offloader.quiesce()
-    assert bench.offloader.stats.offloaded == SIZE // 2
-    bench.fetch(saved)
-    bench.drop(saved)
-    bench.assert_idle()
-
-
-def test_a_later_view_beyond_a_part_is_written_and_read_beside_it(bench: Bench) -> None:
-    saved = bench.save((SIZE // 4, SIZE // 2), (0, SIZE), part=SIZE // 8)
-    bench.offloader.quiesce()
-    assert bench.offloader.stats.offloaded == SIZE - SIZE // 8
-    for index in (0, 1):
-        bench.fetch(saved, index)
-    bench.drop(saved)
-    bench.assert_idle()
-
-
-def test_a_part_goes_with_what_is_dropped_or_forwarded(bench: Bench, drive: Drive) -> None:
-    """Its memory was not given up yet, so that nobody needs the copy."""
-    drive.writes.hold()
-    bench.eager = False
-    dropped, forwarded = bench.save(part=PART), bench.save(part=PART)
-    assert bench.offloader.stats.own_peak == 2 * (SIZE + PART)
-    bench.fetch(forwarded)
-    bench.drop(dropped)
-    bench.offloader.reset_stats()
-    assert bench.offloader.stats.own_peak == SIZE
-    bench.drop(forwarded)
-    drive.release()
-    bench.assert_idle()
-
-
-def test_all_of_it_travels_where_there_is_no_memory_for_the_part(bench: Bench) -> None:
-    def no_memory(_: torch.Tensor) -> None:
-        raise torch.OutOfMemoryError("no memory for a copy")
-
-    with mock.patch.object(ByteRange, "of", no_memory):
-        saved = bench.save(part=PART)
-    bench.offloader.quiesce()
-    assert saved.record.copied == 0
-    assert bench.store.used_bytes >= SIZE
-    bench.fetch(saved)
-    bench.drop(saved)
-    bench.assert_idle()
-
-
-def test_a_full_store_needs_no_part(make: Callable[..., Bench]) -> None:
-    bench = make(capacity=SIZE, keep=True)
-    saved = [bench.save(part=PART) for _ in range(2)]
-    bench.offloader.quiesce()
-    assert bench.offloader.stats.fallback_kept == SIZE
-    bench.offloader.reset_stats()
-    assert bench.offloader.stats.own_peak == SIZE + PART
-    for one in saved:
-        bench.fetch(one)
-    bench.drop(*saved)
-    bench.assert_idle()
 
 
 # Anything, in any order
@@ -1537,7 +1492,7 @@ def test_any_order_of_events_gives_the_same_bytes(
     def save() -> None:
         cuts = sorted(chance.sample(range(SIZE), 4))
         ranges = [(cuts[0], cuts[2]), (cuts[1], cuts[3])][: chance.randint(1, 2)]
-        alive.append(bench.save(*ranges, part=chance.choice([0, 0, SIZE // 4])))
+        alive.append(bench.save(*ranges))
 
     def fetch() -> None:
         saved = chance.choice(alive)
@@ -1545,7 +1500,7 @@ def test_any_order_of_events_gives_the_same_bytes(
 
     def prefetch() -> None:
         for saved in reversed(alive):
-            if not bench.offloader.prefetch(saved.record):
+            if not bench.offloader.reader.prefetch(saved.record):
                 break
 
     def drop() -> None:

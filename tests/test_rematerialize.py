@@ -54,6 +54,7 @@ from tba_offload.capture.rematerialize import Rebuilds
 from tba_offload.capture.trace import Fate
 from tba_offload.device import CpuDevice
 from tba_offload.errors import SavedTensorModifiedError, TransferError, UnsupportedError
+from tba_offload.transfer.failures import Failures
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -671,7 +672,7 @@ def scaled_again(finder: recipes.Finder, node: Any, _: int) -> recipes.Recipe | 
 def knowing_scaled() -> Any:
     """Sessions have a recipe for it."""
     return mock.patch(
-        "tba_offload.session.Rebuilds", lambda capture, _: Rebuilds(capture, {Scaled: scaled_again})
+        "tba_offload.session.session.Rebuilds", lambda capture, _: Rebuilds(capture, {Scaled: scaled_again})
     )
 
 
@@ -973,8 +974,8 @@ def test_a_layer_that_could_not_begin_leaves_no_hook_either() -> None:
                 net(make_input())
             finally:
                 assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # type: ignore[attr-defined]
-        session.offloader._failures.put(TransferError("of an earlier layer"))
-        with pytest.raises(TransferError, match="earlier"), session.step():
+        failed = mock.patch.object(Failures, "raise_first", side_effect=TransferError("of an earlier layer"))
+        with failed, pytest.raises(TransferError, match="earlier"), session.step():
             net(make_input())
         assert not any(module._forward_hooks for module in net.layers.modules())
         run(net, forward_backward, session, 1)

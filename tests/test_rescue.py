@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import threading
+import logging
 import warnings
 import weakref
 from contextlib import contextmanager, nullcontext
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tba_offload.config.policy import Placement
 from tba_offload.errors import StoreError, TransferError
-from tba_offload.session import Session
+from tba_offload.session import Session, World
 from tba_offload.testing.faults import inject
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ def check_named_failure(
     return message
 
 
-STATE = threading.local()
+STATE: Any = logging.getLogger("state of layers")
 """What nothing turns back for a second run."""
 STATE.factor, STATE.fails = 1.0, False
 
@@ -479,7 +479,7 @@ def test_a_graph_that_is_used_twice_is_rescued_twice() -> None:
 def figures(*, armed: bool, written: bool) -> list[tuple[int, ...]]:
     """What moved in steps whose writes all end between forward and backward, or never begin."""
     model, drive = make_model(layers=3, dropout=0.2), Drive()
-    alone = mock.patch.object(Session, "_is_alone", return_value=armed)
+    alone = mock.patch.object(World, "is_alone", armed)
     with alone, session_for(model, drive=drive, default=Placement.RECOMPUTE) as session:
 
         def place(step: int) -> None:

@@ -10,6 +10,7 @@ import resource
 import stat
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import fields
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -201,9 +202,16 @@ def test_a_killed_process_leaves_every_line(tmp_path: Path) -> None:
     assert [step.step for step in read_run_log(tmp_path / "run.jsonl").steps] == [0, 1, 2]
 
 
-def test_missing_parents_are_made_and_the_file_is_private(tmp_path: Path) -> None:
-    path = write_log(tmp_path / "new" / "deeper" / "run.jsonl")
+def test_the_file_is_private(tmp_path: Path) -> None:
+    path = write_log(tmp_path / "run.jsonl")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_no_directory_is_made_that_was_not_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "my logs" / "deeper" / "run.jsonl"
+    with pytest.raises(RunLogError, match=rf"does not exist; make it: mkdir -p '{path.parent}'"):
+        RunLogWriter(path, HEADER)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_with_content_is_never_overwritten(tmp_path: Path) -> None:
@@ -377,6 +385,7 @@ def test_a_log_that_vanished_is_made_anew_where_its_directory_is_there_again(
     tmp_path: Path, gone: str
 ) -> None:
     directory = tmp_path / "logs"
+    directory.mkdir()
     path = directory / "run.jsonl"
     with RunLogWriter(path, HEADER) as log:
         write_steps(log, 1, 1)
@@ -599,6 +608,42 @@ def test_a_file_that_is_too_large_is_not_read(
         read_run_log(write_log(tmp_path / "run.jsonl", RECORD, RECORD))
 
 
+@pytest.mark.parametrize("event", [step_event(), {"event": "other"}])
+def test_lines_of_many_small_values_take_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, event: dict[str, Any]
+) -> None:
+    """An empty list of two bytes takes 64 bytes of memory."""
+    monkeypatch.setattr(run_log, "MOST_VALUES", 2500)
+    hog = event | {"a": [[]] * 500}
+    log = read_run_log(write_lines(tmp_path / "run.jsonl", run_event(), hog, hog, hog, step_event()))
+    assert len(log.steps) + len(log.others) == 3
+    assert log.bad_lines == (f"{log.path}:4: with what came before it, it holds more than 2500 values",)
+
+
+def test_steps_of_a_long_run_are_read_whatever_they_come_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_log, "MOST_VALUES", 10)
+    log = read_run_log(write_log(tmp_path / "run.jsonl", *[RECORD] * 100, header=RunHeader(strategy="keep")))
+    assert log.steps == (RECORD,) * 100
+
+
+@pytest.mark.parametrize("header", [b"", b'{"event": "run", "schema": 1, "strategy": "keep"}\n'])
+def test_a_line_without_an_end_is_not_read_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: bytes
+) -> None:
+    """A file of /proc says that it is empty, and may come to terabytes."""
+    monkeypatch.setattr(run_log, "LONGEST_LINE", 1000)
+    monkeypatch.setattr(run_log, "MOST_BYTES", 5000)
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(header + b"x" * 1_000_000)
+    with path.open("rb") as file:
+        monkeypatch.setattr(run_log, "open_regular", lambda path, most: nullcontext(file))
+        with pytest.raises(RunLogError, match=rf"run\.jsonl:{1 + bool(header)}: too long to be a run log"):
+            read_run_log(path)
+        assert file.tell() < 10_000
+
+
 @pytest.mark.parametrize("kind", ["pipe", "device", "directory"])
 def test_what_is_no_regular_file_is_not_read(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "run.jsonl"
@@ -675,6 +720,25 @@ def plan_event() -> dict[str, Any]:
 def test_a_step_without_what_it_must_have_is_named_and_skipped(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "run.jsonl", run_event(), {"event": "step", "step": 1})
     assert read_run_log(path).bad_lines == (f"{path}:2: the step event lacks seconds",)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ({"step": -5}, '"step" must be at least 0, and is -5'),
+        ({"seconds": "nan"}, '"seconds" must be finite and at least 0, and is nan'),
+        ({"seconds": "inf"}, '"seconds" must be finite and at least 0, and is inf'),
+        ({"seconds": -1.5}, '"seconds" must be finite and at least 0, and is -1.5'),
+        ({"stall_seconds": "-inf"}, '"stall_seconds" must be finite and at least 0, and is -inf'),
+    ],
+)
+def test_a_step_that_cannot_have_been_is_named_and_skipped(
+    tmp_path: Path, damage: dict[str, Any], said: str
+) -> None:
+    path = write_lines(tmp_path / "run.jsonl", run_event(), step_event() | damage, step_event(loss="nan"))
+    log = read_run_log(path)
+    assert log.bad_lines == (f"{path}:2: {said}",)
+    assert len(log.steps) == 1
 
 
 @pytest.mark.parametrize("schema", [2, 0, "1", None])

@@ -97,14 +97,14 @@ def written_at_once(mix: Callable[[Tensor], Tensor], **settings: Any) -> Iterato
     """A model of which every write has ended before the call that wants it returns."""
     with attached(lambda: Block(mix), **settings) as (net, session):
         offloader = session.offloader
-        require = offloader.require
+        save = offloader.writer.save
 
         def wait(*arguments: Any, **options: Any) -> bool:
-            found = require(*arguments, **options)
+            found = save(*arguments, **options)
             offloader.quiesce()
             return found
 
-        offloader.require = wait  # type: ignore[method-assign]
+        offloader.writer.save = wait  # type: ignore[method-assign]
         yield net, session
 
 

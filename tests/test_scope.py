@@ -13,10 +13,10 @@ LAYERS = 2
 
 
 class Asked:
-    """Stands for an offloader with room: notes what is read ahead, and what with restraint."""
+    """Stands for a reader with room: notes what is read ahead, and what with restraint."""
 
     def __init__(self) -> None:
-        self.stats = SimpleNamespace(given_up=0)
+        self.given_up = 0
         self.plainly: list[tuple[int, int]] = []
         self.across: list[tuple[int, int]] = []
 

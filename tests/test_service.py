@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+
+from tba_offload.errors import OutOfServiceError
 from tba_offload.store.service import FIRST_REST, PROVEN, Service
 
 
@@ -30,6 +33,21 @@ def test_a_drive_that_fails_again_and_again_rests_for_twice_as_long() -> None:
         rests.append(rest_of(service, clock))
         clock.now += FIRST_REST
     assert rests == [FIRST_REST, 2 * FIRST_REST, 4 * FIRST_REST, 8 * FIRST_REST]
+
+
+def test_a_transfer_that_was_refused_is_no_trial() -> None:
+    """Queued before the failure, it comes to the drive's thread while another one is let through."""
+    clock = Clock()
+    service = Service(clock)
+    service.failed(OSError("no"))
+    clock.now += FIRST_REST
+    assert service.admits()
+    service.failed(OutOfServiceError(errno.EIO, "left alone"))
+    assert service.cause == "no"
+    service.succeeded()
+    assert service.cause is None
+    service.failed(OSError("again"))
+    assert rest_of(service, clock) == 2 * FIRST_REST
 
 
 def test_a_drive_that_has_proved_itself_rests_as_it_did_first() -> None:

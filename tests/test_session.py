@@ -14,11 +14,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from harness import KIB, Drive, assert_all_given_back, config_for, session_for, wait_until
+from harness import KIB, Drive, assert_all_given_back, config_for, made, session_for, wait_until
 from models import assert_same_history, loss_of, make_model, make_tokens, same_bits, train
 from torch import Tensor, nn
 
 import tba_offload as tba
+from tba_offload.capture.trace import Fate
 from tba_offload.layers.stack import find_layers
 from tba_offload.report.run_log import read_run_log
 from tba_offload.session import Session
@@ -123,7 +124,7 @@ def test_tokens_and_flops_may_be_told_inside_the_step(model: Model) -> None:
 
 
 def test_training_goes_on_without_room_for_its_log(model: Model, tmp_path: Path) -> None:
-    path = tmp_path / "runs" / "run.jsonl"
+    path = made(tmp_path / "runs") / "run.jsonl"
     with tba.attach(model, config_for(), run_log=path) as session:
         train(model, session, steps=1)
         path.unlink()
@@ -134,7 +135,7 @@ def test_training_goes_on_without_room_for_its_log(model: Model, tmp_path: Path)
 
 
 def test_the_run_log_holds_every_step(model: Model, tmp_path: Path) -> None:
-    path = tmp_path / "runs" / "run.jsonl"
+    path = tmp_path / "run.jsonl"
     config = config_for(rules=(tba.Rule("0", tba.Placement.KEEP),))
     with tba.attach(model, config, run_log=path, model_info={"name": "small"}) as session:
         train(model, session, steps=2)
@@ -407,7 +408,8 @@ def test_a_second_close_takes_no_other_session_off(model: Model, monkeypatch: py
     with session_for(model) as another:
         session.close()
         one_step(another, model)
-        assert another.report()[-1].offloaded_bytes
+        record = another.report()[-1]
+        assert record.offloaded_bytes or record.forwarded_bytes  # a quick backward takes the writes back
 
 
 def test_close_leaves_no_hook_on_the_model(model: Model) -> None:
@@ -654,7 +656,8 @@ def test_only_offload_holds_writes_back(model: Model, placement: str, at_once: b
         loss = loss_of(model, make_tokens(0))
         if at_once:
             wait_until(lambda: drive.writes.started > 0, "nothing is written")
-        assert (session.offloader._outbox_bytes == 0) is at_once
+        saved = [one for one in session.capture.trace.activations if one.fate is Fate.OFFLOADED]
+        assert (len(session.store.leased()) >= len(saved)) is at_once
         assert (drive.writes.started > 0) is at_once
         loss.backward()
 

@@ -297,7 +297,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        for where in ("step.time", "boundaries.time", "capture.trace.time"):
+        for where in ("session.step.time", "session.boundaries.time", "capture.trace.time"):
             monkeypatch.setattr(f"tba_offload.{where}.perf_counter", lambda: self.now)
 
 
@@ -349,7 +349,7 @@ def measured(
 ) -> list[tba.StepRecord]:
     """The records of a session whose memory is looked at in the same moments whatever the machine does."""
     monkeypatch.setattr(
-        "tba_offload.session.meter_of", lambda _device, static: MallocMeter(period=3600, static=static)
+        "tba_offload.session.meters.meter_of", lambda _device, static: MallocMeter(period=3600, static=static)
     )
     with session_for(model, default=tba.Placement.KEEP, measure_memory=True) as session:
         body(session)
@@ -671,7 +671,7 @@ def test_a_session_that_is_never_closed_has_a_whole_run_log(tmp_path: Path) -> N
 def test_a_session_that_is_never_closed_keeps_no_model(model: Model) -> None:
     session = session_for(model, measure_memory=True)
     one_step(model, adam(model))
-    threads = session._meter, session.store  # closed below: what is left of a session that nobody has
+    threads = session._parts.meters, session.store  # closed below: what is left of a session that nobody has
     gone = weakref.ref(session), weakref.ref(model.layers[0].qkv.weight)
     fresh = make_model(layers=1)
     del session

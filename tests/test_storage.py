@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections import deque
+import threading
 from itertools import pairwise
 
 import torch
+from harness import state_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tba_offload.capture.identity import version_witness
+from tba_offload.device.ranges import ByteRange
 from tba_offload.store.base import IoFuture
-from tba_offload.transfer.storage import Drop, Handle, Piece, Record, State
+from tba_offload.transfer.storage import Drops, Handle, Piece, Record, handed_over
 
 SIZE = 1000
 
@@ -26,6 +28,13 @@ def make_record(nbytes: int = SIZE) -> tuple[Record, torch.Tensor]:
     """A record, and the tensor that keeps its storage alive."""
     tensor = torch.zeros(nbytes, dtype=torch.uint8)
     return Record(tensor.untyped_storage(), version_tensor=version_witness(tensor), key="layer 3"), tensor
+
+
+def save(record: Record, lo: int, hi: int) -> list[Piece]:
+    """Has a range written that some view needs; returns what no earlier one covers."""
+    storage = record.memory()
+    assert storage is not None
+    return record.save(storage, lo, hi, None, 0)
 
 
 def covered(pieces: list[Piece]) -> set[int]:
@@ -47,10 +56,10 @@ def assert_spans_are_whole(record: Record) -> None:
 
 @given(st.lists(ranges, min_size=1, max_size=8))
 def test_a_claim_writes_only_what_no_earlier_one_covers(wanted: list[tuple[int, int]]) -> None:
-    record, _ = make_record()
+    record, _tensor = make_record()
     written: list[Piece] = []
     for lo, hi in wanted:
-        before, missing = covered(written), record.claim(lo, hi)
+        before, missing = covered(written), save(record, lo, hi)
         assert covered(missing) == set(range(lo, hi)) - before
         written += missing
         span = record.span_over(lo, hi)
@@ -62,19 +71,19 @@ def test_a_claim_writes_only_what_no_earlier_one_covers(wanted: list[tuple[int, 
 
 @given(st.lists(ranges, min_size=1, max_size=8))
 def test_a_started_write_is_never_extended(wanted: list[tuple[int, int]]) -> None:
-    record, _ = make_record()
+    record, _tensor = make_record()
     started: dict[Piece, tuple[int, int]] = {}
     for lo, hi in wanted:
-        started |= {piece: (piece.lo, piece.hi) for piece in record.claim(lo, hi)}
+        started |= {piece: (piece.lo, piece.hi) for piece in save(record, lo, hi)}
         assert all((piece.lo, piece.hi) == was for piece, was in started.items())
 
 
 @given(st.lists(ranges, min_size=1, max_size=8), st.data())
 def test_what_was_never_written_is_forgotten(wanted: list[tuple[int, int]], data: st.DataObject) -> None:
-    record, _ = make_record()
-    written = [piece for lo, hi in wanted for piece in record.claim(lo, hi)]
+    record, _tensor = make_record()
+    written = [piece for lo, hi in wanted for piece in save(record, lo, hi)]
     gone = set(data.draw(st.lists(st.sampled_from(written), unique=True)))
-    record.discard(gone)
+    record.lose(gone)
     assert set(record.pieces()) == set(written) - gone
     assert_spans_are_whole(record)
     for piece in gone:
@@ -84,53 +93,100 @@ def test_what_was_never_written_is_forgotten(wanted: list[tuple[int, int]], data
 
 
 def test_overlapping_ranges_are_restored_into_one_buffer_and_distant_ones_are_not() -> None:
-    record, _ = make_record()
-    record.claim(0, 100)
-    record.claim(200, 300)
+    record, _tensor = make_record()
+    save(record, 0, 100)
+    save(record, 200, 300)
     assert len(record.spans) == 2
-    assert [(piece.lo, piece.hi) for piece in record.claim(50, 250)] == [(100, 200)]
+    assert [(piece.lo, piece.hi) for piece in save(record, 50, 250)] == [(100, 200)]
     assert [(span.lo, span.hi) for span in record.spans] == [(0, 300)]
 
 
 def test_a_covered_range_costs_nothing() -> None:
-    record, _ = make_record()
-    record.claim(0, 100)
-    assert record.claim(20, 80) == []
-    assert record.claim(0, 100) == []
+    record, _tensor = make_record()
+    save(record, 0, 100)
+    assert save(record, 20, 80) == []
+    assert save(record, 0, 100) == []
 
 
 # States
 
 
+def restore(record: Record, read: IoFuture) -> torch.UntypedStorage:
+    """Has a read fill a new buffer."""
+    (span,) = record.spans
+    buffer = torch.UntypedStorage(SIZE)
+    span.restores_into(ByteRange(buffer, 0, SIZE), [read], None)
+    return buffer
+
+
 def test_the_states_follow_the_bytes() -> None:
     record, tensor = make_record()
-    record.source = tensor.untyped_storage()
-    assert record.state is State.RESIDENT
-    record.claim(0, SIZE)
-    record.writes = 1
-    assert record.state is State.WRITING
-    record.writes, record.source = 0, None
-    assert record.state is State.STORED
-    (span,) = record.spans
+    record.defer(tensor.untyped_storage())
+    assert state_of(record) == "resident"
+    (piece,) = save(record, 0, SIZE)
+    record.decide()
+    handed_over([piece], [IoFuture()])
+    assert state_of(record) == "writing"
+    record.written(piece)
+    record.free()
+    del tensor
+    assert state_of(record) == "stored"
     read = IoFuture()
-    span.buffer, span.reads = torch.UntypedStorage(SIZE), [read]
-    assert record.state is State.READING
+    restore(record, read)
+    assert state_of(record) == "reading"
     read.finish()
-    assert record.state is State.RESIDENT
-    span.forget()
-    assert record.state is State.STORED
+    assert state_of(record) == "resident"
+    record.spans[0].forget()
+    assert state_of(record) == "stored"
 
 
-def test_a_loosened_span_lives_as_long_as_somebody_else_holds_it() -> None:
-    record, _ = make_record()
-    record.claim(0, SIZE)
+def test_a_loosened_span_lives_as_long_as_something_else_holds_it() -> None:
+    record, _tensor = make_record()
+    save(record, 0, SIZE)
     (span,) = record.spans
-    buffer = span.buffer = torch.UntypedStorage(SIZE)
+    buffer = restore(record, IoFuture())
     span.loosen()
     assert span.buffer is None
     assert span.restored() is buffer
     del buffer
     assert span.restored() is None
+
+
+def test_what_is_in_flight_is_charged_until_it_is_written_or_kept() -> None:
+    record, _tensor = make_record()
+    assert (record.charged, record.settled) == (0, 0)
+    save(record, 0, 100)
+    assert (record.charged, record.settled) == (SIZE, 0)
+    assert record.keep()
+    assert not record.keep()
+    assert (record.charged, record.settled) == (0, SIZE)
+    assert save(record, 100, SIZE) == []  # its memory stays anyway
+    record.release()
+    assert (record.charged, record.settled) == (0, 0)
+
+
+def test_what_backward_has_read_is_held_until_every_handle_was_unpacked() -> None:
+    record, tensor = make_record()
+    drops = Drops(threading.Lock())
+    first, second = Handle(record, 0, 10, drops), Handle(record, 10, SIZE, drops)
+    (piece,) = save(record, 0, SIZE)
+    record.written(piece)
+    record.free()
+    del tensor
+    assert record.hand_out(first) is None
+    read = IoFuture()
+    buffer = restore(record, read)
+    read.finish()
+    (span,) = record.spans
+    assert record.hand_out(first) is None  # nothing has waited for the read
+    span.used(span.reads)
+    assert record.hand_out(first) == (buffer, 0, span)
+    assert span.buffer is buffer
+    assert record.hand_out(second) == (buffer, 0, span)
+    assert span.buffer is None
+    assert record.hand_out(second) == (buffer, 0, span)  # once more, as long as something else holds it
+    del buffer
+    assert record.hand_out(second) is None
 
 
 # Memory and versions
@@ -162,45 +218,45 @@ def test_a_changed_storage_is_not_current() -> None:
 
 
 def test_a_dropped_handle_says_so_and_whether_it_was_read() -> None:
-    record, _ = make_record()
-    dropped: deque[Drop] = deque()
-    first, second = Handle(record, 0, 10, dropped), Handle(record, 10, 20, dropped)
+    record, _tensor = make_record()
+    drops = Drops(threading.Lock())
+    first, second = Handle(record, 0, 10, drops), Handle(record, 10, 20, drops)
     assert (len(record.drops), record.unread) == (2, 2)
-    second.mark_read()
-    assert (second.read, record.unread) == (True, 1)
+    assert record.hand_out(second) is not None
+    assert (second.drop.read, record.unread) == (True, 1)
     del first
-    (drop,) = dropped
+    (drop,) = drops.queue
     assert (drop.record, drop.read) == (record, False)
     for _ in range(2):  # an interrupt may have it done again
-        record.forget_drop(drop)
+        assert record.forget_drop(drop)
         assert (len(record.drops), record.unread) == (1, 0)
     del second
-    assert (dropped[1].record, dropped[1].read) == (record, True)
-    record.forget_drop(dropped[1])
+    assert (drops.queue[1].record, drops.queue[1].read) == (record, True)
+    assert not record.forget_drop(drops.queue[1])
     assert (record.drops, record.unread) == (set(), 0)
 
 
 def test_no_python_code_runs_when_a_handle_ends() -> None:
     """An interrupt in a finalizer would be printed and forgotten, and the drop with it."""
-    record, _ = make_record()
-    dropped: deque[Drop] = deque()
-    handle = Handle(record, 0, 10, dropped)
+    record, _tensor = make_record()
+    drops = Drops(threading.Lock())
+    handle = Handle(record, 0, 10, drops)
     seen: list[str] = []
     sys.setprofile(lambda frame, event, _: seen.append(f"{event} {frame.f_code.co_name}"))
     try:
         del handle
     finally:
         sys.setprofile(None)
-    assert len(dropped) == 1
+    assert len(drops.queue) == 1
     assert [event for event in seen if event.startswith("call ")] == []
 
 
 def test_the_finalizer_of_a_handle_takes_no_lock() -> None:
     """The cyclic collector may run it while this very thread holds any lock, also the queue's."""
-    record, _ = make_record()
-    dropped: deque[Drop] = deque()
-    cycle: list[object] = [Handle(record, 0, 10, dropped) for _ in range(100)]
+    record, _tensor = make_record()
+    drops = Drops(threading.Lock())
+    cycle: list[object] = [Handle(record, 0, 10, drops) for _ in range(100)]
     cycle.append(cycle)
     del cycle
     gc.collect()
-    assert len(dropped) == 100
+    assert len(drops.queue) == 100

@@ -123,6 +123,21 @@ def test_the_file_is_private_and_has_no_name(store: FileStore, tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
+def test_several_extents_are_neighbours_if_the_file_has_room(store: FileStore) -> None:
+    """One look for a hole serves a batch; the file grows for one extent at a time."""
+    ranges = [(5000, 0), (4096, 4095), (1, 0)]
+    first = store.reserve(8192, 0)
+    extents = store.reserve_many(ranges)
+    assert [(each.offset, each.length, each.nbytes, each.lead) for each in extents] == [
+        (8192, 8192, 5000, 0),
+        (16_384, 8192, 4096, 4095 % store.alignment),
+        (24_576, 4096, 1, 0),
+    ]
+    for extent in (first, *extents):
+        store.release(extent)
+    assert store.used_bytes == 0
+
+
 def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "neighbour").write_bytes(b"untouched")
     program = f"""
@@ -668,6 +683,40 @@ def test_a_nearly_full_drive_gives_what_it_has(tmp_path: Path, monkeypatch: pyte
         store.release(first)
         store.release(second)
         put(store, pattern(9 << 20))
+
+
+def test_a_large_step_that_fails_gives_back_its_blocks_before_a_small_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fallocate = posix.fallocate
+
+    def nearly_full(fd: int, offset: int, nbytes: int) -> None:
+        fallocate(fd, offset, min(nbytes, 8 << 20))  # as ext4 does: all that there is, then the error
+        if nbytes > 8 << 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(posix, "fallocate", nearly_full)
+    file = RunFile(str(tmp_path), None)
+    try:
+        for size in (4096, 1 << 20):
+            file.grow(size)
+            assert file.size == os.fstat(file.fd).st_size == size
+    finally:
+        file.close()
+
+
+def test_a_large_step_is_not_tried_where_it_would_take_all_that_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(posix, "fallocate", lambda fd, offset, nbytes: asked.append(nbytes))
+    monkeypatch.setattr(RunFile, "free_bytes", lambda self: 10 << 20)
+    file = RunFile(str(tmp_path), None)
+    try:
+        file.grow(1 << 20)
+    finally:
+        file.close()
+    assert asked == [1 << 20]
 
 
 def test_a_growth_that_fails_otherwise_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

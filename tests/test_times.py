@@ -33,9 +33,11 @@ from tba_offload.plan.bandwidth import Bandwidth
 from tba_offload.plan.profile import StepProfile, Timing
 from tba_offload.plan.simulate import simulate
 from tba_offload.plan.tuning import TUNING
+from tba_offload.plan.window import Window
 from tba_offload.report.run_log import read_run_log
-from tba_offload.transfer.offloader import Offloader
 from tba_offload.transfer.storage import Span
+from tba_offload.transfer.watchdog import Watchdog
+from tba_offload.transfer.writer import Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -173,16 +175,17 @@ def test_only_sessions_that_plan_mark_times() -> None:
 @contextmanager
 def waiting_for_reads(device: TimedDevice, seconds: float) -> Iterator[None]:
     """The host waits for each read, and the device stands still for so long."""
-    original = Offloader._await_transfer
+    wait_for = Watchdog.wait_for
 
     def waits(*given: Any, **also: Any) -> None:
-        original(*given, **also)
+        wait_for(*given, **also)
         time.sleep(0.001)
         device.runs_dry(seconds)
 
     with (
+        mock.patch.object(Span, "has_come", return_value=False),
         mock.patch.object(Span, "arrived", return_value=False),
-        mock.patch.object(Offloader, "_await_transfer", autospec=True, side_effect=waits),
+        mock.patch.object(Watchdog, "wait_for", autospec=True, side_effect=waits),
     ):
         yield
 
@@ -208,27 +211,34 @@ def test_waits_for_reads_are_no_compute_time(seconds: float) -> None:
 
 def test_waits_for_room_are_no_compute_time() -> None:
     device, model = TimedDevice(SECONDS), Waves()
-    original = Offloader._make_room
-    waited = []
+    admit, wait = Writer.admit, Watchdog.wait_until_changed
+    admitting: list[int] = []
+    waited: list[int] = []
 
-    def waits(offloader: Offloader, nbytes: int) -> bool:
-        more = original(offloader, nbytes)
-        waited.append(more)
-        device.runs_dry(DRY)
-        return more
+    def admits(writer: Writer, nbytes: int) -> None:
+        admitting.append(nbytes)
+        admit(writer, nbytes)
+        admitting.pop()
+
+    def waits(*given: Any) -> None:
+        wait(*given)
+        if admitting:  # and not at the end of the forward pass
+            waited.extend(admitting)
+            device.runs_dry(DRY)
 
     with (
         timed_session(device, model, in_flight=100 * KIB) as session,
         device.computing(),
-        mock.patch("tba_offload.transfer.ledger.Books.crowded", return_value=True),
-        mock.patch.object(Offloader, "_make_room", autospec=True, side_effect=waits),
+        mock.patch.object(Window, "is_crowded", return_value=True),
+        mock.patch.object(Writer, "admit", autospec=True, side_effect=admits),
+        mock.patch.object(Watchdog, "wait_until_changed", autospec=True, side_effect=waits),
     ):
         planner = watching(session)
         run_step(model, session)
         assert len(session.offloader.stats.marked_stalls) >= 2 * LAYERS
         profile = learned_by(planner)
     assert_times_of_the_device(profile, offload=Timing(FORWARD, BACKWARD))
-    assert device.now == STEP + DRY * len(waited)
+    assert device.now == STEP + DRY * len(waited) > STEP
 
 
 def test_reads_that_have_arrived_are_not_marked() -> None:
@@ -368,7 +378,7 @@ def test_a_run_log_is_written_on_a_device_that_runs_behind(tmp_path: Any) -> Non
     """And what is predicted from it is the device's time."""
     device, model = TimedDevice(SECONDS), Waves()
     with (
-        mock.patch("tba_offload.session.device_of", return_value=device),
+        mock.patch("tba_offload.session.session.device_of", return_value=device),
         tba.attach(
             model,
             config_for(default=OFFLOAD),

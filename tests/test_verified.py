@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
+import os
 import random
 import re
 import threading
@@ -16,8 +16,24 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import KIB, Drive, assert_all_given_back, session_for
+from harness import assert_all_given_back, session_for
 from models import same_bits
+from repeatable import (
+    LAYERS,
+    RECOMPUTED,
+    ROWS,
+    WIDTH,
+    Net,
+    Plain,
+    assert_same,
+    auto_session,
+    batch,
+    failure,
+    make,
+    session_of,
+    train,
+    warm_up,
+)
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -25,33 +41,12 @@ import tba_offload as tba
 from tba_offload.config.policy import Placement
 from tba_offload.errors import RecomputationError, SavedTensorModifiedError, UnsupportedError
 from tba_offload.layers.randomness import RandomState, generators_of
-from tba_offload.recompute import verify
 from tba_offload.recompute.digest import Digest, digests, equal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tba_offload.session import Session
-
-WIDTH, ROWS, LAYERS = 64, 32, 4
-RECOMPUTED = [Placement.RECOMPUTE, Placement.RECOMPUTE_OFFLOAD]
-SLOW = 5e6
-"""Bytes a second: recomputing a layer takes a small part of what reading it back would."""
-
-
-class Plain(nn.Module):
-    """A layer that can be repeated; the others change one thing of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.inner: nn.Module = nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.second(self.noise(F.gelu(self.inner(self.first(x)))))
-
-    def noise(self, x: Tensor) -> Tensor:
-        return x
 
 
 class Dropping(Plain):
@@ -75,14 +70,11 @@ class Spectral(Plain):
         self.first = torch.nn.utils.parametrizations.spectral_norm(self.first)
 
 
-COUNTER = itertools.count()
-
-
-class Counting(Plain):
+class Fickle(Plain):
     """Has a state that is nowhere in the layer."""
 
     def noise(self, x: Tensor) -> Tensor:
-        return x * (1 + next(COUNTER) % 1000 / 1000)
+        return x * (1 + int.from_bytes(os.urandom(2), "big") / 65536)
 
 
 class Numbered(Plain):
@@ -241,17 +233,17 @@ def drawn_from_file() -> float:
     return float(SOURCE.uniform()) + CALLS / 8
 
 
-def rewind_file() -> None:
-    global CALLS
-    CALLS = 0
-    SOURCE.bit_generator.state = np.random.default_rng(3).bit_generator.state
-
-
 class FromFile(Plain):
     """Draws from a generator of its file, and counts there, by a function of its file."""
 
     def noise(self, x: Tensor) -> Tensor:
         return x * (1 + drawn_from_file())
+
+    @staticmethod
+    def rewind() -> None:
+        global CALLS
+        CALLS = 0
+        SOURCE.bit_generator.state = np.random.default_rng(3).bit_generator.state
 
 
 class Listing(Plain):
@@ -324,6 +316,8 @@ class Nested(Plain):
 class Remembering(Plain):
     """Appends to what it is given, as attention does to a cache of keys and values."""
 
+    remembers = True
+
     def forward(self, x: Tensor, memory: dict[str, Any] | None = None) -> Tensor:
         if memory is None:
             return super().forward(x)
@@ -335,7 +329,7 @@ CHANGING = {
     Tallying: "total",
     Remembering: "argument memory",
 }
-DIFFERENT = {Counting: "other numbers", Filling: "before it fills it"}
+DIFFERENT = {Fickle: "other numbers", Filling: "before it fills it"}
 REPEATED = [
     *(Plain, Dropping, Normed, Spectral, Numbered, Averaging, Listing, Lazy, Drawing, Guessing),
     *(Borrowing, Scheduled, FromFile, Slotted, Averages, Hiding, Elsewhere),
@@ -343,76 +337,9 @@ REPEATED = [
 ODD = [Transforming, Scripted, Nested]
 
 
-class Net(nn.Module):
-    def __init__(self, kind: type[Plain], count: int = LAYERS) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(kind() for _ in range(count))
-
-    def forward(self, x: Tensor) -> Tensor:
-        more = {"memory": {"seen": []}} if isinstance(self.layers[0], Remembering) else {}
-        for layer in self.layers:
-            x = layer(x, **more)
-        return x
-
-
-def make(kind: type[Plain]) -> Net:
-    torch.manual_seed(0)
-    return Net(kind)
-
-
-def batch(number: int) -> Tensor:
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
-
-
-def train(net: Net, session: Session | None = None, *, steps: int = 6) -> list[Tensor]:
-    """All losses, gradients and buffers of some steps."""
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    torch.manual_seed(1)
-    random.seed(1)
-    np.random.seed(1)  # noqa: NPY002
-    rewind_file()
-    found: list[Tensor] = []
-    for number in range(steps):
-        with session.step() if session is not None else nullcontext():
-            loss = net(batch(number)).pow(2).mean()
-            loss.backward()
-        found += [loss.detach(), *(parameter.grad.clone() for parameter in net.parameters())]  # type: ignore[union-attr]
-        found += [buffer.clone() for buffer in net.buffers()]
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
-
-
-def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
-    assert len(found) == len(expected)
-    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def auto_session(net: Net, **options: Any) -> Session:
-    """On a drive that takes many times as long as computing a layer anew."""
-    drive = Drive()
-    drive.writes.bytes_per_second = drive.reads.bytes_per_second = SLOW
-    options.setdefault("activation", 400 * KIB)
-    return session_for(
-        net, drive=drive, default=Placement.AUTO, in_flight=64 * KIB, on_slow="wait", **options
-    )
-
-
 @pytest.fixture(scope="module", autouse=True)
 def warmed_up() -> None:
-    """What a process allocates once, in its first step, is more than the budgets here."""
-    net = make(Plain)
-    with auto_session(net) as session:
-        train(net, session, steps=1)
-
-
-def failure(kind: type[Exception], function: Callable[[], object]) -> str:
-    """What an error says; the error itself would keep the graph of its step."""
-    try:
-        function()
-    except kind as error:
-        return str(error)
-    pytest.fail(f"{kind.__name__} was not raised")
+    warm_up()
 
 
 # What can be repeated
@@ -464,9 +391,7 @@ def test_settings_that_change_between_forward_and_backward(placement: Placement)
 
     plain, net = make(Scaled), make(Scaled)
     expected = [step(plain, None) for _ in range(5)]
-    make_session = auto_session if placement is Placement.AUTO else session_for
-    options = {} if placement is Placement.AUTO else {"default": placement}
-    with make_session(net, **options) as session:
+    with session_of(net, placement) as session:
         for wanted in expected:
             assert_same(step(net, session), wanted)
 
@@ -478,7 +403,7 @@ class Output:
 
 @pytest.mark.parametrize("placement", RECOMPUTED)
 def test_outputs_in_objects_are_compared(placement: Placement) -> None:
-    class Wrapped(Counting):
+    class Wrapped(Fickle):
         def forward(self, x: Tensor) -> Output:  # type: ignore[override]
             return Output(super().forward(x))
 
@@ -543,7 +468,7 @@ def test_the_planner_leaves_alone_what_cannot_be_repeated(kind: type[Plain]) -> 
         if kind is Scripted:  # whose code is compiled by now
             expected = train(make(kind))
         found = train(net, session)
-        if kind is not Counting:  # whose state nothing reaches
+        if kind is not Fickle:  # whose state nothing reaches
             assert_same(found, expected)
         assert {record.recomputed_scopes for record in session.report()} == {0}
         assert_all_given_back(session)
@@ -560,18 +485,18 @@ def test_the_planner_recomputes_what_can_be_repeated(kind: type[Plain]) -> None:
     assert max(recomputed) > 0
 
 
-class CountingInEvaluation(Plain):
+class FickleInEvaluation(Plain):
     """Can be repeated only while it trains."""
 
     def noise(self, x: Tensor) -> Tensor:
-        return x if self.training else x * (1 + next(COUNTER) % 1000 / 1000)
+        return x if self.training else x * (1 + int.from_bytes(os.urandom(2), "big") / 65536)
 
 
 @pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:.*its second run gives other numbers:RuntimeWarning")
 def test_the_planner_tries_a_layer_again_in_another_mode() -> None:
     """As where a model is tuned with its dropout switched off, and trained before."""
-    net = make(CountingInEvaluation)
+    net = make(FickleInEvaluation)
     with auto_session(net) as session:
         train(net, session)
         net.eval()
@@ -595,14 +520,14 @@ def test_odd_layers_are_recomputed_or_refused_by_name(kind: type[Plain], placeme
             assert_same(found, train(make(kind)))
 
 
-def test_what_changes_later_is_found_out_in_its_turn() -> None:
+def test_what_changes_later_is_found_out() -> None:
     net = make(Plain)
     with session_for(net, default=Placement.RECOMPUTE) as session:
         train(net, session, steps=2)
         for layer in net.layers:
-            layer.__class__ = Counting
+            layer.__class__ = Fickle
         with pytest.raises(RecomputationError, match="other numbers"):
-            train(net, session, steps=verify.COMPARED_EVERY)
+            train(net, session, steps=1)
 
 
 @pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
@@ -667,8 +592,7 @@ def test_a_second_run_goes_by_what_was_around_the_first(
         return Around(kind, around)
 
     net = make_net()
-    made = auto_session(net) if placement is Placement.AUTO else session_for(net, default=placement)
-    with made as session:
+    with session_of(net, placement) as session:
         assert_same(train(net, session, steps=12), train(make_net(), steps=12))
 
 
@@ -709,8 +633,7 @@ def test_what_the_loop_resets_before_backward_stays_as_it_is(placement: Placemen
         return found
 
     net = make(Balancing)
-    made = auto_session(net) if placement is Placement.AUTO else session_for(net, default=placement)
-    with made as session:
+    with session_of(net, placement) as session:
         assert_same(losses(net, session), losses(make(Balancing), None))
 
 
@@ -1040,7 +963,7 @@ def test_a_layer_that_stands_in_the_list_twice_is_one_layer() -> None:
 
 def test_random_numbers_are_drawn_again_and_the_generator_goes_on_as_it_was() -> None:
     torch.manual_seed(3)
-    state = RandomState(generators_of(torch.device("cpu")))
+    state = RandomState.of(generators_of(torch.device("cpu")))
     assert state.is_current()
     first = torch.rand(5)
     assert not state.is_current()

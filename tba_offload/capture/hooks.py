@@ -173,19 +173,28 @@ class Capture:
         self.budget_bytes = budget_bytes
         self.device = offloader.device.torch_device
         self.static = StaticStorages()
-        self.lookahead = Lookahead(offloader)
+        self.lookahead = Lookahead(offloader.reader)
         self.trace = StepTrace()
         self.slow_kept_bytes = 0
-        self.look_at_memory: Callable[[], object] | None = None  # where a meter sees only what it looks at
+        self.look_at_memory: Callable[[], object] | None = None
         self._records: dict[int, tuple[Record, ActivationTrace]] = {}
         self._kept: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._learned: dict[tuple[int, int, int], int] = {}
         self._step = 0
         self._largest = 0
 
-    def begin_step(self) -> None:
-        """Starts a new trace; what was learned long ago is put to the test again."""
+    def configure(self, *, min_tensor_bytes: int) -> None:
+        """Sets how small a tensor may be to travel; between steps."""
+        self.min_tensor_bytes = min_tensor_bytes
+
+    def begin_step(self, *, look_at_memory: Callable[[], object] | None = None) -> None:
+        """Starts a new trace; what was learned long ago is put to the test again.
+
+        Args:
+            look_at_memory: Called with each tensor, where a meter sees only what it looks at.
+        """
         self._step += 1
+        self.look_at_memory = look_at_memory
         self.trace = StepTrace()
         self.slow_kept_bytes = 0
         self._learned = {kept: until for kept, until in self._learned.items() if until > self._step}
@@ -202,7 +211,7 @@ class Capture:
             self.lookahead.abandon_step()
             self.offloader.abandon()
         else:
-            self.offloader.give_up_prefetched()
+            self.offloader.reader.give_up_prefetched()
 
     def forget_learned(self, layers: set[int]) -> None:
         """Layers of these numbers are placed anew: what was kept elsewhere may not be any longer."""
@@ -294,7 +303,7 @@ class Capture:
         handle = self.offloader.borrow(hold.record, lo, hi)
         if handle is None:
             return None
-        storage, shift = self.offloader.fetch(handle)
+        storage, shift = self.offloader.reader.fetch(handle)
         return look(storage, hold.view, shift)
 
     # ---- what to keep ----------------------------------------------------------------------------
@@ -318,7 +327,7 @@ class Capture:
 
     def keeps_when_slow(self, nbytes: int) -> bool:
         """Whether an activation may be kept because the drive does not follow."""
-        if not self.offloader.crowded(nbytes):
+        if not self.offloader.writer.crowded(nbytes):
             return False
         # In backward one activation is in use beside those, and another is not yet given back.
         self._largest = max(self._largest, nbytes)
@@ -347,8 +356,7 @@ class Capture:
         if self.look_at_memory is not None:
             self.look_at_memory()
         check_version(packed.witness, packed.version, record.key)
-        self.offloader.tidy()
-        first = not handle.read
+        first = not handle.drop.read
         storage, shift = self._fetch(packed)
         # Before the I/O threads are woken: these calls let go of the GIL, and they would take it.
         if packed.spread is None:
@@ -366,17 +374,17 @@ class Capture:
             TransferError: They could not be written or read.
         """
         try:
-            return self.offloader.fetch(packed.handle)
+            return self.offloader.reader.fetch(packed.handle)
         except TransferError as error:
             made = self._make_again(packed)
             if made is None:
                 raise
-            return self.offloader.replace(packed.handle, made, error)
+            return self.offloader.reader.replace(packed.handle, made, error)
 
     def _make_again(self, packed: Packed) -> torch.UntypedStorage | None:
         """A storage like that of a saved tensor which a drive has lost; ``None`` if there is no way."""
         handle = packed.handle
-        if packed.rescue is None or not self.offloader.is_lost(handle):
+        if packed.rescue is None or not self.offloader.reader.is_lost(handle):
             return None
         tensor = packed.rescue.saved(packed.number, handle.record)
         if tensor is None or not is_understood(tensor, self.device):
@@ -386,7 +394,7 @@ class Capture:
         if packed.spread is not None:
             tensor = look(tensor.untyped_storage(), packed.spread.distinct()).contiguous()
         storage = tensor.untyped_storage()
-        if storage.nbytes() != handle.record.nbytes or not self.offloader.can_be(handle, storage):
+        if storage.nbytes() != handle.record.nbytes or not self.offloader.reader.can_be(handle, storage):
             return None
         return storage
 
@@ -415,7 +423,6 @@ class LayerHooks:
         key: The scope.
         when_slow: Whether activations may be kept when the ceiling of bytes in flight is reached.
         kept: Numbers of the activations that the plan keeps in memory.
-        part: Number of the one that it keeps a part of, and how many bytes that is.
         rescue: Makes again what a drive does not give back, if that is possible.
     """
 
@@ -427,7 +434,6 @@ class LayerHooks:
         "_kept",
         "_key",
         "_node",
-        "_part",
         "_rescue",
         "_small",
         "_when_slow",
@@ -442,14 +448,12 @@ class LayerHooks:
         *,
         when_slow: bool,
         kept: frozenset[int] = frozenset(),
-        part: tuple[int, int] | None = None,
         rescue: Rescue | None = None,
     ) -> None:
         self.capture = capture
         self._key = key
         self._when_slow = when_slow
         self._kept = kept
-        self._part = part
         self._rescue = rescue
         self.saved = 0  # tensors, parameters among them: a second run counts them alike
         self._count = 0
@@ -480,7 +484,7 @@ class LayerHooks:
         self._operation_ended()
         for record, views in self._deferred.items():
             self._decide(record, views)
-        self.capture.offloader.end_scope(at_once=self._when_slow)
+        self.capture.offloader.writer.end_scope(at_once=self._when_slow)
 
     def _unpacker(self) -> Callable[..., torch.Tensor]:
         """Who gives back what is packed here; it must not know this object, which is of one scope only."""
@@ -533,12 +537,10 @@ class LayerHooks:
             return self._keep(tensor, storage, key, Fate.SLOW_KEEP)
         if capture.look_at_memory is not None:
             capture.look_at_memory()
-        capture.offloader.admit(nbytes)
+        capture.offloader.writer.admit(nbytes)
         witness = version_witness(tensor)
         record, trace = capture.add(storage, key, witness)
-        if self._part is not None and self._part[0] == key.number:
-            record.part = self._part[1]
-        handle = capture.offloader.handle(record, footprint.lo, footprint.hi)
+        handle = Handle(record, footprint.lo, footprint.hi, capture.offloader.drops)
         packed = Packed(tensor, view, handle, witness, trace, self._rescue, self.saved)
         return self._queue(packed, record, storage, footprint, is_filled=tensor.requires_grad)
 
@@ -555,7 +557,7 @@ class LayerHooks:
         footprint = view.footprint()
         if record.span_over(footprint.lo, footprint.hi) is not None:
             capture.trace.deduplicated_bytes += footprint.distinct
-        handle = capture.offloader.handle(record, footprint.lo, footprint.hi)
+        handle = Handle(record, footprint.lo, footprint.hi, capture.offloader.drops)
         witness = version_witness(tensor)
         packed = Packed(tensor, view, handle, witness, trace, self._rescue, self.saved)
         return self._queue(packed, record, storage, footprint, is_filled=tensor.requires_grad)
@@ -583,7 +585,7 @@ class LayerHooks:
 
     def _require(self, record: Record, storage: torch.UntypedStorage, lo: int, hi: int) -> None:
         # Whoever keeps what a slow drive does not take must not take for slow what was never given to it.
-        self.capture.offloader.require(record, storage, lo, hi, at_once=self._when_slow)
+        self.capture.offloader.writer.save(record, storage, lo, hi, at_once=self._when_slow)
 
     def _next_key(self) -> ActivationKey:
         key = ActivationKey(self._key, self._count)
@@ -641,7 +643,7 @@ class LayerHooks:
         """Puts a view with gaps off to the end of the scope: others may need what lies in the gaps."""
         if record not in self._deferred:
             self._deferred[record] = []
-            self.capture.offloader.defer(record, storage)
+            self.capture.offloader.writer.defer(record, storage)
         self._deferred[record].append(weakref.ref(packed))
 
     def _decide(self, record: Record, references: list[weakref.ref[Packed]]) -> None:
@@ -661,7 +663,7 @@ class LayerHooks:
                 self._gather(alive, storage)
             else:
                 self._require(record, storage, lo, hi)
-        offloader.decide(record)
+        offloader.writer.decide(record)
 
     def _gather(self, views: list[Packed], storage: torch.UntypedStorage) -> None:
         """Gives each view a dense storage of its own; the large one is then free to go."""
@@ -672,14 +674,14 @@ class LayerHooks:
             record, view = dense[packed.view]
             packed.spread, packed.view = packed.view, view
             lo, hi, _ = view.footprint()
-            packed.handle = self.capture.offloader.handle(record, lo, hi)
+            packed.handle = Handle(record, lo, hi, self.capture.offloader.drops)
 
     def _offload_dense(self, packed: Packed, storage: torch.UntypedStorage) -> tuple[Record, View]:
         """Copies the elements of a view together and queues the write of the copy."""
         capture = self.capture
         tensor = look(storage, packed.view.distinct()).contiguous()
         copy, view = tensor.untyped_storage(), View.of(tensor)
-        capture.offloader.admit(copy.nbytes())
+        capture.offloader.writer.admit(copy.nbytes())
         record, packed.trace = capture.add(copy, self._next_key(), version_witness(tensor))
         lo, hi, _ = view.footprint()
         self._require(record, copy, lo, hi)

@@ -29,6 +29,7 @@ from tba_offload.capture.trace import Fate
 from tba_offload.errors import TbaError, UnsupportedError
 from tba_offload.layers import settings
 from tba_offload.layers.graph import check_version
+from tba_offload.transfer.storage import Handle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -389,7 +390,6 @@ class SelectiveHooks(LayerHooks):
         key: The scope.
         when_slow: Whether activations may be kept when the ceiling of bytes in flight is reached.
         kept: Numbers of the activations that the plan keeps in memory.
-        part: Number of the one that it keeps a part of, and how many bytes that is.
     """
 
     __slots__ = ("_layer", "_rebuilds", "_training", "_watched")
@@ -402,9 +402,8 @@ class SelectiveHooks(LayerHooks):
         *,
         when_slow: bool,
         kept: frozenset[int] = frozenset(),
-        part: tuple[int, int] | None = None,
     ) -> None:
-        super().__init__(rebuilds.capture, key, when_slow=when_slow, kept=kept, part=part)
+        super().__init__(rebuilds.capture, key, when_slow=when_slow, kept=kept)
         self._rebuilds = rebuilds
         self._layer = layer
         self._training: tuple[bool, ...] | None = None
@@ -486,7 +485,7 @@ class SelectiveHooks(LayerHooks):
     def _share_record(self, packed: Packed) -> Packed:
         handle = packed.handle
         twin = copy.copy(packed)
-        twin.handle = self.capture.offloader.handle(handle.record, handle.lo, handle.hi)
+        twin.handle = Handle(handle.record, handle.lo, handle.hi, self.capture.offloader.drops)
         if handle.record in self._deferred and handle.record.span_over(handle.lo, handle.hi) is None:
             self._deferred[handle.record].append(weakref.ref(twin))
         return twin

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tba_offload.transfer.offloader import Offloader
+    from tba_offload.transfer.reader import Reader
     from tba_offload.transfer.storage import Record
 
 
@@ -54,11 +54,11 @@ class Lookahead:
     """Feeds the prefetch window with the activations that backward is going to use next.
 
     Args:
-        offloader: Starts the reads; its window says when to stop.
+        reader: Starts the reads; its window says when to stop.
     """
 
-    def __init__(self, offloader: Offloader) -> None:
-        self._offloader = offloader
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
         self._records: dict[ActivationKey, Record] = {}
         self._recorded: list[tuple[ActivationKey, int]] = []
         self._expected: list[tuple[ActivationKey, int]] = []
@@ -111,7 +111,7 @@ class Lookahead:
         position = self._position.get(key)
         if position is not None:
             self._follow(position)
-        if self._offloader.has_room():
+        if self._reader.has_room():
             self._read_ahead()
 
     def _follow(self, position: int) -> None:
@@ -121,7 +121,7 @@ class Lookahead:
         first, does not mean that all between are left out.
         """
         self._pass = self._expected[position][1]
-        given_up = self._offloader.stats.given_up
+        given_up = self._reader.given_up
         is_next = position <= self._next or position == self._last + 1 or self._last < 0
         self._last = position
         if (position >= self._next and is_next) or given_up != self._given_up:
@@ -132,7 +132,7 @@ class Lookahead:
         """Backward has come to a layer, perhaps one of which nothing travels: reads start all the same."""
         if self._has_new and not self._is_lost():  # or there is nothing yet to go by
             self._insert_new()
-        if self._offloader.has_room():
+        if self._reader.has_room():
             self._read_ahead()
 
     def _is_lost(self) -> bool:
@@ -175,7 +175,7 @@ class Lookahead:
             key, passes = self._expected[self._next]
             record = self._records.get(key)
             across = passes > self._pass
-            if record is not None and not self._offloader.prefetch(record, across_forward=across):
+            if record is not None and not self._reader.prefetch(record, across_forward=across):
                 return
             self._next += 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.capture import compiling
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tba_offload.layers.stack import Layer
+
+
+Run = Callable[["Site", tuple[object, ...], dict[str, object]], object]
+"""Runs a layer in the place of its own forward."""
 
 
 @dataclass(slots=True)
@@ -33,10 +37,31 @@ class Site:
 
     layer: Layer
     index: int
-    own: Callable[..., Any]
+    own: Callable[..., Any] = field(init=False)
     runs: int = 0
     waiting: int = 0
     tracer: compiling.Tracer = None
+
+    def __post_init__(self) -> None:
+        self.own = self.layer.module.forward
+
+    def begin_step(self) -> None:
+        """In the step that begins the layer has not run yet."""
+        self.runs = self.waiting = 0
+
+    def count(self) -> int:
+        """Counts a run of the layer; returns how many there were before it."""
+        self.runs += 1
+        return self.runs - 1
+
+    def wait(self) -> int:
+        """A run begins to wait for its backward; returns how many of them do now."""
+        self.waiting += 1
+        return self.waiting
+
+    def come_back(self) -> None:
+        """Backward has come to one of the runs that wait for it."""
+        self.waiting -= 1
 
     def forward(self, /, *args: object, **kwargs: object) -> object:
         """Runs the layer's own forward, compiled if its caller is, and so in backward too."""
@@ -63,6 +88,14 @@ class Site:
         """Whether the layer's forward is its class's, not something that stood on the instance."""
         return getattr(self.own, "__self__", None) is self.layer.module
 
+    def install(self, run: Run) -> None:
+        """Has calls of the layer go through ``run``.
+
+        Args:
+            run: Called with the site and the layer's arguments, by position and by name; returns its output.
+        """
+        self.layer.module.forward = _AttachedForward(run, self)
+
     def uninstall(self) -> None:
         """Puts the layer's own forward back: the class's method, or what stood on the instance."""
         module = self.layer.module
@@ -72,10 +105,6 @@ class Site:
             del module.forward
         else:
             module.forward = self.own
-
-
-Run = Callable[[Site, tuple[object, ...], dict[str, object]], object]
-"""Runs a layer in the place of its own forward."""
 
 
 class _AttachedForward:
@@ -107,19 +136,6 @@ class _AttachedForward:
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return getattr, (self._site.layer.module, "forward")
-
-
-def install(index: int, layer: Layer, run: Run) -> Site:
-    """Has calls of a layer go through ``run``.
-
-    Args:
-        index: The place of the layer among those of the session.
-        layer: The layer.
-        run: Called with the site and the layer's arguments, by position and by name; returns its output.
-    """
-    site = Site(layer, index, layer.module.forward)
-    layer.module.forward = _AttachedForward(run, site)
-    return site
 
 
 def check_unattached(layers: Sequence[Layer]) -> None:

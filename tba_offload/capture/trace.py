@@ -167,9 +167,15 @@ class StepTrace:
         if self.marks is not None:
             self.marks.ended = self.marks.device.mark()
 
-    def begin_scope(self, key: ScopeKey, placement: str) -> ScopeTrace:
-        """Notes that a layer starts to run."""
-        scope = ScopeTrace(key, placement, time.perf_counter())
+    def begin_scope(self, key: ScopeKey, placement: str, *, inputs: int = 0) -> ScopeTrace:
+        """Notes that a layer starts to run.
+
+        Args:
+            key: Which run it is.
+            placement: Where what it saves goes.
+            inputs: Bytes of the activations that it is given.
+        """
+        scope = ScopeTrace(key, placement, time.perf_counter(), input_bytes=inputs)
         if self.marks is not None:
             scope.marks = ScopeMarks(self.marks.device.mark())
         self.scopes.append(scope)
@@ -180,6 +186,10 @@ class StepTrace:
         scope.forward_ended = time.perf_counter()
         if self.marks is not None and scope.marks is not None:
             scope.marks.forward_ended = self.marks.device.mark()
+
+    def leave_alone(self) -> None:
+        """Notes that a layer runs where its placement cannot be followed."""
+        self.left_alone += 1
 
     def saved(self, key: ActivationKey, nbytes: int, fate: Fate) -> ActivationTrace:
         """Notes that a storage was saved."""

@@ -24,9 +24,12 @@ from typing import TYPE_CHECKING
 
 from tba_offload.errors import ConfigError
 from tba_offload.formatting import quoted, shortened
+from tba_offload.placements import Placement
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+
+__all__ = ["LayerId", "Objective", "Placement", "Policy", "Rule", "with_depths"]
 
 _LEGAL_FORMS = (
     "a match is layer numbers ('3', '0-3', '0,2,8-11', 'last 2'), numbers within a stack ('encoder:0-3') "
@@ -37,22 +40,6 @@ _ITEM = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 _FROM_END = re.compile(r"last\s+([0-9]+)")
 _GLOB_BRACKETS = re.compile(r"\[!?\]?[^\]]*\]")
 _NOT_IN_NAMES = re.compile(r"[\s,:\[\]]")
-
-
-class Placement(StrEnum):
-    """Where the activations of a layer spend the time between forward and backward."""
-
-    KEEP = "keep"
-    OFFLOAD = "offload"
-    RECOMPUTE = "recompute"
-    RECOMPUTE_OFFLOAD = "recompute-offload"  # recomputed, and its inputs are offloaded meanwhile
-    SELECTIVE = "selective"  # offloaded, but what cheap parts of the layer put out is rebuilt in backward
-    AUTO = "auto"  # only in a policy: the planner replaces it by one of the others
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether backward runs the layer's forward again: ranks that share the layer must do so together."""
-        return self in {Placement.RECOMPUTE, Placement.RECOMPUTE_OFFLOAD}
 
 
 class Objective(StrEnum):

@@ -23,7 +23,7 @@ def torch_checkpoint(forward: Callable[..., Any], /, *args: object, **kwargs: ob
 
     Tensors among the arguments, by position or name, alone or in tuples, are saved as an operation saves its
     inputs, so that saved-tensor hooks see them. All else stays as it is, tensors in lists or objects too.
-    That it draws the same random numbers again is up to ``forward``: see :mod:`tba_offload.recompute.verify`.
+    That it draws the same random numbers again is up to ``forward``: see :mod:`tba_offload.recompute.run`.
     """
     tensors: list[torch.Tensor] = []
     layout = without_tensors((args, tuple(kwargs.items())), tensors)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +15,30 @@ if TYPE_CHECKING:
 _cuda: Any = torch.backends.cuda
 _C: Any = torch._C
 
-_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+_Setting = tuple["Callable[[], Any]", "Callable[[Any], object]"]
+
+
+def _attribute(owner: Any, name: str) -> _Setting:
+    return partial(getattr, owner, name), partial(setattr, owner, name)
+
+
+def _precision(backend: str, operation: str) -> _Setting:
+    return (
+        partial(_C._get_fp32_precision_getter, backend, operation),
+        partial(_C._set_fp32_precision_setter, backend, operation),
+    )
+
+
+def _precisions() -> tuple[_Setting, ...]:
+    """How exactly kernels compute in fp32; up to torch 2.8 one word says it for all matrix products."""
+    if not hasattr(_C, "_get_fp32_precision_getter"):
+        cudnn = _C._get_cudnn_allow_tf32, _C._set_cudnn_allow_tf32
+        return (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision), cudnn
+    kinds = itertools.product(("cuda", "mkldnn"), ("matmul", "conv", "rnn"))
+    return tuple(_precision(*kind) for kind in kinds)
+
+
+_SETTINGS: tuple[_Setting, ...] = (
     (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
     (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
     (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
@@ -24,6 +49,10 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
     (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
     (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_num_threads, torch.set_num_threads),
+    _attribute(_cuda.matmul, "allow_fp16_reduced_precision_reduction"),
+    _attribute(_cuda.matmul, "allow_bf16_reduced_precision_reduction"),
+    *_precisions(),
 )
 """What reads each of them, and what sets it."""
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.config import OffloadConfig, load_config, parse_size
 from tba_offload.config.policy import Objective, Placement
 from tba_offload.errors import ConfigError, StoreError
+from tba_offload.store.hanging import ask
 from tba_offload.store.open import KINDS
 from tba_offload.store.run_file import check_directory
 
@@ -184,7 +186,8 @@ def check_directories(config: OffloadConfig) -> None:
         StoreError: One is missing or cannot be reached.
     """
     for directory in config.store.directories:
-        check_directory(str(directory))
+        place = str(directory)
+        ask(partial(check_directory, place), place, config.store.stall_seconds)
 
 
 def refuse_conflicts(arguments: argparse.Namespace) -> None:

@@ -8,12 +8,17 @@ back where it is another one by then.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import itertools
 import operator
 import random
 import sys
+import threading
 import types
-from collections import deque
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,7 +32,10 @@ if TYPE_CHECKING:
 
     from tba_offload.recompute.code import Names, Reach
 
-_CONTAINERS: tuple[Any, ...] = (dict, list, set, deque, bytearray)
+_CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, deque, bytearray)
+"""Each before those that it derives from: an ``OrderedDict`` has an order beside that of its dictionary."""
+
+_MAPPINGS = (OrderedDict, dict)
 
 _LEFT_ALONE = frozenset({
     *("torch", "threading", "_thread", "logging", "multiprocessing", "concurrent", "asyncio", "queue"),
@@ -47,6 +55,8 @@ SMALL = 256 << 10
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 """Kinds of values that hold nothing and cannot change."""
+
+UNSEEN = "more objects than are looked through"
 
 _MISSING = object()
 
@@ -73,26 +83,28 @@ class Contents:
         copies: Whether small tensors among it are copied.
 
     Attributes:
-        is_complete: Whether no container was too large to be looked through.
+        unknown: What lies there whose state cannot be put back; ``None`` if there is no such thing.
         modules: Modules among it.
         tensors: Tensors among it.
         generators: Generators of random numbers among it.
     """
 
     __slots__ = (
-        *("_arrays", "_copies", "_found", "_named", "_owned", "_seen"),
-        *("generators", "is_complete", "modules", "tensors"),
+        *("_arrays", "_copies", "_found", "_large", "_locals", "_named", "_owned", "_seen"),
+        *("generators", "modules", "tensors", "unknown"),
     )
 
     def __init__(self, *, copies: bool) -> None:
         self._copies = copies
-        self.is_complete = True
+        self.unknown: str | None = None
         self.tensors: list[Held] = []
         self.generators: list[Generator] = []
         self.modules: list[torch.nn.Module] = []
         self._found: list[tuple[Any, Any, Any]] = []
         self._owned: list[tuple[object, tuple[str, ...], dict[str, Any]]] = []
         self._arrays: list[tuple[Any, Any]] = []
+        self._large: list[Any] = []
+        self._locals: list[tuple[threading.local, dict[str, Any]]] = []
         self._named: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._seen: set[int] = set()
 
@@ -176,27 +188,45 @@ class Contents:
             return self._take_down_container(base, value)
         if (parts := _parts_of_fixed(kind, value)) is not None:
             return parts
-        if _is_array(kind):
+        if issubclass(kind, array) or _is_array(kind):
             self._take_down_array(value)
             return ()
         if (generator := _generator_of(value)) is not None:
             self.generators.append(generator)
             return ()
+        if (unknown := _unknown(value)) is not None:
+            self.unknown = unknown
+            return ()
+        if issubclass(kind, threading.local):
+            return self._take_down_local(value)
         if kind.__module__.partition(".")[0] in _LEFT_ALONE:
             return (getattr(value, "__wrapped__", None),)
         return self._take_down_object(value)
 
     def _take_down_container(self, base: Any, value: object) -> Any:
         if base.__len__(value) > LARGE:
-            self.is_complete = False
+            self.unknown = UNSEEN
             return ()
-        content = base.copy(value)
+        content = _copied(base, value)
         self._found.append((base, value, content))
-        return content.values() if base is dict else content
+        return content.values() if base in _MAPPINGS else content
 
-    def _take_down_array(self, array: Any) -> None:
-        if array.nbytes < SMALL and array.flags.writeable and not array.dtype.hasobject:
-            self._arrays.append((array, array.copy()))
+    def _take_down_array(self, found: Any) -> None:
+        """Copies a small array, of Python's or of NumPy's kind; leaves a large one to :meth:`large`."""
+        is_numpys = not isinstance(found, array)
+        if is_numpys and not found.flags.writeable:
+            return
+        if is_numpys and found.dtype.hasobject:
+            self.unknown = "an array of objects"
+        elif (found.nbytes if is_numpys else len(found) * found.itemsize) < SMALL:
+            self._arrays.append((found, copy.copy(found)))
+        else:
+            self._large.append(found)
+
+    def _take_down_local(self, value: Any) -> Any:
+        content = value.__dict__.copy()
+        self._locals.append((value, content))
+        return content.values()
 
     def _take_down_object(self, value: object) -> Any:
         try:
@@ -210,6 +240,12 @@ class Contents:
             self._owned.append((value, names, slots))
         return (*(own or {}).values(), *slots.values())
 
+    def large(self) -> dict[str, torch.Tensor]:
+        """What is not copied, and may be changed past any version."""
+        tensors = {held.name: held.tensor for held in self.tensors if held.copy is None}
+        bits = (torch.frombuffer(bytearray(found.tobytes()), dtype=torch.uint8) for found in self._large)
+        return {**tensors, **{f"a large array ({number})": each for number, each in enumerate(bits)}}
+
     def changed_in_place(self) -> str | None:
         """The name of a tensor that has changed in place since; ``None`` for none of them."""
         large = (held for held in self.tensors if held.copy is None)
@@ -222,17 +258,21 @@ class Contents:
             undo: Takes the calls that undo this, and all that is changed in these objects later.
         """
         for base, container, content in self._found:
-            undo(_refill, base, container, base.copy(container))
+            undo(_refill, base, container, _copied(base, container))
             _refill(base, container, content)
+        for local, content in self._locals:
+            own = local.__dict__  # of the calling thread, which may be another one than in the first run
+            undo(_refill, dict, own, own.copy())
+            _refill(dict, own, content)
         for file, content in self._named:
             undo(_put_names, file, {name: file.get(name, _MISSING) for name in content})
             _put_names(file, content)
         for owner, names, content in self._owned:
             undo(_put_attributes, owner, names, _attributes_of(owner, names))
             _put_attributes(owner, names, content)
-        for array, values in self._arrays:
-            undo(_overwrite, array, array.copy())
-            _overwrite(array, values)
+        for found, values in self._arrays:
+            undo(_overwrite, found, copy.copy(found))
+            _overwrite(found, values)
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -251,8 +291,9 @@ def _holds(base: Any, container: Any, content: Any) -> bool:
     """Whether a container holds the very objects that it held, in their order."""
     if base.__len__(container) != base.__len__(content):
         return False
-    if base is dict:
-        return all(dict.get(container, name, _MISSING) is value for name, value in content.items())
+    if base in _MAPPINGS:
+        pairs = itertools.chain.from_iterable
+        return all(map(operator.is_, pairs(base.items(container)), pairs(content.items())))
     if base is set:
         return bool(set.__eq__(container, content))
     return all(map(operator.is_, base.__iter__(container), base.__iter__(content)))
@@ -263,10 +304,18 @@ def _refill(base: Any, container: Any, content: Any) -> None:
     if _holds(base, container, content):
         return
     base.clear(container)
-    if base in (dict, set):
-        base.update(container, content)
+    if base in _MAPPINGS:
+        for name, value in content.items():
+            base.__setitem__(container, name, value)
+    elif base is set:
+        set.update(container, content)
     else:
         base.extend(container, content)
+
+
+def _copied(base: Any, container: Any) -> Any:
+    """The content of a container, in its order."""
+    return dict(OrderedDict.items(container)) if base is OrderedDict else base.copy(container)
 
 
 def _slots_of(owner: object) -> tuple[str, ...]:
@@ -301,9 +350,9 @@ def _put_attributes(owner: Any, names: tuple[str, ...], content: dict[str, Any])
             kind.__setattr__(owner, name, value)
 
 
-def _overwrite(array: Any, values: Any) -> None:
-    if array.tobytes() != values.tobytes():
-        array[...] = values
+def _overwrite(found: Any, values: Any) -> None:
+    if found.tobytes() != values.tobytes():
+        found[slice(None) if isinstance(found, array) else ...] = values
 
 
 def _put_names(file: dict[str, Any], content: dict[str, Any]) -> None:
@@ -330,12 +379,22 @@ def _is_array(kind: type) -> bool:
     return numpy is not None and issubclass(kind, numpy.ndarray)
 
 
+def _unknown(value: Any) -> str | None:
+    """What an object is whose state cannot be put back; ``None`` for other objects."""
+    kind = type(value)
+    if issubclass(kind, random.SystemRandom):
+        return "random numbers of the operating system"
+    if not issubclass(kind, Iterator) or hasattr(value, "__dict__") or _slots_of(value):
+        return None
+    return f"an iterator or generator ({kind.__name__})"
+
+
 def _generator_of(value: object) -> Generator | None:
     """A value as a source of random numbers, if it is one."""
     kind = type(value)
     if issubclass(kind, torch.Generator):
         return Generator(value.get_state, value.set_state)  # type: ignore[attr-defined]
-    if issubclass(kind, random.Random):
+    if issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):
         return Generator(value.getstate, value.setstate)  # type: ignore[attr-defined]
     numpy = sys.modules.get("numpy")
     if numpy is None:

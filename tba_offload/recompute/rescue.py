@@ -14,17 +14,19 @@ about 0.6 ms for each run of one.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from tba_offload.recompute.verify import Arguments, Watched, refuse_unpack
+from tba_offload.layers.nested import TooManyError
+from tba_offload.recompute.trial import Arguments, Watched, refuse_unpack
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tba_offload.recompute.verify import Observation
+    from tba_offload.recompute.observation import Observation
 
 
 class Rescue(Watched):
@@ -33,9 +35,9 @@ class Rescue(Watched):
     The hold of an argument keeps no memory; an argument of which there is no such hold has ``None`` for one.
 
     Args:
-        arguments: As of :class:`~tba_offload.recompute.verify.Watched`.
+        arguments: As of :class:`~tba_offload.recompute.trial.Watched`.
         samples_only: Compare samples of the output only: what is made has to match its checksum as well.
-        options: As of :class:`~tba_offload.recompute.verify.Watched`.
+        options: As of :class:`~tba_offload.recompute.trial.Watched`.
     """
 
     def __init__(self, *arguments: Any, samples_only: bool, **options: Any) -> None:
@@ -44,14 +46,24 @@ class Rescue(Watched):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> object:
         """Runs the layer as it would run without this."""
-        output, observed, fault = self._verifier.observe(
-            self._mode.layer, self._forward, args, kwargs, compares=True, samples_only=self._samples_only
-        )
-        if fault is None and observed is not None and observed.found.are_static():
-            arguments = Arguments(args, kwargs, self._hold)
-            if arguments.keep_no_memory():
-                self._observed, self._arguments = observed, arguments
+        try:
+            observed = self._verifier.look(self._mode.layer, args, kwargs)
+        except TooManyError:
+            return self._forward(*args, **kwargs)
+        output = self._forward(*args, **kwargs)
+        found = observed.found
+        if observed.change(args, kwargs) is None and found.unknown is None and found.are_static():
+            self._keep(observed, output, Arguments(args, kwargs, self._hold))
         return output
+
+    def _keep(self, observed: Observation, output: object, arguments: Arguments) -> None:
+        """Keeps what a second run needs, if that takes no memory."""
+        if not arguments.keep_no_memory():
+            return
+        with contextlib.suppress(TooManyError):  # what cannot be compared cannot be used
+            observed.note_output(output, samples_only=self._samples_only)
+        if observed.is_compared:
+            self._observed, self._arguments = observed, arguments
 
     def saved(self, number: int, lost: object) -> Tensor | None:
         """What the layer saved, made by a second run of it.

@@ -2,64 +2,86 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError
 
-from tba_offload.errors import RecomputationError
 from tba_offload.layers.graph import check_version, hooks_on_top
+from tba_offload.recompute.samples import Samples
+from tba_offload.recompute.surroundings import address_of
+from tba_offload.recompute.verdicts import OTHER_NUMBERS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Iterator
     from contextlib import AbstractContextManager
 
     import torch
+
+    from tba_offload.errors import TbaError
 
 
 class SavedAgain:
     """What backward is given of a recomputed layer: tensors that the layer's second run has saved.
 
     A checkpoint gives them out as they are, and hooks switch off autograd's own check for changes in place.
-    So the second run notes the version of each, and what backward is given is compared with that. The hooks
-    of the checkpoint do the rest; there are none where a checkpoint leaves saving to autograd.
+    So the second run notes the version of each, and what backward is given is compared with that. Samples of
+    each are compared with those of the first run. The hooks of the checkpoint do the rest; there are none
+    where a checkpoint leaves saving to autograd.
 
     Args:
-        sentence: Makes a message of what is wrong with recomputing the layer.
+        failed: Makes the error for what is wrong with recomputing the layer.
         name: The layer as messages call it.
+        number: Of the run, by which its samples lie elsewhere than those of others.
+
+    Attributes:
+        is_sampled: Whether samples were taken of what the first run has saved.
     """
 
-    def __init__(self, sentence: Callable[[str], str], name: str) -> None:
-        self._sentence = sentence
+    def __init__(self, failed: Callable[[str], TbaError], name: str, number: int) -> None:
+        self._failed = failed
         self._name = name
+        self._number = number
+        self.is_sampled = False
         self._count = 0  # tensors that the first run has saved
+        self._samples = Samples(number)
         self._versions: list[int] = []  # at which the latest second run has saved them, by the same number
 
-    def in_first_run(self) -> AbstractContextManager[object]:
-        """A block for the first run of the layer."""
+    @contextmanager
+    def in_first_run(self, restorable: Collection[int]) -> Iterator[None]:
+        """A block for the first run of the layer.
+
+        Args:
+            restorable: Addresses of tensors that the layer may change, and finds again in the second run.
+        """
         top = hooks_on_top()
-        return nullcontext() if top is None else saved_tensors_hooks(*self._first(*top))
+        self.is_sampled = top is not None
+        with nullcontext() if top is None else saved_tensors_hooks(*self._first(*top, restorable)):
+            yield
+        self._samples.end()
 
-    def in_second_run(self) -> AbstractContextManager[object]:
-        """A block for a second run of it whose tensors backward is given."""
-        self._versions = versions = []
+    def in_second_run(self, restorable: Collection[int]) -> AbstractContextManager[object]:
+        """A block for a second run of it whose tensors backward is given.
+
+        Args:
+            restorable: As of :meth:`in_first_run`.
+        """
         top = hooks_on_top()
-        if top is None:
-            return nullcontext()
-        pack, unpack = top
-
-        def note(tensor: torch.Tensor) -> object:
-            versions.append(tensor._version)
-            return pack(tensor)
-
-        return saved_tensors_hooks(note, unpack)
+        return nullcontext() if top is None else self._second(*top, restorable)
 
     def _first(
-        self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+        self,
+        pack: Callable[[torch.Tensor], Any],
+        unpack: Callable[[Any], torch.Tensor],
+        restorable: Collection[int],
     ) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
         def number(tensor: torch.Tensor) -> tuple[int, Any]:
             self._count += 1
+            if restorable and address_of(tensor) in restorable:
+                self._samples.leave_out()
+            else:
+                self._samples.add(tensor)
             return self._count - 1, pack(tensor)
 
         def check(numbered: tuple[int, Any]) -> torch.Tensor:
@@ -67,13 +89,58 @@ class SavedAgain:
             try:
                 tensor = unpack(packed)
             except CheckpointError as error:
-                raise RecomputationError(self._sentence(_without_tip(error))) from error
-            # A lower version is that of a buffer that was put back after the second run.
-            if tensor._version > self._versions[number]:
-                check_version(tensor, self._versions[number], f"{self._name}, recomputed")
+                raise self._failed(_without_tip(error)) from error
+            check_version(tensor, self._versions[number], f"{self._name}, recomputed")
             return tensor
 
         return number, check
+
+    @contextmanager
+    def _second(
+        self,
+        pack: Callable[[torch.Tensor], Any],
+        unpack: Callable[[Any], torch.Tensor],
+        restorable: Collection[int],
+    ) -> Iterator[None]:
+        self._versions = versions = []
+        samples = Samples(self._number)
+
+        def note(tensor: torch.Tensor) -> object:
+            if restorable and address_of(tensor) in restorable:
+                tensor = tensor.detach().clone()  # which has the values of this run for longer than it lasts
+                samples.leave_out()
+            else:
+                samples.add(tensor)
+            versions.append(tensor._version)
+            if len(versions) == self._count:
+                samples.end()  # the checkpoint ends the run here
+            try:
+                return pack(tensor)
+            except Exception as error:  # noqa: BLE001 - raised when the layer's code is left
+                raise _Ended(error) from None
+
+        ended: Exception | None = None
+        try:
+            with saved_tensors_hooks(note, unpack):
+                yield
+        except _Ended as end:
+            ended, end.error = end.error, None  # or each would hold the other, and all callers
+        try:
+            samples.end()
+            if not self._samples.agree_with(samples):
+                raise self._failed(OTHER_NUMBERS)
+            if ended is not None:
+                raise ended
+        finally:
+            del ended  # it knows this frame, and so all callers
+
+
+class _Ended(BaseException):
+    """Takes what a checkpoint raises past the layer's own code, which may catch all exceptions."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error: Exception | None = error
 
 
 def _without_tip(error: CheckpointError) -> str:

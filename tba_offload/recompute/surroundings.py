@@ -20,13 +20,15 @@ from torch import nn
 from tba_offload.errors import SavedTensorModifiedError
 from tba_offload.layers.nested import MOST, TooManyError, tensors_in
 from tba_offload.recompute.code import reach_of_class
-from tba_offload.recompute.contents import PLAIN, SMALL, Contents, Held, copy_of, version_of
+from tba_offload.recompute.contents import PLAIN, SMALL, UNSEEN, Contents, Held, copy_of, version_of
+from tba_offload.recompute.digest import digests
 from tba_offload.recompute.parametrized import CachedWeights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from tba_offload.layers.randomness import Generator
+    from tba_offload.recompute.digest import Digest
 
 _SHARDED = (
     ("torch.distributed.fsdp", "FSDPModule"),
@@ -110,20 +112,20 @@ class Surroundings:
         arguments: What its forward is given, by position or name.
 
     Attributes:
-        is_complete: Whether all that the layer can reach was looked through.
+        unknown: What the layer reaches whose state cannot be put back; ``None`` if there is no such thing.
 
     Raises:
         TooManyError: The arguments hold more objects than can be looked through.
     """
 
-    __slots__ = ("_arguments", "_cached", "_found", "_given", "_layer", "_own", "_slots", "is_complete")
+    __slots__ = ("_arguments", "_cached", "_found", "_given", "_layer", "_own", "_slots", "unknown")
 
     def __init__(self, layer: nn.Module, arguments: Mapping[int | str, object]) -> None:
         self._layer = layer
         self._slots: list[_Slot] = []
         self._found: list[_Found] = []
         self._own = Contents(copies=True)  # of the layer's attributes and of what its code reads
-        self.is_complete = True
+        self.unknown: str | None = None
         self._given = Contents(copies=False)  # of its arguments
         for key, value in arguments.items():
             self._given.add(f"a tensor in the argument {_argument(key)}", value, saves_tuples=True)
@@ -148,9 +150,9 @@ class Surroundings:
                     self._take_down(module, is_wrapper=isinstance(module, wrappers))
             waiting.extend(self._own.modules[known:])
             if len(taken) > MOST:
-                self.is_complete = False
+                self.unknown = UNSEEN
                 return
-        self.is_complete = self.is_complete and self._own.is_complete and self._given.is_complete
+        self.unknown = self.unknown or self._own.unknown or self._given.unknown
 
     def _take_down(self, module: nn.Module, *, is_wrapper: bool) -> None:
         for name, tensor in module._parameters.items():
@@ -174,13 +176,27 @@ class Surroundings:
                 if type(value) not in PLAIN and name not in _INTERNAL and not _is_view(value):
                     self._own.add(name, value)  # a forward of the instance's own among them
             self._own.add_reach(reach_of_class(type(module)))  # type: ignore[arg-type]
+            for hook in _hooks_of(module):
+                self._own.add("a hook", hook)
         except TooManyError:
-            self.is_complete = False
+            self.unknown = UNSEEN
 
     def changed_argument(self, arguments: Mapping[int | str, object]) -> str | None:
         """Which of the same arguments holds other tensors now, or changed ones; ``None`` for none of them."""
         changed = (key for key, value in arguments.items() if _seen_in(value) != self._arguments.get(key))
         return next((_argument(key) for key in changed), None)
+
+    def large(self) -> dict[str, list[Digest]]:
+        """Digests by name of what is too large to be copied, and may be changed past any version."""
+        buffers = (slot for slot in self._slots if slot.copy is None and not slot.is_parameter)
+        found = {self._full_name(slot): slot.tensor for slot in buffers}
+        found.update(self._own.large())
+        return {name: digests(tensor) for name, tensor in found.items() if _is_dense(tensor)}
+
+    def restorable(self) -> set[int]:
+        """Addresses of the tensors that :meth:`restored` may overwrite."""
+        found: Iterable[_Slot | Held] = (*self._slots, *self._own.tensors)
+        return {address_of(each.tensor) for each in found if each.copy is not None}
 
     def changed_in_place(self) -> str | None:
         """Which tensor that the layer found has changed in place since; ``None`` for none of them."""
@@ -283,7 +299,7 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _too_late(what: str) -> str:
     return (
         f"{what} was changed in place between the forward of the layer and its backward, which computes the "
-        "layer anew: change it after backward, or do not place the layer recompute"
+        "layer anew: change it after backward, or place the layer keep or offload"
     )
 
 
@@ -328,6 +344,10 @@ def _are_same(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
     return one.keys() == other.keys() and all(map(operator.is_, one.values(), other.values()))
 
 
+def _hooks_of(module: nn.Module) -> list[Callable[..., object]]:
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+
+
 def _is_hooked(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
@@ -367,14 +387,17 @@ def _is_other(found: torch.Tensor | None, wanted: torch.Tensor) -> bool:
     return _place_of(found) != _place_of(wanted)
 
 
-def _place_of(tensor: torch.Tensor) -> tuple[int, int, tuple[int, ...]]:
-    return _address_of(tensor), int(tensor.storage_offset()), tuple(tensor.shape)
+def _place_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    return (
+        *(address_of(tensor), int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()),
+        *(tensor.dtype, tensor.is_conj(), tensor.is_neg(), tensor.requires_grad),
+    )
 
 
 def _seen_in(argument: object) -> list[_Seen]:
     """The tensors in an argument, as far as it can be looked into."""
     found = tensors_in(argument)
-    return [_Seen(_address_of(tensor), version_of(tensor), tuple(tensor.shape)) for tensor in found]
+    return [_Seen(address_of(tensor), version_of(tensor), tuple(tensor.shape)) for tensor in found]
 
 
 def holds_tensors(value: object) -> bool:
@@ -385,7 +408,8 @@ def holds_tensors(value: object) -> bool:
         return True
 
 
-def _address_of(tensor: torch.Tensor) -> int:
+def address_of(tensor: torch.Tensor) -> int:
+    """What the tensors have in common that share memory."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except RuntimeError:  # a sparse tensor, or one under a transform, has no storage to ask for

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import io
 import os
+import shlex
 import stat
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -27,8 +28,8 @@ class LogFile:
     """A file of lines that is ours alone.
 
     Args:
-        path: The file, readable by its owner only (0600). Missing parent directories are created. An empty
-            file that exists already is used, and keeps its mode.
+        path: The file, readable by its owner only (0600). Its directory has to exist. An empty file that
+            exists already is used, and keeps its mode.
         head: Its first line; the same again should the file vanish and have to be made anew.
 
     Raises:
@@ -40,10 +41,6 @@ class LogFile:
         self._path = path
         self._head = head
         self._end = 0
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise _unopened(path, error) from error
         self._file = _open_new(path)
         try:
             self.append(b"")
@@ -155,7 +152,10 @@ def _open_new(path: Path) -> io.FileIO:
 def _unopened(path: Path, error: OSError) -> RunLogError:
     if _is_link(path):
         return RunLogError(f"{path}: a symbolic link, and run logs follow none; name the file itself")
-    return RunLogError(f"{path}: the run log cannot be opened: {error.strerror or error}")
+    reason = error.strerror or str(error)
+    if error.errno == errno.ENOENT:
+        reason = f"its directory does not exist; make it: mkdir -p {shlex.quote(str(path.absolute().parent))}"
+    return RunLogError(f"{path}: the run log cannot be opened: {reason}")
 
 
 def _is_link(path: Path) -> bool:

@@ -278,13 +278,13 @@ class RunLogWriter:
     goes on, a line ``{"event": "gap", "missing_steps": …}`` tells how many steps are missing there.
 
     Args:
-        path: The file to write, readable by its owner only (0600). Missing parent directories are created.
-            An empty file that exists already is used, and keeps its mode.
+        path: The file to write, readable by its owner only (0600). Its directory has to exist. An empty file
+            that exists already is used, and keeps its mode.
         header: Written at once as the first line.
 
     Raises:
-        RunLogError: The file is not empty, a link, no regular file, another process is writing it, it cannot
-            be opened or written, or the header holds a value that JSON cannot.
+        RunLogError: Its directory does not exist, or the file is not empty, a link, no regular file, another
+            process is writing it, or it cannot be opened or written. Or JSON cannot hold the header.
     """
 
     def __init__(self, path: str | os.PathLike[str], header: RunHeader) -> None:
@@ -432,6 +432,9 @@ MOST_LINES = 2**20
 LONGEST_LINE = 2**24
 """Bytes of the longest line that is read: a plan event of several hundred thousand scopes."""
 
+MOST_VALUES = 2**23
+"""Values of all lines that are kept, those that a step must have left out; each takes some 70 bytes."""
+
 DEEPEST = 64
 """Levels of lists and objects in a line."""
 
@@ -453,6 +456,7 @@ class _Reader:
         self._complaints: list[str] = []
         self._skipped = 0
         self._truncated = False
+        self._values = 0
 
     def read(self) -> RunLog:
         try:
@@ -481,9 +485,12 @@ class _Reader:
             line = file.readline(LONGEST_LINE + 1)
             if not line:
                 return
-            if number > MOST_LINES or file.tell() > MOST_BYTES:
+            is_long = len(line) > LONGEST_LINE
+            if is_long and self._header is not None:
+                _skip_line(file)
+            if number > MOST_LINES or file.tell() > MOST_BYTES or (is_long and self._header is None):
                 raise RunLogError(f"{self._path}:{number}: too long to be a run log; is it the right file?")
-            if len(line) > LONGEST_LINE and _skip_line(file):
+            if is_long:
                 self._complain(number, f"longer than {LONGEST_LINE} bytes")
             elif not line.endswith(b"\n") and not _is_whole(line):
                 self._truncated = True
@@ -492,9 +499,11 @@ class _Reader:
 
     def _take(self, number: int, line: bytes) -> None:
         try:
+            values = self._values_with(line)
             event = _event(line)
             if self._header is not None and event["event"] != RunHeader.EVENT:
                 self._add(event)
+                self._values = values
                 return
         except RunLogError as error:
             if self._header is None:
@@ -503,6 +512,18 @@ class _Reader:
             return
         self._header = self._first(number, event)
 
+    def _values_with(self, line: bytes) -> int:
+        """At least the values that are kept if a line is, told before any memory is taken for them.
+
+        Raises:
+            RunLogError: They would be too many.
+        """
+        of_a_step = len(_KINDS[StepRecord.EVENT]) + 1
+        values = self._values + max(sum(map(line.count, (b",", b"[", b"{"))) - of_a_step, 0)
+        if values > MOST_VALUES:
+            raise RunLogError(f"with what came before it, it holds more than {MOST_VALUES} values")
+        return values
+
     def _add(self, event: Json) -> None:
         """Takes an event after the header.
 
@@ -510,7 +531,7 @@ class _Reader:
             RunLogError: It is not what its kind says.
         """
         if event["event"] == StepRecord.EVENT:
-            self._steps.append(_decoded(StepRecord, event))
+            self._steps.append(_possible(_decoded(StepRecord, event)))
             return
         if event["event"] == PLAN:
             from tba_offload.report.plan_event import checked_plan
@@ -541,11 +562,10 @@ class _Reader:
             self._complaints.append(f"{self._path}:{number}: {reason}")
 
 
-def _skip_line(file: BinaryIO) -> bool:
-    """Reads to the end of a line without keeping it."""
-    while (part := file.readline(LONGEST_LINE)) and not part.endswith(b"\n"):
+def _skip_line(file: BinaryIO) -> None:
+    """Reads to the end of a line without keeping it, or beyond the most that is read."""
+    while file.tell() <= MOST_BYTES and (part := file.readline(LONGEST_LINE)) and not part.endswith(b"\n"):
         pass
-    return True
 
 
 def _is_whole(tail: bytes) -> bool:
@@ -594,6 +614,21 @@ def _decoded(cls: type[_Event], event: Json) -> _Event:
     extra = {name: value for name, value in event.items() if name not in kinds and name != "event"}
     values: dict[str, Any] = known | {"extra": extra}
     return cls(**values)
+
+
+_MEASURED = ("seconds", "optimizer_seconds", "forward_seconds", "backward_seconds", "stall_seconds")
+"""The times of a step that clocks told, so that they are times, however odd the step."""
+
+
+def _possible(record: StepRecord) -> StepRecord:
+    """The record, if its number and its times can be those of a step."""
+    if record.step < 0:
+        raise RunLogError(f'"step" must be at least 0, and is {record.step}')
+    for name in _MEASURED:
+        seconds = getattr(record, name)
+        if seconds is not None and not 0 <= seconds < math.inf:
+            raise RunLogError(f'"{name}" must be finite and at least 0, and is {seconds}')
+    return record
 
 
 def _read_value(name: str, value: object, kinds: tuple[type, ...]) -> object:

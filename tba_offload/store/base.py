@@ -12,13 +12,14 @@ import errno
 import warnings
 from _thread import allocate_lock
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from tba_offload import interrupts
 from tba_offload.errors import StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
     from types import TracebackType
 
     from tba_offload.device import ByteRange, Event
@@ -28,6 +29,9 @@ DRIVE_TIER, HOST_TIER = "drive", "host"
 
 STALL_SECONDS = 300.0
 """Seconds that a transfer may run before its drive is taken to hang, unless told otherwise."""
+
+WARN_AFTER = 0.1
+"""A wait for a drive is named in a warning after this share of its limit."""
 
 
 class Extent(NamedTuple):
@@ -55,17 +59,20 @@ class IoFuture:
     variable. ``_claim`` is taken once, by whoever decides whether the transfer runs: the I/O thread or the
     canceller. ``_ended`` is held until the outcome is known.
 
+    Args:
+        done: As by :meth:`add_done_callback`.
+
     Attributes:
         error: What made the transfer fail; ``None`` while it is not done and after success.
     """
 
     __slots__ = ("_callbacks", "_cancelled", "_claim", "_done", "_ended", "error")
 
-    def __init__(self) -> None:
+    def __init__(self, done: Callable[[IoFuture], object] | None = None) -> None:
         self.error: BaseException | None = None
         self._done = False
         self._cancelled = False
-        self._callbacks: list[Callable[[IoFuture], object]] = []
+        self._callbacks: list[Callable[[IoFuture], object]] = [] if done is None else [done]
         self._claim = allocate_lock()
         self._ended = allocate_lock()
         self._ended.acquire()
@@ -157,6 +164,14 @@ class IoFuture:
             callback(self)
 
 
+def take_back(transfers: Iterable[IoFuture]) -> None:
+    """Cancels transfers, or waits for them: none of them runs afterwards."""
+    for transfer in transfers:
+        if not transfer.cancel():
+            with suppress(StoreError):
+                transfer.wait()
+
+
 def _anew(error: BaseException) -> BaseException:
     """The same error, to be raised.
 
@@ -197,6 +212,10 @@ class DriveLoad(NamedTuple):
     tier: str = DRIVE_TIER
     in_service: bool = True
     room: int | None = None
+
+
+WriteOrder = tuple[Extent, "ByteRange", "Event", "Callable[[IoFuture], object] | None"]
+"""The arguments of :meth:`ActivationStore.write`: extent, source, after, done."""
 
 
 class ActivationStore(ABC):
@@ -251,6 +270,25 @@ class ActivationStore(ABC):
             SessionError: The store is closed, or this is a forked child.
         """
 
+    def reserve_many(self, ranges: Sequence[tuple[int, int]]) -> list[Extent]:
+        """Takes extents for the first of several ranges of bytes, at best next to each other.
+
+        For how many, the store decides: for one where it places each by how far the writes before it have
+        come. Whoever calls asks again for the others when those are queued.
+
+        Args:
+            ranges: Length and address of each, as for :meth:`reserve`; at least one.
+
+        Returns:
+            At least one extent.
+
+        Raises:
+            StoreError: There is none for the first range; as :meth:`reserve`.
+            TimeoutError: As there.
+        """
+        nbytes, address = ranges[0]
+        return [self.reserve(nbytes, address)]
+
     @abstractmethod
     def release(self, extent: Extent) -> None:
         """Gives an extent back; may be called from any thread and from a callback.
@@ -260,6 +298,10 @@ class ActivationStore(ABC):
         Raises:
             ValueError: The extent is not reserved, or a transfer of it has not ended.
         """
+
+    def leased(self) -> list[Extent]:
+        """The extents that are reserved; of a store that does not tell, one that its owner lost stays so."""
+        return []
 
     @abstractmethod
     def write(
@@ -284,6 +326,21 @@ class ActivationStore(ABC):
             ValueError: The extent is released or busy, or the range does not fit it.
             SessionError: The store is closed, or this is a forked child.
         """
+
+    def write_many(self, orders: Sequence[WriteOrder]) -> list[IoFuture]:
+        """Queues writes of whole extents, all or none; see :meth:`write`.
+
+        Args:
+            orders: The arguments of each.
+        """
+        writes: list[IoFuture] = []
+        try:
+            for extent, source, after, done in orders:
+                writes.append(self.write(extent, source, after, done=done))
+        except BaseException:
+            take_back(writes)
+            raise
+        return writes
 
     @abstractmethod
     def read(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> IoFuture:

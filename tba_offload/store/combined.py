@@ -47,6 +47,10 @@ class CombinedStore(ActivationStore):
         """Gives an extent back; see :meth:`ActivationStore.release`."""
         self._store_of(extent).release(extent)
 
+    def leased(self) -> list[Extent]:
+        """The extents of all stores; see :meth:`ActivationStore.leased`."""
+        return [extent for store in self.stores for extent in store.leased()]
+
     def write(
         self,
         extent: Extent,

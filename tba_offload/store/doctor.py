@@ -15,7 +15,8 @@ from tba_offload.formatting import readable_rate, visible
 from tba_offload.store import gds
 from tba_offload.store.file import FileStore
 from tba_offload.store.gds import GdsStore
-from tba_offload.store.probe import choose, end, measure
+from tba_offload.store.hanging import ask, opened
+from tba_offload.store.probe import PATIENCE, choose, end, measure
 from tba_offload.store.run_file import open_directory
 
 if TYPE_CHECKING:
@@ -74,13 +75,13 @@ def _machine(device: Device) -> Findings:
 
 def _examine_directory(directory: str, device: Device) -> Findings:
     try:
-        os.close(open_directory(directory))
+        ask(lambda: os.close(open_directory(directory)), directory, PATIENCE)
     except OSError as error:
         return {"directory": directory, "ways": {"file": {"error": str(error)}}, "auto": None, "advice": []}
     makers: dict[str, Callable[[], QueuedStore]] = {"file": partial(FileStore, directory, device=device)}
     if device.pins_memory:  # elsewhere there is no memory but the host's
         makers["gds"] = partial(GdsStore, directory, device=device)
-    ways = {kind: _try(make, device) for kind, make in makers.items()}
+    ways = {kind: _try(make, directory, device) for kind, make in makers.items()}
     found: Findings = {"directory": directory, "ways": ways}
     if "error" in ways["file"]:
         return found | {"auto": None, "advice": []}
@@ -90,11 +91,11 @@ def _examine_directory(directory: str, device: Device) -> Findings:
     return found | {"auto": {"kind": choice.kind, **choice.as_json()}, "advice": advice}
 
 
-def _try(make: Callable[[], QueuedStore], device: Device) -> Findings:
+def _try(make: Callable[[], QueuedStore], directory: str, device: Device) -> Findings:
     """One way to a directory: its path and why, and what it moves."""
     try:
         with ExitStack() as stack:
-            store = make()
+            store = opened(make, directory, device, PATIENCE)
             stack.push(partial(end, store))
             told = store.description
             rates = measure(store, device)

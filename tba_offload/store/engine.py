@@ -31,16 +31,25 @@ from tba_offload.errors import (
     is_of_drive,
 )
 from tba_offload.store import exit_status, posix
-from tba_offload.store.base import STALL_SECONDS, ActivationStore, DriveLoad, Extent, IoFuture, Load
+from tba_offload.store.base import (
+    STALL_SECONDS,
+    WARN_AFTER,
+    ActivationStore,
+    DriveLoad,
+    Extent,
+    IoFuture,
+    Load,
+)
 from tba_offload.store.extents import BLOCK, ExtentAllocator, round_up
 from tba_offload.store.service import Service
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
 
     import torch
 
     from tba_offload.device import ByteRange, Device, Event
+    from tba_offload.store.base import WriteOrder
 
 
 _PATIENCE_AT_FORK = 10.0
@@ -214,11 +223,12 @@ class Transfer(IoFuture):
         lease: _Lease,
         memory: ByteRange,
         after: Event,
+        done: Callable[[IoFuture], object] | None,
         *,
         writes: bool,
         padded: bool,
     ) -> None:
-        super().__init__()
+        super().__init__(done)
         self.store: QueuedStore | None = None  # until the store counts it as pending
         self.lease = lease
         self.memory: ByteRange | None = memory
@@ -471,6 +481,41 @@ class QueuedStore(ActivationStore):
                 size = found.size
             self._grow(size)
 
+    def reserve_many(self, ranges: Sequence[tuple[int, int]]) -> list[Extent]:
+        """Takes extents next to each other where there is room for all of them, and else one.
+
+        See :meth:`ActivationStore.reserve_many`.
+        """
+        if len(ranges) > 1 and self._service.cause is None:  # else one write shall try the drive
+            self._check_process()
+            places = [(nbytes, address % self.alignment) for nbytes, address in ranges]
+            with suppress(_TooSmallError):
+                if extents := self._take_run(places):
+                    return extents
+        return super().reserve_many(ranges)
+
+    def _take_run(self, places: Sequence[tuple[int, int]]) -> list[Extent]:
+        """Takes extents for ranges, of each its bytes and its lead, without growing; none if not all fit."""
+        extents: list[Extent] = []
+        lengths = [-(-(lead + nbytes) // BLOCK) * BLOCK for nbytes, lead in places]
+        try:
+            with self._lock:
+                self._check_open()
+                offset = self._space.allocate(sum(lengths))
+                if offset is None:
+                    return []
+                for (nbytes, lead), length in zip(places, lengths, strict=True):
+                    extent = Extent(offset, length, nbytes, lead, self.drive_number)
+                    extents.append(extent)
+                    self._leases[offset] = _Lease(extent)
+                    offset += length
+        except _TooSmallError:
+            raise
+        except BaseException:  # an interrupt: the caller would never know of the extents
+            self._rebuild_space(without=[extent.offset for extent in extents])
+            raise
+        return extents
+
     def _take(self, nbytes: int, lead: int, length: int) -> Extent:
         """Takes an extent of ``length`` bytes without growing."""
         offset = None
@@ -485,7 +530,8 @@ class QueuedStore(ActivationStore):
         except _TooSmallError:
             raise
         except BaseException:
-            self._rebuild_space(without=offset)  # an interrupt: the caller would never know of the extent
+            # An interrupt: the caller would never know of the extent.
+            self._rebuild_space(without=() if offset is None else (offset,))
             raise
         raise StoreFullError(
             errno.ENOSPC,
@@ -508,7 +554,7 @@ class QueuedStore(ActivationStore):
             self._refusal.check(size)
             self._lanes[_GROW].jobs.put(growth)
         try:
-            growth.wait(self._limit)
+            self._await_growth(growth, size)
         except StoreFullError as error:
             self._refusal.note(size, error)
             raise
@@ -518,11 +564,31 @@ class QueuedStore(ActivationStore):
             self._fail(error)
             raise self._out_of_service() from error
         except TimeoutError:
-            seconds = f"{self._limit:g} s"
-            self._fail(StoreError(errno.ETIMEDOUT, f"the file cannot grow within {seconds}", self.name))
-            text = f"nothing has moved for {seconds}: the file in {self.name} does not grow to {size} bytes"
-            raise TimeoutError(text) from None
+            cause = f"the file cannot grow within {self._limit:g} s"
+            self._fail(StoreError(errno.ETIMEDOUT, cause, self.name))
+            raise
         self._refusal.service.succeeded()
+
+    def _await_growth(self, growth: _Growth, size: int) -> None:
+        """Waits for room for ``size`` bytes; a wait that gets long is named in a warning.
+
+        Raises:
+            StoreError: The file cannot grow.
+            TimeoutError: The drive hangs.
+        """
+        limit = self._limit
+        if limit is None:
+            growth.wait()
+            return
+        text = "nothing has moved for {:g} s: the file in {} does not grow to {} bytes"
+        try:
+            growth.wait(limit * WARN_AFTER)
+        except TimeoutError:
+            warnings.warn(text.format(limit * WARN_AFTER, self.name, size), RuntimeWarning, stacklevel=2)
+            try:
+                growth.wait(limit * (1 - WARN_AFTER))
+            except TimeoutError:
+                raise TimeoutError(text.format(limit, self.name, size)) from None
 
     def _hangs(self) -> bool:
         """Whether a transfer or the growth of the file has gone on for longer than the limit."""
@@ -540,21 +606,24 @@ class QueuedStore(ActivationStore):
             errno.EIO, f"left alone since it failed, to be tried again: {cause}", self.name
         )
 
-    def _rebuild_space(self, *, without: int | None = None) -> None:
-        """Has the allocator begin anew with the extents that are reserved."""
+    def _rebuild_space(self, *, without: Iterable[int] = ()) -> None:
+        """Has the allocator begin anew with the extents that are reserved, but for those at some offsets."""
         with self._lock:
-            if without is not None:
-                self._leases.pop(without, None)
+            for offset in without:
+                self._leases.pop(offset, None)
             self._space.rebuild((lease.extent.offset, lease.extent.length) for lease in self._leases.values())
 
     def release(self, extent: Extent) -> None:
         """Gives an extent back; see :meth:`ActivationStore.release`."""
-        self._check_process()
+        if self._forked:
+            self._check_process()
         try:
             with self._lock:
                 if self._closed:
                     return
-                self._check_unused(extent)
+                lease = self._leases.get(extent.offset)
+                if lease is None or lease.extent is not extent or lease.writing or lease.reading:
+                    self._check_unused(extent)
                 del self._leases[extent.offset]
                 self._space.free(extent.offset, extent.length)
         except ValueError:
@@ -562,6 +631,13 @@ class QueuedStore(ActivationStore):
         except BaseException:
             self._rebuild_space()  # an interrupt: it may have struck between the two
             raise
+
+    def leased(self) -> list[Extent]:
+        """The extents that are reserved; see :meth:`ActivationStore.leased`."""
+        if self._closed or self._forked:  # they are gone, or the parent's
+            return []
+        with self._lock:
+            return [lease.extent for lease in self._leases.values()]
 
     def write(
         self,
@@ -572,17 +648,17 @@ class QueuedStore(ActivationStore):
         done: Callable[[IoFuture], object] | None = None,
     ) -> IoFuture:
         """Queues a write; see :meth:`ActivationStore.write`."""
-        _check_fits(extent, source)
-        self._check_process()
-        return self._queue(extent, source, after, writes=True, padded=False, done=done)
+        return self._queue([(extent, source, after, done)], writes=True, padded=False)[0]
+
+    def write_many(self, orders: Sequence[WriteOrder]) -> list[IoFuture]:
+        """Queues writes; see :meth:`ActivationStore.write_many`."""
+        return [*self._queue(orders, writes=True, padded=False)]
 
     def read(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> IoFuture:
         """Queues a read; see :meth:`ActivationStore.read`."""
-        _check_fits(extent, target)
-        if padded and self.alignment > 1 and self._device.is_host(target):
+        if padded and self.alignment > 1:
             self._check_padding(target)
-        self._check_process()
-        return self._queue(extent, target, after, writes=False, padded=padded, done=None)
+        return self._queue([(extent, target, after, None)], writes=False, padded=padded)[0]
 
     def take_loads(self) -> list[DriveLoad]:
         """What the drive has moved; see :meth:`ActivationStore.take_loads`."""
@@ -695,31 +771,37 @@ class QueuedStore(ActivationStore):
 
     # On the training thread.
 
-    def _queue(
-        self,
-        extent: Extent,
-        memory: ByteRange,
-        after: Event,
-        *,
-        writes: bool,
-        padded: bool,
-        done: Callable[[IoFuture], object] | None,
-    ) -> Transfer:
-        transfer = None
+    def _queue(self, orders: Sequence[WriteOrder], *, writes: bool, padded: bool) -> list[Transfer]:
+        """Queues transfers, all or none.
+
+        The conditions are looked at here and judged, with an error that says which, elsewhere: this costs the
+        training thread time for each transfer.
+        """
+        if self._forked:
+            self._check_process()
+        transfers: list[Transfer] = []
+        jobs = self._lanes[_WRITE if writes else _READ].jobs
         try:
             with self._lock:
-                lease = self._idle_lease(extent, writes=writes)
-                transfer = Transfer(lease, memory, after, writes=writes, padded=padded)
-                if done is not None:
-                    transfer.add_done_callback(done)
-                self._count(transfer)
-                self._lanes[_WRITE if writes else _READ].jobs.put(transfer)
-                return transfer
+                self._check_open()
+                for extent, memory, after, done in orders:
+                    lease = self._leases.get(extent.offset)
+                    if lease is None or lease.extent is not extent or memory.nbytes != extent.nbytes:
+                        lease = self._lease_for(extent, memory)
+                    if lease.writing or (lease.reading if writes else not lease.written):
+                        self._check_idle(lease, writes=writes)
+                    transfer = Transfer(lease, memory, after, done, writes=writes, padded=padded)
+                    transfers.append(transfer)
+                    self._count(transfer)
+                for transfer in transfers:
+                    jobs.put(transfer)
+            return transfers  # noqa: TRY300 - an interrupt after the block would lose them
         except BaseException:
-            # An interrupt: it must not run without its owner's knowing; if it runs already, it shall end.
-            if transfer is not None and not transfer.cancel():
-                with suppress(StoreError, TimeoutError):
-                    transfer.wait(self._limit)
+            # An interrupt: none must run without its owner's knowing; what runs already shall end.
+            for transfer in transfers:
+                if not transfer.cancel():
+                    with suppress(StoreError, TimeoutError):
+                        transfer.wait(self._limit)
             raise
 
     def _count(self, transfer: Transfer) -> None:
@@ -738,16 +820,19 @@ class QueuedStore(ActivationStore):
         self._pending_bytes += nbytes
         transfer.store = self
 
-    def _idle_lease(self, extent: Extent, *, writes: bool) -> _Lease:
-        """The lease of an extent that may be written, or read, now."""
-        self._check_open()
-        lease = self._lease(extent)
+    def _lease_for(self, extent: Extent, memory: ByteRange) -> _Lease:
+        """The lease of an extent that these bytes fit."""
+        if memory.nbytes != extent.nbytes:
+            raise ValueError(f"a transfer of {extent} takes {extent.nbytes} bytes, not {memory.nbytes}")
+        return self._lease(extent)
+
+    def _check_idle(self, lease: _Lease, *, writes: bool) -> None:
+        """Checks that an extent may be written, or read, now."""
         if writes and (lease.writing or lease.reading):
-            raise ValueError(f"{extent} cannot be written: another transfer of it has not ended")
+            raise ValueError(f"{lease.extent} cannot be written: another transfer of it has not ended")
         if not writes and not lease.written:
             state = "is being written" if lease.writing else "was never written"
-            raise ValueError(f"{extent} cannot be read: it {state}")
-        return lease
+            raise ValueError(f"{lease.extent} cannot be read: it {state}")
 
     def _check_unused(self, extent: Extent) -> None:
         lease = self._lease(extent)
@@ -778,6 +863,8 @@ class QueuedStore(ActivationStore):
             )
 
     def _check_padding(self, target: ByteRange) -> None:
+        if not self._device.is_host(target):
+            return
         lead = target.address % self.alignment
         end = round_up(lead + target.nbytes, self.alignment) - lead + target.start
         if target.start < lead or end > target.storage.nbytes():
@@ -874,11 +961,6 @@ def _check_size(backing: Backing, size: int) -> None:
     """
     if size > backing.size:
         raise _TooSmallError(size)
-
-
-def _check_fits(extent: Extent, memory: ByteRange) -> None:
-    if memory.nbytes != extent.nbytes:
-        raise ValueError(f"a transfer of {extent} takes {extent.nbytes} bytes, not {memory.nbytes}")
 
 
 def _end_forgotten(name: str, lanes: tuple[_Lane, ...], backing: Backing) -> None:

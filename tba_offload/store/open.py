@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 from typing import TYPE_CHECKING, TypedDict
 
 from tba_offload.errors import ConfigError, UnsupportedError
+from tba_offload.store.base import STALL_SECONDS
 from tba_offload.store.file import FileStore
 from tba_offload.store.gds import GdsStore, import_kvikio
+from tba_offload.store.hanging import ask, opened
 from tba_offload.store.host import HostStore
 from tba_offload.store.probe import choose
 from tba_offload.store.striped import StripedStore
@@ -47,6 +50,7 @@ def open_store(
     capacity: int | None = None,
     host_capacity: int | None = None,
     checksum: bool = True,
+    stall_seconds: float | None = STALL_SECONDS,
     device: Device,
     readers: int | None = None,
     writers: int | None = None,
@@ -63,6 +67,8 @@ def open_store(
         host_capacity: Bytes of host memory to use while the drives have too much to do; ``None`` for none.
         checksum: Verify every read from a drive against a checksum taken at the write. Host memory is not
             checked: there is no drive or driver that could change the bytes.
+        stall_seconds: Seconds after which a drive that does not answer is an error, now and later; ``None``
+            for never. See :meth:`ActivationStore.limit_waits`.
         device: The device that activations lie on.
         readers: Threads that read, for each directory; ``None`` for what suits the machine.
         writers: Threads that write, likewise.
@@ -72,7 +78,7 @@ def open_store(
             go with the kind.
         MissingDependencyError: "gds" without kvikio.
         UnsupportedError: "gds" for activations on the CPU.
-        StoreError: A directory cannot be used.
+        StoreError: A directory cannot be used, or does not answer (``errno.ETIMEDOUT``).
     """
     if kind not in KINDS:
         raise ConfigError(f"store kind {kind!r} is not one of {', '.join(KINDS)}")
@@ -84,7 +90,9 @@ def open_store(
         if host_capacity is not None:
             raise ConfigError("host_capacity is for memory beside drives; a store in memory has capacity")
         return _open_host(directories, capacity, device, threads=threads)
-    drives = _open_files(directories, capacity, device, kind=kind, checksum=checksum, threads=threads)
+    drives = _open_files(
+        directories, capacity, device, kind=kind, checksum=checksum, limit=stall_seconds, threads=threads
+    )
     if host_capacity is None:
         return drives
     try:
@@ -113,9 +121,10 @@ def _open_files(
     *,
     kind: str,
     checksum: bool,
+    limit: float | None,
     threads: Threads,
 ) -> ActivationStore:
-    paths = _distinct(directories, kind)
+    paths = _distinct(directories, kind, limit)
     share = None if capacity is None else capacity // len(paths)
     if kind == "gds":
         import_kvikio()
@@ -124,7 +133,9 @@ def _open_files(
     stores: list[QueuedStore] = []
     try:
         for drive, path in enumerate(paths):
-            stores.append(_open_drive(path, kind, share, device, drive, checksum=checksum, threads=threads))
+            stores.append(
+                _open_drive(path, kind, share, device, drive, checksum=checksum, limit=limit, threads=threads)
+            )
     except BaseException:
         for store in stores:
             store.close()
@@ -140,18 +151,17 @@ def _open_drive(
     drive: int,
     *,
     checksum: bool,
+    limit: float | None,
     threads: Threads,
 ) -> QueuedStore:
     """The store on one drive; "auto" is the faster kind where there are two ways to it."""
     choice = None
     if kind == "auto" and device.pins_memory:
-        choice = choose(path, device, capacity=capacity, checksum=checksum, **threads)
+        choice = choose(path, device, capacity=capacity, checksum=checksum, limit=limit, **threads)
         kind = choice.kind
         logger.info("%s: store kind %r, because %s", path, kind, choice.why)
-    make = GdsStore if kind == "gds" else FileStore
-    store: QueuedStore = make(
-        path, capacity=capacity, device=device, checksum=checksum, drive=drive, **threads
-    )
+    make = partial(GdsStore if kind == "gds" else FileStore, path, device=device, drive=drive, **threads)
+    store = opened(partial(make, capacity=capacity, checksum=checksum), path, device, limit)
     if choice is not None:
         store.chosen = choice.as_json()
     return store
@@ -163,18 +173,19 @@ def _with_host_memory(drives: ActivationStore, capacity: int, device: Device, co
     return TieredStore(drives, host)
 
 
-def _distinct(directories: Sequence[str | os.PathLike[str]], kind: str) -> list[str]:
+def _distinct(directories: Sequence[str | os.PathLike[str]], kind: str, limit: float | None) -> list[str]:
     """The directories as paths.
 
     Raises:
         ConfigError: There is none, or two are the same place.
+        StoreError: One does not answer.
     """
     if not directories:
         raise ConfigError(f"store kind {'file' if kind == 'auto' else kind!r} needs at least one directory")
     paths = [os.fspath(directory) for directory in directories]
     seen: dict[str, str] = {}
     for path in paths:
-        real = os.path.realpath(path)
+        real = ask(partial(os.path.realpath, path), path, limit)
         if real in seen:
             raise ConfigError(
                 f"directories {seen[real]!r} and {path!r} are the same place; give each drive one directory"

@@ -7,6 +7,8 @@ where in the machine GPU and drive sit, and no library tells it beforehand. So b
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -19,9 +21,9 @@ from tba_offload.errors import MissingDependencyError, StoreError
 from tba_offload.store.extents import BLOCK, round_up
 from tba_offload.store.file import FileStore
 from tba_offload.store.gds import GdsStore, import_kvikio
+from tba_offload.store.hanging import opened
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Mapping
 
     from tba_offload.device import Device
@@ -39,7 +41,8 @@ _BUSY_SECONDS = 0.1
 
 _ROUNDS = 3
 _ENOUGH_SECONDS = 1.0
-_PATIENCE = 60.0
+PATIENCE = 60.0
+"""Seconds that a drive is waited for while it is tried."""
 
 
 class Rates(NamedTuple):
@@ -71,6 +74,7 @@ class Probe:
         device: The device that the bytes lie on.
         extent_bytes: Size of an extent.
         extents: How many are moved at once in each direction.
+        patience: Seconds that a transfer may take; ``None`` for what suits every drive.
     """
 
     def __init__(
@@ -80,8 +84,10 @@ class Probe:
         *,
         extent_bytes: int,
         extents: int,
+        patience: float | None = None,
     ) -> None:
         self._store, self._device, self._count = store, device, extents
+        self._patience = PATIENCE if patience is None else patience
         # Bytes that no drive can compress, of a generator of its own.
         generator = torch.Generator(device.torch_device).manual_seed(0)
         words = torch.randint(
@@ -131,7 +137,7 @@ class Probe:
                     target = self._targets[number]
                     futures.append(self._store.read(self._full[number], target, after, padded=True))
             for future in futures:
-                future.wait(_PATIENCE)
+                future.wait(self._patience)
             seconds = time.perf_counter() - began
         except BaseException as error:
             for future in futures:
@@ -148,7 +154,7 @@ class Probe:
         """Gives all extents back when some transfers have failed and others may still run."""
         for future in futures:
             with suppress(StoreError):
-                future.wait(_PATIENCE)
+                future.wait(self._patience)
         self._full += written
         self.done()
 
@@ -207,6 +213,7 @@ def choose(
     checksum: bool = True,
     writers: int = 2,
     readers: int = 2,
+    limit: float | None = None,
 ) -> Choice:
     """The faster kind of store on a drive, by what they move in both directions at once.
 
@@ -223,31 +230,40 @@ def choose(
         checksum: Whether it is going to verify what it reads.
         writers: Threads that write.
         readers: Threads that read.
+        limit: Seconds that the drive may go without an answer; ``None`` for what suits every drive.
+
+    Raises:
+        StoreError: The drive does not answer when a file is opened there (``errno.ETIMEDOUT``).
     """
     if not device.pins_memory:
         return Choice("file", "activations lie in host memory, which drives reach directly", {})
     room = 2 * EXTENTS * (round_up(EXTENT_BYTES, BLOCK) + BLOCK)  # an extent may start inside a block
     if capacity is not None and capacity < 2 * room:  # both kinds have a file for a moment
         return Choice("file", f"a capacity of {capacity} bytes has no room to measure the other way", {})
+    patience = PATIENCE if limit is None else min(limit, PATIENCE)
     options = {"device": device, "checksum": checksum, "writers": writers, "readers": readers}
+    place, hangs = os.fspath(directory), True
     try:
         import_kvikio()
         with ExitStack() as stack:
-            file = FileStore(directory, capacity=room, **options)  # type: ignore[arg-type]
+            file = opened(partial(FileStore, place, capacity=room, **options), place, device, patience)  # type: ignore[arg-type]
             stack.push(partial(end, file))
-            direct = GdsStore(directory, capacity=room, **options)  # type: ignore[arg-type]
+            hangs = False
+            direct = opened(partial(GdsStore, place, capacity=room, **options), place, device, patience)  # type: ignore[arg-type]
             stack.push(partial(end, direct))
-            rates = _in_turn({"file": file, "gds": direct}, device)
+            rates = _in_turn({"file": file, "gds": direct}, device, patience)
             path = direct.description["path"]
     except MissingDependencyError as error:
         return Choice("file", f"GPUDirect Storage needs {error.package}, which is not installed", {})
     except TimeoutError:
         return Choice(
             "file",
-            f"a transfer of {EXTENT_BYTES} bytes had not ended after {_PATIENCE:.0f} s of measuring",
+            f"a transfer of {EXTENT_BYTES} bytes had not ended after {patience:g} s of measuring",
             {},
         )
     except (StoreError, torch.OutOfMemoryError) as error:
+        if hangs and isinstance(error, StoreError) and error.errno == errno.ETIMEDOUT:
+            raise  # it would be opened in the same way again
         return Choice("file", f"GPUDirect Storage could not be measured: {error}", {})
     moved = f"{rates['gds'] / 1e9:.2f} GB/s through kvikio ({path}), {rates['file'] / 1e9:.2f} GB/s through"
     kind = "gds" if rates["gds"] > rates["file"] else "file"
@@ -264,10 +280,10 @@ def end(store: QueuedStore, kind: type[BaseException] | None, *_: object) -> Non
         store.close()
 
 
-def _in_turn(stores: Mapping[str, ActivationStore], device: Device) -> dict[str, float]:
+def _in_turn(stores: Mapping[str, ActivationStore], device: Device, patience: float) -> dict[str, float]:
     """Bytes a second of each in both directions at once."""
     probes = {
-        kind: Probe(store, device, extent_bytes=EXTENT_BYTES, extents=EXTENTS)
+        kind: Probe(store, device, extent_bytes=EXTENT_BYTES, extents=EXTENTS, patience=patience)
         for kind, store in stores.items()
     }
     for probe in probes.values():

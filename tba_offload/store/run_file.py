@@ -75,8 +75,9 @@ class RunFile:
         goal = round_up(size, _GROWTH)
         if self._capacity is not None:
             goal = max(size, min(goal, self._capacity))
+        if goal - self.size > self.free_bytes():
+            goal = size  # an attempt would take all that is left, for a moment
         if not self._extend(goal) and not (goal > size and self._extend(size)):
-            os.ftruncate(self.fd, self.size)  # gives back what a failed attempt did get
             raise StoreFullError(
                 errno.ENOSPC,
                 f"the file cannot grow from {self.size} to {size} bytes: {self.free_bytes()} bytes are free; "
@@ -125,19 +126,26 @@ class RunFile:
         """Tries one size; false if there is no room for it."""
         try:
             try:
-                posix.fallocate(self.fd, self.size, size - self.size)
+                self._allocate(size)
             except OSError as error:
-                if error.errno not in {errno.EOPNOTSUPP, errno.ENOSYS}:
-                    raise
-                os.ftruncate(self.fd, size)
+                os.ftruncate(self.fd, self.size)  # gives back what a failed attempt did get
+                if error.errno in FULL:
+                    return False
+                raise
         except OSError as error:
-            if error.errno in FULL:
-                return False
             raise StoreError(
                 error.errno, f"the file cannot grow: {error.strerror}", self.directory
             ) from error
         self.size = size
         return True
+
+    def _allocate(self, size: int) -> None:
+        try:
+            posix.fallocate(self.fd, self.size, size - self.size)
+        except OSError as error:
+            if error.errno not in {errno.EOPNOTSUPP, errno.ENOSYS}:
+                raise
+            os.ftruncate(self.fd, size)
 
     def _create(self) -> int:
         name = f"tba-{secrets.token_hex(8)}"

@@ -6,6 +6,8 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from tba_offload.errors import OutOfServiceError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -66,9 +68,12 @@ class Service:
         return self.cause is not None and not self._on_trial
 
     def failed(self, error: BaseException) -> None:
-        """A transfer failed; one that was queued before the first failure tells nothing new."""
+        """A transfer failed; one that was queued before the first failure tells nothing new.
+
+        Nor does one that was refused because of that failure, if a trial has begun by now.
+        """
         with self._lock:
-            if self.is_resting():
+            if self.is_resting() or isinstance(error, OutOfServiceError):
                 return
             now = self._clock()
             if self.cause is None and now - self._since > PROVEN * self._rest:

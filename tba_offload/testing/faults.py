@@ -249,22 +249,19 @@ class _Trigger:
 
 
 class Faults:
-    """Faults in the drives of this process; a context manager.
+    """Faults in the drives of this process; a context manager, each use of which begins anew.
 
     Args:
         faults: What to inject; at each call the first that is due strikes, alone.
 
     Attributes:
-        fired: What was injected, in order.
+        fired: What was injected in this use, or in the last one, in order.
     """
 
     def __init__(self, faults: Iterable[Fault]) -> None:
         self._faults = tuple(faults)
-        self.fired: list[Strike] = []
         self._lock = threading.Lock()
-        self._released = threading.Event()
-        self._triggers: dict[tuple[int, int], _Trigger] = {}
-        self._began = 0.0
+        self._begin_anew()
         self._pwrite, self._pread, self._fallocate = posix.pwrite, posix.pread, posix.fallocate
 
     def start(self) -> Self:
@@ -277,13 +274,21 @@ class Faults:
         if injected:
             raise RuntimeError("faults are injected already; name them all in one call of inject()")
         self._pwrite, self._pread, self._fallocate = posix.pwrite, posix.pread, posix.fallocate
-        self._began = time.monotonic()
+        self._begin_anew()
         posix.pwrite, posix.pread, posix.fallocate = self._write, self._read, self._grow
         return self
 
+    def _begin_anew(self) -> None:
+        """Forgets calls, bytes and strikes; what still hangs of an earlier use was let go with that."""
+        self.fired: list[Strike] = []
+        self._released = threading.Event()
+        self._triggers: dict[tuple[int, int], _Trigger] = {}
+        self._began = time.monotonic()
+
     def stop(self) -> None:
         """Takes the faults away, and lets go of what hangs."""
-        posix.pwrite, posix.pread, posix.fallocate = self._pwrite, self._pread, self._fallocate
+        if posix.pwrite == self._write:  # else they are gone, and others may be there
+            posix.pwrite, posix.pread, posix.fallocate = self._pwrite, self._pread, self._fallocate
         self.release()
 
     def release(self) -> None:

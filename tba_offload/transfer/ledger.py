@@ -1,6 +1,6 @@
 """Which bytes are in memory on the offloader's account, and what moved: plain sums, no I/O.
 
-The lock that protects the books belongs to the offloader.
+The lock that protects the ledger belongs to the offloader.
 """
 
 from __future__ import annotations
@@ -8,16 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tba_offload.transfer.storage import Record, Span
-
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from tba_offload.device import Mark
     from tba_offload.plan.window import Window
+    from tba_offload.transfer.storage import Record, Span
 
 NOTICEABLE = 20e-6
-"""Seconds; shorter waits are counted, but nobody needs to know when they were."""
+"""Seconds; shorter waits are counted, but when they were is not noted."""
 
 
 @dataclass(slots=True)
@@ -31,7 +30,7 @@ class TransferStats:
         rescued: Made again by their layer, because no read of them went well.
         forwarded: Handed over from memory without a read.
         given_up: Prefetches dropped to make room.
-        held: Offloaded in vain: somebody else kept the storage until backward asked for it.
+        held: Offloaded in vain: something else kept the storage until backward asked for it.
         fallback_kept: Kept in memory because they could not be written.
         full: Whether some of them found no room.
         stall_seconds: Time that the training thread waited for I/O; a device that runs behind it may have had
@@ -39,7 +38,7 @@ class TransferStats:
         in_flight_peak: Most bytes in flight.
         own_peak: Most bytes that the offloader itself kept in memory: in flight, restored, kept.
         stalls: When the training thread waited for longer than a glance: from, until.
-        marked_stalls: Marks in the work of the device before and behind each wait, where they are wanted.
+        marked_stalls: Marks in the work of the device before and after each wait, where they are wanted.
     """
 
     offloaded: int = 0
@@ -64,44 +63,49 @@ class TransferStats:
             self.stalls.append((began, ended))
 
 
-class Books:
+_NOTHING = (0, 0, 0)
+
+
+class Ledger:
     """The sums that the window is held by.
 
     Args:
         window: Its rules.
 
     Attributes:
-        window: As given; may be set to another one between steps.
+        window: As given; see :meth:`resize`.
+        tight_above: Bytes in flight from which on everything is written.
         in_flight: Bytes packed and not yet freed, and bytes whose read was submitted and that were not yet
             unpacked.
         departing: Those among them that queued and running writes alone will free.
         read_ahead: Bytes whose read was submitted ahead of backward and that were not yet unpacked.
-        settled: Bytes kept in memory outside the window, because they could not be written, because
-            backward uses them, or because the plan leaves a part of an activation there.
+        settled: Bytes kept in memory outside the window, because they could not be written, or because
+            backward uses them.
         stats: What moved.
     """
 
     def __init__(self, window: Window) -> None:
-        self.window = window
         self.in_flight = 0
         self.departing = 0
         self.read_ahead = 0
         self.settled = 0
         self.stats = TransferStats()
-        # Entered before and removed after the attribute says so: see recount().
-        self._charged: dict[Record | Span, None] = {}
+        self._noted: dict[Record, tuple[int, int, int]] = {}
+        self._spans: dict[Span, int] = {}  # entered before and removed after the sums say so: see recount()
         self._largest = 0
         self._largest_before = 0
+        self.resize(window)
 
     # ---- the window ------------------------------------------------------------------------------
+
+    def resize(self, window: Window) -> None:
+        """Has other rules hold; between steps."""
+        self.window = window
+        self._look_at_largest()
 
     def crowded(self, nbytes: int) -> bool:
         """Whether ``nbytes`` more would exceed the window."""
         return self.window.is_crowded(self.in_flight, nbytes)
-
-    def is_tight(self) -> bool:
-        """Whether another activation as large as the largest of late would have to wait for writes."""
-        return self.window.is_tight(self.in_flight, max(self._largest, self._largest_before))
 
     def may_be_read_ahead(self, nbytes: int, *, across_forward: bool) -> bool:
         """Whether the window has room for ``nbytes`` that are read ahead."""
@@ -109,91 +113,40 @@ class Books:
             self.in_flight, self.read_ahead, nbytes, across_forward=across_forward
         )
 
-    def has_room(self) -> bool:
-        """Whether enough of the window is free for reading ahead to be worth a start."""
-        return self.window.is_worth_filling(self.in_flight)
+    def _look_at_largest(self) -> None:
+        self.tight_above = self.window.tight_above(max(self._largest, self._largest_before))
 
-    # ---- records ---------------------------------------------------------------------------------
+    # ---- what is in memory -----------------------------------------------------------------------
 
-    def charge(self, record: Record) -> None:
-        """The memory of a record is in flight from now on."""
-        if not record.charged:
-            self._charged[record] = None
-            record.charged = record.nbytes
-            self._largest = max(self._largest, record.nbytes)
-            self._add_in_flight(record.charged)
-            self._count_departing(record, +1)
+    def note(self, record: Record) -> None:
+        """Takes note of a transition of a record."""
+        charged, settled = record.charged, record.settled
+        departing = charged if record.writes and not record.deferred and not record.pinned else 0
+        before = self._noted.get(record, _NOTHING)
+        self.in_flight += charged - before[0]
+        self.departing += departing - before[1]
+        self.settled += settled - before[2]
+        if charged or settled:
+            self._noted[record] = charged, departing, settled
+            if charged > self._largest:
+                self._largest = charged
+                self._look_at_largest()
+            self._look_at_peaks()
+        else:
+            self._noted.pop(record, None)
 
-    def uncharge(self, record: Record) -> None:
-        """It is no longer."""
-        if record.charged:
-            self._count_departing(record, -1)
-            self._add_in_flight(-record.charged)
-            record.charged = 0
-            self._charged.pop(record, None)
+    def charge(self, span: Span) -> None:
+        """The buffer of a span that is read ahead is in flight from the submission of its read on."""
+        self._spans[span] = span.nbytes
+        self.read_ahead += span.nbytes
+        self.in_flight += span.nbytes
+        self._look_at_peaks()
 
-    def keep(self, record: Record) -> bool:
-        """A pinned record no longer counts as in flight: it is kept, or in use by backward.
-
-        Returns:
-            Whether it did until now.
-        """
-        if not record.charged:
-            return False
-        self.uncharge(record)
-        self.settle(record)
-        return True
-
-    def settle(self, record: Record) -> None:
-        """The memory of a record is kept, and counts outside the window."""
-        self.settled += record.nbytes - record.settled
-        record.settled = record.nbytes
-
-    def unsettle(self, record: Record) -> None:
-        """It is no longer."""
-        self.settled -= record.settled
-        record.settled = 0
-
-    def change(
-        self, record: Record, *, writes: int = 0, deferred: bool | None = None, pinned: bool | None = None
-    ) -> None:
-        """Changes what tells whether writes alone will free a record.
-
-        Args:
-            record: The record.
-            writes: How many more writes are queued or running than before.
-            deferred: New value of the attribute.
-            pinned: New value of the attribute.
-        """
-        self._count_departing(record, -1)
-        record.writes += writes
-        if deferred is not None:
-            record.deferred = deferred
-        if pinned is not None:
-            record.pinned = pinned
-        self._count_departing(record, +1)
-
-    def leave(self, record: Record, nbytes: int) -> None:
-        """So many bytes of a record stay in memory as a copy while the others travel."""
-        self.settled += nbytes - record.copied
-        record.copied = nbytes
-        self._add_in_flight(0)
-
-    # ---- spans read ahead ------------------------------------------------------------------------
-
-    def charge_span(self, span: Span) -> None:
-        """The buffer of a span is in flight from the submission of its read on."""
-        self._charged[span] = None
-        span.charged = span.nbytes
-        self.read_ahead += span.charged
-        self._add_in_flight(span.charged)
-
-    def uncharge_span(self, span: Span) -> int:
+    def uncharge(self, span: Span) -> int:
         """It was unpacked, or dropped; returns the bytes that counted."""
-        charged, span.charged = span.charged, 0
+        charged = self._spans.pop(span, 0)
         self.read_ahead -= charged
-        self._add_in_flight(-charged)
-        self._charged.pop(span, None)
+        self.in_flight -= charged
         return charged
 
     # ---- sums ------------------------------------------------------------------------------------
@@ -202,12 +155,9 @@ class Books:
         """Starts new :attr:`stats` and returns the old ones."""
         old, self.stats = self.stats, TransferStats()
         self._largest_before, self._largest = self._largest, 0
-        self._add_in_flight(0)
+        self._look_at_largest()
+        self._look_at_peaks()
         return old
-
-    def records(self) -> list[Record]:
-        """The records whose memory is in flight."""
-        return [charged for charged in self._charged if isinstance(charged, Record)]
 
     def recount(self, records: Iterable[Record]) -> None:
         """Makes the sums anew, after an interrupt that may have fallen between two.
@@ -215,23 +165,14 @@ class Books:
         Args:
             records: All that some handle needs.
         """
-        for charged in list(self._charged):
-            if not charged.charged:
-                del self._charged[charged]
-        self.in_flight = sum(charged.charged for charged in self._charged)
-        self.read_ahead = sum(span.charged for span in self._charged if isinstance(span, Span))
-        self.settled = self.departing = 0
+        self._noted.clear()
+        self.read_ahead = self.in_flight = sum(self._spans.values())
+        self.departing = self.settled = 0
         for record in records:
-            self.settled += record.settled + record.copied
-            record.writes = sum(piece.pending for piece in record.pieces())
-            self._count_departing(record, +1)
+            record.recount()
+            self.note(record)
 
-    def _count_departing(self, record: Record, sign: int) -> None:
-        if record.writes and not record.deferred and not record.pinned:
-            self.departing += sign * record.charged
-
-    def _add_in_flight(self, nbytes: int) -> None:
-        self.in_flight += nbytes
+    def _look_at_peaks(self) -> None:
         stats = self.stats
         if self.in_flight > stats.in_flight_peak:
             stats.in_flight_peak = self.in_flight

@@ -1,108 +1,149 @@
-"""The life of one offloaded storage: which bytes it needs, where they are, who still wants them.
+"""The life of one offloaded storage: which bytes backward needs, where they are, which handles want them.
 
-A :class:`Record` stands for one storage at one version. Saved tensors refer to it through a
-:class:`Handle`. The bytes that those tensors need form :class:`Span` objects (what is restored into one
-buffer); each span was written as one or more :class:`Piece` objects (what travels as one extent).
+A :class:`Record` stands for one storage at one version. Saved tensors refer to it through a :class:`Handle`.
+The bytes that those tensors need form :class:`Span` objects (what is restored into one buffer); each span was
+written as one or more :class:`Piece` objects (what travels as one extent).
 
-Everything here is plain bookkeeping: the lock that protects it belongs to the offloader.
+::
+
+    saved ──► writing ──► stored ──► reading ──► restored ──► released
+      │          │                                               ▲
+      └──────────┴──► kept: a write was taken back or failed ────┘
+
+Only the objects of this file change their fields; other files read them and call the transitions. Everything
+is plain bookkeeping: the lock that protects it belongs to the offloader. A transition that an interrupt cuts
+short may be done again.
 """
 
 from __future__ import annotations
 
-import enum
+import copy
 import weakref
+from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections import deque
-    from collections.abc import Hashable, Iterator
+    from _thread import LockType
+    from collections.abc import Hashable, Iterable, Iterator, Sequence
 
     import torch
 
     from tba_offload.device.ranges import ByteRange
-    from tba_offload.device.streams import Event
     from tba_offload.store.base import Extent, IoFuture
-
-
-class State(enum.Enum):
-    """Where the bytes of a record are."""
-
-    RESIDENT = "resident"
-    WRITING = "writing"
-    STORED = "stored"
-    READING = "reading"
 
 
 class Piece:
     """Bytes [lo, hi) of a storage that travel as one extent.
 
     A piece that was handed to the store is never extended: what a later view needs beyond it becomes a
-    piece of its own. A piece with a copy does not travel: its bytes stay in memory.
+    piece of its own.
+
+    Attributes:
+        record: The record of the storage.
+        lo: First byte.
+        hi: End of the last one.
+        nbytes: Length in bytes.
+        address: Where it lay; bytes are restored at the same place modulo the alignment.
+        stream: Of the device, on which the bytes were produced.
+        weight: Bytes of memory that wait with it; the first piece of a record has them all.
+        pending: Neither written nor given up.
+        extent: Where it is in the store; ``None`` before that, and afterwards.
+        write: Its transfer while that is queued or running.
     """
 
-    __slots__ = ("address", "copy", "extent", "hi", "lo", "pending", "stream", "waiting", "weight", "write")
+    __slots__ = (
+        "address",
+        "extent",
+        "hi",
+        "lo",
+        "nbytes",
+        "pending",
+        "record",
+        "stream",
+        "weight",
+        "write",
+    )
 
-    def __init__(self, lo: int, hi: int) -> None:
+    def __init__(self, record: Record, lo: int, hi: int, *, stream: object = None, weight: int = 0) -> None:
+        self.record = record
         self.lo = lo
         self.hi = hi
-        self.address = 0  # where it lay; bytes are restored at the same place modulo the alignment
+        self.nbytes = hi - lo
+        self.address = 0
+        self.stream = stream
+        self.weight = weight
+        self.pending = True
         self.extent: Extent | None = None
-        self.stream: object = None  # of the device, on which the bytes were produced
-        self.waiting = True  # not handed to the store yet
-        self.weight = 0  # bytes of memory that wait with it; the first piece of a record has them all
-        self.pending = True  # neither written nor given up
         self.write: IoFuture | None = None
-        self.copy: ByteRange | None = None
 
     def is_unfinished(self) -> bool:
         """Whether it is to be written and never will be, or was taken back and not forgotten."""
         if self.pending:
             return self.write is None or self.write.cancelled()
-        return self.extent is None and self.copy is None
+        return self.extent is None
 
-    @property
-    def nbytes(self) -> int:
-        """Payload of the piece, bytes."""
-        return self.hi - self.lo
+    def is_under_way(self) -> bool:
+        """Whether its write is queued or running; one that has ended waits for its callback at most."""
+        return self.write is not None and not self.write.done()
+
+    def write_ended(self) -> None:
+        """Its transfer is over, failed or not."""
+        self.pending = False
+        self.write = None
+
+    def take_extent(self) -> Extent | None:
+        """Gives up its place in the store, once."""
+        extent, self.extent = self.extent, None
+        return extent
+
+
+def reserved(pieces: Iterable[Piece], sources: Iterable[ByteRange], extents: Sequence[Extent]) -> int:
+    """The first of several pieces have a place in the store from now on; returns how many."""
+    for piece, source, extent in zip(pieces, sources, extents, strict=False):
+        piece.address = source.address
+        piece.extent = extent
+    return len(extents)
+
+
+def handed_over(pieces: Iterable[Piece], writes: Iterable[IoFuture]) -> None:
+    """The writes of pieces are queued from now on; some may have ended already."""
+    for piece, write in zip(pieces, writes, strict=True):
+        if piece.pending:
+            piece.write = write
 
 
 class Span:
-    """Bytes [lo, hi) of a storage without a gap, restored into one buffer that all views of it share."""
+    """Bytes [lo, hi) of a storage without a gap, restored into one buffer that all views of it share.
 
-    __slots__ = ("buffer", "charged", "completed", "hi", "lo", "pieces", "reads", "shift", "stream", "weak")
+    Attributes:
+        pieces: In order, without a gap.
+        lo: First byte.
+        hi: End of the last one.
+        nbytes: Length in bytes.
+        buffer: What holds the bytes, or is about to; ``None`` while they are only in the store.
+        shift: Byte b of the original storage is byte b + shift of the buffer.
+        stream: Of the device, on which the buffer was allocated.
+        reads: The transfers that fill the buffer, one a piece; none once the bytes were used.
+    """
+
+    __slots__ = ("_weak", "buffer", "hi", "lo", "nbytes", "pieces", "reads", "shift", "stream")
 
     def __init__(self, pieces: list[Piece]) -> None:
-        self.pieces = pieces  # in order, without a gap
+        self.pieces = pieces
         self.lo = pieces[0].lo
         self.hi = pieces[-1].hi
+        self.nbytes = self.hi - self.lo
         self.buffer: torch.UntypedStorage | None = None
-        self.weak: weakref.ref[torch.UntypedStorage] | None = None
-        self.shift = 0  # byte b of the original storage is byte b + shift of the buffer
-        self.stream: object = None  # of the device, on which the buffer was allocated
+        self.shift = 0
+        self.stream: object = None
         self.reads: list[IoFuture] = []
-        # On which stream copies of what did not travel were put into the buffer, and when.
-        self.completed: tuple[object, Event] | None = None
-        self.charged = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the span covers."""
-        return self.hi - self.lo
-
-    @property
-    def address(self) -> int:
-        """Where the first byte lay when it was written."""
-        return self.pieces[0].address
-
-    def travelled(self) -> list[Piece]:
-        """The pieces that the store has, in the order of their reads."""
-        return [piece for piece in self.pieces if piece.copy is None]
+        self._weak: weakref.ref[torch.UntypedStorage] | None = None
 
     def restored(self) -> torch.UntypedStorage | None:
         """The buffer that holds, or is about to hold, the bytes, if one is alive."""
         if self.buffer is not None:
             return self.buffer
-        return self.weak() if self.weak is not None else None
+        return self._weak() if self._weak is not None else None
 
     def restores_into(self, room: ByteRange, reads: list[IoFuture], stream: object) -> None:
         """The bytes are on their way into ``room``, allocated on ``stream``."""
@@ -110,21 +151,32 @@ class Span:
         self.shift = room.start - self.lo
         self.buffer = room.storage
         self.reads = reads
-        self.completed = None
 
     def arrived(self) -> bool:
         """Whether no read of this span is under way."""
         return all(read.done() for read in self.reads)
 
+    def has_come(self, reads: list[IoFuture]) -> bool:
+        """Whether reads of this span have gone well, so that there is nothing to wait for."""
+        for read in reads:  # noqa: SIM110 - on the hot path, where a generator costs as much as all of it
+            if read.error is not None or not read.done():
+                return False
+        return True
+
+    def used(self, reads: list[IoFuture]) -> None:
+        """These reads were waited for, and the bytes are used; by now others may be under way."""
+        if self.reads is reads:
+            self.reads = []
+
     def loosen(self) -> None:
-        """Keep the buffer only as long as somebody else does."""
+        """Keep the buffer only as long as something else does."""
         if self.buffer is not None:
-            self.weak = weakref.ref(self.buffer)
+            self._weak = weakref.ref(self.buffer)
             self.buffer = None
 
     def forget(self) -> None:
         """Drop the buffer; the bytes have to be read again."""
-        self.buffer = self.weak = None
+        self.buffer = self._weak = None
         self.reads = []
 
 
@@ -134,10 +186,9 @@ class Record:
     Attributes:
         key: Which activation it is; its text names layer and micro-batch in messages.
         nbytes: Size of the whole storage in bytes; what its memory costs while it is in flight.
-        part: So many bytes shall stay in memory while the others travel.
-        copied: So many do, as a copy.
+        version_tensor: Shares the version counter of the storage.
         source: The storage itself while its memory must stay: until every byte needed is written.
-        origin: Weak reference to the same storage: while somebody else keeps it, it is forwarded.
+        origin: Weak reference to the same storage: while something else keeps it, it is forwarded.
         spans: What was or is being written.
         drops: Those of the handles that autograd holds.
         unread: Live handles that were not unpacked yet.
@@ -145,32 +196,31 @@ class Record:
         deferred: Views wait for the end of their scope before it is decided what to write.
         pinned: The memory stays until the last handle is gone: a write was given up or not possible.
         charged: Bytes of this record that count as in flight.
-        settled: Bytes of it that count as kept in memory outside the window, its copies left out.
+        settled: Bytes of it that count as kept in memory outside the window.
         released: The last handle is gone; extents go back as soon as no transfer uses them.
-        forwarded: Some handle was served from memory without a read.
-        held: The memory was alive at unpack although nobody but its owner kept it: offloading freed nothing.
+        held: The memory was alive at unpack although only its owner kept it: offloading freed nothing.
+        epoch: Of the step that saved it.
+        error: Why it was not written, where that is an error.
     """
 
     __slots__ = (
+        "_forwarded",
+        "_version",
         "charged",
-        "copied",
         "deferred",
         "drops",
         "epoch",
         "error",
-        "forwarded",
         "held",
         "key",
         "nbytes",
         "origin",
-        "part",
         "pinned",
         "released",
         "settled",
         "source",
         "spans",
         "unread",
-        "version",
         "version_tensor",
         "writes",
     )  # fmt: skip
@@ -184,12 +234,10 @@ class Record:
     ) -> None:
         self.key = key
         self.nbytes = storage.nbytes()
-        self.part = 0
-        self.copied = 0
         self.source: torch.UntypedStorage | None = None
         self.origin = weakref.ref(storage)
         self.version_tensor = version_tensor
-        self.version = version_tensor._version
+        self._version = version_tensor._version
         self.spans: list[Span] = []
         self.drops: set[Drop] = set()
         self.unread = 0
@@ -199,49 +247,31 @@ class Record:
         self.charged = 0
         self.settled = 0
         self.released = False
-        self.forwarded = False
+        self._forwarded = False
         self.held = False
         self.epoch = 0
         self.error: BaseException | None = None
 
-    @property
-    def state(self) -> State:
-        """Where the bytes are now."""
-        if self.writes:
-            return State.WRITING
-        if self.source is not None:
-            return State.RESIDENT
-        if any(not span.arrived() for span in self.spans):
-            return State.READING
-        resident = self.spans and all(span.restored() is not None for span in self.spans)
-        return State.RESIDENT if resident else State.STORED
+    # ---- where the bytes are ---------------------------------------------------------------------
 
     def is_current(self) -> bool:
         """Whether the bytes that were recorded are still those of the storage."""
-        return self.version_tensor._version == self.version and not self.released
-
-    def pieces(self) -> Iterator[Piece]:
-        """All pieces of all spans."""
-        for span in self.spans:
-            yield from span.pieces
-
-    def forget_drop(self, drop: Drop) -> None:
-        """A handle is gone; to be told twice of one does no harm."""
-        if drop in self.drops:
-            # No call between the two, so no interrupt either.
-            if not drop.read:
-                self.unread -= 1
-            self.drops.discard(drop)
-
-    def unfinished(self) -> set[Piece]:
-        """Pieces that an interrupt kept from the store, or left half taken back."""
-        return {piece for piece in self.pieces() if piece.is_unfinished()}
+        return self.version_tensor._version == self._version and not self.released
 
     def memory(self) -> torch.UntypedStorage | None:
         """The original storage while it is alive with its bytes in it."""
         storage = self.source if self.source is not None else self.origin()
         # A storage that was resized to nothing is alive but empty.
         return storage if storage is not None and storage.nbytes() >= self.nbytes else None
+
+    def pieces(self) -> Iterator[Piece]:
+        """All pieces of all spans."""
+        for span in self.spans:
+            yield from span.pieces
+
+    def unfinished(self) -> set[Piece]:
+        """Pieces that an interrupt kept from the store, or left half taken back."""
+        return {piece for piece in self.pieces() if piece.is_unfinished()}
 
     def span_over(self, lo: int, hi: int) -> Span | None:
         """The span that covers bytes [lo, hi), if there is one."""
@@ -250,13 +280,46 @@ class Record:
                 return span
         return None
 
-    def claim(self, lo: int, hi: int) -> list[Piece]:
+    # ---- saved, written or kept ------------------------------------------------------------------
+
+    def defer(self, storage: torch.UntypedStorage) -> None:
+        """Its memory is held: what to write of it is not known yet."""
+        if not self.pinned:
+            self.deferred = True
+            self._hold(storage)
+
+    def decide(self) -> None:
+        """What had to be written was saved meanwhile."""
+        self.deferred = False
+
+    def save(
+        self, storage: torch.UntypedStorage, lo: int, hi: int, stream: object, epoch: int
+    ) -> list[Piece]:
+        """Bytes [lo, hi) of ``storage``, which ``stream`` produced, are to be written.
+
+        Returns:
+            The pieces that no earlier save covers; none if the memory stays.
+        """
+        if self.pinned:
+            return []
+        missing = self._claim(lo, hi, stream)
+        if missing:
+            self.epoch = epoch
+            self.writes += len(missing)
+            self._hold(storage)
+        return missing
+
+    def _hold(self, storage: torch.UntypedStorage) -> None:
+        self.source = storage
+        self.charged = self.nbytes
+
+    def _claim(self, lo: int, hi: int, stream: object) -> list[Piece]:
         """Makes sure that one span covers [lo, hi); returns the new pieces that have to be written.
 
         Spans that the range overlaps are merged with it, because a view must lie in one buffer.
         """
         if not self.spans:
-            piece = Piece(lo, hi)
+            piece = Piece(self, lo, hi, stream=stream, weight=0 if self.writes else self.nbytes)
             self.spans = [Span([piece])]
             return [piece]
         if self.span_over(lo, hi) is not None:
@@ -264,33 +327,151 @@ class Record:
         touched = sorted(
             (span for span in self.spans if span.lo < hi and lo < span.hi), key=lambda span: span.lo
         )
-        missing = [Piece(a, b) for a, b in _gaps(touched, lo, hi)]
+        missing: list[Piece] = []
+        for a, b in _gaps(touched, lo, hi):
+            weight = 0 if self.writes or missing else self.nbytes
+            missing.append(Piece(self, a, b, stream=stream, weight=weight))
         old = [piece for span in touched for piece in span.pieces]
         self.spans = [span for span in self.spans if span not in touched]
         self.spans.append(Span(sorted(old + missing, key=lambda piece: piece.lo)))
         return missing
 
-    def leave(self, copy: ByteRange, stream: object) -> list[Piece]:
-        """Has the last bytes of the only piece stay, as a copy made on ``stream``; returns what travels."""
-        (piece,) = self.spans[0].pieces
-        travels, stays = Piece(piece.lo, piece.hi - copy.nbytes), Piece(piece.hi - copy.nbytes, piece.hi)
-        stays.copy, stays.stream = copy, stream
-        stays.waiting = stays.pending = False
-        self.spans = [Span([travels, stays])]
-        return [travels]
+    def written(self, piece: Piece) -> None:
+        """A piece is in the store."""
+        piece.write_ended()
+        self.writes -= 1
 
-    def discard(self, pieces: set[Piece]) -> None:
-        """Forgets pieces that were never written; what remains of a span is split where they lay.
+    def lose(self, pieces: set[Piece]) -> None:
+        """Pieces will never be written: their memory stays until the last handle is gone.
 
-        Copies are forgotten as well: the memory that they were taken from stays.
+        What remains of a span is split where they lay.
         """
-        if self.copied:
-            pieces = pieces | {piece for piece in self.pieces() if piece.copy is not None}
+        for piece in pieces:
+            piece.write_ended()
         if len(self.spans) == 1 and pieces.issuperset(self.spans[0].pieces):
             self.spans = []
-            return
-        kept = ([piece for piece in span.pieces if piece not in pieces] for span in self.spans)
-        self.spans = [Span(run) for rest in kept for run in _runs(rest)]
+        else:
+            kept = ([piece for piece in span.pieces if piece not in pieces] for span in self.spans)
+            self.spans = [Span(run) for rest in kept for run in _runs(rest)]
+        self.writes -= len(pieces)
+        self.pinned = True
+
+    def failed(self, error: BaseException) -> None:
+        """It was not written, and that is an error."""
+        self.error = copy.copy(error)  # without the frames of callers, which hold the graph
+
+    def keep(self, storage: torch.UntypedStorage | None = None) -> bool:
+        """Its memory stays, and no longer counts as in flight: backward uses it, or nothing will free it.
+
+        Args:
+            storage: The memory, if it is not held yet.
+
+        Returns:
+            Whether it counted as in flight until now.
+        """
+        was_charged = self.charged > 0
+        if storage is not None:
+            self.source = storage
+        self.pinned = True
+        if was_charged or storage is not None:
+            self.settled = self.nbytes
+            self.charged = 0
+        return was_charged
+
+    def free(self) -> None:
+        """Its memory may go: every byte that is needed is in the store, or none is needed."""
+        self.source = None
+        self.charged = 0
+
+    # ---- used by backward ------------------------------------------------------------------------
+
+    def hand_out(self, handle: Handle) -> tuple[torch.UntypedStorage, int, Span | None] | None:
+        """Gives backward the bytes of a handle if they are in memory: it was unpacked.
+
+        Returns:
+            A storage, a shift in bytes, and the span if the storage is its buffer and not the original one;
+            ``None`` if the bytes are only in the store, or if nothing has waited for their reads yet.
+        """
+        drop, span = handle.drop, None
+        memory, shift = self.source if self.source is not None else self.origin(), 0
+        if memory is not None and memory.nbytes() >= self.nbytes:
+            if not drop.read:
+                self.held |= self.source is None and not self._forwarded
+                self._forwarded = True
+        else:
+            for span in self.spans:
+                if span.lo <= handle.lo and handle.hi <= span.hi:
+                    break
+            else:
+                return None
+            memory, shift = span.buffer, span.shift
+            if memory is None and span._weak is not None:
+                memory = span._weak()
+            if memory is None or span.reads:
+                return None
+        if not drop.read:
+            # No call between the two, so no interrupt either.
+            drop.read = True
+            self.unread -= 1
+        if not self.unread:
+            self.all_read()
+        return memory, shift, span
+
+    def all_read(self) -> None:
+        """Every live handle was unpacked once: from now on only autograd keeps restored data alive."""
+        if self.pinned and self.charged:
+            self.keep()
+        for span in self.spans:
+            if not span.reads:
+                span.loosen()
+
+    # ---- released --------------------------------------------------------------------------------
+
+    def forget_drop(self, drop: Drop) -> bool:
+        """A handle is gone; to be told twice of one does no harm.
+
+        Returns:
+            Whether others are left.
+        """
+        if drop in self.drops:
+            # No call between the two, so no interrupt either.
+            if not drop.read:
+                self.unread -= 1
+            self.drops.discard(drop)
+        return bool(self.drops)
+
+    def release(self) -> None:
+        """The last handle is gone: nothing will ask for these bytes again."""
+        self.released = True
+        self.deferred = False
+        self.settled = 0
+
+    def forget_spans(self) -> None:
+        """Its extents went back, or will when a read has ended."""
+        for span in self.spans:
+            span.forget()
+        self.spans = []
+
+    def recount(self) -> None:
+        """Counts its writes anew, after an interrupt."""
+        self.writes = sum(piece.pending for piece in self.pieces())
+
+
+class Drops:
+    """The ends of handles, which are only noted when they come.
+
+    The cyclic collector may end a handle while this very thread holds any lock, so nothing else happens then.
+
+    Attributes:
+        lock: Protects records while handles are made.
+        queue: In the order in which they came.
+    """
+
+    __slots__ = ("lock", "queue")
+
+    def __init__(self, lock: LockType) -> None:
+        self.lock = lock
+        self.queue: deque[Drop] = deque()
 
 
 class Drop(weakref.ref["Handle"]):
@@ -312,36 +493,37 @@ class Drop(weakref.ref["Handle"]):
 
 
 class Handle:
-    """What a saved tensor holds of its record: the range [lo, hi) of bytes that it needs."""
+    """What a saved tensor holds of its record: the range [lo, hi) of bytes that it needs.
 
-    __slots__ = ("__weakref__", "_drop", "_dropped", "hi", "lo", "record")
+    Args:
+        record: The record.
+        lo: First byte.
+        hi: End of the last one.
+        drops: Where its end is noted.
+        is_use: Whether it stands for a use by backward, and not for a look at the bytes.
 
-    def __init__(self, record: Record, lo: int, hi: int, dropped: deque[Drop]) -> None:
+    Attributes:
+        drop: What is left of it when it is gone.
+    """
+
+    __slots__ = ("__weakref__", "_drops", "drop", "hi", "lo", "record")
+
+    def __init__(self, record: Record, lo: int, hi: int, drops: Drops, *, is_use: bool = True) -> None:
         self.record = record
         self.lo = lo
         self.hi = hi
-        self._dropped = dropped
-        self._drop = drop = Drop(self, dropped.append)
+        self._drops = drops
+        self.drop = drop = Drop(self, drops.queue.append)
         drop.record = record
-        drop.read = False
-        # No call between the two, so no interrupt either.
-        record.unread += 1
-        record.drops.add(drop)
+        drop.read = not is_use
+        with drops.lock:
+            # No call between the two, so no interrupt either.
+            record.unread += is_use
+            record.drops.add(drop)
 
-    @property
-    def read(self) -> bool:
-        """Whether it was unpacked."""
-        return self._drop.read
-
-    def mark_read(self) -> None:
-        """It was unpacked for the first time."""
-        drop, record = self._drop, self.record
-        drop.read = True
-        record.unread -= 1
-
-    def is_told(self, dropped: deque[Drop]) -> bool:
-        """Whether its end is told to this queue."""
-        return self._dropped is dropped
+    def is_told(self, drops: Drops) -> bool:
+        """Whether its end is noted there."""
+        return self._drops is drops
 
 
 def _gaps(spans: list[Span], lo: int, hi: int) -> Iterator[tuple[int, int]]:

@@ -7,56 +7,115 @@ rank, ten minutes later and without a word about drives.
 from __future__ import annotations
 
 import errno
+import time
 import warnings
+from _thread import LockType, allocate_lock
+from functools import partial
 from typing import TYPE_CHECKING
 
+from tba_offload import interrupts
 from tba_offload.errors import StoreError, TransferError
+from tba_offload.store.base import WARN_AFTER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-WARN_AFTER = 0.1
-"""A wait is named in a warning after this share of the limit."""
-
+    from tba_offload.store.base import IoFuture
 
 HUNG = "check the drive and the system log. store.stall_seconds sets the limit"
 """The remedy where a drive has not answered."""
 
 
-class Patience:
-    """Waits for transfers, within a limit.
+class Watchdog:
+    """Waits for transfers, and for changes that they bring about, within a limit.
 
-    Args:
+    Attributes:
         limit: Seconds that one wait may last while nothing moves; ``None`` for ever.
     """
 
     def __init__(self, limit: float | None) -> None:
         self.limit = limit
-        self._first = None if limit is None else limit * WARN_AFTER
+        self._waiters: list[LockType] = []
 
     def allows(self, seconds: float) -> bool:
         """Whether a wait may last so long."""
         return self.limit is None or seconds < self.limit
 
-    def wait(
-        self, ended: Callable[[float | None], bool], describe: Callable[[], str], *, spent: float = 0.0
-    ) -> None:
-        """Waits until something has ended.
+    def exhausted(self) -> StoreError:
+        """Why a drive is left alone that has not answered within the limit."""
+        return StoreError(errno.ETIMEDOUT, f"no answer within {self.limit:g} s")
+
+    # ---- transfers -------------------------------------------------------------------------------
+
+    def wait_for(self, transfer: IoFuture, describe: Callable[[], str], *, spent: float = 0.0) -> None:
+        """Waits until a transfer has ended, failed or not.
 
         Args:
-            ended: Waits for it, at most so many seconds, or for ever if ``None``; whether it has ended.
+            transfer: The transfer.
             describe: What is waited for: layer, bytes and drive.
             spent: Seconds of the limit that earlier attempts took.
 
         Raises:
             TransferError: It has not ended within the limit.
         """
-        if ended(self._first) or self.limit is None or self._first is None:
-            return
-        warnings.warn(f"nothing has moved for {self._first:g} s: {describe()}", RuntimeWarning, stacklevel=2)
-        if not ended(max(self.limit - self._first - spent, 0.0)):
-            raise TransferError(f"nothing has moved for {self.limit:g} s: {describe()}; {HUNG}")
+        if not transfer.done():
+            self._wait(partial(has_ended, transfer), describe, spent)
 
-    def exhausted(self) -> StoreError:
-        """Why a drive is left alone that has not answered within the limit."""
-        return StoreError(errno.ETIMEDOUT, f"no answer within {self.limit:g} s")
+    # ---- changes ---------------------------------------------------------------------------------
+
+    def next_change(self) -> LockType:
+        """A lock that is let go of at the next :meth:`notify`; the lock of the records is held.
+
+        No condition variable: an interrupt in its Python code may leave it without the lock that the caller
+        believes to hold.
+        """
+        change = allocate_lock()
+        change.acquire()
+        self._waiters.append(change)
+        return change
+
+    def wait_until_changed(self, change: LockType, describe: Callable[[], str]) -> None:
+        """Waits for a change that :meth:`next_change` told of; no lock is held.
+
+        Raises:
+            TransferError: Nothing has changed within the limit.
+        """
+        self._wait(partial(_is_free, change), describe, 0.0)
+
+    def notify(self) -> None:
+        """Wakes the threads that wait for a change; the lock of the records is held."""
+        while self._waiters:
+            self._waiters.pop().release()
+
+    def _wait(self, ended: Callable[[float | None], bool], describe: Callable[[], str], spent: float) -> None:
+        limit = self.limit
+        first = None if limit is None else limit * WARN_AFTER
+        if ended(first) or limit is None or first is None:
+            return
+        warnings.warn(f"nothing has moved for {first:g} s: {describe()}", RuntimeWarning, stacklevel=2)
+        if not ended(max(limit - first - spent, 0.0)):
+            raise TransferError(f"nothing has moved for {limit:g} s: {describe()}; {HUNG}")
+
+
+@interrupts.waits
+def has_ended(transfer: IoFuture, timeout: float | None) -> bool:
+    """Waits for a transfer; one that failed has ended too."""
+    try:
+        transfer.wait(timeout)
+    except TimeoutError:
+        return False
+    except StoreError:
+        return True
+    return True
+
+
+@interrupts.waits
+def pause(seconds: float) -> None:
+    """Waits before another attempt."""
+    time.sleep(seconds)
+
+
+@interrupts.waits
+def _is_free(lock: LockType, timeout: float | None) -> bool:
+    """Waits until a lock is let go of."""
+    return lock.acquire(timeout=-1 if timeout is None else timeout)

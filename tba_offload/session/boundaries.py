@@ -37,8 +37,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
-    from tba_offload.session import Session
-    from tba_offload.step import Step
+    from tba_offload.capture.gradients import Gradients
+    from tba_offload.session.step import Step
+    from tba_offload.session.steps import Steps
 
 Tokens = int | Callable[..., int | None]
 """Tokens of one micro-batch, or a function that tells them from the arguments of the model's forward."""
@@ -51,18 +52,29 @@ class Boundaries:
     """Opens and ends the steps of one session.
 
     Args:
-        session: Whose steps they are.
+        steps: The steps.
+        gradients: Those of the model.
+        layers: The layers.
         modules: The model or its chunks.
         count_tokens: Tells the tokens of a micro-batch; see :func:`token_counter`.
+        forward_ended: Is given what the model's forward put out.
     """
 
-    def __init__(self, session: Session, modules: Sequence[nn.Module], count_tokens: TokenCounter) -> None:
-        self._session = session
+    def __init__(
+        self,
+        steps: Steps,
+        gradients: Gradients,
+        layers: Sequence[nn.Module],
+        modules: Sequence[nn.Module],
+        *,
+        count_tokens: TokenCounter,
+        forward_ended: Callable[[object], object],
+    ) -> None:
+        self._steps = steps
+        self._ongoing = steps.ongoing
+        self._gradients = gradients
         self._count_tokens = count_tokens
-        self._stepped = False
-        self._overflows: list[bool] = []  # of the optimizers' steps, whether a scaler made them skip
-        self._failed = False
-        self._updated: frozenset[int] = frozenset()  # ids of the parameters that were, in this step
+        self._forward_ended = forward_ended
         self._running: list[tuple[Optimizer, float]] = []  # the optimizers whose step has begun, and when
         self._closures = 0  # of optimizers, that are running
         # How many parameters an optimizer has, and the ids of them if some are the model's.
@@ -75,7 +87,7 @@ class Boundaries:
         ]
         self._forwards: list[nn.Module] = []  # whose forward is running, the outermost first
         self._tokens_are_known = False  # of the outermost forward
-        for module in _callers(modules, [layer.module for layer in session.layers]):
+        for module in _callers(modules, layers):
             before, after = _ModelHook(own, "model_begins"), _ModelHook(own, "model_ended")
             self._handles += [
                 module.register_forward_pre_hook(before, with_kwargs=True),
@@ -93,14 +105,13 @@ class Boundaries:
 
     def model_begins(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """The model's forward begins: opens a step unless one is open that goes on."""
-        session = self._session
-        if not torch.is_grad_enabled() or session._inert or is_recomputation():
+        if not torch.is_grad_enabled() or self._ongoing.is_inert or is_recomputation():
             return
         if module in self._forwards:
             if _calls_itself(module):
                 return
             self._forwards.clear()  # it raised an exception, so that its end was never heard
-            self._failed = True
+            self._fail()
         if not self._forwards:
             self._tokens_are_known = False
             self.open_step()
@@ -109,7 +120,7 @@ class Boundaries:
 
     def _count(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Counts the tokens of a micro-batch, which a wrapper around the model may not know by name."""
-        step = self._session._step
+        step = self._ongoing.step
         if step is None or self._tokens_are_known:
             return
         tokens = self._count_tokens(module, args, kwargs)
@@ -122,38 +133,37 @@ class Boundaries:
         if module not in self._forwards or is_recomputation() or _calls_itself(module):
             return
         del self._forwards[self._forwards.index(module) :]
-        if not self._forwards and not self._session._inert:
-            self._session._watch_tail(output)
+        if not self._forwards and not self._ongoing.is_inert:
+            self._forward_ended(output)
 
     def open_step(self) -> None:
         """Opens a step that has begun by itself, unless one is open that goes on."""
-        step = self._session._open_step()
+        step = self._steps.open_step()
         if not self._closures:
             if self._running:  # it raised an exception, so that its end was never heard
                 self._running.clear()
-                self._failed = True
+                self._fail()
                 if step is not None:
                     step.resume()
-            if step is not None and step.opened_itself and (self._stepped or self._is_over()):
+            if step is not None and step.opened_itself and (step.stepped or self._is_over(step)):
                 self.end_step(step)
                 step = None
         if step is None:
-            step = self._session._step_that_opens_itself()
-            step.__enter__()
+            self._steps.open_by_itself()
         elif self._closures:
             step.resume()
 
-    def layer_failed(self) -> None:
-        """A layer's forward has raised an exception: the step comes to nothing."""
-        self._failed = True
+    def _fail(self) -> None:
+        if self._ongoing.step is not None:
+            self._ongoing.step.fail()
 
     def backward_ended(self) -> None:
         """A backward pass is over; what an optimizer does that asked for it is not the step's."""
-        step = self._session._step
+        step = self._ongoing.step
         if step is None:
             return
         if step.opened_itself:
-            self._session.capture.trace.end_step()  # unless another micro-batch follows
+            self._steps.trace.end_step()  # unless another micro-batch follows
         if self._closures:
             step.pause()
 
@@ -162,9 +172,9 @@ class Boundaries:
     def _optimizer_begins(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if self._session._inert or not self._held_by(optimizer):
+        if self._ongoing.is_inert or not self._held_by(optimizer):
             return None
-        step = self._session._open_step()
+        step = self._steps.open_step()
         if step is not None:
             if not is_recomputation():
                 self._raise_failures(step)
@@ -198,34 +208,35 @@ class Boundaries:
         if not step.opened_itself:
             return
         try:
-            self._session._raise_failures()
+            self._steps.raise_failures()
         except BaseException:
-            self._forget(step)
+            self._steps.forget(step)
             raise
 
     def _optimizer_ended(self, optimizer: Optimizer, *_: object) -> None:
         if not self._running or self._running[-1][0] is not optimizer:
             return
         began = self._running.pop()[1]
-        step = self._session._open_step()
+        step = self._steps.open_step()
         if step is None or self._running:  # a class may call the step of the one that it is derived from
             return
-        step.optimizer_worked(began, time.perf_counter())
-        self._stepped = True
         # With optimizers that can do so themselves a scaler leaves it to their step to skip the update.
         overflow = getattr(optimizer, "found_inf", None)
-        self._overflows.append(overflow is not None and bool(overflow))
-        self._updated |= self._held_by(optimizer)
-        self._session.gradients.also_watch(p for group in optimizer.param_groups for p in group["params"])
-        if step.opened_itself and self._all_updated and not is_recomputation():
+        step.optimizer_worked(
+            began,
+            time.perf_counter(),
+            parameters=self._held_by(optimizer),
+            overflowed=overflow is not None and bool(overflow),
+        )
+        self._gradients.also_watch(p for group in optimizer.param_groups for p in group["params"])
+        if step.opened_itself and self._all_updated(step) and not is_recomputation():
             self.end_step(step)
         else:
             step.resume()
 
-    @property
-    def _all_updated(self) -> bool:
+    def _all_updated(self, step: Step) -> bool:
         """Whether the optimizers of all parameters that got a gradient have made their step."""
-        return self._stepped and self._session.gradients.born_within(self._updated)
+        return step.stepped and self._gradients.born_within(step.updated)
 
     def _held_by(self, optimizer: Optimizer) -> frozenset[int]:
         """Ids of an optimizer's parameters if some are the model's, otherwise nothing."""
@@ -233,7 +244,7 @@ class Boundaries:
         known = self._held.get(optimizer)
         if known is None or known[0] != count:
             held = frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
-            if held.isdisjoint(id(parameter) for parameter in self._session.gradients.parameters()):
+            if held.isdisjoint(id(parameter) for parameter in self._gradients.parameters()):
                 held = frozenset()
             known = self._held[optimizer] = count, held
         return known[1]
@@ -242,49 +253,40 @@ class Boundaries:
 
     def settle(self) -> None:
         """Ends a step that opened by itself and is over."""
-        step = self._session._open_step()
-        if step is not None and step.opened_itself and not is_recomputation() and self._is_over():
+        step = self._steps.open_step()
+        if step is not None and step.opened_itself and not is_recomputation() and self._is_over(step):
             self.end_step(step)
 
     def finish(self) -> None:
         """Ends a step that opened by itself, whether an update came or not: no more of it will come."""
-        step = self._session._open_step()
+        step = self._steps.open_step()
         if step is not None and step.opened_itself and not is_recomputation():
             self.end_step(step)
 
     def end_step(self, step: Step) -> None:
         """Ends a step that opened by itself: recorded if its backward has ended, otherwise forgotten."""
-        trace = self._session.capture.trace
-        if self._failed or trace.in_backward or not trace.backward_ends:
-            self._forget(step)
+        trace = self._steps.trace
+        if step.failed or trace.in_backward or not trace.backward_ends:
+            self._steps.forget(step)
             return
-        step.skipped = self._is_skipped
+        if self._is_skipped(step):
+            step.skip()
         step.__exit__(None, None, None)
 
-    @property
-    def _is_skipped(self) -> bool:
+    def _is_skipped(self, step: Step) -> bool:
         """Whether nothing came of the gradients."""
-        if self._stepped:
-            return all(self._overflows)
-        gradients = self._session.gradients
+        if step.stepped:
+            return step.overflowed
+        gradients = self._gradients
         return gradients.was_dropped or (gradients.are_cleared and not gradients.updated)
 
-    def _forget(self, step: Step) -> None:
-        step.left = True
-        self._session._end(failed=True)
-
-    def step_began(self) -> None:
-        """Any step has begun: nothing was updated in it yet."""
-        self._stepped, self._failed, self._updated = False, False, frozenset()
-        self._overflows.clear()
-
-    def _is_over(self) -> bool:
-        session, trace = self._session, self._session.capture.trace
-        if self._failed or trace.in_backward:
+    def _is_over(self, step: Step) -> bool:
+        trace = self._steps.trace
+        if step.failed or trace.in_backward:
             return True  # an exception ended it
         if not trace.backward_ends:
-            return bool(trace.scopes) and not session._has_graph()
-        return self._all_updated or session.gradients.are_cleared
+            return bool(trace.scopes) and not step.has_graph
+        return self._all_updated(step) or self._gradients.are_cleared
 
 
 _CALL = nn.Module._call_impl.__code__

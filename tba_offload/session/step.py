@@ -6,12 +6,13 @@ import time
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
+    from weakref import ref
 
     from tba_offload.device.memory import MemoryMeter
     from tba_offload.report.run_log import StepRecord
-    from tba_offload.session import Session
+    from tba_offload.session.steps import Steps
 
 
 class Step:
@@ -38,18 +39,21 @@ class Step:
         skipped: Whether its gradients were dropped without an update.
         opened_itself: Whether the first forward opened it, not :meth:`Session.step`.
         overlaps: Whether a step of another session was open meanwhile, so that its memory cannot be told.
+        failed: Whether a forward in it has raised an exception.
+        updated: Ids of the parameters that optimizers have made their step with.
+        layers_end: Number in autograd's sequence of what the last layer put out.
     """
 
     def __init__(
         self,
-        session: Session,
+        steps: Steps,
         *,
         tokens: int | None,
         model_flops: float | None,
         meter: MemoryMeter | None,
         opened_itself: bool = False,
     ) -> None:
-        self._session = session
+        self._steps = steps
         self.meter = meter
         self.tokens = tokens
         self.model_flops = model_flops
@@ -66,23 +70,54 @@ class Step:
         self.overlaps = False
         self.left = False
         self.began = 0.0
+        self.failed = False
+        self.updated: frozenset[int] = frozenset()
+        self.layers_end = 0
+        self._graphs: list[ref[Callable[..., None]]] = []
         self._base = 0
         self._live_at_pause: int | None = None
         self._seen_tokens: int | None = None
         self._optimizers: list[tuple[float, float]] = []
+        self._overflows: list[bool] = []  # of the optimizers' steps, whether a scaler made them skip
 
     def __enter__(self) -> Self:
-        self._session._begin(self)
+        self._steps.begin(self)
         return self
 
-    def measure_base(self) -> None:
-        """Reads what the figures of the step are differences to; the session calls it when it is ready."""
-        self.gradients_allocated = self._session._gradients_allocated()
+    def measure_base(self, *, gradients_allocated: bool) -> None:
+        """Reads what the figures of the step are differences to, when all is ready for it."""
+        self.gradients_allocated = gradients_allocated
         if self.meter is not None:
             self.meter.reset()
             self._base = self.meter.live()
-        self._session._mark_times()
         self.began = time.perf_counter()
+
+    def overlapped(self) -> None:
+        """A step of another session is open at the same time."""
+        self.overlaps = True
+
+    def fail(self) -> None:
+        """A forward has raised an exception: the step comes to nothing."""
+        self.failed = True
+
+    def skip(self) -> None:
+        """Its gradients were dropped without an update."""
+        self.skipped = True
+
+    def saw_graph(self, end: int, graph: ref[Callable[..., None]]) -> None:
+        """A layer has run.
+
+        Args:
+            end: Number in autograd's sequence of what it put out.
+            graph: Is gone when the graph of the layer is.
+        """
+        self.layers_end = end
+        self._graphs.append(graph)
+
+    @property
+    def has_graph(self) -> bool:
+        """Whether the graph of any forward of this step is alive."""
+        return any(graph() is not None for graph in self._graphs)
 
     def saw_tokens(self, count: int) -> None:
         """Counts the tokens of a micro-batch."""
@@ -110,9 +145,30 @@ class Step:
         if self.meter is not None:
             self.meter.resume()
 
-    def optimizer_worked(self, began: float, ended: float) -> None:
-        """Notes when an optimizer made a step; forward and backward may have taken place in it."""
+    def optimizer_worked(
+        self, began: float, ended: float, *, parameters: frozenset[int], overflowed: bool
+    ) -> None:
+        """Notes that an optimizer made a step; forward and backward may have taken place in it.
+
+        Args:
+            began: When it began, by :func:`time.perf_counter`.
+            ended: When it ended.
+            parameters: The ids of the optimizer's parameters.
+            overflowed: Whether a gradient scaler made it skip the update.
+        """
         self._optimizers.append((began, ended))
+        self._overflows.append(overflowed)
+        self.updated |= parameters
+
+    @property
+    def stepped(self) -> bool:
+        """Whether an optimizer has made a step."""
+        return bool(self._overflows)
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether optimizers have made steps, and a gradient scaler made all of them skip the update."""
+        return self.stepped and all(self._overflows)
 
     def __exit__(
         self,
@@ -120,26 +176,29 @@ class Step:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.left = True
-        session = self._session
-        if session._inert:
+        self.leave()
+        steps = self._steps
+        if steps.ongoing.is_inert:
             return
         try:
-            self._measure_time()
+            self._measure_time(steps.trace.backward_ends)
             if kind is None and not self.opened_itself:
-                session.capture.trace.end_step()
+                steps.trace.end_step()
             if self.meter is not None:
                 self._measure_memory(self.meter)
         except BaseException:
-            session._end(failed=True)
+            steps.end(failed=True)
             raise
-        session._end(failed=kind is not None)
+        steps.end(failed=kind is not None)
         if kind is None:
-            session._conclude(self)
+            self.record = steps.conclude(self)
 
-    def _measure_time(self) -> None:
+    def leave(self) -> None:
+        """It has ended, whatever comes of it."""
+        self.left = True
+
+    def _measure_time(self, backward_ends: Sequence[float]) -> None:
         ended = time.perf_counter()
-        backward_ends = self._session.capture.trace.backward_ends
         updates = [_update(since, until, backward_ends) for since, until in self._optimizers]
         if updates:
             self.optimizer_seconds = sum(until - since for since, until in updates)

@@ -1,0 +1,155 @@
+"""What a placement is: a word of the policy, and what becomes of a layer that has it.
+
+Every placement is one object, found by its name: ``Placement("keep") is Placement.KEEP``. To add one, derive
+a class from :class:`Placement`, say what it does, and :func:`register` an object of it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_known: dict[str, Placement] = {}
+
+SomePlacement = TypeVar("SomePlacement", bound="Placement")
+
+
+class LayerCall(Protocol):
+    """One call of a layer, whose placement says how it is run. Exactly one method is called, once."""
+
+    def keep(self) -> object:
+        """Runs the layer as it is: what it saves stays in memory."""
+
+    def offload(self, *, rebuilds: bool = False) -> object:
+        """Runs the layer with hooks, through which what it saves travels.
+
+        Args:
+            rebuilds: Whether what cheap parts of the layer put out is made again instead of written.
+        """
+
+    def recompute(self, *, inputs_travel: bool = False) -> object:
+        """Runs the layer in a checkpoint: backward runs it again on its inputs.
+
+        Args:
+            inputs_travel: Whether the inputs travel meanwhile; otherwise they stay in memory.
+        """
+
+
+class _ByName(type):
+    """Has ``Placement(name)`` look a placement up, and ``Placement`` itself be all that there are."""
+
+    def __call__(cls, *arguments: Any, **options: Any) -> Any:
+        if cls is not Placement:
+            return super().__call__(*arguments, **options)
+        (name,) = arguments
+        found = _known.get(name) if isinstance(name, str) else None
+        if found is None:
+            raise ValueError(f"{name!r} is not one of {', '.join(_known)}")
+        return found
+
+    def __iter__(cls) -> Iterator[Placement]:
+        return iter(_known.values())
+
+
+class Placement(str, metaclass=_ByName):
+    """Where the activations of a layer spend the time between forward and backward.
+
+    The text of a placement is its name. The methods are called by the session and by the simulator.
+
+    Args:
+        name: The word for it in policies, tables and run logs.
+
+    Attributes:
+        recomputes: Whether backward runs the layer's forward again: ranks that share the layer must do so
+            together.
+        travels: Whether something of the layer is written and read back.
+        rebuilds: Whether cheap parts of it are made again from what is read back.
+
+    Raises:
+        ValueError: ``Placement(name)`` finds no placement of this name.
+    """
+
+    __slots__ = ()
+
+    KEEP: ClassVar[Placement]
+    OFFLOAD: ClassVar[Placement]
+    RECOMPUTE: ClassVar[Placement]
+    RECOMPUTE_OFFLOAD: ClassVar[Placement]
+    SELECTIVE: ClassVar[Placement]
+    AUTO: ClassVar[Placement]
+
+    recomputes: ClassVar[bool] = False
+    travels: ClassVar[bool] = False
+    rebuilds: ClassVar[bool] = False
+
+    @property
+    def value(self) -> str:
+        """The name."""
+        return str(self)
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether all that the layer saves for backward passes through hooks."""
+        return self.travels and not self.recomputes
+
+    def run(self, call: LayerCall) -> object:
+        """Runs a layer; called inside of a step, with gradients enabled.
+
+        Args:
+            call: The layer and its arguments.
+
+        Returns:
+            What the layer puts out.
+        """
+        return call.keep()
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, _source: object, _handler: object) -> Any:
+        """How pydantic reads a placement: by its name, as the values of an enumeration."""
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_plain_validator_function(_read)
+
+    def __str__(self) -> str:
+        return str.__str__(self)
+
+    def __repr__(self) -> str:
+        return f"Placement({str(self)!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Placement, (str(self),)
+
+
+def _read(value: object) -> Placement:
+    from pydantic_core import PydanticCustomError
+
+    try:
+        return Placement(value)
+    except ValueError:
+        *most, last = [f"'{name}'" for name in _known]
+        expected = f"{', '.join(most)} or {last}"
+        raise PydanticCustomError("enum", "Input should be {expected}", {"expected": expected}) from None
+
+
+def register(placement: SomePlacement) -> SomePlacement:
+    """Makes a placement known by its name: in policies, in plans, in run logs.
+
+    Args:
+        placement: The placement.
+
+    Returns:
+        The same.
+
+    Raises:
+        ValueError: The name is taken.
+    """
+    if _known.setdefault(str(placement), placement) is not placement:
+        raise ValueError(f"a placement of the name {str(placement)!r} is known already")
+    return placement
+
+
+def unregister(placement: Placement) -> None:
+    """Undoes :func:`register`."""
+    _known.pop(str(placement), None)

@@ -1,0 +1,72 @@
+"""The placements that there are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tba_offload.placements.base import Placement, register
+
+if TYPE_CHECKING:
+    from tba_offload.placements.base import LayerCall
+
+
+class Keep(Placement):
+    """Everything stays in memory. No hooks at all: autograd's own way, its own checks, no cost."""
+
+    def run(self, call: LayerCall) -> object:
+        """Runs the layer as it is."""
+        return call.keep()
+
+
+class Offload(Placement):
+    """Everything travels."""
+
+    travels = True
+
+    def run(self, call: LayerCall) -> object:
+        """Runs the layer with hooks."""
+        return call.offload()
+
+
+class Selective(Placement):
+    """As offload, but what cheap parts of the layer put out is made again in backward."""
+
+    travels = True
+    rebuilds = True
+
+    def run(self, call: LayerCall) -> object:
+        """Runs the layer with hooks that know what can be made again."""
+        return call.offload(rebuilds=True)
+
+
+class Recompute(Placement):
+    """The inputs stay, backward runs the layer again."""
+
+    recomputes = True
+
+    def run(self, call: LayerCall) -> object:
+        """Runs the layer in a checkpoint."""
+        return call.recompute()
+
+
+class RecomputeOffload(Placement):
+    """The inputs travel, backward runs the layer again."""
+
+    recomputes = True
+    travels = True
+
+    def run(self, call: LayerCall) -> object:
+        """Runs the layer in a checkpoint whose inputs hooks see."""
+        return call.recompute(inputs_travel=True)
+
+
+class Auto(Offload):
+    """Only in a policy: the planner replaces it by one of the others; until it has a plan all travels."""
+
+
+Placement.KEEP = register(Keep("keep"))
+Placement.OFFLOAD = register(Offload("offload"))
+Placement.RECOMPUTE = register(Recompute("recompute"))
+Placement.RECOMPUTE_OFFLOAD = register(RecomputeOffload("recompute-offload"))
+Placement.SELECTIVE = register(Selective("selective"))
+Placement.AUTO = register(Auto("auto"))

@@ -1,0 +1,281 @@
+"""Second runs of layers that are kept or offloaded, and what these are run on.
+
+Layers that the planner may recompute are tried before: in the first step that they run in, backward runs them
+a second time on what they were given, and drops the outcome.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import saved_tensors_hooks
+
+from tba_offload.errors import SavedTensorModifiedError, TbaError
+from tba_offload.layers.checkpoint import with_tensors, without_tensors
+from tba_offload.layers.graph import first_differentiable, latest_node
+from tba_offload.layers.nested import TooManyError
+from tba_offload.recompute.digest import Digest, digests, equal
+from tba_offload.recompute.observation import TOO_MANY
+from tba_offload.recompute.surroundings import holds_tensors
+from tba_offload.recompute.verdicts import OTHER_NUMBERS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from tba_offload.recompute.observation import Observation
+    from tba_offload.recompute.verdicts import Mode, Verifier
+
+_ARGUMENTS_GONE = "what it was called with is changed when backward comes to it"
+_TOO_MUCH_OUT = "it puts out too many objects to look through"
+_NOTHING_OUT = "it puts out nothing that could be compared"
+
+
+class Arguments:
+    """What a layer was called with, for a second run of it.
+
+    Args:
+        args: By position.
+        kwargs: By name.
+        hold: Takes a hold of a tensor among them.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], hold: Callable[[Tensor], Any]) -> None:
+        tensors: list[Tensor] = []
+        self._layout = without_tensors((args, tuple(kwargs.items())), tensors)
+        self._held = [(hold(tensor), tensor.requires_grad) for tensor in tensors]
+
+    def keep_no_memory(self) -> bool:
+        """Whether there is a hold of each tensor, and no other is hidden in an object."""
+        return all(hold is not None for hold, _ in self._held) and not holds_tensors(self._layout)
+
+    def lie_in(self, record: object) -> bool:
+        """Whether a record has the bytes of a tensor among them."""
+        return any(getattr(hold, "record", None) is record for hold, _ in self._held)
+
+    def again(self, fetch: Callable[[Any], Tensor | None]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The same arguments, apart from any graph; ``None`` if a tensor among them is not what it was.
+
+        Args:
+            fetch: Gives back what was held, or ``None``.
+        """
+        tensors: list[Tensor] = []
+        for hold, wanted in self._held:
+            tensor = fetch(hold)
+            if tensor is None:
+                return None
+            tensors.append(tensor.detach().requires_grad_(wanted))
+        args, kwargs = with_tensors(self._layout, tensors)
+        return args, dict(kwargs)
+
+
+class Watched:
+    """One execution of a layer that is kept or offloaded, and may be run again on what it was called with.
+
+    Args:
+        verifier: What the session knows of second runs.
+        mode: The layer, and what it is in.
+        forward: What runs it.
+        device: The device that it runs on.
+        hold: Takes a hold of an argument.
+        fetch: Gives back what was held; ``None`` if it is changed or gone.
+    """
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        mode: Mode,
+        forward: Callable[..., object],
+        *,
+        device: torch.device,
+        hold: Callable[[Tensor], Any],
+        fetch: Callable[[Any], Tensor | None],
+    ) -> None:
+        self._verifier = verifier
+        self._mode = mode
+        self._forward = forward
+        self._autocast = autocast_here({device.type, "cpu"})
+        self._hold = hold
+        self._fetch = fetch
+        self._observed: Observation | None = None
+        self._arguments: Arguments | None = None
+
+
+class Trial(Watched):
+    """A second run of a layer that is kept or offloaded, to see whether it could be recomputed.
+
+    It takes place where a recomputation would: when backward comes to the layer. The hold of an argument may
+    keep its memory where none of the layers has saved it.
+    """
+
+    _count: int | None = None
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> object:
+        """Runs the layer as it would run without a trial."""
+        observed = self._look(args, kwargs)
+        if observed is None:
+            return self._forward(*args, **kwargs)
+        observed.look_at_large()
+        output = self._forward(*args, **kwargs)
+        fault = observed.change(args, kwargs) or _note_output(observed, output)
+        tensor = first_differentiable(output)
+        if fault is not None:
+            self._verifier.decline(self._mode, fault)
+        elif tensor is not None and tensor.grad_fn is not None:
+            self._observed, self._arguments = observed, Arguments(args, kwargs, self._hold)
+            # After the hooks of the tensor, by which sharded parameters are gathered.
+            tensor.grad_fn.register_prehook(lambda _: self._take_place())
+        return output
+
+    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observation | None:
+        """What the layer finds; ``None`` if a second run would change of that what cannot be put back."""
+        try:
+            observed = self._verifier.look(self._mode.layer, args, kwargs)
+        except TooManyError:
+            self._verifier.decline(self._mode, TOO_MANY)
+            return None
+        unknown = observed.found.unknown
+        if unknown is None:
+            return observed
+        self._verifier.decline(
+            self._mode, f"it reaches {unknown}, and a second run may change that once more"
+        )
+        return None
+
+    def saved(self, count: int) -> None:
+        """Takes note of how many tensors were saved in the layer's first run."""
+        self._count = count
+
+    def _take_place(self) -> None:
+        observed, self._observed = self._observed, None
+        arguments, self._arguments = self._arguments, None
+        if observed is None or arguments is None or self._verifier.is_judged(self._mode):
+            return
+        given = arguments.again(self._fetch)
+        del arguments
+        if given is None:
+            self._verifier.decline(self._mode, _ARGUMENTS_GONE)
+            return
+        try:
+            with self._autocast(), torch.enable_grad():
+                fault = fault_of(observed, self._forward, *given, count=self._count)
+        except SavedTensorModifiedError as error:
+            fault = str(error)  # what is offloaded may well be used so
+        if fault is None:
+            self._verifier.judge(self._mode, None)
+        else:
+            self._verifier.decline(self._mode, fault)
+
+
+def fault_of(
+    observed: Observation,
+    forward: Callable[..., object],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *,
+    count: int | None = None,
+) -> str | None:
+    """Runs a layer a second time and drops what it saves; tells what is wrong with that, if anything.
+
+    Args:
+        observed: What was taken down in the first run.
+        forward: What runs the layer.
+        args: Its arguments by position.
+        kwargs: Its arguments by name.
+        count: How many tensors the first run saved, if that is known.
+
+    Raises:
+        SavedTensorModifiedError: Something that the first run found was changed in place since.
+    """
+    saved = _Saved()
+    try:
+        with saved_tensors_hooks(saved.pack, refuse_unpack), observed.found.undoing():
+            output = observed.repeat(forward, args, kwargs)
+    except TbaError:
+        raise
+    except torch.OutOfMemoryError:
+        if _has_peers():  # which go on in the layer's collective operations, and must not do so alone
+            raise
+        return "there was no memory to try it"
+    except Exception as error:  # noqa: BLE001 - the layer's own code; what it says is told
+        return f"a second run of it fails ({type(error).__name__}: {error})"
+    if count is not None and saved.count != count:
+        return f"its first run saves {count} tensors for backward and its second one {saved.count}"
+    if not saved.are_final():
+        return "its last operation saves a tensor before it fills it"
+    return None if observed.is_output(output) else OTHER_NUMBERS
+
+
+def _has_peers() -> bool:
+    """Whether other ranks may be running the same layer, and its collective operations."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _note_output(observed: Observation, output: object) -> str | None:
+    """Takes down what a layer has put out; tells why that cannot be compared, if it cannot."""
+    try:
+        observed.note_output(output)
+    except TooManyError:
+        return _TOO_MUCH_OUT
+    return None if observed.is_compared else _NOTHING_OUT
+
+
+class _Saved:
+    """What a comparison saves. It is not needed, but for a look at what the last operation saves.
+
+    A checkpoint ends a second run when the last tensor was saved: one that its operation fills only later, as
+    that of ``rrelu`` does with its noise, would be taken as it is before.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._operation = -1
+        self._last: list[tuple[Tensor, list[Digest]]] = []
+
+    def pack(self, saved: Tensor) -> None:
+        """Takes note of a tensor that may be filled later: one that has no graph yet.
+
+        Raises:
+            RuntimeError: Checkpoints compare shapes, and each nested tensor that is made has one of its own.
+        """
+        self.count += 1
+        if saved.is_nested:
+            raise RuntimeError("it saves nested tensors, whose shapes are never the same")
+        if (operation := latest_node()) != self._operation:
+            self._operation, self._last = operation, []
+        if not saved.requires_grad and not saved._is_view():  # gathered parameters are views
+            self._last.append((saved, digests(saved)))
+
+    def are_final(self) -> bool:
+        """Whether all that the last operation saved was filled before."""
+        return all(equal(digests(saved), found) for saved, found in self._last)
+
+
+def refuse_unpack(_: None) -> Tensor:
+    """What a second run saves is not there.
+
+    Raises:
+        AssertionError: Always.
+    """
+    raise AssertionError("there is no backward through a second run of a layer")
+
+
+def autocast_here(kinds: set[str]) -> Callable[[], contextlib.AbstractContextManager[object]]:
+    """Makes contexts with the autocast settings of the calling code, for kinds of devices."""
+    cache = torch.is_autocast_cache_enabled()
+    settings = [
+        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in sorted(kinds)
+    ]
+
+    @contextlib.contextmanager
+    def again() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for kind, dtype, enabled in settings:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache))
+            yield
+
+    return again

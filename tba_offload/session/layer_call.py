@@ -1,0 +1,146 @@
+"""One call of a layer: the ways in which a placement may have it run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tba_offload.capture.hooks import LayerHooks
+from tba_offload.capture.rematerialize import SelectiveHooks
+from tba_offload.placements import Placement
+from tba_offload.recompute.rescue import Rescue
+from tba_offload.recompute.run import Run
+from tba_offload.recompute.trial import Trial
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tba_offload.capture.site import Site
+    from tba_offload.capture.trace import ScopeTrace
+    from tba_offload.config import OffloadConfig
+    from tba_offload.layers.stack import LayerStack
+    from tba_offload.recompute.verdicts import Mode
+    from tba_offload.session.steps import Parts
+
+
+class Call:
+    """One call of a layer; see :class:`~tba_offload.placements.LayerCall`.
+
+    Args:
+        parts: What works in a step.
+        config: What the user wanted.
+        stack: How layers are checkpointed.
+        site: Where the layer is.
+        placement: Its placement.
+        scope: The run that this is.
+        args: What its forward is given by position.
+        kwargs: What it is given by name.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        config: OffloadConfig,
+        stack: LayerStack,
+        site: Site,
+        placement: Placement,
+        scope: ScopeTrace,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> None:
+        self._parts = parts
+        self._config = config
+        self._stack = stack
+        self._site = site
+        self._placement = placement
+        self._scope = scope
+        self._args = args
+        self._kwargs = kwargs
+
+    def keep(self) -> object:
+        """Runs the layer as it is."""
+        return self._site.forward(*self._args, **self._kwargs)
+
+    def offload(self, *, rebuilds: bool = False) -> object:
+        """Runs the layer with hooks, through which what it saves travels."""
+        forward = self._forward(may_be_rescued=not rebuilds)
+        rescue = forward if isinstance(forward, Rescue) else None
+        hooks = self._hooks(rebuilds=rebuilds, rescue=rescue)
+        with hooks:
+            output = forward(*self._args, **self._kwargs)
+        if isinstance(forward, Trial):
+            forward.saved(hooks.saved)
+        return output
+
+    def recompute(self, *, inputs_travel: bool = False) -> object:
+        """Runs the layer in a checkpoint: backward runs it again on its inputs."""
+        forward = self.repeated_forward()
+        if not inputs_travel:
+            return self._stack.checkpoint(forward, *self._args, **self._kwargs)
+        with self._hooks():
+            # Checkpoints save the inputs through the hooks around them, and nothing else.
+            return self._stack.checkpoint(forward, *self._args, **self._kwargs)
+
+    def repeated_forward(self) -> Callable[..., object]:
+        """The layer's forward, with what verifies that its second run is the same."""
+        verifier, index = self._parts.verifier, self._site.index
+        return Run(verifier, verifier.mode_of(index), self._site.forward, is_planned=self._is_choice)
+
+    # ---- forwards that may be run again ----------------------------------------------------------
+
+    @property
+    def _is_choice(self) -> bool:
+        """Whether the planner decides on the layer."""
+        return self._site.index in self._parts.planning.chosen
+
+    def _forward(self, *, may_be_rescued: bool) -> Callable[..., object]:
+        """The layer's forward; with what runs it a second time, if that is of use."""
+        verifier, world = self._parts.verifier, self._parts.world
+        mode = verifier.mode_of(self._site.index)
+        if may_be_rescued and verifier.may_rescue(mode) and world.is_alone:
+            return self._rescued(mode)
+        if self._is_choice and world.may_plan_recomputation and verifier.may_try(mode):
+            return self._tried(mode)
+        return self._site.forward
+
+    def _tried(self, mode: Mode) -> Trial:
+        """To see whether the planner may have the layer recomputed."""
+        return Trial(
+            *(self._parts.verifier, mode, self._site.forward),
+            device=self._parts.device.torch_device,
+            hold=self._parts.capture.hold,
+            fetch=self._parts.capture.held,
+        )
+
+    def _rescued(self, mode: Mode) -> Rescue:
+        """To make again what a drive does not give back."""
+        return Rescue(
+            *(self._parts.verifier, mode, self._site.forward),
+            device=self._parts.device.torch_device,
+            hold=self._parts.capture.borrow,
+            fetch=self._parts.capture.held,
+            samples_only=self._config.store.checksum,
+        )
+
+    # ---- hooks -----------------------------------------------------------------------------------
+
+    def _hooks(self, *, rebuilds: bool = False, rescue: Rescue | None = None) -> LayerHooks:
+        plan, index, key = self._parts.planning.plan, self._site.index, self._scope.key
+        kept, slow = plan.kept_of(index), self._keeps_when_slow
+        if rebuilds and not self._site.is_compiled:  # a graph of one node tells nothing
+            layer, recipes = self._site.layer.module, self._parts.rebuilds
+            return SelectiveHooks(recipes, layer, key, when_slow=slow, kept=kept)
+        return LayerHooks(self._parts.capture, key, when_slow=slow, kept=kept, rescue=rescue)
+
+    @property
+    def _keeps_when_slow(self) -> bool:
+        """``offload`` waits for a slow drive unless told otherwise, ``auto`` keeps until there is a plan."""
+        planning, on_slow = self._parts.planning, self._config.on_slow
+        if planning.has_planned:
+            return False  # what is kept was decided with the budget in view
+        has_budget = self._parts.limits.budget is not None
+        if has_budget and not all(placement.is_offloaded for placement in planning.plan.placements):
+            return False  # what the others hold is not counted
+        if on_slow is None:
+            # Under a budget nothing is kept before it is known what else a step holds.
+            return self._placement is Placement.AUTO and not has_budget
+        return on_slow == "keep"

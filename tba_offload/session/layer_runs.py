@@ -1,0 +1,210 @@
+"""Runs the layers of a model the way the plan says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tba_offload.capture.scope import ScopeKey
+from tba_offload.config.policy import Placement
+from tba_offload.errors import UnsupportedError
+from tba_offload.layers.checkpoint import is_recomputation
+from tba_offload.layers.graph import latest_node
+from tba_offload.layers.guards import cache_warning, holds_cache, is_checkpointed
+from tba_offload.layers.nested import TooManyError, tensors_in
+from tba_offload.session.layer_call import Call
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import nn
+
+    from tba_offload.capture.site import Site
+    from tba_offload.config import OffloadConfig
+    from tba_offload.layers.stack import LayerStack
+    from tba_offload.session.backward import BackwardWatch
+    from tba_offload.session.boundaries import Boundaries
+    from tba_offload.session.ongoing import Ongoing
+    from tba_offload.session.steps import Parts
+
+
+class LayerRuns:
+    """Stands in front of the layers of a session.
+
+    Args:
+        stack: The layers, and how they are checkpointed.
+        config: What the user wanted.
+        ongoing: The step that is open.
+        parts: What works in a step.
+        watch: Notes when backward comes back to a layer.
+        boundaries: Opens a step if a layer is called where none is; ``None`` where steps are told by hand.
+    """
+
+    def __init__(
+        self,
+        stack: LayerStack,
+        config: OffloadConfig,
+        ongoing: Ongoing,
+        parts: Parts,
+        watch: BackwardWatch,
+        boundaries: Boundaries | None,
+    ) -> None:
+        self._stack = stack
+        self._config = config
+        self._ongoing = ongoing
+        self._parts = parts
+        self._watch = watch
+        self._boundaries = boundaries
+
+    def configure(self, config: OffloadConfig) -> None:
+        """Another policy is in force."""
+        self._config = config
+
+    def run(self, site: Site, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Runs a layer the way the plan says.
+
+        Raises:
+            UnsupportedError: The policy has the layer recomputed, and it cannot be.
+        """
+        if not torch.is_grad_enabled() or self._ongoing.is_inert or is_recomputation():
+            self._notice_outer_checkpoint(site)
+            return site.forward(*args, **kwargs)
+        if self._ongoing.step is None and not self._opens_step(site):
+            return site.forward(*args, **kwargs)
+        self._note_size(site, (*args, *kwargs.values()))
+        placement = self._placement_here(site)
+        if placement is not Placement.KEEP and _appends_to_cache(site, args, kwargs):
+            placement = self._with_cache(site, placement)
+        self._watch.note_gone()
+        before, trace = latest_node() - 1, self._parts.capture.trace
+        scope = trace.begin_scope(self._scope_key(site), placement, inputs=self._inputs(args, kwargs))
+        try:
+            call = Call(self._parts, self._config, self._stack, site, placement, scope, args, kwargs)
+            output = placement.run(call)
+        except BaseException:
+            if self._ongoing.step is not None:
+                self._ongoing.step.fail()
+            raise
+        trace.end_scope(scope)
+        self._ongoing.look_at_memory()
+        self._watch.watch(site, output, scope, before)
+        return output
+
+    def _opens_step(self, site: Site) -> bool:
+        """Whether a step is open now: the layer was called without its model, or outside of any step."""
+        if self._boundaries is None or self._ongoing.is_closed:
+            if site.layer.module.training and not self._ongoing.is_closed:
+                self._parts.notices.outside_step()
+            return False
+        self._boundaries.open_step()
+        return True
+
+    def _note_size(self, site: Site, arguments: Sequence[object]) -> None:
+        """Where a layer is given more than the plan is for, the rest of the step runs without it."""
+        planning = self._parts.planning
+        # A layer that is frozen saves nothing.
+        if planning.has_budget and _has_backward(site.layer.module, arguments):
+            planning.leave_if_outgrown(site.index, (site.wait(), *_dimensions(arguments)))
+
+    def _inputs(self, args: tuple[object, ...], kwargs: dict[str, object]) -> int:
+        """Bytes that a layer is given, if a planner has a use for them."""
+        return 0 if self._parts.planning.controller is None else _activation_bytes((*args, *kwargs.values()))
+
+    # ---- the placement ---------------------------------------------------------------------------
+
+    def _placement_here(self, site: Site) -> Placement:
+        """What the plan says, unless the layer runs where our hooks cannot be."""
+        planning = self._parts.planning
+        placement = planning.plan.placements[site.index]
+        if placement is not Placement.KEEP and _hooks_are_taken():
+            self._leave_alone(site)
+            return Placement.KEEP
+        is_planned = placement.recomputes and site.index in planning.chosen
+        # What ranks have agreed on is no longer the business of one of them.
+        if is_planned and self._parts.world.agree is None:
+            mode = self._parts.verifier.mode_of(site.index)
+            if not self._parts.verifier.may_repeat(mode):
+                return Placement.OFFLOAD  # the planner chose it for another mode of the layer
+        return placement
+
+    def _with_cache(self, site: Site, placement: Placement) -> Placement:
+        """Where a layer goes whose forward appends to a cache of keys and values: it must not run twice.
+
+        Raises:
+            UnsupportedError: The policy wants it to.
+        """
+        if placement.recomputes and site.index not in self._parts.planning.chosen:
+            raise UnsupportedError(
+                f"layer {site.layer.id.number} ({site.layer.id.name}) is placed {placement.value}, but its "
+                "forward appends to a cache of keys and values, so that a second one would find other keys: "
+                "switch the cache off (use_cache=False, to the model or in its config), or place it otherwise"
+            )
+        self._parts.notices.warn_once("cache", cache_warning())
+        return Placement.OFFLOAD if placement.recomputes else placement
+
+    def _notice_outer_checkpoint(self, site: Site) -> None:
+        """A reentrant checkpoint around a layer records no graph of it before backward."""
+        is_first_run = site.runs == 0 and is_recomputation() and self._ongoing.step is not None
+        is_placed = self._parts.planning.plan.placements[site.index] is not Placement.KEEP
+        if is_first_run and is_placed and not self._ongoing.is_inert:
+            self._leave_alone(site)
+
+    def _leave_alone(self, site: Site) -> None:
+        self._parts.capture.trace.leave_alone()
+        self._parts.notices.left_alone(site.layer)
+
+    def _scope_key(self, site: Site) -> ScopeKey:
+        told = self._stack.micro_batch
+        number = told(site.layer.module) if told is not None else None
+        count = site.count()
+        return ScopeKey(
+            site.layer.id.number, count if number is None else number, site.layer.chunk, site.layer.id.name
+        )
+
+
+def _appends_to_cache(site: Site, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+    """Whether the layer's forward leaves something in a cache; checkpointed by its framework it gets none."""
+    return holds_cache((*args, *kwargs.values())) and not is_checkpointed(site.layer.module)
+
+
+def _activation_bytes(arguments: Iterable[object]) -> int:
+    """Bytes of the activations among the arguments of a layer."""
+    return sum(
+        argument.numel() * argument.itemsize
+        for argument in arguments
+        if isinstance(argument, torch.Tensor) and argument.requires_grad
+    )
+
+
+def _has_backward(layer: nn.Module, arguments: Sequence[object]) -> bool:
+    """Whether gradients are wanted of a layer, or of what it is given."""
+    if any(parameter.requires_grad for parameter in layer.parameters()):
+        return True
+    try:
+        return any(tensor.requires_grad for tensor in tensors_in(arguments))
+    except TooManyError:
+        return True
+
+
+def _dimensions(arguments: Iterable[object]) -> list[int]:
+    """All dimensions of the tensors among the arguments of a layer; of one with ragged rows, its elements."""
+    return [
+        dimension
+        for argument in arguments
+        if isinstance(argument, torch.Tensor)
+        for dimension in ((argument.numel(),) if argument.is_nested else argument.shape)
+    ]
+
+
+def _hooks_are_taken() -> bool:
+    """Whether saved tensors belong to others here.
+
+    Hooks of an outer context (a checkpoint, ``save_on_cpu``) would see nothing of the layer if we pushed
+    ours or those of a checkpoint, and under a ``torch.func`` transform pushing any is an error.
+    """
+    autograd: Any = torch._C._autograd
+    return (
+        not autograd._saved_tensors_hooks_is_enabled()
+        or autograd._top_saved_tensors_default_hooks(True) is not None  # noqa: FBT003 - positional in C++
+    )

@@ -1,0 +1,179 @@
+"""What a session tells while it trains: new plans, steps if asked, and warnings, each of them once.
+
+Plans and steps go to the logger ``tba_offload.session``. A program that sets logging up decides what becomes
+of them. Where none has, they go to stderr, a line each.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from tba_offload.config import format_size
+from tba_offload.errors import NothingSavedWarning
+from tba_offload.formatting import readable_size, significant
+
+if TYPE_CHECKING:
+    from tba_offload.layers.stack import Layer
+    from tba_offload.report.run_log import StepRecord
+
+_OUTSIDE_STEP = (
+    "a layer trains outside of session.step(): its activations stay in memory; "
+    "put forward and backward into `with session.step():`"
+)
+_BACKWARD_OUTSIDE = (
+    "backward runs outside of the step that its forward was in: gradients are right, but the figures "
+    "of that step lack it; put forward and backward into one `with session.step():`"
+)
+_OVERLAP = (
+    "steps of two attached models are open at once: the activation peak of neither can "
+    "be told and is left out of their records"
+)
+_OTHER_RANKS = (
+    "the planner recomputes no layer, because other ranks may run the same layers and would have to do the "
+    "same; place layers recompute to have it so on all ranks"
+)
+
+logger = logging.getLogger("tba_offload.session")
+
+
+class _UntilConfigured(logging.Handler):
+    """Writes to stderr as long as nothing else would handle the record."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes one line."""
+        if not any(logging.getLogger(name).handlers for name in (None, "tba_offload")):
+            sys.stderr.write(f"tba-offload: {self.format(record)}\n")
+
+
+logger.addHandler(_UntilConfigured(logging.INFO))
+if logger.level == logging.NOTSET:
+    logger.setLevel(logging.INFO)
+
+
+def tell(line: str) -> None:
+    """Says one line."""
+    logger.info("%s", line)
+
+
+def describe_step(record: StepRecord) -> str:
+    """The main figures of a step in one line."""
+    parts = [f"step {record.step}" + (" (skipped)" if record.skipped else "")]
+    if record.activation_peak_bytes is not None:
+        parts.append(f"activation peak {readable_size(record.activation_peak_bytes)}")
+    if record.gradient_bytes:
+        parts.append(f"gradients {readable_size(record.gradient_bytes)}")
+    waits = f", {significant(record.stall_seconds)} s of it waits" if record.stall_seconds else ""
+    parts.append(f"{significant(record.seconds)} s{waits}")
+    moved = {
+        "written": record.offloaded_bytes,
+        "read": record.read_bytes,
+        "forwarded": record.forwarded_bytes,
+        "kept": (record.kept_bytes or 0) + (record.fallback_kept_bytes or 0),
+    }
+    parts += [f"{readable_size(nbytes)} {what}" for what, nbytes in moved.items() if nbytes]
+    if record.recomputed_scopes:
+        parts.append(f"{record.recomputed_scopes} of {record.scopes} layers recomputed")
+    if record.loss is not None:
+        parts.append(f"loss {record.loss:.6g}")
+    return "; ".join(parts)
+
+
+class Notices:
+    """What a session has to say once."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def said(self, what: str) -> bool:
+        """Whether that was said."""
+        return what in self._said
+
+    def warn_once(self, what: str, message: str, category: type[Warning] = UserWarning) -> None:
+        """Warns of something.
+
+        Args:
+            what: Stands for the warning: of the same there is one only.
+            message: What it says.
+            category: Its class.
+        """
+        if what not in self._said:
+            self._said.add(what)
+            warnings.warn(message, category, stacklevel=_stack_level())
+
+    def tell_once(self, line: str) -> None:
+        """Says one line, by the logger."""
+        if line not in self._said:
+            self._said.add(line)
+            tell(line)
+
+    def outside_step(self) -> None:
+        """A layer trains where no step is open."""
+        self.warn_once("outside", _OUTSIDE_STEP)
+
+    def backward_outside(self) -> None:
+        """Backward comes to a layer when its step is over."""
+        self.warn_once("backward outside", _BACKWARD_OUTSIDE)
+
+    def overlap(self) -> None:
+        """Another attached model trains on the same device at the same time."""
+        self.warn_once("overlap", _OVERLAP)
+
+    def other_ranks(self) -> None:
+        """The planner cannot decide for other ranks."""
+        self.tell_once(_OTHER_RANKS)
+
+    def left_alone(self, layer: Layer) -> None:
+        """A layer runs inside hooks of others, where neither ours nor a checkpoint's can be."""
+        self.warn_once(
+            "left alone",
+            f"layer {layer.id.number} ({layer.id.name}) runs inside saved-tensor hooks or a "
+            "transform of other code (a checkpoint, save_on_cpu, torch.func), so it is neither "
+            "offloaded nor recomputed; switch that off, or place the layer keep. the run log counts "
+            "left_alone_scopes",
+        )
+
+    def full(self, nbytes: int, step: int, beyond: int) -> None:
+        """The store was full.
+
+        Args:
+            nbytes: Bytes that stayed in memory for that.
+            step: In which step.
+            beyond: Bytes by which this went over the budget.
+        """
+        over = f", {readable_size(beyond)} beyond budget.activation_bytes" if beyond > 0 else ""
+        self.warn_once(
+            "full",
+            f"the store is full: {readable_size(nbytes)} of activations stayed in memory in step "
+            f"{step}{over}; make room where store.directories are, or raise "
+            "store.capacity. the run log counts fallback_kept_bytes",
+        )
+
+    def wide_window(self, saved: int, window: int) -> None:
+        """A window of so many bytes holds most of what a step saves, and so leaves most of it in memory."""
+        self.warn_once(
+            "window",
+            f"offloading frees little here: the layers save {readable_size(saved)} in a step, and "
+            f"budget.in_flight_bytes lets {readable_size(window)} of it stay in memory at a time; with "
+            f"in_flight_bytes: {format_size(_suggested_window(saved))} most of it leaves memory",
+            NothingSavedWarning,
+        )
+
+
+def _suggested_window(saved: int) -> int:
+    """An eighth of what a step saves, in whole MiB: wide enough that drives work while layers compute."""
+    return max(saved // 8 >> 20, 1) << 20
+
+
+def _stack_level() -> int:
+    """The ``stacklevel`` of a warning that points at the nearest caller outside of this package and torch."""
+    own, torchs = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((own, torchs)):
+        frame, level = frame.f_back, level + 1
+    return level

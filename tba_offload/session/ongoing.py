@@ -1,0 +1,70 @@
+"""What a session is in the midst of."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tba_offload.errors import SessionError
+
+if TYPE_CHECKING:
+    from tba_offload.session.step import Step
+
+
+class Ongoing:
+    """Which step is open, and whether the session may be used at all.
+
+    Attributes:
+        step: The step that is open, if one is.
+        number: How many have ended well so far, which is the number of the one that is open.
+        is_closed: Whether the session was closed.
+        is_inert: Whether this is a forked child: locks, threads and descriptors are those of the parent.
+    """
+
+    def __init__(self) -> None:
+        self.step: Step | None = None
+        self.number = 0
+        self.is_closed = False
+        self.is_inert = False
+
+    def opened(self, step: Step) -> None:
+        """A step is open."""
+        self.step = step
+
+    def ended(self) -> Step | None:
+        """The step that was open is not open any more; returns it."""
+        step, self.step = self.step, None
+        return step
+
+    def counted(self) -> None:
+        """It has ended well."""
+        self.number += 1
+
+    def close(self) -> None:
+        """The session is closed."""
+        self.is_closed = True
+
+    def become_inert(self) -> None:
+        """The process was forked, and this is the child."""
+        self.is_inert = True
+        self.step = None
+
+    def check_usable(self) -> None:
+        """Checks that steps can be made.
+
+        Raises:
+            SessionError: The session is closed, or its process was forked and this is the child.
+        """
+        if self.is_inert:
+            raise SessionError("this session belongs to the parent process; attach the model in the child")
+        if self.is_closed:
+            raise SessionError("this session is closed; attach the model again")
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes by which optimizers have let memory grow in this step."""
+        return self.step.state_bytes if self.step is not None else 0
+
+    def look_at_memory(self, grows_by: int = 0) -> None:
+        """Notes what is live, for a meter that sees only what it looks at."""
+        if self.step is not None and self.step.meter is not None:
+            self.step.meter.look(grows_by)

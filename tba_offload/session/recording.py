@@ -1,0 +1,71 @@
+"""The record of a step: figures from the meters, the trace and the offloader's ledger."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tba_offload.config.policy import Placement
+from tba_offload.report.run_log import StepRecord
+from tba_offload.store.base import HOST_TIER
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tba_offload.session.step import Step
+    from tba_offload.session.steps import Parts
+    from tba_offload.store.base import DriveLoad
+
+
+def record_of(step: Step, number: int, loads: Sequence[DriveLoad], parts: Parts) -> StepRecord:
+    """What a step was like.
+
+    Args:
+        step: The step, which has ended.
+        number: Of the step.
+        loads: What drives and host memory moved in it.
+        parts: What worked in it.
+    """
+    # How long it took to give a device its work is not how long the work took.
+    computed_in_time = not parts.device.runs_behind
+    trace, stats = parts.capture.trace, parts.offloader.stats
+    prediction = parts.planning.plan.prediction
+    on_host = [load for load in loads if load.tier == HOST_TIER]
+    return StepRecord(
+        step=number,
+        seconds=step.seconds,
+        optimizer_seconds=step.optimizer_seconds,
+        skipped=step.skipped,
+        forward_seconds=trace.forward_seconds() if computed_in_time else None,
+        backward_seconds=(trace.backward_seconds or None) if computed_in_time else None,
+        stall_seconds=stats.stall_seconds,
+        tokens=step.all_tokens,
+        model_flops=step.model_flops,
+        loss=step.loss,
+        activation_peak_bytes=step.activation_peak_bytes,
+        peak_source=step.meter.source if step.activation_peak_bytes is not None and step.meter else None,
+        gradient_bytes=parts.gradients.live.take_added(),
+        state_bytes=step.state_bytes if step.meter is not None else None,
+        own_peak_bytes=stats.own_peak + trace.kept_bytes,
+        resident_peak_bytes=parts.meters.resident.read(),
+        gradients_allocated=step.gradients_allocated,
+        offloaded_bytes=stats.offloaded,
+        read_bytes=stats.read,
+        reread_bytes=stats.reread,
+        rescued_bytes=stats.rescued,
+        host_offloaded_bytes=sum(load.write.nbytes for load in on_host),
+        host_read_bytes=sum(load.read.nbytes for load in on_host),
+        forwarded_bytes=stats.forwarded,
+        deduplicated_bytes=trace.deduplicated_bytes,
+        rebuilt_bytes=trace.rebuilt_bytes,
+        kept_bytes=trace.kept_bytes,
+        recomputed_scopes=sum(Placement(scope.placement).recomputes for scope in trace.scopes),
+        scopes=len(trace.scopes),
+        in_flight_peak_bytes=stats.in_flight_peak,
+        given_up_bytes=stats.given_up,
+        held_bytes=stats.held,
+        fallback_kept_bytes=stats.fallback_kept + parts.capture.slow_kept_bytes,
+        drives_out_of_service=sum(not load.in_service for load in loads),
+        left_alone_scopes=trace.left_alone,
+        predicted_peak_bytes=prediction.peak_bytes if prediction is not None else None,
+        predicted_seconds=prediction.seconds if prediction is not None else None,
+    )

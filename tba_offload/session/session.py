@@ -1,0 +1,480 @@
+"""A session wires the parts together: layers, capture, offloader, store, meters, run log."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import platform
+import tempfile
+import weakref
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+from tba_offload.adapt.controller import Controller
+from tba_offload.adapt.planning import Planning
+from tba_offload.adapt.task import Task
+from tba_offload.capture import resize, transforms
+from tba_offload.capture.gradients import Gradients
+from tba_offload.capture.hooks import Capture
+from tba_offload.capture.rematerialize import Rebuilds
+from tba_offload.capture.site import Site, check_unattached
+from tba_offload.config import ConfigLike, OffloadConfig, read_config
+from tba_offload.config.policy import Placement
+from tba_offload.device.streams import device_of
+from tba_offload.errors import ConfigError, SessionError
+from tba_offload.formatting import layers_by_placement
+from tba_offload.layers.stack import LayerStack, check_disjoint
+from tba_offload.plan.goals import default_objective
+from tba_offload.plan.model import Limits, Plan
+from tba_offload.recompute.verdicts import Verifier
+from tba_offload.report.run_log import RunHeader, RunLogWriter, StepRecord
+from tba_offload.session.backward import BackwardWatch, TailWatch
+from tba_offload.session.boundaries import Boundaries, Tokens, token_counter
+from tba_offload.session.layer_runs import LayerRuns
+from tba_offload.session.meters import Meters
+from tba_offload.session.notices import Notices, describe_step, tell
+from tba_offload.session.ongoing import Ongoing
+from tba_offload.session.steps import Parts, Steps
+from tba_offload.session.world import World
+from tba_offload.store import exit_status, open_store
+from tba_offload.store.base import close_after
+from tba_offload.transfer.offloader import Offloader
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from types import TracebackType
+
+    from torch import nn
+
+    from tba_offload.device.streams import Device
+    from tba_offload.session.boundaries import TokenCounter
+    from tba_offload.session.step import Step
+    from tba_offload.store.base import ActivationStore
+
+_REMEMBERED_STEPS = 10_000
+
+
+class Session:
+    """Offloading for one model; made by :func:`tba_offload.attach`.
+
+    In a step the activations of the model's layers go where the policy says. A step opens with the model's
+    first forward that records a graph and ends when the optimizers of its parameters have made theirs; or it
+    is the block of ``with session.step()``, for loops that want to say so themselves.
+
+    Args:
+        stack: The layers.
+        modules: The model or its chunks; their parameters and buffers are never offloaded.
+        config: The policy and its settings.
+        run_log: Where to write the run log; ``None`` for none.
+        strategy: Label of this run in ROK plots; by default the placement that all layers share.
+        model_info: What the run log's header says about the model.
+        measure_memory: Whether to measure the activation peak of steps that do not say so themselves. On CUDA
+            that is free; on a CPU a thread samples, which takes part of a core.
+        world: The other ranks that the model is spread over; by default there are none.
+        tokens: Tokens of one micro-batch, or a function that tells them from the arguments of the model's
+            forward; by default the elements of ``input_ids``, where the model is given any.
+        status: Whether each step is told in a line; new plans always are: :mod:`tba_offload.session.notices`.
+        steps_by_hand: Whether every step is a block of :meth:`step`, and none opens by itself.
+
+    Raises:
+        ConfigError: A rule of the policy takes no effect.
+        StoreError: The store cannot be opened.
+        UnsupportedError: The model cannot be offloaded.
+    """
+
+    def __init__(
+        self,
+        stack: LayerStack,
+        modules: Sequence[nn.Module],
+        config: OffloadConfig,
+        *,
+        run_log: str | os.PathLike[str] | None = None,
+        strategy: str | None = None,
+        model_info: Mapping[str, object] | None = None,
+        measure_memory: bool = True,
+        world: World | None = None,
+        tokens: Tokens | None = None,
+        status: bool = False,
+        steps_by_hand: bool = False,
+    ) -> None:
+        check_disjoint(stack.layers)
+        check_unattached(stack.layers)
+        count_tokens = token_counter(tokens)
+        self.config = config
+        self.layers = stack.layers
+        self._world = world or World(layers=tuple(layer.id for layer in stack.layers))
+        self._status = status
+        self._records: deque[StepRecord] = deque(maxlen=_REMEMBERED_STEPS)
+        self._run_log: RunLogWriter | None = None
+        self._ongoing = Ongoing()
+        plan = self._plan_of(config)
+        parts = self._parts_of(stack, modules, plan, measure_memory=measure_memory)
+        try:
+            if run_log is not None:
+                self._run_log = RunLogWriter(run_log, self._header(strategy, model_info, parts))
+            parts.planning.start(plan, self._controller_of(config, plan), self._world.agree)
+        except BaseException:
+            parts.meters.close()
+            parts.store.close()
+            raise
+        self._parts = parts
+        self._steps = Steps(self._ongoing, parts, recorded=self._record, planned=self._note_plan)
+        self._boundaries = None if steps_by_hand else self._boundaries_of(count_tokens)
+        backward_ended = _nothing if self._boundaries is None else self._boundaries.backward_ended
+        watch = BackwardWatch(self._ongoing, parts, backward_ended)
+        self._runs = LayerRuns(stack, config, self._ongoing, parts, watch, self._boundaries)
+        for site in parts.sites:
+            site.install(self._runs.run)
+        resize.watch(self.capture)
+        transforms.watch(self.capture)
+        _open_sessions.add(self)
+
+    # ---- the parts -------------------------------------------------------------------------------
+
+    def _parts_of(
+        self, stack: LayerStack, modules: Sequence[nn.Module], plan: Plan, *, measure_memory: bool
+    ) -> Parts:
+        config, notices = self.config, Notices()
+        device = device_of(_device_of_model(modules))
+        gradients = Gradients(modules, device.torch_device, self._ongoing.look_at_memory)
+        store = _open_store(config, device)
+        try:
+            meters = Meters(device, self._ongoing, gradients.live, notices, wanted=measure_memory)
+        except BaseException:
+            store.close()
+            raise
+        offloader = Offloader(
+            store,
+            device,
+            ceiling=config.budget.ceiling,
+            keep_when_full=config.on_full == "keep",
+            stall_limit=config.store.stall_seconds,
+            budget_bytes=config.budget.activation_bytes,
+        )
+        capture = Capture(
+            offloader,
+            min_tensor_bytes=config.min_tensor_bytes,
+            budget_bytes=config.budget.activation_bytes,
+        )
+        return Parts(
+            modules=tuple(modules),
+            sites=[Site(layer, index) for index, layer in enumerate(stack.layers)],
+            device=device,
+            store=store,
+            offloader=offloader,
+            capture=capture,
+            gradients=gradients,
+            verifier=Verifier(stack.layers, stack.generators(device.torch_device), stack.not_compared, tell),
+            rebuilds=Rebuilds(capture, stack.functions),
+            planning=Planning(plan, [layer.id.number for layer in stack.layers], capture, offloader),
+            meters=meters,
+            notices=notices,
+            world=self._world,
+            limits=_limits_of(config),
+        )
+
+    def _boundaries_of(self, count_tokens: TokenCounter) -> Boundaries:
+        offloader, capture = self.offloader, self.capture
+        tail = TailWatch(self._ongoing, lambda: offloader.own_bytes + capture.trace.kept_bytes)
+        boundaries = Boundaries(
+            self._steps,
+            self.gradients,
+            [layer.module for layer in self.layers],
+            self._parts.modules,
+            count_tokens=count_tokens,
+            forward_ended=tail.watch,
+        )
+        self._steps.end_by(settle=boundaries.settle, finish=boundaries.finish)
+        return boundaries
+
+    @property
+    def store(self) -> ActivationStore:
+        """Where bytes go."""
+        return self._parts.store
+
+    @property
+    def offloader(self) -> Offloader:
+        """What moves them."""
+        return self._parts.offloader
+
+    @property
+    def capture(self) -> Capture:
+        """What sees the tensors that layers save."""
+        return self._parts.capture
+
+    @property
+    def gradients(self) -> Gradients:
+        """The gradients of the model."""
+        return self._parts.gradients
+
+    @property
+    def planning(self) -> Planning:
+        """The plan in force, and what renews it."""
+        return self._parts.planning
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        return self.planning.plan
+
+    # ---- for users -------------------------------------------------------------------------------
+
+    def step(
+        self,
+        *,
+        tokens: int | None = None,
+        model_flops: float | None = None,
+        measure_memory: bool | None = None,
+    ) -> Step:
+        """One training step, told by hand: any number of micro-batches, forward and backward.
+
+        Args:
+            tokens: Tokens that the step trains on, for the run log; by default those that the model is given.
+            model_flops: Algorithmic FLOPs of the step; recomputed ones do not count.
+            measure_memory: Whether to measure the activation peak; by default what :func:`attach` was told.
+
+        Returns:
+            A context manager. After its block ``record`` holds the :class:`StepRecord`.
+
+        Raises:
+            SessionError: On entering, if the session is closed, another step is open, or this is a
+                forked child.
+            UnsupportedError: The memory of this device cannot be measured.
+        """
+        return self._steps.new(tokens=tokens, model_flops=model_flops, measure_memory=measure_memory)
+
+    def apply(self, config: ConfigLike) -> None:
+        """Changes the placements between steps; store and budget stay as they are.
+
+        Raises:
+            SessionError: A step is open, or the session is closed.
+            ConfigError: The policy is wrong or asks for another store or budget.
+        """
+        self._ongoing.check_usable()
+        self._steps.settle()
+        if self._steps.open_step() is not None:
+            raise SessionError("placements cannot change inside a step; apply the policy between steps")
+        wanted = read_config(config, layers=self._world.layers)
+        if not wanted.store.directories:
+            wanted = replace(wanted, store=replace(wanted.store, directories=self.config.store.directories))
+        if (wanted.store, wanted.budget.limits) != (self.config.store, self.config.budget.limits):
+            raise ConfigError(
+                "store and budget are those that the session was opened with; close it and attach anew",
+                file=wanted.file,
+            )
+        plan = self._plan_of(wanted)
+        controller = self._controller_of(wanted, plan)
+        self.config = wanted
+        self.planning.start(plan, controller, self._world.agree)
+        self._runs.configure(wanted)
+        self.capture.configure(min_tensor_bytes=wanted.min_tensor_bytes)
+        self.offloader.failures.resolve(keep_when_full=wanted.on_full == "keep")
+
+    def report(self) -> list[StepRecord]:
+        """The records of the steps so far, oldest first; of the last 10,000, the run log has all."""
+        self._steps.settle()
+        return list(self._records)
+
+    def close(self) -> None:
+        """Gives the model back as it was, closes the store and the run log. May be called twice.
+
+        What a call that was interrupted has left is done by the next one.
+
+        Raises:
+            SessionError: A step is open.
+        """
+        if self not in _open_sessions:
+            return
+        if not self._ongoing.is_closed:
+            self._leave_step()
+        self._ongoing.close()
+        for site in self._parts.sites:
+            site.uninstall()
+        if self._boundaries is not None:
+            self._boundaries.close()
+        self.gradients.close()
+        resize.unwatch(self.capture)
+        transforms.unwatch(self.capture)
+        if not self._ongoing.is_inert:
+            self._shut_down()
+        _open_sessions.discard(self)
+
+    def _leave_step(self) -> None:
+        self._steps.finish()
+        if self._steps.open_step() is not None:
+            raise SessionError("a session cannot be closed inside one of its steps")
+
+    def _shut_down(self) -> None:
+        try:
+            self.store.close()
+        finally:
+            self._parts.meters.close()
+            if self._run_log is not None:
+                self._run_log.close()
+
+    def __repr__(self) -> str:
+        placed = layers_by_placement(
+            [layer.id.name for layer in self.layers], [placement.value for placement in self.plan.placements]
+        )
+        kind = self.store.description.get("kind", type(self.store).__name__)
+        state = "closed" if self._ongoing.is_closed else f"{self._ongoing.number} steps"
+        return f"<Session: {placed}; store {kind}; {state}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is not None and self._ongoing.step is not None:
+            self._steps.end(failed=True)  # an interrupt struck before the step could end itself
+        close_after(error, self.close)
+
+    def finish_step(self) -> None:
+        """Ends a step that opened by itself: no more of it will come."""
+        self._steps.finish()
+
+    def become_inert(self) -> None:
+        """In a forked child: its locks, threads and descriptors are those of the parent."""
+        self._ongoing.become_inert()
+        self.offloader.become_inert()
+
+    # ---- the run log -----------------------------------------------------------------------------
+
+    def _record(self, record: StepRecord) -> None:
+        self._records.append(record)
+        if self._status:
+            tell(describe_step(record))
+        if self._run_log is not None:
+            self._run_log.write(record)
+
+    def _note_plan(self, news: dict[str, object]) -> None:
+        if self._run_log is not None:
+            self._run_log.note("plan", news)
+
+    def _header(
+        self, strategy: str | None, model_info: Mapping[str, object] | None, parts: Parts
+    ) -> RunHeader:
+        return RunHeader(
+            strategy=strategy or Plan.from_policy(self.config.policy, self._world.layers).strategy,
+            run=self._world.run,
+            rank=self._world.rank,
+            ranks=self._world.ranks,
+            versions={"torch": torch.__version__, "python": platform.python_version()},
+            hardware={
+                "device": _device_name(parts.device.torch_device),
+                "cpus": os.cpu_count(),
+                "instruction_set": torch.backends.cpu.get_cpu_capability(),
+                "threads": torch.get_num_threads(),
+            },
+            model={"layers": len(self._world.layers), **(model_info or {})},
+            policy=self.config.to_yaml(),
+            plan=self._explained(),
+            store=dict(parts.store.description),
+        )
+
+    def _explained(self) -> dict[str, object]:
+        """The placement of every layer of the model, on whatever rank, and why."""
+        policy = self.config.policy
+        explained: dict[str, object] = {}
+        for layer in self._world.layers:
+            placement, why = policy.explain(layer)
+            explained[layer.name] = {"layer": layer.number, "placement": placement.value, "why": why}
+        return explained
+
+    # ---- the plan --------------------------------------------------------------------------------
+
+    def _plan_of(self, config: OffloadConfig) -> Plan:
+        ids = [layer.id for layer in self.layers]
+        return Plan.from_policy(config.policy, ids, self._world.layers, window=config.budget.ceiling)
+
+    def _controller_of(self, config: OffloadConfig, plan: Plan) -> Controller | None:
+        """Learns what steps are like, and decides on the layers that are placed ``auto``.
+
+        Without such layers it is of use for the run log only.
+        """
+        everywhere = Plan.from_policy(config.policy, self._world.layers).placements
+        is_auto = Placement.AUTO in everywhere
+        if not is_auto and self._run_log is None:
+            return None
+        limits = _limits_of(config)
+        task = Task(
+            plan.placements,
+            tuple((layer.chunk, layer.id.name) for layer in self.layers),
+            limits,
+            config.budget.objective or default_objective(limits),
+            host_capacity=config.store.host_capacity,
+            drives=_drives_of(config),
+            is_shared=is_auto and self._world.agree is not None,
+        )
+        return Controller(task)
+
+
+def _open_store(config: OffloadConfig, device: Device) -> ActivationStore:
+    directories = config.store.directories
+    if not directories and config.store.kind != "host":
+        directories = (Path(tempfile.gettempdir()),)
+    return open_store(
+        kind=config.store.kind,
+        directories=directories,
+        capacity=config.store.capacity,
+        host_capacity=config.store.host_capacity,
+        checksum=config.store.checksum,
+        stall_seconds=config.store.stall_seconds,
+        device=device,
+    )
+
+
+def _limits_of(config: OffloadConfig) -> Limits:
+    return Limits(config.budget.activation_bytes, config.budget.ceiling)
+
+
+def _nothing() -> None:
+    """Where steps are told by hand it does not matter when a backward pass ends."""
+
+
+def _drives_of(config: OffloadConfig) -> tuple[int, ...]:
+    """The device numbers of the file systems that a configuration names, in its order."""
+    if config.store.kind == "host":
+        return ()
+    directories = config.store.directories or (tempfile.gettempdir(),)
+    return tuple(Path(directory).stat().st_dev for directory in directories if Path(directory).is_dir())
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return platform.processor() or platform.machine()
+    return torch.get_device_module(device).get_device_name(device)  # type: ignore[no-any-return]
+
+
+def _device_of_model(modules: Sequence[nn.Module]) -> torch.device:
+    parameter = next((parameter for module in modules for parameter in module.parameters()), None)
+    return parameter.device if parameter is not None else torch.device("cpu")
+
+
+_open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for session in list(_open_sessions):
+        session.become_inert()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+@exit_status.failing
+def _finish_at_exit() -> None:
+    """The last step of a session that was never closed is in its run log all the same."""
+    for session in list(_open_sessions):
+        session.finish_step()
+
+
+atexit.register(_finish_at_exit)

@@ -1,0 +1,337 @@
+"""The steps of a session, one at a time: what begins and ends with each of them, and is learned from it."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tba_offload import interrupts
+from tba_offload.capture.trace import DeviceTimes
+from tba_offload.config.policy import Placement
+from tba_offload.errors import SessionError, TransferError
+from tba_offload.layers.guards import checkpointing_warning, is_checkpointed
+from tba_offload.session.notices import tell
+from tba_offload.session.recording import record_of
+from tba_offload.session.step import Step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+    from torch import nn
+
+    from tba_offload.adapt.planning import Planning
+    from tba_offload.capture.gradients import Gradients
+    from tba_offload.capture.hooks import Capture
+    from tba_offload.capture.rematerialize import Rebuilds
+    from tba_offload.capture.site import Site
+    from tba_offload.capture.trace import StepTrace
+    from tba_offload.device.streams import Device
+    from tba_offload.plan.model import Limits
+    from tba_offload.recompute.verdicts import Verifier
+    from tba_offload.report.run_log import StepRecord
+    from tba_offload.session.meters import Meters
+    from tba_offload.session.notices import Notices
+    from tba_offload.session.ongoing import Ongoing
+    from tba_offload.session.world import World
+    from tba_offload.store.base import ActivationStore, DriveLoad
+    from tba_offload.transfer.offloader import Offloader
+
+_LOOKED_AT = 3
+"""Steps in which it is looked whether the window is too wide: later ones save as much."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a session is made of.
+
+    Attributes:
+        modules: The model or its chunks.
+        sites: Where the session stands in front of layers.
+        limits: Budget and window of the configuration.
+    """
+
+    modules: Sequence[nn.Module]
+    sites: Sequence[Site]
+    device: Device
+    store: ActivationStore
+    offloader: Offloader
+    capture: Capture
+    gradients: Gradients
+    verifier: Verifier
+    rebuilds: Rebuilds
+    planning: Planning
+    meters: Meters
+    notices: Notices
+    world: World
+    limits: Limits
+
+
+class Steps:
+    """Begins and ends the steps of a session.
+
+    Args:
+        ongoing: Where it is noted which of them is open.
+        parts: What works in a step, and is told where it begins and ends.
+        recorded: Is given the record of each step.
+        planned: Is given what there is to tell of a new plan, for the run log.
+
+    Attributes:
+        ongoing: As given.
+    """
+
+    def __init__(
+        self,
+        ongoing: Ongoing,
+        parts: Parts,
+        *,
+        recorded: Callable[[StepRecord], object],
+        planned: Callable[[dict[str, object]], object],
+    ) -> None:
+        self.ongoing = ongoing
+        self._parts = parts
+        self._recorded = recorded
+        self._planned = planned
+        self._settle: Callable[[], object] = _nothing
+        self._finish: Callable[[], object] = _nothing
+        _all.add(self)
+
+    def end_by(self, *, settle: Callable[[], object], finish: Callable[[], object]) -> None:
+        """Steps may open by themselves.
+
+        Args:
+            settle: Ends such a step if it is over.
+            finish: Ends it.
+        """
+        self._settle, self._finish = settle, finish
+
+    @property
+    def trace(self) -> StepTrace:
+        """What happened in the step."""
+        return self._parts.capture.trace
+
+    def new(
+        self,
+        *,
+        tokens: int | None = None,
+        model_flops: float | None = None,
+        measure_memory: bool | None = None,
+        opened_itself: bool = False,
+    ) -> Step:
+        """A step that has not begun; see :meth:`Session.step`."""
+        meter = self._parts.meters.of_step(wanted=measure_memory, may_help=self._parts.planning.wants_memory)
+        return Step(self, tokens=tokens, model_flops=model_flops, meter=meter, opened_itself=opened_itself)
+
+    def open_by_itself(self) -> Step:
+        """Begins a step that nothing has announced."""
+        step = self.new(opened_itself=True)
+        step.__enter__()
+        return step
+
+    def open_step(self) -> Step | None:
+        """The step that is open; one whose end was interrupted is ended now."""
+        step = self.ongoing.step
+        if step is not None and step.left:
+            self.end(failed=True)
+        return self.ongoing.step
+
+    def settle(self) -> None:
+        """Ends a step that opened by itself and is over."""
+        if not self.ongoing.is_inert:
+            self._settle()
+
+    def finish(self) -> None:
+        """Ends a step that opened by itself: no more of it will come."""
+        if not self.ongoing.is_inert:
+            self._finish()
+
+    # ---- begin -----------------------------------------------------------------------------------
+
+    def begin(self, step: Step) -> None:
+        """Has everything ready for a step.
+
+        Raises:
+            SessionError: No step can begin here.
+        """
+        try:
+            interrupts.put_up(step)
+            self._prepare(step)
+        except BaseException:
+            interrupts.take_down(step)
+            raise
+
+    def _prepare(self, step: Step) -> None:
+        self.ongoing.check_usable()
+        if not step.opened_itself:
+            self.finish()
+        if self.open_step() is not None:
+            raise SessionError("another step of this session is still open")
+        parts = self._parts
+        parts.offloader.drain()
+        self.raise_failures()
+        parts.capture.static.refresh(parts.modules)
+        self._warn_of_checkpointing()
+        self._begin_parts(step)
+        parts.meters.resident.reset()
+        parts.meters.leave(step.meter)
+        self._note_overlap(step)
+        self._mark_times()
+        step.measure_base(gradients_allocated=all(map(_has_gradient, parts.gradients.parameters())))
+        self.ongoing.opened(step)
+
+    def _begin_parts(self, step: Step) -> None:
+        parts = self._parts
+        samples = step.meter is not None and step.meter.samples
+        parts.capture.begin_step(look_at_memory=self.ongoing.look_at_memory if samples else None)
+        parts.verifier.begin_step()
+        parts.rebuilds.begin_step()
+        for site in parts.sites:
+            site.begin_step()
+        parts.planning.begin_step()
+        parts.offloader.reset_stats()
+        parts.store.take_loads()  # those of a failed step belong to none
+        parts.gradients.begin_step()
+
+    def _note_overlap(self, step: Step) -> None:
+        """Live bytes are those of the process: of two steps at once none can tell its own."""
+        for steps in _all:
+            if steps is self or steps._torch_device != self._torch_device:
+                continue
+            steps.settle()
+            other = steps.ongoing.step
+            if other is not None and step.meter is not None:
+                step.overlapped()
+                other.overlapped()
+                self._parts.notices.overlap()
+
+    @property
+    def _torch_device(self) -> torch.device:
+        return self._parts.device.torch_device
+
+    def _mark_times(self) -> None:
+        """Has times marked in the work of a device that runs behind the host, if a planner watches."""
+        parts = self._parts
+        wanted = parts.planning.controller is not None and parts.device.runs_behind
+        parts.offloader.mark_stalls(wanted=wanted)
+        if wanted:
+            parts.capture.trace.mark_times(parts.device)
+
+    def _warn_of_checkpointing(self) -> None:
+        """Trainers may switch checkpointing on long after the model was attached: every step looks."""
+        parts = self._parts
+        if parts.notices.said("checkpointing"):
+            return
+        placed = zip(parts.sites, parts.planning.plan.placements, strict=True)
+        others = [site.layer.module for site, placement in placed if placement is not Placement.KEEP]
+        if count := sum(map(is_checkpointed, others)):
+            parts.notices.warn_once("checkpointing", checkpointing_warning(count, len(parts.sites)))
+
+    # ---- end -------------------------------------------------------------------------------------
+
+    def end(self, *, failed: bool) -> None:
+        """The step that is open is over.
+
+        Raises:
+            TransferError: One of its transfers failed.
+        """
+        step = self.ongoing.ended()
+        try:
+            self._parts.capture.end_step(failed=failed)
+            self._parts.rebuilds.end_step(failed=failed)
+        finally:
+            if step is not None:
+                interrupts.take_down(step)
+        if failed:
+            return
+        self.raise_failures()
+        self.ongoing.counted()
+
+    def forget(self, step: Step) -> None:
+        """Ends a step of which nothing is recorded."""
+        step.leave()
+        self.end(failed=True)
+
+    def raise_failures(self) -> None:
+        """The first failed transfer ends the step; those that failed with it must not end the next one.
+
+        Raises:
+            TransferError: A transfer failed.
+        """
+        offloader = self._parts.offloader
+        try:
+            offloader.writer.flush()  # a graph that outlives its step shall not keep memory
+            offloader.raise_failures()
+        except TransferError:
+            offloader.abandon()
+            raise
+
+    # ---- what it was like ------------------------------------------------------------------------
+
+    def conclude(self, step: Step) -> StepRecord:
+        """Records a step that has ended, and learns from it."""
+        parts = self._parts
+        parts.gradients.count()
+        self._warn_if_full()
+        self._warn_of_wide_window()
+        loads = parts.store.take_loads()
+        record = record_of(step, self.ongoing.number, loads, parts)
+        self._recorded(record)
+        if not step.skipped:
+            self._learn(step, record, loads)
+        return record
+
+    def _warn_if_full(self) -> None:
+        parts, stats = self._parts, self._parts.offloader.stats
+        if not stats.full:
+            return
+        budget = parts.limits.budget
+        beyond = 0 if budget is None else stats.own_peak + parts.capture.trace.kept_bytes - budget
+        parts.notices.full(stats.fallback_kept, self.ongoing.number, beyond)
+
+    def _warn_of_wide_window(self) -> None:
+        """A window that holds most of what a step saves leaves most of it in memory."""
+        planning, window = self._parts.planning, self._parts.limits.window
+        if self.ongoing.number > _LOOKED_AT or window is None:
+            return
+        if Placement.OFFLOAD not in planning.plan.placements or planning.chosen:
+            return
+        saved = sum(activation.nbytes for activation in self.trace.activations)
+        if saved and window > saved / 2:
+            self._parts.notices.wide_window(saved, window)
+
+    def _learn(self, step: Step, record: StepRecord, loads: Sequence[DriveLoad]) -> None:
+        """Has the next step planned by what this one was like."""
+        parts = self._parts
+        controller, chosen = parts.planning.controller, parts.planning.chosen
+        if controller is None:
+            return
+        may_plan = parts.world.may_plan_recomputation
+        if not may_plan and chosen:
+            parts.notices.other_ranks()
+        trace, stalls = parts.capture.trace, parts.offloader.stats.marked_stalls
+        news = parts.planning.learn(
+            record,
+            loads,
+            began=step.began,
+            rest_bytes=step.rest_bytes,
+            repeatable=[index for index in chosen if may_plan and parts.verifier.may_plan(index)],
+            on_device=DeviceTimes(trace, stalls) if trace.marks is not None else None,
+        )
+        if news is None:
+            return
+        if controller.has_planned and parts.world.rank == 0:
+            tell(f"plan after step {record.step}: {news['summary']}")
+        self._planned({"step": record.step, **news})
+
+
+def _nothing() -> None:
+    """Steps that are told by hand end where they are told to."""
+
+
+def _has_gradient(parameter: torch.Tensor) -> bool:
+    """Whether the memory of its gradient exists; Megatron's lies in a buffer of its own."""
+    return parameter.grad is not None or getattr(parameter, "main_grad", None) is not None
+
+
+_all: weakref.WeakSet[Steps] = weakref.WeakSet()

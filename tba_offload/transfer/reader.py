@@ -1,0 +1,311 @@
+"""The way back: backward is given bytes from memory, or they are read, if there is room before their use."""
+
+from __future__ import annotations
+
+import errno
+import time
+from typing import TYPE_CHECKING
+
+from tba_offload.device.ranges import ByteRange, aligned_range
+from tba_offload.errors import ChecksumError, SessionError, StoreError, TransferError, is_of_drive
+from tba_offload.transfer.extents import extent_of
+from tba_offload.transfer.failures import transfer_error
+from tba_offload.transfer.watchdog import has_ended, pause
+
+if TYPE_CHECKING:
+    import torch
+
+    from tba_offload.device.streams import Device, Event
+    from tba_offload.store.base import ActivationStore, IoFuture
+    from tba_offload.transfer.shared import Shared
+    from tba_offload.transfer.storage import Handle, Piece, Record, Span
+    from tba_offload.transfer.writer import Writer
+
+READ_AGAIN = (0.01, 0.1, 1.0)
+"""Seconds before the second, third and fourth attempt to read what backward waits for.
+
+The thread that needs the bytes pauses, so other transfers go on, and what was read ahead in vain is only read
+again once it is needed. The sum is shorter than the wait after which a drive that stands still is named.
+"""
+
+_MAY_PASS = frozenset({
+    errno.EIO, errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ENOBUFS, errno.ENOMEM, errno.ETIMEDOUT
+})  # fmt: skip
+"""Errors of a read that may not come again: a path that is switched over, memory that is short."""
+
+
+class Reader:
+    """Reads records, on the training thread's behalf.
+
+    Args:
+        shared: The records.
+        store: Where the bytes are.
+        device: The device that holds the activations.
+        writer: Writes what must go to make room.
+    """
+
+    def __init__(self, shared: Shared, store: ActivationStore, device: Device, writer: Writer) -> None:
+        self._shared = shared
+        self._ledger = shared.ledger
+        self._store = store
+        self._device = device
+        self._writer = writer
+
+    # ---- from unpack -----------------------------------------------------------------------------
+
+    def fetch(self, handle: Handle) -> tuple[torch.UntypedStorage, int]:
+        """The bytes of a handle: from memory if they are still there, from the store otherwise.
+
+        Returns:
+            A storage and a shift in bytes: byte b of the original storage is byte b + shift of it.
+
+        Raises:
+            TransferError: The bytes could not be written or read.
+        """
+        shared, record = self._shared, handle.record
+        if shared.inert:
+            raise SessionError(
+                f"{record.key} was saved before this process was forked; only the parent can go "
+                "backward through that graph, not a forked child"
+            )
+        if shared.drops.queue:
+            shared.tidy()
+        with shared.lock:
+            is_first, was_held = not handle.drop.read, record.held
+            found = record.hand_out(handle)
+            if found is not None and found[2] is None:
+                self._forwarded(handle, is_first=is_first, was_held=was_held)
+        storage, shift, span = found if found is not None else self._read(handle)
+        if span is not None and span.stream is not None and (stream := self._device.stream()) != span.stream:
+            self._device.use(ByteRange(storage, 0, storage.nbytes()), stream)
+        return storage, shift
+
+    def _forwarded(self, handle: Handle, *, is_first: bool, was_held: bool) -> None:
+        """Backward has the original memory: what was still to be written is not, once no handle needs it."""
+        stats, record = self._ledger.stats, handle.record
+        if is_first:
+            stats.forwarded += handle.hi - handle.lo
+        if record.held and not was_held:
+            stats.held += record.nbytes
+        if not record.unread and record.writes:
+            self._shared.cancel_writes(record)
+            record.all_read()
+        if record.pinned:
+            self._ledger.note(record)
+
+    def _read(self, handle: Handle) -> tuple[torch.UntypedStorage, int, Span | None]:
+        """Waits for the bytes of a handle, which are not in memory."""
+        shared, record = self._shared, handle.record
+        while True:
+            with shared.lock:
+                span = record.span_over(handle.lo, handle.hi)
+                if span is None:
+                    raise transfer_error("keep", record, record.error)
+                buffer = span.restored()  # held until it is handed out
+                if buffer is None:
+                    buffer = self._start_read(span)
+                shared.ahead.pop(span, None)  # another thread that needs room must not take it away
+                reads = span.reads
+            self._await(span, reads)
+            with shared.lock:
+                span.used(reads)
+                shared.forget_ahead(span)
+                found = record.hand_out(handle)
+            if found is not None:  # another thread may have found that it cannot be read
+                return found
+
+    def _start_read(self, span: Span) -> torch.UntypedStorage:
+        """Submits the reads of a span into a new buffer. Called on the training thread, under the lock."""
+        room = aligned_range(span.nbytes, span.pieces[0].address, self._store.alignment, self._device)
+        after = self._device.event()
+        reads: list[IoFuture] = []
+        try:
+            for piece in span.pieces:
+                reads.append(self._submit(span, piece, room, after))  # noqa: PERF401 - as below
+            span.restores_into(room, reads, self._device.stream())
+        except BaseException:
+            # The buffer must not be taken for one that holds the bytes, and no read may be forgotten.
+            for read in reads:
+                if not read.cancel():
+                    has_ended(read, self._shared.watchdog.limit)
+            raise
+        self._ledger.stats.read += span.nbytes
+        return room.storage
+
+    def _submit(self, span: Span, piece: Piece, room: ByteRange, after: Event) -> IoFuture:
+        alone = len(span.pieces) == 1
+        target = room if alone else room.part(piece.lo - span.lo, piece.nbytes)
+        # Next to a neighbour in the same buffer the store must not touch the padding.
+        return self._store.read(extent_of(piece), target, after, padded=alone)
+
+    # ---- waiting ---------------------------------------------------------------------------------
+
+    def _await(self, span: Span, reads: list[IoFuture]) -> None:
+        """Waits for the reads of a span; the time is a stall."""
+        if span.has_come(reads):
+            return
+        with self._shared.stall(is_marked=not span.arrived()):
+            for number, piece in enumerate(span.pieces):
+                try:
+                    self._await_read(span, reads, number, piece)
+                except TransferError:  # nothing has moved for too long
+                    self._shared.extents.suspend(piece, self._shared.watchdog.exhausted())
+                    raise
+                except StoreError as error:
+                    raise self._failed(span, piece, error) from error
+
+    def _await_read(self, span: Span, reads: list[IoFuture], number: int, piece: Piece) -> None:
+        """Waits for one read, and tries again where that may help.
+
+        Raises:
+            StoreError: It failed for good.
+        """
+        watchdog = self._shared.watchdog
+        started, mismatched = time.perf_counter(), False
+        for seconds in (*READ_AGAIN, None):
+            spent, read = time.perf_counter() - started, reads[number]
+            watchdog.wait_for(read, lambda: self._shared.describe("read", piece, piece.nbytes), spent=spent)
+            if seconds is None or not _may_pass(read.error, mismatched=mismatched):
+                break
+            mismatched = isinstance(read.error, ChecksumError)
+            if not watchdog.allows(time.perf_counter() - started + seconds):
+                break
+            pause(seconds)
+            self._read_again(span, reads, number, piece)
+        reads[number].wait()
+
+    def _read_again(self, span: Span, reads: list[IoFuture], number: int, piece: Piece) -> None:
+        """Submits a read that failed once more, into the same buffer."""
+        with self._shared.lock:
+            # Another thread that waits for the same bytes may have done so, or given them up.
+            if reads[number].error is None or span.reads is not reads or span.buffer is None:
+                return
+            room = ByteRange(span.buffer, span.lo + span.shift, span.nbytes)
+            reads[number] = self._submit(span, piece, room, self._device.event())
+            self._ledger.stats.reread += piece.nbytes
+
+    def _failed(self, span: Span, piece: Piece, error: StoreError) -> TransferError:
+        """A read failed for good: its buffer goes, unless a read still fills it. Returns the error."""
+        shared = self._shared
+        with shared.lock:
+            if span.arrived():
+                shared.forget_ahead(span)
+                span.forget()
+        if is_of_drive(error):  # it did not give back what it took
+            shared.extents.suspend(piece, error)
+        return transfer_error("read", piece.record, error, f" from {shared.extents.where(piece)}")
+
+    # ---- made again ------------------------------------------------------------------------------
+
+    def is_lost(self, handle: Handle) -> bool:
+        """Whether bytes were written, are not in memory, and no read that fills a buffer is under way."""
+        with self._shared.lock:
+            span = handle.record.span_over(handle.lo, handle.hi)
+            return span is not None and span.restored() is None
+
+    def can_be(self, handle: Handle, storage: torch.UntypedStorage) -> bool:
+        """Whether bytes that were computed again may be those that a handle needs, by their checksums.
+
+        Args:
+            handle: What needs them.
+            storage: All bytes of the record, at the place that they had in its storage.
+        """
+        self._device.event().synchronize()
+        with self._shared.lock:
+            span = handle.record.span_over(handle.lo, handle.hi)
+            pieces = span.pieces if span is not None else []
+        made = ((extent_of(piece), ByteRange(storage, piece.lo, piece.nbytes)) for piece in pieces)
+        return all(self._store.holds(extent, source) is not False for extent, source in made)
+
+    def replace(
+        self, handle: Handle, storage: torch.UntypedStorage, error: TransferError
+    ) -> tuple[torch.UntypedStorage, int]:
+        """Takes bytes that were computed again in place of those that a read did not give.
+
+        Args:
+            handle: What needs them.
+            storage: All bytes of the record, at the place that they had in its storage.
+            error: Of the read, for the warning.
+
+        Returns:
+            As :meth:`fetch`.
+        """
+        shared, record = self._shared, handle.record
+        self._device.event().synchronize()  # as bytes that were read, these are there for every stream
+        with shared.lock:
+            span = record.span_over(handle.lo, handle.hi)
+            if span is None:
+                raise AssertionError(f"{record.key} has no bytes to be replaced")
+            span.restores_into(ByteRange(storage, span.lo, span.nbytes), [], self._device.stream())
+            shared.forget_ahead(span)
+            self._ledger.stats.rescued += span.nbytes
+            record.hand_out(handle)
+        shared.failures.tell_rescue(record, extent_of(span.pieces[0]), error)
+        return storage, span.shift
+
+    # ---- ahead of unpack -------------------------------------------------------------------------
+
+    @property
+    def given_up(self) -> int:
+        """Bytes whose reading ahead was in vain in this step, because something else needed the room."""
+        return self._ledger.stats.given_up
+
+    def has_room(self) -> bool:
+        """Whether reading ahead is worth a start: the window has room, and this is no forked child."""
+        ledger = self._ledger
+        return not self._shared.inert and ledger.window.is_worth_filling(ledger.in_flight)
+
+    def prefetch(self, record: Record, *, across_forward: bool = False) -> bool:
+        """Starts reading ``record`` if it is in the store and the window has room.
+
+        A record that is still in memory is about to be used there: writes of it that have not started
+        are taken back.
+
+        Args:
+            record: What backward is going to use.
+            across_forward: A forward pass comes before that, which will need most of the window: only a part
+                of it may be filled, and writes go on.
+
+        Returns:
+            Whether the next record may be tried: ``False`` means that the window is full.
+
+        Raises:
+            TransferError: To make room, something was written that the store had no room for.
+        """
+        shared, ledger = self._shared, self._ledger
+        with shared.lock:
+            if record.released or not record.unread:
+                return True
+            if record.memory() is not None:
+                if across_forward and not record.pinned:
+                    return False  # it may have to be read after all
+                if record.source is not None and record.writes:
+                    shared.cancel_writes(record)
+                return True
+            for span in record.spans:
+                if span.restored() is not None:
+                    continue
+                if not ledger.may_be_read_ahead(span.nbytes, across_forward=across_forward):
+                    break
+                self._start_read(span)
+                shared.ahead[span] = None
+                ledger.charge(span)
+            else:
+                return True
+        if not across_forward:
+            self._writer.flush()  # it is needed later than this record, or it would have been taken out
+        return False
+
+    def give_up_prefetched(self) -> None:
+        """Drops what was read ahead and not used in the step that is over."""
+        shared = self._shared
+        with shared.lock:
+            while shared.give_up_farthest():
+                pass
+
+
+def _may_pass(error: BaseException | None, *, mismatched: bool) -> bool:
+    """Whether another read may go well; bits that flip on the way rarely do twice in turn."""
+    if isinstance(error, ChecksumError):
+        return not mismatched
+    return isinstance(error, StoreError) and error.errno in _MAY_PASS

@@ -1,0 +1,307 @@
+"""What the writer and the reader of an offloader share: the lock, the records, and how each one ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from tba_offload.errors import TransferError
+from tba_offload.transfer.extents import Extents
+from tba_offload.transfer.ledger import Ledger
+from tba_offload.transfer.storage import Drops
+
+if TYPE_CHECKING:
+    from _thread import LockType
+    from collections.abc import Iterable, Iterator
+
+    from tba_offload.device.streams import Device
+    from tba_offload.plan.window import Window
+    from tba_offload.store.base import ActivationStore
+    from tba_offload.transfer.failures import Failures
+    from tba_offload.transfer.storage import Piece, Record, Span
+    from tba_offload.transfer.watchdog import Watchdog
+
+DROPS_AT_ONCE = 8
+"""Handles that are gone before :meth:`Shared.tidy` takes note of them.
+
+Taking note finds code and extents in cold caches after the model's work; eight at once pay for that once.
+"""
+
+_PAST = {"read": "read", "write": "written"}
+
+
+class Outbox:
+    """Pieces that were saved and not handed to the store, oldest first.
+
+    Attributes:
+        pieces: The pieces.
+        nbytes: Memory that they hold.
+    """
+
+    __slots__ = ("nbytes", "pieces")
+
+    def __init__(self) -> None:
+        self.pieces: dict[Piece, None] = {}
+        self.nbytes = 0
+
+    def put(self, pieces: Iterable[Piece]) -> None:
+        """Adds pieces."""
+        for piece in pieces:
+            self.pieces[piece] = None
+            self.nbytes += piece.weight
+
+    def take(self, held_back: int) -> list[Piece]:
+        """Takes out the oldest pieces, all but the latest of which ``held_back`` bytes of memory wait."""
+        taken: list[Piece] = []
+        for piece in self.pieces:
+            # What weighs nothing goes with the piece before it: together they hold their memory.
+            if held_back and piece.weight and self.nbytes <= held_back:
+                break
+            self.nbytes -= piece.weight
+            taken.append(piece)
+        for piece in taken:
+            del self.pieces[piece]
+        return taken
+
+    def discard(self, piece: Piece) -> bool:
+        """Takes out one piece; whether it was there."""
+        if piece not in self.pieces:
+            return False
+        del self.pieces[piece]
+        self.nbytes -= piece.weight
+        return True
+
+    def clear(self) -> None:
+        """Takes out everything, after an interrupt."""
+        self.pieces.clear()
+        self.nbytes = 0
+
+
+class Shared:
+    """The records of one offloader, and the lock that protects them.
+
+    The caller of a method holds the lock, unless it says otherwise. Nothing waits for I/O while it is held.
+
+    Args:
+        store: Where the bytes go.
+        device: The device that holds the activations.
+        window: The rules of what is in flight.
+        failures: What went wrong.
+        watchdog: Waits.
+
+    Attributes:
+        lock: Protects all of this.
+        records: All that were not released yet; after an interrupt, the truth.
+        outbox: Pieces that were not handed to the store yet.
+        ahead: Spans that were read ahead and that nothing has asked for yet, in the order of their reading.
+        drops: Handles that are gone and were not taken note of.
+        inert: Whether this is a forked child.
+        marks_stalls: Whether waits are marked in the work of the device.
+    """
+
+    def __init__(
+        self, store: ActivationStore, device: Device, window: Window, failures: Failures, watchdog: Watchdog
+    ) -> None:
+        self.device = device
+        self.lock: LockType = threading.Lock()
+        self.ledger = Ledger(window)
+        self.failures = failures
+        self.watchdog = watchdog
+        self.extents = Extents(store, failures)
+        self.outbox = Outbox()
+        self.records: dict[Record, None] = {}
+        self.ahead: dict[Span, None] = {}
+        self.drops = Drops(self.lock)
+        self.inert = False
+        self.marks_stalls = False
+
+    # ---- transitions -----------------------------------------------------------------------------
+
+    def settle(self, record: Record) -> None:
+        """Frees memory, or extents, that no transfer and no handle needs any more, and updates the ledger."""
+        if not record.writes and not record.deferred:
+            if record.released:
+                self._give_back_extents(record)
+                record.free()
+                self.records.pop(record, None)
+            elif record.source is not None and not record.pinned:
+                record.free()
+        self.ledger.note(record)
+
+    def _give_back_extents(self, record: Record) -> None:
+        for span in record.spans:
+            for number, piece in enumerate(span.pieces):
+                read = span.reads[number] if span.reads else None
+                if read is None or read.done() or read.cancel():
+                    self.extents.give_back(piece)
+                else:
+                    self.extents.give_back_after(read, piece)
+        record.forget_spans()
+
+    def cancel_writes(self, record: Record) -> None:
+        """Takes back the writes that have not started; the memory then stays until the handles are gone."""
+        cancelled = {
+            piece
+            for piece in record.pieces()
+            if self.outbox.discard(piece) or (piece.write is not None and piece.write.cancel())
+        }
+        if cancelled:
+            self.take_back(record, cancelled)
+
+    def take_back(self, record: Record, pieces: set[Piece]) -> None:
+        """Pieces that will never be written: their memory stays until the last handle is gone."""
+        for piece in pieces:
+            self.outbox.discard(piece)
+            self.extents.give_back(piece)
+        record.lose(pieces)
+        self.ledger.note(record)
+        self.watchdog.notify()
+
+    def give_up_unfinished(self, record: Record) -> None:
+        """Takes back what was saved of a record and never came to the store."""
+        if lost := record.unfinished():
+            self.take_back(record, lost)
+            self.settle(record)
+
+    def release(self, record: Record) -> None:
+        """The last handle is gone: nothing will ask for these bytes again. To do it twice does no harm."""
+        record.release()
+        for span in record.spans:
+            self.forget_ahead(span)
+        if record.writes:
+            self.cancel_writes(record)
+        self.settle(record)
+
+    def forget_ahead(self, span: Span) -> None:
+        """A span that was read ahead is in use, or will not be."""
+        self.ahead.pop(span, None)
+        self.ledger.uncharge(span)
+
+    def give_up_farthest(self) -> bool:
+        """Drops what was read ahead, is needed last and is not being read; whether there is such a span."""
+        for span in reversed(self.ahead):
+            if span.arrived() or (len(span.reads) == 1 and span.reads[0].cancel()):
+                del self.ahead[span]
+                span.forget()
+                self.ledger.stats.given_up += self.ledger.uncharge(span)
+                return True
+        return False
+
+    # ---- handles that are gone; the lock is not held ---------------------------------------------
+
+    def tidy(self) -> None:
+        """:meth:`drain`, but only when it is worth it.
+
+        Handles of records that hold memory until the last of them is gone are never put off.
+        """
+        dropped = len(self.drops.queue)
+        if dropped and (dropped >= DROPS_AT_ONCE or self.ledger.settled):
+            self.drain()
+
+    def drain(self) -> None:
+        """Takes note of the handles that autograd has dropped."""
+        queue = self.drops.queue
+        if self.inert or not queue:
+            return
+        with self.lock:
+            while queue:
+                # It leaves the queue last: what an interrupt cuts short is done again.
+                record = queue[0].record
+                if not record.forget_drop(queue[0]):
+                    self.release(record)
+                elif not record.unread:
+                    record.all_read()
+                    self.ledger.note(record)
+                queue.popleft()
+
+    def repair(self) -> None:
+        """After an interrupt, which may have struck between any two operations of the training thread.
+
+        Writes that never came to the store are taken back, records that no handle needs are released, and the
+        sums are made anew from the others.
+        """
+        with self.lock:
+            self.outbox.clear()
+            for record in list(self.records):
+                self.give_up_unfinished(record)
+                if not record.drops:
+                    self.release(record)
+            self.extents.reconcile(self.records)
+            self.ledger.recount(self.records)
+            self.watchdog.notify()
+
+    # ---- waiting; the lock is not held -----------------------------------------------------------
+
+    def wait(self, change: LockType) -> None:
+        """Waits for a change that the watchdog told of.
+
+        Raises:
+            TransferError: Nothing has changed within the limit.
+        """
+        try:
+            self.watchdog.wait_until_changed(change, self._describe_writes)
+        except TransferError:
+            with self.lock:
+                self.give_up_hanging()
+            raise
+
+    def give_up_hanging(self) -> None:
+        """Nothing was written for too long: what is under way stays in memory, its drives are left alone.
+
+        A write only reads its memory. Should it end one day, that changes nothing any more. The lock is held.
+        """
+        for record in list(self.records):
+            if not any(piece.is_under_way() for piece in record.pieces()):
+                continue
+            self.cancel_writes(record)
+            for piece in record.pieces():
+                if piece.is_under_way():
+                    self.extents.suspend(piece, self.watchdog.exhausted())
+            if record.keep():
+                self.ledger.stats.fallback_kept += record.nbytes
+            self.ledger.note(record)
+
+    def wait_for_write(self, piece: Piece) -> None:
+        """Waits until the write of a piece has ended.
+
+        Raises:
+            TransferError: It has not ended within the limit; its drive is left alone.
+        """
+        write = piece.write
+        if write is None:
+            return
+        try:
+            self.watchdog.wait_for(write, lambda: self.describe("write", piece, piece.nbytes))
+        except TransferError:
+            self.extents.suspend(piece, self.watchdog.exhausted())
+            raise
+
+    def _describe_writes(self) -> str:
+        """What is being written, by its oldest piece."""
+        with self.lock:
+            running = [
+                piece for record in self.records for piece in record.pieces() if piece.write is not None
+            ]
+        if not running:
+            return "no write is under way"
+        return self.describe("write", running[0], sum(piece.nbytes for piece in running))
+
+    def describe(self, what: str, piece: Piece, nbytes: int) -> str:
+        """What is waited for: "read" or "write", its bytes, the first layer and its place."""
+        place = self.extents.place(piece)
+        return f"{nbytes} bytes wait to be {_PAST[what]}, first {piece.record.key}, at {place}"
+
+    @contextmanager
+    def stall(self, *, is_marked: bool = True) -> Iterator[None]:
+        """Around a wait of the training thread for I/O: it is counted, and marked in the device's work."""
+        stats = self.ledger.stats
+        mark = self.device.mark() if self.marks_stalls and is_marked else None
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            stats.stalled(started, time.perf_counter())
+            if mark is not None:
+                stats.marked_stalls.append((mark, self.device.mark()))

@@ -1,0 +1,241 @@
+"""The way out: what was saved is collected in batches and handed to the store, and the window is kept.
+
+Bytes in flight are those that were packed and not yet freed, plus those whose read was submitted and that
+were not yet unpacked. They have a ceiling. At the ceiling :meth:`Writer.admit` waits, but only for writes
+that are running or queued: if there are none, the prefetch that is needed last is given up, and if there is
+none either the activation is admitted alone, because only the waiting thread itself could free the rest.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from tba_offload.device.ranges import ByteRange
+from tba_offload.errors import StoreError, is_of_drive
+from tba_offload.transfer.extents import extent_of
+from tba_offload.transfer.failures import is_full
+from tba_offload.transfer.storage import handed_over
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from tba_offload.device.streams import Device, Event
+    from tba_offload.plan.window import Window
+    from tba_offload.store.base import ActivationStore, IoFuture
+    from tba_offload.transfer.shared import Shared
+    from tba_offload.transfer.storage import Piece, Record
+
+
+class Writer:
+    """Writes records.
+
+    Args:
+        shared: The records.
+        store: Where the bytes go.
+        device: The device that holds the activations.
+        window: The rules of what is in flight.
+    """
+
+    def __init__(self, shared: Shared, store: ActivationStore, device: Device, window: Window) -> None:
+        self._shared = shared
+        self._ledger = shared.ledger
+        self._outbox = shared.outbox
+        self._store = store
+        self._device = device
+        self.resize(window)
+
+    def resize(self, window: Window) -> None:
+        """Looks the sizes up that every save asks for, and tells the store; between steps."""
+        self._ledger.resize(window)
+        self._held_back = window.held_back
+        self._due_above = window.held_back + window.batch
+        self._store.expect(window.nbytes)
+
+    # ---- room ------------------------------------------------------------------------------------
+
+    def crowded(self, nbytes: int) -> bool:
+        """Whether ``nbytes`` more would exceed the ceiling."""
+        return self._ledger.crowded(nbytes)
+
+    def admit(self, nbytes: int) -> None:
+        """Waits until ``nbytes`` more may be in flight, or until waiting cannot help.
+
+        Raises:
+            TransferError: A transfer failed meanwhile, or nothing moved for too long.
+        """
+        ledger, shared = self._ledger, self._shared
+        if not ledger.window.is_crowded(ledger.in_flight, nbytes):
+            return
+        shared.drain()
+        with shared.stall():
+            while self._make_room(nbytes):
+                pass
+        shared.failures.raise_first()
+
+    def _make_room(self, nbytes: int) -> bool:
+        """One attempt to get below the ceiling; whether another one makes sense."""
+        self.flush()  # also what another thread collected: its writes must be under way to be waited for
+        shared = self._shared
+        with shared.lock:
+            if not self._ledger.crowded(nbytes):
+                return False
+            if self._outbox.pieces:
+                return True
+            if not self._ledger.departing:
+                return shared.give_up_farthest()
+            change = shared.watchdog.next_change()
+        shared.wait(change)
+        return True
+
+    # ---- from pack -------------------------------------------------------------------------------
+
+    def defer(self, record: Record, storage: torch.UntypedStorage) -> None:
+        """Holds the memory of ``record`` until :meth:`decide`: what to write is not known yet."""
+        shared = self._shared
+        with shared.lock:
+            shared.records[record] = None
+            record.defer(storage)
+            shared.ledger.note(record)
+
+    def decide(self, record: Record) -> None:
+        """Ends :meth:`defer`: what had to be written was saved meanwhile."""
+        with self._shared.lock:
+            if record.deferred:
+                record.decide()
+                self._shared.settle(record)
+
+    def save(
+        self, record: Record, storage: torch.UntypedStorage, lo: int, hi: int, *, at_once: bool = False
+    ) -> bool:
+        """Makes sure that bytes [lo, hi) of ``storage`` are written or about to be.
+
+        Only what no earlier view covers is written.
+
+        Args:
+            record: The record of ``storage``.
+            storage: The bytes.
+            lo: First byte.
+            hi: End of the last one.
+            at_once: Nothing is held back.
+
+        Returns:
+            Whether anything had to be written.
+
+        Raises:
+            TransferError: It could not be written and is not allowed to stay in memory.
+        """
+        shared, outbox = self._shared, self._outbox
+        with shared.lock:
+            missing = record.save(storage, lo, hi, self._device.stream(), shared.failures.epoch)
+            if not missing:
+                return False
+            shared.records[record] = None
+            self._ledger.note(record)
+            outbox.put(missing)
+            shared.watchdog.notify()
+        if self._ledger.in_flight > self._ledger.tight_above:
+            self.flush()  # the next activation may find no room
+        elif outbox.nbytes >= self._due_above or at_once:
+            self.flush(0 if at_once else self._held_back)
+        return True
+
+    def end_scope(self, *, at_once: bool) -> None:
+        """A scope has saved everything; without a window nothing is held back, nor if ``at_once``."""
+        if at_once or not self._held_back:
+            self.flush()
+
+    # ---- to the store ----------------------------------------------------------------------------
+
+    def flush(self, held_back: int = 0) -> None:
+        """Hands the writes that were collected to the store, oldest first.
+
+        They go in batches, because a hook finds the caches full of the model's data: the first transfer
+        of a batch pays for fetching the code of ten functions, the others find it there.
+
+        Args:
+            held_back: So many bytes, the latest, are left.
+
+        Raises:
+            TransferError: It could not be written and is not allowed to stay in memory.
+        """
+        shared = self._shared
+        with shared.lock:
+            batch = self._outbox.take(held_back)
+        if not batch:
+            return
+        try:
+            self._send(batch)
+        except BaseException:
+            # An interrupt, or a full store: nothing may wait for writes that will never start.
+            with shared.lock:
+                for piece in batch:
+                    shared.give_up_unfinished(piece.record)
+            raise
+
+    def _send(self, batch: list[Piece]) -> None:
+        """Writes pieces, each after the work of the stream that produced its bytes."""
+        pieces, sources = [], []
+        for piece in batch:
+            storage = piece.record.source
+            if storage is not None and piece.pending:  # or it was taken back meanwhile
+                pieces.append(piece)
+                sources.append(ByteRange(storage, piece.lo, piece.nbytes))
+        after = {stream: self._device.event(stream) for stream in {piece.stream for piece in pieces}}
+        events = [after[piece.stream] for piece in pieces]
+        done = 0
+        while done < len(pieces):
+            rest = slice(done, None)
+            try:
+                done += self._queue(pieces[rest], sources[rest], events[rest])
+            except (StoreError, TimeoutError) as error:
+                with self._shared.lock:
+                    self._unwritten(pieces[done], error)
+                self._shared.failures.raise_first()
+                done += 1
+
+    def _queue(self, pieces: Sequence[Piece], sources: Sequence[ByteRange], events: Sequence[Event]) -> int:
+        """Queues the writes of the first of several pieces; returns of how many.
+
+        Raises:
+            StoreError: The first cannot be written.
+            TimeoutError: The drive hangs.
+        """
+        count = self._shared.extents.reserve(pieces, sources)
+        orders = [
+            (extent_of(piece), source, after, partial(self._written, piece))
+            for piece, source, after in zip(pieces[:count], sources, events, strict=False)
+        ]
+        handed_over(pieces[:count], self._store.write_many(orders))
+        return count
+
+    # ---- on an I/O thread ------------------------------------------------------------------------
+
+    def _written(self, piece: Piece, future: IoFuture) -> None:
+        """A write has ended."""
+        shared, record = self._shared, piece.record
+        with shared.lock:
+            if future.error is not None:
+                self._unwritten(piece, future.error)
+            else:
+                record.written(piece)
+                self._ledger.stats.offloaded += piece.nbytes
+                shared.settle(record)
+            shared.watchdog.notify()
+
+    def _unwritten(self, piece: Piece, error: BaseException) -> None:
+        """A piece could not be written: its memory stays, and the policy says whether that is an error."""
+        shared, record, stats = self._shared, piece.record, self._ledger.stats
+        shared.take_back(record, {piece})
+        if record.released:
+            shared.settle(record)
+            return
+        newly_kept = record.keep()
+        self._ledger.note(record)
+        if shared.failures.keep_when_full and is_of_drive(error):
+            stats.fallback_kept += record.nbytes if newly_kept else 0
+            stats.full |= is_full(error)
+        else:
+            shared.failures.of_write(record, error)

@@ -1,0 +1,569 @@
+"""State that neither a layer's tensors nor its generators show: turned back for a second run, or told.
+
+Each of these once trained wrongly, or ended training with an error that named no layer.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import gc
+import itertools
+import random
+import threading
+import warnings
+from array import array
+from collections import OrderedDict
+from contextlib import contextmanager, nullcontext
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import session_for
+from models import same_bits
+from repeatable import (
+    RECOMPUTED,
+    WIDTH,
+    Net,
+    Plain,
+    assert_same,
+    auto_session,
+    batch,
+    failure,
+    make,
+    session_of,
+    train,
+    warm_up,
+)
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from tba_offload.config.policy import Placement
+from tba_offload.errors import RecomputationError, SavedTensorModifiedError, UnsupportedError
+from tba_offload.layers.checkpoint import is_recomputation
+from tba_offload.recompute.observation import Observation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tba_offload.session import Session
+
+pytestmark = pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
+EVERYWHERE = [*RECOMPUTED, Placement.AUTO]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warmed_up() -> None:
+    warm_up()
+
+
+# What is set around forward
+
+VARIABLE: contextvars.ContextVar[float] = contextvars.ContextVar("scale", default=1.0)
+LOCAL = threading.local()
+LOCAL.scale = 1.0
+
+
+class OfVariable(Plain):
+    def noise(self, x: Tensor) -> Tensor:
+        return x * VARIABLE.get()
+
+
+class OfLocal(Plain):
+    def noise(self, x: Tensor) -> Tensor:
+        return x * LOCAL.scale
+
+
+class OfMode(Plain):
+    def noise(self, x: Tensor) -> Tensor:
+        return torch.sin(x)
+
+
+class Doubling(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        return output * 2 if function is torch.sin else output
+
+
+@contextmanager
+def other_variable() -> Iterator[None]:
+    token = VARIABLE.set(1.25)
+    yield
+    VARIABLE.reset(token)
+
+
+@contextmanager
+def other_local() -> Iterator[None]:
+    LOCAL.scale = 1.25
+    yield
+    LOCAL.scale = 1.0
+
+
+class AroundForward(Net):
+    """From its third forward on, something is set around forward that is not set around backward."""
+
+    def __init__(self, kind: type[Plain], around: Callable[[], Any]) -> None:
+        super().__init__(kind)
+        self.around, self.calls = around, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        with self.around() if self.calls > 2 else nullcontext():
+            return super().forward(x)
+
+
+SET_AROUND = [(OfVariable, other_variable), (OfLocal, other_local), (OfMode, Doubling)]
+
+
+@pytest.mark.parametrize("placement", EVERYWHERE)
+@pytest.mark.parametrize(("kind", "around"), SET_AROUND)
+def test_what_is_set_around_forward_is_set_for_the_second_run(
+    kind: type[Plain], around: Callable[[], Any], placement: Placement
+) -> None:
+    def made() -> Net:
+        return make(kind, lambda kind: AroundForward(kind, around))
+
+    net = made()
+    with session_of(net, placement) as session:
+        assert_same(train(net, session), train(made()))
+
+
+class OfStranger(Plain):
+    """Reads state that nothing of the layer reaches."""
+
+    def noise(self, x: Tensor) -> Tensor:
+        return x * warnings.__dict__.get("_scale_of_this_test", 1.0)
+
+
+@pytest.mark.parametrize("placement", RECOMPUTED)
+def test_state_out_of_reach_is_noticed_in_the_step_in_which_it_differs(
+    placement: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def other_scale() -> Iterator[None]:
+        monkeypatch.setattr(warnings, "_scale_of_this_test", 1.25, raising=False)
+        yield
+        monkeypatch.delattr(warnings, "_scale_of_this_test")
+
+    net = make(OfStranger, lambda kind: AroundForward(kind, other_scale))
+    with session_for(net, default=placement) as session:
+        train(net, session, steps=2)
+        assert "other numbers" in failure(RecomputationError, lambda: train(net, session, steps=1))
+
+
+# What cannot be turned back
+
+
+class Counting(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: Any = itertools.count()
+
+    def noise(self, x: Tensor) -> Tensor:
+        return x * (1 + next(self.numbers) / 8)
+
+
+class Generating(Counting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = (number / 4 for number in range(1000))
+
+
+@pytest.mark.parametrize("kind", [Counting, Generating])
+def test_the_planner_does_not_even_try_what_no_second_run_can_turn_back(
+    kind: type[Plain], caplog: pytest.LogCaptureFixture
+) -> None:
+    net = make(kind)
+    with auto_session(net) as session, caplog.at_level("INFO"):
+        assert_same(train(net, session), train(make(kind)))
+        assert {record.recomputed_scopes for record in session.report()} == {0}
+    assert any("an iterator or generator" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize("placement", RECOMPUTED)
+def test_recomputing_it_all_the_same_is_warned_of_and_noticed(placement: Placement) -> None:
+    net = make(Counting)
+    with session_for(net, default=placement) as session:
+        with pytest.warns(RuntimeWarning, match="an iterator or generator"):
+            assert "other numbers" in failure(RecomputationError, lambda: train(net, session))
+
+
+class Operating(Plain):
+    """Holds what draws from the operating system, and does not draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source = random.SystemRandom()
+
+
+def test_random_numbers_of_the_operating_system_are_told_and_no_error() -> None:
+    net = make(Operating)
+    with session_for(net, default=Placement.RECOMPUTE) as session:
+        with pytest.warns(RuntimeWarning, match="random numbers of the operating system"):
+            assert_same(train(net, session), train(make(Operating)))
+
+
+class LargeArray(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = np.zeros(64 << 10)
+
+    def noise(self, x: Tensor) -> Tensor:
+        self.table += 1
+        return x * float(1 + self.table[0] / 8)
+
+
+class LargeBuffer(Plain):
+    """Changes its buffer past autograd's counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(128 << 10))
+
+    def noise(self, x: Tensor) -> Tensor:
+        self.table.data += 1
+        return x * (1 + self.table[0] / 8)
+
+
+@pytest.mark.parametrize("kind", [LargeArray, LargeBuffer])
+def test_large_state_that_changes_is_refused_by_name_and_left_alone_by_the_planner(kind: type[Plain]) -> None:
+    net = make(kind)
+    with session_for(net, default=Placement.RECOMPUTE) as session:
+        assert "would change it twice" in failure(UnsupportedError, lambda: train(net, session))
+    net = make(kind)
+    with auto_session(net) as session:
+        assert_same(train(net, session), train(make(kind)))
+        assert {record.recomputed_scopes for record in session.report()} == {0}
+
+
+# What can
+
+
+class Array(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = array("d", [0.0])
+
+    def noise(self, x: Tensor) -> Tensor:
+        self.counts[0] += 1
+        return x * (1 + self.counts[0] / 8)
+
+
+class Ordered(Plain):
+    """Takes turns by an order that is not that of the names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = OrderedDict((number, number / 8) for number in range(3))
+
+    def noise(self, x: Tensor) -> Tensor:
+        name, scale = self.turns.popitem(last=False)
+        self.turns[name] = scale
+        self.turns.move_to_end((name + 1) % 3)
+        return x * (1 + scale)
+
+
+class Forked(Plain):
+    """Leaves the generator as it found it."""
+
+    def noise(self, x: Tensor) -> Tensor:
+        with torch.random.fork_rng():
+            return F.dropout(x, 0.3)
+
+
+class Drawing(Net):
+    """Draws after its layers ran."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.rand(())
+
+
+class Hooked(Plain):
+    """Counts in what only a hook reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        calls = [0]
+
+        def scaled(_: object, __: object, output: Tensor) -> Tensor:
+            calls[0] += 1
+            return output * (1 + calls[0] / 8)
+
+        self.first.register_forward_hook(scaled)
+
+
+@pytest.mark.parametrize("placement", EVERYWHERE)
+@pytest.mark.parametrize("kind", [Array, Ordered, Forked, Hooked])
+def test_state_is_turned_back_and_goes_on_as_without_a_second_run(
+    kind: type[Plain], placement: Placement
+) -> None:
+    net = make(kind, Drawing)
+    with session_of(net, placement) as session:
+        assert_same(train(net, session, steps=8), train(make(kind, Drawing), steps=8))
+
+
+@pytest.mark.parametrize("placement", RECOMPUTED)
+def test_an_ordered_dictionary_stays_one(placement: Placement) -> None:
+    net = make(Ordered)
+    with session_for(net, default=placement) as session:
+        train(net, session, steps=2)
+    for layer in net.layers:
+        turns: Any = layer.turns
+        assert list(turns) == list(OrderedDict.keys(turns)) == list(dict(turns.items()))
+        turns.move_to_end(next(iter(turns)))
+        assert len(list(reversed(turns))) == 3
+
+
+class Meanwhile(Plain):
+    """While it runs a second time, another thread draws."""
+
+    def noise(self, x: Tensor) -> Tensor:
+        if is_recomputation():
+            thread = threading.Thread(target=lambda: DRAWN.put(np.random.random()))  # noqa: NPY002
+            thread.start()
+            thread.join()
+        return F.dropout(x, 0.3)
+
+
+DRAWN: SimpleQueue[float] = SimpleQueue()
+"""No container, whose content would be turned back."""
+
+
+def test_what_another_thread_draws_during_a_second_run_stays_drawn() -> None:
+    net = make(Meanwhile)
+    with session_for(net, default=Placement.RECOMPUTE) as session:
+        train(net, session, steps=1)
+    drawn = [DRAWN.get() for _ in range(DRAWN.qsize())]
+    wanted = np.random.RandomState(1)
+    assert drawn == [wanted.random_sample() for _ in drawn]
+    assert len(drawn) > 1
+
+
+# Parameters
+
+
+class Square(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(2 * WIDTH, 2 * WIDTH) / 8)
+
+    def noise(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def call_steps(net: Net, session: Session | None, change: Callable[[str, Tensor], Tensor]) -> list[Tensor]:
+    """Losses and gradients where ``functional_call`` gives the layers other parameters from step 4 on."""
+    found = []
+    for number in range(8):
+        given = {name: change(name, p) if number > 3 else p for name, p in net.named_parameters()}
+        with session.step() if session is not None else nullcontext():
+            loss = torch.func.functional_call(net, given, (batch(number),)).pow(2).mean()
+            loss.backward()
+        found += [loss.detach(), *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
+        net.zero_grad()
+    return found
+
+
+def transposed(_: str, parameter: Tensor) -> Tensor:
+    return parameter.t() if parameter.dim() == 2 and len(set(parameter.shape)) == 1 else parameter
+
+
+@pytest.mark.parametrize("placement", EVERYWHERE)
+def test_the_transpose_of_a_square_weight_is_another_parameter(placement: Placement) -> None:
+    net = make(Square)
+    with session_of(net, placement) as session:
+        found = call_steps(net, session, transposed)
+    assert_same(found, call_steps(make(Square), None, transposed))
+
+
+def bias_detached(name: str, parameter: Tensor) -> Tensor:
+    return parameter.detach() if name.endswith("first.bias") else parameter
+
+
+@pytest.mark.parametrize("placement", EVERYWHERE)
+def test_parameters_that_are_detached_for_a_call(placement: Placement) -> None:
+    net = make(Plain)
+    with session_of(net, placement) as session:
+        found = call_steps(net, session, bias_detached)
+    assert_same(found, call_steps(make(Plain), None, bias_detached))
+
+
+class Scaling(Plain):
+    """Saves its small buffer for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.linspace(0, 1, 2 * WIDTH))
+
+    def noise(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+@pytest.mark.parametrize("placement", RECOMPUTED)
+def test_a_small_buffer_that_is_changed_before_backward_has_the_values_of_forward(
+    placement: Placement,
+) -> None:
+    net, plain = make(Scaling), make(Scaling)
+    with session_for(net, default=placement) as session, session.step():
+        loss = net(batch(0)).pow(2).mean()
+        for layer in net.layers:
+            layer.scale.mul_(3)
+        loss.backward()
+    plain(batch(0)).pow(2).mean().backward()
+    for found, wanted in zip(net.parameters(), plain.parameters(), strict=True):
+        assert found.grad is not None
+        assert wanted.grad is not None
+        assert same_bits(found.grad, wanted.grad)
+    assert all(same_bits(layer.scale, 3 * torch.linspace(0, 1, 2 * WIDTH)) for layer in net.layers)
+
+
+# A layer that stops being one that can be repeated
+
+
+class Appending(Plain):
+    """Appends to its argument from some step on."""
+
+    def forward(self, x: Tensor, memory: list[Tensor] | None = None) -> Tensor:
+        if memory is not None:
+            memory.append(x.detach().mean())
+        return super().forward(x)
+
+
+class Late(Net):
+    """Begins to give its layers a list when it is told to."""
+
+    gives = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        more = {"memory": []} if self.gives else {}
+        for layer in self.layers:
+            x = layer(x, **more)
+        return x
+
+
+def train_until_recomputed(net: Net, session: Session) -> None:
+    for _ in range(30):
+        train(net, session, steps=1)
+        if session.report()[-1].recomputed_scopes:
+            return
+    pytest.fail("the planner recomputes nothing")
+
+
+def test_the_planner_takes_its_choice_back_when_a_layer_changes_its_ways() -> None:
+    net = make(Appending, Late)
+    with auto_session(net) as session:
+        train_until_recomputed(net, session)
+        net.gives = True
+        message = failure(UnsupportedError, lambda: train(net, session, steps=1))
+        assert "repeat the step" in message
+        train(net, session, steps=8)
+        assert {record.recomputed_scopes for record in session.report()[-8:]} == {0}
+
+
+def test_a_bias_that_is_changed_before_backward_is_an_error_once() -> None:
+    net = make(Plain)
+    with auto_session(net) as session:
+        train_until_recomputed(net, session)
+
+        def step() -> None:
+            with session.step():
+                loss = net(batch(0)).pow(2).mean()
+                with torch.no_grad():
+                    for layer in net.layers:
+                        layer.first.bias.add_(0.0)
+                loss.backward()
+
+        assert "place the layer keep or offload" in failure(SavedTensorModifiedError, step)
+        for _ in range(8):
+            step()
+
+
+# What layers do inside
+
+
+class Penalized(Plain):
+    """Goes backward through a part of itself."""
+
+    def noise(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            inside = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(F.gelu(inside).pow(2).sum(), inside)
+        return x + slope
+
+
+class Catching(Plain):
+    """Catches all exceptions and goes another way, as layers with kernels of their own do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        try:
+            return torch.sin(x)
+        except Exception:  # noqa: BLE001 - that is the point
+            return torch.cos(x) * torch.tan(x)
+
+
+@pytest.mark.parametrize("placement", EVERYWHERE)
+def test_layers_that_catch_exceptions(placement: Placement) -> None:
+    net = make(Catching)
+    with session_of(net, placement) as session:
+        assert_same(train(net, session), train(make(Catching)))
+
+
+@pytest.mark.parametrize("placement", RECOMPUTED)
+def test_layers_that_go_backward_inside_are_refused_by_name(placement: Placement) -> None:
+    net = make(Penalized)
+    with session_for(net, default=placement) as session:
+        message = failure(RecomputationError, lambda: train(net, session))
+    assert message.startswith("layer 3 (layers.3) cannot be recomputed")
+    assert "there is no backward through a second run" in message
+
+
+def test_layers_that_go_backward_inside_are_left_alone_by_the_planner() -> None:
+    net = make(Penalized)
+    with auto_session(net) as session:
+        assert_same(train(net, session), train(make(Penalized)))
+
+
+class Wordy(Plain):
+    """Puts out more objects than are looked through."""
+
+    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+        return super().forward(x), [object() for _ in range(1500)]
+
+
+class WordyNet(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)[0]
+        return x
+
+
+@pytest.mark.parametrize("placement", EVERYWHERE)
+def test_outputs_of_many_objects(placement: Placement) -> None:
+    net = make(Wordy, WordyNet)
+    with session_of(net, placement) as session:
+        assert_same(train(net, session), train(make(Wordy, WordyNet)))
+
+
+class Remembering(Plain):
+    """Keeps its last output, as layers do that others look at."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = super().forward(x)
+        return self.last
+
+
+@pytest.mark.parametrize("placement", EVERYWHERE)
+def test_a_layer_that_keeps_its_last_output_keeps_one(placement: Placement) -> None:
+    net = make(Remembering)
+    with session_of(net, placement) as session:
+        train(net, session, steps=3)
+        train(net, session, steps=10)
+        assert count_observations() <= 2 * len(net.layers)
+
+
+def count_observations() -> int:
+    gc.collect()
+    return sum(type(each) is Observation for each in gc.get_objects())
