@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from tba_offload.store.engine import QueuedStore
+from tba_offload.testing.around import surrounded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from tba_offload.store.base import ActivationStore
+    from tba_offload.store.base import ActivationStore, Extent
 
 Interval = tuple[float, float]
 """From, until, in seconds."""
@@ -71,24 +72,19 @@ def watched(store: ActivationStore) -> Iterator[Lanes]:
     lock = threading.Lock()
     parts = [part for part in (store, *getattr(store, "stores", ())) if isinstance(part, QueuedStore)]
 
-    def timed(move: Callable[..., Any], lane: str) -> Callable[..., Any]:
-        def moving(*arguments: Any, **options: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return move(*arguments, **options)
-            finally:
-                with lock:
-                    found[lane].append((began, time.perf_counter()))
+    @contextlib.contextmanager
+    def timed(verb: str, _: Extent) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            with lock:
+                found[WRITES if verb == "write" else READS].append((began, time.perf_counter()))
 
-        return moving
-
-    for part in parts:
-        vars(part).update(_move_out=timed(part._move_out, WRITES), _move_in=timed(part._move_in, READS))
-    try:
-        yield found
-    finally:
+    with contextlib.ExitStack() as stack:
         for part in parts:
-            del part._move_out, part._move_in
+            stack.enter_context(surrounded(part, timed))
+        yield found
 
 
 def add_transfers(trace: dict[str, Any], transfers: Lanes, began: float) -> None:

@@ -18,7 +18,7 @@ from cost import Lane, Mechanism, MeteredTrainer, cost_command
 from xxhash import xxh3_64
 
 import tba_offload as tba
-from tba_offload.store import engine
+from tba_offload.store import checksums
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,7 +47,7 @@ class CheckedTrainer(MeteredTrainer):
 
     def step(self) -> dict[str, Any]:
         """One training step; its figures, the checksums' processor seconds and their bytes."""
-        engine.xxh3_64 = TimedHash
+        checksums.xxh3_64 = TimedHash
         seconds, nbytes = TimedHash.seconds, TimedHash.nbytes
         figures = super().step()
         return {

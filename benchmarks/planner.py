@@ -51,12 +51,12 @@ from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing
 from tba_offload.plan.search import make_plan
 from tba_offload.plan.what_if import one_f_one_b, peak_of_keep
 from tba_offload.store.file import FileStore
+from tba_offload.testing.around import put_around
 from tba_offload.what_if import composition
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tba_offload.device import ByteRange, Event
     from tba_offload.store.base import Extent
 
 WARM_UP = 4
@@ -71,16 +71,9 @@ class ThrottledFileStore(FileStore):
     bytes_per_second: float | None = None
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self._turns = {"write": threading.Lock(), "read": threading.Lock()}
         super().__init__(*arguments, **options)
-
-    def _move_out(self, extent: Extent, source: ByteRange, after: Event) -> int | None:
-        with self._taking_time("write", extent):
-            return super()._move_out(extent, source, after)
-
-    def _move_in(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> int | None:
-        with self._taking_time("read", extent):
-            return super()._move_in(extent, target, after, padded=padded)
+        self._turns = {"write": threading.Lock(), "read": threading.Lock()}
+        put_around(self, self._taking_time)
 
     @contextlib.contextmanager
     def _taking_time(self, direction: str, extent: Extent) -> Any:

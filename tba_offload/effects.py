@@ -6,7 +6,6 @@ as one policy file for models of several depths or one for several machines, is 
 
 from __future__ import annotations
 
-import tempfile
 import warnings
 from functools import partial
 from typing import TYPE_CHECKING
@@ -66,9 +65,8 @@ def saves_nothing(config: OffloadConfig) -> str | None:
     remedy = "name a directory on a drive"
     if config.store.kind == "host":
         return f"kind: host moves activations from host memory to host memory; {remedy}, with kind: file"
-    for directory in config.store.directories or (tempfile.gettempdir(),):
-        place = str(directory)
-        if ask(partial(lies_in_memory, place), place, config.store.stall_seconds):
+    for directory in config.store.options().directories:
+        if ask(partial(lies_in_memory, directory), directory, config.store.stall_seconds):
             return f"{directory} lies in host memory; {remedy}"
     if config.store.host_capacity is not None:
         return "host_capacity takes host memory for what the drives have no time for; remove it"

@@ -37,6 +37,7 @@ _CHANGES_BOOKS = (
     "device/",
     "capture/hooks.py",
     "capture/gradients.py",
+    "capture/registry.py",
     "capture/scope.py",
     "capture/trace.py",
     "session/step.py",

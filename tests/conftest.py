@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Where an assertion of a module that tests import fails, pytest shows the values too, if it knows the module.
 HELPERS = {path.stem for path in Path(__file__).parent.glob("*.py") if not path.stem.startswith("test_")}
-pytest.register_assert_rewrite(*HELPERS - {"conftest"})
+pytest.register_assert_rewrite(*HELPERS - {"conftest"}, "tba_offload.testing.store_contract")
 
 
 def pytest_configure() -> None:
@@ -76,9 +76,9 @@ def no_thread_is_left() -> Iterator[None]:
         gc.collect()
         time.sleep(0.01)
     if left := _own_threads():
-        from tba_offload.store import engine
+        from tba_offload.store import process
 
-        engine._close_all()
+        process.close_all()
         pytest.fail(f"threads are left: {left}")
 
 

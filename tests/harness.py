@@ -6,7 +6,7 @@ import threading
 import time
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from unittest import mock
 
 import tba_offload as tba
@@ -15,18 +15,18 @@ from tba_offload.device import CpuDevice
 from tba_offload.errors import StoreError
 from tba_offload.store.file import FileStore
 from tba_offload.store.host import HostStore
+from tba_offload.testing.around import put_around
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    import torch
     from torch import nn
 
     from tba_offload.config.policy import Rule
-    from tba_offload.device import Event
     from tba_offload.session import Session
     from tba_offload.store.base import Extent
+    from tba_offload.store.engine import QueuedStore
     from tba_offload.transfer.storage import Record
 
 Result = TypeVar("Result")
@@ -140,6 +140,8 @@ class _Driven:
     def __init__(self, drive: Drive, *arguments: Any, **options: Any) -> None:
         self.drive = drive
         super().__init__(*arguments, **options)
+        directions = {"write": drive.writes, "read": drive.reads}
+        put_around(cast("QueuedStore", self), lambda verb, extent: directions[verb].under_way(extent.nbytes))
 
     def reserve(self, nbytes: int, address: int) -> Extent:
         with self.drive.reservations.under_way(nbytes):
@@ -159,16 +161,6 @@ class _Driven:
                 break
         extents: list[Extent] = super().reserve_many(ranges[:allowed])  # type: ignore[misc]
         return extents
-
-    def _move_out(self, extent: Extent, source: torch.Tensor, after: Event) -> int | None:
-        with self.drive.writes.under_way(extent.nbytes):
-            digest: int | None = super()._move_out(extent, source, after)  # type: ignore[misc]
-            return digest
-
-    def _move_in(self, extent: Extent, target: torch.Tensor, after: Event, *, padded: bool) -> int | None:
-        with self.drive.reads.under_way(extent.nbytes):
-            digest: int | None = super()._move_in(extent, target, after, padded=padded)  # type: ignore[misc]
-            return digest
 
     def close(self) -> None:
         self.drive.release()

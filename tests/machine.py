@@ -130,7 +130,7 @@ def trace_of_step(profile: StepProfile, plan: Plan, slower: float = 1.0) -> tupl
 
 
 def _times(profile: StepProfile, slot: Slot, placement: Placement) -> Timing:
-    return profile.timing(slot.layer, computed_as(placement))
+    return profile.timing(slot.layer, computed_as(placement, slot.layer))
 
 
 def _saved(

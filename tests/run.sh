@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . examples/setup.sh
-setup_venv dev,frameworks,megatron
+setup_venv dev,docs,frameworks,megatron
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy

@@ -12,11 +12,11 @@ import fake_kvikio
 import pytest
 from click.testing import CliRunner, Result
 from ordered_device import OrderedDevice
-from store_contract import CPU, descriptors
 
 from tba_offload import cli
 from tba_offload.device import streams
 from tba_offload.store import doctor, gds, posix, probe
+from tba_offload.testing.store_contract import CPU, descriptors
 
 if TYPE_CHECKING:
     import types

@@ -484,11 +484,11 @@ def test_the_model_may_be_named() -> None:
     assert [record.tokens for record in offload.session.report()] == [BATCH * (make_tokens(0).shape[1] - 1)]
 
 
-# The examples, and what the README says
+# The examples, and what the documentation says
 
 
-def test_the_lines_of_the_readme() -> None:
-    text = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+def test_the_lines_of_the_documentation() -> None:
+    text = (EXAMPLES.parent / "docs" / "guide" / "frameworks.md").read_text(encoding="utf-8")
     lines = re.findall(r"`(from tba_offload\.integrations[^`]*)`", text)
     assert len(lines) == 2
     for line in lines:

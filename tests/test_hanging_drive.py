@@ -12,13 +12,13 @@ import weakref
 from typing import TYPE_CHECKING
 
 import pytest
-from store_contract import CPU, PATIENCE, READY, descriptors, io_threads, pattern
 
 from tba_offload.device import ByteRange
 from tba_offload.errors import StoreError
 from tba_offload.store import open_store, posix, run_file
 from tba_offload.store.file import FileStore
 from tba_offload.testing.faults import inject
+from tba_offload.testing.store_contract import CPU, PATIENCE, READY, descriptors, io_threads, pattern
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -925,7 +925,7 @@ class Moment:
 def on_clock(bench: Bench) -> Moment:
     """The drive of a bench rests by this clock."""
     clock = Moment()
-    bench.store._service = Service(clock)
+    bench.store._condition.service = Service(clock)
     return clock
 
 
@@ -1016,7 +1016,7 @@ def written_or_kept(bench: Bench, count: int) -> list[Saved]:
 def test_a_full_drive_is_not_asked_to_grow_again_and_again(growing: DrivenFileStore) -> None:
     bench, nbytes = bench_over(growing), SIZE - 4095  # as many blocks wherever in a block it starts
     clock = Moment()
-    growing._refusal.service = Service(clock)
+    growing._condition.refusal.service = Service(clock)
     first = bench.save(nbytes=nbytes)
     bench.offloader.quiesce()
     with inject("fail-grow") as faults:

@@ -16,7 +16,7 @@ class Asked:
     """Stands for a reader with room: notes what is read ahead, and what with restraint."""
 
     def __init__(self) -> None:
-        self.given_up = 0
+        self.ledger = SimpleNamespace(stats=SimpleNamespace(given_up=0))
         self.plainly: list[tuple[int, int]] = []
         self.across: list[tuple[int, int]] = []
 

@@ -483,6 +483,41 @@ def test_a_teacher_without_gradients_is_in_no_ones_way(model: Model) -> None:
         assert all(record.activation_peak_bytes for record in ours.report())
 
 
+def meta_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Tensor:
+    """As in meta-learning: the model runs on parameters that were computed from its own."""
+    tokens = make_tokens(number)
+    given = {name: parameter * 0.9 for name, parameter in model.named_parameters()}
+    loss = torch.func.functional_call(model, given, (tokens[:, :-1],)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def test_a_step_opens_where_the_model_is_given_computed_parameters(model: Model) -> None:
+    plain = make_model(layers=LAYERS)
+    theirs, ours = adam(plain), adam(model)
+    expected = [meta_step(plain, theirs, number) for number in range(3)]
+    with session_for(model) as session:
+        found = [meta_step(model, ours, number) for number in range(3)]
+        assert scopes_of(session) == [LAYERS] * 3
+    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(same_bits(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+def test_parameters_that_are_others_in_each_step_are_not_remembered(model: Model) -> None:
+    with session_for(model) as session:
+        counts = []
+        for number in range(6):
+            given = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+            loss = torch.func.functional_call(model, given, (make_tokens(number)[:, :-1],)).square().mean()
+            loss.backward()
+            session.finish_step()
+            del given, loss
+            counts.append((len(session.gradients._watched), len(weakref.finalize._registry)))  # type: ignore[attr-defined]
+    assert counts[-1] <= counts[1]
+
+
 def test_two_models_share_what_they_find_of_a_drive(model: Model, tmp_path: Path) -> None:
     other = make_model(layers=LAYERS, seed=2)
     config = config_for(default=tba.Placement.AUTO, in_flight=64 * KIB, directory=tmp_path)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tba_offload.capture.identity import version_witness
 from tba_offload.device.ranges import ByteRange
 from tba_offload.store.base import IoFuture
-from tba_offload.transfer.storage import Drops, Handle, Piece, Record, handed_over
+from tba_offload.transfer.storage import Drops, Handle, Piece, Record, forget, handed_over
 
 SIZE = 1000
 
@@ -140,16 +140,19 @@ def test_the_states_follow_the_bytes() -> None:
     assert state_of(record) == "stored"
 
 
-def test_a_loosened_span_lives_as_long_as_something_else_holds_it() -> None:
+def test_what_every_handle_has_read_lives_as_long_as_something_else_holds_it() -> None:
     record, _tensor = make_record()
     save(record, 0, SIZE)
     (span,) = record.spans
-    buffer = restore(record, IoFuture())
-    span.loosen()
+    buffer = torch.UntypedStorage(SIZE)
+    span.restores_into(ByteRange(buffer, 0, SIZE), [], None)
+    record.all_read()
     assert span.buffer is None
     assert span.restored() is buffer
+    assert record.unrestored() == []
     del buffer
     assert span.restored() is None
+    assert record.unrestored() == [span]
 
 
 def test_what_is_in_flight_is_charged_until_it_is_written_or_kept() -> None:
@@ -161,7 +164,7 @@ def test_what_is_in_flight_is_charged_until_it_is_written_or_kept() -> None:
     assert not record.keep()
     assert (record.charged, record.settled) == (0, SIZE)
     assert save(record, 100, SIZE) == []  # its memory stays anyway
-    record.release()
+    assert record.release() == []  # a write still reads it
     assert (record.charged, record.settled) == (0, 0)
 
 
@@ -173,20 +176,19 @@ def test_what_backward_has_read_is_held_until_every_handle_was_unpacked() -> Non
     record.written(piece)
     record.free()
     del tensor
-    assert record.hand_out(first) is None
+    (span,) = record.spans
+    assert record.hand_out(first) == (None, 0, span)
     read = IoFuture()
     buffer = restore(record, read)
     read.finish()
-    (span,) = record.spans
-    assert record.hand_out(first) is None  # nothing has waited for the read
-    span.used(span.reads)
-    assert record.hand_out(first) == (buffer, 0, span)
+    assert record.hand_out(first) == (None, 0, span)  # nothing has waited for the read
+    assert record.hand_out(first, span.reads) == (buffer, 0, span)
     assert span.buffer is buffer
     assert record.hand_out(second) == (buffer, 0, span)
     assert span.buffer is None
     assert record.hand_out(second) == (buffer, 0, span)  # once more, as long as something else holds it
     del buffer
-    assert record.hand_out(second) is None
+    assert record.hand_out(second) == (None, 0, span)
 
 
 # Memory and versions
@@ -207,13 +209,6 @@ def test_an_emptied_storage_is_no_memory() -> None:
     assert record.memory() is tensor.untyped_storage()
 
 
-def test_a_changed_storage_is_not_current() -> None:
-    record, tensor = make_record()
-    assert record.is_current()
-    tensor[5:].add_(1)
-    assert not record.is_current()
-
-
 # Handles
 
 
@@ -228,11 +223,11 @@ def test_a_dropped_handle_says_so_and_whether_it_was_read() -> None:
     (drop,) = drops.queue
     assert (drop.record, drop.read) == (record, False)
     for _ in range(2):  # an interrupt may have it done again
-        assert record.forget_drop(drop)
+        assert forget(drops.queue, 1) == [record]  # every handle that is left was read
         assert (len(record.drops), record.unread) == (1, 0)
     del second
     assert (drops.queue[1].record, drops.queue[1].read) == (record, True)
-    assert not record.forget_drop(drops.queue[1])
+    assert forget(drops.queue, 2) == [record]
     assert (record.drops, record.unread) == (set(), 0)
 
 

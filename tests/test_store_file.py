@@ -22,8 +22,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from store_contract import CPU, PATIENCE, READY, StoreContract, at_lead, descriptors, get, pattern, put
 
+import tba_offload as tba
 from tba_offload.device import ByteRange, CudaDevice
 from tba_offload.errors import (
     ChecksumError,
@@ -39,6 +39,17 @@ from tba_offload.store import run_file as directory
 from tba_offload.store.file import FileStore
 from tba_offload.store.run_file import RunFile, check_directory, lies_in_memory, open_directory
 from tba_offload.testing.faults import inject
+from tba_offload.testing.store_contract import (
+    CPU,
+    PATIENCE,
+    READY,
+    StoreContract,
+    at_lead,
+    descriptors,
+    get,
+    pattern,
+    put,
+)
 
 if TYPE_CHECKING:
     from tba_offload.store.base import ActivationStore, Extent
@@ -757,10 +768,25 @@ def test_open_store_spares_few_cores(
         assert (store.description["writers"], store.description["readers"]) == (threads, threads)
 
 
+@pytest.mark.parametrize("kind", ["auto", "file"])
+def test_open_store_takes_the_same_directory_as_attach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """That for temporary files, where none is named."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    with (
+        open_store(kind=kind, device=CPU) as store,
+        tba.attach(model, {"store": {"kind": kind}}, layers=list(model), measure_memory=False) as session,
+    ):
+        assert store.description == session.store.description
+        assert store.description["directory"] == str(tmp_path)
+
+
 def test_open_store_explains_what_it_cannot_do(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'tape' is not one of auto, gds, file, host"):
+    with pytest.raises(ConfigError, match="kind"):
         open_store(kind="tape", device=CPU)
-    with pytest.raises(ConfigError, match="at least one directory"):
-        open_store(kind="file", device=CPU)
+    with pytest.raises(ConfigError, match="color"):
+        open_store(color="red", device=CPU)
     with pytest.raises(MissingDependencyError, match="needs kvikio"):
         open_store(kind="gds", directories=[tmp_path], device=CPU)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import fake_kvikio
 import pytest
 import torch
-from store_contract import CPU, PATIENCE, StoreContract, at_lead, descriptors, get, pattern, put
 from test_store_file import flip_a_bit
 
 from tba_offload.device import ByteRange, CudaDevice
@@ -26,6 +25,16 @@ from tba_offload.errors import (
 )
 from tba_offload.store import gds, open_store
 from tba_offload.store.gds import GdsStore
+from tba_offload.testing.store_contract import (
+    CPU,
+    PATIENCE,
+    StoreContract,
+    at_lead,
+    descriptors,
+    get,
+    pattern,
+    put,
+)
 
 if TYPE_CHECKING:
     from tba_offload.store.base import ActivationStore, Extent

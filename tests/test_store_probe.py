@@ -10,19 +10,20 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from ordered_device import OrderedDevice
-from store_contract import CPU, descriptors, get, pattern, put
 
 import tba_offload as tba
-from tba_offload import StoreConfig, session
+from tba_offload import StoreConfig
+from tba_offload.config.store import StoreOptions
 from tba_offload.errors import StoreError
 from tba_offload.report.run_log import read_run_log
-from tba_offload.store import engine as queued
 from tba_offload.store import gds, open_store, posix
 from tba_offload.store import probe as choice
-from tba_offload.store.file import FileStore
-from tba_offload.store.gds import GdsStore
-from tba_offload.store.host import HostStore
+from tba_offload.store.file import FileBackend, FileStore
+from tba_offload.store.gds import GdsBackend, GdsStore
+from tba_offload.store.host import HostBackend, HostStore
 from tba_offload.store.probe import EXTENTS, Probe, choose, measure
+from tba_offload.store.process import open_stores
+from tba_offload.testing.store_contract import CPU, descriptors, get, pattern, put
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,15 +60,23 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
+BACKENDS: dict[type[QueuedStore], type] = {
+    FileStore: FileBackend,
+    GdsStore: GdsBackend,
+    HostStore: HostBackend,
+}
+
+
 def slow_down(kind: type[QueuedStore], clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_move_out", "_move_in"):
-        original = getattr(kind, name)
+    backend = BACKENDS[kind]
+    for name in ("move_out", "move_in"):
+        original = getattr(backend, name)
 
         def moving(self: Any, *arguments: Any, original: Any = original, **options: Any) -> Any:
             clock.late += SLOW
             return original(self, *arguments, **options)
 
-        monkeypatch.setattr(kind, name, moving)
+        monkeypatch.setattr(backend, name, moving)
 
 
 # The choice
@@ -115,14 +124,14 @@ def test_a_way_that_waits_for_the_device_is_not_taken(
     queued: list[float] = []
     monkeypatch.setattr(choice, "_BUSY_SECONDS", 9 * SLOW)
     monkeypatch.setattr(device, "occupy", queued.append)
-    original = GdsStore._move_out
+    original = GdsBackend.move_out
 
     def waiting(self: Any, *arguments: Any) -> Any:
         while queued:
             clock.late += queued.pop()
         return original(self, *arguments)
 
-    monkeypatch.setattr(GdsStore, "_move_out", waiting)
+    monkeypatch.setattr(GdsBackend, "move_out", waiting)
     found = choose(tmp_path, device)
     assert found.kind == "file"
     assert found.why.endswith("pinned host memory, both directions at once, on a busy GPU")
@@ -196,7 +205,7 @@ def test_a_way_that_hangs_is_not_taken(
     found = choose(tmp_path, device)
     assert (found.kind, found.rates) == ("file", {})
     assert "had not ended after" in found.why
-    assert not queued._open_stores
+    assert not open_stores()
     goes_on.set()
 
 
@@ -227,9 +236,11 @@ def test_a_capacity_without_room_is_not_exceeded_for_a_measurement(
     clock: Clock, device: OrderedDevice, tmp_path: Path
 ) -> None:
     room = 2 * 2 * EXTENTS * (68 + 4) * KIB
-    assert choose(tmp_path, device, capacity=room - 1).why.endswith("has no room to measure the other way")
+    assert choose(tmp_path, device, StoreOptions(capacity=room - 1)).why.endswith(
+        "has no room to measure the other way"
+    )
     assert clock.read == 0
-    choose(tmp_path, device, capacity=room)
+    choose(tmp_path, device, StoreOptions(capacity=room))
     assert clock.read > 0
 
 
@@ -254,7 +265,7 @@ def test_the_run_log_says_which_and_why(
     clock: Clock, device: OrderedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_down(FileStore, clock, monkeypatch)
-    monkeypatch.setattr(session, "device_of", lambda _: device)
+    monkeypatch.setattr("tba_offload.session.session.device_of", lambda _: device)
     config = tba.OffloadConfig(store=StoreConfig(directories=(tmp_path,)))
     model = torch.nn.Sequential(torch.nn.Linear(4, 4))
     log = tmp_path / "run.jsonl"

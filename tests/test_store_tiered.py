@@ -11,18 +11,6 @@ import pytest
 import torch
 from harness import KIB, MIB, Drive, DrivenFileStore, assert_all_given_back, config_for, in_time, made
 from models import assert_same_history, make_model, train
-from store_contract import (
-    CPU,
-    PATIENCE,
-    READY,
-    Gate,
-    StoreContract,
-    descriptors,
-    get,
-    io_threads,
-    pattern,
-    put,
-)
 
 import tba_offload as tba
 from tba_offload.device import ByteRange
@@ -34,6 +22,18 @@ from tba_offload.store.file import FileStore
 from tba_offload.store.host import HostStore
 from tba_offload.store.striped import StripedStore
 from tba_offload.store.tiered import TieredStore
+from tba_offload.testing.store_contract import (
+    CPU,
+    PATIENCE,
+    READY,
+    Gate,
+    StoreContract,
+    descriptors,
+    get,
+    io_threads,
+    pattern,
+    put,
+)
 from tba_offload.transfer.offloader import Offloader
 
 if TYPE_CHECKING:
@@ -68,9 +68,9 @@ class TestTieredStore(StoreContract):
         data = pattern(extent.nbytes)
         data[-1] ^= 1
         home = store.host if extent.drive == HOST else store.drives
-        digest = home._leases[extent.offset].digest
+        digest = home._leases.of(extent).digest
         store.write(extent, ByteRange.of(data), READY).wait(PATIENCE)
-        home._leases[extent.offset].digest = digest
+        home._leases.of(extent).digest = digest
 
 
 class TestTieredStoreThatSpills(TestTieredStore):
@@ -294,10 +294,9 @@ def test_open_store_puts_host_memory_beside_drives(count: int, tmp_path: Path) -
             store.reserve(9 * MIB, 0)
 
 
-@pytest.mark.parametrize("kind", ["host", "auto"])
-def test_host_memory_has_none_beside_it(kind: str) -> None:
-    with pytest.raises(ConfigError, match="host_capacity is for memory beside drives"):
-        open_store(kind=kind, host_capacity=MIB, device=CPU)
+def test_host_memory_has_none_beside_it() -> None:
+    with pytest.raises(ConfigError, match="this is memory beside drives"):
+        open_store(kind="host", host_capacity=MIB, device=CPU)
 
 
 def test_open_store_leaves_nothing_open_when_there_is_no_host_memory(
@@ -306,7 +305,7 @@ def test_open_store_leaves_nothing_open_when_there_is_no_host_memory(
     def none(*_: object, **__: object) -> None:
         raise StoreFullError(errno.ENOMEM, "no pages to pin")
 
-    monkeypatch.setattr("tba_offload.store.host._Slabs", none)
+    monkeypatch.setattr("tba_offload.store.host.HostBackend", none)
     before = descriptors()
     with pytest.raises(StoreFullError, match="no pages to pin"):
         open_store(directories=[tmp_path], host_capacity=MIB, device=CPU)

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 LayerKey = tuple[int, str]
 """Model chunk and module name of a layer."""
 
-_CAPTURED = (Placement.OFFLOAD, Placement.AUTO, Placement.SELECTIVE)
-
 
 class ComputeClock:
     """Seconds of compute: time on some clock less the time that compute waited for I/O.
@@ -228,7 +226,7 @@ def _timings(
     found: list[dict[Placement, list[Timing]]] = [defaultdict(list) for _ in kinds]
     odd: list[dict[Placement, list[Timing]]] = [defaultdict(list) for _ in kinds]
     for run in runs:
-        placement = computed_as(Placement(run.scope.placement))
+        placement = computed_as(Placement(run.scope.placement), run.layer)
         finds_out = placement is Placement.SELECTIVE and not (
             before is not None and before.kind_of(run.layer).knows_rebuilt
         )
@@ -293,8 +291,8 @@ def _kinds(
     saved: dict[ScopeKey, list[ActivationTrace]] = defaultdict(list)
     for activation in trace.activations:
         saved[activation.key.scope].append(activation)
-    captured = [run for run in runs if run.scope.placement in _CAPTURED]
-    hooked = [run for run in runs if run.scope.placement in (*_CAPTURED, Placement.RECOMPUTE_OFFLOAD)]
+    captured = [run for run in runs if Placement(run.scope.placement).is_offloaded]
+    hooked = [run for run in runs if Placement(run.scope.placement).travels]
     small = _small_bytes(trace) // max(len(hooked), 1)
     members: list[list[tuple[_Run, list[ActivationTrace]]]] = []
     layers, most = [-1] * count, [-1] * count
@@ -367,7 +365,7 @@ def _saved(
     needed: list[float] = []
     fates: list[Fate] = []
     for run, activation in zip(runs, column, strict=True):
-        is_selective = run.scope.placement == Placement.SELECTIVE
+        is_selective = Placement(run.scope.placement).rebuilds
         at.append(_share(clock(activation.packed_at), run.host.forward))
         if is_selective:
             fates.append(activation.fate)

@@ -188,7 +188,7 @@ def _untried(
             for layer in _free_layers(task, profile, kind)
             if not (task.is_shared and plan.placements[layer].recomputes)
         ]
-        measured = {computed_as(plan.placements[layer]) for layer in free}
+        measured = {computed_as(plan.placements[layer], layer) for layer in free}
         missing = [
             placement
             for placement in _LOOKS

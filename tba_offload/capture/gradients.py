@@ -43,22 +43,27 @@ class Gradients:
         self._about_to_count = about_to_count
         self._watched: dict[int, tuple[weakref.ref[torch.Tensor], RemovableHandle]] = {}
         self._born: dict[int, _Born] = {}
+        weakref.finalize(self, _unwatch, self._watched)
 
     def begin_step(self) -> None:
         """Forgets what was born; counts what exists, and watches parameters that are new."""
         self._born.clear()
         self.was_dropped = False
+        self._forget_gone()
         for parameter in self.parameters():
             self._watch(parameter)
         self.count()
         self.live.take_added()
 
     def parameters(self) -> Iterable[torch.Tensor]:
-        """The trainable parameters of the model, each once."""
+        """The trainable parameters of the model, each once.
+
+        Those that were computed, as ``functional_call`` may give the model, get no gradients of their own.
+        """
         for module in self._modules:
             # By the class's method: Megatron's data-parallel wrapper has attributes of its own.
             for parameter in torch.nn.Module.parameters(module):
-                if parameter.requires_grad and not is_lazy(parameter):
+                if parameter.requires_grad and parameter.is_leaf and not is_lazy(parameter):
                     yield parameter
 
     def also_watch(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -95,9 +100,12 @@ class Gradients:
 
     def close(self) -> None:
         """Takes the hooks off."""
-        for _, handle in self._watched.values():
-            handle.remove()
-        self._watched.clear()
+        _unwatch(self._watched)
+
+    def _forget_gone(self) -> None:
+        """Parameters may be others in each step: those that ``functional_call`` gives the model."""
+        for key in [key for key, (parameter, _) in self._watched.items() if parameter() is None]:
+            del self._watched[key]
 
     def _watch(self, parameter: torch.Tensor) -> None:
         known = self._watched.get(id(parameter))
@@ -105,7 +113,6 @@ class Gradients:
             own = weakref.ref(self)  # PyTorch holds the hook where the cyclic collector does not look
             register: Any = parameter.register_post_accumulate_grad_hook
             handle = register(lambda parameter: _accumulated(own, parameter))
-            weakref.finalize(self, handle.remove)
             self._watched[id(parameter)] = weakref.ref(parameter), handle
 
     def accumulated(self, parameter: torch.Tensor) -> None:
@@ -119,6 +126,12 @@ class Gradients:
         self._born[id(parameter)] = _Born(parameter, gradient)
         self._about_to_count(gradient.nbytes if gradient.layout is torch.strided else 0)
         self.live.add(gradient)
+
+
+def _unwatch(watched: dict[int, tuple[weakref.ref[torch.Tensor], RemovableHandle]]) -> None:
+    for _, handle in watched.values():
+        handle.remove()
+    watched.clear()
 
 
 def _accumulated(own: weakref.ref[Gradients], parameter: torch.Tensor) -> None:

@@ -24,16 +24,16 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from tba_offload.capture.identity import (
-    Footprint,
     StaticStorages,
     View,
     is_understood,
     local_of,
     look,
     restore,
-    shares_version,
     version_witness,
 )
+from tba_offload.capture.registry import Registry
+from tba_offload.capture.saved import Borrowed, Kept, Packed
 from tba_offload.capture.scope import ActivationKey, Lookahead, ScopeKey
 from tba_offload.capture.trace import ActivationTrace, Fate, StepTrace
 from tba_offload.device.ranges import aligned_range
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import TracebackType
 
+    from tba_offload.capture.registry import Entry
     from tba_offload.recompute.rescue import Rescue
     from tba_offload.transfer.offloader import Offloader
 
@@ -53,107 +54,6 @@ GATHER_BELOW = 0.75
 
 DENSE_FROM = 0.9
 """A view that needs at least this share of its span is written at once, gaps and all."""
-
-RELEARN_AFTER = 32
-"""Steps after which an activation that was found to be kept elsewhere is offloaded again, to see."""
-
-
-class Kept:
-    """A saved tensor that stays in memory.
-
-    Attributes:
-        tensor: The tensor, or a copy of the few elements that it needs of a large storage.
-        witness: Shares the version counter of the saved tensor.
-        version: What that counter said, for the check that hooks switch off in autograd.
-        spread: If it is a copy: how the saved tensor looked at its storage.
-        address: Where its first element lay.
-    """
-
-    __slots__ = ("address", "spread", "tensor", "version", "witness")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        # A parameter has no graph that it could keep alive.
-        alone = type(tensor) is torch.nn.Parameter and tensor.is_leaf
-        self.tensor = self.witness = tensor if alone else tensor.detach()
-        self.version = tensor._version
-        self.spread: View | None = None
-        self.address = 0
-
-    def shrink(self, view: View) -> None:
-        """Keeps the elements of a small view without keeping the large storage that it looks at."""
-        whole = local_of(self.tensor)
-        few = look(whole.untyped_storage(), view.distinct())
-        self.witness = version_witness(self.tensor)
-        self.tensor = few.clone(memory_format=torch.contiguous_format)
-        self.spread = view
-        self.address = whole.data_ptr()
-
-
-class Packed:
-    """A saved tensor whose bytes are with a record.
-
-    Attributes:
-        handle: Its share of the record; replaced if the view is gathered at the end of its scope.
-        view: What to rebuild from the record's bytes.
-        spread: If the bytes were gathered: the view of the original storage to spread them into again.
-        address: Where the first element lay.
-        rescue: Makes it again if a drive does not give it back; ``None`` where that is not possible.
-        number: Which of the tensors that its scope saved it is, from 1.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "address",
-        "handle",
-        "number",
-        "rescue",
-        "spread",
-        "trace",
-        "version",
-        "view",
-        "witness",
-    )
-
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        view: View,
-        handle: Handle,
-        witness: torch.Tensor,
-        trace: ActivationTrace,
-        rescue: Rescue | None,
-        number: int,
-    ) -> None:
-        self.handle = handle
-        self.view = view
-        self.witness = witness
-        self.version = tensor._version
-        self.trace = trace
-        self.spread: View | None = None
-        self.address = local_of(tensor).data_ptr()
-        self.rescue = rescue
-        self.number = number
-
-
-class Borrowed:
-    """A tensor that is there as long as something else has its bytes: memory, or a record.
-
-    Attributes:
-        record: The record; ``None`` if there is none.
-        storage: The memory.
-        view: How the tensor looks at it.
-        witness: Shares its version counter.
-        version: What that counter said.
-    """
-
-    __slots__ = ("record", "storage", "version", "view", "witness")
-
-    def __init__(self, tensor: torch.Tensor, view: View, record: Record | None) -> None:
-        self.record = record
-        self.storage = weakref.ref(tensor.untyped_storage())
-        self.view = view
-        self.witness = version_witness(tensor)
-        self.version = tensor._version
 
 
 class Capture:
@@ -177,10 +77,7 @@ class Capture:
         self.trace = StepTrace()
         self.slow_kept_bytes = 0
         self.look_at_memory: Callable[[], object] | None = None
-        self._records: dict[int, tuple[Record, ActivationTrace]] = {}
-        self._kept: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._learned: dict[tuple[int, int, int], int] = {}
-        self._step = 0
+        self.registry = Registry()
         self._largest = 0
 
     def configure(self, *, min_tensor_bytes: int) -> None:
@@ -193,17 +90,15 @@ class Capture:
         Args:
             look_at_memory: Called with each tensor, where a meter sees only what it looks at.
         """
-        self._step += 1
+        self.registry.begin_step()
         self.look_at_memory = look_at_memory
         self.trace = StepTrace()
         self.slow_kept_bytes = 0
-        self._learned = {kept: until for kept, until in self._learned.items() if until > self._step}
         self.lookahead.begin_step()
 
     def end_step(self, *, failed: bool) -> None:
         """Forgets the records of the step; those that autograd still holds live on with their handles."""
-        self._records.clear()
-        self._kept.clear()
+        self.registry.end_step()
         if failed:
             self._pop_left_hooks()
         self.offloader.drain()
@@ -212,10 +107,6 @@ class Capture:
             self.offloader.abandon()
         else:
             self.offloader.reader.give_up_prefetched()
-
-    def forget_learned(self, layers: set[int]) -> None:
-        """Layers of these numbers are placed anew: what was kept elsewhere may not be any longer."""
-        self._learned = {kept: until for kept, until in self._learned.items() if kept[0] not in layers}
 
     def _pop_left_hooks(self) -> None:
         """An interrupt may have struck just before a layer popped its hooks."""
@@ -228,32 +119,27 @@ class Capture:
 
     # ---- records ---------------------------------------------------------------------------------
 
-    def find(
-        self, storage: torch.UntypedStorage, tensor: torch.Tensor
-    ) -> tuple[Record, ActivationTrace] | None:
-        """The record of a storage that was saved before, if ``tensor`` can tell that it has not changed."""
-        found = self._records.get(storage._cdata)
-        # The address may belong to another storage by now; the weak reference tells.
-        if found is None or found[0].origin() is not storage or not found[0].is_current():
-            return None
-        # Behind a counter of its own a tensor may have been changed without this record's noticing.
-        return found if shares_version(found[0].version_tensor, tensor) else None
-
     def add(
-        self, storage: torch.UntypedStorage, key: ActivationKey, witness: torch.Tensor
+        self,
+        storage: torch.UntypedStorage,
+        key: ActivationKey,
+        witness: torch.Tensor,
+        view: View,
+        footprint: tuple[int, int, int],
     ) -> tuple[Record, ActivationTrace]:
         """A new record, found again by its storage and read ahead in its turn."""
         record = Record(storage, version_tensor=witness, key=key)
-        trace = self.trace.saved(key, record.nbytes, Fate.OFFLOADED)
-        self._records[storage._cdata] = record, trace
+        trace = ActivationTrace(key, record.nbytes, Fate.OFFLOADED, perf_counter())
+        self.trace.activations.append(trace)
+        self.registry.entries[storage._cdata] = record, trace, view, footprint
         self.lookahead.saved(record)
         return record, trace
 
     def protect(self, storage: torch.UntypedStorage) -> None:
-        """Somebody is about to resize ``storage``: see :meth:`Offloader.protect`."""
-        found = self._records.get(storage._cdata)
-        if found is not None and found[0].origin() is storage:
-            self.offloader.protect(storage, found[0])
+        """The owner of ``storage`` is about to resize it: see :meth:`Offloader.protect`."""
+        record = self.registry.record_of(storage)
+        if record is not None:
+            self.offloader.protect(storage, record)
 
     # ---- arguments of layers ---------------------------------------------------------------------
 
@@ -280,7 +166,7 @@ class Capture:
     def _record_over(self, tensor: torch.Tensor, view: View) -> Record | None:
         """The record that has the bytes of a tensor."""
         lo, hi, _ = view.footprint()
-        found = self.find(tensor.untyped_storage(), tensor)
+        found = self.registry.find(tensor.untyped_storage(), tensor)
         return found[0] if found is not None and found[0].span_over(lo, hi) is not None else None
 
     def held(self, hold: Kept | Borrowed) -> torch.Tensor | None:
@@ -308,23 +194,6 @@ class Capture:
 
     # ---- what to keep ----------------------------------------------------------------------------
 
-    def note_kept(self, storage: torch.UntypedStorage) -> None:
-        """A storage stays in this step: whoever saves it again keeps it too, and counts no activation."""
-        self._kept[storage._cdata] = weakref.ref(storage)
-
-    def is_kept(self, storage: torch.UntypedStorage) -> bool:
-        """Whether :meth:`note_kept` was told of this very storage."""
-        kept = self._kept.get(storage._cdata)
-        return kept is not None and kept() is storage
-
-    def is_learned(self, key: ActivationKey, nbytes: int) -> bool:
-        """Whether offloading this activation was found to free nothing."""
-        return (key.scope.layer, key.number, nbytes) in self._learned
-
-    def learn(self, key: ActivationKey, nbytes: int) -> None:
-        """Somebody else keeps this activation's storage: keep it too from the next step on."""
-        self._learned[key.scope.layer, key.number, nbytes] = self._step + RELEARN_AFTER
-
     def keeps_when_slow(self, nbytes: int) -> bool:
         """Whether an activation may be kept because the drive does not follow."""
         if not self.offloader.writer.crowded(nbytes):
@@ -343,43 +212,45 @@ class Capture:
             SavedTensorModifiedError: It was changed in place since it was saved.
             TransferError: Its bytes could not be written or read.
         """
-        if isinstance(packed, Packed):
-            return self._unpack_offloaded(packed)
-        check_version(packed.witness, packed.version, "a kept activation")
-        if packed.spread is None:
-            return packed.tensor
-        return self._spread(packed.tensor, packed.spread, packed)
-
-    def _unpack_offloaded(self, packed: Packed) -> torch.Tensor:
-        handle = packed.handle
+        if isinstance(packed, Kept):
+            if packed.witness._version != packed.version:
+                check_version(packed.witness, packed.version, "a kept activation")
+            if packed.spread is None:
+                return packed.tensor
+            return self._spread(packed.tensor, packed.spread, packed)
+        handle, trace = packed.handle, packed.trace
         record = handle.record
         if self.look_at_memory is not None:
             self.look_at_memory()
-        check_version(packed.witness, packed.version, record.key)
-        first = not handle.drop.read
-        storage, shift = self._fetch(packed)
+        if packed.witness._version != packed.version:
+            check_version(packed.witness, packed.version, record.key)
+        is_first = not handle.drop.read
+        try:
+            storage, shift = self.offloader.reader.fetch(handle)
+        except TransferError as error:
+            storage, shift = self._rescue(packed, error)
         # Before the I/O threads are woken: these calls let go of the GIL, and they would take it.
         if packed.spread is None:
             tensor = restore(storage, packed.view, packed.witness, shift)
         else:
             tensor = self._spread(look(storage, packed.view, shift), packed.spread, packed)
-        if first:
-            self._used(packed, record)
+        if is_first and trace.unpacked_at is None:
+            trace.unpacked_at = perf_counter()
+            self.lookahead.used(record.key)  # type: ignore[arg-type]
+        if is_first and record.held:
+            self.registry.learn(trace.key, trace.nbytes)
         return tensor
 
-    def _fetch(self, packed: Packed) -> tuple[torch.UntypedStorage, int]:
-        """The bytes of a saved tensor; those that a drive does not give back are made again if they can be.
+    def _rescue(self, packed: Packed, error: TransferError) -> tuple[torch.UntypedStorage, int]:
+        """Makes a saved tensor again whose bytes a drive did not give back; as :meth:`Reader.fetch`.
 
         Raises:
-            TransferError: They could not be written or read.
+            TransferError: There is no way; the error as given.
         """
-        try:
-            return self.offloader.reader.fetch(packed.handle)
-        except TransferError as error:
-            made = self._make_again(packed)
-            if made is None:
-                raise
-            return self.offloader.reader.replace(packed.handle, made, error)
+        made = self._make_again(packed)
+        if made is None:
+            raise error
+        return self.offloader.reader.replace(packed.handle, made, error)
 
     def _make_again(self, packed: Packed) -> torch.UntypedStorage | None:
         """A storage like that of a saved tensor which a drive has lost; ``None`` if there is no way."""
@@ -397,14 +268,6 @@ class Capture:
         if storage.nbytes() != handle.record.nbytes or not self.offloader.reader.can_be(handle, storage):
             return None
         return storage
-
-    def _used(self, packed: Packed, record: Record) -> None:
-        trace = packed.trace
-        if trace.unpacked_at is None:
-            trace.unpacked_at = perf_counter()
-            self.lookahead.used(record.key)  # type: ignore[arg-type]
-        if record.held:
-            self.learn(trace.key, trace.nbytes)
 
     def _spread(self, gathered: torch.Tensor, view: View, packed: Kept | Packed) -> torch.Tensor:
         """Puts gathered elements back where their view had them; what lies between them is undefined."""
@@ -433,6 +296,7 @@ class LayerHooks:
         "_hooks",
         "_kept",
         "_key",
+        "_learned",
         "_node",
         "_rescue",
         "_small",
@@ -454,6 +318,7 @@ class LayerHooks:
         self._key = key
         self._when_slow = when_slow
         self._kept = kept
+        self._learned = capture.registry.learned_of(key.layer)
         self._rescue = rescue
         self.saved = 0  # tensors, parameters among them: a second run counts them alike
         self._count = 0
@@ -500,35 +365,41 @@ class LayerHooks:
             self._operation_ended()
         if type(tensor) is torch.nn.Parameter or torch._C._current_graph_task_id() != -1:
             return Kept(tensor)
-        local = local_of(tensor)
+        local = tensor if type(tensor) is torch.Tensor else local_of(tensor)
         if not is_understood(local, capture.device):
             return self._keep_odd(tensor)
-        storage = local.untyped_storage()
-        if storage in capture.static:
+        storage, registry = local.untyped_storage(), capture.registry
+        address, base = storage._cdata, tensor._base
+        # What looks like a detour spares a call: most addresses are not known, most bases no parameters.
+        if address in capture.static.addresses and storage in capture.static:
             return Kept(tensor)
-        if isinstance(tensor._base, torch.nn.Parameter):
+        if base is not None and base.is_leaf and isinstance(base, torch.nn.Parameter):
             # A view of weights that were gathered for this scope, as FSDP does it: never an activation.
-            capture.note_kept(storage)
+            registry.note_kept(storage)
             return Kept(tensor)
         if storage.nbytes() < capture.min_tensor_bytes:
             capture.trace.kept_bytes += storage.nbytes()
             return Kept(tensor)
-        view = View.of(local)
-        found = capture.find(storage, tensor)
-        if found is not None:
-            return self._pack_more(tensor, storage, view, *found)
-        if capture.is_kept(storage):
+        found = registry.entries.get(address)
+        if found is not None and found[0].origin() is storage:
+            found = registry.find(storage, tensor)
+            if found is not None:
+                return self._pack_more(tensor, local, storage, found)
+        if address in registry.kept and registry.is_kept(storage):
             return Kept(tensor)
+        view = View(local.dtype, local.shape, local.stride(), local.storage_offset())  # type: ignore[arg-type]
         return self._pack_new(tensor, storage, view)
 
     def _pack_new(self, tensor: torch.Tensor, storage: torch.UntypedStorage, view: View) -> Kept | Packed:
         """A storage that was not saved before in this step, or has changed since."""
         capture = self.capture
         footprint = view.footprint()
-        if footprint.distinct < capture.min_tensor_bytes:
-            return self._keep_small(tensor, view, footprint)
-        key, nbytes = self._next_key(), storage.nbytes()
-        if capture.is_learned(key, nbytes):
+        lo, hi, distinct = footprint
+        if distinct < capture.min_tensor_bytes:
+            return self._keep_small(tensor, view, distinct)
+        key, nbytes = ActivationKey(self._key, self._count), storage.nbytes()
+        self._count += 1
+        if key.number in self._learned and capture.registry.is_learned(key, nbytes):
             return self._keep(tensor, storage, key, Fate.LEARNED_KEEP)
         if key.number in self._kept:
             return self._keep(tensor, storage, key, Fate.PLANNED_KEEP)
@@ -537,55 +408,58 @@ class LayerHooks:
             return self._keep(tensor, storage, key, Fate.SLOW_KEEP)
         if capture.look_at_memory is not None:
             capture.look_at_memory()
-        capture.offloader.writer.admit(nbytes)
+        offloader = capture.offloader
+        ceiling = offloader.ledger.window.nbytes
+        if ceiling is not None and offloader.ledger.in_flight + nbytes > ceiling:
+            offloader.writer.admit(nbytes)
         witness = version_witness(tensor)
-        record, trace = capture.add(storage, key, witness)
-        handle = Handle(record, footprint.lo, footprint.hi, capture.offloader.drops)
+        record, trace = capture.add(storage, key, witness, view, footprint)
+        handle = Handle(record, lo, hi, offloader.drops)
         packed = Packed(tensor, view, handle, witness, trace, self._rescue, self.saved)
-        return self._queue(packed, record, storage, footprint, is_filled=tensor.requires_grad)
+        self._queue(packed, record, storage, footprint, is_filled=tensor.requires_grad)
+        return packed
 
     def _pack_more(
-        self,
-        tensor: torch.Tensor,
-        storage: torch.UntypedStorage,
-        view: View,
-        record: Record,
-        trace: ActivationTrace,
+        self, tensor: torch.Tensor, local: torch.Tensor, storage: torch.UntypedStorage, found: Entry
     ) -> Packed:
         """Another view of a storage that has a record: only what it lacks is written."""
-        capture = self.capture
-        footprint = view.footprint()
-        if record.span_over(footprint.lo, footprint.hi) is not None:
-            capture.trace.deduplicated_bytes += footprint.distinct
-        handle = Handle(record, footprint.lo, footprint.hi, capture.offloader.drops)
-        witness = version_witness(tensor)
+        record, trace, view, footprint = found
+        is_same = view == (local.dtype, local.shape, local.stride(), local.storage_offset())
+        if not is_same:
+            view = View.of(local)
+            footprint = view.footprint()
+        lo, hi, distinct = footprint
+        witness = record.version_tensor  # which shares the version counter
+        if type(tensor) is not torch.Tensor or witness.dtype is not tensor.dtype:
+            witness = version_witness(tensor)
+        handle = Handle(record, lo, hi, self.capture.offloader.drops)
         packed = Packed(tensor, view, handle, witness, trace, self._rescue, self.saved)
-        return self._queue(packed, record, storage, footprint, is_filled=tensor.requires_grad)
+        for span in record.spans:
+            if span.lo <= lo and hi <= span.hi:
+                self.capture.trace.deduplicated_bytes += distinct
+                return packed
+        self._queue(packed, record, storage, footprint, is_filled=tensor.requires_grad)
+        return packed
 
     def _queue(
         self,
         packed: Packed,
         record: Record,
         storage: torch.UntypedStorage,
-        footprint: Footprint,
+        footprint: tuple[int, int, int],
         *,
         is_filled: bool,
-    ) -> Packed:
+    ) -> None:
+        """Has the bytes that a view needs written, now or when it is known that they are needed and there."""
         lo, hi, distinct = footprint
-        if record.span_over(lo, hi) is not None:
-            return packed
         if distinct < DENSE_FROM * (hi - lo):
             self._defer(packed, record, storage)
             self._filling.pop(record, None)
         elif not is_filled:
             self._defer_to_next_operation(packed, record, storage)
         else:
-            self._require(record, storage, lo, hi)
-        return packed
-
-    def _require(self, record: Record, storage: torch.UntypedStorage, lo: int, hi: int) -> None:
-        # Whoever keeps what a slow drive does not take must not take for slow what was never given to it.
-        self.capture.offloader.writer.save(record, storage, lo, hi, at_once=self._when_slow)
+            # A drive must not be taken for slow, and its bytes kept, that was never given them.
+            self.capture.offloader.writer.save(record, storage, lo, hi, at_once=self._when_slow)
 
     def _next_key(self) -> ActivationKey:
         key = ActivationKey(self._key, self._count)
@@ -595,10 +469,10 @@ class LayerHooks:
     def _keep(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: ActivationKey, fate: Fate
     ) -> Kept:
-        trace = self.capture.trace
-        trace.kept_bytes += storage.nbytes()
-        trace.saved(key, storage.nbytes(), fate)
-        self.capture.note_kept(storage)
+        trace, nbytes = self.capture.trace, storage.nbytes()
+        trace.kept_bytes += nbytes
+        trace.activations.append(ActivationTrace(key, nbytes, fate, perf_counter()))
+        self.capture.registry.note_kept(storage)
         return Kept(tensor)
 
     def _keep_odd(self, tensor: torch.Tensor) -> Kept:
@@ -607,9 +481,9 @@ class LayerHooks:
             self.capture.trace.kept_bytes += tensor.numel() * tensor.itemsize
         return Kept(tensor)
 
-    def _keep_small(self, tensor: torch.Tensor, view: View, footprint: Footprint) -> Kept:
+    def _keep_small(self, tensor: torch.Tensor, view: View, distinct: int) -> Kept:
         """Keeps what a small view needs of its large storage, or all of the storage would stay."""
-        self.capture.trace.kept_bytes += footprint.distinct
+        self.capture.trace.kept_bytes += distinct
         kept = Kept(tensor)
         if tensor.requires_grad:
             kept.shrink(view)
@@ -658,11 +532,11 @@ class LayerHooks:
         storage = record.source
         if alive and storage is not None and not record.pinned:
             lo, hi = min(packed.handle.lo for packed in alive), max(packed.handle.hi for packed in alive)
-            needed = sum(view.footprint().distinct for view in {packed.view for packed in alive})
+            needed = sum(view.footprint()[2] for view in {packed.view for packed in alive})
             if needed < GATHER_BELOW * (hi - lo):
                 self._gather(alive, storage)
             else:
-                self._require(record, storage, lo, hi)
+                offloader.writer.save(record, storage, lo, hi, at_once=self._when_slow)
         offloader.writer.decide(record)
 
     def _gather(self, views: list[Packed], storage: torch.UntypedStorage) -> None:
@@ -682,9 +556,11 @@ class LayerHooks:
         tensor = look(storage, packed.view.distinct()).contiguous()
         copy, view = tensor.untyped_storage(), View.of(tensor)
         capture.offloader.writer.admit(copy.nbytes())
-        record, packed.trace = capture.add(copy, self._next_key(), version_witness(tensor))
-        lo, hi, _ = view.footprint()
-        self._require(record, copy, lo, hi)
+        footprint = view.footprint()
+        witness = version_witness(tensor)
+        record, packed.trace = capture.add(copy, self._next_key(), witness, view, footprint)
+        lo, hi, _ = footprint
+        capture.offloader.writer.save(record, copy, lo, hi, at_once=self._when_slow)
         return record, view
 
 

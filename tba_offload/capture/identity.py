@@ -21,20 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-class Footprint(NamedTuple):
-    """Which bytes of a storage a view needs.
-
-    Attributes:
-        lo: Offset of its first element.
-        hi: End of its last element.
-        distinct: Bytes of its elements, those that ``expand`` repeats counted once.
-    """
-
-    lo: int
-    hi: int
-    distinct: int
-
-
 class View(NamedTuple):
     """How a tensor looks at its storage; ``offset`` and ``stride`` count elements, as in PyTorch."""
 
@@ -48,15 +34,21 @@ class View(NamedTuple):
         """The view that ``tensor`` is."""
         return cls(tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())  # type: ignore[arg-type]
 
-    def footprint(self) -> Footprint:
-        """The bytes of the storage that the view needs."""
+    def footprint(self) -> tuple[int, int, int]:
+        """The bytes of the storage that the view needs.
+
+        Returns:
+            Offset of its first element, end of its last one, and bytes of its elements, those that ``expand``
+            repeats counted once.
+        """
+        dtype, shape, stride, offset = self
         reach, count = 0, 1
-        for size, stride in zip(self.shape, self.stride, strict=True):
-            if stride:
-                reach += (size - 1) * stride
+        for size, step in zip(shape, stride, strict=True):
+            if step:
+                reach += (size - 1) * step
                 count *= size
-        itemsize = self.dtype.itemsize
-        return Footprint(self.offset * itemsize, (self.offset + reach + 1) * itemsize, count * itemsize)
+        itemsize = dtype.itemsize
+        return offset * itemsize, (offset + reach + 1) * itemsize, count * itemsize
 
     def distinct(self) -> View:
         """The same view without the repetitions of ``expand``."""
@@ -102,7 +94,13 @@ def version_witness(tensor: torch.Tensor) -> torch.Tensor:
     ourselves at unpack. The counter must be kept until then, the memory must not.
     """
     witness = tensor.detach()
-    _put(witness, blank(tensor.dtype, tensor.device))
+    empty = _blank.get((tensor.dtype, tensor.device))
+    if empty is None:
+        empty = blank(tensor.dtype, tensor.device)
+    if type(witness) is torch.Tensor:
+        witness.data = empty
+    else:
+        _put(witness, empty)
     return witness
 
 
@@ -112,7 +110,13 @@ def restore(storage: torch.UntypedStorage, view: View, witness: torch.Tensor, sh
     So the next one that is given the same saved tensor is told, as with autograd's own check.
     """
     tensor = witness.detach()
-    _put(tensor, look(storage, view, shift))
+    if type(tensor) is not torch.Tensor:
+        _put(tensor, look(storage, view, shift))
+        return tensor
+    dtype, shape, stride, offset = view
+    if shift:
+        offset += shift // dtype.itemsize
+    tensor.data = witness.data.set_(storage, offset, shape, stride)
     return tensor
 
 
@@ -163,25 +167,22 @@ def is_understood(tensor: torch.Tensor, device: torch.device) -> bool:
     elements that straddle their alignment are not.
     """
     kind = type(tensor)
-    return (
-        (kind is torch.Tensor or kind is torch.nn.Parameter)
-        and tensor.layout is torch.strided
-        and tensor.device == device
-        and tensor.numel() > 0
-        and not tensor.is_quantized
-        and not tensor.is_nested
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-        and _is_addressable(tensor)
-    )
-
-
-def _is_addressable(tensor: torch.Tensor) -> bool:
-    """Whether its bytes are in memory, where restored ones can be: tensors of implicit zeros are nowhere."""
+    if (
+        (kind is not torch.Tensor and kind is not torch.nn.Parameter)
+        or tensor.layout is not torch.strided
+        or tensor.device != device
+        or tensor.numel() == 0
+        or tensor.is_quantized
+        or tensor.is_nested
+        or tensor.is_conj()
+        or tensor.is_neg()
+    ):
+        return False
     try:
         address = tensor.data_ptr()
     except RuntimeError:  # functorch's wrappers have no storage
         return False
+    # Where restored bytes can be: tensors of implicit zeros are nowhere.
     return address != 0 and address % tensor.itemsize == 0
 
 
@@ -190,29 +191,34 @@ class StaticStorages:
 
     Membership is by storage, so views and transposes of a parameter and the flat buffers that Megatron
     keeps parameters and gradients (``main_grad``) in are members too.
+
+    Attributes:
+        addresses: Of the storage objects: what is not among them is no member.
     """
 
     def __init__(self) -> None:
-        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.addresses: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def refresh(self, modules: Iterable[torch.nn.Module]) -> None:
         """Reads the storages anew; between steps, because optimizers may replace them."""
         storages = (tensor.untyped_storage() for module in modules for tensor in _static_tensors(module))
-        self._storages = {storage._cdata: weakref.ref(storage) for storage in storages}
+        self.addresses = {storage._cdata: weakref.ref(storage) for storage in storages}
 
     def __contains__(self, storage: torch.UntypedStorage) -> bool:
-        found = self._storages.get(storage._cdata)
+        found = self.addresses.get(storage._cdata)
         # A gradient may be freed during the step, and its address belong to an activation.
         return found is not None and found() is storage
 
     def __len__(self) -> int:
-        return len(self._storages)
+        return len(self.addresses)
 
 
 def _static_tensors(module: torch.nn.Module) -> Iterable[torch.Tensor]:
     # By the class's methods: Megatron's data-parallel wrapper has an attribute ``buffers`` of its own.
     for parameter in torch.nn.Module.parameters(module):
-        yield from _with_storage(parameter, parameter.grad, getattr(parameter, "main_grad", None))
+        # One that was computed, as ``functional_call`` may give the model, has no gradient to ask for.
+        gradient = parameter.grad if parameter.is_leaf else None
+        yield from _with_storage(parameter, gradient, getattr(parameter, "main_grad", None))
     yield from _with_storage(*torch.nn.Module.buffers(module))
 
 

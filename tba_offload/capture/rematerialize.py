@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from tba_offload.capture.hooks import Kept, LayerHooks, Packed
+from tba_offload.capture.hooks import LayerHooks
 from tba_offload.capture.identity import View, local_of, look, restore, shares_version, version_witness
 from tba_offload.capture.recipes import Finder, norms_of, watch_norm
+from tba_offload.capture.saved import Kept, Packed
 from tba_offload.capture.scope import ActivationKey
 from tba_offload.capture.trace import Fate
 from tba_offload.errors import TbaError, UnsupportedError
@@ -439,7 +440,7 @@ class SelectiveHooks(LayerHooks):
         """As for offloaded layers, if there is no recipe."""
         found = self._rebuilds.find(storage, tensor)
         if found is not None:
-            self.capture.trace.deduplicated_bytes += view.footprint().distinct
+            self.capture.trace.deduplicated_bytes += view.footprint()[2]
             return _rebuilt(found, tensor, view)
         recipe = self._recipe_of(tensor, storage, view)
         if recipe is None:
@@ -458,10 +459,10 @@ class SelectiveHooks(LayerHooks):
     def _recipe_of(self, tensor: Tensor, storage: torch.UntypedStorage, view: View) -> Recipe | None:
         """A recipe for a tensor that does not stay in memory anyway."""
         capture, key = self.capture, ActivationKey(self._key, self._count)
-        is_small = view.footprint().distinct < capture.min_tensor_bytes
+        is_small = view.footprint()[2] < capture.min_tensor_bytes
         if local_of(tensor) is not tensor:
             return None  # recipes run operations on what is of this rank
-        if is_small or key.number in self._kept or capture.is_learned(key, storage.nbytes()):
+        if is_small or key.number in self._kept or capture.registry.is_learned(key, storage.nbytes()):
             return None
         # Made anew each time, because it refers back to this object.
         recipe = Finder(self._share, self._rebuilds.functions).recipe_of(tensor)

@@ -55,11 +55,17 @@ class Lookahead:
 
     Args:
         reader: Starts the reads; its window says when to stop.
+
+    Attributes:
+        saved: Tells of an activation that was saved; a function without a frame, for the hot path.
     """
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
+        self._ledger = reader.ledger
         self._records: dict[ActivationKey, Record] = {}
+        self._new: list[Record] = []
+        self.saved = self._new.append
         self._recorded: list[tuple[ActivationKey, int]] = []
         self._expected: list[tuple[ActivationKey, int]] = []
         self._position: dict[ActivationKey, int] = {}
@@ -74,6 +80,7 @@ class Lookahead:
     def begin_step(self) -> None:
         """Expects the order that was recorded in the step before."""
         self._records.clear()
+        self._new.clear()
         self._expect(self._recorded)
         self._recorded = []
         self._has_new = False
@@ -83,24 +90,30 @@ class Lookahead:
     def abandon_step(self) -> None:
         """Forgets a step that did not end; the order before it stands."""
         self._records.clear()
+        self._new.clear()
         self._recorded = self._expected
 
-    def saved(self, record: Record) -> None:
-        """An activation was saved."""
-        key: ActivationKey = record.key  # type: ignore[assignment]
-        self._records[key] = record
+    def _note_saved(self) -> None:
+        """Takes note of what was saved since backward used something."""
         if self._in_backward:
             self._in_backward = False
             self._passes += 1
-        # With several micro-batches the order runs ahead of what exists; come back for what appears.
-        position = self._position.get(key)
-        if position is None:
-            self._has_new = True
-        elif position < self._next:
-            self._next = position
+        new = self._new[:]
+        for record in new:
+            key: ActivationKey = record.key  # type: ignore[assignment]
+            self._records[key] = record
+            # With several micro-batches the order runs ahead of what exists; come back for what appears.
+            position = self._position.get(key)
+            if position is None:
+                self._has_new = True
+            elif position < self._next:
+                self._next = position
+        del self._new[: len(new)]  # another thread may be saving
 
     def used(self, key: ActivationKey) -> None:
         """Backward used an activation for the first time: read ahead from the one after it."""
+        if self._new:
+            self._note_saved()
         self._recorded.append((key, self._passes))
         self._in_backward = True
         if key not in self._position and self._is_lost():
@@ -121,7 +134,7 @@ class Lookahead:
         first, does not mean that all between are left out.
         """
         self._pass = self._expected[position][1]
-        given_up = self._reader.given_up
+        given_up = self._ledger.stats.given_up
         is_next = position <= self._next or position == self._last + 1 or self._last < 0
         self._last = position
         if (position >= self._next and is_next) or given_up != self._given_up:
@@ -130,6 +143,8 @@ class Lookahead:
 
     def reached(self) -> None:
         """Backward has come to a layer, perhaps one of which nothing travels: reads start all the same."""
+        if self._new:
+            self._note_saved()
         if self._has_new and not self._is_lost():  # or there is nothing yet to go by
             self._insert_new()
         if self._reader.has_room():

@@ -17,6 +17,7 @@ import functools
 import math
 import os
 import re
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
@@ -29,6 +30,7 @@ import yaml
 from pydantic import BeforeValidator, ConfigDict, Strict, TypeAdapter, ValidationError, ValidationInfo
 
 from tba_offload.config.policy import Objective, Placement, Policy, Rule
+from tba_offload.config.store import BLOCK, STALL_SECONDS, Kind, StoreOptions, threads_per_direction
 from tba_offload.errors import ConfigError
 from tba_offload.formatting import quoted, shortened
 from tba_offload.reading import UnreadableError, read_regular
@@ -113,10 +115,6 @@ def _bytes(value: object) -> int:
 def _limit(value: object) -> int | None:
     """A size of which 0 means that there is no limit."""
     return None if value is None else _bytes(value) or None
-
-
-_BLOCK = 4096
-"""Extents are multiples of this many bytes."""
 
 
 _LONGEST = 1e9
@@ -280,12 +278,12 @@ class StoreConfig:
             time out after ten minutes unless told otherwise, so it should be less.
     """
 
-    kind: Literal["auto", "gds", "file", "host"] = "auto"
+    kind: Kind = "auto"
     directories: _Directories = ()
     capacity: _Limit = None
     host_capacity: _Limit = None
     checksum: Annotated[bool, Strict()] = True
-    stall_seconds: _Seconds = 300.0
+    stall_seconds: _Seconds = STALL_SECONDS
 
     @pydantic.field_validator("directories")
     @classmethod
@@ -302,7 +300,7 @@ class StoreConfig:
     @pydantic.field_validator("capacity")
     @classmethod
     def _holds_an_extent(cls, capacity: int | None, info: ValidationInfo) -> int | None:
-        least = _BLOCK * max(len(info.data.get("directories", ())), 1)
+        least = BLOCK * max(len(info.data.get("directories", ())), 1)
         if capacity is not None and capacity < least:
             raise ConfigError(
                 f"{capacity} bytes hold no extent; the least is {least} bytes, 4 KiB a directory"
@@ -317,9 +315,31 @@ class StoreConfig:
                 "this is memory beside drives, so it has no effect with kind: host; set capacity instead, or "
                 "choose another kind"
             )
-        if capacity is not None and capacity < _BLOCK:
+        if capacity is not None and capacity < BLOCK:
             raise ConfigError(f"{capacity} bytes hold no extent; the least is 4 KiB")
         return capacity
+
+    def options(self, *, readers: int | None = None, writers: int | None = None) -> StoreOptions:
+        """What a store is opened with.
+
+        Args:
+            readers: Threads that read, for each directory; ``None`` for what suits the machine.
+            writers: Threads that write, likewise.
+        """
+        usual = threads_per_direction()
+        directories = tuple(map(str, self.directories))
+        if not directories and self.kind != "host":
+            directories = (tempfile.gettempdir(),)
+        return StoreOptions(
+            kind=self.kind,
+            directories=directories,
+            capacity=self.capacity,
+            host_capacity=self.host_capacity,
+            checksum=self.checksum,
+            stall_seconds=self.stall_seconds,
+            readers=usual if readers is None else readers,
+            writers=usual if writers is None else writers,
+        )
 
 
 @_settings

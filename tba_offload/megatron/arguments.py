@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from tba_offload.config import OffloadConfig, load_config, parse_size
 from tba_offload.config.policy import Objective, Placement
+from tba_offload.config.store import KINDS
 from tba_offload.errors import ConfigError, StoreError
 from tba_offload.store.hanging import ask
-from tba_offload.store.open import KINDS
 from tba_offload.store.run_file import check_directory
 
 if TYPE_CHECKING:

@@ -1,7 +1,8 @@
 """What a placement is: a word of the policy, and what becomes of a layer that has it.
 
 Every placement is one object, found by its name: ``Placement("keep") is Placement.KEEP``. To add one, derive
-a class from :class:`Placement`, say what it does, and :func:`register` an object of it.
+a class from :class:`Placement`, say in its one method which way a layer goes, and :func:`register` an object
+of it. Session, simulator, the times of a profile and the planner's explanations all go by that method.
 """
 
 from __future__ import annotations
@@ -14,23 +15,28 @@ if TYPE_CHECKING:
 _known: dict[str, Placement] = {}
 
 SomePlacement = TypeVar("SomePlacement", bound="Placement")
+Result_co = TypeVar("Result_co", covariant=True)
 
 
-class LayerCall(Protocol):
-    """One call of a layer, whose placement says how it is run. Exactly one method is called, once."""
+class Ways(Protocol[Result_co]):
+    """The ways that a layer can go: for the session one call of it, for the simulator a stretch of time."""
 
-    def keep(self) -> object:
-        """Runs the layer as it is: what it saves stays in memory."""
+    @property
+    def layer(self) -> int:
+        """Index of the layer among those of this process."""
 
-    def offload(self, *, rebuilds: bool = False) -> object:
-        """Runs the layer with hooks, through which what it saves travels.
+    def keep(self) -> Result_co:
+        """What the layer saves stays in memory. No hooks at all: autograd's own way and checks, no cost."""
+
+    def offload(self, *, rebuilds: bool = False) -> Result_co:
+        """What the layer saves passes through hooks and travels.
 
         Args:
             rebuilds: Whether what cheap parts of the layer put out is made again instead of written.
         """
 
-    def recompute(self, *, inputs_travel: bool = False) -> object:
-        """Runs the layer in a checkpoint: backward runs it again on its inputs.
+    def recompute(self, *, inputs_travel: bool = False) -> Result_co:
+        """The layer runs in a checkpoint: backward runs it again on its inputs.
 
         Args:
             inputs_travel: Whether the inputs travel meanwhile; otherwise they stay in memory.
@@ -56,7 +62,7 @@ class _ByName(type):
 class Placement(str, metaclass=_ByName):
     """Where the activations of a layer spend the time between forward and backward.
 
-    The text of a placement is its name. The methods are called by the session and by the simulator.
+    The text of a placement is its name.
 
     Args:
         name: The word for it in policies, tables and run logs.
@@ -94,16 +100,16 @@ class Placement(str, metaclass=_ByName):
         """Whether all that the layer saves for backward passes through hooks."""
         return self.travels and not self.recomputes
 
-    def run(self, call: LayerCall) -> object:
-        """Runs a layer; called inside of a step, with gradients enabled.
+    def take(self, ways: Ways[Result_co]) -> Result_co:
+        """Says which way a layer goes: the same one whenever it is asked for the same layer.
 
         Args:
-            call: The layer and its arguments.
+            ways: One of its methods is called, once.
 
         Returns:
-            What the layer puts out.
+            What that method returns.
         """
-        return call.keep()
+        return ways.keep()
 
     @classmethod
     def __get_pydantic_core_schema__(cls, _source: object, _handler: object) -> Any:

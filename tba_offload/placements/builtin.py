@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 from tba_offload.placements.base import Placement, register
 
 if TYPE_CHECKING:
-    from tba_offload.placements.base import LayerCall
+    from tba_offload.placements.base import Result_co, Ways
 
 
 class Keep(Placement):
-    """Everything stays in memory. No hooks at all: autograd's own way, its own checks, no cost."""
+    """Everything stays in memory."""
 
-    def run(self, call: LayerCall) -> object:
-        """Runs the layer as it is."""
-        return call.keep()
+    def take(self, ways: Ways[Result_co]) -> Result_co:
+        """See :meth:`Placement.take`."""
+        return ways.keep()
 
 
 class Offload(Placement):
@@ -23,9 +23,9 @@ class Offload(Placement):
 
     travels = True
 
-    def run(self, call: LayerCall) -> object:
-        """Runs the layer with hooks."""
-        return call.offload()
+    def take(self, ways: Ways[Result_co]) -> Result_co:
+        """See :meth:`Placement.take`."""
+        return ways.offload()
 
 
 class Selective(Placement):
@@ -34,9 +34,9 @@ class Selective(Placement):
     travels = True
     rebuilds = True
 
-    def run(self, call: LayerCall) -> object:
-        """Runs the layer with hooks that know what can be made again."""
-        return call.offload(rebuilds=True)
+    def take(self, ways: Ways[Result_co]) -> Result_co:
+        """See :meth:`Placement.take`."""
+        return ways.offload(rebuilds=True)
 
 
 class Recompute(Placement):
@@ -44,9 +44,9 @@ class Recompute(Placement):
 
     recomputes = True
 
-    def run(self, call: LayerCall) -> object:
-        """Runs the layer in a checkpoint."""
-        return call.recompute()
+    def take(self, ways: Ways[Result_co]) -> Result_co:
+        """See :meth:`Placement.take`."""
+        return ways.recompute()
 
 
 class RecomputeOffload(Placement):
@@ -55,9 +55,9 @@ class RecomputeOffload(Placement):
     recomputes = True
     travels = True
 
-    def run(self, call: LayerCall) -> object:
-        """Runs the layer in a checkpoint whose inputs hooks see."""
-        return call.recompute(inputs_travel=True)
+    def take(self, ways: Ways[Result_co]) -> Result_co:
+        """See :meth:`Placement.take`."""
+        return ways.recompute(inputs_travel=True)
 
 
 class Auto(Offload):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tba_offload.config.policy import Placement
 from tba_offload.formatting import layers_by_placement, readable_size, significant
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from tba_offload.plan.bandwidth import Bandwidth
     from tba_offload.plan.model import Plan
-    from tba_offload.plan.profile import StepProfile
+    from tba_offload.plan.profile import LayerKind, StepProfile, Timing
 
 
 def describe_plan(names: Sequence[str], plan: Plan, before: Plan | None, why: str) -> str:
@@ -61,32 +61,69 @@ def _window(plan: Plan) -> str:
 
 def explain(profile: StepProfile, plan: Plan, drive: Bandwidth, layer: int) -> str:
     """Why a plan places a layer as it does, in one line."""
-    kind, placement = profile.kind_of(layer), plan.placements[layer]
-    moved = kind.nbytes - plan.kept_bytes(layer, kind)
-    size, travel = readable_size(kind.nbytes), _milliseconds(moved / drive.write + moved / drive.read)
-    kept = profile.timing(layer, Placement.KEEP)
-    again = _milliseconds(profile.timing(layer, Placement.RECOMPUTE).backward - kept.backward)
-    if placement is Placement.SELECTIVE:
-        return _explain_selective(profile, drive, layer, moved)
-    if placement is Placement.KEEP:
-        cost = _milliseconds(profile.timing(layer, Placement.OFFLOAD).whole - kept.whole)
-        return f"{size} have room; offloading takes {travel} of the drive and {cost} more compute"
-    if placement is Placement.RECOMPUTE:
-        return f"{again} of compute spare the drive {travel} for {size}"
-    if placement is Placement.RECOMPUTE_OFFLOAD:
-        return f"{again} of compute, and {readable_size(kind.input_bytes)} travel instead of {size}"
-    what = f"{readable_size(moved)} of {size}" if moved < kind.nbytes else size
-    return f"{what} take {travel} of the drive, and recomputing takes {again} of compute"
+    return plan.placements[layer].take(_Why(profile, plan, drive, layer))
 
 
-def _explain_selective(profile: StepProfile, drive: Bandwidth, layer: int, moved: int) -> str:
-    kind = profile.kind_of(layer)
-    spared = _milliseconds(kind.rebuilt_bytes / drive.write + kind.rebuilt_bytes / drive.read)
-    again = profile.timing(layer, Placement.SELECTIVE).whole - profile.timing(layer, Placement.OFFLOAD).whole
-    rebuilt, rest = readable_size(kind.rebuilt_bytes), readable_size(moved - kind.rebuilt_bytes)
-    return (
-        f"{_milliseconds(max(again, 0.0))} of compute spare the drive {spared} for {rebuilt}; {rest} travel"
-    )
+class _Why(NamedTuple):
+    """The ways that a layer can go, each in words."""
+
+    profile: StepProfile
+    plan: Plan
+    drive: Bandwidth
+    layer: int
+
+    def keep(self) -> str:
+        cost = _milliseconds(self._timing(Placement.OFFLOAD).whole - self._timing(Placement.KEEP).whole)
+        return f"{self._size} have room; offloading takes {self._travel} of the drive and {cost} more compute"
+
+    def recompute(self, *, inputs_travel: bool = False) -> str:
+        if inputs_travel:
+            inputs = readable_size(self._kind.input_bytes)
+            return f"{self._again} of compute, and {inputs} travel instead of {self._size}"
+        return f"{self._again} of compute spare the drive {self._travel} for {self._size}"
+
+    def offload(self, *, rebuilds: bool = False) -> str:
+        if rebuilds:
+            return self._selective()
+        is_part = self._moved < self._kind.nbytes
+        what = f"{readable_size(self._moved)} of {self._size}" if is_part else self._size
+        return f"{what} take {self._travel} of the drive, and recomputing takes {self._again} of compute"
+
+    def _selective(self) -> str:
+        rebuilt = self._kind.rebuilt_bytes
+        again = self._timing(Placement.SELECTIVE).whole - self._timing(Placement.OFFLOAD).whole
+        return (
+            f"{_milliseconds(max(again, 0.0))} of compute spare the drive {self._moving(rebuilt)} for "
+            f"{readable_size(rebuilt)}; {readable_size(self._moved - rebuilt)} travel"
+        )
+
+    @property
+    def _kind(self) -> LayerKind:
+        return self.profile.kind_of(self.layer)
+
+    @property
+    def _moved(self) -> int:
+        return self._kind.nbytes - self.plan.kept_bytes(self.layer, self._kind)
+
+    @property
+    def _size(self) -> str:
+        return readable_size(self._kind.nbytes)
+
+    @property
+    def _travel(self) -> str:
+        return self._moving(self._moved)
+
+    @property
+    def _again(self) -> str:
+        kept = self._timing(Placement.KEEP)
+        return _milliseconds(self._timing(Placement.RECOMPUTE).backward - kept.backward)
+
+    def _timing(self, placement: Placement) -> Timing:
+        return self.profile.timing(self.layer, placement)
+
+    def _moving(self, nbytes: int) -> str:
+        """How long the drive takes to write and to read so many bytes."""
+        return _milliseconds(nbytes / self.drive.write + nbytes / self.drive.read)
 
 
 def _milliseconds(seconds: float) -> str:

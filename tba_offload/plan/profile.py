@@ -108,11 +108,24 @@ class LayerKind:
         return self.nbytes + self.small_bytes - self.input_bytes if self.at_once is None else self.at_once
 
 
-def computed_as(placement: Placement) -> Placement:
-    """The placement among keep, offload, selective and recompute that computes the same."""
-    if placement is Placement.AUTO:
-        return Placement.OFFLOAD
-    return Placement.RECOMPUTE if placement.recomputes else placement
+class _Computed(NamedTuple):
+    """The ways that layers go, by the placement that stands for the same computation."""
+
+    layer: int
+
+    def keep(self) -> Placement:
+        return Placement.KEEP
+
+    def offload(self, *, rebuilds: bool = False) -> Placement:
+        return Placement.SELECTIVE if rebuilds else Placement.OFFLOAD
+
+    def recompute(self, *, inputs_travel: bool = False) -> Placement:  # noqa: ARG002 - they travel meanwhile
+        return Placement.RECOMPUTE
+
+
+def computed_as(placement: Placement, layer: int) -> Placement:
+    """The placement among keep, offload, selective and recompute by which a layer computes the same."""
+    return placement.take(_Computed(layer))
 
 
 class Timing(NamedTuple):
@@ -220,7 +233,7 @@ class StepProfile:
         cheap parts. That doing something again takes much less than that, or nothing, is noise too.
         """
         kind = self.layers[layer]
-        placement = computed_as(placement)
+        placement = computed_as(placement, layer)
         if placement is Placement.RECOMPUTE:
             return self._timing_of_recompute(layer)
         if placement is Placement.SELECTIVE:
@@ -247,7 +260,10 @@ class StepProfile:
 
         Where keep was not measured, a layer that keeps is taken to compute for as long as one that offloads.
         """
-        return all(self._measured(kind, computed_as(placement)) is not None for kind in set(self.layers))
+        return all(
+            self._measured(kind, computed_as(placement, layer)) is not None
+            for layer, kind in enumerate(self.layers)
+        )
 
     def rebuild_seconds(self, layer: int) -> float:
         """Seconds that a layer placed ``selective`` takes longer than a kept one.

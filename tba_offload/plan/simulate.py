@@ -125,7 +125,7 @@ class _Run:
         self._nbytes = [in_all[kind] for kind in profile.layers]
         self._timings = [self._timing_of(layer, placement) for layer, placement in enumerate(plan.placements)]
         self._rebuilding = [
-            profile.rebuild_seconds(layer) if placement is Placement.SELECTIVE else 0.0
+            profile.rebuild_seconds(layer) if placement.rebuilds else 0.0
             for layer, placement in enumerate(plan.placements)
         ]
 
@@ -149,22 +149,12 @@ class _Run:
         traffic, placements = self._traffic, self._plan.placements
         for place, slot in enumerate(self._profile.slots):
             traffic.begin(place, slot)
-            placement, kind = placements[slot.layer], self._kinds[slot.layer]
             timing = self._timings[slot.layer]
+            seconds = timing.forward
             if slot.backward:
                 traffic.read_ahead()
-            if placement is Placement.KEEP:
-                self._stays(slot, timing)
-            elif placement is Placement.RECOMPUTE:
-                self._recomputed(kind, slot, timing)
-            elif placement is Placement.RECOMPUTE_OFFLOAD:
-                self._recomputed_from_store(kind, slot, timing)
-            elif not slot.backward:
-                self._offloaded_forward(slot, kind, timing.forward)
-            elif placement is Placement.SELECTIVE:
-                self._selective_backward(slot, kind, timing.backward)
-            else:
-                self._offloaded_backward(slot, kind, timing.backward)
+                seconds = timing.backward
+            placements[slot.layer].take(_Stretch(self, slot, self._kinds[slot.layer], seconds))
         traffic.compute(self._profile.tail)
         return self._outcome()
 
@@ -190,22 +180,22 @@ class _Run:
 
     # ---- layers that stay ------------------------------------------------------------------------
 
-    def _stays(self, slot: Slot, timing: Timing) -> None:
+    def stays(self, slot: Slot, seconds: float) -> None:
+        """A layer keeps what it saves."""
+        self._traffic.compute(seconds)
         nbytes = self._nbytes[slot.layer]
         if slot.backward:
-            self._traffic.compute(timing.backward)
             self._traffic.memory.let_go(nbytes)
         else:
-            self._traffic.compute(timing.forward)
             self._traffic.hold(nbytes)
 
-    def _recomputed(self, kind: LayerKind, slot: Slot, timing: Timing) -> None:
+    def recomputed(self, slot: Slot, kind: LayerKind, seconds: float) -> None:
+        """A layer keeps its inputs, and runs again in backward."""
+        self._traffic.compute(seconds)
         if slot.backward:
-            self._traffic.compute(timing.backward)
             self._recompute(kind)
             self._traffic.memory.let_go(kind.input_bytes)
         else:
-            self._traffic.compute(timing.forward)
             self._traffic.hold(kind.input_bytes)
 
     def _recompute(self, kind: LayerKind) -> None:
@@ -216,7 +206,8 @@ class _Run:
 
     # ---- layers that travel ----------------------------------------------------------------------
 
-    def _recomputed_from_store(self, kind: LayerKind, slot: Slot, timing: Timing) -> None:
+    def recomputed_from_store(self, slot: Slot, kind: LayerKind, seconds: float) -> None:
+        """The inputs of such a layer travel."""
         scope, traffic = (slot.layer, slot.micro_batch), self._traffic
         if slot.backward:
             used = 0
@@ -225,44 +216,47 @@ class _Run:
                 used += item.goes
                 traffic.read_ahead()
             traffic.end_backward(scope)
-            traffic.compute(timing.backward)
+            traffic.compute(seconds)
             self._recompute(kind)
             traffic.memory.free(used)
         else:
             items = [traffic.save(kind.input_bytes, 0.0)] if kind.input_bytes else []
-            traffic.compute(timing.forward)
+            traffic.compute(seconds)
             traffic.end_forward(scope, items)
 
-    def _offloaded_forward(self, slot: Slot, kind: LayerKind, seconds: float) -> None:
+    def offloaded_forward(self, slot: Slot, kind: LayerKind, seconds: float, *, rebuilds: bool) -> None:
+        """What a layer saves travels, but for what it keeps and what it can rebuild."""
         traffic, kept = self._traffic, self._plan.kept_of(slot.layer)
-        is_selective = self._plan.placements[slot.layer] is Placement.SELECTIVE
         items: list[Item] = []
         passed = 0.0
         traffic.hold(kind.small_bytes)
         for number, saved in enumerate(kind.activations):
-            traffic.compute((saved.at - passed) * seconds)
-            passed = saved.at
+            after, passed = (saved.at - passed) * seconds, saved.at
             if number in kept:
+                traffic.compute(after)
                 traffic.hold(saved.nbytes)
-            elif not (is_selective and saved.rebuilt):
-                items.append(traffic.save(saved.nbytes, saved.fetched if is_selective else saved.until))
+            elif rebuilds and saved.rebuilt:
+                traffic.compute(after)
+            else:
+                until = saved.fetched if rebuilds else saved.until
+                items.append(traffic.save(saved.nbytes, until, after))
         traffic.compute((1.0 - passed) * seconds)
         traffic.end_forward((slot.layer, slot.micro_batch), items)
 
-    def _offloaded_backward(self, slot: Slot, kind: LayerKind, seconds: float) -> None:
+    def offloaded_backward(self, slot: Slot, kind: LayerKind, seconds: float) -> None:
+        """It comes back when it is used."""
         traffic = self._traffic
         passed, used = 0.0, 0
         for item in traffic.begin_backward((slot.layer, slot.micro_batch)):
-            traffic.compute((item.until - passed) * seconds)
-            passed = item.until
             traffic.memory.free(used)  # the activation before was used up
-            traffic.use(item)
+            traffic.use(item, (item.until - passed) * seconds)
+            passed = item.until
             used = item.goes
             traffic.read_ahead()
         traffic.compute((1.0 - passed) * seconds)
         self._end_backward(slot, kind, used)
 
-    def _selective_backward(self, slot: Slot, kind: LayerKind, seconds: float) -> None:
+    def rebuilding_backward(self, slot: Slot, kind: LayerKind, seconds: float) -> None:
         """What is rebuilt comes into being when it is used; what it is made of stays until its own use."""
         traffic = self._traffic
         passed, used = 0.0, 0
@@ -301,3 +295,31 @@ class _Run:
         self._traffic.end_backward((slot.layer, slot.micro_batch))
         self._traffic.memory.free(used)
         self._traffic.memory.let_go(self._plan.kept_bytes(slot.layer, kind) + kind.small_bytes)
+
+
+class _Stretch(NamedTuple):
+    """A slot that is about to be played: the ways that its layer can go."""
+
+    run: _Run
+    slot: Slot
+    kind: LayerKind
+    seconds: float
+
+    @property
+    def layer(self) -> int:
+        return self.slot.layer
+
+    def keep(self) -> None:
+        self.run.stays(self.slot, self.seconds)
+
+    def recompute(self, *, inputs_travel: bool = False) -> None:
+        recomputed = self.run.recomputed_from_store if inputs_travel else self.run.recomputed
+        recomputed(self.slot, self.kind, self.seconds)
+
+    def offload(self, *, rebuilds: bool = False) -> None:
+        if not self.slot.backward:
+            self.run.offloaded_forward(self.slot, self.kind, self.seconds, rebuilds=rebuilds)
+        elif rebuilds:
+            self.run.rebuilding_backward(self.slot, self.kind, self.seconds)
+        else:
+            self.run.offloaded_backward(self.slot, self.kind, self.seconds)

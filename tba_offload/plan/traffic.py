@@ -380,8 +380,15 @@ class Traffic:
 
     # ---- writing ---------------------------------------------------------------------------------
 
-    def save(self, nbytes: int, until: float) -> Item:
-        """Something is saved for backward and is going to be written."""
+    def save(self, nbytes: int, until: float, after: float = 0.0) -> Item:
+        """Something is saved for backward and is going to be written.
+
+        Args:
+            nbytes: Its size.
+            until: When backward first needs it, as a share of its layer's time.
+            after: Seconds of compute before.
+        """
+        self.now += after
         memory = self.memory
         if self._window.is_crowded(memory.in_flight, nbytes):
             self._admit(nbytes)
@@ -449,11 +456,16 @@ class Traffic:
         """Nothing of a layer is left."""
         self._order.end(scope)
 
-    def use(self, item: Item) -> None:
+    def use(self, item: Item, after: float = 0.0) -> None:
         """Backward needs an activation: it waits for it if it must, and holds it from now on.
 
         If the graph outlives that, what was read goes all the same, but the original only with the graph.
+
+        Args:
+            item: The activation.
+            after: Seconds of compute before.
         """
+        self.now += after
         if self.tiers.next_written <= self.now:
             self._settle()
         if item.stays:

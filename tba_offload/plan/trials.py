@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from tba_offload.plan.simulate import Outcome
     from tba_offload.plan.terms import Freedom, Terms
 
-TRAVELS = frozenset({Placement.OFFLOAD, Placement.RECOMPUTE_OFFLOAD, Placement.SELECTIVE})
-
 _NO_TIME = 1e6
 """Factor of the rates with which a drive takes no time."""
 
@@ -106,7 +104,7 @@ class Trials:
         plan = Plan(placements, kept, self._window if window is None else window)
         trial = self.play(plan)
         excess = self.goal.excess(trial.outcome)
-        if not excess or TRAVELS.isdisjoint(placements):
+        if not excess or not any(placement.travels for placement in placements):
             return trial
         largest = trial.outcome.peak_bytes if plan.window is None else plan.window
         if largest <= self.least_window:

@@ -80,7 +80,7 @@ class BackwardWatch:
 
         tensor.register_hook(reached)  # type: ignore[no-untyped-call]
         if step is not None:
-            step.saw_graph(tensor.grad_fn._sequence_nr(), weakref.ref(reached))
+            step.graphs.add(tensor.grad_fn._sequence_nr(), weakref.ref(reached))
 
 
 class TailWatch:
@@ -100,17 +100,17 @@ class TailWatch:
     def watch(self, output: object) -> None:
         """The model's forward has ended with this output."""
         step = self._ongoing.step
-        if step is None or step.meter is None:
+        if step is None or step.memory.meter is None:
             return
         self._ongoing.look_at_memory()
         tensor = first_differentiable(output)
-        if step.meter.samples and tensor is not None and tensor.grad_fn is not None:
-            for node in nearest_nodes(tensor.grad_fn, _TAIL, after=step.layers_end):
+        if step.memory.meter.samples and tensor is not None and tensor.grad_fn is not None:
+            for node in nearest_nodes(tensor.grad_fn, _TAIL, after=step.graphs.end):
                 node.register_prehook(lambda _: self._look())
                 node.register_hook(lambda *_: self._look())
 
     def _look(self) -> None:
         step = self._ongoing.step
-        if step is not None and step.meter is not None:
-            step.meter.look()
-            step.saw_rest(self._own_bytes())
+        if step is not None:
+            step.memory.look()
+            step.memory.saw_rest(self._own_bytes())

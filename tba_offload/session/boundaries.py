@@ -144,18 +144,18 @@ class Boundaries:
                 self._running.clear()
                 self._fail()
                 if step is not None:
-                    step.resume()
-            if step is not None and step.opened_itself and (step.stepped or self._is_over(step)):
+                    step.memory.resume()
+            if step is not None and step.opened_itself and (step.updates or self._is_over(step)):
                 self.end_step(step)
                 step = None
         if step is None:
             self._steps.open_by_itself()
         elif self._closures:
-            step.resume()
+            step.memory.resume()
 
     def _fail(self) -> None:
         if self._ongoing.step is not None:
-            self._ongoing.step.fail()
+            self._ongoing.step.state.fail()
 
     def backward_ended(self) -> None:
         """A backward pass is over; what an optimizer does that asked for it is not the step's."""
@@ -165,7 +165,7 @@ class Boundaries:
         if step.opened_itself:
             self._steps.trace.end_step()  # unless another micro-batch follows
         if self._closures:
-            step.pause()
+            step.memory.pause()
 
     # ---- optimizers ------------------------------------------------------------------------------
 
@@ -178,7 +178,7 @@ class Boundaries:
         if step is not None:
             if not is_recomputation():
                 self._raise_failures(step)
-            step.pause()
+            step.memory.pause()
         self._running.append((optimizer, time.perf_counter()))
         return self._with_closure(args, kwargs)
 
@@ -222,7 +222,7 @@ class Boundaries:
             return
         # With optimizers that can do so themselves a scaler leaves it to their step to skip the update.
         overflow = getattr(optimizer, "found_inf", None)
-        step.optimizer_worked(
+        step.updates.add(
             began,
             time.perf_counter(),
             parameters=self._held_by(optimizer),
@@ -232,11 +232,11 @@ class Boundaries:
         if step.opened_itself and self._all_updated(step) and not is_recomputation():
             self.end_step(step)
         else:
-            step.resume()
+            step.memory.resume()
 
     def _all_updated(self, step: Step) -> bool:
         """Whether the optimizers of all parameters that got a gradient have made their step."""
-        return step.stepped and self._gradients.born_within(step.updated)
+        return bool(step.updates) and self._gradients.born_within(step.updates.parameters)
 
     def _held_by(self, optimizer: Optimizer) -> frozenset[int]:
         """Ids of an optimizer's parameters if some are the model's, otherwise nothing."""
@@ -266,26 +266,26 @@ class Boundaries:
     def end_step(self, step: Step) -> None:
         """Ends a step that opened by itself: recorded if its backward has ended, otherwise forgotten."""
         trace = self._steps.trace
-        if step.failed or trace.in_backward or not trace.backward_ends:
+        if step.state.failed or trace.in_backward or not trace.backward_ends:
             self._steps.forget(step)
             return
         if self._is_skipped(step):
-            step.skip()
+            step.state.skip()
         step.__exit__(None, None, None)
 
     def _is_skipped(self, step: Step) -> bool:
         """Whether nothing came of the gradients."""
-        if step.stepped:
-            return step.overflowed
+        if step.updates:
+            return step.updates.overflowed
         gradients = self._gradients
         return gradients.was_dropped or (gradients.are_cleared and not gradients.updated)
 
     def _is_over(self, step: Step) -> bool:
         trace = self._steps.trace
-        if step.failed or trace.in_backward:
+        if step.state.failed or trace.in_backward:
             return True  # an exception ended it
         if not trace.backward_ends:
-            return bool(trace.scopes) and not step.has_graph
+            return bool(trace.scopes) and not step.graphs
         return self._all_updated(step) or self._gradients.are_cleared
 
 

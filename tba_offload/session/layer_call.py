@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Call:
-    """One call of a layer; see :class:`~tba_offload.placements.LayerCall`.
+    """One call of a layer; as :class:`~tba_offload.placements.Ways`.
 
     Args:
         parts: What works in a step.
@@ -55,6 +55,11 @@ class Call:
         self._scope = scope
         self._args = args
         self._kwargs = kwargs
+
+    @property
+    def layer(self) -> int:
+        """Index of the layer among those of the session."""
+        return self._site.index
 
     def keep(self) -> object:
         """Runs the layer as it is."""

@@ -81,10 +81,10 @@ class LayerRuns:
         scope = trace.begin_scope(self._scope_key(site), placement, inputs=self._inputs(args, kwargs))
         try:
             call = Call(self._parts, self._config, self._stack, site, placement, scope, args, kwargs)
-            output = placement.run(call)
+            output = placement.take(call)
         except BaseException:
             if self._ongoing.step is not None:
-                self._ongoing.step.fail()
+                self._ongoing.step.state.fail()
             raise
         trace.end_scope(scope)
         self._ongoing.look_at_memory()
@@ -103,9 +103,11 @@ class LayerRuns:
     def _note_size(self, site: Site, arguments: Sequence[object]) -> None:
         """Where a layer is given more than the plan is for, the rest of the step runs without it."""
         planning = self._parts.planning
-        # A layer that is frozen saves nothing.
-        if planning.has_budget and _has_backward(site.layer.module, arguments):
-            planning.leave_if_outgrown(site.index, (site.wait(), *_dimensions(arguments)))
+        if not planning.has_budget:
+            return
+        if _has_backward(site.layer.module, arguments):  # one that is frozen saves nothing
+            size = (site.wait(), *_dimensions(arguments))
+            planning.leave_if_outgrown(site.index, size)
 
     def _inputs(self, args: tuple[object, ...], kwargs: dict[str, object]) -> int:
         """Bytes that a layer is given, if a planner has a use for them."""

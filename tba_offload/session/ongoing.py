@@ -62,9 +62,9 @@ class Ongoing:
     @property
     def state_bytes(self) -> int:
         """Bytes by which optimizers have let memory grow in this step."""
-        return self.step.state_bytes if self.step is not None else 0
+        return self.step.memory.state_bytes if self.step is not None else 0
 
     def look_at_memory(self, grows_by: int = 0) -> None:
         """Notes what is live, for a meter that sees only what it looks at."""
-        if self.step is not None and self.step.meter is not None:
-            self.step.meter.look(grows_by)
+        if self.step is not None:
+            self.step.memory.look(grows_by)

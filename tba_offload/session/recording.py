@@ -11,43 +11,46 @@ from tba_offload.store.base import HOST_TIER
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tba_offload.session.figures import Times
     from tba_offload.session.step import Step
     from tba_offload.session.steps import Parts
     from tba_offload.store.base import DriveLoad
 
 
-def record_of(step: Step, number: int, loads: Sequence[DriveLoad], parts: Parts) -> StepRecord:
+def record_of(step: Step, times: Times, number: int, loads: Sequence[DriveLoad], parts: Parts) -> StepRecord:
     """What a step was like.
 
     Args:
         step: The step, which has ended.
+        times: How long it took.
         number: Of the step.
         loads: What drives and host memory moved in it.
         parts: What worked in it.
     """
     # How long it took to give a device its work is not how long the work took.
     computed_in_time = not parts.device.runs_behind
+    memory, meter = step.memory, step.memory.meter
     trace, stats = parts.capture.trace, parts.offloader.stats
     prediction = parts.planning.plan.prediction
     on_host = [load for load in loads if load.tier == HOST_TIER]
     return StepRecord(
         step=number,
-        seconds=step.seconds,
-        optimizer_seconds=step.optimizer_seconds,
-        skipped=step.skipped,
+        seconds=times.seconds,
+        optimizer_seconds=times.optimizer_seconds,
+        skipped=step.state.skipped,
         forward_seconds=trace.forward_seconds() if computed_in_time else None,
         backward_seconds=(trace.backward_seconds or None) if computed_in_time else None,
         stall_seconds=stats.stall_seconds,
         tokens=step.all_tokens,
         model_flops=step.model_flops,
         loss=step.loss,
-        activation_peak_bytes=step.activation_peak_bytes,
-        peak_source=step.meter.source if step.activation_peak_bytes is not None and step.meter else None,
+        activation_peak_bytes=memory.peak_bytes,
+        peak_source=meter.source if meter is not None and memory.peak_bytes is not None else None,
         gradient_bytes=parts.gradients.live.take_added(),
-        state_bytes=step.state_bytes if step.meter is not None else None,
+        state_bytes=memory.state_bytes if meter is not None else None,
         own_peak_bytes=stats.own_peak + trace.kept_bytes,
         resident_peak_bytes=parts.meters.resident.read(),
-        gradients_allocated=step.gradients_allocated,
+        gradients_allocated=memory.gradients_allocated,
         offloaded_bytes=stats.offloaded,
         read_bytes=stats.read,
         reread_bytes=stats.reread,

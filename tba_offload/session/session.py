@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import platform
-import tempfile
 import weakref
 from collections import deque
 from dataclasses import replace
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from tba_offload.device.streams import Device
     from tba_offload.session.boundaries import TokenCounter
     from tba_offload.session.step import Step
     from tba_offload.store.base import ActivationStore
@@ -141,7 +139,7 @@ class Session:
         config, notices = self.config, Notices()
         device = device_of(_device_of_model(modules))
         gradients = Gradients(modules, device.torch_device, self._ongoing.look_at_memory)
-        store = _open_store(config, device)
+        store = open_store(config.store.options(), device=device)
         try:
             meters = Meters(device, self._ongoing, gradients.live, notices, wanted=measure_memory)
         except BaseException:
@@ -417,21 +415,6 @@ class Session:
         return Controller(task)
 
 
-def _open_store(config: OffloadConfig, device: Device) -> ActivationStore:
-    directories = config.store.directories
-    if not directories and config.store.kind != "host":
-        directories = (Path(tempfile.gettempdir()),)
-    return open_store(
-        kind=config.store.kind,
-        directories=directories,
-        capacity=config.store.capacity,
-        host_capacity=config.store.host_capacity,
-        checksum=config.store.checksum,
-        stall_seconds=config.store.stall_seconds,
-        device=device,
-    )
-
-
 def _limits_of(config: OffloadConfig) -> Limits:
     return Limits(config.budget.activation_bytes, config.budget.ceiling)
 
@@ -442,9 +425,7 @@ def _nothing() -> None:
 
 def _drives_of(config: OffloadConfig) -> tuple[int, ...]:
     """The device numbers of the file systems that a configuration names, in its order."""
-    if config.store.kind == "host":
-        return ()
-    directories = config.store.directories or (tempfile.gettempdir(),)
+    directories = config.store.options().directories
     return tuple(Path(directory).stat().st_dev for directory in directories if Path(directory).is_dir())
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tba_offload.plan.model import Limits
     from tba_offload.recompute.verdicts import Verifier
     from tba_offload.report.run_log import StepRecord
+    from tba_offload.session.figures import Times
     from tba_offload.session.meters import Meters
     from tba_offload.session.notices import Notices
     from tba_offload.session.ongoing import Ongoing
@@ -120,7 +121,8 @@ class Steps:
         opened_itself: bool = False,
     ) -> Step:
         """A step that has not begun; see :meth:`Session.step`."""
-        meter = self._parts.meters.of_step(wanted=measure_memory, may_help=self._parts.planning.wants_memory)
+        planning, meters = self._parts.planning, self._parts.meters
+        meter = meters.of_step(wanted=measure_memory, may_help=planning.wants_memory)
         return Step(self, tokens=tokens, model_flops=model_flops, meter=meter, opened_itself=opened_itself)
 
     def open_by_itself(self) -> Step:
@@ -132,7 +134,7 @@ class Steps:
     def open_step(self) -> Step | None:
         """The step that is open; one whose end was interrupted is ended now."""
         step = self.ongoing.step
-        if step is not None and step.left:
+        if step is not None and step.state.left:
             self.end(failed=True)
         return self.ongoing.step
 
@@ -174,15 +176,16 @@ class Steps:
         self._warn_of_checkpointing()
         self._begin_parts(step)
         parts.meters.resident.reset()
-        parts.meters.leave(step.meter)
+        parts.meters.leave(step.memory.meter)
         self._note_overlap(step)
         self._mark_times()
-        step.measure_base(gradients_allocated=all(map(_has_gradient, parts.gradients.parameters())))
+        step.start(gradients_allocated=all(map(_has_gradient, parts.gradients.parameters())))
         self.ongoing.opened(step)
 
     def _begin_parts(self, step: Step) -> None:
         parts = self._parts
-        samples = step.meter is not None and step.meter.samples
+        meter = step.memory.meter
+        samples = meter is not None and meter.samples
         parts.capture.begin_step(look_at_memory=self.ongoing.look_at_memory if samples else None)
         parts.verifier.begin_step()
         parts.rebuilds.begin_step()
@@ -200,9 +203,9 @@ class Steps:
                 continue
             steps.settle()
             other = steps.ongoing.step
-            if other is not None and step.meter is not None:
-                step.overlapped()
-                other.overlapped()
+            if other is not None and step.memory.meter is not None:
+                step.memory.overlapped()
+                other.memory.overlapped()
                 self._parts.notices.overlap()
 
     @property
@@ -249,7 +252,7 @@ class Steps:
 
     def forget(self, step: Step) -> None:
         """Ends a step of which nothing is recorded."""
-        step.leave()
+        step.state.leave()
         self.end(failed=True)
 
     def raise_failures(self) -> None:
@@ -268,16 +271,16 @@ class Steps:
 
     # ---- what it was like ------------------------------------------------------------------------
 
-    def conclude(self, step: Step) -> StepRecord:
+    def conclude(self, step: Step, times: Times) -> StepRecord:
         """Records a step that has ended, and learns from it."""
         parts = self._parts
         parts.gradients.count()
         self._warn_if_full()
         self._warn_of_wide_window()
         loads = parts.store.take_loads()
-        record = record_of(step, self.ongoing.number, loads, parts)
+        record = record_of(step, times, self.ongoing.number, loads, parts)
         self._recorded(record)
-        if not step.skipped:
+        if not step.state.skipped:
             self._learn(step, record, loads)
         return record
 
@@ -314,7 +317,7 @@ class Steps:
             record,
             loads,
             began=step.began,
-            rest_bytes=step.rest_bytes,
+            rest_bytes=step.memory.rest_bytes,
             repeatable=[index for index in chosen if may_plan and parts.verifier.may_plan(index)],
             on_device=DeviceTimes(trace, stalls) if trace.marks is not None else None,
         )

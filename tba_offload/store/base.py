@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 DRIVE_TIER, HOST_TIER = "drive", "host"
 """The legal tiers of :class:`DriveLoad`."""
 
-STALL_SECONDS = 300.0
-"""Seconds that a transfer may run before its drive is taken to hang, unless told otherwise."""
-
 WARN_AFTER = 0.1
 """A wait for a drive is named in a warning after this share of its limit."""
 
@@ -64,13 +61,14 @@ class IoFuture:
 
     Attributes:
         error: What made the transfer fail; ``None`` while it is not done and after success.
+        is_done: As :meth:`done`.
     """
 
-    __slots__ = ("_callbacks", "_cancelled", "_claim", "_done", "_ended", "error")
+    __slots__ = ("_callbacks", "_cancelled", "_claim", "_ended", "error", "is_done")
 
     def __init__(self, done: Callable[[IoFuture], object] | None = None) -> None:
         self.error: BaseException | None = None
-        self._done = False
+        self.is_done = False
         self._cancelled = False
         self._callbacks: list[Callable[[IoFuture], object]] = [] if done is None else [done]
         self._claim = allocate_lock()
@@ -79,7 +77,7 @@ class IoFuture:
 
     def done(self) -> bool:
         """Whether the transfer has ended, failed or been cancelled."""
-        return self._done
+        return self.is_done
 
     def cancelled(self) -> bool:
         """Whether the transfer was cancelled before it started."""
@@ -95,7 +93,7 @@ class IoFuture:
             StoreError: The transfer failed, or was cancelled (``errno.ECANCELED``). A new one each time.
             TimeoutError: It has not ended in time; it goes on.
         """
-        if not self._done:
+        if not self.is_done:
             self._block(timeout)
         if self.error is not None:
             raise _anew(self.error)
@@ -113,7 +111,7 @@ class IoFuture:
             self._cancelled = True
             self._callbacks.clear()
             self._drop()
-            self._done = True
+            self.is_done = True
             self._ended.release()
         return self._cancelled
 
@@ -126,10 +124,10 @@ class IoFuture:
         """
         if self._cancelled:
             return
-        # Append first, look second: the I/O thread sets _done first and empties the list second. Whatever the
-        # order of the four, one of the two sees the callback, and pop() gives it to only one of them.
+        # Append first, look second: the I/O thread sets is_done first and empties the list second. Whatever
+        # the order of the four, one of the two sees the callback, and pop() gives it to only one of them.
         self._callbacks.append(callback)
-        if self._done and not self._cancelled:
+        if self.is_done and not self._cancelled:
             self._call_back()
 
     def claim(self) -> bool:
@@ -143,7 +141,7 @@ class IoFuture:
 
     def _conclude(self, error: BaseException | None) -> None:
         self.error = error
-        self._done = True
+        self.is_done = True
         self._ended.release()
 
     def _drop(self) -> None:
@@ -421,7 +419,7 @@ class ActivationStore(ABC):
     def limit_waits(self, seconds: float | None) -> None:  # noqa: B027 - without threads nothing hangs
         """Tells the store how long a transfer may run before :meth:`close` gives it up; ``None`` for ever.
 
-        :meth:`reserve` waits as long for a file to grow. Without this it is :data:`STALL_SECONDS`.
+        :meth:`reserve` waits as long for a file to grow. Without this it is ``stall_seconds`` of the options.
         """
 
     @abstractmethod

@@ -81,8 +81,18 @@ class ExtentAllocator:
         if start + length > offset or end > self._end or nbytes <= 0:
             raise ValueError(f"bytes [{offset}, {end}) are not taken, so they cannot be freed")
         self.used -= nbytes
-        touches = length and start + length == offset
-        self._add_hole(start if touches else offset, end)
+        touches = length > 0 and start + length == offset
+        if not touches:
+            start = offset
+        if end == self._end:  # there is no hole after it
+            self._end = start
+            if touches:
+                self._holes.remove(start)
+            return
+        after = self._holes.length_at(end)
+        if after:
+            self._holes.remove(end)
+        self._holes.put(start, end + after - start)
 
     def rebuild(self, taken: Iterable[tuple[int, int]]) -> None:
         """Starts anew from what is taken, after an interrupt that may have struck anywhere.
@@ -118,17 +128,6 @@ class ExtentAllocator:
             self.high_water = end
         self._end = end
         return offset
-
-    def _add_hole(self, start: int, end: int) -> None:
-        """Frees [start, end), which begins where a hole does that it swallows, or at no hole's end."""
-        after = self._holes.length_at(end)
-        if after:
-            self._holes.remove(end)
-        if end == self._end:
-            self._end = start
-            self._holes.discard(start)
-        else:
-            self._holes.put(start, end + after - start)
 
 
 class _Holes:
@@ -175,11 +174,6 @@ class _Holes:
         self._root.remove(start)
         if not self._root.starts:
             self._root = _Node([], [], None)
-
-    def discard(self, start: int) -> None:
-        """Takes out the range that starts there, if there is one."""
-        if self.length_at(start):
-            self.remove(start)
 
 
 class _Node:

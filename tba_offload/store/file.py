@@ -19,13 +19,15 @@ import logging
 import mmap
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 
+from tba_offload.config.store import DriveSettings, StoreOptions
 from tba_offload.device.staging import StagingRing
 from tba_offload.errors import ShortTransferError, StoreError, StoreFullError
 from tba_offload.store import posix
+from tba_offload.store.checksums import Checksums
 from tba_offload.store.engine import QueuedStore
 from tba_offload.store.extents import round_up
 from tba_offload.store.run_file import FULL, RunFile, short_transfer
@@ -43,104 +45,81 @@ _UNKNOWN_ALIGNMENT = 4096  # no drive asks for more unless it says so
 _NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
-class FileStore(QueuedStore):
-    """A store in one unlinked file.
+class FileBackend:
+    """The bytes of one unlinked file.
 
     Args:
-        directory: Where to create the file; made if it is missing.
-        capacity: Bytes that extents may take in all; ``None`` for no limit but the drive's own.
+        directory: Where to create it.
+        options: Capacity, checksum and threads.
         device: The device that activations lie on.
-        writers: Threads that write.
-        readers: Threads that read.
-        checksum: Verify every read against a checksum taken at the write.
-        drive: The ``drive`` of the extents.
-        slab_bytes: Size of a staging slab, a multiple of 4096; one a thread is allocated at first need.
+        slab_bytes: Size of a staging slab.
+
+    Attributes:
+        name: The directory.
+        device: As given.
+        alignment: What direct I/O demands, bytes; 1 where it is buffered.
+        reason: Why it is buffered; ``None`` if it is direct.
+        ring: The staging slabs.
 
     Raises:
         StoreError: The directory cannot be used.
     """
 
-    kind = "file"
-
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        capacity: int | None = None,
-        device: Device,
-        writers: int = 2,
-        readers: int = 2,
-        checksum: bool = True,
-        drive: int = 0,
-        slab_bytes: int = SLAB_BYTES,
-    ) -> None:
-        self.directory = os.fspath(directory)
-        self._file = RunFile(self.directory, capacity)
+    def __init__(self, directory: str, options: StoreOptions, device: Device, slab_bytes: int) -> None:
+        self.name = directory
+        self.device = device
+        self._checksums = Checksums(on=options.checksum)
+        self._file = RunFile(directory, options.capacity)
         try:
-            alignment, self._reason = _choose_path(self._file)
+            self.alignment, self.reason = _choose_path(self._file)
             self._stable_pages = posix.needs_stable_pages(self._file.fd)
-            self._ring = StagingRing(slab_bytes, writers + readers, alignment, device)
-            super().__init__(
-                alignment=alignment,
-                capacity=capacity,
-                checksum=checksum,
-                device=device,
-                writers=writers,
-                readers=readers,
-                drive=drive,
-                name=self.directory,
-                backing=self._file,
-            )
+            self.ring = StagingRing(slab_bytes, options.writers + options.readers, self.alignment, device)
         except BaseException:
             self._file.close()
             raise
-        self._threads = {"writers": writers, "readers": readers}
 
     @property
-    def description(self) -> dict[str, object]:
-        """Kind, directory, "O_DIRECT" or "buffered" and why, alignment, checksum, threads and so on."""
-        return {
-            "kind": self.kind,
-            "directory": self.directory,
-            "path": "O_DIRECT" if self._reason is None else "buffered",
-            "reason": self._reason,
-            "alignment": self.alignment,
-            "capacity": self.capacity_bytes,
-            "checksum": self._checksum,
-            **self._threads,
-            **({} if self.chosen is None else {"chosen": self.chosen}),
-        }
-
-    @property
-    def staging_bytes(self) -> int:
-        """Host memory that staging slabs take now."""
-        return self._ring.allocated_bytes
-
-    def fileno(self) -> int:
-        """The descriptor of the file, for tools that look at it or measure its drive."""
+    def fd(self) -> int:
+        """The descriptor of the file."""
         return self._file.fd
 
-    def close(self) -> None:
-        """Ends the store; see :meth:`ActivationStore.close`."""
-        try:
-            super().close()
-        finally:
-            self._ring.close()
+    @property
+    def size(self) -> int:
+        """Bytes that the file has been grown to."""
+        return self._file.size
 
-    def _move_out(self, extent: Extent, source: ByteRange, after: Event) -> int | None:
+    def grow(self, size: int) -> None:
+        """See :meth:`RunFile.grow`."""
+        self._file.grow(size)
+
+    def close(self) -> None:
+        """Frees the blocks; the slabs go with the last transfer."""
+        self._file.close()
+
+    def abandon(self) -> None:
+        """In a forked child: closes the descriptors."""
+        self._file.abandon()
+
+    def digest(self, data: torch.Tensor) -> int | None:
+        """The checksum of bytes, as of their transfer."""
+        return self._checksums.of(data)
+
+    def move_out(self, extent: Extent, source: ByteRange, after: Event) -> int | None:
+        """See :meth:`Backend.move_out`."""
         if not self._writes_directly(extent, source):
-            return self._move_out_staged(extent, source, after)
-        hasher = self._hasher()
+            return self._out_staged(extent, source, after)
+        hasher = self._checksums.hasher()
         address = source.address
         if hasher is not None:
             hasher.update(posix.view(address, extent.nbytes))
         self._put(extent, address - extent.lead, 0, self._span(extent))
         return None if hasher is None else hasher.intdigest()
 
-    def _move_in(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> int | None:
+    def move_in(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> int | None:
+        """See :meth:`Backend.move_in`."""
         if not self._reads_directly(extent, target, padded=padded):
-            return self._move_in_staged(extent, target, after)
-        hasher = self._hasher()
+            return self._in_staged(extent, target, after)
+        hasher = self._checksums.hasher()
         address = target.address
         self._get(extent, address - extent.lead, 0, self._span(extent))
         if hasher is None:
@@ -148,26 +127,26 @@ class FileStore(QueuedStore):
         hasher.update(posix.view(address, extent.nbytes))
         return hasher.intdigest()
 
-    def _move_out_staged(self, extent: Extent, source: ByteRange, after: Event) -> int | None:
-        hasher, data = self._hasher(), source.tensor()
-        with self._ring.borrow() as slab:
-            for piece in _pieces(extent, self._span(extent), self._ring.slab_bytes):
+    def _out_staged(self, extent: Extent, source: ByteRange, after: Event) -> int | None:
+        hasher, data = self._checksums.hasher(), source.tensor()
+        with self.ring.borrow() as slab:
+            for piece in _pieces(extent, self._span(extent), self.ring.slab_bytes):
                 payload = slab[piece.lo : piece.hi]
-                self._device.copy(payload, data[piece.at : piece.at + payload.numel()], after)
+                self.device.copy(payload, data[piece.at : piece.at + payload.numel()], after)
                 if hasher is not None:
                     hasher.update(posix.view(payload.data_ptr(), payload.numel()))
                 self._put(extent, slab.data_ptr(), piece.start, piece.length)
         return None if hasher is None else hasher.intdigest()
 
-    def _move_in_staged(self, extent: Extent, target: ByteRange, after: Event) -> int | None:
-        hasher, data = self._hasher(), target.tensor()
-        with self._ring.borrow() as slab:
-            for piece in _pieces(extent, self._span(extent), self._ring.slab_bytes):
+    def _in_staged(self, extent: Extent, target: ByteRange, after: Event) -> int | None:
+        hasher, data = self._checksums.hasher(), target.tensor()
+        with self.ring.borrow() as slab:
+            for piece in _pieces(extent, self._span(extent), self.ring.slab_bytes):
                 self._get(extent, slab.data_ptr(), piece.start, piece.length)
                 payload = slab[piece.lo : piece.hi]
                 if hasher is not None:
                     hasher.update(posix.view(payload.data_ptr(), payload.numel()))
-                self._device.copy(data[piece.at : piece.at + payload.numel()], payload, after)
+                self.device.copy(data[piece.at : piece.at + payload.numel()], payload, after)
         return None if hasher is None else hasher.intdigest()
 
     def _span(self, extent: Extent) -> int:
@@ -175,12 +154,12 @@ class FileStore(QueuedStore):
         return round_up(extent.lead + extent.nbytes, self.alignment)
 
     def _writes_directly(self, extent: Extent, source: ByteRange) -> bool:
-        if not self._device.is_host(source) or source.address % self.alignment != extent.lead:
+        if not self.device.is_host(source) or source.address % self.alignment != extent.lead:
             return False
         return self._span(extent) == extent.nbytes or not self._stable_pages
 
     def _reads_directly(self, extent: Extent, target: ByteRange, *, padded: bool) -> bool:
-        if not self._device.is_host(target) or target.address % self.alignment != extent.lead:
+        if not self.device.is_host(target) or target.address % self.alignment != extent.lead:
             return False
         return self._span(extent) == extent.nbytes or padded
 
@@ -200,7 +179,77 @@ class FileStore(QueuedStore):
         except OSError as error:
             raise _failure(self._file, f"{verb} of {nbytes} bytes at offset {offset}", error) from None
         if moved != nbytes:
-            raise short_transfer(self.directory, verb, nbytes, offset, moved)
+            raise short_transfer(self.name, verb, nbytes, offset, moved)
+
+
+class FileStore(QueuedStore):
+    """A store in one unlinked file.
+
+    Args:
+        directory: Where to create the file; made if it is missing.
+        device: The device that activations lie on.
+        drive: The ``drive`` of the extents.
+        slab_bytes: Size of a staging slab, a multiple of 4096; one a thread is allocated at first need.
+        options: Capacity, checksum, threads and the limit of waits.
+        settings: The same one by one, without options.
+
+    Raises:
+        StoreError: The directory cannot be used.
+    """
+
+    kind = "file"
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        device: Device,
+        drive: int = 0,
+        slab_bytes: int = SLAB_BYTES,
+        options: StoreOptions | None = None,
+        **settings: Unpack[DriveSettings],
+    ) -> None:
+        options = options or StoreOptions(**settings)
+        self.directory = os.fspath(directory)
+        self._options = options
+        self._file = FileBackend(self.directory, options, device, slab_bytes)
+        try:
+            super().__init__(self._file, options, drive=drive)
+        except BaseException:
+            self._file.close()
+            raise
+
+    @property
+    def description(self) -> dict[str, object]:
+        """Kind, directory, "O_DIRECT" or "buffered" and why, alignment, checksum, threads and so on."""
+        return {
+            "kind": self.kind,
+            "directory": self.directory,
+            "path": "O_DIRECT" if self._file.reason is None else "buffered",
+            "reason": self._file.reason,
+            "alignment": self.alignment,
+            "capacity": self.capacity_bytes,
+            "checksum": self._options.checksum,
+            "writers": self._options.writers,
+            "readers": self._options.readers,
+            **({} if self.chosen is None else {"chosen": self.chosen}),
+        }
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory that staging slabs take now."""
+        return self._file.ring.allocated_bytes
+
+    def fileno(self) -> int:
+        """The descriptor of the file, for tools that look at it or measure its drive."""
+        return self._file.fd
+
+    def close(self) -> None:
+        """Ends the store; see :meth:`ActivationStore.close`."""
+        try:
+            super().close()
+        finally:
+            self._file.ring.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,11 +24,13 @@ import errno
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
+from tba_offload.config.store import DriveSettings, StoreOptions
 from tba_offload.device.checksum import sums
 from tba_offload.errors import MissingDependencyError, StoreError, StoreFullError
 from tba_offload.store import posix
+from tba_offload.store.checksums import Checksums
 from tba_offload.store.engine import QueuedStore
 from tba_offload.store.run_file import RunFile, short_transfer
 
@@ -47,17 +49,110 @@ _THREADS_VARIABLE = "KVIKIO_NTHREADS"
 _NVIDIA_FS = Path("/proc/driver/nvidia-fs/stats")
 
 
+class GdsBackend:
+    """The bytes of one unlinked file that kvikio reads and writes.
+
+    Args:
+        directory: Where to create it.
+        options: Capacity and checksum.
+        device: The device that activations lie on.
+
+    Attributes:
+        name: The directory.
+        device: As given.
+        alignment: Kvikio takes any address.
+        path: Which way bytes take.
+        reason: Why not the direct one.
+        threads: Of kvikio.
+        version: Of kvikio.
+
+    Raises:
+        StoreError: The directory cannot be used, or kvikio cannot open files there.
+        MissingDependencyError: kvikio, or the cuFile library that it needs, is missing.
+    """
+
+    alignment = 1
+
+    def __init__(self, directory: str, options: StoreOptions, device: Device) -> None:
+        kvikio = import_kvikio()
+        self.name = directory
+        self.device = device
+        self._checksums = Checksums(on=options.checksum)
+        self._file = _GdsFile(RunFile(directory, options.capacity), kvikio)
+        try:
+            self.path, self.reason = _path_of(kvikio, self._file)
+            self.threads = _set_threads(kvikio)
+        except BaseException:
+            self._file.close()
+            raise
+        self.version = self._file.version
+
+    @property
+    def fd(self) -> int:
+        """The descriptor of the file."""
+        return self._file.fd
+
+    @property
+    def size(self) -> int:
+        """Bytes that the file has been grown to."""
+        return self._file.size
+
+    def grow(self, size: int) -> None:
+        """See :meth:`RunFile.grow`."""
+        self._file.grow(size)
+
+    def close(self) -> None:
+        """Gives the handle back to kvikio and frees the blocks."""
+        self._file.close()
+
+    def abandon(self) -> None:
+        """In a forked child: closes descriptors behind kvikio's back, which must not be called there."""
+        self._file.abandon()
+
+    def move_out(self, extent: Extent, source: ByteRange, after: Event) -> int | None:  # noqa: ARG002
+        """See :meth:`Backend.move_out`."""
+        data = source.tensor()
+        self._transfer("write", self._file.write, data, extent)
+        return self.digest(data)
+
+    def move_in(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> int | None:  # noqa: ARG002
+        """See :meth:`Backend.move_in`."""
+        data = target.tensor()
+        self._transfer("read", self._file.read, data, extent)
+        return self.digest(data)
+
+    def digest(self, data: torch.Tensor) -> int | None:
+        """The checksum of bytes on the device, computed there."""
+        hasher = self._checksums.hasher()
+        if hasher is None:
+            return None
+        with self.device.aside():
+            hasher.update(sums(data))
+        return hasher.intdigest()
+
+    def _transfer(self, verb: str, call: Any, data: torch.Tensor, extent: Extent) -> None:
+        try:
+            moved = int(call(data, extent.offset))
+        except (OSError, RuntimeError) as error:  # kvikio tells everything by RuntimeError
+            what = f"{verb} of {extent.nbytes} bytes at offset {extent.offset} failed in kvikio: {error}"
+            if _NO_SPACE in str(error):
+                remedy = "free some space, name another directory or set store.capacity"
+                raise StoreFullError(errno.ENOSPC, f"{what}; {remedy}", self.name) from error
+            remedy = "check the drive and the system log, or use store.kind: file"
+            raise StoreError(errno.EIO, f"{what}; {remedy}", self.name) from error
+        if moved != extent.nbytes:
+            raise short_transfer(self.name, verb, extent.nbytes, extent.offset, moved)
+
+
 class GdsStore(QueuedStore):
     """A store in one unlinked file that kvikio reads and writes.
 
     Args:
         directory: Where to create the file; made if it is missing.
-        capacity: Bytes that extents may take in all; ``None`` for no limit but the drive's own.
         device: The device that activations lie on.
-        writers: Transfers to the drive at a time.
-        readers: Transfers from the drive at a time.
-        checksum: Verify every read against a checksum taken at the write; it is computed on the device.
         drive: The ``drive`` of the extents.
+        options: Capacity, checksum, threads and the limit of waits; checksums are computed on the device.
+        settings: The same one by one, without options.
 
     Raises:
         StoreError: The directory cannot be used, or kvikio cannot open files there.
@@ -70,33 +165,20 @@ class GdsStore(QueuedStore):
         self,
         directory: str | os.PathLike[str],
         *,
-        capacity: int | None = None,
         device: Device,
-        writers: int = 2,
-        readers: int = 2,
-        checksum: bool = True,
         drive: int = 0,
+        options: StoreOptions | None = None,
+        **settings: Unpack[DriveSettings],
     ) -> None:
-        kvikio = import_kvikio()
+        options = options or StoreOptions(**settings)
         self.directory = os.fspath(directory)
-        self._file = _GdsFile(RunFile(self.directory, capacity), kvikio)
+        self._options = options
+        self._file = GdsBackend(self.directory, options, device)
         try:
-            self._path, self._reason = _path_of(kvikio, self._file)
-            super().__init__(
-                alignment=1,
-                capacity=capacity,
-                checksum=checksum,
-                device=device,
-                writers=writers,
-                readers=readers,
-                drive=drive,
-                name=self.directory,
-                backing=self._file,
-            )
+            super().__init__(self._file, options, drive=drive)
         except BaseException:
             self._file.close()
             raise
-        self._threads = {"writers": writers, "readers": readers, "kvikio_threads": _set_threads(kvikio)}
 
     @property
     def description(self) -> dict[str, object]:
@@ -104,46 +186,17 @@ class GdsStore(QueuedStore):
         return {
             "kind": self.kind,
             "directory": self.directory,
-            "path": self._path,
-            "reason": self._reason,
+            "path": self._file.path,
+            "reason": self._file.reason,
             "alignment": self.alignment,
             "capacity": self.capacity_bytes,
-            "checksum": self._checksum,
+            "checksum": self._options.checksum,
             "kvikio": self._file.version,
-            **self._threads,
+            "writers": self._options.writers,
+            "readers": self._options.readers,
+            "kvikio_threads": self._file.threads,
             **({} if self.chosen is None else {"chosen": self.chosen}),
         }
-
-    def _move_out(self, extent: Extent, source: ByteRange, after: Event) -> int | None:  # noqa: ARG002
-        data = source.tensor()
-        self._transfer("write", self._file.write, data, extent)
-        return self._digest(data)
-
-    def _move_in(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> int | None:  # noqa: ARG002
-        data = target.tensor()
-        self._transfer("read", self._file.read, data, extent)
-        return self._digest(data)
-
-    def _digest(self, data: torch.Tensor) -> int | None:
-        hasher = self._hasher()
-        if hasher is None:
-            return None
-        with self._device.aside():
-            hasher.update(sums(data))
-        return hasher.intdigest()
-
-    def _transfer(self, verb: str, call: Any, data: torch.Tensor, extent: Extent) -> None:
-        try:
-            moved = int(call(data, extent.offset))
-        except (OSError, RuntimeError) as error:  # kvikio tells everything by RuntimeError
-            what = f"{verb} of {extent.nbytes} bytes at offset {extent.offset} failed in kvikio: {error}"
-            if _NO_SPACE in str(error):
-                remedy = "free some space, name another directory or set store.capacity"
-                raise StoreFullError(errno.ENOSPC, f"{what}; {remedy}", self.directory) from error
-            remedy = "check the drive and the system log, or use store.kind: file"
-            raise StoreError(errno.EIO, f"{what}; {remedy}", self.directory) from error
-        if moved != extent.nbytes:
-            raise short_transfer(self.directory, verb, extent.nbytes, extent.offset, moved)
 
 
 class _GdsFile:

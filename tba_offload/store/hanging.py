@@ -53,7 +53,7 @@ def ask(
 
 
 def opened(make: Callable[[], QueuedStore], place: str, device: Device, limit: float | None) -> QueuedStore:
-    """Opens a store, whose waits then have the same limit.
+    """Opens a store.
 
     Args:
         make: Opens it.
@@ -69,9 +69,7 @@ def opened(make: Callable[[], QueuedStore], place: str, device: Device, limit: f
         device.bind_thread()
         return make()
 
-    store = ask(work, place, limit, undo=_close)
-    store.limit_waits(limit)
-    return store
+    return ask(work, place, limit, undo=_close)
 
 
 def _close(store: QueuedStore) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 from typing import TYPE_CHECKING
 
+from tba_offload.config.store import StoreOptions
 from tba_offload.errors import StoreFullError
 from tba_offload.store.engine import QueuedStore
 from tba_offload.store.extents import BLOCK, round_up
@@ -24,17 +25,25 @@ SLAB_BYTES = 64 << 20
 _NAME = "host memory"
 
 
-class _Slabs:
+class HostBackend:
     """Host memory in slabs that together form one range of bytes; none is freed before the end.
 
     All slabs have one size but the last, which ends at the limit. Large slabs are few: pinning one blocks the
     device, and PyTorch rounds a pinned allocation up to a power of two.
+
+    Attributes:
+        name: What messages call it.
+        device: The device that activations lie on.
+        alignment: Copies start anywhere.
     """
+
+    name = _NAME
+    alignment = 1
 
     def __init__(self, slab_bytes: int, limit: int | None, device: Device, setting: str) -> None:
         self.slab_bytes = slab_bytes
         self._limit = limit
-        self._device = device
+        self.device = device
         self._setting = setting
         self._slabs: list[torch.Tensor] = []
 
@@ -50,7 +59,7 @@ class _Slabs:
             if self._limit is not None:
                 nbytes = min(nbytes, self._limit - self.size)
             try:
-                self._slabs.append(self._device.host_memory(nbytes))
+                self._slabs.append(self.device.host_memory(nbytes))
             except (MemoryError, OSError, RuntimeError) as error:  # malloc, mmap, CUDA
                 raise StoreFullError(
                     errno.ENOMEM,
@@ -67,6 +76,23 @@ class _Slabs:
             yield self._slabs[index][start : start + length]
             offset += length
             nbytes -= length
+
+    def move_out(self, extent: Extent, source: ByteRange, after: Event) -> None:
+        """See :meth:`Backend.move_out`."""
+        data, at = source.tensor(), 0
+        for part in self.parts(extent.offset, extent.nbytes):
+            self.device.copy(part, data[at : at + part.numel()], after)
+            at += part.numel()
+
+    def move_in(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> None:  # noqa: ARG002
+        """See :meth:`Backend.move_in`."""
+        data, at = target.tensor(), 0
+        for part in self.parts(extent.offset, extent.nbytes):
+            self.device.copy(data[at : at + part.numel()], part, after)
+            at += part.numel()
+
+    def digest(self, data: torch.Tensor) -> None:
+        """There is no checksum."""
 
     def close(self) -> None:
         """Frees all slabs."""
@@ -89,6 +115,7 @@ class HostStore(QueuedStore):
         setting: The setting that the capacity comes from, for messages.
         slab_bytes: The store grows by this much, a multiple of 4096. On CUDA the store grows to its capacity
             at once if it has one, because growing blocks the device.
+        options: In place of capacity and threads.
 
     Raises:
         StoreFullError: There is no such memory.
@@ -106,25 +133,17 @@ class HostStore(QueuedStore):
         drive: int = 0,
         setting: str = "store.capacity",
         slab_bytes: int = SLAB_BYTES,
+        options: StoreOptions | None = None,
     ) -> None:
+        options = options or StoreOptions(capacity=capacity, writers=writers, readers=readers)
+        capacity = options.capacity
         if slab_bytes <= 0 or slab_bytes % BLOCK:
             raise ValueError(f"a slab is a positive multiple of {BLOCK} bytes, not {slab_bytes}")
         limit = None if capacity is None else capacity // BLOCK * BLOCK
-        self._slabs = _Slabs(slab_bytes, limit, device, setting)
+        self._slabs = HostBackend(slab_bytes, limit, device, setting)
         if limit is not None and device.pins_memory:
             self._slabs.grow(limit)
-        super().__init__(
-            alignment=1,
-            capacity=capacity,
-            checksum=False,
-            device=device,
-            writers=writers,
-            readers=readers,
-            drive=drive,
-            name=_NAME,
-            setting=setting,
-            backing=self._slabs,
-        )
+        super().__init__(self._slabs, options, drive=drive, setting=setting)
 
     @property
     def description(self) -> dict[str, object]:
@@ -132,7 +151,7 @@ class HostStore(QueuedStore):
         return {
             "kind": self.kind,
             "path": "memory",
-            "pinned": self._device.pins_memory,
+            "pinned": self._slabs.device.pins_memory,
             "alignment": self.alignment,
             "capacity": self.capacity_bytes,
             "checksum": False,
@@ -145,17 +164,5 @@ class HostStore(QueuedStore):
 
     def may_hold(self, nbytes: int) -> bool:
         """Whether an extent of ``nbytes`` may find room; no, if the capacity leaves too little of it."""
-        capacity = self._space.capacity
-        return capacity is None or self._space.used + round_up(nbytes, BLOCK) <= capacity
-
-    def _move_out(self, extent: Extent, source: ByteRange, after: Event) -> None:
-        data, at = source.tensor(), 0
-        for part in self._slabs.parts(extent.offset, extent.nbytes):
-            self._device.copy(part, data[at : at + part.numel()], after)
-            at += part.numel()
-
-    def _move_in(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> None:  # noqa: ARG002
-        data, at = target.tensor(), 0
-        for part in self._slabs.parts(extent.offset, extent.nbytes):
-            self._device.copy(data[at : at + part.numel()], part, after)
-            at += part.numel()
+        capacity = self.capacity_bytes
+        return capacity is None or self.used_bytes + round_up(nbytes, BLOCK) <= capacity // BLOCK * BLOCK

@@ -11,11 +11,13 @@ import errno
 import os
 import time
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from tba_offload.config.store import StoreOptions
 from tba_offload.device.ranges import ByteRange, aligned_range
 from tba_offload.errors import MissingDependencyError, StoreError
 from tba_offload.store.extents import BLOCK, round_up
@@ -205,16 +207,7 @@ class Choice(NamedTuple):
         return {"why": self.why, "bytes_per_second": self.rates}
 
 
-def choose(
-    directory: str | os.PathLike[str],
-    device: Device,
-    *,
-    capacity: int | None = None,
-    checksum: bool = True,
-    writers: int = 2,
-    readers: int = 2,
-    limit: float | None = None,
-) -> Choice:
+def choose(directory: str | os.PathLike[str], device: Device, options: StoreOptions | None = None) -> Choice:
     """The faster kind of store on a drive, by what they move in both directions at once.
 
     They take turns, and the best round of each counts; both are gone when this returns. The device has work
@@ -226,11 +219,7 @@ def choose(
     Args:
         directory: A directory on the drive.
         device: The device that activations lie on.
-        capacity: What the store may take at most; ``None`` for no limit.
-        checksum: Whether it is going to verify what it reads.
-        writers: Threads that write.
-        readers: Threads that read.
-        limit: Seconds that the drive may go without an answer; ``None`` for what suits every drive.
+        options: Of the store that is going to be opened there.
 
     Raises:
         StoreError: The drive does not answer when a file is opened there (``errno.ETIMEDOUT``).
@@ -238,18 +227,20 @@ def choose(
     if not device.pins_memory:
         return Choice("file", "activations lie in host memory, which drives reach directly", {})
     room = 2 * EXTENTS * (round_up(EXTENT_BYTES, BLOCK) + BLOCK)  # an extent may start inside a block
+    options = options or StoreOptions()
+    capacity, limit = options.capacity, options.stall_seconds
     if capacity is not None and capacity < 2 * room:  # both kinds have a file for a moment
         return Choice("file", f"a capacity of {capacity} bytes has no room to measure the other way", {})
     patience = PATIENCE if limit is None else min(limit, PATIENCE)
-    options = {"device": device, "checksum": checksum, "writers": writers, "readers": readers}
+    options = replace(options, capacity=room, stall_seconds=patience)
     place, hangs = os.fspath(directory), True
     try:
         import_kvikio()
         with ExitStack() as stack:
-            file = opened(partial(FileStore, place, capacity=room, **options), place, device, patience)  # type: ignore[arg-type]
+            file = opened(partial(FileStore, place, device=device, options=options), place, device, patience)
             stack.push(partial(end, file))
             hangs = False
-            direct = opened(partial(GdsStore, place, capacity=room, **options), place, device, patience)  # type: ignore[arg-type]
+            direct = opened(partial(GdsStore, place, device=device, options=options), place, device, patience)
             stack.push(partial(end, direct))
             rates = _in_turn({"file": file, "gds": direct}, device, patience)
             path = direct.description["path"]

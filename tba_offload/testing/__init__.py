@@ -1,1 +1,1 @@
-"""What tests, the demo and benchmarks use to try the package on drives that fail."""
+"""For tests of the package and of what is built on it: drives that fail, and the contract of a store."""

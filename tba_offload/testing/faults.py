@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from tba_offload.config import format_size, parse_size
 from tba_offload.errors import ConfigError
 from tba_offload.store import posix
-from tba_offload.store.engine import open_stores
 from tba_offload.store.file import FileStore
+from tba_offload.store.process import open_stores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

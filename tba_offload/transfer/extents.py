@@ -24,16 +24,19 @@ class Extents:
     Args:
         store: The store.
         failures: Say whether what finds no room is kept.
+
+    Attributes:
+        store: As given.
     """
 
     def __init__(self, store: ActivationStore, failures: Failures) -> None:
-        self._store = store
+        self.store = store
         self._failures = failures
         self._reserving = threading.Lock()  # held until pieces know of their extents
-        self._being_read: dict[Piece, Extent] = {}  # by reads of which no record knows any more
+        self._being_read: dict[Extent, None] = {}  # by reads of which no record knows any more
 
-    def reserve(self, pieces: Sequence[Piece], sources: Sequence[ByteRange]) -> int:
-        """Finds a place for the first of several pieces; returns for how many.
+    def reserve(self, pieces: Sequence[Piece], sources: Sequence[ByteRange]) -> list[Extent]:
+        """Finds a place for the first of several pieces.
 
         Raises:
             StoreError: There is no room for the first, or the drive failed.
@@ -41,35 +44,40 @@ class Extents:
         """
         ranges = [(source.nbytes, source.address) for source in sources]
         with self._reserving:
-            return reserved(pieces, sources, self._reserve(ranges))
+            extents = self._reserve(ranges)
+            reserved(pieces, sources, extents)
+        return extents
 
     def _reserve(self, ranges: Sequence[tuple[int, int]]) -> list[Extent]:
         try:
-            return self._store.reserve_many(ranges)
+            return self.store.reserve_many(ranges)
         except OutOfServiceError:
             if self._failures.keep_when_full:
                 raise
-        self._store.resume()  # the policy wants an error, and only the drive can tell whether there is one
-        return self._store.reserve_many(ranges)
+        self.store.resume()  # the policy wants an error, and only the drive can tell whether there is one
+        return self.store.reserve_many(ranges)
 
     def give_back(self, piece: Piece) -> None:
         """Gives back an extent that no transfer uses; :meth:`reconcile` ends what an interrupt cuts short."""
         extent = piece.take_extent()
         if extent is not None:
-            self._store.release(extent)
+            self.store.release(extent)
 
     def give_back_after(self, read: IoFuture, piece: Piece) -> None:
         """Gives back an extent when a read, which still fills its buffer from it, has ended.
 
         The store keeps the buffer alive.
         """
-        self._being_read[piece] = extent_of(piece)
-        read.add_done_callback(partial(self._read_ended, piece))
+        extent = extent_of(piece)
+        self._being_read[extent] = None
+        read.add_done_callback(partial(self._read_ended, extent))
+        piece.take_extent()
 
-    def _read_ended(self, piece: Piece, _: IoFuture) -> None:
+    def _read_ended(self, extent: Extent, _: IoFuture) -> None:
         """Gives back an extent on an I/O thread; once, however often it was asked for."""
-        self.give_back(piece)
-        self._being_read.pop(piece, None)
+        if extent in self._being_read:
+            self.store.release(extent)
+            self._being_read.pop(extent, None)
 
     def reconcile(self, records: Iterable[Record]) -> None:
         """Gives back the extents of which an interrupt let no piece know.
@@ -83,25 +91,25 @@ class Extents:
             return
         try:
             known = {piece.extent for record in records for piece in record.pieces()}
-            known.update(self._being_read.values())  # before the store is asked, or they may be back by then
-            for extent in self._store.leased():
+            known.update(self._being_read)  # before the store is asked, or they may be back by then
+            for extent in self.store.leased():
                 if extent not in known:
-                    self._store.release(extent)
+                    self.store.release(extent)
         finally:
             self._reserving.release()
 
     def suspend(self, piece: Piece, cause: BaseException) -> None:
         """Takes the drive of a piece out of service: it did not do what it was asked."""
-        self._store.suspend(extent_of(piece), cause)
+        self.store.suspend(extent_of(piece), cause)
 
     def place(self, piece: Piece) -> str:
         """Where a piece lies, for messages."""
-        return self._store.place(piece.extent) if piece.extent is not None else "the store"
+        return self.store.place(piece.extent) if piece.extent is not None else "the store"
 
     def where(self, piece: Piece) -> str:
         """The same to the block."""
         extent = extent_of(piece)
-        return f"{self._store.place(extent)}, offset {extent.offset}"
+        return f"{self.store.place(extent)}, offset {extent.offset}"
 
 
 def extent_of(piece: Piece) -> Extent:

@@ -74,13 +74,16 @@ class Ledger:
 
     Attributes:
         window: As given; see :meth:`resize`.
-        tight_above: Bytes in flight from which on everything is written.
+        fills_below: Reading ahead is worth a start up to so many bytes in flight.
+        tight_above: Everything is written above so many bytes in flight.
         in_flight: Bytes packed and not yet freed, and bytes whose read was submitted and that were not yet
             unpacked.
         departing: Those among them that queued and running writes alone will free.
         read_ahead: Bytes whose read was submitted ahead of backward and that were not yet unpacked.
         settled: Bytes kept in memory outside the window, because they could not be written, or because
             backward uses them.
+        ahead: The spans that were read ahead, with their bytes; of what is not among them none count.
+        noted: The records that count, and what was counted of each: in flight, departing, settled.
         stats: What moved.
     """
 
@@ -90,8 +93,8 @@ class Ledger:
         self.read_ahead = 0
         self.settled = 0
         self.stats = TransferStats()
-        self._noted: dict[Record, tuple[int, int, int]] = {}
-        self._spans: dict[Span, int] = {}  # entered before and removed after the sums say so: see recount()
+        self.noted: dict[Record, tuple[int, int, int]] = {}
+        self.ahead: dict[Span, int] = {}
         self._largest = 0
         self._largest_before = 0
         self.resize(window)
@@ -101,17 +104,12 @@ class Ledger:
     def resize(self, window: Window) -> None:
         """Has other rules hold; between steps."""
         self.window = window
+        self.fills_below = window.fills_below
         self._look_at_largest()
 
     def crowded(self, nbytes: int) -> bool:
         """Whether ``nbytes`` more would exceed the window."""
         return self.window.is_crowded(self.in_flight, nbytes)
-
-    def may_be_read_ahead(self, nbytes: int, *, across_forward: bool) -> bool:
-        """Whether the window has room for ``nbytes`` that are read ahead."""
-        return self.window.may_read_ahead(
-            self.in_flight, self.read_ahead, nbytes, across_forward=across_forward
-        )
 
     def _look_at_largest(self) -> None:
         self.tight_above = self.window.tight_above(max(self._largest, self._largest_before))
@@ -122,32 +120,36 @@ class Ledger:
         """Takes note of a transition of a record."""
         charged, settled = record.charged, record.settled
         departing = charged if record.writes and not record.deferred and not record.pinned else 0
-        before = self._noted.get(record, _NOTHING)
+        before = self.noted.get(record, _NOTHING)
         self.in_flight += charged - before[0]
         self.departing += departing - before[1]
         self.settled += settled - before[2]
         if charged or settled:
-            self._noted[record] = charged, departing, settled
+            self.noted[record] = charged, departing, settled
             if charged > self._largest:
                 self._largest = charged
                 self._look_at_largest()
-            self._look_at_peaks()
+            stats = self.stats
+            if self.in_flight > stats.in_flight_peak or self.in_flight + self.settled > stats.own_peak:
+                self._look_at_peaks()
         else:
-            self._noted.pop(record, None)
+            self.noted.pop(record, None)
 
     def charge(self, span: Span) -> None:
         """The buffer of a span that is read ahead is in flight from the submission of its read on."""
-        self._spans[span] = span.nbytes
+        self.ahead[span] = span.nbytes
         self.read_ahead += span.nbytes
         self.in_flight += span.nbytes
-        self._look_at_peaks()
+        if self.in_flight > self.stats.in_flight_peak:
+            self._look_at_peaks()
 
-    def uncharge(self, span: Span) -> int:
-        """It was unpacked, or dropped; returns the bytes that counted."""
-        charged = self._spans.pop(span, 0)
+    def uncharge(self, span: Span, *, in_vain: bool = False) -> None:
+        """It was unpacked, or dropped; perhaps in vain, to make room."""
+        charged = self.ahead.pop(span, 0)
         self.read_ahead -= charged
         self.in_flight -= charged
-        return charged
+        if in_vain:
+            self.stats.given_up += charged
 
     # ---- sums ------------------------------------------------------------------------------------
 
@@ -165,8 +167,8 @@ class Ledger:
         Args:
             records: All that some handle needs.
         """
-        self._noted.clear()
-        self.read_ahead = self.in_flight = sum(self._spans.values())
+        self.noted.clear()
+        self.read_ahead = self.in_flight = sum(self.ahead.values())
         self.departing = self.settled = 0
         for record in records:
             record.recount()

@@ -10,6 +10,7 @@ from tba_offload.device.ranges import ByteRange, aligned_range
 from tba_offload.errors import ChecksumError, SessionError, StoreError, TransferError, is_of_drive
 from tba_offload.transfer.extents import extent_of
 from tba_offload.transfer.failures import transfer_error
+from tba_offload.transfer.shared import DROPS_AT_ONCE
 from tba_offload.transfer.watchdog import has_ended, pause
 
 if TYPE_CHECKING:
@@ -42,11 +43,14 @@ class Reader:
         store: Where the bytes are.
         device: The device that holds the activations.
         writer: Writes what must go to make room.
+
+    Attributes:
+        ledger: What is in memory, and what was read ahead in vain.
     """
 
     def __init__(self, shared: Shared, store: ActivationStore, device: Device, writer: Writer) -> None:
         self._shared = shared
-        self._ledger = shared.ledger
+        self.ledger = shared.ledger
         self._store = store
         self._device = device
         self._writer = writer
@@ -68,21 +72,27 @@ class Reader:
                 f"{record.key} was saved before this process was forked; only the parent can go "
                 "backward through that graph, not a forked child"
             )
-        if shared.drops.queue:
-            shared.tidy()
+        dropped = len(shared.drops.queue)
+        if dropped and (dropped >= DROPS_AT_ONCE or self.ledger.settled):
+            shared.drain()
         with shared.lock:
             is_first, was_held = not handle.drop.read, record.held
-            found = record.hand_out(handle)
-            if found is not None and found[2] is None:
+            storage, shift, span = record.hand_out(handle)
+            if span is None and storage is not None:
                 self._forwarded(handle, is_first=is_first, was_held=was_held)
-        storage, shift, span = found if found is not None else self._read(handle)
-        if span is not None and span.stream is not None and (stream := self._device.stream()) != span.stream:
+        if span is None:
+            if storage is None:
+                raise transfer_error("keep", record, record.error)
+            return storage, shift
+        if storage is None:
+            storage, span = self._read(handle, span)
+        if span.stream is not None and (stream := self._device.stream()) != span.stream:
             self._device.use(ByteRange(storage, 0, storage.nbytes()), stream)
-        return storage, shift
+        return storage, span.shift
 
     def _forwarded(self, handle: Handle, *, is_first: bool, was_held: bool) -> None:
         """Backward has the original memory: what was still to be written is not, once no handle needs it."""
-        stats, record = self._ledger.stats, handle.record
+        stats, record = self.ledger.stats, handle.record
         if is_first:
             stats.forwarded += handle.hi - handle.lo
         if record.held and not was_held:
@@ -91,37 +101,41 @@ class Reader:
             self._shared.cancel_writes(record)
             record.all_read()
         if record.pinned:
-            self._ledger.note(record)
+            self.ledger.note(record)
 
-    def _read(self, handle: Handle) -> tuple[torch.UntypedStorage, int, Span | None]:
+    def _read(self, handle: Handle, span: Span | None) -> tuple[torch.UntypedStorage, Span]:
         """Waits for the bytes of a handle, which are not in memory."""
         shared, record = self._shared, handle.record
-        while True:
+        while span is not None:
             with shared.lock:
-                span = record.span_over(handle.lo, handle.hi)
-                if span is None:
-                    raise transfer_error("keep", record, record.error)
-                buffer = span.restored()  # held until it is handed out
-                if buffer is None:
-                    buffer = self._start_read(span)
+                if not span.reads:
+                    self._start_read(span)
                 shared.ahead.pop(span, None)  # another thread that needs room must not take it away
                 reads = span.reads
-            self._await(span, reads)
+            if not span.has_come(reads):
+                self._await(span, reads)
             with shared.lock:
-                span.used(reads)
-                shared.forget_ahead(span)
-                found = record.hand_out(handle)
-            if found is not None:  # another thread may have found that it cannot be read
-                return found
+                if span in self.ledger.ahead:
+                    self.ledger.uncharge(span)
+                storage, _, _ = record.hand_out(handle, reads)
+                if storage is not None:
+                    return storage, span
+                span = record.span_over(handle.lo, handle.hi)  # another thread may have given it up
+        raise transfer_error("keep", record, record.error)
 
-    def _start_read(self, span: Span) -> torch.UntypedStorage:
+    def _start_read(self, span: Span) -> None:
         """Submits the reads of a span into a new buffer. Called on the training thread, under the lock."""
-        room = aligned_range(span.nbytes, span.pieces[0].address, self._store.alignment, self._device)
+        pieces, store = span.pieces, self._store
+        room = aligned_range(span.nbytes, pieces[0].address, store.alignment, self._device)
         after = self._device.event()
         reads: list[IoFuture] = []
         try:
-            for piece in span.pieces:
-                reads.append(self._submit(span, piece, room, after))  # noqa: PERF401 - as below
+            if len(pieces) == 1:
+                extent = pieces[0].extent or extent_of(pieces[0])
+                reads.append(store.read(extent, room, after, padded=True))
+            else:
+                for piece in pieces:
+                    reads.append(self._read_part(span, piece, room, after))  # noqa: PERF401 - as below
             span.restores_into(room, reads, self._device.stream())
         except BaseException:
             # The buffer must not be taken for one that holds the bytes, and no read may be forgotten.
@@ -129,13 +143,12 @@ class Reader:
                 if not read.cancel():
                     has_ended(read, self._shared.watchdog.limit)
             raise
-        self._ledger.stats.read += span.nbytes
-        return room.storage
+        self.ledger.stats.read += span.nbytes
 
-    def _submit(self, span: Span, piece: Piece, room: ByteRange, after: Event) -> IoFuture:
+    def _read_part(self, span: Span, piece: Piece, room: ByteRange, after: Event) -> IoFuture:
+        """Submits the read of one piece, without the padding if it has neighbours in the buffer."""
         alone = len(span.pieces) == 1
         target = room if alone else room.part(piece.lo - span.lo, piece.nbytes)
-        # Next to a neighbour in the same buffer the store must not touch the padding.
         return self._store.read(extent_of(piece), target, after, padded=alone)
 
     # ---- waiting ---------------------------------------------------------------------------------
@@ -181,8 +194,8 @@ class Reader:
             if reads[number].error is None or span.reads is not reads or span.buffer is None:
                 return
             room = ByteRange(span.buffer, span.lo + span.shift, span.nbytes)
-            reads[number] = self._submit(span, piece, room, self._device.event())
-            self._ledger.stats.reread += piece.nbytes
+            reads[number] = self._read_part(span, piece, room, self._device.event())
+            self.ledger.stats.reread += piece.nbytes
 
     def _failed(self, span: Span, piece: Piece, error: StoreError) -> TransferError:
         """A read failed for good: its buffer goes, unless a read still fills it. Returns the error."""
@@ -238,22 +251,17 @@ class Reader:
                 raise AssertionError(f"{record.key} has no bytes to be replaced")
             span.restores_into(ByteRange(storage, span.lo, span.nbytes), [], self._device.stream())
             shared.forget_ahead(span)
-            self._ledger.stats.rescued += span.nbytes
+            self.ledger.stats.rescued += span.nbytes
             record.hand_out(handle)
         shared.failures.tell_rescue(record, extent_of(span.pieces[0]), error)
         return storage, span.shift
 
     # ---- ahead of unpack -------------------------------------------------------------------------
 
-    @property
-    def given_up(self) -> int:
-        """Bytes whose reading ahead was in vain in this step, because something else needed the room."""
-        return self._ledger.stats.given_up
-
     def has_room(self) -> bool:
         """Whether reading ahead is worth a start: the window has room, and this is no forked child."""
-        ledger = self._ledger
-        return not self._shared.inert and ledger.window.is_worth_filling(ledger.in_flight)
+        ledger = self.ledger
+        return ledger.in_flight <= ledger.fills_below and not self._shared.inert
 
     def prefetch(self, record: Record, *, across_forward: bool = False) -> bool:
         """Starts reading ``record`` if it is in the store and the window has room.
@@ -272,20 +280,20 @@ class Reader:
         Raises:
             TransferError: To make room, something was written that the store had no room for.
         """
-        shared, ledger = self._shared, self._ledger
+        shared, ledger, window = self._shared, self.ledger, self.ledger.window
         with shared.lock:
             if record.released or not record.unread:
                 return True
-            if record.memory() is not None:
+            if (record.source is not None or record.origin() is not None) and record.memory() is not None:
                 if across_forward and not record.pinned:
                     return False  # it may have to be read after all
                 if record.source is not None and record.writes:
                     shared.cancel_writes(record)
                 return True
-            for span in record.spans:
-                if span.restored() is not None:
-                    continue
-                if not ledger.may_be_read_ahead(span.nbytes, across_forward=across_forward):
+            for span in record.unrestored():
+                if not window.may_read_ahead(
+                    ledger.in_flight, ledger.read_ahead, span.nbytes, across_forward=across_forward
+                ):
                     break
                 self._start_read(span)
                 shared.ahead[span] = None

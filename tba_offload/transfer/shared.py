@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tba_offload.errors import TransferError
 from tba_offload.transfer.extents import Extents
 from tba_offload.transfer.ledger import Ledger
-from tba_offload.transfer.storage import Drops
+from tba_offload.transfer.storage import Drops, forget
 
 if TYPE_CHECKING:
     from _thread import LockType
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tba_offload.transfer.watchdog import Watchdog
 
 DROPS_AT_ONCE = 8
-"""Handles that are gone before :meth:`Shared.tidy` takes note of them.
+"""Handles that are gone before backward takes note of them, unless their records hold memory until then.
 
 Taking note finds code and extents in cold caches after the model's work; eight at once pay for that once.
 """
@@ -121,24 +121,37 @@ class Shared:
 
     def settle(self, record: Record) -> None:
         """Frees memory, or extents, that no transfer and no handle needs any more, and updates the ledger."""
-        if not record.writes and not record.deferred:
-            if record.released:
-                self._give_back_extents(record)
-                record.free()
-                self.records.pop(record, None)
-            elif record.source is not None and not record.pinned:
-                record.free()
+        if record.released:
+            self.release(record)
+            return
+        if record.source is not None and not (record.writes or record.deferred or record.pinned):
+            record.free()
         self.ledger.note(record)
 
-    def _give_back_extents(self, record: Record) -> None:
+    def release(self, record: Record) -> None:
+        """The last handle is gone: nothing will ask for these bytes again.
+
+        What a write still reads is given back when that has ended. To do this twice does no harm.
+        """
+        if record.writes:
+            self.cancel_writes(record)
         for span in record.spans:
-            for number, piece in enumerate(span.pieces):
-                read = span.reads[number] if span.reads else None
-                if read is None or read.done() or read.cancel():
-                    self.extents.give_back(piece)
-                else:
-                    self.extents.give_back_after(read, piece)
-        record.forget_spans()
+            if span in self.ledger.ahead:
+                self.forget_ahead(span)
+            if span.reads and not record.writes:
+                self._end_reads(span)
+        for extent in record.release():
+            self.extents.store.release(extent)
+        if not record.writes:
+            self.records.pop(record, None)
+        if record in self.ledger.noted:
+            self.ledger.note(record)
+
+    def _end_reads(self, span: Span) -> None:
+        """Cancels reads that nothing needs; what one still fills goes back when it has ended."""
+        for piece, read in zip(span.pieces, span.reads, strict=True):
+            if not read.done() and not read.cancel():
+                self.extents.give_back_after(read, piece)
 
     def cancel_writes(self, record: Record) -> None:
         """Takes back the writes that have not started; the memory then stays until the handles are gone."""
@@ -165,15 +178,6 @@ class Shared:
             self.take_back(record, lost)
             self.settle(record)
 
-    def release(self, record: Record) -> None:
-        """The last handle is gone: nothing will ask for these bytes again. To do it twice does no harm."""
-        record.release()
-        for span in record.spans:
-            self.forget_ahead(span)
-        if record.writes:
-            self.cancel_writes(record)
-        self.settle(record)
-
     def forget_ahead(self, span: Span) -> None:
         """A span that was read ahead is in use, or will not be."""
         self.ahead.pop(span, None)
@@ -185,20 +189,11 @@ class Shared:
             if span.arrived() or (len(span.reads) == 1 and span.reads[0].cancel()):
                 del self.ahead[span]
                 span.forget()
-                self.ledger.stats.given_up += self.ledger.uncharge(span)
+                self.ledger.uncharge(span, in_vain=True)
                 return True
         return False
 
     # ---- handles that are gone; the lock is not held ---------------------------------------------
-
-    def tidy(self) -> None:
-        """:meth:`drain`, but only when it is worth it.
-
-        Handles of records that hold memory until the last of them is gone are never put off.
-        """
-        dropped = len(self.drops.queue)
-        if dropped and (dropped >= DROPS_AT_ONCE or self.ledger.settled):
-            self.drain()
 
     def drain(self) -> None:
         """Takes note of the handles that autograd has dropped."""
@@ -206,14 +201,15 @@ class Shared:
         if self.inert or not queue:
             return
         with self.lock:
-            while queue:
-                # It leaves the queue last: what an interrupt cuts short is done again.
-                record = queue[0].record
-                if not record.forget_drop(queue[0]):
+            # They leave the queue last: what an interrupt cuts short is done again.
+            count = len(queue)
+            for record in forget(queue, count):
+                if not record.drops:
                     self.release(record)
-                elif not record.unread:
+                else:
                     record.all_read()
                     self.ledger.note(record)
+            for _ in range(count):
                 queue.popleft()
 
     def repair(self) -> None:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from _thread import LockType
-    from collections.abc import Hashable, Iterable, Iterator, Sequence
+    from collections.abc import Hashable, Iterable, Iterator
 
     import torch
 
@@ -64,7 +64,7 @@ class Piece:
         "write",
     )
 
-    def __init__(self, record: Record, lo: int, hi: int, *, stream: object = None, weight: int = 0) -> None:
+    def __init__(self, record: Record, lo: int, hi: int, stream: object, weight: int) -> None:
         self.record = record
         self.lo = lo
         self.hi = hi
@@ -97,12 +97,11 @@ class Piece:
         return extent
 
 
-def reserved(pieces: Iterable[Piece], sources: Iterable[ByteRange], extents: Sequence[Extent]) -> int:
-    """The first of several pieces have a place in the store from now on; returns how many."""
+def reserved(pieces: Iterable[Piece], sources: Iterable[ByteRange], extents: Iterable[Extent]) -> None:
+    """The first of several pieces have a place in the store from now on."""
     for piece, source, extent in zip(pieces, sources, extents, strict=False):
         piece.address = source.address
         piece.extent = extent
-    return len(extents)
 
 
 def handed_over(pieces: Iterable[Piece], writes: Iterable[IoFuture]) -> None:
@@ -124,9 +123,10 @@ class Span:
         shift: Byte b of the original storage is byte b + shift of the buffer.
         stream: Of the device, on which the buffer was allocated.
         reads: The transfers that fill the buffer, one a piece; none once the bytes were used.
+        weak: What is left of the buffer when only backward may keep it.
     """
 
-    __slots__ = ("_weak", "buffer", "hi", "lo", "nbytes", "pieces", "reads", "shift", "stream")
+    __slots__ = ("buffer", "hi", "lo", "nbytes", "pieces", "reads", "shift", "stream", "weak")
 
     def __init__(self, pieces: list[Piece]) -> None:
         self.pieces = pieces
@@ -137,13 +137,13 @@ class Span:
         self.shift = 0
         self.stream: object = None
         self.reads: list[IoFuture] = []
-        self._weak: weakref.ref[torch.UntypedStorage] | None = None
+        self.weak: weakref.ref[torch.UntypedStorage] | None = None
 
     def restored(self) -> torch.UntypedStorage | None:
         """The buffer that holds, or is about to hold, the bytes, if one is alive."""
         if self.buffer is not None:
             return self.buffer
-        return self._weak() if self._weak is not None else None
+        return self.weak() if self.weak is not None else None
 
     def restores_into(self, room: ByteRange, reads: list[IoFuture], stream: object) -> None:
         """The bytes are on their way into ``room``, allocated on ``stream``."""
@@ -159,24 +159,13 @@ class Span:
     def has_come(self, reads: list[IoFuture]) -> bool:
         """Whether reads of this span have gone well, so that there is nothing to wait for."""
         for read in reads:  # noqa: SIM110 - on the hot path, where a generator costs as much as all of it
-            if read.error is not None or not read.done():
+            if read.error is not None or not read.is_done:
                 return False
         return True
 
-    def used(self, reads: list[IoFuture]) -> None:
-        """These reads were waited for, and the bytes are used; by now others may be under way."""
-        if self.reads is reads:
-            self.reads = []
-
-    def loosen(self) -> None:
-        """Keep the buffer only as long as something else does."""
-        if self.buffer is not None:
-            self._weak = weakref.ref(self.buffer)
-            self.buffer = None
-
     def forget(self) -> None:
         """Drop the buffer; the bytes have to be read again."""
-        self.buffer = self._weak = None
+        self.buffer = self.weak = None
         self.reads = []
 
 
@@ -186,6 +175,7 @@ class Record:
     Attributes:
         key: Which activation it is; its text names layer and micro-batch in messages.
         nbytes: Size of the whole storage in bytes; what its memory costs while it is in flight.
+        version: Of the storage when it was saved.
         version_tensor: Shares the version counter of the storage.
         source: The storage itself while its memory must stay: until every byte needed is written.
         origin: Weak reference to the same storage: while something else keeps it, it is forwarded.
@@ -205,7 +195,6 @@ class Record:
 
     __slots__ = (
         "_forwarded",
-        "_version",
         "charged",
         "deferred",
         "drops",
@@ -221,6 +210,7 @@ class Record:
         "source",
         "spans",
         "unread",
+        "version",
         "version_tensor",
         "writes",
     )  # fmt: skip
@@ -237,7 +227,7 @@ class Record:
         self.source: torch.UntypedStorage | None = None
         self.origin = weakref.ref(storage)
         self.version_tensor = version_tensor
-        self._version = version_tensor._version
+        self.version = version_tensor._version
         self.spans: list[Span] = []
         self.drops: set[Drop] = set()
         self.unread = 0
@@ -254,10 +244,6 @@ class Record:
 
     # ---- where the bytes are ---------------------------------------------------------------------
 
-    def is_current(self) -> bool:
-        """Whether the bytes that were recorded are still those of the storage."""
-        return self.version_tensor._version == self._version and not self.released
-
     def memory(self) -> torch.UntypedStorage | None:
         """The original storage while it is alive with its bytes in it."""
         storage = self.source if self.source is not None else self.origin()
@@ -273,6 +259,14 @@ class Record:
         """Pieces that an interrupt kept from the store, or left half taken back."""
         return {piece for piece in self.pieces() if piece.is_unfinished()}
 
+    def unrestored(self) -> list[Span]:
+        """The spans of which no buffer is alive."""
+        spans = []
+        for span in self.spans:
+            if span.buffer is None and (span.weak is None or span.weak() is None):
+                spans.append(span)  # noqa: PERF401 - a comprehension is a call more, on the hot path
+        return spans
+
     def span_over(self, lo: int, hi: int) -> Span | None:
         """The span that covers bytes [lo, hi), if there is one."""
         for span in self.spans:
@@ -286,7 +280,8 @@ class Record:
         """Its memory is held: what to write of it is not known yet."""
         if not self.pinned:
             self.deferred = True
-            self._hold(storage)
+            self.source = storage
+            self.charged = self.nbytes
 
     def decide(self) -> None:
         """What had to be written was saved meanwhile."""
@@ -302,26 +297,23 @@ class Record:
         """
         if self.pinned:
             return []
-        missing = self._claim(lo, hi, stream)
-        if missing:
-            self.epoch = epoch
-            self.writes += len(missing)
-            self._hold(storage)
-        return missing
-
-    def _hold(self, storage: torch.UntypedStorage) -> None:
+        if not self.spans:
+            piece = Piece(self, lo, hi, stream, 0 if self.writes else self.nbytes)
+            missing = [piece]
+            self.spans = [Span(missing)]
+        elif not (missing := self._claim(lo, hi, stream)):
+            return []
+        self.epoch = epoch
+        self.writes += len(missing)
         self.source = storage
         self.charged = self.nbytes
+        return missing
 
     def _claim(self, lo: int, hi: int, stream: object) -> list[Piece]:
         """Makes sure that one span covers [lo, hi); returns the new pieces that have to be written.
 
         Spans that the range overlaps are merged with it, because a view must lie in one buffer.
         """
-        if not self.spans:
-            piece = Piece(self, lo, hi, stream=stream, weight=0 if self.writes else self.nbytes)
-            self.spans = [Span([piece])]
-            return [piece]
         if self.span_over(lo, hi) is not None:
             return []
         touched = sorted(
@@ -329,8 +321,7 @@ class Record:
         )
         missing: list[Piece] = []
         for a, b in _gaps(touched, lo, hi):
-            weight = 0 if self.writes or missing else self.nbytes
-            missing.append(Piece(self, a, b, stream=stream, weight=weight))
+            missing.append(Piece(self, a, b, stream, 0 if self.writes or missing else self.nbytes))
         old = [piece for span in touched for piece in span.pieces]
         self.spans = [span for span in self.spans if span not in touched]
         self.spans.append(Span(sorted(old + missing, key=lambda piece: piece.lo)))
@@ -385,12 +376,19 @@ class Record:
 
     # ---- used by backward ------------------------------------------------------------------------
 
-    def hand_out(self, handle: Handle) -> tuple[torch.UntypedStorage, int, Span | None] | None:
+    def hand_out(
+        self, handle: Handle, waited_for: list[IoFuture] | None = None
+    ) -> tuple[torch.UntypedStorage | None, int, Span | None]:
         """Gives backward the bytes of a handle if they are in memory: it was unpacked.
 
+        Args:
+            handle: What needs them.
+            waited_for: Reads that have ended well.
+
         Returns:
-            A storage, a shift in bytes, and the span if the storage is its buffer and not the original one;
-            ``None`` if the bytes are only in the store, or if nothing has waited for their reads yet.
+            A storage, a shift in bytes, and the span if the storage is its buffer and not the original one.
+            Without a storage the bytes are only in the store, or nothing has waited for their reads yet; then
+            without a span they are nowhere.
         """
         drop, span = handle.drop, None
         memory, shift = self.source if self.source is not None else self.origin(), 0
@@ -403,12 +401,13 @@ class Record:
                 if span.lo <= handle.lo and handle.hi <= span.hi:
                     break
             else:
-                return None
+                return None, 0, None
             memory, shift = span.buffer, span.shift
-            if memory is None and span._weak is not None:
-                memory = span._weak()
-            if memory is None or span.reads:
-                return None
+            if memory is None and span.weak is not None:
+                memory = span.weak()
+            if memory is None or (span.reads and span.reads is not waited_for):
+                return None, 0, span
+            span.reads = []
         if not drop.read:
             # No call between the two, so no interrupt either.
             drop.read = True
@@ -422,35 +421,33 @@ class Record:
         if self.pinned and self.charged:
             self.keep()
         for span in self.spans:
-            if not span.reads:
-                span.loosen()
+            if span.buffer is not None and not span.reads:
+                span.weak = weakref.ref(span.buffer)
+                span.buffer = None
 
     # ---- released --------------------------------------------------------------------------------
 
-    def forget_drop(self, drop: Drop) -> bool:
-        """A handle is gone; to be told twice of one does no harm.
+    def release(self) -> list[Extent]:
+        """The last handle is gone: nothing will ask for these bytes again.
 
         Returns:
-            Whether others are left.
+            The extents that go back; none while a write still reads the memory.
         """
-        if drop in self.drops:
-            # No call between the two, so no interrupt either.
-            if not drop.read:
-                self.unread -= 1
-            self.drops.discard(drop)
-        return bool(self.drops)
-
-    def release(self) -> None:
-        """The last handle is gone: nothing will ask for these bytes again."""
         self.released = True
         self.deferred = False
         self.settled = 0
-
-    def forget_spans(self) -> None:
-        """Its extents went back, or will when a read has ended."""
+        extents: list[Extent] = []
+        if self.writes:
+            return extents
         for span in self.spans:
-            span.forget()
-        self.spans = []
+            for piece in span.pieces:
+                if piece.extent is not None:
+                    extents.append(piece.extent)
+                    piece.extent = None
+        self.spans = []  # which know the record
+        self.source = None
+        self.charged = 0
+        return extents
 
     def recount(self) -> None:
         """Counts its writes anew, after an interrupt."""
@@ -490,6 +487,26 @@ class Drop(weakref.ref["Handle"]):
 
     record: Record
     read: bool
+
+
+def forget(drops: deque[Drop], count: int) -> list[Record]:
+    """The first handles of a queue are gone; to be told twice of one does no harm.
+
+    Returns:
+        The records that have no handle left, or of which every handle was read.
+    """
+    changed: dict[Record, None] = {}
+    for number in range(count):  # other threads, and the collector, append meanwhile
+        drop = drops[number]
+        record = drop.record
+        if drop in record.drops:
+            # No call between the two, so no interrupt either.
+            if not drop.read:
+                record.unread -= 1
+            record.drops.discard(drop)
+        if not record.unread:
+            changed[record] = None
+    return list(changed)
 
 
 class Handle:

@@ -31,11 +31,12 @@ class Watchdog:
 
     Attributes:
         limit: Seconds that one wait may last while nothing moves; ``None`` for ever.
+        waiters: What :meth:`notify` lets go of.
     """
 
     def __init__(self, limit: float | None) -> None:
         self.limit = limit
-        self._waiters: list[LockType] = []
+        self.waiters: list[LockType] = []
 
     def allows(self, seconds: float) -> bool:
         """Whether a wait may last so long."""
@@ -71,7 +72,7 @@ class Watchdog:
         """
         change = allocate_lock()
         change.acquire()
-        self._waiters.append(change)
+        self.waiters.append(change)
         return change
 
     def wait_until_changed(self, change: LockType, describe: Callable[[], str]) -> None:
@@ -84,8 +85,8 @@ class Watchdog:
 
     def notify(self) -> None:
         """Wakes the threads that wait for a change; the lock of the records is held."""
-        while self._waiters:
-            self._waiters.pop().release()
+        while self.waiters:
+            self.waiters.pop().release()
 
     def _wait(self, ended: Callable[[float | None], bool], describe: Callable[[], str], spent: float) -> None:
         limit = self.limit

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from tba_offload.device.ranges import ByteRange
 from tba_offload.errors import StoreError, is_of_drive
-from tba_offload.transfer.extents import extent_of
 from tba_offload.transfer.failures import is_full
 from tba_offload.transfer.storage import handed_over
 
@@ -67,7 +66,7 @@ class Writer:
             TransferError: A transfer failed meanwhile, or nothing moved for too long.
         """
         ledger, shared = self._ledger, self._shared
-        if not ledger.window.is_crowded(ledger.in_flight, nbytes):
+        if not ledger.crowded(nbytes):
             return
         shared.drain()
         with shared.stall():
@@ -135,7 +134,8 @@ class Writer:
             shared.records[record] = None
             self._ledger.note(record)
             outbox.put(missing)
-            shared.watchdog.notify()
+            if shared.watchdog.waiters:
+                shared.watchdog.notify()
         if self._ledger.in_flight > self._ledger.tight_above:
             self.flush()  # the next activation may find no room
         elif outbox.nbytes >= self._due_above or at_once:
@@ -203,13 +203,14 @@ class Writer:
             StoreError: The first cannot be written.
             TimeoutError: The drive hangs.
         """
-        count = self._shared.extents.reserve(pieces, sources)
+        extents = self._shared.extents.reserve(pieces, sources)
+        written = self._written
         orders = [
-            (extent_of(piece), source, after, partial(self._written, piece))
-            for piece, source, after in zip(pieces[:count], sources, events, strict=False)
+            (extent, source, after, partial(written, piece))
+            for extent, source, after, piece in zip(extents, sources, events, pieces, strict=False)
         ]
-        handed_over(pieces[:count], self._store.write_many(orders))
-        return count
+        handed_over(pieces[: len(extents)], self._store.write_many(orders))
+        return len(extents)
 
     # ---- on an I/O thread ------------------------------------------------------------------------
 

@@ -1,4 +1,10 @@
-"""What every store must do; the test of a store subclasses :class:`StoreContract`."""
+"""The contract of a store as tests: the test of a store subclasses :class:`StoreContract`.
+
+It needs pytest. For assertions that show their values, a ``conftest.py`` says, before anything imports this
+module::
+
+    pytest.register_assert_rewrite("tba_offload.testing.store_contract")
+"""
 
 from __future__ import annotations
 
@@ -41,22 +47,28 @@ class Gate:
     def __init__(self) -> None:
         self._open = threading.Event()
         self.reached = threading.Semaphore(0)
+        """Released each time that a thread comes to the gate."""
 
     def synchronize(self) -> None:
+        """Blocks until the gate is open."""
         self.reached.release()
         assert self._open.wait(PATIENCE)
 
     def wait(self, stream: Any = None) -> None:
+        """Not for I/O threads."""
         raise AssertionError("I/O threads wait for events, not streams")
 
     def query(self) -> bool:
+        """Whether the gate is open."""
         return self._open.is_set()
 
     def open(self) -> None:
+        """Lets everything pass."""
         self._open.set()
 
 
 def pattern(nbytes: int, seed: int = 0) -> torch.Tensor:
+    """``nbytes`` random bytes, the same for the same seed."""
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
@@ -68,30 +80,42 @@ def at_lead(nbytes: int, lead: int, alignment: int) -> torch.Tensor:
 
 
 def put(store: ActivationStore, data: torch.Tensor) -> Extent:
+    """Writes a tensor of bytes into a new extent and waits until it is written."""
     extent = store.reserve(data.nbytes, data.data_ptr())
     store.write(extent, ByteRange.of(data), READY).wait(PATIENCE)
     return extent
 
 
 def get(store: ActivationStore, extent: Extent, *, padded: bool = True) -> torch.Tensor:
+    """Reads an extent into new memory and waits until it is read."""
     target = at_lead(extent.nbytes, extent.lead, store.alignment)
     store.read(extent, ByteRange.of(target), READY, padded=padded).wait(PATIENCE)
     return target
 
 
 def io_threads() -> list[str]:
+    """Names of the threads of stores that run now."""
     return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("tba-"))
 
 
 def descriptors() -> set[str]:
+    """File descriptors of this process that are open now."""
     return {path.name for path in Path("/proc/self/fd").iterdir()}
 
 
 class StoreContract:
-    """Subclass it, name the class ``Test…`` and define the three hooks."""
+    """Tests that a store passes; subclass it, name the class ``Test…``, and define what makes the store.
+
+    A subclass defines :meth:`make_store`, :meth:`corrupt` and :attr:`expression`, the last with its
+    :attr:`imports`. Everything else is inherited, and a test that is inherited is never weakened: the
+    offloader relies on each.
+    """
 
     expression = ""
     """Python that makes the same store in another process; ``directory`` and ``CPU`` are defined there."""
+
+    imports = ""
+    """Python that :attr:`expression` needs first, if the store is not one of the package's own."""
 
     splits_alike = True
     """Whether equal steps put the same extents into the same places."""
@@ -437,7 +461,8 @@ class StoreContract:
     # Futures.
 
     def test_a_queued_transfer_can_be_cancelled(self, store: ActivationStore) -> None:
-        gate, called = Gate(), []
+        gate = Gate()
+        called: list[IoFuture] = []
         futures = self._gated_writes(store, gate)
         data = pattern(5000)
         extent = store.reserve(5000, data.data_ptr())
@@ -523,7 +548,7 @@ class StoreContract:
         extent = store.reserve(5000, data.data_ptr())
         future = store.write(extent, ByteRange.of(data), gate)
 
-        def finish(done: IoFuture) -> None:
+        def finish(_: IoFuture) -> None:
             store.release(extent)
             alive.append(tensor())
 
@@ -554,12 +579,13 @@ class StoreContract:
         hooked: list[BaseException | None] = []
         monkeypatch.setattr(threading, "excepthook", lambda args: hooked.append(args.exc_value))
         store = self.make_store(tmp_path)
-        data, gate, reached = pattern(5000), Gate(), []
+        data, gate = pattern(5000), Gate()
+        reached: list[IoFuture] = []
         extent = store.reserve(5000, data.data_ptr())
         future = store.write(extent, ByteRange.of(data), gate)
         error = ZeroDivisionError("in a callback")
 
-        def fail(done: IoFuture) -> None:
+        def fail(_: IoFuture) -> None:
             raise error
 
         future.add_done_callback(fail)
@@ -613,7 +639,7 @@ class StoreContract:
         data = pattern(5000)
         future = store.write(store.reserve(5000, data.data_ptr()), ByteRange.of(data), gate)
 
-        def close(done: IoFuture) -> None:
+        def close(_: IoFuture) -> None:
             try:
                 store.close()
             except SessionError as error:
@@ -678,7 +704,10 @@ class StoreContract:
             futures = [store.write(extent, ByteRange.of(data), READY) for extent in extents]
         """
         ended = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True
+            [sys.executable, "-c", f"{self.imports}\n{textwrap.dedent(program)}"],
+            check=False,
+            capture_output=True,
+            text=True,
         )
         assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
         assert list(tmp_path.iterdir()) == []

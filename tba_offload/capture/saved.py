@@ -1,0 +1,114 @@
+"""What autograd holds in place of a saved tensor."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from tba_offload.capture.identity import View, local_of, look, version_witness
+
+if TYPE_CHECKING:
+    from tba_offload.capture.trace import ActivationTrace
+    from tba_offload.recompute.rescue import Rescue
+    from tba_offload.transfer.storage import Handle, Record
+
+
+class Kept:
+    """A saved tensor that stays in memory.
+
+    Attributes:
+        tensor: The tensor, or a copy of the few elements that it needs of a large storage.
+        witness: Shares the version counter of the saved tensor.
+        version: What that counter said, for the check that hooks switch off in autograd.
+        spread: If it is a copy: how the saved tensor looked at its storage.
+        address: Where its first element lay.
+    """
+
+    __slots__ = ("address", "spread", "tensor", "version", "witness")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # A parameter has no graph that it could keep alive.
+        alone = type(tensor) is torch.nn.Parameter and tensor.is_leaf
+        self.tensor = self.witness = tensor if alone else tensor.detach()
+        self.version = tensor._version
+        self.spread: View | None = None
+        self.address = 0
+
+    def shrink(self, view: View) -> None:
+        """Keeps the elements of a small view without keeping the large storage that it looks at."""
+        whole = local_of(self.tensor)
+        few = look(whole.untyped_storage(), view.distinct())
+        self.witness = version_witness(self.tensor)
+        self.tensor = few.clone(memory_format=torch.contiguous_format)
+        self.spread = view
+        self.address = whole.data_ptr()
+
+
+class Packed:
+    """A saved tensor whose bytes are with a record.
+
+    Attributes:
+        handle: Its share of the record; replaced if the view is gathered at the end of its scope.
+        view: What to rebuild from the record's bytes.
+        spread: If the bytes were gathered: the view of the original storage to spread them into again.
+        address: Where the first element lay.
+        rescue: Makes it again if a drive does not give it back; ``None`` where that is not possible.
+        number: Which of the tensors that its scope saved it is, from 1.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "address",
+        "handle",
+        "number",
+        "rescue",
+        "spread",
+        "trace",
+        "version",
+        "view",
+        "witness",
+    )
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        view: View,
+        handle: Handle,
+        witness: torch.Tensor,
+        trace: ActivationTrace,
+        rescue: Rescue | None,
+        number: int,
+    ) -> None:
+        self.handle = handle
+        self.view = view
+        self.witness = witness
+        self.version = tensor._version
+        self.trace = trace
+        self.spread: View | None = None
+        local = tensor if type(tensor) is torch.Tensor else local_of(tensor)
+        self.address = local.data_ptr()
+        self.rescue = rescue
+        self.number = number
+
+
+class Borrowed:
+    """A tensor that is there as long as something else has its bytes: memory, or a record.
+
+    Attributes:
+        record: The record; ``None`` if there is none.
+        storage: The memory.
+        view: How the tensor looks at it.
+        witness: Shares its version counter.
+        version: What that counter said.
+    """
+
+    __slots__ = ("record", "storage", "version", "view", "witness")
+
+    def __init__(self, tensor: torch.Tensor, view: View, record: Record | None) -> None:
+        self.record = record
+        self.storage = weakref.ref(tensor.untyped_storage())
+        self.view = view
+        self.witness = version_witness(tensor)
+        self.version = tensor._version

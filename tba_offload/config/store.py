@@ -1,0 +1,92 @@
+"""How a store is opened: made and checked here, and handed down whole to the stores."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import Literal, TypedDict, get_args
+
+from tba_offload.errors import ConfigError
+
+Kind = Literal["auto", "gds", "file", "host"]
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+"""The legal kinds of a store."""
+
+STALL_SECONDS = 300.0
+"""Seconds that a transfer may run before its drive is taken to hang, unless told otherwise."""
+
+BLOCK = 4096
+"""Bytes of the smallest extent."""
+
+_FEW_CORES = 2
+
+
+class DriveSettings(TypedDict, total=False):
+    """What :class:`StoreOptions` says of one drive, where a store is opened without them."""
+
+    capacity: int | None
+    checksum: bool
+    stall_seconds: float | None
+    readers: int
+    writers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOptions:
+    """How a store is opened; :meth:`StoreConfig.options` makes them of what the user wrote.
+
+    Attributes:
+        kind: "file" writes files; "host" keeps bytes in host memory; "gds" moves bytes between GPU and drive
+            directly; "auto" is "file", or on a GPU the faster of "file" and "gds", measured on each drive.
+        directories: Where to put files, one for each drive; several make a striped store.
+        capacity: Bytes that extents may take in all, divided evenly among the directories; ``None`` for no
+            limit but the drives' own.
+        host_capacity: Bytes of host memory to use while the drives have too much to do; ``None`` for none.
+        checksum: Verify every read from a drive against a checksum taken at the write. Host memory is not
+            checked: there is no drive or driver that could change the bytes.
+        stall_seconds: Seconds after which a drive that does not answer is an error; ``None`` for never.
+        readers: Threads that read, for each directory.
+        writers: Threads that write, likewise.
+
+    Raises:
+        ConfigError: There are no threads for a direction, or a capacity holds no extent.
+    """
+
+    kind: Kind = "auto"
+    directories: tuple[str, ...] = ()
+    capacity: int | None = None
+    host_capacity: int | None = None
+    checksum: bool = True
+    stall_seconds: float | None = STALL_SECONDS
+    readers: int = 2
+    writers: int = 2
+
+    def __post_init__(self) -> None:
+        if self.writers < 1 or self.readers < 1:
+            raise ConfigError(f"a store needs a writer and a reader, not {self.writers} and {self.readers}")
+        for capacity in (self.share, self.host_capacity):
+            if capacity is not None and capacity < BLOCK:
+                raise ConfigError(
+                    f"a capacity of {capacity} bytes holds no extent; the least is {BLOCK} bytes a drive"
+                )
+
+    @property
+    def share(self) -> int | None:
+        """The even share of the capacity that each drive has, bytes."""
+        return None if self.capacity is None else self.capacity // max(len(self.directories), 1)
+
+    def of_drive(self, directory: str) -> StoreOptions:
+        """The options for one of the drives alone."""
+        return replace(self, directories=(directory,), capacity=self.share, host_capacity=None)
+
+    def of_host_memory(self) -> StoreOptions:
+        """The options for the host memory beside drives, with one thread for each direction."""
+        return StoreOptions(
+            kind="host", capacity=self.host_capacity, stall_seconds=self.stall_seconds, readers=1, writers=1
+        )
+
+
+def threads_per_direction() -> int:
+    """Threads that read, or write, on each drive: one is enough for most, and spares the compute cores."""
+    return 1 if len(os.sched_getaffinity(0)) <= _FEW_CORES else 2

@@ -1,0 +1,157 @@
+"""What a step is measured by: its memory, and the work of its optimizers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tba_offload.device.memory import MemoryMeter
+
+
+class StepMemory:
+    """The memory of one step, as differences to what was live when it began.
+
+    Args:
+        meter: Measures it; ``None`` if that is not wanted.
+
+    Attributes:
+        meter: As given.
+        gradients_allocated: Whether every gradient existed when the step began.
+        rest_bytes: Most live bytes beside the activations of layers, seen around the loss; meant for steps in
+            which all layers run with hooks.
+        state_bytes: By how much optimizers have let memory grow.
+    """
+
+    def __init__(self, meter: MemoryMeter | None) -> None:
+        self.meter = meter
+        self.gradients_allocated = False
+        self.rest_bytes = 0
+        self.state_bytes = 0
+        self._base = 0
+        self._live_at_pause: int | None = None
+        self._peak: int | None = None
+        self._overlaps = False
+
+    def begin(self, *, gradients_allocated: bool) -> None:
+        """Reads what is live now; the step begins."""
+        self.gradients_allocated = gradients_allocated
+        if self.meter is not None:
+            self.meter.reset()
+            self._base = self.meter.live()
+
+    def overlapped(self) -> None:
+        """A step of another session is open at the same time: the memory of neither can be told."""
+        self._overlaps = True
+
+    def look(self, grows_by: int = 0) -> None:
+        """Notes what is live, for a meter that sees only what it looks at."""
+        if self.meter is not None:
+            self.meter.look(grows_by)
+
+    def saw_rest(self, of_layers: int) -> None:
+        """Notes what is live now beside ``of_layers`` bytes of activations of layers."""
+        if self.meter is not None:
+            self.rest_bytes = max(self.rest_bytes, self.meter.live() - self._base - of_layers)
+
+    def pause(self) -> None:
+        """From now on an optimizer works: its memory is not that of activations."""
+        if self.meter is not None and self._live_at_pause is None:
+            self.meter.pause()
+            self._live_at_pause = self.meter.live()
+
+    def resume(self) -> None:
+        """The optimizer is done; what it has left allocated are its states."""
+        self._count_states()
+        if self.meter is not None:
+            self.meter.resume()
+
+    def end(self) -> None:
+        """The step has ended."""
+        if self.meter is not None:
+            self._count_states()
+            self._peak = max(self.meter.peak() - self._base, 0)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Peak of live bytes, gradients and states left out that the step allocated; ``None`` if untold."""
+        return None if self._overlaps else self._peak
+
+    def _count_states(self) -> None:
+        if self.meter is not None and self._live_at_pause is not None:
+            self.state_bytes += max(self.meter.live() - self._live_at_pause, 0)
+            self._live_at_pause = None
+
+
+class Updates:
+    """What optimizers did in one step.
+
+    Attributes:
+        parameters: Ids of the parameters that they have made their step with.
+    """
+
+    def __init__(self) -> None:
+        self.parameters: frozenset[int] = frozenset()
+        self._times: list[tuple[float, float]] = []
+        self._overflows: list[bool] = []
+
+    def add(self, began: float, ended: float, *, parameters: frozenset[int], overflowed: bool) -> None:
+        """Notes that an optimizer made a step; forward and backward may have taken place in it.
+
+        Args:
+            began: When it began, by :func:`time.perf_counter`.
+            ended: When it ended.
+            parameters: The ids of the optimizer's parameters.
+            overflowed: Whether a gradient scaler made it skip the update.
+        """
+        self._times.append((began, ended))
+        self._overflows.append(overflowed)
+        self.parameters |= parameters
+
+    def __bool__(self) -> bool:
+        return bool(self._times)
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether optimizers have made steps, and a gradient scaler made all of them skip the update."""
+        return bool(self) and all(self._overflows)
+
+    def times(self, backward_ends: Sequence[float]) -> list[tuple[float, float]]:
+        """When each of them worked, forward and backward left out.
+
+        Args:
+            backward_ends: When backward passes ended.
+        """
+        return [_own_part(began, ended, backward_ends) for began, ended in self._times]
+
+
+class Times(NamedTuple):
+    """How long a step took.
+
+    Attributes:
+        seconds: Duration of the step less that of optimizers in it, by the host's clock; a step that opened
+            by itself ends with its last backward pass. Nothing waits for the device at its end.
+        optimizer_seconds: Duration of the steps of optimizers; ``None`` if none was seen.
+    """
+
+    seconds: float
+    optimizer_seconds: float | None
+
+    @classmethod
+    def of(cls, began: float, ended: float, updates: Sequence[tuple[float, float]]) -> Times:
+        """The times of a step.
+
+        Args:
+            began: When it began.
+            ended: When it ended.
+            updates: When optimizers worked.
+        """
+        within = (min(until, ended) - since for since, until in updates)
+        seconds = ended - began - sum(max(part, 0.0) for part in within)
+        return cls(seconds, sum(until - since for since, until in updates) if updates else None)
+
+
+def _own_part(began: float, ended: float, backward_ends: Sequence[float]) -> tuple[float, float]:
+    """The part of an optimizer's step that is its own: a closure that it calls is forward and backward."""
+    return max([began, *(end for end in backward_ends if began < end < ended)]), ended

@@ -1,0 +1,132 @@
+"""Calls of Python on the training thread for each tensor that is saved, so that they do not creep back.
+
+Each costs about as much as the next, whatever it does: a hook runs after the model's work, in cold caches. So
+their number says what a hook costs better than a clock on a busy machine does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from harness import KIB, MIB, assert_all_given_back, session_for
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+    from types import FrameType
+
+    from tba_offload.session import Session
+
+SAVED = 256
+ONE = 64 * KIB
+WAITS = {"_await", "_make_room"}
+"""Functions in which the training thread waits for I/O: how often it asks there is the drive's affair."""
+
+
+class Chain(nn.Module):
+    """A layer of so many operations that one tensor each is saved for."""
+
+    def __init__(self, *operations: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.operations = operations
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        for _ in range(SAVED):
+            for operation in self.operations:
+                x = operation(x)
+        return x
+
+
+ONCE = Chain(torch.relu)
+"""Each operation saves its own output."""
+
+TWICE = Chain(torch.tanh, torch.sin)
+"""The output of each first one is saved by it and by the second one."""
+
+
+class Calls:
+    """Counts calls of Python on this thread, those while it waits for I/O left out."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._waits: FrameType | None = None
+
+    def __enter__(self) -> None:
+        sys.setprofile(self._look)
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _look(self, frame: FrameType, event: str, _: Any) -> None:
+        if self._waits is not None:
+            if event == "return" and frame is self._waits:
+                self._waits = None
+        elif event == "call":
+            if frame.f_code.co_name in WAITS:
+                self._waits = frame
+            else:
+                self.count += 1
+
+
+def step(model: nn.Module, session: Session) -> Calls:
+    """Everything that is saved is written before backward begins."""
+    x = torch.full((ONE // 4,), 0.5, requires_grad=True)
+    calls = Calls()
+    with session.step():
+        with calls:
+            loss = model(x).sum()
+            session.offloader.writer.flush()
+        session.offloader.quiesce()
+        with calls:
+            loss.backward()
+    return calls
+
+
+def calls_of(chain: Chain, directory: Path, *, keep: bool = False, **settings: Any) -> tuple[int, Session]:
+    """The calls of one step, after some that warm up; all kept by the plan if ``keep``."""
+    model, settings = nn.Sequential(chain), {"in_flight": 64 * MIB, "directory": directory, **settings}
+    with session_for(model, layers=list(model), **settings) as session:
+        if keep:
+            plan = dataclasses.replace(session.plan, kept=(frozenset(range(SAVED + 2)),))
+            session.planning.plan = plan
+        for _ in range(3):
+            calls = step(model, session)
+        assert_all_given_back(session)
+        return calls.count, session
+
+
+@pytest.fixture
+def written_and_read(tmp_path: Path) -> float:
+    """Calls for each activation that is written and read back."""
+    calls, session = calls_of(ONCE, tmp_path)
+    assert session.report()[-1].read_bytes >= 0.95 * SAVED * ONE
+    return calls / SAVED
+
+
+def test_a_tensor_that_is_written_and_read(written_and_read: float) -> None:
+    assert written_and_read <= 60
+
+
+def test_a_tensor_whose_storage_was_saved_before(written_and_read: float, tmp_path: Path) -> None:
+    calls, session = calls_of(TWICE, tmp_path)
+    assert session.report()[-1].deduplicated_bytes >= 0.95 * SAVED * ONE
+    assert calls / SAVED - written_and_read <= 12
+
+
+def test_a_tensor_that_is_small(tmp_path: Path) -> None:
+    calls, session = calls_of(ONCE, tmp_path, min_tensor_bytes=2 * ONE)
+    assert session.report()[-1].offloaded_bytes == 0
+    assert calls / SAVED <= 5
+
+
+def test_a_tensor_that_the_plan_keeps(tmp_path: Path) -> None:
+    calls, session = calls_of(ONCE, tmp_path, keep=True)
+    assert session.report()[-1].offloaded_bytes == 0
+    assert calls / SAVED <= 12
