@@ -153,6 +153,34 @@ def test_state_out_of_reach_is_noticed_in_the_step_in_which_it_differs(
         assert "other numbers" in failure(RecomputationError, lambda: train(net, session, steps=1))
 
 
+class OfStrangerAtTheEnd(OfStranger):
+    """Of what it saves the state changes the last tensor only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.gelu(self.noise(self.second(F.gelu(self.first(x)))))
+
+
+@pytest.mark.parametrize("placement", RECOMPUTED)
+@pytest.mark.parametrize("layer", [1, 2])
+def test_state_that_changes_one_saved_tensor_is_noticed_within_two_steps(
+    layer: int, placement: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One in two is sampled, and each of them in one step of two, however many layers there are."""
+
+    @contextmanager
+    def other_scale() -> Iterator[None]:
+        monkeypatch.setattr(warnings, "_scale_of_this_test", 1.25, raising=False)
+        yield
+        monkeypatch.delattr(warnings, "_scale_of_this_test")
+
+    net = make(Plain, lambda kind: AroundForward(kind, other_scale))
+    assert len(net.layers) % 2 == 0
+    net.layers[layer] = OfStrangerAtTheEnd()
+    with session_for(net, default=placement) as session:
+        train(net, session, steps=2)
+        assert "other numbers" in failure(RecomputationError, lambda: train(net, session, steps=2))
+
+
 # What cannot be turned back
 
 

@@ -47,7 +47,7 @@ class Run:
         self._forward = forward
         self._is_planned = is_planned
         self._compares = verifier.compares(mode)
-        self._saved = SavedAgain(self._failed, verifier.name_of(mode.layer), verifier.next_run())
+        self._saved = SavedAgain(self._failed, verifier.name_of(mode.layer), verifier.next_run(mode.layer))
         self._observed: Observation | None = None
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> object:

@@ -67,7 +67,7 @@ class Verifier:
         self._told: set[str] = set()
         self._awaited: set[int] = set()  # layers of which a run of this step is compared
         self._random: RandomState | None = None
-        self._runs = itertools.count()
+        self._runs = [itertools.count() for _ in layers]
 
     def begin_step(self) -> None:
         """A layer that was to be compared in a step that failed is compared in the next one."""
@@ -170,6 +170,9 @@ class Verifier:
         self._random = found.random
         return found
 
-    def next_run(self) -> int:
-        """A number of its own for each run that is recomputed."""
-        return next(self._runs)
+    def next_run(self, index: int) -> int:
+        """A number for each run of a layer that is recomputed, one more than that of its last one.
+
+        Runs of all layers counted together, an even number in each step, would be even for ever for a layer.
+        """
+        return next(self._runs[index])

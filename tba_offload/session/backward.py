@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tba_offload.capture.site import Site
     from tba_offload.capture.trace import ScopeTrace
     from tba_offload.session.ongoing import Ongoing
-    from tba_offload.session.steps import Parts
+    from tba_offload.session.parts import Parts
 
 _TAIL = 32
 """Operations of backward next to the model's output: a loss, the logits and a last norm have about 20."""

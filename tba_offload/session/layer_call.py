@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tba_offload.config import OffloadConfig
     from tba_offload.layers.stack import LayerStack
     from tba_offload.recompute.verdicts import Mode
-    from tba_offload.session.steps import Parts
+    from tba_offload.session.parts import Parts
 
 
 class Call:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tba_offload.session.backward import BackwardWatch
     from tba_offload.session.boundaries import Boundaries
     from tba_offload.session.ongoing import Ongoing
-    from tba_offload.session.steps import Parts
+    from tba_offload.session.parts import Parts
 
 
 class LayerRuns:

@@ -1,19 +1,26 @@
-"""The record of a step: figures from the meters, the trace and the offloader's ledger."""
+"""What a run log is told: what the run is, and the figures of each step."""
 
 from __future__ import annotations
 
+import os
+import platform
 from typing import TYPE_CHECKING
 
+import torch
+
 from tba_offload.config.policy import Placement
-from tba_offload.report.run_log import StepRecord
+from tba_offload.plan.model import Plan
+from tba_offload.report.run_log import RunHeader, StepRecord
 from tba_offload.store.base import HOST_TIER
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
+    from tba_offload.config import OffloadConfig
+    from tba_offload.config.policy import LayerId, Policy
     from tba_offload.session.figures import Times
+    from tba_offload.session.parts import Parts
     from tba_offload.session.step import Step
-    from tba_offload.session.steps import Parts
     from tba_offload.store.base import DriveLoad
 
 
@@ -72,3 +79,47 @@ def record_of(step: Step, times: Times, number: int, loads: Sequence[DriveLoad],
         predicted_peak_bytes=prediction.peak_bytes if prediction is not None else None,
         predicted_seconds=prediction.seconds if prediction is not None else None,
     )
+
+
+def header_of(
+    config: OffloadConfig, strategy: str | None, model_info: Mapping[str, object] | None, parts: Parts
+) -> RunHeader:
+    """What a run log begins with.
+
+    Args:
+        config: What the user wanted.
+        strategy: Label of the run; by default the placement that all layers share.
+        model_info: What the header says about the model.
+        parts: What the session is made of.
+    """
+    world = parts.world
+    return RunHeader(
+        strategy=strategy or Plan.from_policy(config.policy, world.layers).strategy,
+        run=world.run,
+        rank=world.rank,
+        ranks=world.ranks,
+        versions={"torch": torch.__version__, "python": platform.python_version()},
+        hardware={
+            "device": _device_name(parts.device.torch_device),
+            "cpus": os.cpu_count(),
+            "instruction_set": torch.backends.cpu.get_cpu_capability(),
+            "threads": torch.get_num_threads(),
+        },
+        model={"layers": len(world.layers), **(model_info or {})},
+        policy=config.to_yaml(),
+        plan=dict(_explained(config.policy, world.layers)),
+        store=dict(parts.store.description),
+    )
+
+
+def _explained(policy: Policy, layers: Sequence[LayerId]) -> Iterator[tuple[str, object]]:
+    """The placement of every layer of the model, on whatever rank, and why."""
+    for layer in layers:
+        placement, why = policy.explain(layer)
+        yield layer.name, {"layer": layer.number, "placement": placement.value, "why": why}
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return platform.processor() or platform.machine()
+    return torch.get_device_module(device).get_device_name(device)  # type: ignore[no-any-return]

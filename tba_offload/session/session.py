@@ -4,44 +4,36 @@ from __future__ import annotations
 
 import atexit
 import os
-import platform
 import weakref
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-import torch
-
 from tba_offload.adapt.controller import Controller
-from tba_offload.adapt.planning import Planning
 from tba_offload.adapt.task import Task
 from tba_offload.capture import resize, transforms
-from tba_offload.capture.gradients import Gradients
-from tba_offload.capture.hooks import Capture
-from tba_offload.capture.rematerialize import Rebuilds
-from tba_offload.capture.site import Site, check_unattached
+from tba_offload.capture.site import check_unattached
 from tba_offload.config import ConfigLike, OffloadConfig, read_config
 from tba_offload.config.policy import Placement
-from tba_offload.device.streams import device_of
 from tba_offload.errors import ConfigError, SessionError
 from tba_offload.formatting import layers_by_placement
 from tba_offload.layers.stack import LayerStack, check_disjoint
 from tba_offload.plan.goals import default_objective
-from tba_offload.plan.model import Limits, Plan
-from tba_offload.recompute.verdicts import Verifier
-from tba_offload.report.run_log import RunHeader, RunLogWriter, StepRecord
+from tba_offload.plan.model import Plan
+from tba_offload.report.run_log import RunLogWriter, StepRecord
 from tba_offload.session.backward import BackwardWatch, TailWatch
 from tba_offload.session.boundaries import Boundaries, Tokens, token_counter
+from tba_offload.session.conclusions import Conclusions
 from tba_offload.session.layer_runs import LayerRuns
-from tba_offload.session.meters import Meters
-from tba_offload.session.notices import Notices, describe_step, tell
+from tba_offload.session.notices import describe_step, tell
 from tba_offload.session.ongoing import Ongoing
-from tba_offload.session.steps import Parts, Steps
+from tba_offload.session.parts import limits_of, make_parts
+from tba_offload.session.recording import header_of
+from tba_offload.session.steps import Steps
 from tba_offload.session.world import World
-from tba_offload.store import exit_status, open_store
+from tba_offload.store import exit_status
 from tba_offload.store.base import close_after
-from tba_offload.transfer.offloader import Offloader
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -49,9 +41,13 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from tba_offload.adapt.planning import Planning
+    from tba_offload.capture.gradients import Gradients
+    from tba_offload.capture.hooks import Capture
     from tba_offload.session.boundaries import TokenCounter
     from tba_offload.session.step import Step
     from tba_offload.store.base import ActivationStore
+    from tba_offload.transfer.offloader import Offloader
 
 _REMEMBERED_STEPS = 10_000
 
@@ -110,17 +106,26 @@ class Session:
         self._run_log: RunLogWriter | None = None
         self._ongoing = Ongoing()
         plan = self._plan_of(config)
-        parts = self._parts_of(stack, modules, plan, measure_memory=measure_memory)
+        parts = make_parts(
+            stack,
+            modules,
+            config,
+            plan=plan,
+            world=self._world,
+            ongoing=self._ongoing,
+            measure_memory=measure_memory,
+        )
         try:
             if run_log is not None:
-                self._run_log = RunLogWriter(run_log, self._header(strategy, model_info, parts))
+                self._run_log = RunLogWriter(run_log, header_of(config, strategy, model_info, parts))
             parts.planning.start(plan, self._controller_of(config, plan), self._world.agree)
         except BaseException:
             parts.meters.close()
             parts.store.close()
             raise
         self._parts = parts
-        self._steps = Steps(self._ongoing, parts, recorded=self._record, planned=self._note_plan)
+        conclusions = Conclusions(parts, recorded=self._record, planned=self._note_plan)
+        self._steps = Steps(self._ongoing, parts, conclusions)
         self._boundaries = None if steps_by_hand else self._boundaries_of(count_tokens)
         backward_ended = _nothing if self._boundaries is None else self._boundaries.backward_ended
         watch = BackwardWatch(self._ongoing, parts, backward_ended)
@@ -130,50 +135,6 @@ class Session:
         resize.watch(self.capture)
         transforms.watch(self.capture)
         _open_sessions.add(self)
-
-    # ---- the parts -------------------------------------------------------------------------------
-
-    def _parts_of(
-        self, stack: LayerStack, modules: Sequence[nn.Module], plan: Plan, *, measure_memory: bool
-    ) -> Parts:
-        config, notices = self.config, Notices()
-        device = device_of(_device_of_model(modules))
-        gradients = Gradients(modules, device.torch_device, self._ongoing.look_at_memory)
-        store = open_store(config.store.options(), device=device)
-        try:
-            meters = Meters(device, self._ongoing, gradients.live, notices, wanted=measure_memory)
-        except BaseException:
-            store.close()
-            raise
-        offloader = Offloader(
-            store,
-            device,
-            ceiling=config.budget.ceiling,
-            keep_when_full=config.on_full == "keep",
-            stall_limit=config.store.stall_seconds,
-            budget_bytes=config.budget.activation_bytes,
-        )
-        capture = Capture(
-            offloader,
-            min_tensor_bytes=config.min_tensor_bytes,
-            budget_bytes=config.budget.activation_bytes,
-        )
-        return Parts(
-            modules=tuple(modules),
-            sites=[Site(layer, index) for index, layer in enumerate(stack.layers)],
-            device=device,
-            store=store,
-            offloader=offloader,
-            capture=capture,
-            gradients=gradients,
-            verifier=Verifier(stack.layers, stack.generators(device.torch_device), stack.not_compared, tell),
-            rebuilds=Rebuilds(capture, stack.functions),
-            planning=Planning(plan, [layer.id.number for layer in stack.layers], capture, offloader),
-            meters=meters,
-            notices=notices,
-            world=self._world,
-            limits=_limits_of(config),
-        )
 
     def _boundaries_of(self, count_tokens: TokenCounter) -> Boundaries:
         offloader, capture = self.offloader, self.capture
@@ -357,36 +318,6 @@ class Session:
         if self._run_log is not None:
             self._run_log.note("plan", news)
 
-    def _header(
-        self, strategy: str | None, model_info: Mapping[str, object] | None, parts: Parts
-    ) -> RunHeader:
-        return RunHeader(
-            strategy=strategy or Plan.from_policy(self.config.policy, self._world.layers).strategy,
-            run=self._world.run,
-            rank=self._world.rank,
-            ranks=self._world.ranks,
-            versions={"torch": torch.__version__, "python": platform.python_version()},
-            hardware={
-                "device": _device_name(parts.device.torch_device),
-                "cpus": os.cpu_count(),
-                "instruction_set": torch.backends.cpu.get_cpu_capability(),
-                "threads": torch.get_num_threads(),
-            },
-            model={"layers": len(self._world.layers), **(model_info or {})},
-            policy=self.config.to_yaml(),
-            plan=self._explained(),
-            store=dict(parts.store.description),
-        )
-
-    def _explained(self) -> dict[str, object]:
-        """The placement of every layer of the model, on whatever rank, and why."""
-        policy = self.config.policy
-        explained: dict[str, object] = {}
-        for layer in self._world.layers:
-            placement, why = policy.explain(layer)
-            explained[layer.name] = {"layer": layer.number, "placement": placement.value, "why": why}
-        return explained
-
     # ---- the plan --------------------------------------------------------------------------------
 
     def _plan_of(self, config: OffloadConfig) -> Plan:
@@ -402,7 +333,7 @@ class Session:
         is_auto = Placement.AUTO in everywhere
         if not is_auto and self._run_log is None:
             return None
-        limits = _limits_of(config)
+        limits = limits_of(config)
         task = Task(
             plan.placements,
             tuple((layer.chunk, layer.id.name) for layer in self.layers),
@@ -415,10 +346,6 @@ class Session:
         return Controller(task)
 
 
-def _limits_of(config: OffloadConfig) -> Limits:
-    return Limits(config.budget.activation_bytes, config.budget.ceiling)
-
-
 def _nothing() -> None:
     """Where steps are told by hand it does not matter when a backward pass ends."""
 
@@ -427,17 +354,6 @@ def _drives_of(config: OffloadConfig) -> tuple[int, ...]:
     """The device numbers of the file systems that a configuration names, in its order."""
     directories = config.store.options().directories
     return tuple(Path(directory).stat().st_dev for directory in directories if Path(directory).is_dir())
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cpu":
-        return platform.processor() or platform.machine()
-    return torch.get_device_module(device).get_device_name(device)  # type: ignore[no-any-return]
-
-
-def _device_of_model(modules: Sequence[nn.Module]) -> torch.device:
-    parameter = next((parameter for module in modules for parameter in module.parameters()), None)
-    return parameter.device if parameter is not None else torch.device("cpu")
 
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()

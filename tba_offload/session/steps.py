@@ -1,72 +1,27 @@
-"""The steps of a session, one at a time: what begins and ends with each of them, and is learned from it."""
+"""The steps of a session, one at a time: what begins and ends with each of them."""
 
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tba_offload import interrupts
-from tba_offload.capture.trace import DeviceTimes
 from tba_offload.config.policy import Placement
 from tba_offload.errors import SessionError, TransferError
 from tba_offload.layers.guards import checkpointing_warning, is_checkpointed
-from tba_offload.session.notices import tell
-from tba_offload.session.recording import record_of
 from tba_offload.session.step import Step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     import torch
-    from torch import nn
 
-    from tba_offload.adapt.planning import Planning
-    from tba_offload.capture.gradients import Gradients
-    from tba_offload.capture.hooks import Capture
-    from tba_offload.capture.rematerialize import Rebuilds
-    from tba_offload.capture.site import Site
     from tba_offload.capture.trace import StepTrace
-    from tba_offload.device.streams import Device
-    from tba_offload.plan.model import Limits
-    from tba_offload.recompute.verdicts import Verifier
     from tba_offload.report.run_log import StepRecord
+    from tba_offload.session.conclusions import Conclusions
     from tba_offload.session.figures import Times
-    from tba_offload.session.meters import Meters
-    from tba_offload.session.notices import Notices
     from tba_offload.session.ongoing import Ongoing
-    from tba_offload.session.world import World
-    from tba_offload.store.base import ActivationStore, DriveLoad
-    from tba_offload.transfer.offloader import Offloader
-
-_LOOKED_AT = 3
-"""Steps in which it is looked whether the window is too wide: later ones save as much."""
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a session is made of.
-
-    Attributes:
-        modules: The model or its chunks.
-        sites: Where the session stands in front of layers.
-        limits: Budget and window of the configuration.
-    """
-
-    modules: Sequence[nn.Module]
-    sites: Sequence[Site]
-    device: Device
-    store: ActivationStore
-    offloader: Offloader
-    capture: Capture
-    gradients: Gradients
-    verifier: Verifier
-    rebuilds: Rebuilds
-    planning: Planning
-    meters: Meters
-    notices: Notices
-    world: World
-    limits: Limits
+    from tba_offload.session.parts import Parts
 
 
 class Steps:
@@ -75,25 +30,16 @@ class Steps:
     Args:
         ongoing: Where it is noted which of them is open.
         parts: What works in a step, and is told where it begins and ends.
-        recorded: Is given the record of each step.
-        planned: Is given what there is to tell of a new plan, for the run log.
+        conclusions: What is made of steps that have ended.
 
     Attributes:
         ongoing: As given.
     """
 
-    def __init__(
-        self,
-        ongoing: Ongoing,
-        parts: Parts,
-        *,
-        recorded: Callable[[StepRecord], object],
-        planned: Callable[[dict[str, object]], object],
-    ) -> None:
+    def __init__(self, ongoing: Ongoing, parts: Parts, conclusions: Conclusions) -> None:
         self.ongoing = ongoing
         self._parts = parts
-        self._recorded = recorded
-        self._planned = planned
+        self._conclusions = conclusions
         self._settle: Callable[[], object] = _nothing
         self._finish: Callable[[], object] = _nothing
         _all.add(self)
@@ -269,63 +215,9 @@ class Steps:
             offloader.abandon()
             raise
 
-    # ---- what it was like ------------------------------------------------------------------------
-
     def conclude(self, step: Step, times: Times) -> StepRecord:
         """Records a step that has ended, and learns from it."""
-        parts = self._parts
-        parts.gradients.count()
-        self._warn_if_full()
-        self._warn_of_wide_window()
-        loads = parts.store.take_loads()
-        record = record_of(step, times, self.ongoing.number, loads, parts)
-        self._recorded(record)
-        if not step.state.skipped:
-            self._learn(step, record, loads)
-        return record
-
-    def _warn_if_full(self) -> None:
-        parts, stats = self._parts, self._parts.offloader.stats
-        if not stats.full:
-            return
-        budget = parts.limits.budget
-        beyond = 0 if budget is None else stats.own_peak + parts.capture.trace.kept_bytes - budget
-        parts.notices.full(stats.fallback_kept, self.ongoing.number, beyond)
-
-    def _warn_of_wide_window(self) -> None:
-        """A window that holds most of what a step saves leaves most of it in memory."""
-        planning, window = self._parts.planning, self._parts.limits.window
-        if self.ongoing.number > _LOOKED_AT or window is None:
-            return
-        if Placement.OFFLOAD not in planning.plan.placements or planning.chosen:
-            return
-        saved = sum(activation.nbytes for activation in self.trace.activations)
-        if saved and window > saved / 2:
-            self._parts.notices.wide_window(saved, window)
-
-    def _learn(self, step: Step, record: StepRecord, loads: Sequence[DriveLoad]) -> None:
-        """Has the next step planned by what this one was like."""
-        parts = self._parts
-        controller, chosen = parts.planning.controller, parts.planning.chosen
-        if controller is None:
-            return
-        may_plan = parts.world.may_plan_recomputation
-        if not may_plan and chosen:
-            parts.notices.other_ranks()
-        trace, stalls = parts.capture.trace, parts.offloader.stats.marked_stalls
-        news = parts.planning.learn(
-            record,
-            loads,
-            began=step.began,
-            rest_bytes=step.memory.rest_bytes,
-            repeatable=[index for index in chosen if may_plan and parts.verifier.may_plan(index)],
-            on_device=DeviceTimes(trace, stalls) if trace.marks is not None else None,
-        )
-        if news is None:
-            return
-        if controller.has_planned and parts.world.rank == 0:
-            tell(f"plan after step {record.step}: {news['summary']}")
-        self._planned({"step": record.step, **news})
+        return self._conclusions.draw(step, times, self.ongoing.number)
 
 
 def _nothing() -> None:

@@ -1,0 +1,105 @@
+"""What is made of a step that has ended: its record, warnings, and a plan for the next one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tba_offload.capture.trace import DeviceTimes
+from tba_offload.config.policy import Placement
+from tba_offload.session.notices import tell
+from tba_offload.session.recording import record_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from tba_offload.report.run_log import StepRecord
+    from tba_offload.session.figures import Times
+    from tba_offload.session.parts import Parts
+    from tba_offload.session.step import Step
+    from tba_offload.store.base import DriveLoad
+
+_LOOKED_AT = 3
+"""Steps in which it is looked whether the window is too wide: later ones save as much."""
+
+
+class Conclusions:
+    """Records steps, and learns from them.
+
+    Args:
+        parts: What worked in them.
+        recorded: Is given the record of each.
+        planned: Is given what there is to tell of a new plan, for the run log.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        *,
+        recorded: Callable[[StepRecord], object],
+        planned: Callable[[dict[str, object]], object],
+    ) -> None:
+        self._parts = parts
+        self._recorded = recorded
+        self._planned = planned
+
+    def draw(self, step: Step, times: Times, number: int) -> StepRecord:
+        """Records a step that has ended, and has the next one planned by what it was like.
+
+        Args:
+            step: The step.
+            times: How long it took.
+            number: How many steps have ended well, this one included.
+        """
+        parts = self._parts
+        parts.gradients.count()
+        self._warn_if_full(number)
+        self._warn_of_wide_window(number)
+        loads = parts.store.take_loads()
+        record = record_of(step, times, number, loads, parts)
+        self._recorded(record)
+        if not step.state.skipped:
+            self._learn(step, record, loads)
+        return record
+
+    def _warn_if_full(self, number: int) -> None:
+        parts, stats = self._parts, self._parts.offloader.stats
+        if not stats.full:
+            return
+        budget = parts.limits.budget
+        beyond = 0 if budget is None else stats.own_peak + parts.capture.trace.kept_bytes - budget
+        parts.notices.full(stats.fallback_kept, number, beyond)
+
+    def _warn_of_wide_window(self, number: int) -> None:
+        """A window that holds most of what a step saves leaves most of it in memory."""
+        planning, window = self._parts.planning, self._parts.limits.window
+        if number > _LOOKED_AT or window is None:
+            return
+        if Placement.OFFLOAD not in planning.plan.placements or planning.chosen:
+            return
+        saved = sum(activation.nbytes for activation in self._parts.capture.trace.activations)
+        if saved and window > saved / 2:
+            self._parts.notices.wide_window(saved, window)
+
+    def _learn(self, step: Step, record: StepRecord, loads: Sequence[DriveLoad]) -> None:
+        """Has the next step planned by what this one was like."""
+        parts = self._parts
+        controller, chosen = parts.planning.controller, parts.planning.chosen
+        if controller is None:
+            return
+        may_plan = parts.world.may_plan_recomputation
+        if not may_plan and chosen:
+            parts.notices.other_ranks()
+        trace, stalls = parts.capture.trace, parts.offloader.stats.marked_stalls
+        news = parts.planning.learn(
+            record,
+            loads,
+            began=step.began,
+            rest_bytes=step.memory.rest_bytes,
+            repeatable=[index for index in chosen if may_plan and parts.verifier.may_plan(index)],
+            on_device=DeviceTimes(trace, stalls) if trace.marks is not None else None,
+        )
+        if news is None:
+            return
+        if controller.has_planned and parts.world.rank == 0:
+            tell(f"plan after step {record.step}: {news['summary']}")
+        self._planned({"step": record.step, **news})

@@ -1,0 +1,134 @@
+"""What a session is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from tba_offload.adapt.planning import Planning
+from tba_offload.capture.gradients import Gradients
+from tba_offload.capture.hooks import Capture
+from tba_offload.capture.rematerialize import Rebuilds
+from tba_offload.capture.site import Site
+from tba_offload.device.streams import device_of
+from tba_offload.plan.model import Limits
+from tba_offload.recompute.verdicts import Verifier
+from tba_offload.session.meters import Meters
+from tba_offload.session.notices import Notices, tell
+from tba_offload.store import open_store
+from tba_offload.transfer.offloader import Offloader
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from tba_offload.config import OffloadConfig
+    from tba_offload.device.streams import Device
+    from tba_offload.layers.stack import LayerStack
+    from tba_offload.plan.model import Plan
+    from tba_offload.session.ongoing import Ongoing
+    from tba_offload.session.world import World
+    from tba_offload.store.base import ActivationStore
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a session is made of.
+
+    Attributes:
+        modules: The model or its chunks.
+        sites: Where the session stands in front of layers.
+        limits: Budget and window of the configuration.
+    """
+
+    modules: Sequence[nn.Module]
+    sites: Sequence[Site]
+    device: Device
+    store: ActivationStore
+    offloader: Offloader
+    capture: Capture
+    gradients: Gradients
+    verifier: Verifier
+    rebuilds: Rebuilds
+    planning: Planning
+    meters: Meters
+    notices: Notices
+    world: World
+    limits: Limits
+
+
+def make_parts(
+    stack: LayerStack,
+    modules: Sequence[nn.Module],
+    config: OffloadConfig,
+    *,
+    plan: Plan,
+    world: World,
+    ongoing: Ongoing,
+    measure_memory: bool,
+) -> Parts:
+    """Opens the store, and makes the other parts.
+
+    Args:
+        stack: The layers.
+        modules: The model or its chunks.
+        config: What the user wanted.
+        plan: That of the policy.
+        world: The other ranks.
+        ongoing: Where it is noted which step is open.
+        measure_memory: Whether to measure the memory of steps that do not say so themselves.
+
+    Raises:
+        StoreError: The store cannot be opened.
+    """
+    notices = Notices()
+    device = device_of(_device_of_model(modules))
+    gradients = Gradients(modules, device.torch_device, ongoing.look_at_memory)
+    store = open_store(config.store.options(), device=device)
+    try:
+        meters = Meters(device, ongoing, gradients.live, notices, wanted=measure_memory)
+    except BaseException:
+        store.close()
+        raise
+    offloader = Offloader(
+        store,
+        device,
+        ceiling=config.budget.ceiling,
+        keep_when_full=config.on_full == "keep",
+        stall_limit=config.store.stall_seconds,
+        budget_bytes=config.budget.activation_bytes,
+    )
+    capture = Capture(
+        offloader,
+        min_tensor_bytes=config.min_tensor_bytes,
+        budget_bytes=config.budget.activation_bytes,
+    )
+    return Parts(
+        modules=tuple(modules),
+        sites=[Site(layer, index) for index, layer in enumerate(stack.layers)],
+        device=device,
+        store=store,
+        offloader=offloader,
+        capture=capture,
+        gradients=gradients,
+        verifier=Verifier(stack.layers, stack.generators(device.torch_device), stack.not_compared, tell),
+        rebuilds=Rebuilds(capture, stack.functions),
+        planning=Planning(plan, [layer.id.number for layer in stack.layers], capture, offloader),
+        meters=meters,
+        notices=notices,
+        world=world,
+        limits=limits_of(config),
+    )
+
+
+def limits_of(config: OffloadConfig) -> Limits:
+    """Budget and window of a configuration."""
+    return Limits(config.budget.activation_bytes, config.budget.ceiling)
+
+
+def _device_of_model(modules: Sequence[nn.Module]) -> torch.device:
+    parameter = next((parameter for module in modules for parameter in module.parameters()), None)
+    return parameter.device if parameter is not None else torch.device("cpu")
