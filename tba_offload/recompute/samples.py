@@ -63,7 +63,7 @@ class Samples:
 
     def _sample(self, tensor: torch.Tensor) -> torch.Tensor:
         plain = tensor.detach()
-        count, turn = min(plain.numel(), _ELEMENTS), self._number // _EVERY
+        count, turn = min(plain.numel(), _ELEMENTS), self._number
         if plain.is_contiguous() or _fills_its_span(plain):
             step = plain.numel() // count
             start = turn % step
