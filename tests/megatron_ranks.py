@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tba_offload.adapt.controller import Controller
-    from tba_offload.adapt.observation import StepObservation
-    from tba_offload.plan.model import Plan
+    from tba_offload.plan.bandwidth import Bandwidth
+    from tba_offload.plan.profile import StepProfile
 
 SEED = 1234
 STEPS = 3
@@ -481,27 +481,40 @@ def watch_planner(history: History, *, at_odds: bool) -> None:
 
 
 def at_odds_with_others(controller: Controller) -> Controller:
-    """One that proposes by its rank and by how often it has; of several, the last one needs it most."""
-    from tba_offload.adapt.agreement import is_time_to_talk
+    """One that decides by its rank and by how often it has; of several, the last one needs it most."""
     from tba_offload.adapt.controller import Controller
+    from tba_offload.adapt.phases import Moment, Phase, Settled
     from tba_offload.config.policy import Placement
+    from tba_offload.plan.model import Plan, Prediction
 
     choices = (Placement.KEEP, Placement.OFFLOAD, Placement.RECOMPUTE, Placement.RECOMPUTE_OFFLOAD)
     turns = itertools.count(dist.get_rank())
 
+    def decided(moment: Moment, drive: Bandwidth) -> tuple[Phase, Plan]:
+        turn = next(turns)
+        layers = range(len(moment.task.policy))
+        placements = tuple(choices[(turn + layer) % len(choices)] for layer in layers)
+        expected = Prediction(1.0, stall_seconds=0.0, peak_bytes=0, written_bytes=0)
+        plan = Plan(placements, window=moment.plan.window, prediction=expected)
+        return Decided(plan, "", planned_for=drive), plan
+
+    class Decided(Settled):
+        def decide(self, moment: Moment, profile: StepProfile, drive: Bandwidth) -> tuple[Phase, Plan]:
+            return decided(moment, drive)
+
+    class Undecided(Phase):
+        def decide(self, moment: Moment, profile: StepProfile, drive: Bandwidth) -> tuple[Phase, Plan]:
+            return decided(moment, drive)
+
     class AtOdds(Controller):
-        def observe(self, observation: StepObservation) -> Plan:
-            plan = super().observe(observation)
-            if not is_time_to_talk(self.knowledge.steps, self.task.tuning):
-                return plan
-            turn = next(turns)
-            placements = (choices[(turn + layer) % len(choices)] for layer in range(len(plan.placements)))
-            return dataclasses.replace(plan, placements=tuple(placements), kept=())
+        def __init__(self) -> None:
+            super().__init__(controller.task)
+            self._phase = Undecided()
 
         def need_of(self, proposed: Plan) -> tuple[float, float]:
             return 0.0, float(dist.get_rank())
 
-    return AtOdds(controller.task)
+    return AtOdds()
 
 
 def pretend_training_loop(arguments: argparse.Namespace) -> None:

@@ -302,3 +302,33 @@ def test_public_names() -> None:
         assert getattr(tba_offload, name).__doc__, name
     with pytest.raises(AttributeError, match="no_such_name"):
         tba_offload.no_such_name  # noqa: B018
+
+
+PLANNING = [path for path in MODULES if part_of(path) in {"adapt", "plan"}]
+
+
+@pytest.mark.parametrize("path", PLANNING, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_plans_is_of_small_classes_that_own_their_state(path: Path) -> None:
+    """The simulator's items are the exception: they are many, and their transitions are its business."""
+    foreign = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef):
+            methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+            own = {
+                name.attr for method in methods for name in assigned_in(method) if owner_of(name) == "self"
+            }
+            assert (len(methods) <= 20, len(own) <= 12) == (True, True), node.name
+        elif isinstance(node, ast.FunctionDef):
+            foreign |= {owner_of(name) for name in assigned_in(node)} - {"self"}
+    assert foreign <= ({"item"} if path.name == "traffic.py" else set())
+
+
+def assigned_in(function: ast.FunctionDef) -> Iterator[ast.Attribute]:
+    """The attributes that a function assigns to."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node
+
+
+def owner_of(name: ast.Attribute) -> str:
+    return ast.unparse(name.value)

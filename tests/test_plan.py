@@ -13,8 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tba_offload.config.policy import Objective, Placement
-from tba_offload.plan import simulate as simulator
-from tba_offload.plan import trials
+from tba_offload.plan import traffic, trials
 from tba_offload.plan.bandwidth import Bandwidth, HostTier, MeasuredRate
 from tba_offload.plan.condense import condensed, count_items, with_few_micro_batches
 from tba_offload.plan.describe import explain
@@ -397,7 +396,7 @@ def test_a_faster_drive_never_makes_keep_or_recompute_slower(profile: StepProfil
 
 
 def test_the_simulator_takes_blocks_as_the_store_does() -> None:
-    assert simulator.BLOCK == extents.BLOCK
+    assert traffic.BLOCK == extents.BLOCK
 
 
 def test_host_memory_is_taken_to_be_faster_until_it_is_measured() -> None:

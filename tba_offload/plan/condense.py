@@ -15,7 +15,6 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing, moved_slots
-from tba_offload.plan.tuning import TUNING
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -51,27 +50,24 @@ def count_items(profile: StepProfile) -> int:
     return sum(len(profile.kind_of(layer).activations) * count for layer, count in runs.items())
 
 
-def condensed(
-    profile: StepProfile, alike: Sequence[Hashable], items: int, least_parts: int = TUNING.least_parts
-) -> Condensed:
+def condensed(profile: StepProfile, alike: Sequence[Hashable], items: int) -> Condensed:
     """A profile of about so many activations that behaves like ``profile``.
 
     Args:
         profile: The step.
         alike: For each layer, what must be equal, beside the kind, in layers that get one placement.
         items: How many activations it may save.
-        least_parts: Activations of a layer are put together, but not to fewer than these.
     """
     small = with_few_micro_batches(profile)
     members: tuple[tuple[int, ...], ...] = tuple((layer,) for layer in range(len(profile.layers)))
     runs = sum(slot.backward for slot in small.slots)
     if count_items(small) > items:
-        small = _with_few_activations(small, max(items // max(runs, 1), least_parts))
+        small = _with_few_activations(small, max(items // max(runs, 1), 1))
     if (too_many := -(-count_items(small) // items)) > 1:
         groups = tuple(_groups(small, alike, too_many))
         grouped = _with_few_layers(small, groups)
         if grouped is not None:
-            small, members = _with_few_activations(grouped, least_parts), groups
+            small, members = _with_few_activations(grouped, 1), groups
     return Condensed(small, members)
 
 
@@ -115,7 +111,7 @@ def _with_few_activations(profile: StepProfile, parts: int) -> StepProfile:
 
 
 def _merged(activations: Sequence[Saved], parts: int) -> tuple[Saved, ...]:
-    """At most so many, in the order of saving; those that ``selective`` rebuilds apart from the others."""
+    """About so many, in the order of saving; those that ``selective`` rebuilds apart from the others."""
     if len(activations) <= parts:
         return tuple(activations)
     rebuilt = [saved for saved in activations if saved.rebuilt]
@@ -123,8 +119,8 @@ def _merged(activations: Sequence[Saved], parts: int) -> tuple[Saved, ...]:
     if not rebuilt or not others:
         return tuple(_merged_alike(activations, parts))
     share = sum(saved.nbytes for saved in rebuilt) / max(sum(saved.nbytes for saved in activations), 1)
-    few = min(max(round(parts * share), 1), parts - 1)
-    merged = [*_merged_alike(rebuilt, few), *_merged_alike(others, parts - few)]
+    few = min(max(round(parts * share), 1), max(parts - 1, 1))
+    merged = [*_merged_alike(rebuilt, few), *_merged_alike(others, max(parts - few, 1))]
     return tuple(sorted(merged, key=lambda saved: saved.at))
 
 

@@ -87,7 +87,7 @@ def make_plan(
 
 def _best_of_many(profile: StepProfile, terms: Terms, freedom: Freedom, known: Sequence[Plan]) -> Plan:
     """Searches on a condensed profile; memory is made exact with few micro-batches, prediction with all."""
-    small = condensed(profile, freedom.alike, terms.tuning.few_items, terms.tuning.least_parts)
+    small = condensed(profile, freedom.alike, terms.tuning.few_items)
     coarse = dataclasses.replace(terms, whole_layers=True)
     found = _Search(small.profile, coarse, freedom.of(small.members)).best()
     candidate = Plan(small.expanded(found.placements), window=found.window)
@@ -190,10 +190,6 @@ class _Search:
         for plan in plans:
             self._trials.attempt(plan.placements, plan.kept, plan.window)
         self._try_simplest()
-        if self._trials.most >= self._terms.tuning.many_trials:
-            placements = [plans[0].placements[layer] for layer in self._free]
-            others = SELECTIVE if SELECTIVE in placements else OFFLOAD
-            self._best_kept(0, others, placements.count(KEEP), others)
         return self._finished(())
 
     def confirmed(self, plan: Plan, known: Sequence[Plan]) -> Plan:
@@ -268,15 +264,15 @@ class _Search:
             size *= 2
 
     def _try_smaller_windows(self) -> None:
-        """Plays the best plans with smaller windows: sometimes less in flight is better."""
-        tuning, least = self._terms.tuning, self._trials.least_window
-        if self._trials.most_filled < tuning.best * len(tuning.windows):
+        """Plays the best plan with smaller windows: sometimes less in flight is better."""
+        shares, least = self._terms.tuning.windows, self._trials.least_window
+        if self._trials.most_filled < len(shares):
             return
-        for trial in self._trials.ranked()[: tuning.best]:
-            window = trial.plan.window or trial.outcome.peak_bytes
-            smaller = {int(share * window) for share in tuning.windows if share * window >= least}
-            for size in sorted(smaller | {min(least, window)}):
-                self._trials.play(dataclasses.replace(trial.plan, window=size))
+        best = self._trials.best()
+        window = best.plan.window or best.outcome.peak_bytes
+        smaller = {int(share * window) for share in shares if share * window >= least}
+        for size in sorted(smaller | {min(least, window)}):
+            self._trials.play(dataclasses.replace(best.plan, window=size))
 
     # ---- two numbers -----------------------------------------------------------------------------
 

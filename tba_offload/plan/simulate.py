@@ -1,34 +1,26 @@
 """Plays a plan against a profile: when compute waits, how long the step takes, where memory peaks.
 
 The simulator does what the offloader does, activation by activation, with the rates of a drive instead of a
-drive: writes in the order of saving, a part of the window held back, reads ahead of backward as the window
-allows, waiting at its ceiling. Host memory beside the drive takes writes while the drive has too much to do.
-Compute is a single thread of slots. Nothing else is modelled: rates are constant, and both directions of both
-tiers have their own.
+drive; what layers do stands here, what becomes of bytes that travel in :mod:`tba_offload.plan.traffic`. Host
+memory beside the drive takes writes while the drive has too much to do. Compute is a single thread of slots.
+Nothing else is modelled: rates are constant, and both directions of both tiers have their own.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from tba_offload.config.policy import Placement
 from tba_offload.plan.model import Prediction
 from tba_offload.plan.profile import Timing
-from tba_offload.plan.window import Window
+from tba_offload.plan.traffic import Traffic
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tba_offload.plan.bandwidth import Bandwidth, HostTier
+    from tba_offload.plan.bandwidth import Bandwidth
     from tba_offload.plan.model import Plan
     from tba_offload.plan.profile import LayerKind, Slot, StepProfile
-
-INFINITY = float("inf")
-
-BLOCK = 4096
-"""Host memory is taken in blocks of this many bytes."""
+    from tba_offload.plan.traffic import Item
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,37 +85,6 @@ def simulate(profile: StepProfile, plan: Plan, drive: Bandwidth) -> Outcome:
     return _Run(profile, plan, drive).play()
 
 
-_Scope = tuple[int, int]
-"""Layer and micro-batch."""
-
-
-class _Item:
-    """An activation that is offloaded; times are infinite until they are certain."""
-
-    __slots__ = (
-        "arrives",
-        "goes",
-        "in_memory",
-        "nbytes",
-        "on_host",
-        "stays",
-        "until",
-        "waits",
-        "written",
-    )
-
-    def __init__(self, nbytes: int, until: float) -> None:
-        self.nbytes = nbytes
-        self.goes = nbytes  # bytes that are free when backward has used it
-        self.until = until  # when backward first needs it, as a share of its layer's time
-        self.in_memory = True  # the original, on the offloader's account
-        self.waits = True  # in the outbox
-        self.on_host = False
-        self.stays = False  # no tier had room for it
-        self.written = INFINITY
-        self.arrives = INFINITY  # or when it was used, if that needed no read
-
-
 class _Event(NamedTuple):
     """Backward of a layer placed ``selective`` comes to an activation.
 
@@ -138,372 +99,191 @@ class _Event(NamedTuple):
 
     at: float
     nbytes: int
-    item: _Item | None = None
+    item: Item | None = None
     needs: bool = False
     uses: bool = True
     rebuilds: bool = False
 
 
-class _HostMemory:
-    """The host tier in a run: what it holds, and when each of its directions is free again."""
-
-    def __init__(self, tier: HostTier, window: Window) -> None:
-        self.tier = tier
-        self.spills_above = window.spills_above
-        self.backlog = 0  # bytes that the drive has still to write
-        self.held = self.peak = 0
-        self.written = self.read = 0
-        self.writer_free = self.reader_free = 0.0
-        self.writing: deque[_Item] = deque()
-
-    def takes(self, item: _Item, *, is_last_resort: bool) -> bool:
-        """Whether a write goes to host memory rather than to the drive."""
-        is_wanted = is_last_resort or self.backlog > self.spills_above
-        return is_wanted and self.held + _blocks(item) <= self.tier.capacity
-
-    def write(self, item: _Item, now: float) -> None:
-        self.writer_free = max(self.writer_free, now) + item.nbytes / self.tier.write
-        self.written += item.nbytes
-        self.held += _blocks(item)
-        self.peak = max(self.peak, self.held)
-        item.on_host = True
-        item.written = self.writer_free
-        self.writing.append(item)
-
-    def start_read(self, item: _Item, now: float) -> None:
-        self.reader_free = max(self.reader_free, now, item.written) + item.nbytes / self.tier.read
-        self.read += item.nbytes
-        item.arrives = self.reader_free
-
-
-def _blocks(item: _Item) -> int:
-    return -(-item.nbytes // BLOCK) * BLOCK
-
-
-def _backward_passes(slots: Sequence[Slot]) -> list[int]:
-    """Of each backward slot: how often forward came after backward before it."""
-    passes, numbers, before = 0, [], False
-    for slot in slots:
-        if slot.backward:
-            numbers.append(passes)
-        elif before:
-            passes += 1
-        before = slot.backward
-    return numbers
-
-
 class _Run:
+    """Plays the slots of a step: what layers take, and what they leave in memory.
+
+    Args:
+        profile: The step.
+        plan: A placement for each of its layers, and the window.
+        drive: The rates.
+    """
+
     def __init__(self, profile: StepProfile, plan: Plan, drive: Bandwidth) -> None:
-        window = Window(plan.window)
-        self.profile = profile
-        self.plan = plan
-        self.drive = drive
-        self.window = window
-        self.held_back = window.held_back
-        self.batch_from = window.held_back + window.batch
-        self.largest = max((saved.nbytes for kind in profile.kinds for saved in kind.activations), default=0)
-        self.now = 0.0
-        self.stall = 0.0
-        self.rebuild_seconds = 0.0
-        self.in_flight = 0
-        self.settled = 0
-        self.held = 0  # the most of that
-        self.peak = 0
-        self.leaving: dict[int, int] = defaultdict(int)  # bytes that are gone by the begin of a slot
-        self.slot: Slot | None = None  # what runs
-        self.peak_slot: Slot | None = None  # what ran at the peak
-        self.written = self.read = self.forwarded = self.fallback = 0
-        self.stored = 0  # bytes that the drive holds
-        self.writer_free = self.reader_free = 0.0
-        self.write_seconds = self.read_seconds = 0.0
-        self.outbox: deque[_Item] = deque()
-        self.outbox_bytes = 0
-        self.writing: deque[_Item] = deque()
-        self.next_written = INFINITY  # when the first of them is
-        self.host = _HostMemory(drive.host, window) if drive.host is not None else None
-        # What each execution of a layer has saved, in the order in which backward is going to use it.
-        self.saved: dict[_Scope, list[_Item]] = {}
+        self._profile = profile
+        self._plan = plan
+        self._traffic = Traffic(profile, plan, drive)
+        self._rebuild_seconds = 0.0
         # Of each layer, looked up once: there are many more slots than layers.
-        self.timings = [self._timing_of(layer, placement) for layer, placement in enumerate(plan.placements)]
-        self.rebuilding = [
+        self._kinds = [profile.kinds[kind] for kind in profile.layers]
+        in_all = [kind.nbytes + kind.small_bytes for kind in profile.kinds]
+        self._nbytes = [in_all[kind] for kind in profile.layers]
+        self._timings = [self._timing_of(layer, placement) for layer, placement in enumerate(plan.placements)]
+        self._rebuilding = [
             profile.rebuild_seconds(layer) if placement.rebuilds else 0.0
             for layer, placement in enumerate(plan.placements)
         ]
-        moving = [slot for slot in profile.slots if plan.placements[slot.layer].travels]
-        self.order = [(slot.layer, slot.micro_batch) for slot in moving if slot.backward]
-        self.position = {scope: position for position, scope in enumerate(self.order)}
-        self.pass_of = _backward_passes(moving)
-        self.passes = 0  # the backward pass that runs, or ran last
-        self.read_ahead = 0
-        self.ahead = 0  # position in the order from which to read ahead
 
     def _timing_of(self, layer: int, placement: Placement) -> Timing:
         """What a layer takes: so much less as offloading takes for what stays in memory."""
-        timing = self.profile.timing(layer, placement)
+        timing = self._profile.timing(layer, placement)
         if not placement.is_offloaded:
             return timing
-        kind = self.profile.kind_of(layer)
-        staying = self.plan.kept_bytes(layer, kind)
+        kind = self._profile.kind_of(layer)
+        staying = self._plan.kept_bytes(layer, kind)
         if not staying:
             return timing
-        offloaded = self.profile.timing(layer, Placement.OFFLOAD)
-        kept = self.profile.timing(layer, Placement.KEEP)
+        offloaded = self._profile.timing(layer, Placement.OFFLOAD)
+        kept = self._profile.timing(layer, Placement.KEEP)
         share = staying / kind.nbytes
         return Timing(
             *(max(own - share * (a - b), b) for own, a, b in zip(timing, offloaded, kept, strict=True))
         )
 
     def play(self) -> Outcome:
-        for place, slot in enumerate(self.profile.slots):
-            self.settled -= self.leaving.pop(place, 0)
-            self.slot = slot
-            self.now += slot.gap
-            placement = self.plan.placements[slot.layer]
-            kind = self.profile.kind_of(slot.layer)
-            timing = self.timings[slot.layer]
-            seconds = timing.backward if slot.backward else timing.forward
+        traffic, placements = self._traffic, self._plan.placements
+        for place, slot in enumerate(self._profile.slots):
+            traffic.begin(place, slot)
+            timing = self._timings[slot.layer]
+            seconds = timing.forward
             if slot.backward:
-                self._read_ahead()
-            placement.take(_Stretch(self, slot, kind, seconds))
-        self.now += self.profile.tail
-        return Outcome(
-            seconds=self.now,
-            stall_seconds=self.stall,
-            peak_bytes=self.peak + self.profile.rest_bytes,
-            written_bytes=self.written,
-            read_bytes=self.read,
-            forwarded_bytes=self.forwarded,
-            write_seconds=self.write_seconds,
-            read_seconds=self.read_seconds,
-            held_bytes=self.held,
-            fallback_bytes=self.fallback,
-            rebuild_seconds=self.rebuild_seconds,
-            peak_slot=self.peak_slot,
-            **self._host_figures(),
-        )
+                traffic.read_ahead()
+                seconds = timing.backward
+            placements[slot.layer].take(_Stretch(self, slot, self._kinds[slot.layer], seconds))
+        traffic.compute(self._profile.tail)
+        return self._outcome()
 
-    def _host_figures(self) -> dict[str, int]:
-        if self.host is None:
-            return {}
-        return {
-            "host_written_bytes": self.host.written,
-            "host_read_bytes": self.host.read,
-            "host_peak_bytes": self.host.peak,
-        }
+    def _outcome(self) -> Outcome:
+        traffic, drive, host = self._traffic, self._traffic.tiers.drive, self._traffic.tiers.host
+        return Outcome(
+            seconds=traffic.now,
+            stall_seconds=traffic.stall,
+            peak_bytes=traffic.memory.peak + self._profile.rest_bytes,
+            written_bytes=drive.written,
+            read_bytes=drive.read,
+            forwarded_bytes=traffic.forwarded,
+            write_seconds=drive.write_seconds,
+            read_seconds=drive.read_seconds,
+            host_written_bytes=host.written if host is not None else 0,
+            host_read_bytes=host.read if host is not None else 0,
+            host_peak_bytes=host.peak if host is not None else 0,
+            held_bytes=traffic.memory.held,
+            fallback_bytes=traffic.fallback,
+            rebuild_seconds=self._rebuild_seconds,
+            peak_slot=traffic.memory.peak_slot,
+        )
 
     # ---- layers that stay ------------------------------------------------------------------------
 
-    def stays(self, nbytes: int, slot: Slot, seconds: float) -> None:
+    def stays(self, slot: Slot, seconds: float) -> None:
+        """A layer keeps what it saves."""
+        self._traffic.compute(seconds)
+        nbytes = self._nbytes[slot.layer]
         if slot.backward:
-            self.now += seconds
-            self._let_go(nbytes, slot)
+            self._traffic.memory.let_go(nbytes)
         else:
-            self.now += seconds
-            self._hold(nbytes)
+            self._traffic.hold(nbytes)
 
-    def recomputed(self, kind: LayerKind, slot: Slot, seconds: float) -> None:
-        self.now += seconds
+    def recomputed(self, slot: Slot, kind: LayerKind, seconds: float) -> None:
+        """A layer keeps its inputs, and runs again in backward."""
+        self._traffic.compute(seconds)
         if slot.backward:
-            self._hold(kind.recomputed_bytes)
-            self.settled -= kind.recomputed_bytes
-            self._let_go(kind.input_bytes, slot)
+            self._recompute(kind)
+            self._traffic.memory.let_go(kind.input_bytes)
         else:
-            self._hold(kind.input_bytes)
+            self._traffic.hold(kind.input_bytes)
 
-    def _let_go(self, nbytes: int, slot: Slot) -> None:
-        """Backward has used what stays until the graph is gone."""
-        if slot.held_until is None:
-            self.settled -= nbytes
-        else:
-            self.leaving[slot.held_until] += nbytes
-
-    def _hold(self, nbytes: int) -> None:
-        self.settled += nbytes
-        self._note_peak()
-
-    def _note_peak(self) -> None:
-        if self.next_written <= self.now:
-            self._settle()
-        self.held = max(self.held, self.settled)
-        if self.in_flight + self.settled > self.peak:
-            self.peak = self.in_flight + self.settled
-            self.peak_slot = self.slot
+    def _recompute(self, kind: LayerKind) -> None:
+        """What a second forward saves comes into memory, and goes."""
+        nbytes = kind.recomputed_bytes
+        self._traffic.hold(nbytes)
+        self._traffic.memory.free(nbytes)
 
     # ---- layers that travel ----------------------------------------------------------------------
 
-    def recomputed_from_store(self, kind: LayerKind, slot: Slot, seconds: float) -> None:
-        scope = slot.layer, slot.micro_batch
+    def recomputed_from_store(self, slot: Slot, kind: LayerKind, seconds: float) -> None:
+        """The inputs of such a layer travel."""
+        scope, traffic = (slot.layer, slot.micro_batch), self._traffic
         if slot.backward:
-            self.passes = self.pass_of[self.position[scope]]
             used = 0
-            for item in self.saved.pop(scope):
-                self._use(item, slot)
+            for item in traffic.begin_backward(scope):
+                traffic.use(item)
                 used += item.goes
-                self._read_ahead()
-            self.now += seconds
-            self._hold(kind.recomputed_bytes)
-            self.settled -= kind.recomputed_bytes + used
+                traffic.read_ahead()
+            traffic.end_backward(scope)
+            traffic.compute(seconds)
+            self._recompute(kind)
+            traffic.memory.free(used)
         else:
-            items = [self._save(kind.input_bytes, 0.0)] if kind.input_bytes else []
-            self.now += seconds
-            self._end_scope(scope, items)
+            items = [traffic.save(kind.input_bytes, 0.0)] if kind.input_bytes else []
+            traffic.compute(seconds)
+            traffic.end_forward(scope, items)
 
     def offloaded_forward(self, slot: Slot, kind: LayerKind, seconds: float, *, rebuilds: bool) -> None:
-        kept = self.plan.kept_of(slot.layer)
-        items: list[_Item] = []
+        """What a layer saves travels, but for what it keeps and what it can rebuild."""
+        traffic, kept = self._traffic, self._plan.kept_of(slot.layer)
+        items: list[Item] = []
         passed = 0.0
-        self._hold(kind.small_bytes)
+        traffic.hold(kind.small_bytes)
         for number, saved in enumerate(kind.activations):
-            self.now += (saved.at - passed) * seconds
-            passed = saved.at
+            after, passed = (saved.at - passed) * seconds, saved.at
             if number in kept:
-                self._hold(saved.nbytes)
-            elif not (rebuilds and saved.rebuilt):
-                needed = saved.fetched if rebuilds else saved.until
-                items.append(self._save(saved.nbytes, needed))
-        self.now += (1.0 - passed) * seconds
-        self._end_scope((slot.layer, slot.micro_batch), items)
-
-    def _save(self, nbytes: int, until: float) -> _Item:
-        """Something is saved for backward and is going to be written."""
-        self._admit(nbytes)
-        item = _Item(nbytes, until)
-        self.in_flight += nbytes
-        self.outbox.append(item)
-        self.outbox_bytes += nbytes
-        self._note_peak()
-        if self.window.is_tight(self.in_flight, self.largest):
-            self._flush(0)  # or the next one may find no room
-        elif self.outbox_bytes >= self.batch_from:
-            self._flush(self.held_back)
-        return item
-
-    def _end_scope(self, scope: _Scope, items: list[_Item]) -> None:
-        self.saved[scope] = sorted(items, key=lambda item: item.until)
-        # With several micro-batches the order runs ahead of what exists; come back for what appears.
-        self.ahead = min(self.ahead, self.position.get(scope, self.ahead))
-        if not self.held_back:
-            self._flush(0)
-
-    def _admit(self, nbytes: int) -> None:
-        """Waits at the ceiling for writes to end."""
-        while self.window.is_crowded(self.in_flight, nbytes):
-            self._settle()
-            if not self.window.is_crowded(self.in_flight, nbytes):
-                return
-            self._flush(0)
-            if self.next_written == INFINITY:
-                return  # only what was read ahead is in flight; it would be given up
-            self._wait_until(self.next_written)
-            self._settle()
-
-    def _flush(self, held_back: int) -> None:
-        while self.outbox and (not held_back or self.outbox_bytes > held_back):
-            item = self.outbox.popleft()
-            self.outbox_bytes -= item.nbytes
-            item.waits = False
-            is_full = self._is_full(item)
-            if self.host is not None:
-                self._settle()
-                if self.host.takes(item, is_last_resort=is_full):
-                    self.host.write(item, self.now)
-                    self._note_next()
-                    continue
-            if is_full:
-                self._fall_back(item)
-                continue
-            self.stored += _blocks(item)
-            if self.host is not None:
-                self.host.backlog += item.nbytes
-            seconds = self.drive.latency + item.nbytes / self.drive.write
-            self.writer_free = max(self.writer_free, self.now) + seconds
-            self.write_seconds += seconds
-            self.written += item.nbytes
-            item.written = self.writer_free
-            self.writing.append(item)
-            self._note_next()
-
-    def _is_full(self, item: _Item) -> bool:
-        capacity = self.drive.capacity
-        return capacity is not None and self.stored + _blocks(item) > capacity
-
-    def _fall_back(self, item: _Item) -> None:
-        """No tier has room for an activation: it is no longer in flight, and stays."""
-        item.stays = True
-        item.in_memory = False
-        item.arrives = self.now
-        self.fallback += item.nbytes
-        self.in_flight -= item.nbytes
-        self._hold(item.nbytes)
-
-    def _settle(self) -> None:
-        """Takes note of the writes that have ended by now."""
-        while self.next_written <= self.now:
-            item = self._first_to_end().popleft()
-            self._note_next()
-            if self.host is not None and not item.on_host:
-                self.host.backlog -= item.nbytes
-            if item.in_memory:
-                item.in_memory = False
-                self.in_flight -= item.nbytes
-
-    def _first_to_end(self) -> deque[_Item]:
-        """The writes of the tier that ends one before the other does."""
-        if self.host is None or not self.host.writing:
-            return self.writing
-        is_host = not self.writing or self.host.writing[0].written < self.writing[0].written
-        return self.host.writing if is_host else self.writing
-
-    def _note_next(self) -> None:
-        lane = self._first_to_end()
-        self.next_written = lane[0].written if lane else INFINITY
-
-    def _wait_until(self, when: float) -> None:
-        if when > self.now:
-            self.stall += when - self.now
-            self.now = when
+                traffic.compute(after)
+                traffic.hold(saved.nbytes)
+            elif rebuilds and saved.rebuilt:
+                traffic.compute(after)
+            else:
+                until = saved.fetched if rebuilds else saved.until
+                items.append(traffic.save(saved.nbytes, until, after))
+        traffic.compute((1.0 - passed) * seconds)
+        traffic.end_forward((slot.layer, slot.micro_batch), items)
 
     def offloaded_backward(self, slot: Slot, kind: LayerKind, seconds: float) -> None:
-        scope = slot.layer, slot.micro_batch
+        """It comes back when it is used."""
+        traffic = self._traffic
         passed, used = 0.0, 0
-        self.passes = self.pass_of[self.position[scope]]
-        for item in self.saved[scope]:
-            self.now += (item.until - passed) * seconds
+        for item in traffic.begin_backward((slot.layer, slot.micro_batch)):
+            traffic.memory.free(used)  # the activation before was used up
+            traffic.use(item, (item.until - passed) * seconds)
             passed = item.until
-            self.settled -= used  # the activation before was used up
-            self._use(item, slot)
             used = item.goes
-            self._read_ahead()
-        self.now += (1.0 - passed) * seconds
+            traffic.read_ahead()
+        traffic.compute((1.0 - passed) * seconds)
         self._end_backward(slot, kind, used)
 
-    def selective_backward(self, slot: Slot, kind: LayerKind, seconds: float) -> None:
+    def rebuilding_backward(self, slot: Slot, kind: LayerKind, seconds: float) -> None:
         """What is rebuilt comes into being when it is used; what it is made of stays until its own use."""
+        traffic = self._traffic
         passed, used = 0.0, 0
-        self.rebuild_seconds += self.rebuilding[slot.layer]
-        self.passes = self.pass_of[self.position[slot.layer, slot.micro_batch]]
+        self._rebuild_seconds += self._rebuilding[slot.layer]
         for event in self._selective_events(slot, kind):
-            self.now += (event.at - passed) * seconds
+            traffic.compute((event.at - passed) * seconds)
             passed = event.at
             if event.uses:
-                self.settled -= used
+                traffic.memory.free(used)
             if event.item is not None and event.needs:
-                self._use(event.item, slot)
-                self._read_ahead()
+                traffic.use(event.item)
+                traffic.read_ahead()
             elif event.rebuilds:
-                self._hold(event.nbytes)
+                traffic.hold(event.nbytes)
             if event.uses:
                 used = event.nbytes if event.item is None else event.item.goes
-        self.now += (1.0 - passed) * seconds
+        traffic.compute((1.0 - passed) * seconds)
         self._end_backward(slot, kind, used)
 
     def _selective_events(self, slot: Slot, kind: LayerKind) -> list[_Event]:
         """Backward of a layer of which some activations are rebuilt, in its order."""
-        kept = self.plan.kept_of(slot.layer)
+        kept = self._plan.kept_of(slot.layer)
         moved = [saved for number, saved in enumerate(kind.activations) if number not in kept]
         events = [_Event(saved.until, saved.nbytes, rebuilds=True) for saved in moved if saved.rebuilt]
         travelled = sorted((saved for saved in moved if not saved.rebuilt), key=lambda saved: saved.fetched)
-        for saved, item in zip(travelled, self.saved[slot.layer, slot.micro_batch], strict=True):
+        items = self._traffic.begin_backward((slot.layer, slot.micro_batch))
+        for saved, item in zip(travelled, items, strict=True):
             is_last = saved.fetched == saved.until
             events.append(_Event(saved.fetched, saved.nbytes, item, needs=True, uses=is_last))
             if not is_last:
@@ -512,91 +292,9 @@ class _Run:
 
     def _end_backward(self, slot: Slot, kind: LayerKind, used: int) -> None:
         """A layer has gone backward: nothing of it is left, neither what was used last."""
-        del self.saved[slot.layer, slot.micro_batch]
-        self.settled -= used
-        self._let_go(self.plan.kept_bytes(slot.layer, kind) + kind.small_bytes, slot)
-
-    def _use(self, item: _Item, slot: Slot) -> None:
-        """Backward needs an activation: it waits for it if it must, and holds it from now on.
-
-        If the graph outlives that, what was read goes all the same, but the original only with the graph.
-        """
-        self._settle()
-        if item.stays:
-            self._outlives(item, slot)
-            return
-        if item.in_memory:
-            self.forwarded += item.nbytes
-            self._take_back(item)
-            item.in_memory = False
-            item.arrives = self.now
-            self.in_flight -= item.nbytes
-            self._outlives(item, slot)
-        elif item.arrives < INFINITY:
-            self._wait_until(item.arrives)
-            self.in_flight -= item.nbytes
-            self.read_ahead -= item.nbytes
-        else:
-            self._start_read(item)
-            self._wait_until(item.arrives)
-        if self.host is not None and item.on_host:
-            self.host.held -= _blocks(item)
-        elif item.written < INFINITY:
-            self.stored -= _blocks(item)
-        self.settled += item.nbytes
-        self._note_peak()
-
-    def _outlives(self, item: _Item, slot: Slot) -> None:
-        """The original of an activation is there: where the graph outlives its use, it does so too."""
-        if slot.held_until is not None:
-            self._let_go(item.nbytes, slot)
-            item.goes = 0
-
-    def _take_back(self, item: _Item) -> None:
-        """A write that was not handed over never is; one that was goes on."""
-        if item.waits:
-            item.waits = False
-            self.outbox.remove(item)
-            self.outbox_bytes -= item.nbytes
-
-    def _start_read(self, item: _Item) -> None:
-        if self.host is not None and item.on_host:
-            self.host.start_read(item, self.now)
-            return
-        seconds = self.drive.latency + item.nbytes / self.drive.read
-        self.reader_free = max(self.reader_free, self.now, item.written) + seconds
-        self.read_seconds += seconds
-        self.read += item.nbytes
-        item.arrives = self.reader_free
-
-    def _read_ahead(self) -> None:
-        if self.next_written <= self.now:
-            self._settle()
-        if not self.window.is_worth_filling(self.in_flight):
-            return
-        while self.ahead < len(self.order):
-            across = self.pass_of[self.ahead] > self.passes
-            for item in self.saved.get(self.order[self.ahead], ()):
-                if item.in_memory:
-                    if across:
-                        return
-                    self._take_back(item)  # it is about to be used where it is
-                elif item.arrives == INFINITY and not self._starts_early(item, across_forward=across):
-                    return
-            self.ahead += 1
-
-    def _starts_early(self, item: _Item, *, across_forward: bool) -> bool:
-        if not self.window.may_read_ahead(
-            self.in_flight, self.read_ahead, item.nbytes, across_forward=across_forward
-        ):
-            if not across_forward:
-                self._flush(0)  # what waits there is needed later
-            return False
-        self._start_read(item)
-        self.in_flight += item.nbytes
-        self.read_ahead += item.nbytes
-        self._note_peak()
-        return True
+        self._traffic.end_backward((slot.layer, slot.micro_batch))
+        self._traffic.memory.free(used)
+        self._traffic.memory.let_go(self._plan.kept_bytes(slot.layer, kind) + kind.small_bytes)
 
 
 class _Stretch(NamedTuple):
@@ -612,18 +310,16 @@ class _Stretch(NamedTuple):
         return self.slot.layer
 
     def keep(self) -> None:
-        self.run.stays(self.kind.nbytes + self.kind.small_bytes, self.slot, self.seconds)
+        self.run.stays(self.slot, self.seconds)
 
     def recompute(self, *, inputs_travel: bool = False) -> None:
-        if inputs_travel:
-            self.run.recomputed_from_store(self.kind, self.slot, self.seconds)
-        else:
-            self.run.recomputed(self.kind, self.slot, self.seconds)
+        recomputed = self.run.recomputed_from_store if inputs_travel else self.run.recomputed
+        recomputed(self.slot, self.kind, self.seconds)
 
     def offload(self, *, rebuilds: bool = False) -> None:
         if not self.slot.backward:
             self.run.offloaded_forward(self.slot, self.kind, self.seconds, rebuilds=rebuilds)
         elif rebuilds:
-            self.run.selective_backward(self.slot, self.kind, self.seconds)
+            self.run.rebuilding_backward(self.slot, self.kind, self.seconds)
         else:
             self.run.offloaded_backward(self.slot, self.kind, self.seconds)
