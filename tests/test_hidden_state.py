@@ -475,12 +475,10 @@ class Late(Net):
 
 
 def train_until_recomputed(net: Net, session: Session) -> None:
-    """Until layers were recomputed in two steps, and are going to be in the next one."""
+    """Until layers are going to be recomputed in the next step."""
     for _ in range(30):
         train(net, session, steps=1)
-        steps = session.report()[-2:]
-        planned = sum(placement.recomputes for placement in session.plan.placements)
-        if planned and [record.recomputed_scopes for record in steps] == [planned] * 2:
+        if any(placement.recomputes for placement in session.plan.placements):
             return
     pytest.fail("the planner recomputes nothing")
 

@@ -254,9 +254,10 @@ def allocated_peak(stack: Stack, session: Session) -> int:
     """What the allocator says of one step; it is sampled, so a single step may miss its peak."""
     with session.step() as step:
         accumulate(stack, "FB")
-    assert step.activation_peak_bytes is not None
-    assert step.gradients_allocated
-    return step.activation_peak_bytes
+    assert step.record is not None
+    assert step.record.activation_peak_bytes is not None
+    assert step.record.gradients_allocated
+    return step.record.activation_peak_bytes
 
 
 @pytest.mark.parametrize("block", [Chain, Heads])
