@@ -120,15 +120,19 @@ class Run:
             self._whole = partial(fault_of, observed, self._forward, args, kwargs)
         try:
             with self._saved.in_second_run(observed.found.restorable()):
-                output = observed.repeat(self._forward, args, kwargs)
-        except Exception as error:
-            self._withdraw(str(error))
-            raise
+                output = self._repeated(observed, args, kwargs)
         finally:
             self._whole = None  # it holds the arguments
         if not observed.is_output(output):
             raise self._failed(OTHER_NUMBERS)
         return output
+
+    def _repeated(self, observed: Observation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        try:
+            return observed.repeat(self._forward, args, kwargs)
+        except Exception as error:
+            self._withdraw(str(error))
+            raise
 
     def _are_unfilled(self, differences: Differences) -> bool:
         """Whether a second run differs only in memory that kernels reserve for backward and do not fill.

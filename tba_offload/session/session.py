@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
-from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -21,12 +20,11 @@ from tba_offload.formatting import layers_by_placement
 from tba_offload.layers.stack import LayerStack, check_disjoint
 from tba_offload.plan.goals import default_objective
 from tba_offload.plan.model import Plan
-from tba_offload.report.run_log import RunLogWriter, StepRecord
 from tba_offload.session.backward import BackwardWatch, TailWatch
 from tba_offload.session.boundaries import Boundaries, Tokens, token_counter
 from tba_offload.session.conclusions import Conclusions
+from tba_offload.session.journal import Journal
 from tba_offload.session.layer_runs import LayerRuns
-from tba_offload.session.notices import describe_step, tell
 from tba_offload.session.ongoing import Ongoing
 from tba_offload.session.parts import limits_of, make_parts
 from tba_offload.session.recording import header_of
@@ -44,12 +42,12 @@ if TYPE_CHECKING:
     from tba_offload.adapt.planning import Planning
     from tba_offload.capture.gradients import Gradients
     from tba_offload.capture.hooks import Capture
+    from tba_offload.report.run_log import StepRecord
     from tba_offload.session.boundaries import TokenCounter
+    from tba_offload.session.parts import Parts
     from tba_offload.session.step import Step
     from tba_offload.store.base import ActivationStore
     from tba_offload.transfer.offloader import Offloader
-
-_REMEMBERED_STEPS = 10_000
 
 
 class Session:
@@ -101,9 +99,6 @@ class Session:
         self.config = config
         self.layers = stack.layers
         self._world = world or World(layers=tuple(layer.id for layer in stack.layers))
-        self._status = status
-        self._records: deque[StepRecord] = deque(maxlen=_REMEMBERED_STEPS)
-        self._run_log: RunLogWriter | None = None
         self._ongoing = Ongoing()
         plan = self._plan_of(config)
         parts = make_parts(
@@ -116,17 +111,18 @@ class Session:
             measure_memory=measure_memory,
         )
         try:
-            if run_log is not None:
-                self._run_log = RunLogWriter(run_log, header_of(config, strategy, model_info, parts))
+            header = header_of(config, strategy, model_info, parts)
+            self._journal = Journal(run_log, header, tells=status)
             parts.planning.start(plan, self._controller_of(config, plan), self._world.agree)
         except BaseException:
             parts.meters.close()
             parts.store.close()
             raise
         self._parts = parts
-        conclusions = Conclusions(parts, recorded=self._record, planned=self._note_plan)
+        journal = self._journal
+        conclusions = Conclusions(parts, recorded=journal.record, planned=journal.note_plan)
         self._steps = Steps(self._ongoing, parts, conclusions)
-        self._boundaries = None if steps_by_hand else self._boundaries_of(count_tokens)
+        self._boundaries = None if steps_by_hand else _boundaries_of(self._steps, parts, count_tokens)
         backward_ended = _nothing if self._boundaries is None else self._boundaries.backward_ended
         watch = BackwardWatch(self._ongoing, parts, backward_ended)
         self._runs = LayerRuns(stack, config, self._ongoing, parts, watch, self._boundaries)
@@ -135,20 +131,6 @@ class Session:
         resize.watch(self.capture)
         transforms.watch(self.capture)
         _open_sessions.add(self)
-
-    def _boundaries_of(self, count_tokens: TokenCounter) -> Boundaries:
-        offloader, capture = self.offloader, self.capture
-        tail = TailWatch(self._ongoing, lambda: offloader.own_bytes + capture.trace.kept_bytes)
-        boundaries = Boundaries(
-            self._steps,
-            self.gradients,
-            [layer.module for layer in self.layers],
-            self._parts.modules,
-            count_tokens=count_tokens,
-            forward_ended=tail.watch,
-        )
-        self._steps.end_by(settle=boundaries.settle, finish=boundaries.finish)
-        return boundaries
 
     @property
     def store(self) -> ActivationStore:
@@ -236,7 +218,7 @@ class Session:
     def report(self) -> list[StepRecord]:
         """The records of the steps so far, oldest first; of the last 10,000, the run log has all."""
         self._steps.settle()
-        return list(self._records)
+        return list(self._journal.records)
 
     def close(self) -> None:
         """Gives the model back as it was, closes the store and the run log. May be called twice.
@@ -272,8 +254,7 @@ class Session:
             self.store.close()
         finally:
             self._parts.meters.close()
-            if self._run_log is not None:
-                self._run_log.close()
+            self._journal.close()
 
     def __repr__(self) -> str:
         placed = layers_by_placement(
@@ -305,19 +286,6 @@ class Session:
         self._ongoing.become_inert()
         self.offloader.become_inert()
 
-    # ---- the run log -----------------------------------------------------------------------------
-
-    def _record(self, record: StepRecord) -> None:
-        self._records.append(record)
-        if self._status:
-            tell(describe_step(record))
-        if self._run_log is not None:
-            self._run_log.write(record)
-
-    def _note_plan(self, news: dict[str, object]) -> None:
-        if self._run_log is not None:
-            self._run_log.note("plan", news)
-
     # ---- the plan --------------------------------------------------------------------------------
 
     def _plan_of(self, config: OffloadConfig) -> Plan:
@@ -331,7 +299,7 @@ class Session:
         """
         everywhere = Plan.from_policy(config.policy, self._world.layers).placements
         is_auto = Placement.AUTO in everywhere
-        if not is_auto and self._run_log is None:
+        if not is_auto and not self._journal.is_written:
             return None
         limits = limits_of(config)
         task = Task(
@@ -344,6 +312,21 @@ class Session:
             is_shared=is_auto and self._world.agree is not None,
         )
         return Controller(task)
+
+
+def _boundaries_of(steps: Steps, parts: Parts, count_tokens: TokenCounter) -> Boundaries:
+    offloader, capture = parts.offloader, parts.capture
+    tail = TailWatch(steps.ongoing, lambda: offloader.own_bytes + capture.trace.kept_bytes)
+    boundaries = Boundaries(
+        steps,
+        parts.gradients,
+        [site.layer.module for site in parts.sites],
+        parts.modules,
+        count_tokens=count_tokens,
+        forward_ended=tail.watch,
+    )
+    steps.end_by(settle=boundaries.settle, finish=boundaries.finish)
+    return boundaries
 
 
 def _nothing() -> None:

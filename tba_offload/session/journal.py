@@ -1,0 +1,60 @@
+"""The records of a session's steps: remembered, told, and written to the run log."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from tba_offload.report.run_log import RunHeader, RunLogWriter
+from tba_offload.session.notices import describe_step, tell
+
+if TYPE_CHECKING:
+    import os
+
+    from tba_offload.report.run_log import StepRecord
+
+_REMEMBERED_STEPS = 10_000
+
+
+class Journal:
+    """Keeps the records of steps.
+
+    Args:
+        path: Of the run log; ``None`` for none.
+        header: What it begins with.
+        tells: Whether each step is told in a line.
+
+    Attributes:
+        records: The latest, oldest first.
+
+    Raises:
+        RunLogError: The run log cannot be begun.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None, header: RunHeader, *, tells: bool) -> None:
+        self.records: deque[StepRecord] = deque(maxlen=_REMEMBERED_STEPS)
+        self._run_log = RunLogWriter(path, header) if path is not None else None
+        self._tells = tells
+
+    @property
+    def is_written(self) -> bool:
+        """Whether there is a run log."""
+        return self._run_log is not None
+
+    def record(self, record: StepRecord) -> None:
+        """A step has ended well."""
+        self.records.append(record)
+        if self._tells:
+            tell(describe_step(record))
+        if self._run_log is not None:
+            self._run_log.write(record)
+
+    def note_plan(self, news: dict[str, object]) -> None:
+        """There is a new plan."""
+        if self._run_log is not None:
+            self._run_log.note("plan", news)
+
+    def close(self) -> None:
+        """Closes the run log."""
+        if self._run_log is not None:
+            self._run_log.close()
