@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch.autograd.graph import saved_tensors_hooks
 
 VOCABULARY = 1024
-"""Small, so that the logits, which nobody offloads, weigh little."""
+"""Small, so that the logits, which are not offloaded, weigh little."""
 
 SAVED_NUMBERS = 16
 """Activations of a layer, by the element of its hidden states: the inputs of two norms, of four matrix
@@ -287,7 +287,7 @@ class Way:
 
     @contextlib.contextmanager
     def _watched(self, figures: Figures) -> Iterator[None]:
-        """The hooks of somebody else, counted: what they move in one direction they move in the other."""
+        """The hooks of another library, counted: what they move in one direction they move in the other."""
         assert self._hooks is not None
         hooks = self._hooks()
         pack, moved = hooks.pack_hook, 0

@@ -6,7 +6,7 @@
     python benchmarks/planner.py --adapt            the drive halves its rate in the middle of a run
     python benchmarks/planner.py --scale            how long planning takes, up to 100,000 activations
 
-For every budget (a share of keep's activation peak) auto races the policies that somebody could write down:
+For every budget (a share of keep's activation peak) auto races the policies that a user could write down:
 keep the last layers and offload, or recompute, the others, as many as fit; offload or recompute all; half and
 half. One process each, single steps alternating. Policies that do not fit the budget race too, and count not.
 """
@@ -166,7 +166,7 @@ def policy(
 
 
 def by_hand(directory: str, layers: int, budget: int | None, peak: int, window: int) -> dict[str, str]:
-    """Policies that somebody could write: the last layers kept, as many as should fit."""
+    """Policies that a user could write: the last layers kept, as many as should fit."""
     if budget is None:
         return {"offload all": policy(directory, Placement.OFFLOAD, window=window)}
     one = peak / layers

@@ -117,7 +117,7 @@ def scopes_of(profile: StepProfile, ends: Sequence[Sequence[int]]) -> list[Scope
 
 
 def tba_cut(scopes: Sequence[Scope], write_rate: float) -> int:
-    """TBA's adaptive offloading: the first scope that is kept, with all behind it.
+    """TBA's adaptive offloading: the first scope that is kept, with all after it.
 
     Backward takes twice as long as forward. When it comes to a scope, everything before that scope must have
     been written, and the scope written and read back; the first scope that needs more than the measured write

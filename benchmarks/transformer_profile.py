@@ -1,4 +1,4 @@
-"""Profiles of training steps that nobody has to run: a transformer layer from its shape, a stage from layers.
+"""Profiles of training steps that need not be run: a transformer layer from its shape, a stage from layers.
 
 What a layer saves is the accounting of Korthikanti et al. 2022 (34 s b h bytes in 16 bit with dropout, less
 what tensor parallelism divides), one entry for each saved tensor, with flash attention: no matrix of scores.

@@ -355,7 +355,7 @@ def test_a_replaced_run_directory_is_refused(tmp_path: Path, monkeypatch: pytest
     umask = os.umask(0)
     try:
         before = descriptors()
-        with pytest.raises(StoreError, match="somebody replaced the new run directory"):
+        with pytest.raises(StoreError, match="another process replaced the new run directory"):
             FileStore(tmp_path, device=CPU)
     finally:
         os.umask(umask)

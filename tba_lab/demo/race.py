@@ -113,7 +113,7 @@ def measures_memory(round_: int) -> bool:
 def timed_rounds(
     *lanes: Sequence[Mapping[str, Any]], warm_up: int, peak: str
 ) -> list[tuple[Mapping[str, Any], ...]]:
-    """The rounds behind the warm-up whose time counts: those in which no lane measured memory.
+    """The rounds after the warm-up whose time counts: those in which no lane measured memory.
 
     A planner has it measured in rounds of its own. If that leaves none, those count in which all lanes did.
 

@@ -187,7 +187,7 @@ def _open_dataset(prefix: Path, *, sequence: int, seed: int, samples: int) -> An
     """The ``GPTDataset``, its index built afresh.
 
     megatron-core insists on a folder for the index. A folder of its own, gone once the index is in
-    memory, can be neither stale nor half written by somebody else.
+    memory, can be neither stale nor half written by another process.
     """
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.datasets.indexed_dataset import IndexedDataset

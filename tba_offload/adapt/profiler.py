@@ -1,6 +1,6 @@
 """Makes a profile for the planner from what a step has recorded.
 
-How long things took is read on the clock of whoever did them: on a device that runs behind the host, the
+How long things took is read on the clock of what did them: on a device that runs behind the host, the
 device's. Where in its layer an activation was saved and used is a share of the time that the host took to
 give the layer's work: the device is not asked for each of them, and what counts is their order.
 """
@@ -373,7 +373,7 @@ def _saved(
             # Where others are rebuilt from it, it may be needed before its own use.
             uses = needed if is_selective else until
             uses.append(_share(clock(activation.unpacked_at), run.host.backward))
-    # What somebody else keeps costs nothing to keep, and gains nothing to offload.
+    # What is kept elsewhere costs nothing to keep, and gains nothing to offload.
     counts = all(activation.fate is not Fate.LEARNED_KEEP for activation in column)
     saved = Saved(
         max(activation.nbytes for activation in column) if counts else 0,

@@ -3,10 +3,10 @@
 The autograd graph knows what made a tensor, and it holds what that operation saved. Where this is enough to
 do the operation a second time (an activation function, a product with a dropout mask, a norm whose eps a
 module tells) there is a recipe for its output. Recipes run the same operation on the same bytes, below
-autocast, because the nodes of the graph stand behind the casts that autocast has put in.
+autocast, because the nodes of the graph come after the casts that autocast has put in.
 
 The graph does not tell everything: what lies between two nodes and was saved by neither may have been changed
-behind autograd's back. So whoever uses recipes should try them first.
+behind autograd's back. So recipes should be tried before they are used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Unpack = Callable[[Any], Tensor]
 """Gives back a saved tensor, as :meth:`Capture.unpack` does."""
 
 Share = Callable[[object], object | None]
-"""Another hold on what somebody has saved, or ``None`` if it cannot be had."""
+"""Another hold on what was saved, or ``None`` if it cannot be had."""
 
 _DEEPEST = 4
 """Operations that a recipe does at most between what was saved and its result."""
@@ -106,7 +106,7 @@ class Finder:
     def recipe_of(self, tensor: Tensor) -> Recipe | None:
         """A recipe for all of the storage of ``tensor``, or ``None``."""
         whole = tensor._base if tensor._base is not None else tensor
-        # A version means that somebody has changed it since it was made.
+        # A version means that it was changed since it was made.
         if whole._version or not _fills_its_storage(whole):
             return None
         found = self._made_by(whole.grad_fn, whole.output_nr, _DEEPEST)
@@ -155,7 +155,7 @@ Maker = Callable[[Finder, Node, int], Recipe | None]
 
 def _held_by(raw: object) -> object | None:
     """What hooks made of a tensor that a node has saved; ``None`` if there was none."""
-    return getattr(raw, "data", None)  # before PyTorch 2.10 nobody tells
+    return getattr(raw, "data", None)  # before PyTorch 2.10 there is no such attribute
 
 
 def _fills_its_storage(tensor: Tensor) -> bool:
@@ -301,6 +301,6 @@ def watch_norm(norm: nn.Module) -> RemovableHandle:
 
 
 def _note_eps(norm: nn.Module, _: object, output: Tensor) -> None:
-    node: Node = getattr(output, "grad_fn", None)  # somebody's hook may have made anything of it
+    node: Node = getattr(output, "grad_fn", None)  # a hook of the program may have made anything of it
     if node is not None:
         node.metadata[_EPS] = norm.eps

@@ -161,7 +161,7 @@ class Rebuild:
         )
 
     def storage(self) -> torch.UntypedStorage:
-        """The storage with its bytes: the one that somebody still has, or a new one."""
+        """The storage with its bytes: the one that is still in use, or a new one."""
         stream = self.rebuilds.stream()
         found = self._alive()
         # One that was resized to nothing is alive but empty; one of another stream may not be ready.
@@ -203,7 +203,7 @@ class Rebuilt:
         rebuild.waiting.add(self)
 
     def twin(self) -> Rebuilt:
-        """The same for somebody else, who will ask for it on his own."""
+        """The same for another user, which asks for it by itself."""
         return Rebuilt(self.rebuild, self.view, self.witness, self.version)
 
 

@@ -1,8 +1,8 @@
 """What happened in one step: when scopes ran, what they saved, when backward used it.
 
 All times are the host's, by :func:`time.perf_counter`. On a device that runs behind the host they are the
-times at which work was given. So there the trace holds marks in the device's work as well, if somebody is
-going to ask for them; :class:`DeviceTimes` turns them into times behind the step.
+times at which work was given. So there the trace holds marks in the device's work as well, if a planner is
+going to ask for them; :class:`DeviceTimes` turns them into times after the step.
 """
 
 from __future__ import annotations
@@ -139,11 +139,11 @@ class StepTrace:
             run without hooks.
         deduplicated_bytes: Bytes of saved tensors whose storage was recorded already.
         rebuilt_bytes: Bytes of activations that were neither kept nor offloaded, to be computed anew.
-        left_alone: Scopes that ran inside somebody else's saved-tensor hooks or under a transform that
+        left_alone: Scopes that ran inside saved-tensor hooks of other code or under a transform that
             forbids hooks, and were therefore not captured.
         backward_seconds: Time of the backward passes, from the first scope to the end of the graph.
         backward_ends: When they ended.
-        marks: The step in the work of a device that runs behind the host; ``None`` if nobody will ask.
+        marks: The step in the work of a device that runs behind the host; ``None`` if they are not wanted.
     """
 
     scopes: list[ScopeTrace] = field(default_factory=list)
@@ -268,9 +268,9 @@ class StepTrace:
 
 
 class DeviceTimes:
-    """The times of a step by the clock of its device, for those who may wait for them behind the step.
+    """The times of a step by the clock of its device, for callers that may wait for them after the step.
 
-    The marks of a stall lie before and behind a wait. When the device comes to the first, it has done all
+    The marks of a stall lie before and after a wait. When the device comes to the first, it has done all
     that it was given until then; it comes to the second when that is given to it, or, where its stream waits
     as well, when the bytes have come. So what lies between them is the time that it stood still, and nothing
     if it had work for as long as the host waited.
@@ -288,7 +288,7 @@ class DeviceTimes:
         self._stalls = stalls
 
     def are_known(self) -> bool:
-        """Whether the device has come to the end of the step, so that nobody has to wait."""
+        """Whether the device has come to the end of the step, so that asking for times waits for nothing."""
         return self._marks.device.is_reached(self._marks.ended)
 
     def step_seconds(self) -> float:

@@ -22,7 +22,7 @@ class StagingRing:
 
     Args:
         slab_bytes: Size of a slab; longer transfers go in pieces.
-        count: Number of slabs. With as many slabs as threads, nobody ever waits for one.
+        count: Number of slabs. With as many slabs as threads, no thread ever waits for one.
         alignment: What the address of a slab is a multiple of; at most the page size.
         device: Whose host memory the slabs are; pinned on CUDA.
 
@@ -69,7 +69,7 @@ class StagingRing:
                     self._changed.notify()
 
     def close(self) -> None:
-        """Frees the slabs, a lent one when it comes back, and wakes whoever waits for one."""
+        """Frees the slabs, a lent one when it comes back, and wakes the thread that waits for one."""
         with self._changed:
             self._closed = True
             self._made = 0

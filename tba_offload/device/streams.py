@@ -1,8 +1,8 @@
 """Streams, events and host memory of a device, and a CPU twin that has the same methods.
 
 The rest of the package never asks which device it runs on: it takes an event where bytes were produced,
-hands the event to whoever moves the bytes, and copies with :meth:`Device.copy`. On a CPU all of that is
-trivially ready; on CUDA it is one side stream per I/O thread.
+hands the event to the thread that moves the bytes, and copies with :meth:`Device.copy`. On a CPU all of that
+is trivially ready; on CUDA it is one side stream per I/O thread.
 
 A device that runs behind the host has a time of its own: the host's clock says when work was given, not when
 it was done. :meth:`Device.mark` notes a point of that work without waiting for it, and :meth:`Device.seconds`
@@ -87,7 +87,7 @@ class Device(ABC):
 
     @abstractmethod
     def mark(self) -> Mark:
-        """Marks the point that the calling thread's stream has been given work up to; nobody waits.
+        """Marks the point that the calling thread's stream has been given work up to; nothing waits.
 
         On CUDA one costs a microsecond or two and a place in the queue of the device: a few for a layer are
         cheap, one for each activation is not.
@@ -174,7 +174,7 @@ class CpuDevice(Device):
         return list(marks)
 
     def occupy(self, seconds: float) -> None:
-        """Does nothing: nobody waits for what a CPU computes."""
+        """Does nothing: what a CPU computes needs no waiting for."""
 
     def use(self, memory: ByteRange, stream: object) -> None:
         """Does nothing: what was called is done."""

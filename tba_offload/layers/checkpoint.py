@@ -45,7 +45,8 @@ class _FirstRun:
     """Runs a function, and the first time keeps what it raises.
 
     With older versions of torch, 2.11 among them, a checkpoint that an exception leaves in forward takes its
-    saved-tensor hooks off only when the exception is forgotten: whoever catches it would train on under them.
+    saved-tensor hooks off only when the exception is forgotten: a program that catches it would train on
+    under them.
     """
 
     def __init__(self, function: Callable[..., object]) -> None:

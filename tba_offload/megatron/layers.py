@@ -39,7 +39,7 @@ class _Argument:
 def is_megatron(model: nn.Module | Sequence[nn.Module]) -> bool:
     """Whether a model, or a list of model chunks, holds a transformer layer of megatron-core.
 
-    megatron-core is not imported for the answer: where nobody has imported it, nothing is Megatron's.
+    megatron-core is not imported for the answer: where it was not imported, nothing is Megatron's.
     """
     layer_types = _layer_types()
     return any(isinstance(module, layer_types) for chunk in _chunks(model) for module in chunk.modules())
@@ -158,7 +158,7 @@ def checkpoint_layer(forward: Callable[..., Output], /, *args: Any, **kwargs: An
     shared between layers and frees nothing.
 
     Without gradients it just runs the layer. An input without a gradient, as frozen embeddings give, gets one
-    that nobody reads: Megatron's checkpoint would otherwise not be part of the graph.
+    that is not read: Megatron's checkpoint would otherwise not be part of the graph.
 
     Args:
         forward: The layer's own forward.
@@ -175,7 +175,7 @@ def checkpoint_layer(forward: Callable[..., Output], /, *args: Any, **kwargs: An
         inputs = dict(itertools.islice(inputs.items(), 1))  # the hidden states come first
     if not inputs or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    # The closure must not hold the inputs, or whoever offloads them could free nothing.
+    # The closure must not hold the inputs, or offloading them could free nothing.
     closed_over = {key: value for key, value in given.items() if key not in inputs}
     output: Output = _checkpoint(forward, inputs, closed_over)
     return output

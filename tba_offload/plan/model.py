@@ -62,7 +62,7 @@ class Plan:
         kept: For each layer that is offloaded, the numbers of those of its activations that stay in memory;
             empty if there are none anywhere.
         window: Most bytes in flight; ``None`` for no limit.
-        prediction: What it is expected to do, if somebody has found out.
+        prediction: What it is expected to do, if that was found out.
     """
 
     placements: tuple[Placement, ...]

@@ -192,7 +192,7 @@ class StepProfile:
         layers: For each layer, the index of its kind.
         timings: For each kind, what was measured of it under each placement.
         slots: The compute of the step, in its order.
-        tail: Seconds of compute behind the last slot.
+        tail: Seconds of compute after the last slot.
         rest_bytes: What the activation peak holds beside activations of layers: logits, temporaries.
     """
 

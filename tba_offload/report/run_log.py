@@ -146,7 +146,7 @@ class StepRecord:
         held_bytes: Bytes offloaded in vain, because something else kept their storage alive.
         fallback_kept_bytes: Bytes kept although the plan said offload: store full, drive failed or too slow.
         drives_out_of_service: Drives that take no writes at the end of the step, because they failed.
-        left_alone_scopes: Executions of layers inside somebody else's saved-tensor hooks, not captured.
+        left_alone_scopes: Executions of layers inside saved-tensor hooks of other code, not captured.
         predicted_peak_bytes: What the plan predicted for the activation peak; None before there is a plan.
         predicted_seconds: What the plan predicted for ``seconds``; None before there is a plan.
         extra: Keys that this version does not know; written back as they were read.

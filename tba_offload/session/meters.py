@@ -45,7 +45,7 @@ class Meters:
 
         Args:
             wanted: Whether the step is to be measured; ``None`` for what holds for all.
-            may_help: Whether somebody has a use for its figures anyway.
+            may_help: Whether the planner has a use for its figures anyway.
 
         Raises:
             UnsupportedError: It is wanted of this step, and the memory of this device cannot be measured.

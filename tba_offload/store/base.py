@@ -53,8 +53,8 @@ class IoFuture:
     """The outcome of one transfer.
 
     One is created for each transfer on the training thread, so it is light: two raw locks and no condition
-    variable. ``_claim`` is taken once, by whoever decides whether the transfer runs: the I/O thread or the
-    canceller. ``_ended`` is held until the outcome is known.
+    variable. ``_claim`` is taken once, by the thread that decides whether the transfer runs: the I/O thread
+    or the canceller. ``_ended`` is held until the outcome is known.
 
     Args:
         done: As by :meth:`add_done_callback`.
@@ -272,7 +272,7 @@ class ActivationStore(ABC):
         """Takes extents for the first of several ranges of bytes, at best next to each other.
 
         For how many, the store decides: for one where it places each by how far the writes before it have
-        come. Whoever calls asks again for the others when those are queued.
+        come. The caller asks again for the others when those are queued.
 
         Args:
             ranges: Length and address of each, as for :meth:`reserve`; at least one.

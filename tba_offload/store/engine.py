@@ -264,7 +264,7 @@ class QueuedStore(Figures):
 def _end_forgotten(name: str, lanes: Lanes, backend: Backend) -> None:
     """Ends a store that was collected without close(); nothing is pending, or it would not be collected.
 
-    This may run inside any lock, so it takes none and waits for nobody.
+    This may run inside any lock, so it takes none and waits for nothing.
     """
     lanes.stop()
     backend.close()

@@ -4,10 +4,10 @@ How bytes travel without a copy: direct I/O wants addresses, offsets and lengths
 drive's block, 512 bytes say, and PyTorch aligns memory on the CPU to 64 bytes only. But as long as the block
 is no larger than a page, a tensor's first and last block lie in pages that hold bytes of the tensor, so they
 are mapped. A write therefore starts at the address rounded down and ends at the end rounded up; what it takes
-along from the neighbours is padding in the file that nobody uses. The extent remembers how far the tensor's
-bytes lie behind the start, its ``lead``. A read does the same in reverse, if the target has the same lead and
+along from the neighbours is padding in the file that is not used. The extent remembers how far the tensor's
+bytes lie after the start, its ``lead``. A read does the same in reverse, if the target has the same lead and
 the blocks at its ends belong to it (``padded``). Everything else goes through a staging slab: bytes on a GPU,
-targets without padding, and sources whose neighbours must not change meanwhile because somebody checksums the
+targets without padding, and sources whose neighbours must not change meanwhile because others checksum the
 blocks.
 """
 

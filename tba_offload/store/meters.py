@@ -19,7 +19,7 @@ class Meter:
     """How many bytes move in one direction, and for how long there is something to move.
 
     Attributes:
-        rate: Bytes a second of late; ``None`` before anything has moved. Whoever looks takes no lock, and
+        rate: Bytes a second of late; ``None`` before anything has moved. Looking takes no lock, and
             does not disturb :meth:`take`.
     """
 

@@ -118,7 +118,7 @@ def transfer(call: Call, fd: int, address: int, nbytes: int, offset: int, alignm
 
 
 def fallocate(fd: int, offset: int, nbytes: int) -> None:
-    """Allocates blocks of a file, which grows if the range ends behind its end; data stays as it is.
+    """Allocates blocks of a file, which grows if the range ends after its end; data stays as it is.
 
     ``os.posix_fallocate`` is no substitute: where the file system has no such call it writes zeros.
 

@@ -264,7 +264,7 @@ def choose(directory: str | os.PathLike[str], device: Device, options: StoreOpti
 
 
 def end(store: QueuedStore, kind: type[BaseException] | None, *_: object) -> None:
-    """Closes a store that was tried, behind whatever exception; one with transfers that hang is given up."""
+    """Closes a store that was tried, after whatever exception; one with transfers that hang is given up."""
     if kind is TimeoutError and store.pending():
         store.give_up()
     else:

@@ -1,4 +1,4 @@
-"""The file of one store: made where nobody can interfere, and unlinked at once so that it cannot stay.
+"""The file of one store: made where no other user can interfere, and unlinked at once so that it cannot stay.
 
 The directory that the user names may lie in a place where others can write, ``/tmp`` say. So the path is
 walked one name at a time and every step is relative to a descriptor: what was checked is what is used.
@@ -170,7 +170,7 @@ class RunFile:
         if status.st_uid != os.geteuid() or status.st_mode & 0o077:
             raise StoreError(
                 errno.EPERM,
-                "somebody replaced the new run directory; name a directory that only you may write to",
+                "another process replaced the new run directory; name a directory that only you may write to",
                 self.directory,
             )
 
@@ -197,7 +197,7 @@ def short_transfer(directory: str, verb: str, nbytes: int, offset: int, moved: i
     return ShortTransferError(
         errno.EIO,
         f"{verb} of {nbytes} bytes at offset {offset} stopped after {moved}; the drive or the file system is "
-        "failing, or somebody truncated the file: check the system log",
+        "failing, or another process truncated the file: check the system log",
         directory,
     )
 

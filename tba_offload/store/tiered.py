@@ -83,7 +83,7 @@ class TieredStore(CombinedStore):
     def prepare(self, nbytes: int) -> None:
         """Grows the drives, and host memory by what they cannot hold; see :meth:`ActivationStore.prepare`.
 
-        How much will go to host memory nobody knows before the drives have fallen behind.
+        How much will go to host memory is not known before the drives have fallen behind.
         """
         limit = self.drives.capacity_bytes
         share = nbytes if limit is None else min(nbytes, limit)

@@ -25,7 +25,7 @@ class Transfer(IoFuture):
     """A future that is also the job in the queue: one object a transfer.
 
     ``store``, ``memory`` and ``after`` are dropped as soon as the outcome is certain, so neither the queue
-    nor somebody who keeps the future keeps memory alive.
+    nor a caller that keeps the future keeps memory alive.
     """
 
     __slots__ = ("after", "lease", "memory", "mover", "padded", "store", "writes")
