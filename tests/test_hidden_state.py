@@ -609,6 +609,7 @@ class RoutingMuch(Routing):
     def forward(self, x: Tensor) -> Tensor:
         self.pair = (self.left(x), [self.left(x)])
         self.output = Output(self.left(x), {"left": [self.left(x)]})
+        self.slotted = Slotted(self.left(x))
         LEFT["here"] = self.left(x)
         return super().forward(x)
 
@@ -617,6 +618,11 @@ class RoutingBuffer(Routing):
     def forward(self, x: Tensor) -> Tensor:
         self.register_buffer("total", self.left(x), persistent=False)
         return super().forward(x)
+
+
+@dataclass(slots=True, frozen=True)
+class Slotted:
+    hidden: Tensor
 
 
 @dataclass

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tba_offload.layers.nested import DEPTH, LEAVES
+from tba_offload.layers.nested import DEPTH, LEAVES, slots_of
 
 _FIXED = (*LEAVES, types.FunctionType, type(None))
 
@@ -104,7 +104,8 @@ def _parts_of(value: Any) -> list[tuple[Any, Any, Any]]:
     own = getattr(value, "__dict__", None)
     if type(own) is dict:
         parts += [(_set_attribute, name, part) for name, part in own.items()]
-    return parts
+    slots = [name for base in kind.__mro__ for name in slots_of(base) if hasattr(value, name)]
+    return parts + [(object.__setattr__, name, getattr(value, name)) for name in slots]
 
 
 def _set_attribute(owner: Any, name: str, value: object) -> None:
