@@ -358,7 +358,7 @@ def measured(
 
 
 def warm_up() -> None:
-    """What a process allocates once, and garbage of other tests that a step would free, is none of the step's."""
+    """What a process allocates once, and garbage of other tests, is none of a step's."""
     one_step(model := make_model(layers=2), adam(model))
     gc.collect()
 
@@ -745,11 +745,11 @@ def test_after_an_optimizer_that_raised_the_next_step_is_a_whole_one(model: Mode
             optimizer.step()
         optimizer.zero_grad()
         Fragile.broken = False
-        for _ in range(2):
+        for _ in range(4):
             one_step(model, optimizer)
-        assert scopes_of(session) == [LAYERS] * 2
+        assert scopes_of(session) == [LAYERS] * 4
         peaks = [record.activation_peak_bytes or 0 for record in session.report()]
-        assert peaks[0] > 0.5 * peaks[1]
+        assert peaks[0] > 0.5 * min(peaks[1:])  # samples may miss most of a peak
         assert (session.report()[0].state_bytes or 0) < 64 * KIB
 
 
