@@ -39,9 +39,10 @@ class Digest(NamedTuple):
         with torch.no_grad():
             plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
             words = plain.detach().contiguous().reshape(-1).view(_WORDS[plain.itemsize])
-            bits = words[:: max(words.numel() // _SAMPLES, 1)].to(torch.int64)
-            if not samples_only:
-                bits = torch.cat((bits, words.sum(dtype=torch.int64).reshape(1)))
+            samples = words[:: max(words.numel() // _SAMPLES, 1)]
+            if samples_only:
+                return cls(tensor.shape, tensor.dtype, samples.clone())
+            bits = torch.cat((samples.to(torch.int64), words.sum(dtype=torch.int64).reshape(1)))
             return cls(tensor.shape, tensor.dtype, bits)
 
     def equals(self, other: Digest) -> bool:

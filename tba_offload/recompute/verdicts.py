@@ -161,13 +161,13 @@ class Verifier:
         layer = self.layers[index].id
         return f"layer {layer.number} ({layer.name})"
 
-    def look(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observation:
+    def look(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observation:
         """Takes down what a layer finds that is about to run for the first time.
 
         Raises:
             TooManyError: It is given more objects than can be looked through.
         """
-        found = Observation(self.layers[index].module, args, kwargs, self._generators, self._random)
+        found = Observation(self.layers[mode.layer].module, args, kwargs, self._generators, self._random)
         self._random = found.random
         return found
 
