@@ -198,7 +198,7 @@ def fault_of(
     except TbaError:
         raise
     except torch.OutOfMemoryError:
-        if _has_peers():  # which go on in the layer's collective operations, and must not do so alone
+        if has_peers():  # which go on in the layer's collective operations, and must not do so alone
             raise
         return "there was no memory to try it"
     except Exception as error:  # noqa: BLE001 - the layer's own code; what it says is told
@@ -210,7 +210,7 @@ def fault_of(
     return None if observed.is_output(output) else OTHER_NUMBERS
 
 
-def _has_peers() -> bool:
+def has_peers() -> bool:
     """Whether other ranks may be running the same layer, and its collective operations."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
