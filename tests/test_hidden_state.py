@@ -19,6 +19,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -142,16 +143,16 @@ class OfStranger(Plain):
         return x * warnings.__dict__.get("_scale_of_this_test", 1.0)
 
 
+@contextmanager
+def other_scale() -> Iterator[None]:
+    with mock.patch.object(warnings, "_scale_of_this_test", 1.25, create=True):
+        yield
+
+
 @pytest.mark.parametrize("placement", RECOMPUTED)
 def test_state_out_of_reach_is_noticed_in_the_step_in_which_it_differs(
-    placement: Placement, monkeypatch: pytest.MonkeyPatch
+    placement: Placement,
 ) -> None:
-    @contextmanager
-    def other_scale() -> Iterator[None]:
-        monkeypatch.setattr(warnings, "_scale_of_this_test", 1.25, raising=False)
-        yield
-        monkeypatch.delattr(warnings, "_scale_of_this_test")
-
     net = make(OfStranger, lambda kind: AroundForward(kind, other_scale))
     with session_for(net, default=placement) as session:
         train(net, session, steps=2)
@@ -168,14 +169,9 @@ class OfStrangerAtTheEnd(OfStranger):
 @pytest.mark.parametrize("placement", RECOMPUTED)
 @pytest.mark.parametrize("layer", [1, 2])
 def test_state_that_changes_one_saved_tensor_is_noticed_within_a_step(
-    layer: int, placement: Placement, monkeypatch: pytest.MonkeyPatch
+    layer: int,
+    placement: Placement,
 ) -> None:
-    @contextmanager
-    def other_scale() -> Iterator[None]:
-        monkeypatch.setattr(warnings, "_scale_of_this_test", 1.25, raising=False)
-        yield
-        monkeypatch.delattr(warnings, "_scale_of_this_test")
-
     net = make(Plain, lambda kind: AroundForward(kind, other_scale))
     assert len(net.layers) % 2 == 0
     net.layers[layer] = OfStrangerAtTheEnd()

@@ -138,7 +138,7 @@ def probing_plan(
 def _mixed(
     task: Task, profile: StepProfile, parts: int, *, step: int, not_recomputed: frozenset[int]
 ) -> tuple[Placement, ...]:
-    """Of every so many layers of a kind one gets each placement that is a choice, the others offload."""
+    """One layer of a kind in each group gets each placement that is a choice, the others offload."""
     placements = list(task.policy)
     turns = (Placement.KEEP, Placement.RECOMPUTE, Placement.SELECTIVE)
     for kind in set(profile.layers):

@@ -6,7 +6,7 @@ module tells) there is a recipe for its output. Recipes run the same operation o
 autocast, because the nodes of the graph come after the casts that autocast has put in.
 
 The graph does not tell everything: what lies between two nodes and was saved by neither may have been changed
-behind autograd's back. So recipes should be tried before they are used.
+without autograd's notice. So recipes should be tried before they are used.
 """
 
 from __future__ import annotations
