@@ -74,6 +74,7 @@ class Layout:
             during backward and parameters during forward.
         bf16: Whether the model computes in bf16; the optimizer has fp32 copies then.
         recompute_attention: Whether Megatron recomputes the core of attention by itself.
+        hidden: Width of the layers.
     """
 
     stages: tuple[tuple[str, ...], ...]
@@ -88,6 +89,7 @@ class Layout:
     distributed_optimizer: bool = False
     bf16: bool = False
     recompute_attention: bool = False
+    hidden: int = HIDDEN
 
     @property
     def pipeline(self) -> int:
@@ -450,7 +452,7 @@ def attach(
     arguments = add_arguments(argparse.ArgumentParser()).parse_args(flags)
     arguments.global_batch_size = layout.micro_batches[-1] * MICRO_BATCH * layout.data
     arguments.num_layers, arguments.seq_length = layout.layers, SEQUENCE
-    arguments.hidden_size, arguments.num_attention_heads = HIDDEN, HEADS
+    arguments.hidden_size, arguments.num_attention_heads = layout.hidden, HEADS
     pretend_training_loop(arguments)
     training.attach_model(chunks)
     session = training._session
@@ -541,7 +543,7 @@ def make_config(layout: Layout) -> Any:
     dtype = torch.bfloat16 if layout.bf16 else torch.float32
     settings: dict[str, Any] = {
         "num_layers": layout.layers,
-        "hidden_size": HIDDEN,
+        "hidden_size": layout.hidden,
         "num_attention_heads": HEADS,
         "use_cpu_initialization": True,
         "hidden_dropout": 0.1,
@@ -635,7 +637,7 @@ def make_chunks(layout: Layout, config: Any) -> list[nn.Module]:
         use_distributed_optimizer=layout.distributed_optimizer,
         overlap_grad_reduce=layout.distributed_optimizer,
         overlap_param_gather=layout.distributed_optimizer,
-        bucket_size=20_000 if layout.distributed_optimizer else None,
+        bucket_size=20 * layout.hidden**2 if layout.distributed_optimizer else None,
     )
     return [
         DistributedDataParallel(config, data_parallel, make(chunk), disable_bucketing=chunk > 0)

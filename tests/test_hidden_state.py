@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import gc
+import importlib
 import itertools
 import os
 import random
@@ -28,6 +29,7 @@ import torch.nn.functional as F
 from harness import KIB, session_for
 from models import same_bits
 from repeatable import (
+    LAYERS,
     RECOMPUTED,
     WIDTH,
     Net,
@@ -37,6 +39,7 @@ from repeatable import (
     batch,
     failure,
     make,
+    seed,
     session_of,
     train,
     warm_up,
@@ -51,6 +54,7 @@ from tba_offload.recompute.observation import Observation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from tba_offload.session import Session
 
@@ -366,6 +370,102 @@ def test_what_another_thread_draws_during_a_second_run_stays_drawn() -> None:
     wanted = np.random.RandomState(1)
     assert drawn == [wanted.random_sample() for _ in drawn]
     assert len(drawn) > 1
+
+
+# What trains the layer
+
+
+class Flat(Plain):
+    """Reaches a buffer that the gradients of all layers lie in, and the model."""
+
+    def noise(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.3)
+
+
+class FlatNet(Net):
+    """Keeps all gradients in one buffer, as data parallelism does."""
+
+    padding = 0
+
+    def __init__(self, kind: type[Plain]) -> None:
+        super().__init__(kind)
+        parameters = list(self.parameters())
+        sizes = [self.padding, *map(Tensor.numel, parameters)]
+        flat = torch.zeros(sum(sizes))
+        for parameter, part in zip(parameters, flat.split(sizes)[1:], strict=True):
+            parameter.grad = part.view_as(parameter)
+        for layer in self.layers:
+            layer.__dict__ |= {"gradients": flat, "model": self}
+
+
+class LargeFlatNet(FlatNet):
+    """The buffer is larger than what is copied for a second run."""
+
+    padding = 100_000
+
+
+def accumulate(net: Net, session: Session | None = None) -> list[Tensor]:
+    """Losses and gradients of steps of three micro-batches."""
+    found = []
+    seed()
+    for number in range(5):
+        with session.step() if session is not None else nullcontext():
+            for part in range(3):
+                loss = net(batch(3 * number + part)).pow(2).mean()
+                loss.backward()
+                found.append(loss.detach())
+        found += [parameter.grad.clone() for parameter in net.parameters()]  # type: ignore[union-attr]
+        net.zero_grad(set_to_none=False)
+    return found
+
+
+@pytest.mark.parametrize("placement", EVERYWHERE)
+@pytest.mark.parametrize("net", [FlatNet, LargeFlatNet])
+def test_gradients_that_a_layer_reaches_are_left_alone(
+    net: Callable[[type[Plain]], Net], placement: Placement
+) -> None:
+    trained = make(Flat, net)
+    with session_of(trained, placement) as session:
+        found = accumulate(trained, session)
+        assert session.report()[-1].recomputed_scopes > 0
+    assert_same(found, accumulate(make(Flat, net)))
+
+
+TRAINER = """
+import torch
+
+
+class Trainer:
+    def __init__(self):
+        self.calls, self.small, self.large = 0, torch.zeros(8), torch.zeros(100_000)
+
+    def begin(self):
+        self.calls += 1
+        self.small += 1
+        self.large += 1
+"""
+
+
+@pytest.mark.parametrize("placement", EVERYWHERE)
+def test_methods_of_a_library_that_settings_hold_are_not_followed(
+    placement: Placement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of Megatron-LM's optimizer and of its data parallelism, which change while a step goes on."""
+    site = tmp_path / "site-packages"
+    site.mkdir()
+    (site / "library_that_trains.py").write_text(TRAINER)
+    monkeypatch.syspath_prepend(site)
+    trainer = importlib.import_module("library_that_trains").Trainer()
+    net = make(Flat)
+    for layer in net.layers:
+        layer.settings = {"begin": trainer.begin}
+        layer.second.bias.register_post_accumulate_grad_hook(lambda _: trainer.begin())  # type: ignore[union-attr]
+    with session_of(net, placement) as session:
+        found = accumulate(net, session)
+        assert session.report()[-1].recomputed_scopes > 0
+    assert trainer.calls == 5 * 3 * LAYERS
+    assert bool((trainer.small == trainer.calls).all())
+    assert_same(found, accumulate(make(Flat)))
 
 
 # Parameters

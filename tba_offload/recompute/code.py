@@ -62,7 +62,7 @@ def reach_of_class(kind: type[nn.Module]) -> Reach:
 
 def reach_of_function(function: FunctionType) -> Reach | None:
     """State that a function reaches; ``None`` of one of a library."""
-    if not _is_own(function):
+    if not is_own(function):
         return None
     if function not in _reaches:
         _reaches[function] = _reach_of([function], ())
@@ -89,12 +89,12 @@ def _reach_of(functions: Iterable[FunctionType], classes: Iterable[type]) -> Rea
             follow(value, names)
 
     def follow(value: object, names: set[str]) -> None:
-        if isinstance(value, FunctionType) and _is_own(value):
+        if isinstance(value, FunctionType) and is_own(value):
             waiting.append(value)
-        elif isinstance(value, type) and _is_own(value) and value not in kinds:
+        elif isinstance(value, type) and is_own(value) and value not in kinds:
             kinds[value] = None
             waiting.extend(_functions_of(value))
-        elif isinstance(value, ModuleType) and _is_own(value) and id(vars(value)) not in files:
+        elif isinstance(value, ModuleType) and is_own(value) and id(vars(value)) not in files:
             read(vars(value), names)
 
     while waiting and len(seen) < _MOST:
@@ -122,7 +122,7 @@ def _content_of(cell: CellType) -> object:
         return None
 
 
-def _is_own(value: FunctionType | type | ModuleType) -> bool:
+def is_own(value: FunctionType | type | ModuleType) -> bool:
     """Whether something is the program's own, and no library's."""
     name = value.__name__ if isinstance(value, ModuleType) else value.__module__
     return _is_of_program(str(name))
@@ -141,7 +141,7 @@ def _is_code(value: object) -> bool:
 
 
 def _own_bases(kind: type) -> list[type]:
-    return [base for base in kind.__mro__ if _is_own(base)]
+    return [base for base in kind.__mro__ if is_own(base)]
 
 
 def _functions_of(kind: type) -> Iterator[FunctionType]:

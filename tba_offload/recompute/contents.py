@@ -25,11 +25,11 @@ import torch
 
 from tba_offload.layers.nested import DEPTH, LEAVES, MOST, TooManyError, slots_of
 from tba_offload.layers.randomness import Generator
-from tba_offload.recompute.code import attributes_of_class, reach_of_function
+from tba_offload.recompute.code import attributes_of_class, is_own, reach_of_function
 from tba_offload.recompute.stand_ins import StandIns, has_graph
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from tba_offload.recompute.code import Names, Reach
 
@@ -58,6 +58,9 @@ PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 """Kinds of values that hold nothing and cannot change."""
 
 UNSEEN = "more objects than are looked through"
+
+_FORWARD = ("forward", "__call__")
+"""Methods by which a layer may run a module that it does not register."""
 
 _MISSING = object()
 
@@ -281,6 +284,10 @@ class Contents:
             self._owned.append((value, names, slots))
         return (*(own or {}).values(), *slots.values())
 
+    def leave_out(self, addresses: Collection[int]) -> None:
+        """Forgets the tensors whose memory is at these addresses."""
+        self.tensors = [held for held in self.tensors if address_of(held.tensor) not in addresses]
+
     def large(self) -> dict[str, torch.Tensor]:
         """What is not copied, and may be changed past any version."""
         tensors = {held.name: held.tensor for held in self.tensors if held.copy is None}
@@ -314,6 +321,14 @@ class Contents:
         for found, values in self._arrays:
             undo(_overwrite, found, copy.copy(found))
             _overwrite(found, values)
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """What the tensors have in common that share memory."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except RuntimeError:  # a sparse tensor, or one under a transform, has no storage to ask for
+        return id(tensor)
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -409,10 +424,21 @@ def _parts_of_fixed(kind: type, value: Any) -> Any:
     if issubclass(kind, (tuple, frozenset)):
         return value
     if issubclass(kind, types.MethodType):
-        return value.__self__, value.__func__
+        return (value.__self__, value.__func__) if _may_run(value) else ()
     if issubclass(kind, functools.partial):
         return value.func, value.args, value.keywords
     return None
+
+
+def _may_run(method: types.MethodType) -> bool:
+    """Whether a layer may run what a method belongs to.
+
+    Settings may hold methods of what trains the layer, as those of Megatron-LM do of its optimizer and of
+    data parallelism. Their state changes while a step goes on, and is none of the layer's.
+    """
+    if isinstance(method.__self__, torch.nn.Module) and method.__name__ in _FORWARD:
+        return True
+    return not isinstance(method.__func__, types.FunctionType) or is_own(method.__func__)
 
 
 def _is_array(kind: type) -> bool:

@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError
 
 from tba_offload.layers.graph import check_version, hooks_on_top
-from tba_offload.recompute.surroundings import address_of
+from tba_offload.recompute.contents import address_of
 from tba_offload.recompute.verdicts import OTHER_NUMBERS
 
 if TYPE_CHECKING:

@@ -20,7 +20,16 @@ from torch import nn
 from tba_offload.errors import SavedTensorModifiedError
 from tba_offload.layers.nested import MOST, TooManyError, tensors_in
 from tba_offload.recompute.code import reach_of_class
-from tba_offload.recompute.contents import PLAIN, SMALL, UNSEEN, Contents, Held, copy_of, version_of
+from tba_offload.recompute.contents import (
+    PLAIN,
+    SMALL,
+    UNSEEN,
+    Contents,
+    Held,
+    address_of,
+    copy_of,
+    version_of,
+)
 from tba_offload.recompute.digest import digests
 from tba_offload.recompute.parametrized import CachedWeights
 from tba_offload.recompute.stand_ins import without_graph
@@ -45,6 +54,9 @@ _HOOKS = (
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
 )
 """Attributes of every module with the functions that are called around its forward."""
+
+_GRADIENTS = ("grad", "main_grad")
+"""Attributes of a parameter with its gradient; the second one is Megatron-LM's."""
 
 _MISSING = object()
 
@@ -131,6 +143,8 @@ class Surroundings:
         for key, value in arguments.items():
             self._given.add(f"a tensor in the argument {_argument(key)}", value, saves_tuples=True)
         self._take_down_all(layer)
+        if self._own.tensors:
+            self._own.leave_out(self._parameter_addresses())
         self._own.end()
         self._given.end()
         self._cached = CachedWeights(found.module for found in self._found)
@@ -147,7 +161,10 @@ class Surroundings:
         waiting = deque([layer, *self._given.modules])
         while waiting:
             known = len(self._own.modules)
-            for module in _modules_of(waiting.popleft()):
+            root = waiting.popleft()
+            if root is not layer and _contains(root, layer):
+                continue  # the model, whose other layers have a turn of their own
+            for module in _modules_of(root):
                 if module not in taken:
                     taken.add(module)
                     self._take_down(module, is_wrapper=isinstance(module, wrappers))
@@ -156,6 +173,14 @@ class Surroundings:
                 self.unknown = UNSEEN
                 return
         self.unknown = self.unknown or self._own.unknown or self._given.unknown
+
+    def _parameter_addresses(self) -> set[int]:
+        """Of the memory of parameters and their gradients, which the layer may reach as a buffer of many."""
+        parameters = [slot.tensor for slot in self._slots if slot.is_parameter]
+        leaves = [each for each in parameters if each.is_leaf]  # others warn when they are asked
+        gradients = (getattr(each, name, None) for each in leaves for name in _GRADIENTS)
+        held = (each for each in gradients if isinstance(each, torch.Tensor))
+        return {address_of(each) for each in (*parameters, *held)}
 
     def _take_down(self, module: nn.Module, *, is_wrapper: bool) -> None:
         for name, tensor in module._parameters.items():
@@ -370,6 +395,10 @@ def _modules_of(layer: nn.Module) -> Iterator[nn.Module]:
         waiting += (child for child in module._modules.values() if child and not isinstance(child, sharded))
 
 
+def _contains(module: nn.Module, layer: nn.Module) -> bool:
+    return any(each is layer for each in module.modules())
+
+
 def _sharded() -> tuple[type, ...]:
     return tuple(getattr(sys.modules[module], name) for module, name in _SHARDED if module in sys.modules)
 
@@ -414,11 +443,3 @@ def holds_tensors(value: object) -> bool:
         return next(tensors_in(value), None) is not None
     except TooManyError:
         return True
-
-
-def address_of(tensor: torch.Tensor) -> int:
-    """What the tensors have in common that share memory."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except RuntimeError:  # a sparse tensor, or one under a transform, has no storage to ask for
-        return id(tensor)
