@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tba_offload.config.store import threads_per_direction
 from tba_offload.device import READY, CpuDevice
 from tba_offload.device.ranges import CACHE_LINE, ByteRange
 from tba_offload.store.file import FileStore
-from tba_offload.store.open import threads_per_direction
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
