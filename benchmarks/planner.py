@@ -349,7 +349,7 @@ def synthetic_profile(layers: int, micro_batches: int, ahead: int) -> StepProfil
 
 def scale() -> list[Figures]:
     """Plans larger and larger steps, at half the drive that they need and a third of the memory."""
-    drive = Bandwidth(0.5 * 20 * 2**20 / 0.01, 0.5 * 20 * 2**20 / 0.01)
+    bandwidth = Bandwidth(0.5 * 20 * 2**20 / 0.01, 0.5 * 20 * 2**20 / 0.01)
     made = Table(title="seconds to plan; median of 5")
     for head in ("activations", *SCHEDULES):
         made.add_column(head, justify="right")
@@ -358,8 +358,8 @@ def scale() -> list[Figures]:
         cells = []
         for name, shape in SCHEDULES.items():
             profile = synthetic_profile(*shape(items))
-            limits = Limits(peak_of_keep(profile, drive) // 3, 256 * 2**20)
-            times = [_seconds_to_plan(profile, drive, limits) for _ in range(5)]
+            limits = Limits(peak_of_keep(profile, bandwidth) // 3, 256 * 2**20)
+            times = [_seconds_to_plan(profile, bandwidth, limits) for _ in range(5)]
             rows.append(
                 {"schedule": name, "activations": count_items(profile), "seconds": statistics.median(times)}
             )
@@ -372,9 +372,9 @@ def scale() -> list[Figures]:
     return rows
 
 
-def _seconds_to_plan(profile: StepProfile, drive: Bandwidth, limits: Limits) -> float:
+def _seconds_to_plan(profile: StepProfile, bandwidth: Bandwidth, limits: Limits) -> float:
     began = time.perf_counter()
-    make_plan(profile, drive, limits, policy=(Placement.AUTO,) * len(profile.layers))
+    make_plan(profile, bandwidth, limits, policy=(Placement.AUTO,) * len(profile.layers))
     return time.perf_counter() - began
 
 

@@ -388,18 +388,18 @@ def compare(model: Model, number: int, rate: float, memory: float, *, optimizer_
     setting = model.settings[number]
     profile = model.profile(setting)
     budget = memory - model.static_bytes - model.outputs(setting)
-    drive = Bandwidth(rate, rate)
-    ideal = everything_kept(profile, drive)
+    bandwidth = Bandwidth(rate, rate)
+    ideal = everything_kept(profile, bandwidth)
     if optimizer_away:
         states = OPTIMIZER_BYTES * model.stage_parameters
         budget += states
-        drive = Bandwidth(*(2 * [rate - states / ideal.seconds]))
+        bandwidth = Bandwidth(*(2 * [rate - states / ideal.seconds]))
     scopes = scopes_of(profile, [model.layer(setting.sequence).scopes])
-    cut = play_tba(profile, scopes, drive)
-    teraio, closed = play_teraio(one_layer_each(profile), drive, budget)
+    cut = play_tba(profile, scopes, bandwidth)
+    teraio, closed = play_teraio(one_layer_each(profile), bandwidth, budget)
     # The planner's margin is for predictions that do not come true. Here they do, and the rivals have none.
     limits = Limits(int(budget / (1 - TUNING.margin)))
-    plan = make_plan(profile, drive, limits, policy=[Placement.AUTO] * len(profile.layers))
+    plan = make_plan(profile, bandwidth, limits, policy=[Placement.AUTO] * len(profile.layers))
     assert plan.prediction is not None
 
     def share(played: Played | None) -> float | None:
@@ -417,7 +417,7 @@ def compare(model: Model, number: int, rate: float, memory: float, *, optimizer_
         "ideal_seconds": ideal.seconds,
         "tba": share(cut),
         "tba_peak_bytes": cut.outcome.peak_bytes,
-        "tba_fitting": share(fit_tba(profile, scopes, drive, budget)),
+        "tba_fitting": share(fit_tba(profile, scopes, bandwidth, budget)),
         "teraio": share(teraio),
         "teraio_books_close": closed,
         "ours": ideal.seconds / plan.prediction.seconds if plan.prediction.peak_bytes <= budget else None,

@@ -42,15 +42,15 @@ class Played:
     outcome: Outcome
 
 
-def everything_kept(profile: StepProfile, drive: Bandwidth) -> Outcome:
+def everything_kept(profile: StepProfile, bandwidth: Bandwidth) -> Outcome:
     """The ideal: as much memory as it takes."""
-    return simulate(profile, Plan((Placement.KEEP,) * len(profile.layers)), drive)
+    return simulate(profile, Plan((Placement.KEEP,) * len(profile.layers)), bandwidth)
 
 
-def play(profile: StepProfile, kept: Kept, drive: Bandwidth, window: int | None) -> Played:
+def play(profile: StepProfile, kept: Kept, bandwidth: Bandwidth, window: int | None) -> Played:
     """Plays a plan that offloads whatever it does not keep."""
     plan = Plan((Placement.OFFLOAD,) * len(profile.layers), kept, window)
-    return Played(plan, simulate(profile, plan, drive))
+    return Played(plan, simulate(profile, plan, bandwidth))
 
 
 def windows(profile: StepProfile, most: float) -> list[int]:
@@ -59,28 +59,28 @@ def windows(profile: StepProfile, most: float) -> list[int]:
     return sorted({least + int(max(most - least, 0) * share / CEILINGS) for share in range(CEILINGS + 1)})
 
 
-def best_fitting(profile: StepProfile, kept: Kept, drive: Bandwidth, budget: float) -> Played | None:
+def best_fitting(profile: StepProfile, kept: Kept, bandwidth: Bandwidth, budget: float) -> Played | None:
     """Plays a plan under ceilings of all sizes: the fastest whose peak fits; ``None`` if none does.
 
     A larger ceiling is not always faster: what was read ahead too early is in the way of what is saved.
     """
-    least = play(profile, kept, drive, windows(profile, 0)[0])
+    least = play(profile, kept, bandwidth, windows(profile, 0)[0])
     if least.outcome.peak_bytes > budget:
         return None
     most = (least.plan.window or 0) + budget - least.outcome.peak_bytes
-    found = [least, *(play(profile, kept, drive, window) for window in windows(profile, most)[1:])]
+    found = [least, *(play(profile, kept, bandwidth, window) for window in windows(profile, most)[1:])]
     fitting = [played for played in found if played.outcome.peak_bytes <= budget]
     return min(fitting, key=lambda played: played.outcome.seconds)
 
 
-def smallest_without_stall(profile: StepProfile, kept: Kept, drive: Bandwidth) -> Played:
+def smallest_without_stall(profile: StepProfile, kept: Kept, bandwidth: Bandwidth) -> Played:
     """Plays a plan with the smallest ceiling at which compute does not wait, or with none."""
-    ideal = everything_kept(profile, drive)
+    ideal = everything_kept(profile, bandwidth)
     for window in windows(profile, ideal.peak_bytes):
-        played = play(profile, kept, drive, window)
+        played = play(profile, kept, bandwidth, window)
         if played.outcome.stall_seconds <= 1e-3 * ideal.seconds:
             return played
-    return play(profile, kept, drive, None)
+    return play(profile, kept, bandwidth, None)
 
 
 # ---- TBA -------------------------------------------------------------------------------------------
@@ -141,22 +141,24 @@ def kept_from(profile: StepProfile, scopes: Sequence[Scope], cut: int) -> Kept:
     return tuple(map(frozenset, kept))
 
 
-def play_tba(profile: StepProfile, scopes: Sequence[Scope], drive: Bandwidth) -> Played:
+def play_tba(profile: StepProfile, scopes: Sequence[Scope], bandwidth: Bandwidth) -> Played:
     """TBA's plan where memory has no limit, with the smallest ceiling at which nothing waits.
 
     TBA has no ceiling of bytes in flight: this one is a gift. If compute waits at all, there is none.
     """
-    kept = kept_from(profile, scopes, tba_cut(scopes, drive.write))
-    return smallest_without_stall(profile, kept, drive)
+    kept = kept_from(profile, scopes, tba_cut(scopes, bandwidth.write))
+    return smallest_without_stall(profile, kept, bandwidth)
 
 
-def fit_tba(profile: StepProfile, scopes: Sequence[Scope], drive: Bandwidth, budget: float) -> Played | None:
+def fit_tba(
+    profile: StepProfile, scopes: Sequence[Scope], bandwidth: Bandwidth, budget: float
+) -> Played | None:
     """TBA's plan under a limit of memory: the first cut, from its own on, that fits with some ceiling.
 
     Plain TBA knows no limit and would run out of memory where its own cut does not fit.
     """
-    for cut in range(tba_cut(scopes, drive.write), len(scopes) + 1):
-        if played := best_fitting(profile, kept_from(profile, scopes, cut), drive, budget):
+    for cut in range(tba_cut(scopes, bandwidth.write), len(scopes) + 1):
+        if played := best_fitting(profile, kept_from(profile, scopes, cut), bandwidth, budget):
             return played
     return None
 
@@ -234,7 +236,7 @@ class Greedy:
 
     Attributes:
         timeline: The step.
-        drive: The rates that are given away.
+        bandwidth: The rates that are given away.
         capacity: Bytes of memory.
         needed: Bytes that are held in each cell.
         writes: Bytes that each cell has left for offloading.
@@ -243,7 +245,7 @@ class Greedy:
     """
 
     timeline: Timeline
-    drive: Bandwidth
+    bandwidth: Bandwidth
     capacity: float
     needed: np.ndarray = field(init=False)
     writes: np.ndarray = field(init=False)
@@ -252,8 +254,8 @@ class Greedy:
 
     def __post_init__(self) -> None:
         self.needed = self.timeline.needed.copy()
-        self.writes = self.timeline.seconds * self.drive.write
-        self.reads = self.timeline.seconds * self.drive.read
+        self.writes = self.timeline.seconds * self.bandwidth.write
+        self.reads = self.timeline.seconds * self.bandwidth.read
 
     @property
     def fits(self) -> bool:
@@ -286,7 +288,7 @@ class Greedy:
             return 0.0
         lacks = self.needed[out:back] > self.capacity
         relieved = float(self.timeline.seconds[out:back][lacks].sum())
-        return relieved / (1 / self.drive.write + 1 / self.drive.read)
+        return relieved / (1 / self.bandwidth.write + 1 / self.bandwidth.read)
 
     def gone(self, period: Inactive) -> tuple[int, int]:
         """From which cell to which other a tensor can be away, with what the books have left.
@@ -314,7 +316,7 @@ def _book(cells: np.ndarray, nbytes: int) -> None:
     cells -= np.clip(nbytes - before, 0.0, cells)
 
 
-def play_teraio(unrolled: StepProfile, drive: Bandwidth, budget: float) -> tuple[Played | None, bool]:
+def play_teraio(unrolled: StepProfile, bandwidth: Bandwidth, budget: float) -> tuple[Played | None, bool]:
     """TERAIO's plan, played; and whether its books say that nothing waits.
 
     If they do not, kernels wait for more tensors to leave ("urgent" migrations): what has the best ratio of
@@ -322,22 +324,22 @@ def play_teraio(unrolled: StepProfile, drive: Bandwidth, budget: float) -> tuple
 
     Args:
         unrolled: A profile in which every layer runs once.
-        drive: The rates.
+        bandwidth: The rates.
         budget: Bytes of memory.
     """
-    greedy = Greedy(timeline_of(unrolled), drive, budget)
+    greedy = Greedy(timeline_of(unrolled), bandwidth, budget)
     chosen = {(period.layer, period.number) for period in greedy.run()}
     ends = np.concatenate(([0.0], np.cumsum(greedy.timeline.seconds)))
     others = sorted(
         (period for period in greedy.timeline.periods if (period.layer, period.number) not in chosen),
         key=lambda period: ends[period.start] - ends[period.end],
     )
-    played = best_fitting(unrolled, _all_but(unrolled, chosen), drive, budget)
+    played = best_fitting(unrolled, _all_but(unrolled, chosen), bandwidth, budget)
     best = played
     # More that travels leaves more room for what is in flight, and takes more of the drive.
     for count in sorted({round(len(others) * share / TRIALS) for share in range(1, TRIALS + 1)}):
         urgent = {(period.layer, period.number) for period in others[:count]}
-        trial = best_fitting(unrolled, _all_but(unrolled, chosen | urgent), drive, budget)
+        trial = best_fitting(unrolled, _all_but(unrolled, chosen | urgent), bandwidth, budget)
         if trial is not None and (best is None or trial.outcome.seconds < best.outcome.seconds):
             best = trial
     return best, greedy.fits

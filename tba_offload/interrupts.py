@@ -1,9 +1,9 @@
-"""Ctrl-C comes when the books are in order: an interrupt inside them is put off until they are.
+"""Ctrl-C comes when the ledgers are in order: an interrupt inside them is put off until they are.
 
 Python raises ``KeyboardInterrupt`` between any two operations of the main thread. No code that changes two
 things which belong together stands that everywhere, and an error in a finalizer is printed and forgotten. So
-while a step is open the handler of the signal looks at the stack: where the books of an offloader or of a
-store are being changed, it has the signal sent again a moment later. Waits are no such place.
+while a step is open the handler of the signal looks at the stack: where the ledger of an offloader or of a
+store is being changed, it has the signal sent again a moment later. Waits are no such place.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ AT_MOST = 1.0
 """Seconds that an interrupt is put off at most, in case that something hangs where nothing should."""
 
 _PACKAGE = Path(__file__).parent
-_CHANGES_BOOKS = (
+_CHANGES_LEDGERS = (
     "transfer/",
     "store/",
     "device/",
@@ -42,7 +42,7 @@ _CHANGES_BOOKS = (
     "capture/trace.py",
     "session/step.py",
 )
-_BOOKS = (weakref.__file__, _weakrefset.__file__, *(f"{_PACKAGE}/{part}" for part in _CHANGES_BOOKS))
+_LEDGERS = (weakref.__file__, _weakrefset.__file__, *(f"{_PACKAGE}/{part}" for part in _CHANGES_LEDGERS))
 """Files of which no function calls a layer: that may hang, and then an interrupt must get through.
 
 Those of the standard library hold finalizers, in which an interrupt would be lost.
@@ -101,7 +101,7 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
     global _put_off_since  # noqa: PLW0603 - a process has one main thread
     now = time.monotonic()
     since = now if _put_off_since is None else _put_off_since
-    if now - since < AT_MOST and _is_in_books(frame):
+    if now - since < AT_MOST and _is_in_ledger(frame):
         _put_off_since = since
         _thread.start_new_thread(_send_again, (number,))
         return
@@ -109,12 +109,12 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
     signal.default_int_handler(number, frame)
 
 
-def _is_in_books(frame: FrameType | None) -> bool:
-    """Whether a function that changes books is being executed, and does not wait."""
+def _is_in_ledger(frame: FrameType | None) -> bool:
+    """Whether a function that changes a ledger is being executed, and does not wait."""
     if frame is not None and frame.f_code in _waits:
         return False
     while frame is not None:
-        if frame.f_code.co_filename.startswith(_BOOKS) or frame.f_code.co_name == "__del__":
+        if frame.f_code.co_filename.startswith(_LEDGERS) or frame.f_code.co_name == "__del__":
             return True
         frame = frame.f_back
     return False

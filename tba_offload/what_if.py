@@ -46,7 +46,7 @@ class Situation:
     Attributes:
         names: Module names of the layers.
         profile: Its step.
-        drive: Its drives.
+        bandwidth: The rates of its drives.
         window: Most bytes in flight, as it was configured.
         config: Its policy.
         measured: What each drive, and host memory beside them, was found to do: tier, write and read, with
@@ -59,7 +59,7 @@ class Situation:
 
     names: tuple[str, ...]
     profile: StepProfile
-    drive: Bandwidth
+    bandwidth: Bandwidth
     window: int | None
     config: OffloadConfig
     measured: tuple[dict[str, Any], ...] = ()
@@ -103,7 +103,7 @@ class Situation:
             return cls(
                 names=tuple(event["names"]),
                 profile=StepProfile.from_json(event["profile"]),
-                drive=Bandwidth.from_json(event["drive"]),
+                bandwidth=Bandwidth.from_json(event["drive"]),
                 window=event["limits"]["window"],
                 config=OffloadConfig.from_yaml(log.header.policy or ""),
                 measured=tuple(event.get("rates", ())),
@@ -140,14 +140,14 @@ class Situation:
         Raises:
             ConfigError: The step would be too large to plan.
         """
-        drive = dataclasses.replace(
-            self.drive,
-            write=self.drive.write if write is None else write,
-            read=self.drive.read if read is None else read,
+        bandwidth = dataclasses.replace(
+            self.bandwidth,
+            write=self.bandwidth.write if write is None else write,
+            read=self.bandwidth.read if read is None else read,
         ).scaled(drives)
         if host is not None:
-            tier = self.drive.host or self.drive.with_host(host).host
-            drive = drive.with_host(
+            tier = self.bandwidth.host or self.bandwidth.with_host(host).host
+            bandwidth = bandwidth.with_host(
                 host or None, write=tier.write if tier else None, read=tier.read if tier else None
             )
         old = len(self.names)
@@ -166,12 +166,12 @@ class Situation:
         if (layers, micro_batches) != (None, None):
             profile = stretched(profile, layers=layers, micro_batches=micro_batches)
         window = self.window if window is None else window or None
-        is_same = (profile, drive, window) == (self.profile, self.drive, self.window)
+        is_same = (profile, bandwidth, window) == (self.profile, self.bandwidth, self.window)
         return dataclasses.replace(
             self,
             names=names,
             profile=profile,
-            drive=drive,
+            bandwidth=bandwidth,
             window=window,
             elsewhere=self.elsewhere if count == old else (),
             run=self.run if is_same else None,
@@ -181,7 +181,7 @@ class Situation:
     @property
     def peak_of_keep(self) -> int:
         """The activation peak if nothing were offloaded, bytes."""
-        return peak_of_keep(self.profile, self.drive)
+        return peak_of_keep(self.profile, self.bandwidth)
 
     @property
     def seconds_of_keep(self) -> float | None:
@@ -192,13 +192,13 @@ class Situation:
 
     def frontier(self, objective: Objective | None = None) -> list[Choice]:
         """The best plans from a tenth of what keep needs up to all of it; by default the fastest."""
-        return frontier(self.profile, self.drive, self._policy, window=self.window, objective=objective)
+        return frontier(self.profile, self.bandwidth, self._policy, window=self.window, objective=objective)
 
     def plan(self, budget: int | None, objective: Objective | None = None) -> Plan:
         """The best plan for a budget in bytes; without one the lowest peak that takes no longer than keep."""
         return make_plan(
             self.profile,
-            self.drive,
+            self.bandwidth,
             Limits(budget, self.window),
             policy=self._policy,
             objective=objective,
@@ -207,7 +207,7 @@ class Situation:
 
     def outcome(self, plan: Plan) -> Outcome:
         """What a plan does in a step, tier by tier."""
-        return simulate(self.profile, plan, self.drive)
+        return simulate(self.profile, plan, self.bandwidth)
 
     def peak_in(self, outcome: Outcome) -> str | None:
         """What runs when memory is at its peak; ``None`` if nothing is saved."""
@@ -219,7 +219,7 @@ class Situation:
 
     def why(self, plan: Plan) -> list[str]:
         """For each layer, why the plan places it so, in one line."""
-        return [explain(self.profile, plan, self.drive, layer) for layer in range(len(self.names))]
+        return [explain(self.profile, plan, self.bandwidth, layer) for layer in range(len(self.names))]
 
     def report(self, budget: int | None, best: Plan, choices: Sequence[Choice]) -> PlanReport:
         """All that there is to say of a plan.
@@ -238,10 +238,10 @@ class Situation:
             peak_in=self.peak_in(outcome),
             keep_peak_bytes=self.peak_of_keep,
             keep_seconds=self.seconds_of_keep,
-            write=self.drive.write,
-            read=self.drive.read,
+            write=self.bandwidth.write,
+            read=self.bandwidth.read,
             tiers=tuple(self._tiers()),
-            host=_host_use(self.drive.host, outcome),
+            host=_host_use(self.bandwidth.host, outcome),
             frontier=tuple(
                 _planned_step(choice.budget, choice.plan, self.outcome(choice.plan).prediction)
                 for choice in choices
@@ -290,7 +290,7 @@ class Situation:
         # Other ranks may have layers that are still auto; nothing else keeps to a budget.
         is_auto = Placement.AUTO in placements
         limits = [limit for limit in (plan.window, budget) if limit is not None]
-        host = self.drive.host
+        host = self.bandwidth.host
         return dataclasses.replace(
             self.config,
             default=default,

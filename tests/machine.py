@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tba_offload.adapt.agreement import Agreement
 from tba_offload.adapt.observation import StepObservation
 from tba_offload.capture.scope import ActivationKey, ScopeKey
-from tba_offload.capture.trace import ActivationTrace, Fate, ScopeTrace, StepTrace
+from tba_offload.capture.trace import ActivationTrace, ScopeTrace, StepTrace, Treatment
 from tba_offload.config.policy import Placement
 from tba_offload.plan.profile import computed_as
 from tba_offload.plan.simulate import simulate
@@ -31,16 +31,16 @@ class Machine:
     Args:
         controller: It plans.
         profile: What the steps are like.
-        drive: How fast the drive is.
+        bandwidth: How fast the drive is.
         agree: Asks the other ranks, if the layers are shared.
     """
 
     def __init__(
-        self, controller: Controller, profile: StepProfile, drive: Bandwidth, agree: Agree | None = None
+        self, controller: Controller, profile: StepProfile, bandwidth: Bandwidth, agree: Agree | None = None
     ) -> None:
         self.controller = controller
         self.profile = profile
-        self.drive = drive
+        self.bandwidth = bandwidth
         self.plan = controller.task.first()
         self.steps = 0
         self._observer = controller if agree is None else Agreement(controller, agree)
@@ -52,7 +52,7 @@ class Machine:
     def step(
         self,
         *,
-        drive: Bandwidth | None = None,
+        bandwidth: Bandwidth | None = None,
         slower: float = 1.0,
         waits: float = 0.0,
         peak: float | None = 1.0,
@@ -60,7 +60,7 @@ class Machine:
         """One step, and what the controller makes of it.
 
         Args:
-            drive: Another drive than usual.
+            bandwidth: Other rates than usual.
             slower: By which factor the step takes longer than it should.
             waits: The share of it that compute waits for, beside what it has to.
             peak: By which factor its peak is higher than it should be; ``None`` if it is not measured.
@@ -71,7 +71,7 @@ class Machine:
         self.steps += 1
         self.controller.begin_step()
         plan = self._fitting()
-        found = simulate(self.profile, plan, drive or self.drive)
+        found = simulate(self.profile, plan, bandwidth or self.bandwidth)
         trace, ended = trace_of_step(self.profile, plan, slower)
         stall = found.stall_seconds + waits * ended
         record = StepRecord(
@@ -122,7 +122,7 @@ def trace_of_step(profile: StepProfile, plan: Plan, slower: float = 1.0) -> tupl
         saved = _saved(kind, plan.kept_of(slot.layer), key, placement, now, slower * forward)
         trace.scopes.append(scope)
         trace.activations += [activation for activation, _ in saved]
-        trace.kept_bytes += sum(a.nbytes for a, _ in saved if a.fate is Fate.PLANNED_KEEP)
+        trace.kept_bytes += sum(a.nbytes for a, _ in saved if a.treatment is Treatment.PLANNED_KEEP)
         begun[slot[:2]] = scope, saved
         now += slower * forward
     trace.backward_ends.append(now)
@@ -147,8 +147,16 @@ def _saved(
     saved = []
     for number, each in enumerate(kind.activations):
         is_rebuilt = placement is Placement.SELECTIVE and each.rebuilt
-        fate = Fate.REBUILT if is_rebuilt else Fate.PLANNED_KEEP if number in kept else Fate.OFFLOADED
-        activation = ActivationTrace(ActivationKey(key, number), each.nbytes, fate, began + each.at * seconds)
+        treatment = (
+            Treatment.REBUILT
+            if is_rebuilt
+            else Treatment.PLANNED_KEEP
+            if number in kept
+            else Treatment.OFFLOADED
+        )
+        activation = ActivationTrace(
+            ActivationKey(key, number), each.nbytes, treatment, began + each.at * seconds
+        )
         saved.append((activation, each.until))
     return saved
 

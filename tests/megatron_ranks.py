@@ -492,21 +492,21 @@ def at_odds_with_others(controller: Controller) -> Controller:
     choices = (Placement.KEEP, Placement.OFFLOAD, Placement.RECOMPUTE, Placement.RECOMPUTE_OFFLOAD)
     turns = itertools.count(dist.get_rank())
 
-    def decided(moment: Moment, drive: Bandwidth) -> tuple[Phase, Plan]:
+    def decided(moment: Moment, bandwidth: Bandwidth) -> tuple[Phase, Plan]:
         turn = next(turns)
         layers = range(len(moment.task.policy))
         placements = tuple(choices[(turn + layer) % len(choices)] for layer in layers)
         expected = Prediction(1.0, stall_seconds=0.0, peak_bytes=0, written_bytes=0)
         plan = Plan(placements, window=moment.plan.window, prediction=expected)
-        return Decided(plan, "", planned_for=drive), plan
+        return Decided(plan, "", planned_for=bandwidth), plan
 
     class Decided(Settled):
-        def decide(self, moment: Moment, profile: StepProfile, drive: Bandwidth) -> tuple[Phase, Plan]:
-            return decided(moment, drive)
+        def decide(self, moment: Moment, profile: StepProfile, bandwidth: Bandwidth) -> tuple[Phase, Plan]:
+            return decided(moment, bandwidth)
 
     class Undecided(Phase):
-        def decide(self, moment: Moment, profile: StepProfile, drive: Bandwidth) -> tuple[Phase, Plan]:
-            return decided(moment, drive)
+        def decide(self, moment: Moment, profile: StepProfile, bandwidth: Bandwidth) -> tuple[Phase, Plan]:
+            return decided(moment, bandwidth)
 
     class AtOdds(Controller):
         def __init__(self) -> None:

@@ -28,7 +28,7 @@ from tba_offload.adapt.proposals import best_plan, excursion, probing_plan
 from tba_offload.adapt.rates import Rates, drifted
 from tba_offload.adapt.task import Task
 from tba_offload.capture.scope import ActivationKey, ScopeKey
-from tba_offload.capture.trace import ActivationTrace, Fate, ScopeTrace, StepTrace
+from tba_offload.capture.trace import ActivationTrace, ScopeTrace, StepTrace, Treatment
 from tba_offload.cli import main
 from tba_offload.config import load_config
 from tba_offload.config.policy import LayerId, Objective, Placement
@@ -189,8 +189,10 @@ def trace_of(*placements: Placement, rebuilt: Sequence[int] = (1,)) -> StepTrace
             continue
         is_selective = placement is SELECTIVE
         for number, until in enumerate((0.25 if is_selective else 0.75, 0.5, 0.25)):
-            fate = Fate.REBUILT if is_selective and number in rebuilt else Fate.OFFLOADED
-            activation = ActivationTrace(ActivationKey(key, number), 100, fate, start + 0.25 * (number + 1))
+            treatment = Treatment.REBUILT if is_selective and number in rebuilt else Treatment.OFFLOADED
+            activation = ActivationTrace(
+                ActivationKey(key, number), 100, treatment, start + 0.25 * (number + 1)
+            )
             activation.unpacked_at = back + 2.0 * until
             trace.activations.append(activation)
     return trace
@@ -235,7 +237,7 @@ def test_what_was_learned_of_rebuilding_stays_known(later: tuple[Placement, ...]
 def test_a_layer_of_which_a_plan_keeps_a_part_does_not_tell_what_offloading_takes() -> None:
     trace = trace_of(OFFLOAD, OFFLOAD)
     trace.scopes[0].forward_ended = 1.75
-    trace.activations[0].fate = Fate.PLANNED_KEEP
+    trace.activations[0].treatment = Treatment.PLANNED_KEEP
     profile = profile_of(trace, [], [(0, "layers.0"), (0, "layers.1")], began=0.0, ended=40.0)
     assert profile is not None
     assert profile.timings == ({OFFLOAD: Timing(1.0, 2.0)},)
@@ -255,14 +257,14 @@ def test_what_memory_holds_beside_layers_is_found_with_the_simulator_or_the_book
     placements: tuple[Placement, ...], fallback: int, rest: int
 ) -> None:
     """The simulator knows what backward uses, the books what was kept although no plan says so."""
-    needs, drive = Needs(task_of(2)), Bandwidth(100, 100)
+    needs, bandwidth = Needs(task_of(2)), Bandwidth(100, 100)
     profile = dataclasses.replace(profile_by_hand(OFFLOAD, OFFLOAD), rest_bytes=7)
     record = mock.Mock(own_peak_bytes=100, fallback_kept_bytes=fallback)
     plan = Plan(placements, window=200)
-    assert fallback or simulate(dataclasses.replace(profile, rest_bytes=0), plan, drive).peak_bytes == 300
-    found = needs.with_rest(profile, plan, drive, record, 1000, is_first=True)
+    assert fallback or simulate(dataclasses.replace(profile, rest_bytes=0), plan, bandwidth).peak_bytes == 300
+    found = needs.with_rest(profile, plan, bandwidth, record, 1000, is_first=True)
     assert found.rest_bytes == rest
-    assert needs.with_rest(profile, plan, drive, record, None, is_first=True) is profile
+    assert needs.with_rest(profile, plan, bandwidth, record, None, is_first=True) is profile
 
 
 def test_what_is_not_rebuilt_any_longer_is_noticed() -> None:
@@ -316,7 +318,7 @@ def test_a_plan_made_from_a_run_log_may_rebuild(tmp_path: Path) -> None:
         tail=0.0,
     )
     rate = 0.75 * profile.kinds[0].nbytes / 0.01
-    situation = dataclasses.replace(Situation.of(path), profile=cheap, drive=Bandwidth(rate, rate))
+    situation = dataclasses.replace(Situation.of(path), profile=cheap, bandwidth=Bandwidth(rate, rate))
     plan = situation.plan(2 * MIB)
     assert SELECTIVE in plan.placements
     said = situation.why(plan)[plan.placements.index(SELECTIVE)]
@@ -381,8 +383,8 @@ def tried_instead_of(
     plan: Plan, profile: StepProfile, *, rate: float = 100, not_recomputed: Sequence[int] = ()
 ) -> tuple[Placement, ...] | None:
     """The placements of an excursion from a plan."""
-    task, drive = task_of(len(plan.placements)), Bandwidth(rate, rate)
-    look = excursion(task, profile, drive, plan, not_recomputed=frozenset(not_recomputed))
+    task, bandwidth = task_of(len(plan.placements)), Bandwidth(rate, rate)
+    look = excursion(task, profile, bandwidth, plan, not_recomputed=frozenset(not_recomputed))
     return None if look is None else look.placements
 
 
@@ -468,7 +470,7 @@ def test_a_doubt_about_a_plan_says_what_is_wrong(
     recent: tuple[float, float], waited: tuple[float, float], rate: float, peak: int, why: str | None
 ) -> None:
     task = task_of(4, budget=2 * MIB, objective=Objective.MEMORY)
-    found = doubt_of(task, zip(recent, waited, strict=True), drive=Bandwidth(rate, rate), peak=peak)
+    found = doubt_of(task, zip(recent, waited, strict=True), bandwidth=Bandwidth(rate, rate), peak=peak)
     assert found == why or (why is not None and found is not None and found.endswith(why))
 
 
@@ -487,8 +489,8 @@ def doubt_of(task: Task, steps: Iterable[tuple[float, float]], **seen: Any) -> s
         pace=pace,
         warn=pytest.fail,
     )
-    drive = Bandwidth(1e9, 1e9)
-    return Settled(plan, "", planned_for=drive).doubt(moment, moment.drive or drive)
+    bandwidth = Bandwidth(1e9, 1e9)
+    return Settled(plan, "", planned_for=bandwidth).doubt(moment, moment.bandwidth or bandwidth)
 
 
 def test_without_a_budget_a_slow_drive_gets_what_it_can_take() -> None:
@@ -559,9 +561,9 @@ def test_plans_are_made_again_when_a_step_under_one_was_measured_and_leave_more_
     """Before that no step was measured in which layers had several placements."""
     model, budgets = make_model(layers=LAYERS), []
 
-    def noted(profile: StepProfile, drive: Bandwidth, limits: Limits, **options: Any) -> Plan:
+    def noted(profile: StepProfile, bandwidth: Bandwidth, limits: Limits, **options: Any) -> Plan:
         budgets.append(limits.budget)
-        return make_plan(profile, drive, limits, **options)
+        return make_plan(profile, bandwidth, limits, **options)
 
     with (
         mock.patch("tba_offload.adapt.proposals.make_plan", noted),
@@ -576,11 +578,11 @@ def test_plans_are_made_again_when_a_step_under_one_was_measured_and_leave_more_
 
 
 def test_a_plan_takes_the_whole_budget_where_nothing_smaller_fits() -> None:
-    profile, drive = profile_by_hand(*(OFFLOAD,) * 8), Bandwidth(100, 100)
-    lowest = make_plan(profile, drive, Limits(1, 1), policy=(AUTO,) * 8).prediction
+    profile, bandwidth = profile_by_hand(*(OFFLOAD,) * 8), Bandwidth(100, 100)
+    lowest = make_plan(profile, bandwidth, Limits(1, 1), policy=(AUTO,) * 8).prediction
     assert lowest is not None
     task = task_of(8, budget=int(lowest.peak_bytes / (1 - TUNING.margin)) + 1, window=1)
-    plan = best_plan(task, profile, drive, policy=task.policy, not_recomputed=frozenset())
+    plan = best_plan(task, profile, bandwidth, policy=task.policy, not_recomputed=frozenset())
     assert plan.prediction is not None
     planned = task.limits.planned
     assert (1 - TUNING.unmeasured) * planned < plan.prediction.peak_bytes <= planned
@@ -600,8 +602,8 @@ HALF = Bandwidth(LAYERS * 5 * MIB / 0.6, LAYERS * 5 * MIB / 0.6)
 """A drive that can take about half of what that step saves."""
 
 
-def machine_of(drive: Bandwidth = HALF, **options: Any) -> Machine:
-    return Machine(Controller(task_of(LAYERS, **options)), steady_profile(), drive)
+def machine_of(bandwidth: Bandwidth = HALF, **options: Any) -> Machine:
+    return Machine(Controller(task_of(LAYERS, **options)), steady_profile(), bandwidth)
 
 
 def settled_in(machine: Machine) -> Settled:
@@ -614,9 +616,9 @@ def test_a_session_that_waits_where_nothing_should_wait_plans_for_a_slower_drive
     machine = machine_of(budget=None, window=8 * MIB, tuning=CALM)
     shares: list[float] = []
 
-    def noted(profile: StepProfile, drive: Bandwidth, *arguments: Any, **options: Any) -> Plan:
-        shares.append(round(drive.write / HALF.write, 9))
-        return make_plan(profile, drive, *arguments, **options)
+    def noted(profile: StepProfile, bandwidth: Bandwidth, *arguments: Any, **options: Any) -> Plan:
+        shares.append(round(bandwidth.write / HALF.write, 9))
+        return make_plan(profile, bandwidth, *arguments, **options)
 
     with mock.patch("tba_offload.adapt.proposals.make_plan", noted):
         machine.run(20, waits=0.1)
@@ -658,7 +660,7 @@ def test_plans_do_not_alternate() -> None:
         machine.run(3)
         for _ in range(60):
             plans.append(settled_in(machine).plan)
-            machine.step(drive=HALF.scaled(next(drives)))
+            machine.step(bandwidth=HALF.scaled(next(drives)))
     changes = sum(old.placements != new.placements for old, new in pairwise(plans))
     assert 0 < plans[0].placements.count(OFFLOAD) < LAYERS
     assert changes <= 2 < planned.call_count
@@ -672,9 +674,11 @@ def test_single_activations_stay_where_the_plan_says_so() -> None:
             session.plan, kept=(frozenset({0, 2}), frozenset(), frozenset({1}))
         )
         found = train(model, session, steps=2)
-        fates = [(a.key.scope.layer, a.key.number, a.fate.value) for a in session.capture.trace.activations]
+        treatments = [
+            (a.key.scope.layer, a.key.number, a.treatment.value) for a in session.capture.trace.activations
+        ]
     assert_same_history(found, expected)
-    kept = [(layer, number) for layer, number, fate in fates if fate == "planned keep"]
+    kept = [(layer, number) for layer, number, treatment in treatments if treatment == "planned keep"]
     assert kept == [(0, 0), (0, 2), (2, 1)]
 
 
@@ -756,10 +760,10 @@ def host_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_run_log_tells_of_host_memory(host_log: Path) -> None:
-    drive = Situation.of(host_log).drive
-    assert drive.host is not None
-    assert drive.host.capacity == 2 * MIB
-    assert drive.host.write != TUNING.host_speed * drive.write  # it was measured
+    bandwidth = Situation.of(host_log).bandwidth
+    assert bandwidth.host is not None
+    assert bandwidth.host.capacity == 2 * MIB
+    assert bandwidth.host.write != TUNING.host_speed * bandwidth.write  # it was measured
     steps = read_run_log(host_log).steps
     assert all(0 < step.host_offloaded_bytes <= step.offloaded_bytes for step in steps)
     assert all(0 < step.host_read_bytes <= step.read_bytes for step in steps)
@@ -784,8 +788,8 @@ def test_what_if_there_were_host_memory(run_log: Path, host_log: Path, tmp_path:
     assert seconds == sorted(seconds)
     assert "of host memory" not in run_plan(host_log, "--host", "0").output
     situation = Situation.of(host_log)
-    assert situation.changed(host=MIB, drives=3).drive.host == dataclasses.replace(
-        situation.drive.host, capacity=MIB
+    assert situation.changed(host=MIB, drives=3).bandwidth.host == dataclasses.replace(
+        situation.bandwidth.host, capacity=MIB
     )
 
 
@@ -1556,8 +1560,8 @@ def test_a_layer_that_was_frozen_is_planned_for_when_it_no_longer_is() -> None:
 def test_a_step_that_skips_layers_may_take_less_time_than_planned(
     seconds: float, why: str | None, *, skips: bool
 ) -> None:
-    task, drive = task_of(4, budget=2 * MIB), Bandwidth(1e9, 1e9)
-    assert doubt_of(task, [(seconds, 0.0)] * 2, drive=drive, peak=MIB, skips=skips) == why
+    task, bandwidth = task_of(4, budget=2 * MIB), Bandwidth(1e9, 1e9)
+    assert doubt_of(task, [(seconds, 0.0)] * 2, bandwidth=bandwidth, peak=MIB, skips=skips) == why
 
 
 def test_a_step_on_excursion_is_not_taken_for_one_under_the_plan() -> None:

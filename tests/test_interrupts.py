@@ -114,7 +114,7 @@ def hang(seconds: float) -> bool:
 
 
 def test_a_wait_is_ended_at_once_and_what_hangs_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interrupts, "_BOOKS", (str(TESTS),))
+    monkeypatch.setattr(interrupts, "_LEDGERS", (str(TESTS),))
     assert interrupts.put_up(OWNER)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -140,7 +140,7 @@ def change_books() -> bool:
 def test_an_interrupt_at_the_end_of_a_step_takes_nothing_from_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(interrupts, "_BOOKS", (str(TESTS),))
+    monkeypatch.setattr(interrupts, "_LEDGERS", (str(TESTS),))
     monkeypatch.setattr(interrupts, "AT_MOST", 0.1)
     assert interrupts.put_up(OWNER)
     with pytest.raises(KeyboardInterrupt):

@@ -417,9 +417,9 @@ def test_bytes_that_are_left_out_are_no_part_of_a_peak(still: Observed, static: 
     before = meter.live()
     tensor = allocate()
     static["bytes"] = SIZE
-    meter.look()
+    meter.sample()
     more = allocate(SIZE // 2)
-    meter.look()
+    meter.sample()
     del more
     assert abs(meter.peak() - before - SIZE // 2) < SLACK
     del tensor
@@ -430,7 +430,7 @@ def test_a_pause_sees_nothing(still: Observed) -> None:
     before = meter.live()
     meter.pause()
     tensor = allocate()
-    meter.look()
+    meter.sample()
     del tensor
     meter.resume()
     assert abs(meter.peak() - before) < SLACK
@@ -467,7 +467,7 @@ def test_gradients_are_left_out_of_the_peak_of_a_gpu(
     cuda.allocate(640)
     for _ in range(10):
         cuda.allocate(100)
-        meter.look(100)
+        meter.sample(100)
         static["bytes"] += 100
         cuda.allocate(-60)
     assert meter.peak() - base == 640 + 100  # a gradient is a temporary until it is in its place
@@ -483,7 +483,7 @@ def test_the_statistics_of_a_gpu_are_not_read_for_every_small_gradient(
     cuda.allocate(1 << 20)
     for _ in range(1000):
         cuda.allocate(64)
-        meter.look(64)
+        meter.sample(64)
         static["bytes"] += 64
     assert 1 << 20 <= meter.peak() <= (1 << 20) * (1 + 1 / 32)
     assert cuda.resets < 70

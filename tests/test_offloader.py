@@ -69,14 +69,14 @@ class Bench:
         self,
         drive: Drive,
         store: DrivenHostStore | DrivenFileStore,
-        ceiling: int | None,
+        window: int | None,
         *,
         keep: bool,
         stall_limit: float | None,
     ) -> None:
         self.drive = drive
         self.store = store
-        self.offloader = Offloader(store, CPU, ceiling=ceiling, keep_when_full=keep, stall_limit=stall_limit)
+        self.offloader = Offloader(store, CPU, window=window, keep_when_full=keep, stall_limit=stall_limit)
         self.eager = True
         self._count = 0
 
@@ -140,14 +140,14 @@ def make(drive: Drive) -> Iterator[Callable[..., Bench]]:
     stores: list[DrivenHostStore] = []
 
     def make_bench(
-        ceiling: int | None = None,
+        window: int | None = None,
         *,
         capacity: int | None = None,
         keep: bool = True,
         stall_limit: float | None = None,
     ) -> Bench:
         stores.append(host_store(drive, capacity=capacity))
-        return Bench(drive, stores[-1], ceiling, keep=keep, stall_limit=stall_limit)
+        return Bench(drive, stores[-1], window, keep=keep, stall_limit=stall_limit)
 
     yield make_bench
     for store in stores:

@@ -307,17 +307,17 @@ def test_a_plan_of_another_model_is_refused() -> None:
 @given(profiles, drives, windows)
 @quick
 def test_a_layer_of_which_nothing_is_rebuilt_runs_as_if_offloaded(
-    profile: StepProfile, drive: Bandwidth, window: int | None
+    profile: StepProfile, bandwidth: Bandwidth, window: int | None
 ) -> None:
-    offloaded = simulate(profile, all_of(profile, OFFLOAD, window), drive)
+    offloaded = simulate(profile, all_of(profile, OFFLOAD, window), bandwidth)
     for known in (profile, rebuilding(profile, [False])):
-        assert simulate(known, all_of(profile, SELECTIVE, window), drive) == offloaded
+        assert simulate(known, all_of(profile, SELECTIVE, window), bandwidth) == offloaded
 
 
 @given(rebuilding_profiles, drives, windows)
 @quick
 def test_what_is_rebuilt_need_not_be_in_memory_between_forward_and_backward(
-    profile: StepProfile, drive: Bandwidth, window: int | None
+    profile: StepProfile, bandwidth: Bandwidth, window: int | None
 ) -> None:
     """With all the drive's time in between, only what backward holds counts."""
     slots = tuple(
@@ -326,7 +326,7 @@ def test_what_is_rebuilt_need_not_be_in_memory_between_forward_and_backward(
     )
     profile = dataclasses.replace(profile, slots=slots)
     selective, offloaded = (
-        simulate(profile, all_of(profile, placement, window), drive) for placement in (SELECTIVE, OFFLOAD)
+        simulate(profile, all_of(profile, placement, window), bandwidth) for placement in (SELECTIVE, OFFLOAD)
     )
     # A window that happens to hold all of one kind back has less of the other to hold back.
     assert selective.written_bytes <= offloaded.written_bytes or offloaded.forwarded_bytes
@@ -356,7 +356,7 @@ def test_what_is_rebuilt_goes_after_its_use_and_what_it_is_made_of_after_its_own
 )
 @quick
 def test_every_byte_and_every_second_is_accounted_for(
-    profile: StepProfile, drive: Bandwidth, window: int | None, chance: random.Random
+    profile: StepProfile, bandwidth: Bandwidth, window: int | None, chance: random.Random
 ) -> None:
     choices = [KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, SELECTIVE]
     placements = tuple(chance.choice(choices) for _ in profile.layers)
@@ -364,7 +364,7 @@ def test_every_byte_and_every_second_is_accounted_for(
     number = chance.randrange(len(kind.activations))
     kept = (frozenset({number}), *(frozenset[int]() for _ in profile.layers[1:]))
     plan = Plan(placements, kept, window)
-    outcome = simulate(profile, plan, drive)
+    outcome = simulate(profile, plan, bandwidth)
     travels = {
         OFFLOAD: kind.nbytes,
         RECOMPUTE_OFFLOAD: kind.input_bytes,
@@ -379,17 +379,19 @@ def test_every_byte_and_every_second_is_accounted_for(
     assert outcome.seconds == pytest.approx(compute_seconds(profile, plan) + outcome.stall_seconds)
     # No more is moved than the drive can move in the time.
     assert outcome.read_seconds <= outcome.seconds * (1 + 1e-9)
-    assert outcome.read_seconds * drive.read >= outcome.read_bytes * (1 - 1e-9)
-    assert outcome.write_seconds * drive.write >= outcome.written_bytes * (1 - 1e-9)
-    assert simulate(profile, plan, drive) == outcome
+    assert outcome.read_seconds * bandwidth.read >= outcome.read_bytes * (1 - 1e-9)
+    assert outcome.write_seconds * bandwidth.write >= outcome.written_bytes * (1 - 1e-9)
+    assert simulate(profile, plan, bandwidth) == outcome
 
 
 @given(profiles, drives)
 @quick
-def test_a_faster_drive_never_makes_keep_or_recompute_slower(profile: StepProfile, drive: Bandwidth) -> None:
+def test_a_faster_drive_never_makes_keep_or_recompute_slower(
+    profile: StepProfile, bandwidth: Bandwidth
+) -> None:
     for placement in (KEEP, RECOMPUTE):
         plan = all_of(profile, placement)
-        assert simulate(profile, plan, drive) == simulate(profile, plan, drive.scaled(2))
+        assert simulate(profile, plan, bandwidth) == simulate(profile, plan, bandwidth.scaled(2))
 
 
 # Host memory beside the drive
@@ -400,19 +402,19 @@ def test_the_simulator_takes_blocks_as_the_store_does() -> None:
 
 
 def test_host_memory_is_taken_to_be_faster_until_it_is_measured() -> None:
-    drive = Bandwidth(1e9, 2e9, 1e-4)
-    assert drive.with_host(MIB).host == HostTier(TUNING.host_speed * 1e9, TUNING.host_speed * 2e9, MIB)
-    assert drive.with_host(MIB, write=5e9).host == HostTier(5e9, TUNING.host_speed * 2e9, MIB)
-    assert drive.with_host(MIB).with_host(None) == drive
-    assert drive.with_host(MIB).scaled(2) == dataclasses.replace(
-        drive.scaled(2), host=drive.with_host(MIB).host
+    bandwidth = Bandwidth(1e9, 2e9, 1e-4)
+    assert bandwidth.with_host(MIB).host == HostTier(TUNING.host_speed * 1e9, TUNING.host_speed * 2e9, MIB)
+    assert bandwidth.with_host(MIB, write=5e9).host == HostTier(5e9, TUNING.host_speed * 2e9, MIB)
+    assert bandwidth.with_host(MIB).with_host(None) == bandwidth
+    assert bandwidth.with_host(MIB).scaled(2) == dataclasses.replace(
+        bandwidth.scaled(2), host=bandwidth.with_host(MIB).host
     )
 
 
 @pytest.mark.parametrize("host", [None, HostTier(3e9, 4e9, MIB)])
 def test_rates_survive_their_way_through_a_run_log(host: HostTier | None) -> None:
-    drive = Bandwidth(1e9, 2e9, 1e-4, host)
-    assert Bandwidth.from_json(json.loads(json.dumps(dataclasses.asdict(drive)))) == drive
+    bandwidth = Bandwidth(1e9, 2e9, 1e-4, host)
+    assert Bandwidth.from_json(json.loads(json.dumps(dataclasses.asdict(bandwidth)))) == bandwidth
     assert Bandwidth.from_json({"write": 1e9, "read": 2e9, "latency": 1e-4}) == Bandwidth(1e9, 2e9, 1e-4)
 
 
@@ -425,11 +427,11 @@ def test_rates_of_host_memory_are_positive(write: float, read: float, capacity: 
 @given(profiles, behind, small_hosts, windows, st.randoms(use_true_random=False))
 @quick
 def test_host_memory_holds_no_more_than_its_capacity(
-    profile: StepProfile, drive: Bandwidth, host: HostTier, window: int | None, chance: object
+    profile: StepProfile, bandwidth: Bandwidth, host: HostTier, window: int | None, chance: object
 ) -> None:
     placements = tuple(chance.choice([OFFLOAD, OFFLOAD, KEEP, RECOMPUTE]) for _ in profile.layers)  # type: ignore[attr-defined]
     plan = Plan(placements, window=window)
-    outcome = simulate(profile, plan, dataclasses.replace(drive, host=host))
+    outcome = simulate(profile, plan, dataclasses.replace(bandwidth, host=host))
     assert outcome.host_peak_bytes <= host.capacity
     runs = sum(slot.backward and placements[slot.layer] is OFFLOAD for slot in profile.slots)
     moved = runs * profile.kinds[0].nbytes
@@ -438,19 +440,19 @@ def test_host_memory_holds_no_more_than_its_capacity(
     assert outcome.host_read_bytes <= outcome.host_written_bytes
     assert outcome.written_bytes + outcome.host_written_bytes <= moved
     assert outcome.seconds == pytest.approx(compute_seconds(profile, plan) + outcome.stall_seconds)
-    assert outcome.write_seconds * drive.write >= outcome.written_bytes * (1 - 1e-9)
+    assert outcome.write_seconds * bandwidth.write >= outcome.written_bytes * (1 - 1e-9)
 
 
 @given(profiles, drives, hosts, windows)
 @quick
 def test_without_host_memory_everything_is_as_it_was(
-    profile: StepProfile, drive: Bandwidth, host: HostTier, window: int | None
+    profile: StepProfile, bandwidth: Bandwidth, host: HostTier, window: int | None
 ) -> None:
     plan = all_of(profile, OFFLOAD, window)
-    alone = simulate(profile, plan, drive)
+    alone = simulate(profile, plan, bandwidth)
     empty = dataclasses.replace(host, capacity=0)
-    assert simulate(profile, plan, dataclasses.replace(drive, host=empty)) == alone
-    with_host = simulate(profile, plan, dataclasses.replace(drive, host=host))
+    assert simulate(profile, plan, dataclasses.replace(bandwidth, host=empty)) == alone
+    with_host = simulate(profile, plan, dataclasses.replace(bandwidth, host=host))
     if not with_host.host_written_bytes:
         assert with_host == alone
 
@@ -466,10 +468,10 @@ def test_host_memory_takes_what_a_drive_at_half_the_needed_rate_cannot() -> None
     profile = make_profile(40, gap=0.0)
     whole = 40 * 12 * MIB
     plan = all_of(profile, OFFLOAD, 16 * MIB)
-    drive = Bandwidth(whole / (40 * 0.03) / 2, 100e9)
+    bandwidth = Bandwidth(whole / (40 * 0.03) / 2, 100e9)
     stalls = []
     for share in (0.0, 0.125, 0.25, 0.6):
-        outcome = simulate(profile, plan, drive.with_host(int(share * whole), write=100e9, read=100e9))
+        outcome = simulate(profile, plan, bandwidth.with_host(int(share * whole), write=100e9, read=100e9))
         assert outcome.host_written_bytes == pytest.approx(min(share, 0.5) * whole, abs=24 * MIB)
         stalls.append(outcome.stall_seconds)
     assert stalls == pytest.approx([1.2, 0.9, 0.6, 0.0], abs=0.06)
@@ -480,8 +482,10 @@ def test_host_memory_is_free_again_when_its_bytes_were_used() -> None:
     one = make_profile(8, gap=0.0)
     slots = tuple(slot._replace(micro_batch=number) for number in range(6) for slot in one.slots)
     many = dataclasses.replace(one, slots=slots)
-    drive = Bandwidth(8 * 12 * MIB / (8 * 0.03) / 4, 100e9).with_host(1 << 30, write=100e9, read=100e9)
-    first, all_six = (simulate(profile, all_of(profile, OFFLOAD, 16 * MIB), drive) for profile in (one, many))
+    bandwidth = Bandwidth(8 * 12 * MIB / (8 * 0.03) / 4, 100e9).with_host(1 << 30, write=100e9, read=100e9)
+    first, all_six = (
+        simulate(profile, all_of(profile, OFFLOAD, 16 * MIB), bandwidth) for profile in (one, many)
+    )
     assert all_six.host_written_bytes == pytest.approx(6 * first.host_written_bytes, rel=0.2)
     assert 8 * MIB < all_six.host_peak_bytes <= first.host_peak_bytes + 16 * MIB
 
@@ -489,17 +493,17 @@ def test_host_memory_is_free_again_when_its_bytes_were_used() -> None:
 @given(profiles, drives, small_capacities, windows, st.randoms(use_true_random=False))
 @quick
 def test_what_no_drive_has_room_for_stays(
-    profile: StepProfile, drive: Bandwidth, capacity: int, window: int | None, chance: random.Random
+    profile: StepProfile, bandwidth: Bandwidth, capacity: int, window: int | None, chance: random.Random
 ) -> None:
     placements = tuple(chance.choice([OFFLOAD, OFFLOAD, KEEP, RECOMPUTE]) for _ in profile.layers)
     plan = Plan(placements, window=window)
-    outcome = simulate(profile, plan, dataclasses.replace(drive, capacity=capacity))
+    outcome = simulate(profile, plan, dataclasses.replace(bandwidth, capacity=capacity))
     runs = sum(slot.backward and placements[slot.layer] is OFFLOAD for slot in profile.slots)
     moved = runs * profile.kinds[0].nbytes
     assert outcome.read_bytes + outcome.forwarded_bytes + outcome.fallback_bytes == moved
     assert outcome.read_bytes <= outcome.written_bytes <= moved - outcome.fallback_bytes
-    roomy = dataclasses.replace(drive, capacity=1 << 40)
-    assert simulate(profile, plan, roomy) == simulate(profile, plan, drive)
+    roomy = dataclasses.replace(bandwidth, capacity=1 << 40)
+    assert simulate(profile, plan, roomy) == simulate(profile, plan, bandwidth)
 
 
 @pytest.mark.parametrize("window", [None, 8 * MIB])
@@ -535,8 +539,8 @@ def test_plans_keep_to_the_budget_with_the_room_that_there_is() -> None:
     budget = peak_of_keep(profile) // 2
     recomputed = []
     for layers in (0, 2, 6, 16):
-        drive = dataclasses.replace(FAST, capacity=layers * profile.kinds[0].nbytes)
-        found = plan_for(profile, drive, budget)
+        bandwidth = dataclasses.replace(FAST, capacity=layers * profile.kinds[0].nbytes)
+        found = plan_for(profile, bandwidth, budget)
         assert found.prediction is not None
         assert found.prediction.peak_bytes <= budget
         recomputed.append(sum(placement.recomputes for placement in found.placements))
@@ -567,40 +571,40 @@ def peak_of_keep(profile: StepProfile) -> int:
     return simulate(profile, all_of(profile, KEEP), FAST).peak_bytes
 
 
-def plan_for(profile: StepProfile, drive: Bandwidth, budget: int | None, **options: object) -> Plan:
+def plan_for(profile: StepProfile, bandwidth: Bandwidth, budget: int | None, **options: object) -> Plan:
     limits = Limits(budget, window=32 * MIB)
-    return make_plan(profile, drive, limits, policy=(AUTO,) * len(profile.layers), **options)  # type: ignore[arg-type]
+    return make_plan(profile, bandwidth, limits, policy=(AUTO,) * len(profile.layers), **options)  # type: ignore[arg-type]
 
 
-def outcome_of(profile: StepProfile, plan: Plan, drive: Bandwidth) -> Outcome:
-    return simulate(profile, plan, drive)
+def outcome_of(profile: StepProfile, plan: Plan, bandwidth: Bandwidth) -> Outcome:
+    return simulate(profile, plan, bandwidth)
 
 
 @given(all_profiles, drives, shares)
 @quick
 def test_a_budget_is_kept_or_nothing_that_was_tried_keeps_it(
-    profile: StepProfile, drive: Bandwidth, share: float
+    profile: StepProfile, bandwidth: Bandwidth, share: float
 ) -> None:
     budget = int(share * peak_of_keep(profile))
-    plan = plan_for(profile, drive, budget)
-    found = outcome_of(profile, plan, drive)
+    plan = plan_for(profile, bandwidth, budget)
+    found = outcome_of(profile, plan, bandwidth)
     assert plan.prediction == found.prediction
     if found.peak_bytes > budget:
         for placement in (OFFLOAD, RECOMPUTE, KEEP, SELECTIVE):
-            other = simulate(profile, all_of(profile, placement, 32 * MIB), drive)
+            other = simulate(profile, all_of(profile, placement, 32 * MIB), bandwidth)
             assert other.peak_bytes > 0.98 * budget
 
 
 @given(all_profiles, drives, shares)
 @quick
 def test_no_simple_plan_within_the_budget_is_faster(
-    profile: StepProfile, drive: Bandwidth, share: float
+    profile: StepProfile, bandwidth: Bandwidth, share: float
 ) -> None:
     budget = int(share * peak_of_keep(profile))
-    plan = plan_for(profile, drive, budget)
-    found = outcome_of(profile, plan, drive)
+    plan = plan_for(profile, bandwidth, budget)
+    found = outcome_of(profile, plan, bandwidth)
     for placement in (KEEP, OFFLOAD, RECOMPUTE, SELECTIVE):
-        other = simulate(profile, all_of(profile, placement, 32 * MIB), drive)
+        other = simulate(profile, all_of(profile, placement, 32 * MIB), bandwidth)
         if other.peak_bytes <= 0.98 * budget:
             assert found.peak_bytes <= budget
             assert found.seconds <= other.seconds * (1 + 1e-9)
@@ -609,11 +613,11 @@ def test_no_simple_plan_within_the_budget_is_faster(
 @given(all_profiles, drives)
 @quick
 def test_without_a_budget_nothing_waits_and_nothing_is_recomputed(
-    profile: StepProfile, drive: Bandwidth
+    profile: StepProfile, bandwidth: Bandwidth
 ) -> None:
-    plan = plan_for(profile, drive, None)
+    plan = plan_for(profile, bandwidth, None)
     assert set(plan.placements) <= {KEEP, OFFLOAD, SELECTIVE}
-    found = outcome_of(profile, plan, drive)
+    found = outcome_of(profile, plan, bandwidth)
     lost = found.seconds - compute_seconds(profile, all_of(profile, OFFLOAD))
     assert lost <= 0.01 * found.seconds + 1e-9
     assert found.peak_bytes <= peak_of_keep(profile)
@@ -626,19 +630,19 @@ def with_cost(profile: StepProfile, share: float) -> StepProfile:
     return dataclasses.replace(profile, timings=({**timing, OFFLOAD: offloaded},))
 
 
-def seconds_of_keep(profile: StepProfile, drive: Bandwidth) -> float:
-    return simulate(profile, all_of(profile, KEEP), drive).seconds
+def seconds_of_keep(profile: StepProfile, bandwidth: Bandwidth) -> float:
+    return simulate(profile, all_of(profile, KEEP), bandwidth).seconds
 
 
 @given(profiles, drives, st.floats(0.0, 2.0), st.booleans())
 @quick
 def test_without_a_budget_no_plan_is_slower_than_keep(
-    profile: StepProfile, drive: Bandwidth, share: float, whole_layers: bool
+    profile: StepProfile, bandwidth: Bandwidth, share: float, whole_layers: bool
 ) -> None:
     profile = with_cost(profile, share)
-    plan = plan_for(profile, drive, None, whole_layers=whole_layers)
-    found = outcome_of(profile, plan, drive)
-    assert found.seconds <= (1 + TUNING.no_slower) * seconds_of_keep(profile, drive)
+    plan = plan_for(profile, bandwidth, None, whole_layers=whole_layers)
+    found = outcome_of(profile, plan, bandwidth)
+    assert found.seconds <= (1 + TUNING.no_slower) * seconds_of_keep(profile, bandwidth)
 
 
 def test_without_a_budget_nothing_travels_where_that_takes_twice_the_time() -> None:
@@ -675,18 +679,20 @@ def test_layers_that_the_user_offloads_do_not_count_as_slower_than_keep() -> Non
 
 @given(all_profiles, drives, shares)
 @quick
-def test_the_same_question_has_the_same_answer(profile: StepProfile, drive: Bandwidth, share: float) -> None:
+def test_the_same_question_has_the_same_answer(
+    profile: StepProfile, bandwidth: Bandwidth, share: float
+) -> None:
     budget = int(share * peak_of_keep(profile))
-    assert plan_for(profile, drive, budget) == plan_for(profile, drive, budget)
+    assert plan_for(profile, bandwidth, budget) == plan_for(profile, bandwidth, budget)
 
 
 @given(all_profiles, drives, shares)
 @quick
-def test_the_policy_of_the_user_stands(profile: StepProfile, drive: Bandwidth, share: float) -> None:
+def test_the_policy_of_the_user_stands(profile: StepProfile, bandwidth: Bandwidth, share: float) -> None:
     count = len(profile.layers)
     policy = tuple((AUTO, SELECTIVE, KEEP, RECOMPUTE, OFFLOAD)[layer % 5] for layer in range(count))
     limits = Limits(int(share * peak_of_keep(profile)), window=32 * MIB)
-    plan = make_plan(profile, drive, limits, policy=policy)
+    plan = make_plan(profile, bandwidth, limits, policy=policy)
     for wanted, found in zip(policy, plan.placements, strict=True):
         assert found is not AUTO
         assert wanted in {AUTO, found}
@@ -731,20 +737,20 @@ def test_what_the_budget_has_left_is_filled_with_single_activations() -> None:
 )
 @quick
 def test_no_window_is_larger_than_the_user_allows(
-    profile: StepProfile, drive: Bandwidth, window: int, share: float, objective: Objective
+    profile: StepProfile, bandwidth: Bandwidth, window: int, share: float, objective: Objective
 ) -> None:
     limits = Limits(int(share * peak_of_keep(profile)), window)
     largest = max(window, TUNING.narrowest * max(saved.nbytes for saved in profile.kinds[0].activations))
     tried: list[Plan] = []
 
-    def noted(profile: StepProfile, plan: Plan, drive: Bandwidth) -> Outcome:
+    def noted(profile: StepProfile, plan: Plan, bandwidth: Bandwidth) -> Outcome:
         tried.append(plan)
-        return simulate(profile, plan, drive)
+        return simulate(profile, plan, bandwidth)
 
     with mock.patch.object(trials, "simulate", noted):
         every = frozenset(range(len(profile.layers)))
         policy = (AUTO,) * len(every)
-        make_plan(profile, drive, limits, policy=policy, objective=objective, not_recomputed=every)
+        make_plan(profile, bandwidth, limits, policy=policy, objective=objective, not_recomputed=every)
     assert tried
     assert all(plan.window is not None and plan.window <= largest for plan in tried)
 
@@ -763,12 +769,12 @@ def test_a_plan_that_only_the_smallest_window_lets_fit_is_found() -> None:
 @given(all_profiles, drives, st.lists(shares, min_size=2, max_size=4))
 @quick
 def test_more_memory_is_never_worse_if_the_plan_for_less_is_known(
-    profile: StepProfile, drive: Bandwidth, some: list[float]
+    profile: StepProfile, bandwidth: Bandwidth, some: list[float]
 ) -> None:
     peak, known, before = peak_of_keep(profile), [], None
     for budget in sorted(int(share * peak) for share in some):
-        known = [plan_for(profile, drive, budget, known=known)]
-        found = outcome_of(profile, known[0], drive)
+        known = [plan_for(profile, bandwidth, budget, known=known)]
+        found = outcome_of(profile, known[0], bandwidth)
         score = max(found.peak_bytes - Limits(budget).planned, 0.0), found.seconds
         assert before is None or score <= before
         before = score
@@ -777,10 +783,10 @@ def test_more_memory_is_never_worse_if_the_plan_for_less_is_known(
 @given(all_profiles, drives, shares, st.floats(1.0, 8.0))
 @quick
 def test_a_faster_drive_is_never_worse_if_the_plan_for_the_slower_is_known(
-    profile: StepProfile, drive: Bandwidth, share: float, factor: float
+    profile: StepProfile, bandwidth: Bandwidth, share: float, factor: float
 ) -> None:
     budget = int(share * peak_of_keep(profile))
-    slow, fast = drive, drive.scaled(factor)
+    slow, fast = bandwidth, bandwidth.scaled(factor)
     known = plan_for(profile, slow, budget)
     found = outcome_of(profile, plan_for(profile, fast, budget, known=[known]), fast)
     same = outcome_of(profile, known, fast)
@@ -792,43 +798,45 @@ def test_a_faster_drive_is_never_worse_if_the_plan_for_the_slower_is_known(
 @given(profiles, drives)
 @quick
 def test_a_plan_without_waits_stays_so_on_a_drive_that_is_a_little_slower(
-    profile: StepProfile, drive: Bandwidth
+    profile: StepProfile, bandwidth: Bandwidth
 ) -> None:
-    plan = plan_for(profile, drive, None)
-    found = outcome_of(profile, plan, drive.scaled(TUNING.slack))
+    plan = plan_for(profile, bandwidth, None)
+    found = outcome_of(profile, plan, bandwidth.scaled(TUNING.slack))
     assert found.stall_seconds <= TUNING.no_stall * found.seconds + 1e-9
 
 
 @given(profiles, drives, shares)
 @quick
 def test_nothing_is_rebuilt_of_which_nobody_knows_that_it_would_be(
-    profile: StepProfile, drive: Bandwidth, share: float
+    profile: StepProfile, bandwidth: Bandwidth, share: float
 ) -> None:
     budget = int(share * peak_of_keep(profile))
     for known in (profile, rebuilding(profile, [False])):
-        assert SELECTIVE not in plan_for(known, drive, budget).placements
+        assert SELECTIVE not in plan_for(known, bandwidth, budget).placements
 
 
 @pytest.mark.parametrize("share", [0.2, 0.35])
 def test_what_is_cheap_to_rebuild_spares_a_drive_that_cannot_follow(share: float) -> None:
     unknown = make_profile(16)
     profile = rebuilding(unknown, seconds=0.001)
-    drive = Bandwidth(0.75 * 12 * MIB / 0.03, 0.75 * 12 * MIB / 0.03)
+    bandwidth = Bandwidth(0.75 * 12 * MIB / 0.03, 0.75 * 12 * MIB / 0.03)
     budget = int(share * peak_of_keep(profile))
-    plan, before = (plan_for(each, drive, budget) for each in (profile, unknown))
+    plan, before = (plan_for(each, bandwidth, budget) for each in (profile, unknown))
     assert SELECTIVE in plan.placements
-    assert outcome_of(profile, plan, drive).peak_bytes <= budget
-    assert outcome_of(profile, plan, drive).seconds < outcome_of(unknown, before, drive).seconds
+    assert outcome_of(profile, plan, bandwidth).peak_bytes <= budget
+    assert outcome_of(profile, plan, bandwidth).seconds < outcome_of(unknown, before, bandwidth).seconds
 
 
 def test_layers_are_recomputed_beside_others_that_are_rebuilt_in_part() -> None:
     unknown = make_profile(32, sizes=(MIB,) * 12)
     profile = rebuilding(unknown, seconds=0.001)
-    drive = Bandwidth(0.3 * 12 * MIB / 0.03, 0.3 * 12 * MIB / 0.03)
+    bandwidth = Bandwidth(0.3 * 12 * MIB / 0.03, 0.3 * 12 * MIB / 0.03)
     budget = int(0.15 * peak_of_keep(profile))
-    plan, before = (plan_for(each, drive, budget) for each in (profile, unknown))
+    plan, before = (plan_for(each, bandwidth, budget) for each in (profile, unknown))
     assert {SELECTIVE, RECOMPUTE} <= set(plan.placements)
-    assert outcome_of(profile, plan, drive).seconds < 0.97 * outcome_of(unknown, before, drive).seconds
+    assert (
+        outcome_of(profile, plan, bandwidth).seconds < 0.97 * outcome_of(unknown, before, bandwidth).seconds
+    )
 
 
 def test_of_a_kind_that_never_ran_so_nothing_is_rebuilt() -> None:
@@ -837,9 +845,9 @@ def test_of_a_kind_that_never_ran_so_nothing_is_rebuilt() -> None:
     kinds = (*profile.kinds, make_profile(8).kinds[0])
     layers = tuple(layer % 2 for layer in range(8))
     mixed = dataclasses.replace(profile, kinds=kinds, layers=layers, timings=profile.timings * 2)
-    drive = Bandwidth(0.6 * 12 * MIB / 0.03, 0.6 * 12 * MIB / 0.03)
+    bandwidth = Bandwidth(0.6 * 12 * MIB / 0.03, 0.6 * 12 * MIB / 0.03)
     budget, held = int(0.25 * peak_of_keep(profile)), frozenset(range(8))
-    plan = plan_for(mixed, drive, budget, not_recomputed=held)
+    plan = plan_for(mixed, bandwidth, budget, not_recomputed=held)
     found = {kind: {plan.placements[layer] for layer in range(kind, 8, 2)} for kind in range(2)}
     assert SELECTIVE in found[0]
     assert SELECTIVE not in found[1]
@@ -913,7 +921,7 @@ plans = st.builds(
 @given(all_profiles, drives, plans, plans, st.sampled_from(Objective), st.floats(0.2, 1.2) | st.none())
 @example(  # two that free next to nothing
     profile=make_profile(4, sizes=[4001], micro_batches=2, forward=0.0625, backward=0.0625),
-    drive=Bandwidth(5e7, 5e7),
+    bandwidth=Bandwidth(5e7, 5e7),
     one=([0] * 8, 4 * MIB),
     other=([0, 0, 0, 2, 0, 0, 0, 0], 4 * MIB),
     objective=Objective.MEMORY,
@@ -921,7 +929,12 @@ plans = st.builds(
 )
 @quick
 def test_two_plans_never_replace_each_other(
-    profile: StepProfile, drive: Bandwidth, one: Any, other: Any, objective: Objective, share: float | None
+    profile: StepProfile,
+    bandwidth: Bandwidth,
+    one: Any,
+    other: Any,
+    objective: Objective,
+    share: float | None,
 ) -> None:
     """Nor one itself."""
     ways = (KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, SELECTIVE)
@@ -936,7 +949,7 @@ def test_two_plans_never_replace_each_other(
         limits = Limits(budget, 32 * MIB)
         policy = (AUTO,) * (count - 1) + (OFFLOAD,)
         return is_better(
-            profile, drive, limits, new, old, policy=policy, objective=objective, worth=TUNING.worth_it
+            profile, bandwidth, limits, new, old, policy=policy, objective=objective, worth=TUNING.worth_it
         )
 
     assert not is_(first, first)
@@ -1103,8 +1116,8 @@ def test_of_a_step_whose_micro_batches_pile_up_late_those_are_planned_for() -> N
     assert {slot.micro_batch for slot in with_few_micro_batches(profile).slots} == set(range(18, 24))
     budget = peak_of_keep(profile) // 3
     for rate in (1e9, 5e8):
-        drive = Bandwidth(rate, rate)
-        assert outcome_of(profile, plan_for(profile, drive, budget), drive).peak_bytes <= budget
+        bandwidth = Bandwidth(rate, rate)
+        assert outcome_of(profile, plan_for(profile, bandwidth, budget), bandwidth).peak_bytes <= budget
 
 
 def test_layers_that_are_not_alike_are_not_put_together() -> None:
@@ -1133,10 +1146,10 @@ def test_layers_that_do_not_run_in_one_go_are_not_put_together() -> None:
 def test_a_plan_of_a_condensed_step_is_nearly_as_good(share: float, rate: float, which: list[bool]) -> None:
     profile = make_profile(24, sizes=(MIB,) * 20, micro_batches=4, warm_up=2)
     profile = rebuilding(profile, which, seconds=0.002 * any(which))
-    drive = Bandwidth(rate * 20 * MIB / 0.03, rate * 20 * MIB / 0.03)
+    bandwidth = Bandwidth(rate * 20 * MIB / 0.03, rate * 20 * MIB / 0.03)
     budget = int(share * peak_of_keep(profile))
-    whole = outcome_of(profile, plan_for(profile, drive, budget), drive)
-    found = outcome_of(profile, plan_for(profile, drive, budget, tuning=CONDENSING), drive)
+    whole = outcome_of(profile, plan_for(profile, bandwidth, budget), bandwidth)
+    found = outcome_of(profile, plan_for(profile, bandwidth, budget, tuning=CONDENSING), bandwidth)
     assert max(whole.peak_bytes, found.peak_bytes) <= budget
     assert found.seconds <= 1.05 * whole.seconds
 
@@ -1144,10 +1157,10 @@ def test_a_plan_of_a_condensed_step_is_nearly_as_good(share: float, rate: float,
 @pytest.mark.parametrize("rate", [1.5, 0.7])
 def test_a_plan_of_a_condensed_step_frees_nearly_as_much(rate: float) -> None:
     profile = make_profile(24, sizes=(MIB,) * 20, micro_batches=4, warm_up=2)
-    drive = Bandwidth(rate * 20 * MIB / 0.03, rate * 20 * MIB / 0.03)
+    bandwidth = Bandwidth(rate * 20 * MIB / 0.03, rate * 20 * MIB / 0.03)
     limits = Limits(None, 1 << 30)
-    whole = make_plan(profile, drive, limits, policy=(AUTO,) * 24).prediction
-    found = make_plan(profile, drive, limits, policy=(AUTO,) * 24, tuning=CONDENSING).prediction
+    whole = make_plan(profile, bandwidth, limits, policy=(AUTO,) * 24).prediction
+    found = make_plan(profile, bandwidth, limits, policy=(AUTO,) * 24, tuning=CONDENSING).prediction
     assert whole is not None
     assert found is not None
     assert found.peak_bytes <= whole.peak_bytes + 0.1 * peak_of_keep(profile)
@@ -1166,9 +1179,9 @@ def test_a_hundred_thousand_activations_are_planned_in_a_few_simulations(
     budget = int(0.35 * peak_of_keep(profile))
     played: list[int] = []
 
-    def counted(profile: StepProfile, plan: Plan, drive: Bandwidth) -> Outcome:
+    def counted(profile: StepProfile, plan: Plan, bandwidth: Bandwidth) -> Outcome:
         played.append(count_items(profile))
-        return simulate(profile, plan, drive)
+        return simulate(profile, plan, bandwidth)
 
     monkeypatch.setattr(trials, "simulate", counted)
     plan = plan_for(profile, Bandwidth(1e9, 1e9), budget)

@@ -51,7 +51,7 @@ from torch.utils.checkpoint import checkpoint
 import tba_offload as tba
 from tba_offload.capture import recipes, rematerialize
 from tba_offload.capture.rematerialize import Rebuilds
-from tba_offload.capture.trace import Fate
+from tba_offload.capture.trace import Treatment
 from tba_offload.device import CpuDevice
 from tba_offload.errors import SavedTensorModifiedError, TransferError, UnsupportedError
 from tba_offload.transfer.failures import Failures
@@ -688,7 +688,7 @@ def test_a_graph_that_is_used_up_is_no_source(*, is_custom: bool) -> None:
     with knowing_scaled(), attached(mixing(spent), **SELECTIVE) as (net, session):
         with session.step():
             net(make_input())
-        assert not any(a.fate is Fate.REBUILT for a in session.capture.trace.activations)
+        assert not any(a.treatment is Treatment.REBUILT for a in session.capture.trace.activations)
         for layer in net.layers:  # and there would have been a recipe
             layer.mix = Scaled.apply if is_custom else F.gelu
         run(net, forward_backward, session, 2)
@@ -744,7 +744,9 @@ def test_activations_have_the_numbers_that_they_have_when_all_travel() -> None:
         model = make_model("llama", layers=2, dropout=0.1)
         with session_for(model, default=default) as session:
             train(model, session, steps=2)
-            return [(a.key, a.nbytes, a.fate is Fate.REBUILT) for a in session.capture.trace.activations]
+            return [
+                (a.key, a.nbytes, a.treatment is Treatment.REBUILT) for a in session.capture.trace.activations
+            ]
 
     travelling, made = activations("offload"), activations("selective")
     assert [activation[:2] for activation in travelling] == [activation[:2] for activation in made]
@@ -755,13 +757,13 @@ def test_activations_have_the_numbers_that_they_have_when_all_travel() -> None:
 def test_a_trial_tells_what_will_be_made_again() -> None:
     """So that a plan knows it from the first step."""
     model = make_model("gpt", layers=2, dropout=0.1)
-    fates = []
+    treatments = []
     with session_for(model, default="selective") as session:
         for _ in range(2):
             train(model, session, steps=1)
-            fates.append([activation.fate for activation in session.capture.trace.activations])
-    assert fates[0] == fates[1]
-    assert Fate.REBUILT in fates[0]
+            treatments.append([activation.treatment for activation in session.capture.trace.activations])
+    assert treatments[0] == treatments[1]
+    assert Treatment.REBUILT in treatments[0]
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, torch.OutOfMemoryError])
@@ -793,11 +795,13 @@ def test_what_the_plan_keeps_stays() -> None:
     net = make_net(mixing(F.gelu))
     with session_for(net, layers=list(net.layers), default="selective") as session:
         run(net, forward_backward, session, 2)
-        number = next(a.key.number for a in session.capture.trace.activations if a.fate is Fate.REBUILT)
+        number = next(
+            a.key.number for a in session.capture.trace.activations if a.treatment is Treatment.REBUILT
+        )
         with mock.patch.object(type(session.plan), "kept_of", return_value=frozenset({number})):
             run(net, forward_backward, session, 1)
-        fates = {a.fate for a in session.capture.trace.activations if a.key.number == number}
-        assert fates == {Fate.PLANNED_KEEP}
+        treatments = {a.treatment for a in session.capture.trace.activations if a.key.number == number}
+        assert treatments == {Treatment.PLANNED_KEEP}
         assert session.report()[-1].rebuilt_bytes == 0
 
 

@@ -19,7 +19,7 @@ from models import assert_same_history, loss_of, make_model, make_tokens, same_b
 from torch import Tensor, nn
 
 import tba_offload as tba
-from tba_offload.capture.trace import Fate
+from tba_offload.capture.trace import Treatment
 from tba_offload.layers.stack import find_layers
 from tba_offload.report.run_log import read_run_log
 from tba_offload.session import Session
@@ -656,7 +656,7 @@ def test_only_offload_holds_writes_back(model: Model, placement: str, at_once: b
         loss = loss_of(model, make_tokens(0))
         if at_once:
             wait_until(lambda: drive.writes.started > 0, "nothing is written")
-        saved = [one for one in session.capture.trace.activations if one.fate is Fate.OFFLOADED]
+        saved = [one for one in session.capture.trace.activations if one.treatment is Treatment.OFFLOADED]
         assert (len(session.store.leased()) >= len(saved)) is at_once
         assert (drive.writes.started > 0) is at_once
         loss.backward()

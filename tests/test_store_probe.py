@@ -201,7 +201,7 @@ def test_a_way_that_hangs_is_not_taken(
         return pread(*arguments, **options)
 
     monkeypatch.setattr(kvikio.CuFile, "pread", hanging)
-    monkeypatch.setattr(choice, "PATIENCE", 0.05)
+    monkeypatch.setattr(choice, "TRANSFER_SECONDS", 0.05)
     found = choose(tmp_path, device)
     assert (found.kind, found.rates) == ("file", {})
     assert "had not ended after" in found.why

@@ -226,7 +226,7 @@ def test_half_the_window_of_the_offloader_is_a_backlog(
 ) -> None:
     file = FileStore(tmp_path, device=CPU)
     with TieredStore(file, HostStore(MIB, device=CPU, drive=HOST)) as store:
-        offloader = Offloader(store, CPU, ceiling=window)
+        offloader = Offloader(store, CPU, window=window)
         assert store.spill_bytes == spills_at
         offloader.resize_window(40 * MIB)
         assert store.spill_bytes == 20 * MIB
@@ -286,7 +286,7 @@ def test_open_store_puts_host_memory_beside_drives(count: int, tmp_path: Path) -
         assert isinstance(store, TieredStore)
         assert isinstance(store.drives, StripedStore if count > 1 else FileStore)
         assert (store.drives.capacity_bytes, store.host.capacity_bytes) == (8 * MIB, MIB)
-        assert store.host.drive_number == count
+        assert store.host.drive_index == count
         store.spill_bytes = ALWAYS
         assert torch.equal(get(store, put(store, pattern(100_000))), pattern(100_000))
         assert store.host.used_bytes > 0

@@ -27,7 +27,7 @@ from tba_offload.adapt.pace import Pace
 from tba_offload.adapt.phases import Probe
 from tba_offload.adapt.profiler import profile_of
 from tba_offload.capture.scope import ActivationKey, ScopeKey
-from tba_offload.capture.trace import ActivationTrace, DeviceTimes, Fate, ScopeTrace, StepTrace
+from tba_offload.capture.trace import ActivationTrace, DeviceTimes, ScopeTrace, StepTrace, Treatment
 from tba_offload.device import CpuDevice
 from tba_offload.plan.bandwidth import Bandwidth
 from tba_offload.plan.profile import StepProfile, Timing
@@ -341,7 +341,7 @@ def trace_by_hand() -> StepTrace:
         trace.scopes.append(scope)
         for number in range(2):
             at, until = began + 0.3 * (number + 1), back + 0.7 * (2 - number)
-            saved = ActivationTrace(ActivationKey(key, number), 100, Fate.OFFLOADED, at, until)
+            saved = ActivationTrace(ActivationKey(key, number), 100, Treatment.OFFLOADED, at, until)
             trace.activations.append(saved)
     return trace
 

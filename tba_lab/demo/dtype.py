@@ -36,7 +36,7 @@ _GPU_SHAPE = (2048, 2048, 2048)
 """Large enough that a GPU computes longer than the launch of a kernel takes."""
 
 _ROUNDS = 5
-_PATIENCE = 0.3
+_ENOUGH_SECONDS = 0.3
 """Seconds after which no further round is timed; the first one includes the loading of kernels."""
 
 
@@ -123,7 +123,7 @@ def measure_rates(device: torch.device) -> dict[str, MatmulRates]:
     best = {name: [float("inf")] * 3 for name in DTYPES}
     began = time.perf_counter()
     for round_ in range(_ROUNDS):
-        if round_ >= 2 and time.perf_counter() - began > _PATIENCE:
+        if round_ >= 2 and time.perf_counter() - began > _ENOUGH_SECONDS:
             break
         for name, three in products.items():
             best[name] = [min(pair) for pair in zip(best[name], map(_seconds, three), strict=True)]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-PATIENCE = 3.0
+WIDTH_SECONDS = 3.0
 """Seconds for the steps of one width; a width of which one step is expected to take longer is left out."""
 
 _STEPS = 4
@@ -92,7 +92,7 @@ class Sizing:
         probes: list[Probe] = []
         for shape in self._shapes:
             flops = model_flops(shape, self._batch_size)
-            if probes and probes[-1].seconds * flops / probes[-1].flops > PATIENCE:
+            if probes and probes[-1].seconds * flops / probes[-1].flops > WIDTH_SECONDS:
                 break
             probes.append(time_steps(shape, self._batch_size))
         return {"probes": [dataclasses.asdict(probe) for probe in probes]}
@@ -107,7 +107,7 @@ def time_steps(shape: GptShape, batch_size: int) -> Probe:
         model = build_gpt(shape, seed=1)
         optimizer = torch.optim.Adam(model.parameters(), fused=True)
         times: list[tuple[float, float]] = []
-        while len(times) < _STEPS and (not times or sum(map(sum, times)) < PATIENCE):
+        while len(times) < _STEPS and (not times or sum(map(sum, times)) < WIDTH_SECONDS):
             times.append(_time_step(model, optimizer, random_batch(shape, batch_size=batch_size, seed=1)))
     seconds, optimizer_seconds = map(min, zip(*times, strict=True))
     parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -121,7 +121,7 @@ class Controller:
             task=self.task,
             step=known.steps,
             plan=observation.plan,
-            drive=known.rates.bandwidth(),
+            bandwidth=known.rates.bandwidth(),
             room=known.rates.room,
             peak=peak,
             size=known.size,
@@ -139,12 +139,12 @@ class Controller:
         return self._phase.is_turn(moment)
 
     def _look(self, observation: StepObservation, moment: Moment) -> Plan:
-        drive = moment.drive
-        profile = self.knowledge.understand(observation, self._phase, drive)
-        if profile is None or drive is None:
+        bandwidth = moment.bandwidth
+        profile = self.knowledge.understand(observation, self._phase, bandwidth)
+        if profile is None or bandwidth is None:
             return self._undecided(observation.plan)
         moment = dataclasses.replace(moment, skips=self.knowledge.skips)
-        self._phase, plan = self._phase.decide(moment, profile, drive)
+        self._phase, plan = self._phase.decide(moment, profile, bandwidth)
         return plan
 
     def _undecided(self, plan: Plan) -> Plan:
@@ -189,14 +189,14 @@ class Controller:
 
     def need_of(self, proposed: Plan) -> Need:
         """How far this rank would be over its budget, and how long its step, if nothing were recomputed."""
-        profile, drive = self.knowledge.profile, self.knowledge.rates.bandwidth()
-        if self._phase.settled is None or profile is None or drive is None:
+        profile, bandwidth = self.knowledge.profile, self.knowledge.rates.bandwidth()
+        if self._phase.settled is None or profile is None or bandwidth is None:
             return 0.0, 0.0
         without = tuple(
             Placement.OFFLOAD if mine.recomputes and wanted is Placement.AUTO else mine
             for mine, wanted in zip(proposed.placements, self.task.policy, strict=True)
         )
-        found = simulate(profile, dataclasses.replace(proposed, placements=without), drive)
+        found = simulate(profile, dataclasses.replace(proposed, placements=without), bandwidth)
         return max(found.peak_bytes - self.task.limits.planned, 0.0), found.seconds
 
     def bind(self, wanted: Sequence[Placement], proposed: Plan) -> Plan:
@@ -242,9 +242,9 @@ class Controller:
     def _best_with(self, placements: Sequence[Placement]) -> Plan | None:
         """The best plan that recomputes no layer but those placed so; ``None`` before there is one."""
         settled, known = self._phase.settled, self.knowledge
-        profile, drive = known.profile, known.rates.bandwidth()
-        if settled is None or profile is None or drive is None:
+        profile, bandwidth = known.profile, known.rates.bandwidth()
+        if settled is None or profile is None or bandwidth is None:
             return None
-        careful, every = drive.scaled(settled.caution), frozenset(range(len(placements)))
+        careful, every = bandwidth.scaled(settled.caution), frozenset(range(len(placements)))
         plan = best_plan(self.task, profile, careful, policy=placements, not_recomputed=every)
-        return predicted(plan, profile, drive)
+        return predicted(plan, profile, bandwidth)

@@ -122,7 +122,7 @@ class Knowledge:
         return self._steps == self._task.tuning.warm_up + 1
 
     def understand(
-        self, observation: StepObservation, phase: Phase, drive: Bandwidth | None
+        self, observation: StepObservation, phase: Phase, bandwidth: Bandwidth | None
     ) -> StepProfile | None:
         """Looks at a step closely, and waits for a device that runs behind the host.
 
@@ -144,9 +144,9 @@ class Knowledge:
             has_grown=self._size.has_grown,
             tuning=self._task.tuning,
         )
-        if profile is None or drive is None:
+        if profile is None or bandwidth is None:
             return None
-        self._profile = self._of_largest(profile, observation, drive, is_first=phase.settled is None)
+        self._profile = self._of_largest(profile, observation, bandwidth, is_first=phase.settled is None)
         return self._profile
 
     def _known_before(self) -> StepProfile | None:
@@ -156,7 +156,7 @@ class Knowledge:
         return dataclasses.replace(self._profile, timings=({},) * len(self._profile.kinds))
 
     def _of_largest(
-        self, profile: StepProfile, observation: StepObservation, drive: Bandwidth, *, is_first: bool
+        self, profile: StepProfile, observation: StepObservation, bandwidth: Bandwidth, *, is_first: bool
     ) -> StepProfile:
         """The profile that plans are made from: of the largest step, with what another one tells of times.
 
@@ -169,7 +169,9 @@ class Knowledge:
             profile = dataclasses.replace(profile, rest_bytes=int(growth * profile.rest_bytes))
         if before is None or size.is_full or size.has_grown:
             peak, record = self._peak_in(observation.record), observation.record
-            profile = self.needs.with_rest(profile, observation.plan, drive, record, peak, is_first=is_first)
+            profile = self.needs.with_rest(
+                profile, observation.plan, bandwidth, record, peak, is_first=is_first
+            )
         elif not size.is_large:
             return before
         if before is not None and not size.is_full:

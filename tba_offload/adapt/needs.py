@@ -104,7 +104,7 @@ class Needs:
         self,
         profile: StepProfile,
         plan: Plan,
-        drive: Bandwidth,
+        bandwidth: Bandwidth,
         record: StepRecord,
         peak: int | None,
         *,
@@ -115,14 +115,14 @@ class Needs:
         Args:
             profile: The step.
             plan: The plan that was in force.
-            drive: The rates of the step.
+            bandwidth: The rates of the step.
             record: Its figures.
             peak: Its peak in bytes, if that was measured and tells what the plan needs.
             is_first: Whether there was no plan yet that keeps anything.
         """
         if peak is None:
             return profile
-        played = simulate(dataclasses.replace(profile, rest_bytes=0), plan, drive)
+        played = simulate(dataclasses.replace(profile, rest_bytes=0), plan, bandwidth)
         if not record.fallback_kept_bytes or played.fallback_bytes:
             known = played.peak_bytes
         elif offloads_all(plan):

@@ -54,7 +54,7 @@ class Moment:
         task: What is to be decided.
         step: Number of the step, from 1.
         plan: The plan that was in force.
-        drive: The rates of the drives now; ``None`` if nothing ever moved.
+        bandwidth: The rates of the drives now; ``None`` if nothing ever moved.
         room: Bytes that they hold at most.
         peak: The peak of the step in bytes; ``None`` if it was not measured, or is that of no plan.
         size: How large the step was.
@@ -68,7 +68,7 @@ class Moment:
     task: Task
     step: int
     plan: Plan
-    drive: Bandwidth | None
+    bandwidth: Bandwidth | None
     room: int | None
     peak: int | None
     size: StepSize
@@ -83,20 +83,20 @@ class Moment:
         """The numbers that plans are made with."""
         return self.task.tuning
 
-    def best_plan(self, profile: StepProfile, drive: Bandwidth) -> Plan:
+    def best_plan(self, profile: StepProfile, bandwidth: Bandwidth) -> Plan:
         """The best plan that is found, for a drive that may be slower than the one that was measured."""
         return best_plan(
-            self.task, profile, drive, policy=self.task.policy, not_recomputed=self.not_recomputed
+            self.task, profile, bandwidth, policy=self.task.policy, not_recomputed=self.not_recomputed
         )
 
-    def within_budget(self, plan: Plan, profile: StepProfile, drive: Bandwidth) -> Plan:
+    def within_budget(self, plan: Plan, profile: StepProfile, bandwidth: Bandwidth) -> Plan:
         """A plan, or one that was seen to need less if this one is expected or known to break the budget."""
         known = self.needs.instead_of(plan)
-        return plan if known is None else self.known_plan(known, profile, drive)
+        return plan if known is None else self.known_plan(known, profile, bandwidth)
 
-    def known_plan(self, plan: Plan, profile: StepProfile, drive: Bandwidth) -> Plan:
+    def known_plan(self, plan: Plan, profile: StepProfile, bandwidth: Bandwidth) -> Plan:
         """A plan of which the peak was measured, with what it does."""
-        found = simulate(profile, plan, drive).prediction
+        found = simulate(profile, plan, bandwidth).prediction
         found = dataclasses.replace(found, peak_bytes=self.needs.peak_of(plan))
         return dataclasses.replace(plan, prediction=found)
 
@@ -138,13 +138,13 @@ class Phase(ABC):
         return True
 
     @abstractmethod
-    def decide(self, moment: Moment, profile: StepProfile, drive: Bandwidth) -> tuple[Phase, Plan]:
+    def decide(self, moment: Moment, profile: StepProfile, bandwidth: Bandwidth) -> tuple[Phase, Plan]:
         """The phase and the plan of the next step, after one that was looked at closely.
 
         Args:
             moment: The step.
             profile: What plans are made from.
-            drive: How fast offloaded bytes travel.
+            bandwidth: How fast offloaded bytes travel.
         """
 
 
@@ -156,9 +156,9 @@ class WarmUp(Phase):
         """It ends by itself."""
         return self if step <= tuning.warm_up else Probe(is_first=True)
 
-    def decide(self, moment: Moment, profile: StepProfile, drive: Bandwidth) -> tuple[Phase, Plan]:
+    def decide(self, moment: Moment, profile: StepProfile, bandwidth: Bandwidth) -> tuple[Phase, Plan]:
         """Has the next step show what is not known."""
-        return self, _probe(moment, profile, drive, has_warmed_up=False)
+        return self, _probe(moment, profile, bandwidth, has_warmed_up=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +175,11 @@ class Probe(Phase):
         """Only one step is the first."""
         return Probe()
 
-    def decide(self, moment: Moment, profile: StepProfile, drive: Bandwidth) -> tuple[Phase, Plan]:
+    def decide(self, moment: Moment, profile: StepProfile, bandwidth: Bandwidth) -> tuple[Phase, Plan]:
         """Goes on, or makes the first plan."""
         if moment.step < moment.tuning.learning:
-            return self, _probe(moment, profile, drive, has_warmed_up=self.is_first)
-        settled = _first_plan(moment, profile, drive, f"{moment.step} steps were measured")
+            return self, _probe(moment, profile, bandwidth, has_warmed_up=self.is_first)
+        settled = _first_plan(moment, profile, bandwidth, f"{moment.step} steps were measured")
         return settled, settled.plan
 
 
@@ -194,7 +194,7 @@ class Settled(Phase):
         caution: Plans count on this share of the measured rates.
         is_measured: Whether the peak of a step under it was measured.
         is_refined: Whether it was made anew after that.
-        patience: Steps for which a plan that was in doubt without need is left alone.
+        quiet_steps: Steps for which a plan that was in doubt without need is left alone.
         quiet_until: Step until which small doubts do not count.
     """
 
@@ -204,7 +204,7 @@ class Settled(Phase):
     caution: float = 1.0
     is_measured: bool = False
     is_refined: bool = False
-    patience: int = 1
+    quiet_steps: int = 1
     quiet_until: int = 0
 
     @property
@@ -234,18 +234,17 @@ class Settled(Phase):
             return True
         if moment.needs.retreat(moment.plan) is not None:
             return True
-        return moment.drive is not None and self.doubt(moment, moment.drive) is not None
+        return moment.bandwidth is not None and self.doubt(moment, moment.bandwidth) is not None
 
-    def doubt(self, moment: Moment, drive: Bandwidth) -> str | None:
+    def doubt(self, moment: Moment, bandwidth: Bandwidth) -> str | None:
         """Why the plan may not be the best any longer; ``None`` if nothing speaks against it."""
         expected, then, tuning = moment.plan.prediction, self.planned_for, moment.tuning
         if expected is None:
             return "nothing was predicted of the one before"
         is_quiet = moment.step < self.quiet_until
-        if drifted(drive, then, tuning.big_drift if is_quiet else tuning.drift, tuning):
-            return (
-                f"drives or host memory are not what they were: {in_words(drive)} instead of {in_words(then)}"
-            )
+        if drifted(bandwidth, then, tuning.big_drift if is_quiet else tuning.drift, tuning):
+            now = in_words(bandwidth)
+            return f"drives or host memory are not what they were: {now} instead of {in_words(then)}"
         if self._waits_too_long(moment):
             return f"steps waited for more than {tuning.waits:.0%} of their time"
         if is_quiet:
@@ -260,24 +259,24 @@ class Settled(Phase):
             return False
         return moment.pace.has_waited(moment.tuning.waits)
 
-    def decide(self, moment: Moment, profile: StepProfile, drive: Bandwidth) -> tuple[Phase, Plan]:
+    def decide(self, moment: Moment, profile: StepProfile, bandwidth: Bandwidth) -> tuple[Phase, Plan]:
         """Answers to what has become larger, to a broken budget and to doubts, or tries something else."""
         refining = moment.tuning.worth_refining
         if moment.size.has_grown:
             why = "a layer was given more than the plan was made for"
-            return self.replanned(moment, profile, drive, bare(moment.plan), why, worth=refining)
+            return self.replanned(moment, profile, bandwidth, bare(moment.plan), why, worth=refining)
         retreat = moment.needs.retreat(moment.plan)
         if retreat is not None:
-            return self._retreated(moment, moment.known_plan(retreat, profile, drive))
-        doubt = self.doubt(moment, drive)
+            return self._retreated(moment, moment.known_plan(retreat, profile, bandwidth))
+        doubt = self.doubt(moment, bandwidth)
         if doubt is not None:
-            return self.replanned(moment, profile, drive, self.plan, doubt)
+            return self.replanned(moment, profile, bandwidth, self.plan, doubt)
         if moment.task.has_budget and self.is_measured and not self.is_refined:
             why = "a step under the plan was measured"
             refined = dataclasses.replace(self, is_refined=True)
-            return refined.replanned(moment, profile, drive, self.plan, why, worth=refining)
-        confirmed = dataclasses.replace(self, plan=predicted(moment.plan, profile, drive))
-        return confirmed._gone_on(moment, profile, drive)
+            return refined.replanned(moment, profile, bandwidth, self.plan, why, worth=refining)
+        confirmed = dataclasses.replace(self, plan=predicted(moment.plan, profile, bandwidth))
+        return confirmed._gone_on(moment, profile, bandwidth)
 
     def _retreated(self, moment: Moment, plan: Plan) -> tuple[Phase, Plan]:
         """A plan that is known to keep to the budget, or to come closer to it."""
@@ -285,15 +284,15 @@ class Settled(Phase):
         moment.pace.forget_seconds()
         return dataclasses.replace(self, plan=plan, why=why, is_measured=False), plan
 
-    def _gone_on(self, moment: Moment, profile: StepProfile, drive: Bandwidth) -> tuple[Phase, Plan]:
+    def _gone_on(self, moment: Moment, profile: StepProfile, bandwidth: Bandwidth) -> tuple[Phase, Plan]:
         """What comes after a step that was as planned."""
         tuning = moment.tuning
         if self.caution < 1.0 and moment.step % tuning.excursions[-1] == 0:
             # A slow hour ends some time.
             bolder = dataclasses.replace(self, caution=min(self.caution / tuning.caution, 1.0))
-            return bolder.replanned(moment, profile, drive, self.plan, "the drives may have recovered")
+            return bolder.replanned(moment, profile, bandwidth, self.plan, "the drives may have recovered")
         if has_excursion(moment.step, tuning):
-            look = excursion(moment.task, profile, drive, self.plan, not_recomputed=moment.not_recomputed)
+            look = excursion(moment.task, profile, bandwidth, self.plan, not_recomputed=moment.not_recomputed)
             if look is not None:
                 return Excursion(self), look
         return self, self.plan
@@ -302,7 +301,7 @@ class Settled(Phase):
         self,
         moment: Moment,
         profile: StepProfile,
-        drive: Bandwidth,
+        bandwidth: Bandwidth,
         old: Plan,
         why: str,
         *,
@@ -310,12 +309,12 @@ class Settled(Phase):
     ) -> tuple[Settled, Plan]:
         """A new plan if it is clearly better than the old one; if not, the next doubt has to wait longer."""
         task, tuning = moment.task, moment.tuning
-        now = dataclasses.replace(self, planned_for=drive, caution=self._new_caution(moment, drive))
+        now = dataclasses.replace(self, planned_for=bandwidth, caution=self._new_caution(moment, bandwidth))
         moment.pace.forget_waits()
         if not task.decides:
-            now = dataclasses.replace(now, plan=_as_policy(moment, old, profile, drive), why=why)
+            now = dataclasses.replace(now, plan=_as_policy(moment, old, profile, bandwidth), why=why)
             return now, now.plan
-        careful = drive.scaled(now.caution)
+        careful = bandwidth.scaled(now.caution)
         new = moment.best_plan(profile, careful)
         if is_better(
             profile,
@@ -329,21 +328,21 @@ class Settled(Phase):
             tuning=tuning,
         ):
             moment.pace.forget_seconds()
-            now = dataclasses.replace(now, why=why, patience=1, is_measured=False)
+            now = dataclasses.replace(now, why=why, quiet_steps=1, is_measured=False)
         else:
             new = old
-            patience = min(2 * self.patience, tuning.excursions[-1])
-            now = dataclasses.replace(now, patience=patience, quiet_until=moment.step + patience)
+            quiet_steps = min(2 * self.quiet_steps, tuning.excursions[-1])
+            now = dataclasses.replace(now, quiet_steps=quiet_steps, quiet_until=moment.step + quiet_steps)
         if new is old or now.caution < 1.0:
-            new = predicted(new, profile, drive)
-        now = dataclasses.replace(now, plan=moment.within_budget(new, profile, drive))
+            new = predicted(new, profile, bandwidth)
+        now = dataclasses.replace(now, plan=moment.within_budget(new, profile, bandwidth))
         moment.check_budget(now.plan, profile)
         return now, now.plan
 
-    def _new_caution(self, moment: Moment, drive: Bandwidth) -> float:
+    def _new_caution(self, moment: Moment, bandwidth: Bandwidth) -> float:
         """The share of the measured rates to count on: all of those of another drive."""
         tuning = moment.tuning
-        if drifted(drive, self.planned_for, tuning.drift, tuning):
+        if drifted(bandwidth, self.planned_for, tuning.drift, tuning):
             return 1.0
         if self._waits_too_long(moment):
             return max(tuning.caution * self.caution, tuning.most_caution)
@@ -373,9 +372,11 @@ class Excursion(Phase):
         """It goes on, unless ranks want something else."""
         return self.left.agreed(plan, is_changed=True) if is_changed else self
 
-    def decide(self, moment: Moment, profile: StepProfile, drive: Bandwidth) -> tuple[Phase, Plan]:
+    def decide(self, moment: Moment, profile: StepProfile, bandwidth: Bandwidth) -> tuple[Phase, Plan]:
         """Comes back with what was learned."""
-        return self.left.replanned(moment, profile, drive, self.left.plan, "a step tried other placements")
+        return self.left.replanned(
+            moment, profile, bandwidth, self.left.plan, "a step tried other placements"
+        )
 
 
 def has_excursion(step: int, tuning: Tuning) -> bool:
@@ -384,36 +385,36 @@ def has_excursion(step: int, tuning: Tuning) -> bool:
     return step in tuning.excursions or (step > 0 and step % last == 0)
 
 
-def _probe(moment: Moment, profile: StepProfile, drive: Bandwidth, *, has_warmed_up: bool) -> Plan:
+def _probe(moment: Moment, profile: StepProfile, bandwidth: Bandwidth, *, has_warmed_up: bool) -> Plan:
     """The plan of a step that shows what is not known."""
     task = moment.task
     if not task.decides:
         return moment.plan
-    has_room = drive.capacity is None or not simulate(profile, task.first(), drive).fallback_bytes
+    has_room = bandwidth.capacity is None or not simulate(profile, task.first(), bandwidth).fallback_bytes
     if task.has_budget and (has_warmed_up or not has_room):
-        found = moment.within_budget(moment.best_plan(profile, drive), profile, drive)
+        found = moment.within_budget(moment.best_plan(profile, bandwidth), profile, bandwidth)
         if has_warmed_up:  # the first step needs much that others do not
             moment.check_budget(found, profile)
         if not has_room:
             return found
-    return probing_plan(task, profile, drive, step=moment.step, not_recomputed=moment.not_recomputed)
+    return probing_plan(task, profile, bandwidth, step=moment.step, not_recomputed=moment.not_recomputed)
 
 
-def _first_plan(moment: Moment, profile: StepProfile, drive: Bandwidth, why: str) -> Settled:
+def _first_plan(moment: Moment, profile: StepProfile, bandwidth: Bandwidth, why: str) -> Settled:
     moment.pace.forget_waits()
     if not moment.task.decides:
-        return Settled(_as_policy(moment, moment.plan, profile, drive), why, drive)
-    plan = moment.best_plan(profile, drive)
+        return Settled(_as_policy(moment, moment.plan, profile, bandwidth), why, bandwidth)
+    plan = moment.best_plan(profile, bandwidth)
     moment.pace.forget_seconds()
-    settled = Settled(moment.within_budget(plan, profile, drive), why, drive)
+    settled = Settled(moment.within_budget(plan, profile, bandwidth), why, bandwidth)
     moment.check_budget(settled.plan, profile)
     return settled
 
 
-def _as_policy(moment: Moment, plan: Plan, profile: StepProfile, drive: Bandwidth) -> Plan:
+def _as_policy(moment: Moment, plan: Plan, profile: StepProfile, bandwidth: Bandwidth) -> Plan:
     """The plan of a policy that leaves nothing to decide, with what it does if that is known."""
     # Where memory was never measured, it is not known what it holds beside activations of layers.
-    found = simulate(profile, plan, drive).prediction if moment.needs.knows_rest else None
+    found = simulate(profile, plan, bandwidth).prediction if moment.needs.knows_rest else None
     return dataclasses.replace(plan, prediction=found)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
-from tba_offload.capture.trace import Fate
+from tba_offload.capture.trace import Treatment
 from tba_offload.config.policy import Placement
 from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing, computed_as
 from tba_offload.plan.tuning import TUNING
@@ -246,7 +246,7 @@ def _timings(
 
 def _partly_kept(trace: StepTrace) -> AbstractSet[ScopeKey]:
     """Executions of which a plan keeps single activations."""
-    return {a.key.scope for a in trace.activations if a.fate is Fate.PLANNED_KEEP}
+    return {a.key.scope for a in trace.activations if a.treatment is Treatment.PLANNED_KEEP}
 
 
 def _renewed(
@@ -363,26 +363,26 @@ def _saved(
     at: list[float] = []
     until: list[float] = []
     needed: list[float] = []
-    fates: list[Fate] = []
+    treatments: list[Treatment] = []
     for run, activation in zip(runs, column, strict=True):
         is_selective = Placement(run.scope.placement).rebuilds
         at.append(_share(clock(activation.packed_at), run.host.forward))
         if is_selective:
-            fates.append(activation.fate)
+            treatments.append(activation.treatment)
         if activation.unpacked_at is not None:
             # Where others are rebuilt from it, it may be needed before its own use.
             uses = needed if is_selective else until
             uses.append(_share(clock(activation.unpacked_at), run.host.backward))
     # What is kept elsewhere costs nothing to keep, and gains nothing to offload.
-    counts = all(activation.fate is not Fate.LEARNED_KEEP for activation in column)
+    counts = all(activation.treatment is not Treatment.LEARNED_KEEP for activation in column)
     saved = Saved(
         max(activation.nbytes for activation in column) if counts else 0,
         statistics.median(at),
         statistics.median(until) if until else _used_if_selective(needed, known),
     )
-    if not fates:
+    if not treatments:
         return saved if known is None else saved._replace(rebuilt=known.rebuilt, needed=known.needed)
-    is_rebuilt = all(fate is Fate.REBUILT for fate in fates)
+    is_rebuilt = all(treatment is Treatment.REBUILT for treatment in treatments)
     early = statistics.median(needed) if needed and not is_rebuilt else None
     return saved._replace(rebuilt=is_rebuilt, needed=early)
 
@@ -401,5 +401,5 @@ def _share(when: float, stretch: tuple[float, float]) -> float:
 
 def _small_bytes(trace: StepTrace) -> int:
     """What layers with hooks kept because it was too small, or not understood."""
-    gone = {Fate.OFFLOADED, Fate.REBUILT}
-    return trace.kept_bytes - sum(a.nbytes for a in trace.activations if a.fate not in gone)
+    gone = {Treatment.OFFLOADED, Treatment.REBUILT}
+    return trace.kept_bytes - sum(a.nbytes for a in trace.activations if a.treatment not in gone)

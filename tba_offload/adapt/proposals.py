@@ -39,9 +39,9 @@ def offloads_all(plan: Plan) -> bool:
     return {Placement.AUTO, Placement.OFFLOAD}.issuperset(plan.placements)
 
 
-def predicted(plan: Plan, profile: StepProfile, drive: Bandwidth) -> Plan:
+def predicted(plan: Plan, profile: StepProfile, bandwidth: Bandwidth) -> Plan:
     """A plan with what it does on a drive."""
-    return dataclasses.replace(plan, prediction=simulate(profile, plan, drive).prediction)
+    return dataclasses.replace(plan, prediction=simulate(profile, plan, bandwidth).prediction)
 
 
 # The best plan
@@ -50,7 +50,7 @@ def predicted(plan: Plan, profile: StepProfile, drive: Bandwidth) -> Plan:
 def best_plan(
     task: Task,
     profile: StepProfile,
-    drive: Bandwidth,
+    bandwidth: Bandwidth,
     *,
     policy: Sequence[Placement],
     not_recomputed: frozenset[int],
@@ -60,7 +60,7 @@ def best_plan(
     Args:
         task: What is wanted.
         profile: The step.
-        drive: How fast offloaded bytes travel.
+        bandwidth: How fast offloaded bytes travel.
         policy: For each layer, what must be; the planner decides on those that are ``auto``.
         not_recomputed: Layers that must not be recomputed unless the policy says so.
     """
@@ -68,7 +68,7 @@ def best_plan(
     def within(limits: Limits) -> Plan:
         return make_plan(
             profile,
-            drive,
+            bandwidth,
             limits,
             policy=policy,
             objective=task.objective,
@@ -80,11 +80,11 @@ def best_plan(
     peak = plan.prediction.peak_bytes if plan.prediction is not None else 0
     if task.careful_limits.planned < peak <= task.limits.planned:
         plan = within(task.limits)
-    return _sound(task, plan, within, profile, drive)
+    return _sound(task, plan, within, profile, bandwidth)
 
 
 def _sound(
-    task: Task, plan: Plan, within: Callable[[Limits], Plan], profile: StepProfile, drive: Bandwidth
+    task: Task, plan: Plan, within: Callable[[Limits], Plan], profile: StepProfile, bandwidth: Bandwidth
 ) -> Plan:
     """A plan that keeps to the budget however slow the drive is, if there is one.
 
@@ -95,34 +95,34 @@ def _sound(
     largest = max((saved.nbytes for kind in profile.kinds for saved in kind.activations), default=0)
     budget, found = task.careful_limits.budget or 0, [plan]
     while len(found) <= task.tuning.most_narrowed:
-        excess = worst_peak(profile, plan, drive) - task.limits.budget
+        excess = worst_peak(profile, plan, bandwidth) - task.limits.budget
         if excess <= 0:
             return plan
         if plan.window is not None and plan.window - excess >= largest:
             narrower = dataclasses.replace(plan, window=plan.window - excess)
-            return predicted(narrower, profile, drive)
+            return predicted(narrower, profile, bandwidth)
         budget -= excess
         if budget <= 0:
             break
         plan = within(Limits(budget, task.limits.window))
         found.append(plan)
-    return min(found, key=lambda each: worst_peak(profile, each, drive))
+    return min(found, key=lambda each: worst_peak(profile, each, bandwidth))
 
 
-def worst_peak(profile: StepProfile, plan: Plan, drive: Bandwidth) -> int:
+def worst_peak(profile: StepProfile, plan: Plan, bandwidth: Bandwidth) -> int:
     """The peak in bytes if the window is full when most is held: drives have their moods."""
-    found = simulate(profile, plan, drive)
+    found = simulate(profile, plan, bandwidth)
     if plan.window is None:
         return found.peak_bytes
     full = found.held_bytes + plan.window + profile.rest_bytes
-    return max(found.peak_bytes, min(full, peak_of_keep(profile, drive)))
+    return max(found.peak_bytes, min(full, peak_of_keep(profile, bandwidth)))
 
 
 # Plans that show what is not known
 
 
 def probing_plan(
-    task: Task, profile: StepProfile, drive: Bandwidth, *, step: int, not_recomputed: frozenset[int]
+    task: Task, profile: StepProfile, bandwidth: Bandwidth, *, step: int, not_recomputed: frozenset[int]
 ) -> Plan:
     """Some layers of each kind kept, recomputed and rebuilt, as many as the budget allows."""
     first = task.first()
@@ -130,7 +130,7 @@ def probing_plan(
     for parts in (fewest, 6, 12, max(len(task.policy), 2)):
         placements = _mixed(task, profile, parts, step=step, not_recomputed=not_recomputed)
         plan = dataclasses.replace(first, placements=placements)
-        if worst_peak(profile, plan, drive) <= task.careful_limits.planned:
+        if worst_peak(profile, plan, bandwidth) <= task.careful_limits.planned:
             return plan
     return first
 
@@ -153,7 +153,7 @@ def _mixed(
 
 
 def excursion(
-    task: Task, profile: StepProfile, drive: Bandwidth, plan: Plan, *, not_recomputed: frozenset[int]
+    task: Task, profile: StepProfile, bandwidth: Bandwidth, plan: Plan, *, not_recomputed: frozenset[int]
 ) -> Plan | None:
     """The plan, but with one layer of each kind under a placement that has none now; ``None`` if none fits.
 
@@ -163,16 +163,16 @@ def excursion(
     agreed on.
     """
     begin = look = dataclasses.replace(plan, kept=(), prediction=None)
-    now = simulate(profile, begin, drive)
+    now = simulate(profile, begin, bandwidth)
     drive_is_known = now.written_bytes > 0
     for layer, placement in _untried(task, profile, plan, not_recomputed):
         placements = list(look.placements)
         placements[layer] = placement
         wider = dataclasses.replace(look, placements=tuple(placements))
-        then = simulate(profile, wider, drive)
+        then = simulate(profile, wider, bandwidth)
         waits = then.stall_seconds - now.stall_seconds > task.tuning.waits * now.seconds
         is_known = drive_is_known and placement in profile.timings[profile.layers[layer]]
-        fits = worst_peak(profile, wider, drive) <= task.careful_limits.planned
+        fits = worst_peak(profile, wider, bandwidth) <= task.careful_limits.planned
         if fits and not (is_known and waits):
             look = wider
     return None if look is begin else look

@@ -125,8 +125,11 @@ def _differ_in_room(found: int | None, expected: int | None, share: float) -> bo
     return differ(found, expected, share)
 
 
-def in_words(drive: Bandwidth) -> str:
+def in_words(bandwidth: Bandwidth) -> str:
     """Rates of writing and reading, tier by tier, and the room of the drives."""
-    rates = [(drive.write, drive.read), *([(drive.host.write, drive.host.read)] if drive.host else [])]
-    room = "" if drive.capacity is None else f", room for {readable_size(drive.capacity)}"
+    rates = [
+        (bandwidth.write, bandwidth.read),
+        *([(bandwidth.host.write, bandwidth.host.read)] if bandwidth.host else []),
+    ]
+    room = "" if bandwidth.capacity is None else f", room for {readable_size(bandwidth.capacity)}"
     return " and ".join(f"{readable_rate(write)} / {readable_rate(read)}" for write, read in rates) + room

@@ -28,14 +28,14 @@ from tba_offload.capture.identity import (
     View,
     is_understood,
     local_of,
-    look,
     restore,
     version_witness,
+    viewed,
 )
 from tba_offload.capture.registry import Registry
 from tba_offload.capture.saved import Borrowed, Kept, Packed
 from tba_offload.capture.scope import ActivationKey, Lookahead, ScopeKey
-from tba_offload.capture.trace import ActivationTrace, Fate, StepTrace
+from tba_offload.capture.trace import ActivationTrace, StepTrace, Treatment
 from tba_offload.device.ranges import aligned_range
 from tba_offload.errors import TransferError
 from tba_offload.layers.graph import check_version, hooks_on_top, latest_node
@@ -129,7 +129,7 @@ class Capture:
     ) -> tuple[Record, ActivationTrace]:
         """A new record, found again by its storage and read ahead in its turn."""
         record = Record(storage, key)
-        trace = ActivationTrace(key, record.nbytes, Fate.OFFLOADED, perf_counter())
+        trace = ActivationTrace(key, record.nbytes, Treatment.OFFLOADED, perf_counter())
         self.trace.activations.append(trace)
         self.registry.entries[storage._cdata] = record, trace, view, footprint, witness, witness._version
         self.lookahead.saved(record)
@@ -185,12 +185,12 @@ class Capture:
         if hold.record is None:
             memory = hold.storage()
             # One that was resized to nothing is alive but empty.
-            return look(memory, hold.view) if memory is not None and memory.nbytes() >= hi else None
+            return viewed(memory, hold.view) if memory is not None and memory.nbytes() >= hi else None
         handle = self.offloader.borrow(hold.record, lo, hi)
         if handle is None:
             return None
         storage, shift = self.offloader.reader.fetch(handle)
-        return look(storage, hold.view, shift)
+        return viewed(storage, hold.view, shift)
 
     # ---- what to keep ----------------------------------------------------------------------------
 
@@ -236,7 +236,7 @@ class Capture:
         if packed.spread is None:
             tensor = restore(storage, packed.view, packed.witness, shift)
         else:
-            tensor = self._spread(look(storage, packed.view, shift), packed.spread, packed)
+            tensor = self._spread(viewed(storage, packed.view, shift), packed.spread, packed)
         if is_first and trace.unpacked_at is None:
             trace.unpacked_at = perf_counter()
             self.lookahead.used(record.key)  # type: ignore[arg-type]
@@ -255,7 +255,7 @@ class Capture:
         if View.of(tensor) != (packed.spread or packed.view):
             return None
         if packed.spread is not None:
-            tensor = look(tensor.untyped_storage(), packed.spread.distinct()).contiguous()
+            tensor = viewed(tensor.untyped_storage(), packed.spread.distinct()).contiguous()
         storage = tensor.untyped_storage()
         if storage.nbytes() != handle.record.nbytes or not self.offloader.reader.can_be(handle, storage):
             return None
@@ -266,7 +266,7 @@ class Capture:
         lo, hi, _ = view.footprint()
         room = aligned_range(hi - lo, packed.address, 1, self.offloader.device)
         moved = view.moved(room.start - lo)
-        look(room.storage, moved.distinct()).copy_(gathered)
+        viewed(room.storage, moved.distinct()).copy_(gathered)
         return restore(room.storage, moved, packed.witness)
 
 
@@ -276,7 +276,7 @@ class LayerHooks:
     Args:
         capture: What the session captures.
         key: The scope.
-        when_slow: Whether activations may be kept when the ceiling of bytes in flight is reached.
+        when_slow: Whether activations may be kept when the window is full.
         kept: Numbers of the activations that the plan keeps in memory.
         rescue: Makes again what a drive does not give back, if that is possible.
     """
@@ -392,17 +392,17 @@ class LayerHooks:
         key, nbytes = ActivationKey(self._key, self._count), storage.nbytes()
         self._count += 1
         if key.number in self._learned and capture.registry.is_learned(key, nbytes):
-            return self._keep(tensor, storage, key, Fate.LEARNED_KEEP)
+            return self._keep(tensor, storage, key, Treatment.LEARNED_KEEP)
         if key.number in self._kept:
-            return self._keep(tensor, storage, key, Fate.PLANNED_KEEP)
+            return self._keep(tensor, storage, key, Treatment.PLANNED_KEEP)
         if self._when_slow and capture.keeps_when_slow(nbytes):
             capture.slow_kept_bytes += nbytes
-            return self._keep(tensor, storage, key, Fate.SLOW_KEEP)
+            return self._keep(tensor, storage, key, Treatment.SLOW_KEEP)
         if capture.look_at_memory is not None:
             capture.look_at_memory()
         offloader = capture.offloader
-        ceiling = offloader.ledger.window.nbytes
-        if ceiling is not None and offloader.ledger.in_flight + nbytes > ceiling:
+        window = offloader.ledger.window.nbytes
+        if window is not None and offloader.ledger.in_flight + nbytes > window:
             offloader.writer.admit(nbytes)
         witness = version_witness(tensor)
         record, trace = capture.add(storage, key, witness, view, footprint)
@@ -458,11 +458,11 @@ class LayerHooks:
         return key
 
     def _keep(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: ActivationKey, fate: Fate
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: ActivationKey, treatment: Treatment
     ) -> Kept:
         trace, nbytes = self.capture.trace, storage.nbytes()
         trace.kept_bytes += nbytes
-        trace.activations.append(ActivationTrace(key, nbytes, fate, perf_counter()))
+        trace.activations.append(ActivationTrace(key, nbytes, treatment, perf_counter()))
         self.capture.registry.note_kept(storage)
         return Kept(tensor)
 
@@ -544,7 +544,7 @@ class LayerHooks:
     def _offload_dense(self, packed: Packed, storage: torch.UntypedStorage) -> tuple[Record, View]:
         """Copies the elements of a view together and queues the write of the copy."""
         capture = self.capture
-        tensor = look(storage, packed.view.distinct()).contiguous()
+        tensor = viewed(storage, packed.view.distinct()).contiguous()
         copy, view = tensor.untyped_storage(), View.of(tensor)
         capture.offloader.writer.admit(copy.nbytes())
         footprint = view.footprint()

@@ -73,7 +73,7 @@ def blank(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return found
 
 
-def look(storage: torch.UntypedStorage, view: View, shift: int = 0) -> torch.Tensor:
+def viewed(storage: torch.UntypedStorage, view: View, shift: int = 0) -> torch.Tensor:
     """The tensor that ``view`` makes of ``storage``, sharing its memory.
 
     Args:
@@ -105,13 +105,13 @@ def version_witness(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def restore(storage: torch.UntypedStorage, view: View, witness: torch.Tensor, shift: int = 0) -> torch.Tensor:
-    """As :func:`look`, for backward: a change of the tensor in place counts at ``witness`` too.
+    """As :func:`viewed`, for backward: a change of the tensor in place counts at ``witness`` too.
 
     So the next one that is given the same saved tensor is told, as with autograd's own check.
     """
     tensor = witness.detach()
     if type(tensor) is not torch.Tensor:
-        _put(tensor, look(storage, view, shift))
+        _put(tensor, viewed(storage, view, shift))
         return tensor
     dtype, shape, stride, offset = view
     if shift:

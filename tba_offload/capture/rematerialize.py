@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tba_offload.capture.hooks import LayerHooks
-from tba_offload.capture.identity import View, local_of, look, restore, shares_version, version_witness
+from tba_offload.capture.identity import View, local_of, restore, shares_version, version_witness, viewed
 from tba_offload.capture.recipes import Finder, norms_of, watch_norm
 from tba_offload.capture.saved import Kept, Packed
 from tba_offload.capture.scope import ActivationKey
-from tba_offload.capture.trace import Fate
+from tba_offload.capture.trace import Treatment
 from tba_offload.errors import TbaError, UnsupportedError
 from tba_offload.layers import settings
 from tba_offload.layers.graph import check_version
@@ -287,7 +287,7 @@ class Rebuilds:
         storage = tensor.untyped_storage()
         trace = self.capture.trace
         trace.rebuilt_bytes += storage.nbytes()
-        activation = trace.saved(key, storage.nbytes(), Fate.REBUILT)
+        activation = trace.saved(key, storage.nbytes(), Treatment.REBUILT)
         rebuild = Rebuild(self, storage, version_witness(tensor), recipe, likeness, activation)
         self._rebuilds[storage._cdata] = rebuild
         return rebuild
@@ -369,7 +369,7 @@ class Rebuilds:
         else:
             self.compare(made, _bits(tensor), trace.key, likeness, is_written=True)
         if self._verdicts[likeness]:
-            trace.fate = Fate.REBUILT
+            trace.treatment = Treatment.REBUILT
 
     def _make(self, recipe: Recipe, trial: OnTrial) -> Tensor | None:
         """The bits of what a recipe makes for a trial; ``None`` if it is refused, or of another size."""
@@ -379,7 +379,7 @@ class Rebuilds:
             raise
         except RuntimeError:  # the operations refuse what they were given, or there is no memory for a trial
             return None
-        return _bits(look(made, trial.view)) if made.nbytes() == trial.nbytes else None
+        return _bits(viewed(made, trial.view)) if made.nbytes() == trial.nbytes else None
 
 
 class SelectiveHooks(LayerHooks):
@@ -389,7 +389,7 @@ class SelectiveHooks(LayerHooks):
         rebuilds: What the session knows of recipes.
         layer: The layer.
         key: The scope.
-        when_slow: Whether activations may be kept when the ceiling of bytes in flight is reached.
+        when_slow: Whether activations may be kept when the window is full.
         kept: Numbers of the activations that the plan keeps in memory.
     """
 
@@ -515,7 +515,7 @@ def _sample(storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:
     itemsize = min(dtype.itemsize, 8)
     count = storage.nbytes() // itemsize
     step = count // SAMPLED | 1  # odd, so that they are not all of one column
-    return look(storage, View(_INTEGERS[itemsize], ((count - 1) // step + 1,), (step,), 0))
+    return viewed(storage, View(_INTEGERS[itemsize], ((count - 1) // step + 1,), (step,), 0))
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tba_offload.capture.identity import View, local_of, look, version_witness
+from tba_offload.capture.identity import View, local_of, version_witness, viewed
 
 if TYPE_CHECKING:
     from tba_offload.capture.trace import ActivationTrace
@@ -39,7 +39,7 @@ class Kept:
     def shrink(self, view: View) -> None:
         """Keeps the elements of a small view without keeping the large storage that it looks at."""
         whole = local_of(self.tensor)
-        few = look(whole.untyped_storage(), view.distinct())
+        few = viewed(whole.untyped_storage(), view.distinct())
         self.witness = version_witness(self.tensor)
         self.tensor = few.clone(memory_format=torch.contiguous_format)
         self.spread = view

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tba_offload.device import Device, Mark
 
 
-class Fate(enum.Enum):
+class Treatment(enum.Enum):
     """What became of an activation when it was saved.
 
     One that was offloaded and could as well have been rebuilt, as backward found out, counts as rebuilt.
@@ -76,7 +76,7 @@ class ActivationTrace:
 
     key: ActivationKey
     nbytes: int
-    fate: Fate
+    treatment: Treatment
     packed_at: float
     unpacked_at: float | None = None
 
@@ -191,9 +191,9 @@ class StepTrace:
         """Notes that a layer runs where its placement cannot be followed."""
         self.left_alone += 1
 
-    def saved(self, key: ActivationKey, nbytes: int, fate: Fate) -> ActivationTrace:
+    def saved(self, key: ActivationKey, nbytes: int, treatment: Treatment) -> ActivationTrace:
         """Notes that a storage was saved."""
-        activation = ActivationTrace(key, nbytes, fate, time.perf_counter())
+        activation = ActivationTrace(key, nbytes, treatment, time.perf_counter())
         self.activations.append(activation)
         return activation
 

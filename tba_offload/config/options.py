@@ -252,7 +252,7 @@ class BudgetConfig:
         return self.activation_bytes, self.in_flight_bytes
 
     @property
-    def ceiling(self) -> int | None:
+    def window(self) -> int | None:
         """Most bytes in flight: the lower of the two limits."""
         return min((limit for limit in self.limits if limit is not None), default=None)
 

@@ -2,7 +2,7 @@
 
 Two meters with one interface tell the activation peak of a step. On CUDA it comes from the statistics of
 the caching allocator. On a CPU it comes from the allocator's own count of live bytes, which a thread samples,
-because allocators keep no peak. Neither looks at our own books.
+because allocators keep no peak. Neither looks at our own ledger.
 
 Gradients and optimizer states that are allocated in the middle of a step are no activations. They are counted
 where they come into being (:class:`LiveBytes`), and the meters leave them out.
@@ -167,7 +167,7 @@ class MemoryMeter(ABC):
         """Goes on after :meth:`pause`."""
 
     @abstractmethod
-    def look(self, grows_by: int = 0) -> None:
+    def sample(self, grows_by: int = 0) -> None:
         """Notes what is live, where it may be much, or before ``grows_by`` bytes more are left out."""
 
     @abstractmethod
@@ -218,7 +218,7 @@ class CudaMeter(MemoryMeter):
         self._paused = False
         self._begin_stretch()
 
-    def look(self, grows_by: int = 0) -> None:
+    def sample(self, grows_by: int = 0) -> None:
         """Ends a stretch before too much is born in it."""
         born = self._static() + grows_by - self._static_before
         if not self._paused and born > self._COARSE * self._peak:
@@ -279,7 +279,7 @@ class MallocMeter(MemoryMeter):
         return self._count() - max(before, self._static())
 
     def reset(self) -> None:
-        """Takes a first sample and lets the thread, and :meth:`look`, take the others."""
+        """Takes a first sample and lets the thread, and :meth:`sample`, take the others."""
         with self._lock:
             self._peak = self.live()
         if self._thread is None:
@@ -298,7 +298,7 @@ class MallocMeter(MemoryMeter):
         """Lets the thread go on."""
         self._watching.set()
 
-    def look(self, grows_by: int = 0) -> None:  # noqa: ARG002 - a sample is of a moment
+    def sample(self, grows_by: int = 0) -> None:  # noqa: ARG002 - a sample is of a moment
         """Takes a sample: on a busy machine the thread may get no turn for long."""
         self._sample()
 

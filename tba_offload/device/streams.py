@@ -122,7 +122,7 @@ class Device(ABC):
         """Makes this the current device of the calling thread; every I/O thread calls it."""
 
     @abstractmethod
-    def aside(self) -> AbstractContextManager[None]:
+    def on_side_stream(self) -> AbstractContextManager[None]:
         """Around work of an I/O thread: it gets a stream of its own, and is done at the end of the block."""
 
     @abstractmethod
@@ -182,7 +182,7 @@ class CpuDevice(Device):
     def bind_thread(self) -> None:
         """Does nothing: every thread runs on the CPU."""
 
-    def aside(self) -> AbstractContextManager[None]:
+    def on_side_stream(self) -> AbstractContextManager[None]:
         """Does nothing: there are no streams."""
         return nullcontext()
 
@@ -251,7 +251,7 @@ class CudaDevice(Device):
         torch.cuda.set_device(self.torch_device)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def on_side_stream(self) -> Iterator[None]:
         """Switches to the calling thread's side stream and waits for that stream only."""
         stream = self._side_stream()
         with torch.cuda.stream(stream):
@@ -265,7 +265,7 @@ class CudaDevice(Device):
         if target.is_cpu and source.is_cpu:
             _copy_on_host(target, source)
             return
-        with self.aside():
+        with self.on_side_stream():
             target.copy_(source, non_blocking=True)
 
     def host_memory(self, nbytes: int) -> torch.Tensor:

@@ -59,9 +59,9 @@ def _window(plan: Plan) -> str:
     return "without limit" if plan.window is None else readable_size(plan.window)
 
 
-def explain(profile: StepProfile, plan: Plan, drive: Bandwidth, layer: int) -> str:
+def explain(profile: StepProfile, plan: Plan, bandwidth: Bandwidth, layer: int) -> str:
     """Why a plan places a layer as it does, in one line."""
-    return plan.placements[layer].take(_Why(profile, plan, drive, layer))
+    return plan.placements[layer].take(_Why(profile, plan, bandwidth, layer))
 
 
 class _Why(NamedTuple):
@@ -69,7 +69,7 @@ class _Why(NamedTuple):
 
     profile: StepProfile
     plan: Plan
-    drive: Bandwidth
+    bandwidth: Bandwidth
     layer: int
 
     def keep(self) -> str:
@@ -123,7 +123,7 @@ class _Why(NamedTuple):
 
     def _moving(self, nbytes: int) -> str:
         """How long the drive takes to write and to read so many bytes."""
-        return _milliseconds(nbytes / self.drive.write + nbytes / self.drive.read)
+        return _milliseconds(nbytes / self.bandwidth.write + nbytes / self.bandwidth.read)
 
 
 def _milliseconds(seconds: float) -> str:

@@ -48,7 +48,7 @@ KEEP, OFFLOAD, SELECTIVE = Placement.KEEP, Placement.OFFLOAD, Placement.SELECTIV
 
 def make_plan(
     profile: StepProfile,
-    drive: Bandwidth,
+    bandwidth: Bandwidth,
     limits: Limits,
     *,
     policy: Sequence[Placement],
@@ -62,7 +62,7 @@ def make_plan(
 
     Args:
         profile: The step.
-        drive: How fast offloaded bytes travel.
+        bandwidth: How fast offloaded bytes travel.
         limits: What the plan must keep to. Without a budget it is the one with the lowest peak that is as
             fast as keeping everything.
         policy: For each layer, what the user wants; the planner decides on those that are ``auto``.
@@ -78,7 +78,7 @@ def make_plan(
     if len(policy) != len(profile.layers):
         raise ValueError(f"{len(policy)} placements for a profile of {len(profile.layers)} layers")
     objective = objective or default_objective(limits)
-    terms = Terms(drive, limits, objective, whole_layers=whole_layers, tuning=tuning)
+    terms = Terms(bandwidth, limits, objective, whole_layers=whole_layers, tuning=tuning)
     freedom = Freedom.all_of(profile, policy, not_recomputed)
     if count_items(profile) <= tuning.many_items:
         return _Search(profile, terms, freedom).best(known)
@@ -98,7 +98,7 @@ def _best_of_many(profile: StepProfile, terms: Terms, freedom: Freedom, known: S
 
 def is_better(
     profile: StepProfile,
-    drive: Bandwidth,
+    bandwidth: Bandwidth,
     limits: Limits,
     new: Plan,
     old: Plan,
@@ -112,7 +112,7 @@ def is_better(
 
     Args:
         profile: The step.
-        drive: How fast offloaded bytes travel.
+        bandwidth: How fast offloaded bytes travel.
         limits: What both must keep to; whether they do is not a matter of shares.
         new: The plan.
         old: The one in force.
@@ -124,7 +124,7 @@ def is_better(
     bare = [dataclasses.replace(plan, prediction=None) for plan in (old, new)]
     if bare[0] == bare[1]:
         return False
-    terms = Terms(drive, limits, objective, whole_layers=False, tuning=tuning)
+    terms = Terms(bandwidth, limits, objective, whole_layers=False, tuning=tuning)
     trials = Trials(profile, terms, Freedom.all_of(profile, policy, frozenset()))
     now, then = (trials.play(plan).outcome for plan in bare)
     fits = [outcome.peak_bytes <= limits.planned for outcome in (now, then)]
@@ -210,7 +210,7 @@ class _Search:
         trials = self._trials
         others = (trials.play(dataclasses.replace(plan, prediction=None)) for plan in known)
         best = min((found, *others), key=score_of)
-        if trials.drive != self._terms.drive:
+        if trials.bandwidth != self._terms.bandwidth:
             best = self._sound(best)
         least = self._terms.tuning.least_freed
         if trials.hardly_frees(best.outcome, least) or trials.is_needlessly_slow(best.plan):

@@ -67,13 +67,13 @@ class Outcome:
         return Prediction(self.seconds, self.stall_seconds, self.peak_bytes, self.written_bytes)
 
 
-def simulate(profile: StepProfile, plan: Plan, drive: Bandwidth) -> Outcome:
+def simulate(profile: StepProfile, plan: Plan, bandwidth: Bandwidth) -> Outcome:
     """Plays one step.
 
     Args:
         profile: The step.
         plan: A placement for each of its layers, and the window.
-        drive: The rates, and the host memory beside the drive.
+        bandwidth: The rates, and the host memory beside the drive.
 
     Raises:
         ValueError: The plan is for another number of layers.
@@ -82,7 +82,7 @@ def simulate(profile: StepProfile, plan: Plan, drive: Bandwidth) -> Outcome:
         raise ValueError(
             f"a plan for {len(plan.placements)} layers does not fit a profile of {len(profile.layers)}"
         )
-    return _Run(profile, plan, drive).play()
+    return _Run(profile, plan, bandwidth).play()
 
 
 class _Event(NamedTuple):
@@ -111,13 +111,13 @@ class _Run:
     Args:
         profile: The step.
         plan: A placement for each of its layers, and the window.
-        drive: The rates.
+        bandwidth: The rates.
     """
 
-    def __init__(self, profile: StepProfile, plan: Plan, drive: Bandwidth) -> None:
+    def __init__(self, profile: StepProfile, plan: Plan, bandwidth: Bandwidth) -> None:
         self._profile = profile
         self._plan = plan
-        self._traffic = Traffic(profile, plan, drive)
+        self._traffic = Traffic(profile, plan, bandwidth)
         self._rebuild_seconds = 0.0
         # Of each layer, looked up once: there are many more slots than layers.
         self._kinds = [profile.kinds[kind] for kind in profile.layers]

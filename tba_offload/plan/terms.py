@@ -22,14 +22,14 @@ class Terms:
     """What is wanted, on which drive, within which limits.
 
     Attributes:
-        drive: How fast offloaded bytes travel.
+        bandwidth: How fast offloaded bytes travel.
         limits: What plans must keep to.
         objective: What is wanted.
         whole_layers: Whether all activations of a layer get the same placement.
         tuning: The numbers of the search.
     """
 
-    drive: Bandwidth
+    bandwidth: Bandwidth
     limits: Limits
     objective: Objective
     whole_layers: bool

@@ -124,7 +124,7 @@ class Tiers:
     """The drives, and host memory beside them for what they have no time for.
 
     Args:
-        drive: The rates of all.
+        bandwidth: The rates of all.
         window: Says when host memory takes writes.
 
     Attributes:
@@ -133,9 +133,9 @@ class Tiers:
         next_written: When the first of all writes ends.
     """
 
-    def __init__(self, drive: Bandwidth, window: Window) -> None:
-        host = drive.host
-        self.drive = Tier(drive.write, drive.read, drive.latency, drive.capacity)
+    def __init__(self, bandwidth: Bandwidth, window: Window) -> None:
+        host = bandwidth.host
+        self.drive = Tier(bandwidth.write, bandwidth.read, bandwidth.latency, bandwidth.capacity)
         self.host = None if host is None else Tier(host.write, host.read, 0.0, host.capacity)
         self.next_written = INFINITY
         self._spills_above = window.spills_above
@@ -333,7 +333,7 @@ class Traffic:
     Args:
         profile: The step.
         plan: The plan.
-        drive: The rates, and the host memory beside the drive.
+        bandwidth: The rates, and the host memory beside the drive.
 
     Attributes:
         memory: What is on the device.
@@ -344,11 +344,11 @@ class Traffic:
         fallback: Bytes that stayed because no tier had room for them.
     """
 
-    def __init__(self, profile: StepProfile, plan: Plan, drive: Bandwidth) -> None:
+    def __init__(self, profile: StepProfile, plan: Plan, bandwidth: Bandwidth) -> None:
         moves = [placement.travels for placement in plan.placements]
         self._window = Window(plan.window)
         self.memory = Memory()
-        self.tiers = Tiers(drive, self._window)
+        self.tiers = Tiers(bandwidth, self._window)
         self.now = self.stall = 0.0
         self.forwarded = self.fallback = 0
         self._largest = max((saved.nbytes for kind in profile.kinds for saved in kind.activations), default=0)

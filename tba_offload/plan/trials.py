@@ -50,7 +50,7 @@ class Trials:
 
     Attributes:
         kept: The plan that keeps all layers that may be.
-        drive: The drive that plans are made for.
+        bandwidth: The rates that plans are made for.
         goal: Says which outcome is better.
         least_window: The smallest window in bytes in which activations do not wait for one another.
         most: So many plans are tried before no new way is begun.
@@ -65,9 +65,9 @@ class Trials:
         self.kept = Plan(freedom.uniform(Placement.KEEP), window=terms.limits.window)
         goal, seconds = GOALS[terms.objective], 0.0
         if goal.wants_memory:
-            seconds = simulate(profile, self.kept, terms.drive).seconds
+            seconds = simulate(profile, self.kept, terms.bandwidth).seconds
         self.goal = goal(terms.limits, tuning, seconds)
-        self.drive = terms.drive.scaled(self.goal.drive_share)
+        self.bandwidth = terms.bandwidth.scaled(self.goal.drive_share)
         items = max(count_items(profile), 1)
         self.most = min(tuning.max_trials, tuning.max_items // items)
         self.most_filled = tuning.max_items // 4 // items
@@ -81,14 +81,14 @@ class Trials:
     def play(self, plan: Plan) -> Trial:
         """Plays a plan as it is."""
         if plan not in self._played:
-            outcome = simulate(self.profile, plan, self.drive)
+            outcome = simulate(self.profile, plan, self.bandwidth)
             self._played[plan] = Trial(plan, outcome, self.score(outcome))
         return self._played[plan]
 
     def really(self, plan: Plan) -> Outcome:
         """What a plan does on the drive as it is."""
-        trial = self._played.get(plan) if self.drive == self.terms.drive else None
-        return simulate(self.profile, plan, self.terms.drive) if trial is None else trial.outcome
+        trial = self._played.get(plan) if self.bandwidth == self.terms.bandwidth else None
+        return simulate(self.profile, plan, self.terms.bandwidth) if trial is None else trial.outcome
 
     def set_window(self, window: int | None) -> None:
         """From now on plans that say nothing else are tried with this window."""
@@ -164,7 +164,7 @@ class Trials:
         """Whether memory is wanted first, there is room for everything, and keeping it would be faster."""
         if not self._is_at_leisure:
             return False
-        return self.goal.slower(simulate(self.profile, plan, self.terms.drive)) > 0
+        return self.goal.slower(simulate(self.profile, plan, self.terms.bandwidth)) > 0
 
     @property
     def _is_at_leisure(self) -> bool:
@@ -180,4 +180,4 @@ class Trials:
     def _least_peak(self) -> int:
         """The peak if all of them travelled, on drives that take no time."""
         plan = Plan(self.freedom.uniform(Placement.OFFLOAD), window=self.least_window)
-        return simulate(self.profile, plan, self.drive.scaled(_NO_TIME)).peak_bytes
+        return simulate(self.profile, plan, self.bandwidth.scaled(_NO_TIME)).peak_bytes

@@ -124,15 +124,15 @@ class Choice:
         return self.plan.prediction.seconds if self.plan.prediction is not None else math.inf
 
 
-def peak_of_keep(profile: StepProfile, drive: Bandwidth) -> int:
+def peak_of_keep(profile: StepProfile, bandwidth: Bandwidth) -> int:
     """The activation peak if every layer keeps its activations, bytes."""
     plan = Plan((Placement.KEEP,) * len(profile.layers))
-    return simulate(profile, plan, drive).peak_bytes
+    return simulate(profile, plan, bandwidth).peak_bytes
 
 
 def frontier(
     profile: StepProfile,
-    drive: Bandwidth,
+    bandwidth: Bandwidth,
     policy: Sequence[Placement],
     *,
     window: int | None,
@@ -143,18 +143,18 @@ def frontier(
 
     Args:
         profile: The step.
-        drive: How fast offloaded bytes travel.
+        bandwidth: How fast offloaded bytes travel.
         policy: For each layer, what the user wants; the planner decides on ``auto``.
         window: Most bytes in flight.
         objective: What is wanted; by default the least time.
         shares: Budgets, as shares of the peak of keep.
     """
-    whole = peak_of_keep(profile, drive)
+    whole = peak_of_keep(profile, bandwidth)
     choices: list[Choice] = []
     for budget in sorted(int(share * whole) for share in shares):
         # What is good for less memory is good for more; the search is not perfect.
         known = [choices[-1].plan] if choices else []
         limits = Limits(budget, window)
-        plan = make_plan(profile, drive, limits, policy=policy, objective=objective, known=known)
+        plan = make_plan(profile, bandwidth, limits, policy=policy, objective=objective, known=known)
         choices.append(Choice(budget, plan))
     return choices

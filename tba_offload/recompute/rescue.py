@@ -47,7 +47,7 @@ class Rescue(Watched):
     def __call__(self, /, *args: Any, **kwargs: Any) -> object:
         """Runs the layer as it would run without this."""
         try:
-            observed = self._verifier.look(self._mode, args, kwargs)
+            observed = self._verifier.observe(self._mode, args, kwargs)
         except TooManyError:
             return self._forward(*args, **kwargs)
         output = self._forward(*args, **kwargs)

@@ -98,7 +98,7 @@ class Run:
         if is_scripted(self.__self__):
             raise self._refused(SCRIPTED)
         try:
-            observed = self._verifier.look(self._mode, args, kwargs)
+            observed = self._verifier.observe(self._mode, args, kwargs)
         except TooManyError:
             raise self._refused(TOO_MANY) from None
         if observed.found.unknown is not None:

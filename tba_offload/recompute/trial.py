@@ -134,7 +134,7 @@ class Trial(Watched):
     def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observation | None:
         """What the layer finds; ``None`` if a second run would change of that what cannot be put back."""
         try:
-            observed = self._verifier.look(self._mode, args, kwargs)
+            observed = self._verifier.observe(self._mode, args, kwargs)
         except TooManyError:
             self._verifier.decline(self._mode, TOO_MANY)
             return None

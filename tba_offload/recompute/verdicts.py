@@ -161,7 +161,7 @@ class Verifier:
         layer = self.layers[index].id
         return f"layer {layer.number} ({layer.name})"
 
-    def look(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observation:
+    def observe(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observation:
         """Takes down what a layer finds that is about to run for the first time.
 
         Raises:

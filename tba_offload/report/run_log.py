@@ -124,7 +124,7 @@ class StepRecord:
         state_bytes: By how much optimizers let memory grow in the step, in bytes: their states, made in the
             first one.
         peak_source: How ``activation_peak_bytes`` was measured, such as ``"cuda allocator"``.
-        own_peak_bytes: Peak of the resident activations of captured layers by our own books. Layers that
+        own_peak_bytes: Peak of the resident activations of captured layers by our own ledger. Layers that
             are placed keep or recompute run without hooks, and nothing is known of them.
         resident_peak_bytes: Peak resident set of the process as the operating system counts it (VmHWM).
         gradients_allocated: Whether all gradients existed when the base was read.

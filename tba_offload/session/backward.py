@@ -112,5 +112,5 @@ class TailWatch:
     def _look(self) -> None:
         step = self._ongoing.step
         if step is not None:
-            step.memory.look()
+            step.memory.sample()
             step.memory.saw_rest(self._own_bytes())

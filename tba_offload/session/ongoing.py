@@ -67,4 +67,4 @@ class Ongoing:
     def look_at_memory(self, grows_by: int = 0) -> None:
         """Notes what is live, for a meter that sees only what it looks at."""
         if self.step is not None:
-            self.step.memory.look(grows_by)
+            self.step.memory.sample(grows_by)

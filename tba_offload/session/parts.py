@@ -96,7 +96,7 @@ def make_parts(
     offloader = Offloader(
         store,
         device,
-        ceiling=config.budget.ceiling,
+        window=config.budget.window,
         keep_when_full=config.on_full == "keep",
         stall_limit=config.store.stall_seconds,
         budget_bytes=config.budget.activation_bytes,
@@ -126,7 +126,7 @@ def make_parts(
 
 def limits_of(config: OffloadConfig) -> Limits:
     """Budget and window of a configuration."""
-    return Limits(config.budget.activation_bytes, config.budget.ceiling)
+    return Limits(config.budget.activation_bytes, config.budget.window)
 
 
 def _device_of_model(modules: Sequence[nn.Module]) -> torch.device:

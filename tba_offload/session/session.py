@@ -290,7 +290,7 @@ class Session:
 
     def _plan_of(self, config: OffloadConfig) -> Plan:
         ids = [layer.id for layer in self.layers]
-        return Plan.from_policy(config.policy, ids, self._world.layers, window=config.budget.ceiling)
+        return Plan.from_policy(config.policy, ids, self._world.layers, window=config.budget.window)
 
     def _controller_of(self, config: OffloadConfig, plan: Plan) -> Controller | None:
         """Learns what steps are like, and decides on the layers that are placed ``auto``.

@@ -410,7 +410,7 @@ class ActivationStore(ABC):
     def resume(self) -> None:  # noqa: B027 - as below
         """Puts every drive back in service: the next transfer tells whether it works."""
 
-    def expect(self, in_flight: int | None) -> None:  # noqa: B027 - most stores have no use for it
+    def resize_window(self, window: int | None) -> None:  # noqa: B027 - most stores have no use for it
         """Tells the store how many bytes may be in flight at most; ``None`` for no limit.
 
         Called between steps, whenever that changes.

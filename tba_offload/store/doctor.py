@@ -16,7 +16,7 @@ from tba_offload.store import gds
 from tba_offload.store.file import FileStore
 from tba_offload.store.gds import GdsStore
 from tba_offload.store.hanging import ask, opened
-from tba_offload.store.probe import PATIENCE, choose, end, measure
+from tba_offload.store.probe import TRANSFER_SECONDS, choose, end, measure
 from tba_offload.store.run_file import open_directory
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def _machine(device: Device) -> Findings:
 
 def _examine_directory(directory: str, device: Device) -> Findings:
     try:
-        ask(lambda: os.close(open_directory(directory)), directory, PATIENCE)
+        ask(lambda: os.close(open_directory(directory)), directory, TRANSFER_SECONDS)
     except OSError as error:
         return {"directory": directory, "ways": {"file": {"error": str(error)}}, "auto": None, "advice": []}
     makers: dict[str, Callable[[], QueuedStore]] = {"file": partial(FileStore, directory, device=device)}
@@ -95,7 +95,7 @@ def _try(make: Callable[[], QueuedStore], directory: str, device: Device) -> Fin
     """One way to a directory: its path and why, and what it moves."""
     try:
         with ExitStack() as stack:
-            store = opened(make, directory, device, PATIENCE)
+            store = opened(make, directory, device, TRANSFER_SECONDS)
             stack.push(partial(end, store))
             told = store.description
             rates = measure(store, device)

@@ -49,7 +49,7 @@ class QueuedStore(Figures):
         setting: The setting that its capacity comes from, for messages.
 
     Attributes:
-        drive_number: As given.
+        drive_index: As given.
         chosen: Why ``auto`` took this kind of store, and what it measured; ``None`` if nothing was to choose.
     """
 
@@ -61,7 +61,7 @@ class QueuedStore(Figures):
         super().__init__(name, leases, condition, life)
         self.alignment = backend.alignment
         self.capacity_bytes = options.capacity
-        self.drive_number = drive
+        self.drive_index = drive
         self.chosen: dict[str, object] | None = None
         self._backend = backend
         self._lanes = Lanes(options.writers, options.readers, options.stall_seconds)

@@ -126,7 +126,7 @@ class GdsBackend:
         hasher = self._checksums.hasher()
         if hasher is None:
             return None
-        with self.device.aside():
+        with self.device.on_side_stream():
             hasher.update(sums(data))
         return hasher.intdigest()
 

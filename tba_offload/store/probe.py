@@ -43,7 +43,7 @@ _BUSY_SECONDS = 0.1
 
 _ROUNDS = 3
 _ENOUGH_SECONDS = 1.0
-PATIENCE = 60.0
+TRANSFER_SECONDS = 60.0
 """Seconds that a drive is waited for while it is tried."""
 
 
@@ -76,7 +76,7 @@ class Probe:
         device: The device that the bytes lie on.
         extent_bytes: Size of an extent.
         extents: How many are moved at once in each direction.
-        patience: Seconds that a transfer may take; ``None`` for what suits every drive.
+        transfer_seconds: Seconds that a transfer may take; ``None`` for what suits every drive.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class Probe:
         *,
         extent_bytes: int,
         extents: int,
-        patience: float | None = None,
+        transfer_seconds: float | None = None,
     ) -> None:
         self._store, self._device, self._count = store, device, extents
-        self._patience = PATIENCE if patience is None else patience
+        self._transfer_seconds = TRANSFER_SECONDS if transfer_seconds is None else transfer_seconds
         # Bytes that no drive can compress, of a generator of its own.
         generator = torch.Generator(device.torch_device).manual_seed(0)
         words = torch.randint(
@@ -139,7 +139,7 @@ class Probe:
                     target = self._targets[number]
                     futures.append(self._store.read(self._full[number], target, after, padded=True))
             for future in futures:
-                future.wait(self._patience)
+                future.wait(self._transfer_seconds)
             seconds = time.perf_counter() - began
         except BaseException as error:
             for future in futures:
@@ -156,7 +156,7 @@ class Probe:
         """Gives all extents back when some transfers have failed and others may still run."""
         for future in futures:
             with suppress(StoreError):
-                future.wait(self._patience)
+                future.wait(self._transfer_seconds)
         self._full += written
         self.done()
 
@@ -231,25 +231,29 @@ def choose(directory: str | os.PathLike[str], device: Device, options: StoreOpti
     capacity, limit = options.capacity, options.stall_seconds
     if capacity is not None and capacity < 2 * room:  # both kinds have a file for a moment
         return Choice("file", f"a capacity of {capacity} bytes has no room to measure the other way", {})
-    patience = PATIENCE if limit is None else min(limit, PATIENCE)
-    options = replace(options, capacity=room, stall_seconds=patience)
+    transfer_seconds = TRANSFER_SECONDS if limit is None else min(limit, TRANSFER_SECONDS)
+    options = replace(options, capacity=room, stall_seconds=transfer_seconds)
     place, hangs = os.fspath(directory), True
     try:
         import_kvikio()
         with ExitStack() as stack:
-            file = opened(partial(FileStore, place, device=device, options=options), place, device, patience)
+            file = opened(
+                partial(FileStore, place, device=device, options=options), place, device, transfer_seconds
+            )
             stack.push(partial(end, file))
             hangs = False
-            direct = opened(partial(GdsStore, place, device=device, options=options), place, device, patience)
+            direct = opened(
+                partial(GdsStore, place, device=device, options=options), place, device, transfer_seconds
+            )
             stack.push(partial(end, direct))
-            rates = _in_turn({"file": file, "gds": direct}, device, patience)
+            rates = _in_turn({"file": file, "gds": direct}, device, transfer_seconds)
             path = direct.description["path"]
     except MissingDependencyError as error:
         return Choice("file", f"GPUDirect Storage needs {error.package}, which is not installed", {})
     except TimeoutError:
         return Choice(
             "file",
-            f"a transfer of {EXTENT_BYTES} bytes had not ended after {patience:g} s of measuring",
+            f"a transfer of {EXTENT_BYTES} bytes had not ended after {transfer_seconds:g} s of measuring",
             {},
         )
     except (StoreError, torch.OutOfMemoryError) as error:
@@ -271,10 +275,14 @@ def end(store: QueuedStore, kind: type[BaseException] | None, *_: object) -> Non
         store.close()
 
 
-def _in_turn(stores: Mapping[str, ActivationStore], device: Device, patience: float) -> dict[str, float]:
+def _in_turn(
+    stores: Mapping[str, ActivationStore], device: Device, transfer_seconds: float
+) -> dict[str, float]:
     """Bytes a second of each in both directions at once."""
     probes = {
-        kind: Probe(store, device, extent_bytes=EXTENT_BYTES, extents=EXTENTS, patience=patience)
+        kind: Probe(
+            store, device, extent_bytes=EXTENT_BYTES, extents=EXTENTS, transfer_seconds=transfer_seconds
+        )
         for kind, store in stores.items()
     }
     for probe in probes.values():

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from tba_offload.store.engine import QueuedStore
 
-_PATIENCE_AT_FORK = 10.0
+_SECONDS_AT_FORK = 10.0
 """Seconds that a fork waits for running reads."""
 
 
@@ -53,7 +53,7 @@ def _before_fork() -> None:
     Direct I/O into private memory must not overlap with one: before Linux 6.3 the bytes may arrive in a page
     that copy-on-write has given to the child. A drive that hangs shall not hang the fork too.
     """
-    deadline = time.monotonic() + _PATIENCE_AT_FORK
+    deadline = time.monotonic() + _SECONDS_AT_FORK
     reading = [busy for store in open_stores() for busy in store.reading()]
     _held_at_fork.extend(
         busy for busy in reading if busy.acquire(timeout=max(deadline - time.monotonic(), 0))

@@ -28,7 +28,7 @@ class TieredStore(CombinedStore):
             a step without a window.
 
     Attributes:
-        spill_bytes: As given, or by what :meth:`expect` was told last.
+        spill_bytes: As given, or by what :meth:`resize_window` was told last.
 
     Both stores are closed with this one.
     """
@@ -91,9 +91,9 @@ class TieredStore(CombinedStore):
         if nbytes > share:
             self.host.prepare(nbytes - share)
 
-    def expect(self, in_flight: int | None) -> None:
-        """Sets when host memory is used, by the window; see :meth:`ActivationStore.expect`."""
-        self.spill_bytes = Window(in_flight).spills_above
+    def resize_window(self, window: int | None) -> None:
+        """Sets when host memory is used, by the window; see :meth:`ActivationStore.resize_window`."""
+        self.spill_bytes = Window(window).spills_above
 
     def _store_of(self, extent: Extent) -> ActivationStore:
-        return self.host if extent.drive == self.host.drive_number else self.drives
+        return self.host if extent.drive == self.host.drive_index else self.drives

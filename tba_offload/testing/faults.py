@@ -375,7 +375,7 @@ def _drive_of(fd: int) -> tuple[int | None, str]:
     """Number and directory of the drive whose file this is; no number while its store is still opening."""
     for store in open_stores():
         if isinstance(store, FileStore) and store.fileno() == fd:
-            return store.drive_number, store.directory
+            return store.drive_index, store.directory
     return None, ""
 
 

@@ -32,7 +32,7 @@ class Offloader:
     Args:
         store: Where the bytes go. Nothing else reserves extents there; the offloader does not close it.
         device: The device that holds the activations.
-        ceiling: Most bytes in flight; ``None`` for no limit.
+        window: Most bytes in flight; ``None`` for no limit.
         keep_when_full: Whether what cannot be written is kept in memory (counted in :attr:`stats`) instead of
             raising a :class:`~tba_offload.errors.TransferError`.
         stall_limit: Seconds after which a wait during which nothing moved is an error; ``None`` for never.
@@ -54,7 +54,7 @@ class Offloader:
         store: ActivationStore,
         device: Device,
         *,
-        ceiling: int | None = None,
+        window: int | None = None,
         keep_when_full: bool = True,
         stall_limit: float | None = None,
         budget_bytes: int | None = None,
@@ -63,16 +63,16 @@ class Offloader:
         self.device = device
         self.failures = Failures(store, keep_when_full=keep_when_full, budget_bytes=budget_bytes)
         self.watchdog = Watchdog(stall_limit)
-        window = Window(ceiling)
-        self._shared = Shared(store, device, window, self.failures, self.watchdog)
+        allowed = Window(window)
+        self._shared = Shared(store, device, allowed, self.failures, self.watchdog)
         self.ledger = self._shared.ledger
-        self.writer = Writer(self._shared, store, device, window)
+        self.writer = Writer(self._shared, store, device, allowed)
         self.reader = Reader(self._shared, store, device, self.writer)
         self.drops: Drops = self._shared.drops
 
-    def resize_window(self, ceiling: int | None) -> None:
+    def resize_window(self, window: int | None) -> None:
         """Sets the most bytes in flight; between steps."""
-        self.writer.resize(Window(ceiling))
+        self.writer.resize(Window(window))
 
     # ---- what is counted -------------------------------------------------------------------------
 

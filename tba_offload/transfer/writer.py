@@ -1,7 +1,7 @@
 """The way out: what was saved is collected in batches and handed to the store, and the window is kept.
 
 Bytes in flight are those that were packed and not yet freed, plus those whose read was submitted and that
-were not yet unpacked. They have a ceiling. At the ceiling :meth:`Writer.admit` waits, but only for writes
+were not yet unpacked. The window limits them. When it is full :meth:`Writer.admit` waits, but only for writes
 that are running or queued: if there are none, the prefetch that is needed last is given up, and if there is
 none either the activation is admitted alone, because only the waiting thread itself could free the rest.
 """
@@ -51,12 +51,12 @@ class Writer:
         self._ledger.resize(window)
         self._held_back = window.held_back
         self._batch = window.batch
-        self._store.expect(window.nbytes)
+        self._store.resize_window(window.nbytes)
 
     # ---- room ------------------------------------------------------------------------------------
 
     def crowded(self, nbytes: int) -> bool:
-        """Whether ``nbytes`` more would exceed the ceiling."""
+        """Whether ``nbytes`` more would exceed the window."""
         return self._ledger.crowded(nbytes)
 
     def admit(self, nbytes: int) -> None:
@@ -75,7 +75,7 @@ class Writer:
         shared.failures.raise_first()
 
     def _make_room(self, nbytes: int) -> bool:
-        """One attempt to get below the ceiling; whether another one makes sense."""
+        """One attempt to get below the window; whether another one makes sense."""
         self.flush()  # also what another thread collected: its writes must be under way to be waited for
         shared = self._shared
         with shared.lock:
