@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 # Where an assertion of a module that tests import fails, pytest shows the values too, if it knows the module.
-HELPERS = {path.stem for path in Path(__file__).parent.glob("*.py") if not path.stem.startswith("test_")}
-pytest.register_assert_rewrite(*HELPERS - {"conftest"}, "tba_offload.testing.store_contract")
+HELPERS = [path.stem for path in (Path(__file__).parent / "support").glob("*.py")]
+pytest.register_assert_rewrite(*HELPERS, "tba_offload.testing.store_contract")
 
 
 def pytest_configure() -> None:

@@ -19,4 +19,4 @@ fi
 PYTHON=$(find_python 12 "${pythons[@]}")
 
 setup_venv dev,scripts megatron-core==0.19.2
-.venv312/bin/python -m pytest -n 2 --dist worksteal tests/test_megatron_*.py "$@"
+.venv312/bin/python -m pytest -n 2 --dist worksteal tests/megatron tests/benchmarks/test_megatron_matrix.py "$@"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+from places import BENCHMARKS
 
 IMPORTING = """
 import runpy, sys

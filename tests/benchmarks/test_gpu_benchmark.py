@@ -9,19 +9,19 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from harness import PATIENCE
 from models import same_bits
+from places import BENCHMARKS, TESTS
 from torch import nn
 
 from tba_offload.report.run_log import read_run_log
 from tba_offload.store.probe import Rates
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # behind all others: it has an io.py
+sys.path.append(str(BENCHMARKS))  # behind all others: it has an io.py
 
 import gpu
 import gpu_timeline
@@ -30,9 +30,9 @@ from gpu_ways import OURS, WAYS, Size, Subject, Way, make_way
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
-BENCHMARKS = Path(gpu.__file__).parent
-SCRIPT = Path(__file__).with_name("gpu.sh")
+SCRIPT = TESTS / "gpu.sh"
 SIZE = Size.parse("256x3x64x2", "fp32")
 """Just so large that what it saves is offloaded; fp32 is fast on every CPU, bf16 is not."""
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
+from places import BENCHMARKS
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # behind all others: it has an io.py
+sys.path.append(str(BENCHMARKS))  # behind all others: it has an io.py
+
+from typing import TYPE_CHECKING
 
 import megatron_matrix
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 FAILING = """
 import os, sys, time

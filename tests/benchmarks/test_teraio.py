@@ -7,26 +7,28 @@ import itertools
 import json
 import random
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from places import BENCHMARKS
 
 from tba_offload.config.policy import Placement
 from tba_offload.plan.bandwidth import Bandwidth
 from tba_offload.plan.model import Plan
 from tba_offload.plan.simulate import simulate
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # behind all others: it has an io.py
+sys.path.append(str(BENCHMARKS))  # behind all others: it has an io.py
 
 import teraio
 import teraio_rivals as rivals
 from transformer_profile import LayerShape, Operation, llama_layer, megatron_layer, stage
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tba_offload.plan.profile import StepProfile
 
 MB = 10**6

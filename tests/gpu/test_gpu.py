@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from fake_kvikio import HAS_KVIKIO
 from models import HIDDEN, SEQUENCE, GptBlock, assert_same_history, loss_of, make_model, make_tokens, train
-from test_store_gds import HAS_KVIKIO
+from places import ROOT, SUPPORT
 from torch import Tensor, nn
 
 import tba_offload as tba
@@ -327,7 +328,7 @@ def test_same_bits_with_another_allocator(setting: str, store: str, tmp_path: Pa
     """
     environment = os.environ | {
         "PYTORCH_CUDA_ALLOC_CONF": setting,
-        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(SUPPORT), str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }
     ended = subprocess.run(

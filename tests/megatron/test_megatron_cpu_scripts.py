@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from test_cli import environment
+from children import environment
 
 if TYPE_CHECKING:
     from pathlib import Path

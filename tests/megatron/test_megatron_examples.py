@@ -9,19 +9,23 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+from places import EXAMPLES
 from pretrain_runs import SCRIPT, Figures, figures, free_port, needs_training, start, wait_for
 
 from tba_offload.config import load_config
 from tba_offload.report.ranks import read_runs
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 pytestmark = pytest.mark.megatron
 
-EXAMPLES = Path(__file__).parents[1] / "examples" / "megatron"
-SCRIPTS = sorted(path for path in EXAMPLES.glob("*.sh") if path.name != "common.sh")
-POLICIES = sorted((EXAMPLES / "policies").glob("*.yaml"))
+MEGATRON = EXAMPLES / "megatron"
+SCRIPTS = sorted(path for path in MEGATRON.glob("*.sh") if path.name != "common.sh")
+POLICIES = sorted((MEGATRON / "policies").glob("*.yaml"))
 
 SMALL = (
     *("--num-layers", "4", "--hidden-size", "64", "--ffn-hidden-size", "128", "--num-attention-heads", "4"),
@@ -45,7 +49,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 def train(name: str, figures_directory: Path, **variables: str) -> list[Figures]:
     """Runs a script to its end."""
     ranks, smaller = LAYOUTS[name]
-    command = ["bash", str(EXAMPLES / f"{name}.sh"), str(SCRIPT), *SMALL, *smaller]
+    command = ["bash", str(MEGATRON / f"{name}.sh"), str(SCRIPT), *SMALL, *smaller]
     here = {
         "CPU": "1",
         "GPUS_PER_NODE": str(ranks),
@@ -60,9 +64,9 @@ def train(name: str, figures_directory: Path, **variables: str) -> list[Figures]
 
 def policy_of(name: str) -> Path:
     """The policy that a script takes unless told otherwise."""
-    text = (EXAMPLES / f"{name}.sh").read_text()
+    text = (MEGATRON / f"{name}.sh").read_text()
     (policy,) = re.findall(r"^POLICY=\$\{POLICY:-\$POLICIES/(\S+)\}$", text, re.MULTILINE)
-    return EXAMPLES / "policies" / policy
+    return MEGATRON / "policies" / policy
 
 
 @needs_training
@@ -113,22 +117,22 @@ def test_a_policy_explains_every_setting(path: Path) -> None:
 def test_bf16_is_for_gpus_unless_asked_for(
     name: str, variables: dict[str, str], arguments: tuple[str, ...], in_bf16: bool
 ) -> None:
-    command = ["bash", str(EXAMPLES / f"{name}.sh"), "pretrain_gpt.py", *arguments]
+    command = ["bash", str(MEGATRON / f"{name}.sh"), "pretrain_gpt.py", *arguments]
     here = os.environ | {"PYTHON": "echo"} | variables  # says what it would start
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=here)
     assert done.stdout.split().count("--bf16") == in_bf16
 
 
 def test_a_script_without_a_checkout_says_what_is_missing() -> None:
-    script = str(EXAMPLES / "single_gpu.sh")
+    script = str(MEGATRON / "single_gpu.sh")
     done = subprocess.run(["bash", script, "--bf16"], capture_output=True, text=True, check=False, env={})
     assert done.returncode == 1
     assert f"name a checkout of Megatron-LM: {script} /path/to/Megatron-LM" in done.stderr
 
 
 def test_the_readme_names_every_script_and_policy_and_nothing_else() -> None:
-    text = (EXAMPLES / "README.md").read_text()
+    text = (MEGATRON / "README.md").read_text()
     assert set(re.findall(r"`(\w+\.sh)`", text)) == {path.name for path in SCRIPTS}
     assert set(re.findall(r"`(\w+\.yaml)`", text)) == {path.name for path in POLICIES}
-    variables = set(re.findall(r"\$\{?([A-Z_]+):", (EXAMPLES / "common.sh").read_text())) | {"GPUS_PER_NODE"}
+    variables = set(re.findall(r"\$\{?([A-Z_]+):", (MEGATRON / "common.sh").read_text())) | {"GPUS_PER_NODE"}
     assert set(re.findall(r"`([A-Z_]+)(?:=1)?`", text)) <= variables

@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from test_cli import environment
+from children import environment
 
 from tba_offload.report.curves import CURVES
 from tba_offload.report.run_log import read_run_log

@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from test_transformer_engine import SIZE, FusedLayer
+from fused_layers import SIZE, FusedLayer
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import megatron_ranks
 import pytest
 import torch
+from children import environment
 from megatron_ranks import MICRO_BATCH, SEQUENCE, STEPS, Job, Layout
 from pretrain_runs import has_training
-from test_cli import environment
 
 from tba_offload.report.ranks import path_of_rank
 from tba_offload.report.run_log import read_run_log

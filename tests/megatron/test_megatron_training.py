@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from test_cli import environment
+from children import environment
 
 from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig
 from tba_offload.config.policy import LayerId, Placement, Policy, Rule

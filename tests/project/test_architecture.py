@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from children import FRAMEWORKS, OPTIONAL, run_without
 
 import tba_offload
 
@@ -222,28 +221,6 @@ def code_of(path: Path) -> str:
 class _WithoutStrings(ast.NodeTransformer):
     def visit_Constant(self, node: ast.Constant) -> ast.Constant:
         return ast.Constant("") if isinstance(node.value, str) else node
-
-
-BLOCK = """
-import sys
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {missing!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-sys.meta_path.insert(0, Missing())
-"""
-
-
-def run_without(missing: set[str], code: str) -> subprocess.CompletedProcess[str]:
-    """Runs code in a process in which some packages cannot be imported."""
-    script = BLOCK.format(missing=missing) + code
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, check=False
-    )
-
-
-FRAMEWORKS = {"transformers", "accelerate", "lightning", "pytorch_lightning"}
-OPTIONAL = {"kvikio", "cupy", "megatron", "transformer_engine", "matplotlib", "cuda", *FRAMEWORKS}
 
 
 def test_every_public_name_is_there_without_optional_packages() -> None:

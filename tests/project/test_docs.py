@@ -407,10 +407,19 @@ def test_every_numbered_test_has_its_pitfall_and_every_pitfall_its_test() -> Non
         assert held, number
 
 
-def test_every_promise_names_tests() -> None:
+def test_every_promise_names_its_folder_of_tests() -> None:
     text = TEXTS[DOCS / "understand" / "contracts.md"]
     for section in text.split("\n## ")[1:]:
-        assert "`test_" in section, section.splitlines()[0]
+        folders = re.findall(r"`(tests/[\w/]+)`", section)
+        assert folders, section.splitlines()[0]
+        assert any(list((ROOT / folder).glob("test_*.py")) for folder in folders), section.splitlines()[0]
+
+
+def test_every_folder_of_contracts_holds_a_promise() -> None:
+    text = TEXTS[DOCS / "understand" / "contracts.md"]
+    for folder in (ROOT / "tests" / "contracts").iterdir():
+        if list(folder.glob("test_*.py")):
+            assert f"`tests/contracts/{folder.name}`" in text, folder.name
 
 
 # The project's own files

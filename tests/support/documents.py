@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 import shlex
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from places import ROOT
 
 from tba_offload import cli
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ROOT = Path(__file__).parents[1]
 HOME = "https://github.com/tba-offload/tba-offload"
 README = ROOT / "README.md"
 PAGES = sorted((ROOT / "docs").rglob("*.md"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 import types
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MODULES = ("kvikio", "kvikio.defaults", "kvikio.cufile_driver")
+HAS_KVIKIO = importlib.util.find_spec("kvikio") is not None
+"""Whether the real one is installed."""
 
 
 class IOFuture:

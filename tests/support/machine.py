@@ -6,10 +6,13 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from tba_offload.adapt.agreement import Agreement
+from tba_offload.adapt.controller import Controller
 from tba_offload.adapt.observation import StepObservation
+from tba_offload.adapt.task import Task
 from tba_offload.capture.scope import ActivationKey, ScopeKey
 from tba_offload.capture.trace import ActivationTrace, ScopeTrace, StepTrace, Treatment
-from tba_offload.config.policy import Placement
+from tba_offload.config.policy import Objective, Placement
+from tba_offload.plan.model import Limits
 from tba_offload.plan.profile import computed_as
 from tba_offload.plan.simulate import simulate
 from tba_offload.report.run_log import StepRecord
@@ -19,10 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tba_offload.adapt.agreement import Agree
-    from tba_offload.adapt.controller import Controller
     from tba_offload.plan.bandwidth import Bandwidth
     from tba_offload.plan.model import Plan
     from tba_offload.plan.profile import LayerKind, Slot, StepProfile, Timing
+    from tba_offload.session import Session
 
 
 class Machine:
@@ -165,3 +168,12 @@ def without_hooks(profile: StepProfile) -> StepProfile:
     """A step whose layers take as long to offload as to keep."""
     kept = ({Placement.KEEP: timing[Placement.KEEP]} for timing in profile.timings)
     return dataclasses.replace(profile, timings=tuple(kept))
+
+
+def watching(session: Session) -> Controller:
+    """A controller that watches a session whose layers are all placed by the user."""
+    layers = tuple((layer.chunk, layer.id.name) for layer in session.layers)
+    limits = Limits(None, session.plan.window)
+    controller = Controller(Task(session.plan.placements, layers, limits, Objective.MEMORY))
+    session.planning.start(session.plan, controller)
+    return controller

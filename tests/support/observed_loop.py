@@ -13,10 +13,10 @@ import io
 import json
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
+from places import ROOT
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -90,7 +90,7 @@ class Observer:
 
 def loop_of_readme(policy: str) -> str:
     """The first block of Python of the README's section on how to use it."""
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    readme = (ROOT / "README.md").read_text()
     section = readme.partition("\n## Use it\n")[2]
     found = re.search(r"```python\n(.*?)```", section, re.DOTALL)
     assert found is not None

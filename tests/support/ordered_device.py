@@ -19,17 +19,23 @@ import threading
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
 
 import torch
+from harness import KIB, config_for
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import tba_offload as tba
 from tba_offload.device import READY, CpuDevice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from torch import nn
+
     from tba_offload.device import ByteRange, Event
+    from tba_offload.session import Session
 
 Interval = tuple[int, int]
 """Addresses [lo, hi)."""
@@ -360,3 +366,26 @@ def interval(tensor: torch.Tensor) -> Interval:
     """The addresses between a tensor's first and last element."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+
+
+WINDOW = 400 * KIB
+
+
+@contextmanager
+def attached(
+    device: OrderedDevice,
+    model: nn.Module,
+    where: dict[str, Any],
+    *,
+    layers: list[nn.Module] | None = None,
+    in_flight: int | None = WINDOW,
+    **settings: Any,
+) -> Iterator[Session]:
+    config = config_for(in_flight=in_flight, **where, **settings)
+    with (
+        # Host memory comes first, until it is full.
+        mock.patch.multiple("tba_offload.plan.window", SPILL_SHARE=-1.0, SPILL_BYTES=-1),
+        mock.patch("tba_offload.session.parts.device_of", return_value=device),
+        tba.attach(model, config, layers=layers, measure_memory=False) as session,
+    ):
+        yield session

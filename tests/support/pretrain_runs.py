@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import pytest
-from test_cli import environment
+from children import environment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 import torchgen
 import yaml
+from blocks import INNER, LENGTH, ONE, ROWS, Block, assert_same, attached, make_input, make_net, run
 from harness import KIB
-from test_bugs import INNER, LENGTH, ONE, ROWS, Block, assert_same, attached, make_input, make_net, run
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -23,7 +23,7 @@ from tba_offload.errors import RecomputationError, SavedTensorModifiedError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from test_bugs import Net
+    from blocks import Net
 
     from tba_offload.session import Session
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from places import BENCHMARKS
 
-BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "faults.py"
+BENCHMARK = BENCHMARKS / "faults.py"
 
 
 @pytest.mark.timeout(600)

@@ -9,21 +9,23 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from children import environment
 from harness import MIB
-from test_cli import environment
+from places import SUPPORT
 
-HERE = Path(__file__).parent
+if TYPE_CHECKING:
+    from pathlib import Path
+
 WARM_UP = 2
 
 
 @pytest.fixture(scope="module")
 def observer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     library = tmp_path_factory.mktemp("observer") / "observer.so"
-    command = ["cc", "-O2", "-shared", "-fPIC", "-o", library, HERE / "observer.c", "-ldl"]
+    command = ["cc", "-O2", "-shared", "-fPIC", "-o", library, SUPPORT / "observer.c", "-ldl"]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
     return library
 
@@ -32,7 +34,7 @@ def run(observer: Path, kind: str, policy: str, directory: Path, *, steps: int) 
     file = directory / "policy.yaml"
     file.write_text(policy)
     done = subprocess.run(
-        [sys.executable, HERE / "observed_loop.py", kind, file, str(steps)],
+        [sys.executable, SUPPORT / "observed_loop.py", kind, file, str(steps)],
         check=False,
         capture_output=True,
         text=True,

@@ -15,10 +15,9 @@ from unittest import mock
 import pytest
 import torch
 from harness import KIB, config_for, in_time, session_for
+from machine import watching
 from models import make_model, train
-from ordered_device import TimedDevice
-from test_controller import watching
-from test_order import attached
+from ordered_device import TimedDevice, attached
 from torch import Tensor, nn
 
 import tba_offload as tba

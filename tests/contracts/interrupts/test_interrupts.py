@@ -7,16 +7,14 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from harness import PATIENCE, session_for
+from places import ROOT, SUPPORT, TESTS
 from torch import nn
 
 from tba_offload import interrupts
 from tba_offload.errors import SessionError
-
-TESTS = Path(__file__).parent
 
 
 class Owner:
@@ -29,8 +27,8 @@ OWNER = Owner()
 def test_an_interrupt_anywhere_in_a_step_arrives_and_leaves_nothing() -> None:
     """After each of 200 interrupted steps the next one gives the same bits, and all books are at zero."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", TESTS / "interrupts.py", "200", "0"],
-        env={**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"},
+        [sys.executable, "-W", "ignore", SUPPORT / "interrupts.py", "200", "0"],
+        env={**os.environ, "PYTHONPATH": f"{SUPPORT}{os.pathsep}{ROOT}"},
         capture_output=True,
         text=True,
         timeout=250,

@@ -20,6 +20,7 @@ import pytest
 import torch
 from harness import KIB, PATIENCE, Drive, assert_all_given_back, session_for, wait_until
 from models import History, Model, assert_same_history, loss_of, make_model, make_tokens, same_bits, train
+from places import ROOT, SUPPORT
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from tba_offload.session import Session
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-
-TESTS = Path(__file__).parent
 
 
 # A thousand steps
@@ -214,7 +213,7 @@ def start(script: str, directory: Path) -> subprocess.Popen[str]:
     source = textwrap.dedent(prelude) + textwrap.dedent(script)
     return subprocess.Popen(
         [sys.executable, "-W", "error", "-c", source, os.fspath(directory)],
-        env={**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"},
+        env={**os.environ, "PYTHONPATH": f"{SUPPORT}{os.pathsep}{ROOT}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -7,15 +7,17 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from places import BENCHMARKS, ROOT
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(BENCHMARKS))
 
-from soak import Look, what_grew  # noqa: E402
+from soak import Look, what_grew
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 FOUND = Look(
     step=0,
@@ -34,7 +36,7 @@ def test_three_hundred_steps_with_faults_leave_everything_flat(tmp_path: Path) -
     done = subprocess.run(
         [
             sys.executable,
-            ROOT / "benchmarks" / "soak.py",
+            BENCHMARKS / "soak.py",
             "--steps",
             "300",
             "--json",

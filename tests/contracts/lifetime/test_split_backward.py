@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from harness import session_for
 from models import same_bits
-from test_plan import FAST, KEEP, OFFLOAD, all_of, make_profile, rebuilding
+from profiles import FAST, KEEP, OFFLOAD, all_of, make_profile, rebuilding
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 

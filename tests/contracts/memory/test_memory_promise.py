@@ -8,24 +8,20 @@ depth.
 
 from __future__ import annotations
 
-import weakref
-from contextlib import ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any, Self
-from unittest import mock
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from harness import KIB, Drive, assert_all_given_back, session_for, wait_until
+from live_bytes import LiveBytes
 from models import HIDDEN, loss_of, make_model, make_tokens
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import tba_offload as tba
-from tba_offload.device.ranges import ByteRange, aligned_range
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from tba_offload.session import Session
 
@@ -35,61 +31,6 @@ ONE = ROWS * WIDTH * 4
 CEILING = 4 * ONE
 SLOW = 400e6
 """Bytes a second; the layers save several times as many."""
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that were made in this context and are still alive, whoever holds them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = 0
-        self.peak = 0
-        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._patches = ExitStack()
-
-    def __enter__(self) -> Self:
-        for place in ("transfer.reader", "capture.hooks"):
-            self._patches.enter_context(mock.patch(f"tba_offload.{place}.aligned_range", self._allocate))
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._patches.close()
-        super().__exit__(*error)
-
-    def _allocate(self, *arguments: Any) -> ByteRange:
-        found = aligned_range(*arguments)
-        self._count(found.storage)
-        return found
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        for storage in self._unknown((args, kwargs)):  # parameters, gradients, inputs
-            self._storages[storage._cdata] = weakref.ref(storage)
-        result = function(*args, **kwargs)
-        for storage in self._unknown(result):
-            self._count(storage)
-        return result
-
-    def _unknown(self, tree: object) -> Iterator[torch.UntypedStorage]:
-        for leaf in tree_leaves(tree):
-            if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
-                known = self._storages.get(storage._cdata)
-                if known is None or known() is not storage:
-                    yield storage
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        nbytes = storage.nbytes()
-
-        def died(_: object) -> None:
-            self.live -= nbytes
-
-        self._storages[storage._cdata] = weakref.ref(storage, died)
-        self.live += nbytes
-        self.peak = max(self.peak, self.live)
 
 
 class Chain(nn.Module):

@@ -7,19 +7,18 @@ GPU: through staging slabs, by copies on side streams, while the host runs ahead
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
 import torch
-from harness import KIB, assert_all_given_back, config_for, wait_until
+from harness import KIB, assert_all_given_back, wait_until
 from models import assert_same_history, loss_of, make_model, make_tokens, same_bits, train
-from ordered_device import OrderedDevice, RaceError, interval
-from test_programs import SAFE, make_layers, run
+from ordered_device import OrderedDevice, RaceError, attached, interval
+from programs import SAFE, make_layers, run
 from torch import nn
 
-import tba_offload as tba
 from tba_offload.device import READY, ByteRange
 from tba_offload.errors import TransferError
 from tba_offload.store.engine import QueuedStore
@@ -27,36 +26,14 @@ from tba_offload.store.tiered import TieredStore
 from tba_offload.transfer.storage import Span
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from ordered_device import Interval
 
-    from tba_offload.session import Session
     from tba_offload.store.base import WriteOrder
 
 STORES = ("file", "host", "tiered")
-WINDOW = 400 * KIB
-
-
-@contextmanager
-def attached(
-    device: OrderedDevice,
-    model: nn.Module,
-    where: dict[str, Any],
-    *,
-    layers: list[nn.Module] | None = None,
-    in_flight: int | None = WINDOW,
-    **settings: Any,
-) -> Iterator[Session]:
-    config = config_for(in_flight=in_flight, **where, **settings)
-    with (
-        # Host memory comes first, until it is full.
-        mock.patch.multiple("tba_offload.plan.window", SPILL_SHARE=-1.0, SPILL_BYTES=-1),
-        mock.patch("tba_offload.session.parts.device_of", return_value=device),
-        tba.attach(model, config, layers=layers, measure_memory=False) as session,
-    ):
-        yield session
 
 
 def place(store: str, tmp_path: Path) -> dict[str, Any]:

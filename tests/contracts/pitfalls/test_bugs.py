@@ -11,8 +11,7 @@ import random
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -20,6 +19,28 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from blocks import (
+    INNER,
+    LENGTH,
+    ONE,
+    ROWS,
+    SCHEDULES,
+    WIDTH,
+    Block,
+    Mix,
+    Net,
+    Work,
+    assert_same,
+    assert_transparent,
+    attached,
+    forward_backward,
+    gradients,
+    make_input,
+    make_net,
+    plain,
+    run,
+    schedule,
+)
 from harness import KIB, PATIENCE, Drive, assert_all_given_back, config_for, in_time, session_for, wait_until
 from models import same_bits
 from torch import Tensor, nn
@@ -33,134 +54,7 @@ from tba_offload.transfer.offloader import Offloader
 from tba_offload.transfer.storage import Handle, Record
 
 if TYPE_CHECKING:
-    from tba_offload.report.run_log import StepRecord
-    from tba_offload.session import Session
-
-WIDTH, INNER, ROWS, LENGTH = 64, 256, 4, 16
-ONE = ROWS * LENGTH * INNER * 4
-"""Bytes of the large activation of a block."""
-
-Mix = Callable[[Tensor], Tensor]
-Work = Callable[["Net", int], object]
-
-
-class Block(nn.Module):
-    """A residual block with one large activation ``h`` of shape (rows, length, inner), given to ``mix``."""
-
-    def __init__(self, mix: Mix = torch.tanh) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
-        self.mix = mix
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.mix(self.up(x)))
-
-
-class Net(nn.Module):
-    """A few equal blocks.
-
-    Attributes:
-        settle: Waits until what was saved so far is in the store; without a session does nothing.
-    """
-
-    def __init__(self, block: Callable[[], nn.Module] = Block, layers: int = 3) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(block() for _ in range(layers))
-        self.settle: Callable[[], None] = lambda: None
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def make_net(block: Callable[[], nn.Module] = Block, layers: int = 3) -> Net:
-    torch.manual_seed(0)
-    return Net(block, layers)
-
-
-def make_input(number: int = 0, length: int = LENGTH) -> Tensor:
-    generator = torch.Generator().manual_seed(number)
-    return torch.randn(ROWS, length, WIDTH, generator=generator).requires_grad_()
-
-
-def forward_backward(net: Net, number: int) -> list[Tensor]:
-    """The usual step; returns what else to compare."""
-    x = make_input(number)
-    loss = net(x).pow(2).mean()
-    loss.backward()
-    assert x.grad is not None
-    return [loss.detach(), x.grad]
-
-
-def gradients(net: nn.Module) -> list[Tensor]:
-    found = [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
-    net.zero_grad(set_to_none=True)
-    return found
-
-
-def run(net: Net, work: Work, session: Session | None, steps: int) -> list[list[Tensor]]:
-    """Every step's results and gradients."""
-    history = []
-    for number in range(steps):
-        torch.manual_seed(number)
-        with session.step() if session is not None else nullcontext():
-            results = work(net, number)
-        history.append([*(results if isinstance(results, list) else []), *gradients(net)])
-    return history
-
-
-def assert_same(found: list[list[Tensor]], expected: list[list[Tensor]]) -> None:
-    for step, (some, others) in enumerate(zip(found, expected, strict=True)):
-        assert some
-        for index, (a, b) in enumerate(zip(some, others, strict=True)):
-            assert same_bits(a, b), f"step {step}, tensor {index}"
-
-
-def assert_transparent(
-    work: Work = forward_backward,
-    block: Callable[[], nn.Module] = Block,
-    *,
-    steps: int = 3,
-    depth: int = 3,
-    settled: bool = True,
-    **settings: Any,
-) -> list[StepRecord]:
-    """Trains with and without a session; returns the records of the steps.
-
-    Args:
-        work: What a step does.
-        block: Makes a layer.
-        steps: How many steps.
-        depth: How many layers.
-        settled: Whether everything is in the store when the last layer has run, before backward begins.
-        settings: As for :func:`session_for`.
-    """
-    expected = run(make_net(block, depth), work, None, steps)
-    with attached(block, depth, **settings) as (net, session):
-        if settled:
-            net.layers[-1].register_forward_hook(lambda *_: net.settle())
-        assert_same(run(net, work, session, steps), expected)
-        assert_all_given_back(session)
-        return session.report()
-
-
-def plain(
-    work: Work = forward_backward, block: Callable[[], nn.Module] = Block, steps: int = 1
-) -> list[list[Tensor]]:
-    """What a run without a session gives."""
-    return run(make_net(block), work, None, steps)
-
-
-@contextmanager
-def attached(
-    block: Callable[[], nn.Module] = Block, depth: int = 3, **settings: Any
-) -> Iterator[tuple[Net, Session]]:
-    net = make_net(block, depth)
-    with session_for(net, layers=list(net.layers), **settings) as session:
-        net.settle = session.offloader.quiesce
-        yield net, session
-
+    from collections.abc import Callable
 
 # 1. Unpack while the write is in flight
 
@@ -1030,32 +924,6 @@ def test_12_recomputed_layers_do_not_offload_what_they_save_again() -> None:
 
 
 # 13. Schedules
-
-
-def schedule(order: str) -> Work:
-    """``F2 B0``: the forward of micro-batch 2, then the backward of micro-batch 0."""
-
-    def work(net: Net, number: int) -> list[Tensor]:
-        losses: dict[int, Tensor] = {}
-        for word in order.split():
-            index = int(word[1:])
-            if word[0] == "F":
-                losses[index] = net(make_input(10 * number + index)).pow(2).mean()
-            else:
-                losses[index].backward()
-                del losses[index]
-        assert not losses
-        return []
-
-    return work
-
-
-SCHEDULES = {
-    "accumulation": "F0 B0 F1 B1 F2 B2",
-    "all forward, all backward": "F0 F1 F2 F3 B0 B1 B2 B3",
-    "last in, first out": "F0 F1 F2 B2 B1 B0",
-    "1F1B": "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4",
-}
 
 
 @pytest.mark.parametrize("speed", ["fast", "slow"])

@@ -13,9 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import KIB, Drive, assert_all_given_back, session_for
-from models import same_bits
-from test_bugs import (
+from blocks import (
     SCHEDULES,
     Block,
     Net,
@@ -28,6 +26,8 @@ from test_bugs import (
     run,
     schedule,
 )
+from harness import KIB, Drive, assert_all_given_back, session_for
+from models import same_bits
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -12,19 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import KIB, Drive, assert_all_given_back, config_for, session_for
-from models import (
-    HEADS,
-    SEQUENCE,
-    all_written,
-    assert_same_history,
-    loss_of,
-    make_model,
-    make_tokens,
-    same_bits,
-    train,
-)
-from test_bugs import (
+from blocks import (
     INNER,
     LENGTH,
     ONE,
@@ -44,7 +32,19 @@ from test_bugs import (
     run,
     schedule,
 )
-from test_memory_promise import LiveBytes
+from harness import KIB, Drive, assert_all_given_back, config_for, session_for
+from live_bytes import LiveBytes
+from models import (
+    HEADS,
+    SEQUENCE,
+    all_written,
+    assert_same_history,
+    loss_of,
+    make_model,
+    make_tokens,
+    same_bits,
+    train,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from blocks import Net, assert_same, gradients, make_input
 from harness import KIB, session_for
-from test_bugs import Net, assert_same, gradients, make_input
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import distributed_ranks
 import pytest
+from children import environment
 from distributed_ranks import COMPARED, INNER, LAYERS, LENGTH, MIXES, RANKS, ROWS, SPREAD, WIDTH
 from harness import PATIENCE
-from test_cli import environment
 
 SMALL, LARGE = ROWS * LENGTH * WIDTH * 4, ROWS * LENGTH * INNER * 4
 """Bytes of a layer's input, and of what lies between its products."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from harness import KIB, MIB, Drive, assert_all_given_back, config_for, session_for
-from machine import Machine
+from machine import Machine, watching
 from models import all_written, assert_same_history, loss_of, make_model, make_tokens, train
 from torch import nn
 
@@ -704,15 +704,6 @@ def test_the_simulator_says_how_long_a_step_waits_for_a_slow_drive() -> None:
         # How close it is to what was measured is for the benchmark to say.
         assert record.seconds > 0.9 * moving
         assert predicted.stall_seconds > 0.9 * moving - computing
-
-
-def watching(session: Session) -> Controller:
-    """A controller that watches a session whose layers are all placed by the user."""
-    layers = tuple((layer.chunk, layer.id.name) for layer in session.layers)
-    limits = Limits(None, session.plan.window)
-    controller = Controller(Task(session.plan.placements, layers, limits, Objective.MEMORY))
-    session.planning.start(session.plan, controller)
-    return controller
 
 
 # Host memory beside the drive

@@ -6,13 +6,13 @@ import dataclasses
 import traceback
 import warnings
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from harness import KIB
 from models import loss_of, make_model, make_tokens
+from places import EXAMPLES
 
 import tba_offload as tba
 from tba_offload.config import load_config
@@ -21,10 +21,11 @@ from tba_offload.store import posix
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from torch import nn
 
-EXAMPLES = Path(__file__).parents[1] / "examples" / "policies"
+POLICIES = EXAMPLES / "policies"
 LAYERS = 4
 TWO_STACKS = "encoder_decoder"
 EXT4 = 0xEF53
@@ -87,7 +88,7 @@ MODELS: dict[str, Any] = {
 @pytest.mark.megatron
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_example_policies_fit_every_model(kind: str, tmp_path: Path) -> None:
-    paths = sorted(path for path in EXAMPLES.glob("*.yaml") if path.stem != TWO_STACKS)
+    paths = sorted(path for path in POLICIES.glob("*.yaml") if path.stem != TWO_STACKS)
     assert len(paths) == 7
     with MODELS[kind]() as model:
         for path in paths:
@@ -109,7 +110,7 @@ def test_the_example_for_two_stacks_fits_a_t5(tmp_path: Path) -> None:
     with (
         hugging_face("t5") as model,
         tba.attach(
-            model, EXAMPLES / f"{TWO_STACKS}.yaml", directories=tmp_path, measure_memory=False
+            model, POLICIES / f"{TWO_STACKS}.yaml", directories=tmp_path, measure_memory=False
         ) as session,
     ):
         placed = [placement.value for placement in session.plan.placements]
@@ -280,7 +281,7 @@ def test_the_warning_may_be_an_error_which_leaves_nothing_attached() -> None:
 def test_a_model_on_another_device_is_not_warned_of() -> None:
     from tba_offload import effects
 
-    config = dataclasses.replace(load_config(EXAMPLES / "host_memory.yaml"))
+    config = dataclasses.replace(load_config(POLICIES / "host_memory.yaml"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         effects.warn(config, [layer.id for layer in _layers()], on_cpu=False, stacklevel=1)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+from children import OPTIONAL, run_without
 from click.testing import CliRunner, Result
-from test_architecture import OPTIONAL, run_without
+from places import EXAMPLES
 
 from tba_offload import cli
 
-EXAMPLES = Path(__file__).parents[1] / "examples" / "policies"
+if TYPE_CHECKING:
+    from pathlib import Path
+
+POLICIES = EXAMPLES / "policies"
 POLICY = """\
 default: offload
 layers:
@@ -125,7 +129,7 @@ def test_rules_by_name_wait_for_the_model(policy: Path) -> None:
 
 
 def test_of_several_stacks_each_has_its_number() -> None:
-    path = EXAMPLES / "encoder_decoder.yaml"
+    path = POLICIES / "encoder_decoder.yaml"
     result = check(path, "--layers", "encoder:12", "--layers", "decoder:6")
     assert result.exit_code == 0
     words = [line.split()[:2] for line in result.stdout.splitlines()]
@@ -139,11 +143,11 @@ def test_of_several_stacks_each_has_its_number() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", sorted(path.stem for path in EXAMPLES.glob("*.yaml") if path.stem != "encoder_decoder")
+    "name", sorted(path.stem for path in POLICIES.glob("*.yaml") if path.stem != "encoder_decoder")
 )
 @pytest.mark.parametrize("layers", [4, 12, 96])
 def test_the_examples_fit_any_depth(name: str, layers: int) -> None:
-    result = check(EXAMPLES / f"{name}.yaml", "--layers", layers)
+    result = check(POLICIES / f"{name}.yaml", "--layers", layers)
     assert (result.exit_code, result.stderr) == (0, "")
 
 

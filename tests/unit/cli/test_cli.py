@@ -3,20 +3,23 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import re
 import subprocess
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 import pytest
+from children import environment
 from click.testing import CliRunner, Result
 
 import tba_offload
 from tba_offload import cli
 from tba_offload.errors import TbaError
 from tba_offload.report.run_log import RunHeader, RunLogWriter, StepRecord
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.fixture
@@ -238,8 +241,3 @@ def test_rok_never_imports_torch(runs: list[str], tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", script, "rok", *runs, "-o", str(tmp_path / "rok.png")]
     subprocess.run(command, check=True, capture_output=True, env=environment())
-
-
-def environment() -> dict[str, str]:
-    """Of a child that finds the package where this test found it."""
-    return os.environ | {"PYTHONPATH": str(Path(tba_offload.__file__).parents[1])}

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from places import EXAMPLES
 
 from tba_offload.config import (
     BudgetConfig,
@@ -35,7 +36,7 @@ NO_DRIVES = (
     "this is memory beside drives, so it has no effect with kind: host; set capacity instead, or choose "
     "another kind"
 )
-EXAMPLES = Path(__file__).parents[1] / "examples" / "policies"
+POLICIES = EXAMPLES / "policies"
 
 FULL = """\
 default: auto
@@ -633,14 +634,14 @@ _EXPECTED = {
 @pytest.mark.parametrize("name", _EXPECTED)
 def test_example_policies(name: str) -> None:
     layers, expected = _EXPECTED[name]
-    config = load_config(EXAMPLES / f"{name}.yaml")
+    config = load_config(POLICIES / f"{name}.yaml")
     placements = list(config.policy.resolve(layers).values())
     assert {placement.value: placements.count(placement) for placement in placements} == expected
     assert OffloadConfig.from_yaml(config.to_yaml()) == config
 
 
 def test_no_example_is_forgotten() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.yaml")} == set(_EXPECTED)
+    assert {path.stem for path in POLICIES.glob("*.yaml")} == set(_EXPECTED)
 
 
 # What is out of all bounds

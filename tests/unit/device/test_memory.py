@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from children import environment
 from harness import CPU, KIB, MIB, PATIENCE, session_for
 from models import loss_of, make_model, make_tokens
-from test_cli import environment
 
 from tba_offload.device.memory import (
     CudaMeter,

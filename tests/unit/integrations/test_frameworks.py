@@ -9,13 +9,13 @@ import subprocess
 import sys
 import time
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from harness import KIB, config_for
 from models import VOCAB, History, assert_same_history, loss_of, make_model, make_tokens
+from places import EXAMPLES
 from torch import Tensor, nn
 
 import tba_offload as tba
@@ -24,6 +24,7 @@ from tba_offload.report.run_log import read_run_log
 if TYPE_CHECKING:
     import types
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from tba_offload.config import OffloadConfig
 
@@ -44,7 +45,6 @@ OffloadCallback = import_module("tba_offload.integrations.transformers").Offload
 Trainer, TrainerCallback = transformers.Trainer, transformers.TrainerCallback
 
 LENGTH, BATCH = 32, 2
-EXAMPLES = Path(__file__).parents[1] / "examples"
 FIGURES = {
     f"tba-offload/{name}"
     for name in ("activation_peak_bytes", "offloaded_bytes", "read_bytes", "stall_seconds")

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from children import environment
 from harness import KIB, MIB, config_for, session_for
 from models import loss_of, make_model, make_tokens
-from test_cli import environment
 
 import tba_offload as tba
 from tba_offload.report.run_log import StepRecord

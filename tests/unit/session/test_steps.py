@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from children import environment
 from harness import KIB, Drive, config_for, session_for
 from models import loss_of, make_model, make_tokens, same_bits
-from test_cli import environment
 from torch import Tensor, nn
 
 import tba_offload as tba

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import builtins
 import errno
-import importlib.util
 import inspect
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fake_kvikio
 import pytest
 import torch
+from fake_kvikio import HAS_KVIKIO
+from places import SUPPORT
 from test_store_file import flip_a_bit
 
 from tba_offload.device import ByteRange, CudaDevice
@@ -37,15 +37,15 @@ from tba_offload.testing.store_contract import (
 )
 
 if TYPE_CHECKING:
-    from tba_offload.store.base import ActivationStore, Extent
+    from pathlib import Path
 
-HAS_KVIKIO = importlib.util.find_spec("kvikio") is not None
+    from tba_offload.store.base import ActivationStore, Extent
 
 
 @pytest.mark.usefixtures("kvikio")
 class TestGdsStore(StoreContract):
     expression = (
-        f"(__import__('sys').path.append({str(Path(__file__).parent)!r}), "
+        f"(__import__('sys').path.append({str(SUPPORT)!r}), "
         "__import__('fake_kvikio').install(), "
         "__import__('tba_offload.store.gds').store.gds.GdsStore(directory, device=CPU))[2]"
     )

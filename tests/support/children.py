@@ -1,0 +1,36 @@
+"""Processes that tests start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import tba_offload
+
+FRAMEWORKS = {"transformers", "accelerate", "lightning", "pytorch_lightning"}
+OPTIONAL = {"kvikio", "cupy", "megatron", "transformer_engine", "matplotlib", "cuda", *FRAMEWORKS}
+
+
+def environment() -> dict[str, str]:
+    """Of a child that finds the package where this test found it."""
+    return os.environ | {"PYTHONPATH": str(Path(tba_offload.__file__).parents[1])}
+
+
+BLOCK = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {missing!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Missing())
+"""
+
+
+def run_without(missing: set[str], code: str) -> subprocess.CompletedProcess[str]:
+    """Runs code in a process in which some packages cannot be imported."""
+    script = BLOCK.format(missing=missing) + code
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, check=False
+    )

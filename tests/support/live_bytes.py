@@ -1,0 +1,73 @@
+"""A meter of the memory that PyTorch has made, whoever holds it."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Self
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tba_offload.device.ranges import ByteRange, aligned_range
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that were made in this context and are still alive, whoever holds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._patches = ExitStack()
+
+    def __enter__(self) -> Self:
+        for place in ("transfer.reader", "capture.hooks"):
+            self._patches.enter_context(mock.patch(f"tba_offload.{place}.aligned_range", self._allocate))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._patches.close()
+        super().__exit__(*error)
+
+    def _allocate(self, *arguments: Any) -> ByteRange:
+        found = aligned_range(*arguments)
+        self._count(found.storage)
+        return found
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for storage in self._unknown((args, kwargs)):  # parameters, gradients, inputs
+            self._storages[storage._cdata] = weakref.ref(storage)
+        result = function(*args, **kwargs)
+        for storage in self._unknown(result):
+            self._count(storage)
+        return result
+
+    def _unknown(self, tree: object) -> Iterator[torch.UntypedStorage]:
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                known = self._storages.get(storage._cdata)
+                if known is None or known() is not storage:
+                    yield storage
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        nbytes = storage.nbytes()
+
+        def died(_: object) -> None:
+            self.live -= nbytes
+
+        self._storages[storage._cdata] = weakref.ref(storage, died)
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
