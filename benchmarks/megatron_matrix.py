@@ -55,7 +55,7 @@ MIXED = (
 """
 )
 RECOMPUTE = f"default: recompute\n{OFFLOAD_ALL}"
-SELECTIVE = f"default: selective\n{OFFLOAD_ALL}"
+OFFLOAD_REMAT = f"default: offload-remat\n{OFFLOAD_ALL}"
 REBUILT = ("offloaded_bytes", "rebuilt_bytes")
 
 SEQUENCE = 128
@@ -122,8 +122,8 @@ LAYOUTS = (
     Layout("selective recompute", "--recompute-granularity selective"),
     Layout("mixed placements", policy=MIXED, proof=("offloaded_bytes", "recomputed_scopes")),
     Layout("recompute placement", policy=RECOMPUTE, proof=("recomputed_scopes",)),
-    Layout("selective placement", policy=SELECTIVE, proof=REBUILT),
-    Layout("selective placement, llama-style", LLAMA, policy=SELECTIVE, proof=REBUILT),
+    Layout("offload-remat placement", policy=OFFLOAD_REMAT, proof=REBUILT),
+    Layout("offload-remat placement, llama-style", LLAMA, policy=OFFLOAD_REMAT, proof=REBUILT),
     Layout("experts", EXPERTS),
     Layout("batch-size ramp-up", grows=True),
     Layout("checkpoints, evaluation", "--save-interval 2 --eval-interval 2", validations=3),

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from tba_offload.session import Session
 
 WIDTH = 32
-PLACEMENTS = ("offload", "offload", "keep", "recompute", "recompute-offload", "selective")
+PLACEMENTS = ("offload", "offload", "keep", "recompute", "recompute-offload", "offload-remat")
 FAULTS = (
     "fail-write:errno=EIO,times=2",
     "fail-write:errno=ENOSPC,times=3",

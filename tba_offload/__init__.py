@@ -26,6 +26,7 @@ from tba_offload.errors import (
     NothingSavedWarning,
     PatchError,
     RecomputationError,
+    RenamedWarning,
     RunLogError,
     SavedTensorModifiedError,
     SessionError,
@@ -36,6 +37,7 @@ from tba_offload.errors import (
     TransferError,
     UnsupportedError,
 )
+from tba_offload.renamed import find_old_modules
 
 if TYPE_CHECKING:
     from tba_offload.attachment import attach
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
     from tba_offload.session.step import Step
 
 __version__ = "0.1.0"
+
+find_old_modules()
 
 # Loaded on first use, so that what needs no torch (policies, run logs, plots) starts fast.
 _HOMES = {
@@ -79,6 +83,7 @@ __all__ = [
     "Placement",
     "Policy",
     "RecomputationError",
+    "RenamedWarning",
     "Rule",
     "RunLogError",
     "SavedTensorModifiedError",

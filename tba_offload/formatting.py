@@ -169,7 +169,7 @@ def layers_by_placement(names: Sequence[str], placements: Sequence[str]) -> str:
 
 
 def _as_verb(placement: str) -> str:
-    return f"{placement} for" if placement in {"selective", "auto"} else placement
+    return "auto for" if placement == "auto" else placement
 
 
 def _listed(groups: Sequence[LayerGroup]) -> str:

@@ -227,7 +227,7 @@ def _timings(
     odd: list[dict[Placement, list[Timing]]] = [defaultdict(list) for _ in kinds]
     for run in runs:
         placement = computed_as(Placement(run.scope.placement), run.layer)
-        finds_out = placement is Placement.SELECTIVE and not (
+        finds_out = placement is Placement.OFFLOAD_REMAT and not (
             before is not None and before.kind_of(run.layer).knows_rebuilt
         )
         is_odd = finds_out or run.scope.key in partly
@@ -365,20 +365,20 @@ def _saved(
     needed: list[float] = []
     treatments: list[Treatment] = []
     for run, activation in zip(runs, column, strict=True):
-        is_selective = Placement(run.scope.placement).rebuilds
+        is_remat = Placement(run.scope.placement).rebuilds
         at.append(_share(clock(activation.packed_at), run.host.forward))
-        if is_selective:
+        if is_remat:
             treatments.append(activation.treatment)
         if activation.unpacked_at is not None:
             # Where others are rebuilt from it, it may be needed before its own use.
-            uses = needed if is_selective else until
+            uses = needed if is_remat else until
             uses.append(_share(clock(activation.unpacked_at), run.host.backward))
     # What is kept elsewhere costs nothing to keep, and gains nothing to offload.
     counts = all(activation.treatment is not Treatment.LEARNED_KEEP for activation in column)
     saved = Saved(
         max(activation.nbytes for activation in column) if counts else 0,
         statistics.median(at),
-        statistics.median(until) if until else _used_if_selective(needed, known),
+        statistics.median(until) if until else _used_if_remat(needed, known),
     )
     if not treatments:
         return saved if known is None else saved._replace(rebuilt=known.rebuilt, needed=known.needed)
@@ -387,8 +387,8 @@ def _saved(
     return saved._replace(rebuilt=is_rebuilt, needed=early)
 
 
-def _used_if_selective(needed: Sequence[float], known: Saved | None) -> float:
-    """When an activation is used, if all layers that saved it were placed selective or none used it."""
+def _used_if_remat(needed: Sequence[float], known: Saved | None) -> float:
+    """When an activation is used, if all layers that saved it were placed offload-remat or none used it."""
     if not needed:
         return 1.0
     return statistics.median(needed) if known is None else known.until

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tba_offload.plan.bandwidth import Bandwidth
     from tba_offload.plan.profile import StepProfile
 
-_LOOKS = (Placement.OFFLOAD, Placement.KEEP, Placement.RECOMPUTE, Placement.SELECTIVE)
+_LOOKS = (Placement.OFFLOAD, Placement.KEEP, Placement.RECOMPUTE, Placement.OFFLOAD_REMAT)
 """What is tried on an excursion, if the plan has none of it. Keep is among them, because plans without a
 budget are held to its time."""
 
@@ -140,7 +140,7 @@ def _mixed(
 ) -> tuple[Placement, ...]:
     """One layer of a kind in each group gets each placement that is a choice, the others offload."""
     placements = list(task.policy)
-    turns = (Placement.KEEP, Placement.RECOMPUTE, Placement.SELECTIVE)
+    turns = (Placement.KEEP, Placement.RECOMPUTE, Placement.OFFLOAD_REMAT)
     for kind in set(profile.layers):
         free = _free_layers(task, profile, kind)
         if len(free) < 3:  # it is measured by the others
@@ -219,7 +219,7 @@ def _may_try(
     """Whether the planner may have a layer run so, and there is something to learn from it."""
     if placement is Placement.RECOMPUTE:
         return task.objective is not Objective.MEMORY and layer not in not_recomputed
-    if placement is Placement.SELECTIVE:
+    if placement is Placement.OFFLOAD_REMAT:
         kind = profile.kind_of(layer)
         return kind.rebuilt_bytes > 0 or not kind.knows_rebuilt
     return True

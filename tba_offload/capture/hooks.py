@@ -39,6 +39,7 @@ from tba_offload.capture.trace import ActivationTrace, StepTrace, Treatment
 from tba_offload.device.ranges import aligned_range
 from tba_offload.errors import TransferError
 from tba_offload.layers.graph import check_version, hooks_on_top, latest_node
+from tba_offload.renamed import names_of
 from tba_offload.transfer.storage import Handle, Record, State
 
 if TYPE_CHECKING:
@@ -571,3 +572,7 @@ def set_aside() -> Iterator[None]:
     finally:
         if is_aside:
             autograd._push_saved_tensors_default_hooks(*top)
+
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of(__name__)

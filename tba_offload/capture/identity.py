@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn.parameter import is_lazy
 
+from tba_offload.renamed import names_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -226,3 +228,7 @@ def _with_storage(*tensors: object) -> Iterable[torch.Tensor]:
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and not is_lazy(tensor) and tensor.layout is torch.strided:
             yield local_of(tensor)
+
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of(__name__)

@@ -1,4 +1,4 @@
-"""The hooks of layers placed ``selective``: offloaded, but what recipes can make again does not travel.
+"""The hooks of layers placed ``offload-remat``: offloaded, but what recipes can make again does not travel.
 
 A recipe is on trial at first: its tensor is offloaded as ever, and when backward asks for it, the recipe is
 tried and its result compared with the restored bytes. From then on tensors of which a recipe of the same name
@@ -346,11 +346,11 @@ class Rebuilds:
         if not found.is_written:
             raise UnsupportedError(
                 f"{message}its gradients of this step are wrong: do not use them. such activations are "
-                "written from the next step on; place the layer offload instead of selective"
+                "written from the next step on; place the layer offload instead of offload-remat"
             )
         warnings.warn(
             f"{message}the bytes that were written are used, and such activations are written from now on; "
-            "place the layer offload instead of selective",
+            "place the layer offload instead of offload-remat",
             stacklevel=2,
         )
 
@@ -382,8 +382,8 @@ class Rebuilds:
         return _bits(viewed(made, trial.view)) if made.nbytes() == trial.nbytes else None
 
 
-class SelectiveHooks(LayerHooks):
-    """The hooks of one scope of a layer that is placed ``selective``.
+class RematerializingHooks(LayerHooks):
+    """The hooks of one scope of a layer that is placed ``offload-remat``.
 
     Args:
         rebuilds: What the session knows of recipes.

@@ -17,6 +17,7 @@ from tba_offload.config import OffloadConfig, load_config, parse_size
 from tba_offload.config.policy import Objective, Placement
 from tba_offload.config.store import KINDS
 from tba_offload.errors import ConfigError, StoreError
+from tba_offload.renamed import placement
 from tba_offload.store.hanging import ask
 from tba_offload.store.run_file import check_directory
 
@@ -105,7 +106,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument("--tba-policy", metavar="FILE", help="Policy in YAML.")
     group.add_argument(
         "--tba-placement",
-        choices=[placement.value for placement in Placement],
+        type=placement,
+        choices=[each.value for each in Placement],
         help="Placement of layers that no rule of the policy matches.",
     )
     group.add_argument(

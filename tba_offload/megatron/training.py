@@ -30,6 +30,7 @@ from tba_offload.errors import ConfigError, TbaError, UnsupportedError
 from tba_offload.formatting import grouped
 from tba_offload.megatron.arguments import add_arguments, config_of, is_on
 from tba_offload.megatron.layers import find_stack
+from tba_offload.renamed import names_of
 from tba_offload.report.curves import curves_of
 from tba_offload.report.ranks import first_free_number, numbered, path_of_rank
 from tba_offload.report.tables import Column, FittedTable
@@ -399,3 +400,7 @@ def draw_curves(record: StepRecord) -> None:
             board.add_scalar(name, value, iteration)
     if wandb:
         wandb.log(figures, iteration)
+
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of(__name__)

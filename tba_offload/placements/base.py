@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
+from tba_offload import renamed
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -51,12 +53,22 @@ class _ByName(type):
             return super().__call__(*arguments, **options)
         (name,) = arguments
         found = _known.get(name) if isinstance(name, str) else None
+        if found is None and isinstance(name, str):
+            found = _known.get(renamed.placement(name))
         if found is None:
             raise ValueError(f"{name!r} is not one of {', '.join(_known)}")
         return found
 
     def __iter__(cls) -> Iterator[Placement]:
         return iter(_known.values())
+
+    if not TYPE_CHECKING:  # or every misspelt name were one
+
+        def __getattr__(cls, name: str) -> Placement:
+            word = name.lower().replace("_", "-")
+            if cls is not Placement or word not in renamed.PLACEMENTS:
+                raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}", name=name)
+            return Placement(word)
 
 
 class Placement(str, metaclass=_ByName):
@@ -83,7 +95,7 @@ class Placement(str, metaclass=_ByName):
     OFFLOAD: ClassVar[Placement]
     RECOMPUTE: ClassVar[Placement]
     RECOMPUTE_OFFLOAD: ClassVar[Placement]
-    SELECTIVE: ClassVar[Placement]
+    OFFLOAD_REMAT: ClassVar[Placement]
     AUTO: ClassVar[Placement]
 
     recomputes: ClassVar[bool] = False

@@ -28,7 +28,7 @@ class Offload(Placement):
         return ways.offload()
 
 
-class Selective(Placement):
+class OffloadRemat(Placement):
     """As offload, but what cheap parts of the layer put out is made again in backward."""
 
     travels = True
@@ -68,5 +68,5 @@ Placement.KEEP = register(Keep("keep"))
 Placement.OFFLOAD = register(Offload("offload"))
 Placement.RECOMPUTE = register(Recompute("recompute"))
 Placement.RECOMPUTE_OFFLOAD = register(RecomputeOffload("recompute-offload"))
-Placement.SELECTIVE = register(Selective("selective"))
+Placement.OFFLOAD_REMAT = register(OffloadRemat("offload-remat"))
 Placement.AUTO = register(Auto("auto"))

@@ -111,7 +111,7 @@ def _with_few_activations(profile: StepProfile, parts: int) -> StepProfile:
 
 
 def _merged(activations: Sequence[Saved], parts: int) -> tuple[Saved, ...]:
-    """About so many, in the order of saving; those that ``selective`` rebuilds apart from the others."""
+    """About so many, in the order of saving; those that ``offload-remat`` rebuilds apart from the others."""
     if len(activations) <= parts:
         return tuple(activations)
     rebuilt = [saved for saved in activations if saved.rebuilt]

@@ -84,14 +84,14 @@ class _Why(NamedTuple):
 
     def offload(self, *, rebuilds: bool = False) -> str:
         if rebuilds:
-            return self._selective()
+            return self._offload_remat()
         is_part = self._moved < self._kind.nbytes
         what = f"{readable_size(self._moved)} of {self._size}" if is_part else self._size
         return f"{what} take {self._travel} of the drive, and recomputing takes {self._again} of compute"
 
-    def _selective(self) -> str:
+    def _offload_remat(self) -> str:
         rebuilt = self._kind.rebuilt_bytes
-        again = self._timing(Placement.SELECTIVE).whole - self._timing(Placement.OFFLOAD).whole
+        again = self._timing(Placement.OFFLOAD_REMAT).whole - self._timing(Placement.OFFLOAD).whole
         return (
             f"{_milliseconds(max(again, 0.0))} of compute spare the drive {self._moving(rebuilt)} for "
             f"{readable_size(rebuilt)}; {readable_size(self._moved - rebuilt)} travel"

@@ -20,7 +20,7 @@ _EVERYTHING = (
     Placement.OFFLOAD,
     Placement.RECOMPUTE,
     Placement.RECOMPUTE_OFFLOAD,
-    Placement.SELECTIVE,
+    Placement.OFFLOAD_REMAT,
 )
 
 
@@ -79,7 +79,7 @@ class _Time(Goal):
 class _Memory(Goal):
     """The lowest peak at which nothing waits; so nothing is recomputed either."""
 
-    choices = (Placement.KEEP, Placement.OFFLOAD, Placement.SELECTIVE)
+    choices = (Placement.KEEP, Placement.OFFLOAD, Placement.OFFLOAD_REMAT)
     wants_memory = True
 
     @property

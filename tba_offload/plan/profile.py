@@ -24,7 +24,7 @@ class Saved(NamedTuple):
         nbytes: Its size.
         at: When it is saved, as a share of the layer's forward time, 0 to 1.
         until: When backward first uses it, as a share of the layer's backward time, 0 to 1.
-        rebuilt: Whether it is rebuilt rather than offloaded if the layer is placed ``selective``; ``None``
+        rebuilt: Whether it is rebuilt and not offloaded where a layer is placed ``offload-remat``; ``None``
             before a layer of its kind has run so.
         needed: When backward first needs it in such a layer, perhaps to rebuild another from it; ``None`` if
             that is not known, or it is rebuilt itself.
@@ -38,12 +38,12 @@ class Saved(NamedTuple):
 
     @property
     def fetched(self) -> float:
-        """When it must be in memory in a layer placed ``selective``, as far as that is known."""
+        """When it must be in memory in a layer placed ``offload-remat``, as far as that is known."""
         return self.until if self.needed is None else min(self.needed, self.until)
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Saved:
-        """An activation of a run log; before there was a placement ``selective`` they said less of it."""
+        """An activation of a run log; before there was a placement ``offload-remat`` they said less of it."""
         nbytes, at, until, *more = values
         rebuilt, needed = more or (None, None)
         return cls(
@@ -94,7 +94,7 @@ class LayerKind:
 
     @property
     def rebuilt_bytes(self) -> int:
-        """Bytes of those that are rebuilt if the layer is placed ``selective``; 0 if that is not known."""
+        """Bytes of those that are rebuilt if the layer is placed ``offload-remat``; 0 if not known."""
         return sum(saved.nbytes for saved in self.activations if saved.rebuilt)
 
     @property
@@ -117,14 +117,14 @@ class _Computed(NamedTuple):
         return Placement.KEEP
 
     def offload(self, *, rebuilds: bool = False) -> Placement:
-        return Placement.SELECTIVE if rebuilds else Placement.OFFLOAD
+        return Placement.OFFLOAD_REMAT if rebuilds else Placement.OFFLOAD
 
     def recompute(self, *, inputs_travel: bool = False) -> Placement:  # noqa: ARG002 - they travel meanwhile
         return Placement.RECOMPUTE
 
 
 def computed_as(placement: Placement, layer: int) -> Placement:
-    """The placement among keep, offload, selective and recompute by which a layer computes the same."""
+    """The placement among keep, offload, offload-remat and recompute by which a layer computes the same."""
     return placement.take(_Computed(layer))
 
 
@@ -236,8 +236,8 @@ class StepProfile:
         placement = computed_as(placement, layer)
         if placement is Placement.RECOMPUTE:
             return self._timing_of_recompute(layer)
-        if placement is Placement.SELECTIVE:
-            return self._timing_of_selective(layer)
+        if placement is Placement.OFFLOAD_REMAT:
+            return self._timing_of_remat(layer)
         offloaded = self._measured(kind, Placement.OFFLOAD)
         kept = self._measured(kind, Placement.KEEP)
         if kept is not None and offloaded is not None:
@@ -249,9 +249,9 @@ class StepProfile:
         found = kept or offloaded if placement is Placement.KEEP else offloaded or kept
         if found is not None:
             return found
-        selective = self._measured(kind, Placement.SELECTIVE)
-        if selective is not None:
-            return selective
+        remat = self._measured(kind, Placement.OFFLOAD_REMAT)
+        if remat is not None:
+            return remat
         forward, backward = self.timings[kind][Placement.RECOMPUTE]
         return Timing(forward, max(backward - forward, 0.0))
 
@@ -266,11 +266,11 @@ class StepProfile:
         )
 
     def rebuild_seconds(self, layer: int) -> float:
-        """Seconds that a layer placed ``selective`` takes longer than a kept one.
+        """Seconds that a layer placed ``offload-remat`` takes longer than a kept one.
 
         Who rebuilds a part to let the rest travel pays for both.
         """
-        return self._timing_of_selective(layer).whole - self.timing(layer, Placement.KEEP).whole
+        return self._timing_of_remat(layer).whole - self.timing(layer, Placement.KEEP).whole
 
     def _least_rebuilding(self, layer: int, forward: float) -> float:
         kind = self.kind_of(layer)
@@ -283,10 +283,10 @@ class StepProfile:
             return measured
         return Timing(kept.forward, kept.backward + kept.forward)
 
-    def _timing_of_selective(self, layer: int) -> Timing:
+    def _timing_of_remat(self, layer: int) -> Timing:
         kind = self.kind_of(layer)
         share = kind.rebuilt_bytes / kind.nbytes if kind.nbytes else 0.0
-        measured = self._measured(self.layers[layer], Placement.SELECTIVE)
+        measured = self._measured(self.layers[layer], Placement.OFFLOAD_REMAT)
         if measured is not None:
             forward, backward = self.timing(layer, Placement.KEEP)
             least = Timing(forward, backward + self._least_rebuilding(layer, forward))

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from tba_offload.plan.trials import Trial
     from tba_offload.plan.tuning import Tuning
 
-KEEP, OFFLOAD, SELECTIVE = Placement.KEEP, Placement.OFFLOAD, Placement.SELECTIVE
+KEEP, OFFLOAD, OFFLOAD_REMAT = Placement.KEEP, Placement.OFFLOAD, Placement.OFFLOAD_REMAT
 
 
 def make_plan(
@@ -166,8 +166,8 @@ class _Search:
 
     @property
     def _may_rebuild(self) -> bool:
-        """Whether there is a layer that can be placed ``selective``."""
-        return SELECTIVE in self._choices and not self._freedom.not_rebuilt.issuperset(self._free)
+        """Whether there is a layer that can be placed ``offload-remat``."""
+        return OFFLOAD_REMAT in self._choices and not self._freedom.not_rebuilt.issuperset(self._free)
 
     def best(self, known: Sequence[Plan] = ()) -> Plan:
         """The best plan that is found, or known."""
@@ -176,7 +176,7 @@ class _Search:
         self._try_simplest()
         others = self._best_others()
         if self._may_rebuild:
-            self._try_family(SELECTIVE, OFFLOAD)
+            self._try_family(OFFLOAD_REMAT, OFFLOAD)
         for way in [way for way in self._choices if way.recomputes] or [others]:
             self._try_family(way, others)
         self._improve(self._trials.best())
@@ -232,7 +232,7 @@ class _Search:
 
     def _try_simplest(self) -> None:
         for placement in self._choices:
-            if placement is SELECTIVE and not self._may_rebuild:
+            if placement is OFFLOAD_REMAT and not self._may_rebuild:
                 continue
             # The two that move nothing take next to no time to play.
             if self._trials.most_filled or placement in {KEEP, Placement.RECOMPUTE}:
@@ -280,7 +280,7 @@ class _Search:
         """What layers had better be that are neither kept nor recomputed: offloaded, or rebuilt in part."""
         if not self._may_rebuild:
             return OFFLOAD
-        return min((OFFLOAD, SELECTIVE), key=lambda way: self._best_kept(0, way, None, way)[0].score)
+        return min((OFFLOAD, OFFLOAD_REMAT), key=lambda way: self._best_kept(0, way, None, way)[0].score)
 
     def _try_family(self, way: Placement, others: Placement) -> None:
         """Finds the best number of kept layers for some numbers of those that spare the drive, ever closer.
@@ -364,14 +364,14 @@ class _Search:
         """Keeps single activations of the last layer that travels, those that backward needs first."""
         if self._terms.limits.budget is None or found.score[0]:
             return found
-        layers = [layer for layer in self._free if found.plan.placements[layer] in {OFFLOAD, SELECTIVE}]
+        layers = [layer for layer in self._free if found.plan.placements[layer] in {OFFLOAD, OFFLOAD_REMAT}]
         if not layers:
             return found
         layer = layers[-1]
         activations = self._profile.kind_of(layer).activations
-        is_selective = found.plan.placements[layer] is SELECTIVE
+        is_remat = found.plan.placements[layer] is OFFLOAD_REMAT
         numbers = sorted(
-            (number for number, saved in enumerate(activations) if not (is_selective and saved.rebuilt)),
+            (number for number, saved in enumerate(activations) if not (is_remat and saved.rebuilt)),
             key=lambda number: activations[number].until,
         )
         for count in range(1, min(len(numbers), self._trials.most_filled)):

@@ -41,7 +41,7 @@ class Outcome:
         host_peak_bytes: Most bytes that it held.
         held_bytes: Most bytes of activations on the device that were not in flight, the rest left out.
         fallback_bytes: Bytes of offloaded layers that stayed because no tier had room for them.
-        rebuild_seconds: Compute that layers placed ``selective`` took longer than kept ones.
+        rebuild_seconds: Compute that layers placed ``offload-remat`` took longer than kept ones.
         peak_slot: What ran when memory was at its peak; ``None`` for a step without activations.
     """
 
@@ -86,7 +86,7 @@ def simulate(profile: StepProfile, plan: Plan, bandwidth: Bandwidth) -> Outcome:
 
 
 class _Event(NamedTuple):
-    """Backward of a layer placed ``selective`` comes to an activation.
+    """Backward of a layer placed ``offload-remat`` comes to an activation.
 
     Attributes:
         at: When, as a share of the layer's backward time.
@@ -261,7 +261,7 @@ class _Run:
         traffic = self._traffic
         passed, used = 0.0, 0
         self._rebuild_seconds += self._rebuilding[slot.layer]
-        for event in self._selective_events(slot, kind):
+        for event in self._remat_events(slot, kind):
             traffic.compute((event.at - passed) * seconds)
             passed = event.at
             if event.uses:
@@ -276,7 +276,7 @@ class _Run:
         traffic.compute((1.0 - passed) * seconds)
         self._end_backward(slot, kind, used)
 
-    def _selective_events(self, slot: Slot, kind: LayerKind) -> list[_Event]:
+    def _remat_events(self, slot: Slot, kind: LayerKind) -> list[_Event]:
         """Backward of a layer of which some activations are rebuilt, in its order."""
         kept = self._plan.kept_of(slot.layer)
         moved = [saved for number, saved in enumerate(kind.activations) if number not in kept]

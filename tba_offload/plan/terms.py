@@ -80,7 +80,7 @@ class Freedom:
 
     def allows(self, layer: int, placement: Placement) -> bool:
         """Whether the planner may give a layer this placement."""
-        if placement is Placement.SELECTIVE:
+        if placement is Placement.OFFLOAD_REMAT:
             return layer not in self.not_rebuilt
         return not placement.recomputes or layer not in self.not_recomputed
 

@@ -20,6 +20,7 @@ from matplotlib.path import Path
 from matplotlib.textpath import TextPath
 
 from tba_offload.formatting import byte_scale, readable_size, visible
+from tba_offload.renamed import PLACEMENTS
 from tba_offload.report.points import lines, pareto, peak_sources, rate_scale
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ _LOOKS: dict[str, _Look] = {
     "offload": ("#D55E00", "s", "-"),
     "recompute": ("#009E73", "^", "-"),
     "recompute-offload": ("#E69F00", "h", "-"),
-    "selective": ("#56B4E9", "d", "-"),
+    "offload-remat": ("#56B4E9", "d", "-"),
 }
 _MORE_LOOKS: list[_Look] = [
     ("#CC79A7", "D", "--"),
@@ -406,7 +407,7 @@ def _limits(values: NDArray[np.float64]) -> tuple[float, float]:
 def _looks(strategies: Iterable[str]) -> dict[str, _Look]:
     """A look for each strategy; beyond the tenth other one, looks repeat."""
     more = cycle(_MORE_LOOKS)
-    return {strategy: _LOOKS.get(strategy) or next(more) for strategy in strategies}
+    return {strategy: _LOOKS.get(PLACEMENTS.get(strategy, strategy)) or next(more) for strategy in strategies}
 
 
 def _visible(strategy: str, most: int = 30) -> str:

@@ -26,7 +26,8 @@ _Saved = (
     | tuple[_Bytes, _Share, _Share, _Flag | None, _Share | None]
 )
 _Word = Annotated[str, Field(max_length=1000)]
-_Measured = Literal["keep", "offload", "recompute", "recompute-offload", "selective"]
+# The last word is the old one of the one before it.
+_Measured = Literal["keep", "offload", "recompute", "recompute-offload", "offload-remat", "selective"]
 
 
 class _Kind(BaseModel):

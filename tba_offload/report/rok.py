@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tba_offload.errors import ConfigError, MissingDependencyError
 from tba_offload.formatting import byte_scale, significant, visible
+from tba_offload.renamed import names_of
 from tba_offload.report import tables
 from tba_offload.report.advice import advice
 from tba_offload.report.points import lines, pareto, peak_sources, rate_scale
@@ -193,3 +194,7 @@ def require_matplotlib() -> None:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
         raise MissingDependencyError("matplotlib", "drawing a ROK curve", extra="plots") from error
+
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of(__name__)

@@ -1,6 +1,14 @@
 """A session: offloading for one model, step by step."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tba_offload.renamed import names_of
 from tba_offload.session.session import Session
 from tba_offload.session.world import World
 
 __all__ = ["Session", "World"]
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tba_offload.capture.hooks import LayerHooks
-from tba_offload.capture.rematerialize import SelectiveHooks
+from tba_offload.capture.rematerialize import RematerializingHooks
 from tba_offload.placements import Placement
 from tba_offload.recompute.rescue import Rescue
 from tba_offload.recompute.run import Run
@@ -133,7 +133,7 @@ class Call:
         kept, slow = plan.kept_of(index), self._keeps_when_slow
         if rebuilds and not self._site.is_compiled:  # a graph of one node tells nothing
             layer, recipes = self._site.layer.module, self._parts.rebuilds
-            return SelectiveHooks(recipes, layer, key, when_slow=slow, kept=kept)
+            return RematerializingHooks(recipes, layer, key, when_slow=slow, kept=kept)
         return LayerHooks(self._parts.capture, key, when_slow=slow, kept=kept, rescue=rescue)
 
     @property

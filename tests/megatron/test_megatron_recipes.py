@@ -1,4 +1,4 @@
-"""What megatron-core's fused activation functions put out is made again in layers placed ``selective``."""
+"""What megatron-core's fused activation functions put out is rebuilt in layers placed ``offload-remat``."""
 
 from __future__ import annotations
 
@@ -85,14 +85,14 @@ def test_models(build: Callable[[GptShape], nn.Module], style: Any, dtype: Any) 
     shape = dataclasses.replace(SHAPE, style=style, dtype=dtype)
     expected = train(build(shape), shape, None)
     moved = {}
-    for default in ("offload", "selective"):
+    for default in ("offload", "offload-remat"):
         model = build(shape)
         config = tba.OffloadConfig(default=default, store=tba.StoreConfig(kind="host"), min_tensor_bytes=256)
         with Session(find_stack(model), [model], config, measure_memory=False) as session:
             assert_same(train(model, shape, session), expected)
             record = session.report()[-1]
             moved[default] = record.offloaded_bytes
-    assert moved["offload"] - moved["selective"] == record.rebuilt_bytes
+    assert moved["offload"] - moved["offload-remat"] == record.rebuilt_bytes
     itemsize = 4 if dtype == "fp32" else 2
     tokens = BATCH * shape.sequence
     # Two norms, the function and the weights of attention; llama's norms and gates are of several parts.
@@ -155,7 +155,7 @@ def run(
     model = nn.Sequential(*(Fused(call, takes * INNER) for _ in range(LAYERS)))
     layers = tuple(Layer(LayerId(number, str(number)), layer) for number, layer in enumerate(model))
     config = tba.OffloadConfig(
-        default=tba.Placement.SELECTIVE, store=tba.StoreConfig(kind="host"), min_tensor_bytes=1024
+        default=tba.Placement.OFFLOAD_REMAT, store=tba.StoreConfig(kind="host"), min_tensor_bytes=1024
     )
     found: list[Tensor] = []
     stack = LayerStack(layers, functions=fused_functions())

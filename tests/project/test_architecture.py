@@ -23,11 +23,12 @@ LAB = ROOT.parent / "tba_lab"
 LAB_MODULES = sorted(LAB.rglob("*.py"))
 
 # Each part may import those listed; those in EVERYWHERE may be imported by all.
-EVERYWHERE = {"errors", "formatting", "interrupts", "reading", "writing"}
+EVERYWHERE = {"errors", "formatting", "interrupts", "reading", "renamed", "writing"}
 ALLOWED = {
     "errors": set(),
     "formatting": set(),
     "reading": set(),
+    "renamed": set(),
     "interrupts": set(),
     "writing": set(),
     "placements": set(),

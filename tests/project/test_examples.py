@@ -129,7 +129,7 @@ def test_a_policy_takes_effect_and_changes_no_bit(path: Path, tmp_path: Path) ->
     inputs = placements.count("recompute-offload")
     assert record.recomputed_scopes == placements.count("recompute") + inputs
     # What a layer saves: its input and what tanh returned, one activation each.
-    travelling = placements.count("offload") + placements.count("selective") + placements.count("auto")
+    travelling = placements.count("offload") + placements.count("offload-remat") + placements.count("auto")
     assert (travelling + inputs) * size <= record.offloaded_bytes + record.forwarded_bytes
     assert record.offloaded_bytes <= (2 * travelling + inputs) * size
     assert record.fallback_kept_bytes == 0

@@ -350,7 +350,7 @@ def error_of(name: str, default: str | None) -> str:
 
 COMPARED = {
     "offload": [*SPREAD, *NESTED, IN_STAGES],
-    "selective": [*SPREAD, IN_STAGES],
+    "offload-remat": [*SPREAD, IN_STAGES],
     "recompute": [*SPREAD, *NESTED, IN_STAGES],
     "recompute-offload": [*SPREAD, *NESTED, IN_STAGES],
     "auto": ["by batch", "by shards", "by parameters", "by columns", IN_STAGES],
@@ -367,7 +367,7 @@ def run_rank(rank: int, directory: Path) -> None:
     found = {}
     for default, spreads in COMPARED.items():
         found |= {f"{default}, {spread}": compare(spread, rank, default) for spread in spreads}
-    for default in ("offload", "selective"):
+    for default in ("offload", "offload-remat"):
         found |= {f"{default}, {name}": compare_mix(name, default) for name in MIXES}
     (directory / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()

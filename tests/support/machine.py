@@ -145,11 +145,11 @@ def _saved(
     seconds: float,
 ) -> Sequence[tuple[ActivationTrace, float]]:
     """The activations of a run of a layer, and when backward uses each, as a share of its time."""
-    if placement not in {Placement.AUTO, Placement.OFFLOAD, Placement.SELECTIVE}:
+    if placement not in {Placement.AUTO, Placement.OFFLOAD, Placement.OFFLOAD_REMAT}:
         return []
     saved = []
     for number, each in enumerate(kind.activations):
-        is_rebuilt = placement is Placement.SELECTIVE and each.rebuilt
+        is_rebuilt = placement is Placement.OFFLOAD_REMAT and each.rebuilt
         treatment = (
             Treatment.REBUILT
             if is_rebuilt

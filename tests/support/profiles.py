@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 KEEP, OFFLOAD, RECOMPUTE, AUTO = Placement.KEEP, Placement.OFFLOAD, Placement.RECOMPUTE, Placement.AUTO
-RECOMPUTE_OFFLOAD, SELECTIVE = Placement.RECOMPUTE_OFFLOAD, Placement.SELECTIVE
+RECOMPUTE_OFFLOAD, OFFLOAD_REMAT = Placement.RECOMPUTE_OFFLOAD, Placement.OFFLOAD_REMAT
 MIB = 1 << 20
 FAST = Bandwidth(100e9, 100e9)
 
@@ -84,7 +84,7 @@ def rebuilding(
         activations.append(saved._replace(rebuilt=flags[number], needed=needed))
     if seconds is not None:
         forward, backward = profile.timing(0, OFFLOAD)
-        timing = timing | {SELECTIVE: Timing(forward, backward + seconds)}
+        timing = timing | {OFFLOAD_REMAT: Timing(forward, backward + seconds)}
     kind = dataclasses.replace(kind, activations=tuple(activations))
     return dataclasses.replace(profile, kinds=(kind,), timings=(timing,))
 

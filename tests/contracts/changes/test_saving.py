@@ -116,7 +116,7 @@ def train(net: Net, number: int) -> list[Tensor]:
     return [loss.detach(), x.grad]
 
 
-@pytest.mark.parametrize("placement", ["offload", "selective"])
+@pytest.mark.parametrize("placement", ["offload", "offload-remat"])
 @pytest.mark.parametrize("name", FILLING)
 def test_what_an_operation_fills_after_it_has_saved_it(name: str, placement: str) -> None:
     mix = FILLING[name]
@@ -184,7 +184,7 @@ CHANGING: dict[str, tuple[Callable[[Tensor], Tensor], dict[str, Any]]] = {
     "kept": (Doubling.apply, {"min_tensor_bytes": 1 << 30}),
     "gathered": (doubling_with_gaps, {}),
     "a small view": (doubling_in_part, {"min_tensor_bytes": 2 * KIB}),
-    "made again": (lambda h: Doubling.apply(F.gelu(h)), {"default": "selective"}),
+    "made again": (lambda h: Doubling.apply(F.gelu(h)), {"default": "offload-remat"}),
 }
 
 
@@ -270,7 +270,7 @@ USED_NO_MORE: dict[str, Callable[[Tensor], Tensor]] = {
     "made again": lambda h: Doubling.apply(F.gelu(h)),
     "with a counter of its own": lambda h: Squaring.apply(h.data) + Doubling.apply(h),
 }
-PLACEMENTS = ["offload", "recompute", "recompute-offload", "selective"]
+PLACEMENTS = ["offload", "recompute", "recompute-offload", "offload-remat"]
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -282,7 +282,7 @@ def test_what_one_node_changes_and_another_one_uses_is_noticed(name: str, placem
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         train(make_net(block), 0)
     with attached(block, default=placement) as (net, session):
-        for step in range(2):  # in the second one what `selective` makes again does not travel
+        for step in range(2):  # in the second one what `offload-remat` makes again does not travel
             with pytest.raises(SavedTensorModifiedError, match=r"changed in place.*layer 2"), session.step():
                 train(net, step)
 

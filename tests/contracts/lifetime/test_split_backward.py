@@ -120,7 +120,7 @@ def held(profile: StepProfile) -> dict[str, list[str]]:
 # What is recorded
 
 
-@pytest.mark.parametrize("default", [OFFLOAD, KEEP, Placement.SELECTIVE])
+@pytest.mark.parametrize("default", [OFFLOAD, KEEP, Placement.OFFLOAD_REMAT])
 def test_what_a_layer_holds_is_gone_when_its_weights_have_their_gradients(default: Placement) -> None:
     before = recorded(FREED)
     profile = recorded("F0 F1 I0 F2 I1 W0 F3 W1 I2 I3 W2 W3", default, before=before)
@@ -188,7 +188,7 @@ def test_gradients_that_are_put_in_place_by_hand_are_no_activations() -> None:
     assert counted == [0, 0, 0, 0, whole, whole]  # before each pass; a forward looks
 
 
-@pytest.mark.parametrize("default", [OFFLOAD, KEEP, Placement.SELECTIVE, Placement.RECOMPUTE])
+@pytest.mark.parametrize("default", [OFFLOAD, KEEP, Placement.OFFLOAD_REMAT, Placement.RECOMPUTE])
 @pytest.mark.parametrize("layer", [Block, Linear])
 def test_the_bits_are_those_of_a_plain_run(default: Placement, layer: Callable[[], nn.Module]) -> None:
     plain, attached = make_stage(layer), make_stage(layer)
@@ -229,7 +229,7 @@ def split(profile: StepProfile, until: int) -> StepProfile:
     return dataclasses.replace(profile, slots=slots)
 
 
-@pytest.mark.parametrize("placement", [KEEP, OFFLOAD, Placement.SELECTIVE, Placement.RECOMPUTE])
+@pytest.mark.parametrize("placement", [KEEP, OFFLOAD, Placement.OFFLOAD_REMAT, Placement.RECOMPUTE])
 def test_a_step_holds_what_outlives_backward(placement: Placement) -> None:
     """One after the other peaks like all at once, if all are held; what was read goes at once."""
     turns = rebuilding(make_profile(4, micro_batches=3, warm_up=0))

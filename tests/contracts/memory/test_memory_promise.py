@@ -64,7 +64,7 @@ class Heads(nn.Module):
 
 
 def activated() -> Chain:
-    """A layer whose activations are made of each other; in ``selective`` layers most are made again."""
+    """A layer whose activations are made of each other; in ``offload-remat`` layers most are made again."""
     return Chain(nn.functional.gelu)
 
 
@@ -142,7 +142,9 @@ def test_the_promise_holds_where_activations_are_made_again(direction: str) -> N
     """In the first step, in which all travel and are made again as well, to compare, and in later ones."""
     scope = scope_bytes(activated)
     stack = make_stack(activated, 6)
-    with session_for(stack, drive=slow_drive(direction), default="selective", in_flight=CEILING) as session:
+    with session_for(
+        stack, drive=slow_drive(direction), default="offload-remat", in_flight=CEILING
+    ) as session:
         for number in range(3):
             assert peak_of(stack, session) <= CEILING + 1.2 * scope
             made_again = session.report()[-1].rebuilt_bytes

@@ -1,4 +1,4 @@
-"""Layers placed ``selective``: what is made again instead of written, its views, lifetimes and failures."""
+"""Layers placed ``offload-remat``: what is made again, not written, its views, lifetimes, failures."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 LAYERS = 3
 STEPS = 3
-SELECTIVE = {"default": "selective"}
+OFFLOAD_REMAT = {"default": "offload-remat"}
 
 
 class Normed(Block):
@@ -149,7 +149,7 @@ MADE_AGAIN: dict[str, tuple[Callable[[], nn.Module], int]] = {
 def test_what_is_made_again(name: str, *, settled: bool) -> None:
     """In the first step it is tried, and from then on not written."""
     block, nbytes = MADE_AGAIN[name]
-    records = assert_transparent(block=block, steps=STEPS, settled=settled, **SELECTIVE)
+    records = assert_transparent(block=block, steps=STEPS, settled=settled, **OFFLOAD_REMAT)
     assert rebuilt(records) == [0, nbytes, nbytes]
     if settled:
         offloaded = assert_transparent(block=block, steps=STEPS, default="offload")
@@ -171,7 +171,7 @@ class Cast(Block):
 def test_dropout_in_low_precision_is_made_from_the_softmax() -> None:
     """The cast in between is not saved by anybody."""
     block = partial(Cast, dropped_in_half, torch.bfloat16)
-    records = assert_transparent(block=block, steps=STEPS, **SELECTIVE)
+    records = assert_transparent(block=block, steps=STEPS, **OFFLOAD_REMAT)
     assert rebuilt(records) == [0, ONE // 2, ONE // 2]
 
 
@@ -247,7 +247,7 @@ def test_what_is_offloaded_as_ever(name: str) -> None:
     """Nor is it tried."""
     block = NOT_MADE_AGAIN[name]
     with counted() as computed:
-        records = assert_transparent(block=block, steps=2, **SELECTIVE)
+        records = assert_transparent(block=block, steps=2, **OFFLOAD_REMAT)
     assert not computed
     offloaded = assert_transparent(block=block, steps=2, default="offload")
     assert rebuilt(records) == [0, 0]
@@ -257,7 +257,7 @@ def test_what_is_offloaded_as_ever(name: str) -> None:
 def test_a_recipe_that_does_not_make_the_same_is_found_out() -> None:
     """Its first tensor was offloaded, so nothing is lost."""
     block = partial(Cast, changed_in_between, torch.float64)
-    records = assert_transparent(block=block, steps=STEPS, **SELECTIVE)
+    records = assert_transparent(block=block, steps=STEPS, **OFFLOAD_REMAT)
     offloaded = assert_transparent(block=block, steps=STEPS, default="offload")
     assert rebuilt(records) == [0, 0, 0]
     assert [record.offloaded_bytes for record in records] == [r.offloaded_bytes for r in offloaded]
@@ -270,7 +270,7 @@ def test_a_recipe_that_is_off_by_a_bit_is_found_out() -> None:
         return y
 
     with mock.patch.dict(recipes._MAKERS, SiluBackward0=recipes._of_self(almost)):
-        records = assert_transparent(block=mixing(F.silu), steps=STEPS, **SELECTIVE)
+        records = assert_transparent(block=mixing(F.silu), steps=STEPS, **OFFLOAD_REMAT)
     assert rebuilt(records) == [0, 0, 0]
 
 
@@ -281,9 +281,9 @@ def test_what_was_found_out_of_one_layer_holds_for_equal_ones() -> None:
 
     def place(number: int) -> None:
         if number == 2:
-            session.apply(config_for(**SELECTIVE))
+            session.apply(config_for(**OFFLOAD_REMAT))
 
-    with session_for(net, layers=list(net.layers), rules=rules, **SELECTIVE) as session:
+    with session_for(net, layers=list(net.layers), rules=rules, **OFFLOAD_REMAT) as session:
         history = []
         for number in range(STEPS):
             place(number)
@@ -307,7 +307,7 @@ def test_what_was_found_out_in_training_does_not_hold_in_evaluation() -> None:
     def work(net: Net, number: int) -> list[Tensor]:
         return forward_backward(net.train(number < STEPS), number)
 
-    records = assert_transparent(work, Dropping, steps=2 * STEPS, **SELECTIVE)
+    records = assert_transparent(work, Dropping, steps=2 * STEPS, **OFFLOAD_REMAT)
     assert rebuilt(records) == [0, ONE, ONE, 0, 0, 0]
 
 
@@ -329,7 +329,7 @@ def test_what_one_module_does_in_training_does_not_hold_in_its_evaluation() -> N
                 module.train(number < STEPS)
         return forward_backward(net, number)
 
-    records = assert_transparent(work, Within, steps=2 * STEPS, **SELECTIVE)
+    records = assert_transparent(work, Within, steps=2 * STEPS, **OFFLOAD_REMAT)
     assert rebuilt(records) == [0, ONE, ONE, 0, 0, 0]
 
 
@@ -378,7 +378,7 @@ def changing(layer: int, since: int) -> Callable[[Net, int], list[Tensor]]:
 
 def test_in_each_step_another_activation_is_tried_again(trials: list[tuple[int, bool]]) -> None:
     steps = 2 + 2 * LAYERS
-    records = assert_transparent(block=mixing(F.gelu), steps=steps, **SELECTIVE)
+    records = assert_transparent(block=mixing(F.gelu), steps=steps, **OFFLOAD_REMAT)
     written = [layer for layer, is_written in trials if is_written]
     assert written == [1, 0, 0, 2, 1, 0, 2, 1, 0]  # in the first step those after the first trial
     assert [record.rebuilt_bytes for record in records] == [0] + [(LAYERS - 1) * ONE] * (steps - 1)
@@ -386,7 +386,7 @@ def test_in_each_step_another_activation_is_tried_again(trials: list[tuple[int, 
 
 
 def test_an_activation_is_tried_again_rarely_where_there_are_few() -> None:
-    records = assert_transparent(block=mixing(F.gelu), steps=2 * rematerialize.LEAST_TURNS, **SELECTIVE)
+    records = assert_transparent(block=mixing(F.gelu), steps=2 * rematerialize.LEAST_TURNS, **OFFLOAD_REMAT)
     tried = [number for number, record in enumerate(records) if record.rebuilt_bytes < LAYERS * ONE]
     last = rematerialize.LEAST_TURNS
     assert tried == [0, *range(last - LAYERS, last), *range(2 * last - LAYERS, 2 * last)]
@@ -398,7 +398,10 @@ def test_a_layer_that_changes_when_its_turn_comes_is_told_and_travels(
 ) -> None:
     work = changing(layer=2, since=2)
     expected = plain(work, Changing, steps=5)
-    with mock.patch.object(CpuDevice, "runs_behind", runs_behind), attached(Changing, **SELECTIVE) as found:
+    with (
+        mock.patch.object(CpuDevice, "runs_behind", runs_behind),
+        attached(Changing, **OFFLOAD_REMAT) as found,
+    ):
         net, session = found
         with pytest.warns(UserWarning, match=r"GeluBackward0:none\(\) .* layer 2 \(layers.2\), .* written"):
             assert_same(run(net, work, session, 5), expected)
@@ -410,7 +413,10 @@ def test_a_layer_that_changes_when_its_turn_comes_is_told_and_travels(
 @pytest.mark.parametrize("runs_behind", [False, True])
 def test_a_layer_that_changes_before_its_turn_is_an_error_and_travels_then(*, runs_behind: bool) -> None:
     work = changing(layer=1, since=2)
-    with mock.patch.object(CpuDevice, "runs_behind", runs_behind), attached(Changing, **SELECTIVE) as found:
+    with (
+        mock.patch.object(CpuDevice, "runs_behind", runs_behind),
+        attached(Changing, **OFFLOAD_REMAT) as found,
+    ):
         net, session = found
         assert_same(run(net, work, session, 2), plain(work, Changing, steps=2))
         with pytest.raises(
@@ -428,7 +434,7 @@ def test_a_layer_that_changes_before_its_turn_is_an_error_and_travels_then(*, ru
 @pytest.mark.usefixtures("trials")
 def test_operations_that_refuse_a_second_trial_are_not_trusted_any_more() -> None:
     expected = run(make_net(mixing(F.gelu), 1), forward_backward, None, 3)
-    with attached(mixing(F.gelu), 1, **SELECTIVE) as (net, session):
+    with attached(mixing(F.gelu), 1, **OFFLOAD_REMAT) as (net, session):
         refused = mock.patch.object(Rebuilds, "compute", side_effect=torch.OutOfMemoryError)
 
         def work(net: Net, number: int) -> list[Tensor]:
@@ -460,7 +466,7 @@ class Pieces(nn.Module):
 
 def test_views_of_what_is_made_again() -> None:
     for settled in (True, False):
-        records = assert_transparent(block=Pieces, steps=STEPS, settled=settled, **SELECTIVE)
+        records = assert_transparent(block=Pieces, steps=STEPS, settled=settled, **OFFLOAD_REMAT)
         assert rebuilt(records) == [0, ONE, ONE]
         if settled:  # or it depends on the drive how much is still in memory when backward asks for it
             assert records[-1].offloaded_bytes < records[0].offloaded_bytes
@@ -479,7 +485,7 @@ class FromAQuarter(nn.Module):
 
 @pytest.mark.parametrize("settled", [True, False])
 def test_what_is_made_of_strided_views(*, settled: bool) -> None:
-    records = assert_transparent(block=FromAQuarter, steps=STEPS, settled=settled, **SELECTIVE)
+    records = assert_transparent(block=FromAQuarter, steps=STEPS, settled=settled, **OFFLOAD_REMAT)
     offloaded = assert_transparent(block=FromAQuarter, steps=STEPS, default="offload", settled=settled)
     assert rebuilt(records)[1:] == [ONE // 4] * 2
     if settled:
@@ -505,7 +511,7 @@ class Watched(Block):
 def trained(block: Callable[[], nn.Module], **settings: Any) -> Iterator[tuple[Net, Session]]:
     """A session whose recipes have passed their trial."""
     Watched.seen.clear()
-    with attached(block, **(SELECTIVE | settings)) as (net, session):
+    with attached(block, **(OFFLOAD_REMAT | settings)) as (net, session):
         run(net, forward_backward, session, 1)
         Watched.seen.clear()
         yield net, session
@@ -600,7 +606,7 @@ def test_in_a_chain_one_in_three_travels() -> None:
             h = F.gelu(h)
         return h
 
-    records = assert_transparent(block=mixing(chain), steps=STEPS, **SELECTIVE)
+    records = assert_transparent(block=mixing(chain), steps=STEPS, **OFFLOAD_REMAT)
     offloaded = assert_transparent(block=mixing(chain), steps=STEPS, default="offload")
     assert rebuilt(records) == [0, 4 * ONE, 4 * ONE]
     assert offloaded[-1].offloaded_bytes - records[-1].offloaded_bytes == LAYERS * 4 * ONE
@@ -618,7 +624,7 @@ def test_a_graph_that_is_used_twice(*, settled: bool) -> None:
         loss.backward()
         return once
 
-    records = assert_transparent(work, mixing(gated), settled=settled, in_flight=2 * ONE, **SELECTIVE)
+    records = assert_transparent(work, mixing(gated), settled=settled, in_flight=2 * ONE, **OFFLOAD_REMAT)
     assert rebuilt(records) == [0, 2 * ONE, 2 * ONE]
 
 
@@ -642,7 +648,7 @@ def test_a_gradient_of_a_gradient() -> None:
 
     for mix in (F.gelu, Scaled.apply):
         with knowing_scaled():
-            records = assert_transparent(work, mixing(mix), **SELECTIVE)
+            records = assert_transparent(work, mixing(mix), **OFFLOAD_REMAT)
         assert rebuilt(records) == [0, ONE, ONE]
 
 
@@ -685,7 +691,7 @@ def test_a_graph_that_is_used_up_is_no_source(*, is_custom: bool) -> None:
         y.sum().backward(inputs=[h])
         return y
 
-    with knowing_scaled(), attached(mixing(spent), **SELECTIVE) as (net, session):
+    with knowing_scaled(), attached(mixing(spent), **OFFLOAD_REMAT) as (net, session):
         with session.step():
             net(make_input())
         assert not any(a.treatment is Treatment.REBUILT for a in session.capture.trace.activations)
@@ -700,7 +706,12 @@ def test_schedules_of_micro_batches(name: str) -> None:
     drive = Drive()
     drive.writes.seconds = drive.reads.seconds = 0.001
     records = assert_transparent(
-        schedule(SCHEDULES[name]), mixing(gated), drive=drive, in_flight=2 * ONE, settled=False, **SELECTIVE
+        schedule(SCHEDULES[name]),
+        mixing(gated),
+        drive=drive,
+        in_flight=2 * ONE,
+        settled=False,
+        **OFFLOAD_REMAT,
     )
     assert records[-1].rebuilt_bytes >= records[-1].scopes * 2 * ONE - ONE  # one may travel in its turn
 
@@ -714,7 +725,7 @@ def test_batches_of_all_lengths() -> None:
         assert x.grad is not None
         return [x.grad]
 
-    records = assert_transparent(work, mixing(F.gelu), **SELECTIVE)
+    records = assert_transparent(work, mixing(F.gelu), **OFFLOAD_REMAT)
     assert rebuilt(records) == [0, ONE * (LENGTH + 1) // LENGTH, ONE * (LENGTH + 2) // LENGTH]
 
 
@@ -723,7 +734,7 @@ def test_a_checkpoint_inside_a_layer_is_left_alone() -> None:
         found: Tensor = checkpoint(lambda h: gated(F.dropout(h, 0.2)), h, use_reentrant=False)
         return F.gelu(found)
 
-    records = assert_transparent(block=mixing(mix), **SELECTIVE)
+    records = assert_transparent(block=mixing(mix), **OFFLOAD_REMAT)
     assert rebuilt(records) == [0, ONE, ONE]
 
 
@@ -735,7 +746,7 @@ def test_placements_side_by_side() -> None:
         return nn.Sequential(Block(F.gelu), nn.LayerNorm(WIDTH))
 
     for order in (rules, (tba.Rule("1", tba.Placement.KEEP),)):
-        records = assert_transparent(block=block, rules=order, **SELECTIVE)
+        records = assert_transparent(block=block, rules=order, **OFFLOAD_REMAT)
         assert records[-1].rebuilt_bytes > records[0].rebuilt_bytes == 0
 
 
@@ -748,7 +759,7 @@ def test_activations_have_the_numbers_that_they_have_when_all_travel() -> None:
                 (a.key, a.nbytes, a.treatment is Treatment.REBUILT) for a in session.capture.trace.activations
             ]
 
-    travelling, made = activations("offload"), activations("selective")
+    travelling, made = activations("offload"), activations("offload-remat")
     assert [activation[:2] for activation in travelling] == [activation[:2] for activation in made]
     assert not any(is_rebuilt for *_, is_rebuilt in travelling)
     assert any(is_rebuilt for *_, is_rebuilt in made)
@@ -758,7 +769,7 @@ def test_a_trial_tells_what_will_be_made_again() -> None:
     """So that a plan knows it from the first step."""
     model = make_model("gpt", layers=2, dropout=0.1)
     treatments = []
-    with session_for(model, default="selective") as session:
+    with session_for(model, default="offload-remat") as session:
         for _ in range(2):
             train(model, session, steps=1)
             treatments.append([activation.treatment for activation in session.capture.trace.activations])
@@ -774,14 +785,14 @@ def test_a_recipe_whose_operations_refuse_is_not_trusted(kind: type[Exception]) 
         raise kind("not with this")
 
     with mock.patch.object(recipes.Recipe, "compute", side_effect=refuse) as tried:
-        records = assert_transparent(block=mixing(F.gelu), steps=STEPS, **SELECTIVE)
+        records = assert_transparent(block=mixing(F.gelu), steps=STEPS, **OFFLOAD_REMAT)
     assert rebuilt(records) == [0] * STEPS
     assert 0 < tried.call_count <= 4
 
 
 def test_what_fails_to_travel_is_no_fault_of_the_recipe() -> None:
     net = make_net(mixing(F.gelu))
-    with session_for(net, layers=list(net.layers), default="selective") as session:
+    with session_for(net, layers=list(net.layers), default="offload-remat") as session:
         with (
             mock.patch.object(recipes.Recipe, "compute", side_effect=TransferError("the drive is gone")),
             pytest.raises(TransferError, match="the drive is gone"),
@@ -793,7 +804,7 @@ def test_what_fails_to_travel_is_no_fault_of_the_recipe() -> None:
 
 def test_what_the_plan_keeps_stays() -> None:
     net = make_net(mixing(F.gelu))
-    with session_for(net, layers=list(net.layers), default="selective") as session:
+    with session_for(net, layers=list(net.layers), default="offload-remat") as session:
         run(net, forward_backward, session, 2)
         number = next(
             a.key.number for a in session.capture.trace.activations if a.treatment is Treatment.REBUILT
@@ -813,7 +824,7 @@ def test_what_somebody_keeps_anyway_is_no_longer_made_again() -> None:
         kept.append(F.gelu(h))
         return kept[-1]
 
-    records = assert_transparent(block=mixing(mix), steps=2, **SELECTIVE)
+    records = assert_transparent(block=mixing(mix), steps=2, **OFFLOAD_REMAT)
     given = ROWS * LENGTH * WIDTH * 4
     assert records[0].held_bytes == LAYERS * ONE + given
     assert rebuilt(records) == [0, 0]
@@ -832,7 +843,7 @@ def test_under_autocast() -> None:
     for kind in ("gpt", "llama"):
         expected = train(make_model(kind, layers=2, dropout=0.1), steps=STEPS, loss=loss)
         offloaded = {}
-        for default in ("offload", "selective"):
+        for default in ("offload", "offload-remat"):
             model = make_model(kind, layers=2, dropout=0.1)
             with session_for(model, default=default, in_flight=256 * KIB) as session:
                 found = train(model, session, steps=STEPS, loss=all_written(session, loss))
@@ -841,7 +852,7 @@ def test_under_autocast() -> None:
                 record = session.report()[-1]
                 offloaded[default] = record.offloaded_bytes
         assert record.rebuilt_bytes > 0
-        assert offloaded["selective"] < 0.7 * offloaded["offload"]
+        assert offloaded["offload-remat"] < 0.7 * offloaded["offload"]
 
 
 def test_backward_under_autocast_makes_what_forward_made() -> None:
@@ -854,7 +865,7 @@ def test_backward_under_autocast_makes_what_forward_made() -> None:
         return [x.grad]
 
     with knowing_scaled():
-        records = assert_transparent(work, mixing(Scaled.apply), **SELECTIVE)
+        records = assert_transparent(work, mixing(Scaled.apply), **OFFLOAD_REMAT)
     assert rebuilt(records) == [0, ONE, ONE]
 
 
@@ -876,7 +887,7 @@ def live_peak(kind: str, default: str, batch: int, *, in_flight: int | None, wri
                 session.offloader.quiesce()
             loss.backward()
     assert step.record is not None
-    assert (step.record.rebuilt_bytes > 0) is (default == "selective")
+    assert (step.record.rebuilt_bytes > 0) is (default == "offload-remat")
     return bytes_.peak
 
 
@@ -887,7 +898,7 @@ def test_the_peak_is_that_of_offloading_and_what_one_recipe_takes(kind: str) -> 
     weights = batch * HEADS * SEQUENCE * SEQUENCE * 4
     offload, made_again = (
         live_peak(kind, default, batch, in_flight=256 * KIB, written=True)
-        for default in ("offload", "selective")
+        for default in ("offload", "offload-remat")
     )
     assert made_again <= offload + 2 * weights
 
@@ -895,7 +906,8 @@ def test_the_peak_is_that_of_offloading_and_what_one_recipe_takes(kind: str) -> 
 @pytest.mark.parametrize("kind", ["gpt", "llama", "encoder"])
 def test_on_a_drive_that_is_too_slow_less_is_in_memory(kind: str) -> None:
     offload, made_again = (
-        live_peak(kind, default, 16, in_flight=None, written=False) for default in ("offload", "selective")
+        live_peak(kind, default, 16, in_flight=None, written=False)
+        for default in ("offload", "offload-remat")
     )
     assert made_again < 0.85 * offload
 
@@ -934,7 +946,7 @@ def test_what_is_changed_in_place_is_noticed(what: str) -> None:
 def test_a_source_that_cannot_be_read_is_named() -> None:
     drive = Drive()
     block = mixing(F.gelu)
-    with attached(block, drive=drive, in_flight=ONE, **SELECTIVE) as (net, session):
+    with attached(block, drive=drive, in_flight=ONE, **OFFLOAD_REMAT) as (net, session):
         run(net, forward_backward, session, 1)
         drive.reads.fail(OSError(5, "Input/output error"))
         with pytest.raises(TransferError, match=r"could not read .* of layer"), session.step():
@@ -1003,8 +1015,8 @@ def test_what_another_session_saved_is_no_source() -> None:
 
     expected = work([])
     with (
-        session_for(nets[0], layers=list(nets[0].layers), **SELECTIVE) as first,
-        session_for(nets[1], layers=list(nets[1].layers), **SELECTIVE) as second,
+        session_for(nets[0], layers=list(nets[0].layers), **OFFLOAD_REMAT) as first,
+        session_for(nets[1], layers=list(nets[1].layers), **OFFLOAD_REMAT) as second,
     ):
         for _ in range(3):
             found = work([first, second])
@@ -1038,7 +1050,7 @@ class Emptied(Block):
 
 def test_a_storage_that_its_owner_empties_and_fills_again() -> None:
     """Once it is made again without the owner's help, that is not needed any more."""
-    with attached(partial(Emptied, F.gelu), **SELECTIVE) as (net, session):
+    with attached(partial(Emptied, F.gelu), **OFFLOAD_REMAT) as (net, session):
         found = run(net, forward_backward, session, STEPS)
         assert_same(found, plain(block=mixing(F.gelu), steps=STEPS))
         for layer in net.layers:
@@ -1051,7 +1063,7 @@ def test_a_storage_that_its_owner_empties_and_fills_again() -> None:
 def test_without_a_word_on_what_hooks_hold_everything_travels() -> None:
     """Older versions of PyTorch do not tell it."""
     with mock.patch.object(recipes, "_held_by", return_value=None):
-        records = assert_transparent(block=mixing(F.gelu), **SELECTIVE)
+        records = assert_transparent(block=mixing(F.gelu), **OFFLOAD_REMAT)
     assert rebuilt(records) == [0, 0, 0]
 
 

@@ -582,7 +582,7 @@ class Attending(Plain):
         return F.scaled_dot_product_attention(heads, heads, heads).reshape(x.shape)
 
 
-@pytest.mark.parametrize("placement", [*RECOMPUTED, Placement.SELECTIVE, Placement.AUTO])
+@pytest.mark.parametrize("placement", [*RECOMPUTED, Placement.OFFLOAD_REMAT, Placement.AUTO])
 @pytest.mark.parametrize(("kind", "around"), [(Plain, hooked), (Attending, other_kernels)])
 def test_a_second_run_goes_by_what_was_around_the_first(
     kind: type[Plain], around: Callable[[Net], AbstractContextManager[object]], placement: Placement
@@ -874,7 +874,7 @@ def train_cached(net: Net, session: Session | None, *, inside: bool, steps: int 
 
 
 @pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("placement", [*RECOMPUTED, Placement.SELECTIVE, Placement.OFFLOAD])
+@pytest.mark.parametrize("placement", [*RECOMPUTED, Placement.OFFLOAD_REMAT, Placement.OFFLOAD])
 def test_cached_weights_are_those_of_the_first_run(placement: Placement, inside: bool) -> None:
     expected = train_cached(make(Parametrized), None, inside=inside)
     net = make(Parametrized)
@@ -947,7 +947,7 @@ def test_a_layer_that_stands_in_the_list_twice_is_one_layer() -> None:
         return net
 
     expected = train(shared())
-    for placement in ("offload", "recompute", "recompute-offload", "selective", "keep"):
+    for placement in ("offload", "recompute", "recompute-offload", "offload-remat", "keep"):
         net = shared()
         with session_for(net, default=Placement(placement)) as session:
             assert [layer.id.number for layer in session.layers] == [0, 1, 3]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 torch._dynamo = pytest.importorskip("torch._dynamo")
 
 LAYERS, STEPS, WIDTH = 3, 3, 64
-PLACEMENTS = ("keep", "offload", "recompute", "recompute-offload", "selective", "auto")
+PLACEMENTS = ("keep", "offload", "recompute", "recompute-offload", "offload-remat", "auto")
 
 
 class Layer(nn.Module):
@@ -111,7 +111,7 @@ def test_each_layer_is_a_graph_and_nothing_else_is_traced(default: str, compiler
         record = session.report()[-1]
         assert record.scopes == LAYERS
         assert record.left_alone_scopes == 0
-        assert record.offloaded_bytes > 0 or default not in {"offload", "selective"}
+        assert record.offloaded_bytes > 0 or default not in {"offload", "offload-remat"}
         again = 2 if default in {"recompute", "recompute-offload"} else 1
         assert compiler.runs == STEPS * LAYERS * again  # backward runs the graphs, not the operations
     assert_same(found, expected)
@@ -120,7 +120,7 @@ def test_each_layer_is_a_graph_and_nothing_else_is_traced(default: str, compiler
 
 
 @pytest.mark.parametrize("how", ["in place", "wrapped"])
-@pytest.mark.parametrize("default", ["offload", "recompute", "selective"])
+@pytest.mark.parametrize("default", ["offload", "recompute", "offload-remat"])
 def test_layers_that_were_compiled_before(how: str, default: str, compiler: Compiler) -> None:
     def compiled() -> Net:
         net = make()

@@ -68,7 +68,7 @@ def test_a_spread_model_offloads_its_activations_and_not_its_weights(found: Foun
 def test_a_spread_model_has_its_cheap_parts_made_again(found: Found, spread: str) -> None:
     """Not where they are distributed tensors: recipes know one rank."""
     for rank in found:
-        case = rank[f"selective, {spread}"]
+        case = rank[f"offload-remat, {spread}"]
         assert case["different"] == 0
         last = case["steps"][-1]
         moved = last["offloaded_bytes"] + last["forwarded_bytes"]
@@ -90,7 +90,7 @@ def test_a_spread_model_trains_to_the_same_bits(found: Found, default: str, spre
             assert set(recomputed) == {0}
 
 
-@pytest.mark.parametrize("default", ["offload", "selective"])
+@pytest.mark.parametrize("default", ["offload", "offload-remat"])
 @pytest.mark.parametrize("name", sorted(MIXES.keys() - {"changed_later"}))
 def test_distributed_tensors_in_a_layer(found: Found, name: str, default: str) -> None:
     travelling = {"several_times": 4, "with_gaps": 1, "in_part": 0, "changed_in_between": 2}
@@ -101,7 +101,7 @@ def test_distributed_tensors_in_a_layer(found: Found, name: str, default: str) -
         assert case["steps"][-1]["offloaded_bytes"] == (2 * travelling[name] + 1) * SMALL
 
 
-@pytest.mark.parametrize("default", ["offload", "selective"])
+@pytest.mark.parametrize("default", ["offload", "offload-remat"])
 def test_a_distributed_tensor_that_is_changed_after_it_was_saved_is_noticed(
     found: Found, default: str
 ) -> None:

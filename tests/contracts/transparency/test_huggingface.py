@@ -133,7 +133,7 @@ def plain(kind: str, *, steps: int = STEPS) -> History:
 
 
 @pytest.mark.filterwarnings(f"ignore:{CACHE}")
-@pytest.mark.parametrize("placement", ["keep", "offload", "selective", "auto"])
+@pytest.mark.parametrize("placement", ["keep", "offload", "offload-remat", "auto"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_same_bits_at_defaults(kind: str, placement: str) -> None:
     model = make(kind)
@@ -204,7 +204,7 @@ def test_the_planner_recomputes_layers_unless_they_fill_a_cache(use_cache: bool)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("placement", ["offload", "selective", "auto", "recompute"])
+@pytest.mark.parametrize("placement", ["offload", "offload-remat", "auto", "recompute"])
 def test_checkpointed_layers_are_told_and_their_inputs_travel(placement: str, use_reentrant: bool) -> None:
     model = make("llama")
     with session_for(model, in_flight=16 * KIB, default=Placement(placement)) as session:

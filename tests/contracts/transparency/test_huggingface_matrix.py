@@ -88,7 +88,7 @@ ADAPTED: dict[str, dict[str, Any]] = {
 }
 WITHOUT_CACHE = ("bert", "vit", "mamba")
 WAYS = ("defaults", "lora", "autocast", "accumulation", "generation")
-PLACEMENTS = ("keep", "offload", "recompute", "recompute-offload", "selective", "auto")
+PLACEMENTS = ("keep", "offload", "recompute", "recompute-offload", "offload-remat", "auto")
 
 
 def cases() -> list[tuple[str, str, str]]:

@@ -37,7 +37,7 @@ PLACEMENTS: dict[str, tuple[Placement, tuple[Rule, ...]]] = {
     "offload": (Placement.OFFLOAD, ()),
     "recompute": (Placement.RECOMPUTE, ()),
     INPUTS: (Placement.RECOMPUTE_OFFLOAD, ()),
-    "selective": (Placement.SELECTIVE, ()),
+    "offload-remat": (Placement.OFFLOAD_REMAT, ()),
     "auto": (Placement.AUTO, ()),
     "mixed": (
         Placement.OFFLOAD,
@@ -156,7 +156,7 @@ def assert_same_bits(
         assert all(moved)
     # In the first micro-batch recipes are tried, and nothing is rebuilt yet.
     rebuilt = [record.rebuilt_bytes for record in report]
-    if placement == "selective":
+    if placement == "offload-remat":
         assert rebuilt[-1] > 0.2 * moved[-1]
     elif placement != "auto":  # which tries it
         assert not any(rebuilt)

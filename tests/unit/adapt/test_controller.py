@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from tba_offload.session import Session
 
 KEEP, OFFLOAD, RECOMPUTE, AUTO = Placement.KEEP, Placement.OFFLOAD, Placement.RECOMPUTE, Placement.AUTO
-SELECTIVE = Placement.SELECTIVE
+OFFLOAD_REMAT = Placement.OFFLOAD_REMAT
 LAYERS = 8
 SLOW = 5e6
 """Bytes a second: a layer of these models needs many times its own time to travel, on a busy machine too."""
@@ -178,7 +178,7 @@ def test_layers_that_are_all_recomputed_from_inputs_that_travel_need_no_plan(tmp
 
 
 def trace_of(*placements: Placement, rebuilt: Sequence[int] = (1,)) -> StepTrace:
-    """Layers that save three activations each; in those placed selective the first one is needed early."""
+    """Layers that save three activations each; in those placed offload-remat one is needed early."""
     trace = StepTrace(backward_ends=[40.0])
     for layer, placement in enumerate(placements):
         key = ScopeKey(layer, 0, 0, f"layers.{layer}")
@@ -187,9 +187,9 @@ def trace_of(*placements: Placement, rebuilt: Sequence[int] = (1,)) -> StepTrace
         trace.scopes.append(scope)
         if placement in {KEEP, RECOMPUTE}:
             continue
-        is_selective = placement is SELECTIVE
-        for number, until in enumerate((0.25 if is_selective else 0.75, 0.5, 0.25)):
-            treatment = Treatment.REBUILT if is_selective and number in rebuilt else Treatment.OFFLOADED
+        is_remat = placement is OFFLOAD_REMAT
+        for number, until in enumerate((0.25 if is_remat else 0.75, 0.5, 0.25)):
+            treatment = Treatment.REBUILT if is_remat and number in rebuilt else Treatment.OFFLOADED
             activation = ActivationTrace(
                 ActivationKey(key, number), 100, treatment, start + 0.25 * (number + 1)
             )
@@ -209,7 +209,7 @@ def profile_by_hand(
 
 
 def test_what_is_rebuilt_is_learned_from_a_layer_that_runs_so() -> None:
-    profile = profile_by_hand(OFFLOAD, SELECTIVE, OFFLOAD)
+    profile = profile_by_hand(OFFLOAD, OFFLOAD_REMAT, OFFLOAD)
     (kind,) = profile.kinds
     assert [saved.rebuilt for saved in kind.activations] == [False, True, False]
     assert [saved.needed for saved in kind.activations] == [0.25, None, 0.25]
@@ -220,18 +220,18 @@ def test_what_is_rebuilt_is_learned_from_a_layer_that_runs_so() -> None:
 
 
 def test_what_it_takes_to_find_out_what_can_be_rebuilt_is_not_what_rebuilding_takes() -> None:
-    first = profile_by_hand(OFFLOAD, SELECTIVE)
+    first = profile_by_hand(OFFLOAD, OFFLOAD_REMAT)
     assert set(first.timings[0]) == {OFFLOAD}
-    assert set(profile_by_hand(OFFLOAD, SELECTIVE, before=first).timings[0]) == {OFFLOAD, SELECTIVE}
-    assert set(profile_by_hand(SELECTIVE, SELECTIVE).timings[0]) == {SELECTIVE}
+    assert set(profile_by_hand(OFFLOAD, OFFLOAD_REMAT, before=first).timings[0]) == {OFFLOAD, OFFLOAD_REMAT}
+    assert set(profile_by_hand(OFFLOAD_REMAT, OFFLOAD_REMAT).timings[0]) == {OFFLOAD_REMAT}
 
 
-@pytest.mark.parametrize("later", [(OFFLOAD, KEEP), (SELECTIVE, SELECTIVE), (KEEP, RECOMPUTE)])
+@pytest.mark.parametrize("later", [(OFFLOAD, KEEP), (OFFLOAD_REMAT, OFFLOAD_REMAT), (KEEP, RECOMPUTE)])
 def test_what_was_learned_of_rebuilding_stays_known(later: tuple[Placement, ...]) -> None:
-    before = profile_by_hand(OFFLOAD, SELECTIVE)
+    before = profile_by_hand(OFFLOAD, OFFLOAD_REMAT)
     found = profile_by_hand(*later, before=before)
     assert found.kinds == before.kinds
-    assert (SELECTIVE in found.timings[0]) is (SELECTIVE in later)
+    assert (OFFLOAD_REMAT in found.timings[0]) is (OFFLOAD_REMAT in later)
 
 
 def test_a_layer_of_which_a_plan_keeps_a_part_does_not_tell_what_offloading_takes() -> None:
@@ -268,13 +268,13 @@ def test_what_memory_holds_beside_layers_is_found_with_the_simulator_or_the_book
 
 
 def test_what_is_not_rebuilt_any_longer_is_noticed() -> None:
-    before = profile_by_hand(OFFLOAD, SELECTIVE)
-    (kind,) = profile_by_hand(OFFLOAD, SELECTIVE, before=before, rebuilt=()).kinds
+    before = profile_by_hand(OFFLOAD, OFFLOAD_REMAT)
+    (kind,) = profile_by_hand(OFFLOAD, OFFLOAD_REMAT, before=before, rebuilt=()).kinds
     assert [saved.rebuilt for saved in kind.activations] == [False] * 3
 
 
 def test_a_run_whose_layers_are_all_rebuilt_in_part_can_be_planned_from() -> None:
-    profile = profile_by_hand(SELECTIVE, SELECTIVE)
+    profile = profile_by_hand(OFFLOAD_REMAT, OFFLOAD_REMAT)
     (kind,) = profile.kinds
     assert kind.rebuilt_bytes == 100
     assert [saved.until for saved in kind.activations] == [0.25, 0.5, 0.25]
@@ -293,11 +293,11 @@ def test_layers_run_rebuilt_while_the_planner_learns_and_no_bit_changes(tmp_path
         profile, report = profile_in(session), session.report()
         assert_all_given_back(session)
     assert_same_history(found, expected)
-    assert [SELECTIVE in plan.placements for plan in plans[:3]] == [False, True, True]
+    assert [OFFLOAD_REMAT in plan.placements for plan in plans[:3]] == [False, True, True]
     assert report[0].rebuilt_bytes == 0 < report[2].rebuilt_bytes
     (kind,) = profile.kinds
     assert 0.2 * kind.nbytes < kind.rebuilt_bytes < 0.5 * kind.nbytes
-    assert SELECTIVE in profile.timings[0]
+    assert OFFLOAD_REMAT in profile.timings[0]
     (logged,) = Situation.of(path).profile.kinds
     assert logged.rebuilt_bytes == kind.rebuilt_bytes
 
@@ -305,7 +305,7 @@ def test_layers_run_rebuilt_while_the_planner_learns_and_no_bit_changes(tmp_path
 def test_a_plan_made_from_a_run_log_may_rebuild(tmp_path: Path) -> None:
     """And its policy file does what the plan said."""
     model, path = make_model(layers=LAYERS), tmp_path / "run.jsonl"
-    rules = (tba.Rule("0-3", SELECTIVE),)
+    rules = (tba.Rule("0-3", OFFLOAD_REMAT),)
     with tba.attach(
         model, config_for(in_flight=MIB, rules=rules), run_log=path, measure_memory=False
     ) as session:
@@ -313,15 +313,15 @@ def test_a_plan_made_from_a_run_log_may_rebuild(tmp_path: Path) -> None:
     profile = Situation.of(path).profile
     cheap = dataclasses.replace(
         profile,
-        timings=({OFFLOAD: Timing(0.01, 0.02), SELECTIVE: Timing(0.01, 0.0201)},),
+        timings=({OFFLOAD: Timing(0.01, 0.02), OFFLOAD_REMAT: Timing(0.01, 0.0201)},),
         slots=tuple(slot._replace(gap=0.0) for slot in profile.slots),
         tail=0.0,
     )
     rate = 0.75 * profile.kinds[0].nbytes / 0.01
     situation = dataclasses.replace(Situation.of(path), profile=cheap, bandwidth=Bandwidth(rate, rate))
     plan = situation.plan(2 * MIB)
-    assert SELECTIVE in plan.placements
-    said = situation.why(plan)[plan.placements.index(SELECTIVE)]
+    assert OFFLOAD_REMAT in plan.placements
+    said = situation.why(plan)[plan.placements.index(OFFLOAD_REMAT)]
     assert "of compute spare the drive" in said
     policy = tmp_path / "policy.yaml"
     policy.write_text(situation.policy_for(plan, 2 * MIB).to_yaml())
@@ -333,14 +333,14 @@ def test_ranks_need_not_agree_on_what_is_rebuilt() -> None:
     model = make_model(layers=LAYERS)
 
     def planned(*arguments: Any, **options: Any) -> Plan:
-        placements = tuple(SELECTIVE if wanted is AUTO else wanted for wanted in options["policy"])
+        placements = tuple(OFFLOAD_REMAT if wanted is AUTO else wanted for wanted in options["policy"])
         return dataclasses.replace(make_plan(*arguments, **options), placements=placements, kept=())
 
     with auto_session(model, Drive(), activation=3 * MIB) as session:
         others = Others(session, {1, 4})
         with mock.patch("tba_offload.adapt.proposals.make_plan", planned):
             train(model, session, steps=3)
-        assert others.calls[-1][0] == {f"layers.{layer}": SELECTIVE for layer in range(LAYERS)}
+        assert others.calls[-1][0] == {f"layers.{layer}": OFFLOAD_REMAT for layer in range(LAYERS)}
         agreed = recomputed_layers(session)
         train(model, session, steps=1)
     assert agreed == {1, 4}
@@ -355,7 +355,7 @@ def task_of(count: int, **options: Any) -> Task:
 
 def test_each_way_is_tried_once_while_the_planner_learns() -> None:
     plan = probing(task_of(8))
-    assert set(plan.placements) == {AUTO, KEEP, RECOMPUTE, SELECTIVE}
+    assert set(plan.placements) == {AUTO, KEEP, RECOMPUTE, OFFLOAD_REMAT}
 
 
 def probing(task: Task) -> Plan:
@@ -365,12 +365,16 @@ def probing(task: Task) -> Plan:
 
 @pytest.mark.parametrize("options", [{"budget": None}, {"objective": Objective.MEMORY}])
 def test_nothing_is_recomputed_to_learn_for_those_who_want_memory_at_no_cost(options: Any) -> None:
-    assert set(probing(task_of(8, **options)).placements) == {AUTO, KEEP, SELECTIVE}
+    assert set(probing(task_of(8, **options)).placements) == {AUTO, KEEP, OFFLOAD_REMAT}
 
 
 @pytest.mark.parametrize(
     ("before", "tried"),
-    [((OFFLOAD, RECOMPUTE), SELECTIVE), ((OFFLOAD, SELECTIVE), RECOMPUTE), ((RECOMPUTE, SELECTIVE), OFFLOAD)],
+    [
+        ((OFFLOAD, RECOMPUTE), OFFLOAD_REMAT),
+        ((OFFLOAD, OFFLOAD_REMAT), RECOMPUTE),
+        ((RECOMPUTE, OFFLOAD_REMAT), OFFLOAD),
+    ],
 )
 def test_with_few_layers_an_excursion_tries_first_what_was_never_seen(
     before: tuple[Placement, ...], tried: Placement
@@ -389,18 +393,18 @@ def tried_instead_of(
 
 
 def test_an_excursion_does_not_try_to_rebuild_where_nothing_is_rebuilt() -> None:
-    profile = single(profile_by_hand(OFFLOAD, SELECTIVE, RECOMPUTE, rebuilt=()))
+    profile = single(profile_by_hand(OFFLOAD, OFFLOAD_REMAT, RECOMPUTE, rebuilt=()))
     known = dataclasses.replace(profile, timings=({OFFLOAD: profile.timings[0][OFFLOAD]},))
     assert tried_instead_of(Plan((OFFLOAD,)), known, not_recomputed=[0]) == (KEEP,)
     assert tried_instead_of(Plan((KEEP,)), known, not_recomputed=[0]) == (OFFLOAD,)
 
 
 @pytest.mark.parametrize(
-    ("first", "rate", "tried"), [(SELECTIVE, 1000, True), (SELECTIVE, 1, False), (KEEP, 1, True)]
+    ("first", "rate", "tried"), [(OFFLOAD_REMAT, 1000, True), (OFFLOAD_REMAT, 1, False), (KEEP, 1, True)]
 )
 def test_an_excursion_waits_for_no_drive_that_is_known(first: Placement, rate: int, *, tried: bool) -> None:
     """It is known where the plan moves bytes anyway."""
-    profile = profile_by_hand(SELECTIVE, OFFLOAD, KEEP, KEEP)
+    profile = profile_by_hand(OFFLOAD_REMAT, OFFLOAD, KEEP, KEEP)
     plan = Plan((first, KEEP, KEEP, KEEP), window=100)
     look = tried_instead_of(plan, profile, rate=rate, not_recomputed=range(4))
     assert (look is not None) is tried
@@ -425,7 +429,7 @@ def test_without_a_budget_a_fast_drive_takes_nearly_everything() -> None:
         assert_all_given_back(session)
     assert_same_history(found, expected)
     assert session.plan.placements.count(KEEP) <= 2
-    assert set(session.plan.placements) <= {KEEP, OFFLOAD, SELECTIVE}
+    assert set(session.plan.placements) <= {KEEP, OFFLOAD, OFFLOAD_REMAT}
     assert [record.predicted_seconds is None for record in report] == [True] * 3 + [False] * 3
 
 
@@ -594,7 +598,7 @@ def steady_profile(layers: int = LAYERS) -> StepProfile:
     slots = [Slot(layer, 0, False, 0.0) for layer in range(layers)]
     slots += [Slot(layer, 0, True, 0.0) for layer in reversed(range(layers))]
     plain, again = Timing(0.03, 0.06), Timing(0.03, 0.09)
-    timing = {KEEP: plain, OFFLOAD: plain, RECOMPUTE: again, SELECTIVE: Timing(0.03, 0.066)}
+    timing = {KEEP: plain, OFFLOAD: plain, RECOMPUTE: again, OFFLOAD_REMAT: Timing(0.03, 0.066)}
     return StepProfile((LayerKind(saved, 0, MIB),), (0,) * layers, (timing,), tuple(slots), rest_bytes=MIB)
 
 
@@ -1226,7 +1230,7 @@ def test_one_of_several_ranks_tries_only_what_is_its_own_business() -> None:
     def before(_: int) -> None:
         placements = session.plan.placements
         on_excursion = isinstance(controller_of(session).phase, Excursion)
-        tried.append((on_excursion, placements.count(SELECTIVE), placements.count(RECOMPUTE)))
+        tried.append((on_excursion, placements.count(OFFLOAD_REMAT), placements.count(RECOMPUTE)))
 
     with (
         mock.patch("tba_offload.adapt.proposals.make_plan", planned),

@@ -211,7 +211,7 @@ def test_a_budget_that_no_layer_keeps_to(placement: str) -> None:
 
 
 @pytest.mark.usefixtures("on_a_drive")
-@pytest.mark.parametrize("placement", ["offload", "selective", "recompute-offload"])
+@pytest.mark.parametrize("placement", ["offload", "offload-remat", "recompute-offload"])
 def test_a_budget_above_the_limit_of_bytes_in_flight(placement: str, tmp_path: Path) -> None:
     path = tmp_path / "policy.yaml"
     path.write_text(f"default: {placement}\nbudget:\n  activation_bytes: 2GiB\n")

@@ -29,7 +29,7 @@ from tba_offload.errors import ConfigError
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 UNITS = "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"
 TOP_KEYS = "default, layers, budget, store, on_full, on_slow, min_tensor_bytes"
-PLACEMENTS = "'keep', 'offload', 'recompute', 'recompute-offload', 'selective' or 'auto'"
+PLACEMENTS = "'keep', 'offload', 'recompute', 'recompute-offload', 'offload-remat' or 'auto'"
 STORE_KEYS = "kind, directories, capacity, host_capacity, checksum, stall_seconds"
 NO_TIME = "not a time; write seconds, such as 300, or 0 for no limit"
 NO_DRIVES = (
@@ -625,7 +625,7 @@ _EXPECTED = {
     "keep_last_layers": (_DECODER, {"offload": 22, "keep": 2}),
     "recompute_some": (_DECODER, {"offload": 21, "keep": 1, "recompute": 2}),
     "recompute_offload_inputs": (_DECODER, {"recompute-offload": 22, "keep": 2}),
-    "rebuild_cheap_parts": (_DECODER, {"selective": 22, "keep": 2}),
+    "rebuild_cheap_parts": (_DECODER, {"offload-remat": 22, "keep": 2}),
     "encoder_decoder": (_TWO_STACKS, {"offload": 20, "keep": 2, "recompute": 2}),
     "host_memory": (_DECODER, {"offload": 24}),
 }

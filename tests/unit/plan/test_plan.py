@@ -17,9 +17,9 @@ from profiles import (
     KEEP,
     MIB,
     OFFLOAD,
+    OFFLOAD_REMAT,
     RECOMPUTE,
     RECOMPUTE_OFFLOAD,
-    SELECTIVE,
     all_of,
     all_profiles,
     behind,
@@ -76,7 +76,7 @@ def test_a_profile_survives_its_way_through_a_run_log(profile: StepProfile) -> N
 
 @given(profiles)
 @quick
-def test_a_run_log_of_the_time_before_selective_can_be_read(profile: StepProfile) -> None:
+def test_a_run_log_of_the_time_before_offload_remat_can_be_read(profile: StepProfile) -> None:
     document = json.loads(json.dumps(profile.as_json()))
     for kind in document["kinds"]:
         kind["activations"] = [saved[:3] for saved in kind["activations"]]
@@ -114,17 +114,17 @@ def test_times_that_were_not_measured_are_estimated() -> None:
 def test_rebuilding_takes_its_share_of_a_forward_until_it_was_measured() -> None:
     profile = rebuilding(make_profile())
     assert profile.kinds[0].rebuilt_bytes == 4 * MIB
-    assert profile.timing(0, SELECTIVE) == pytest.approx((0.03, 0.06 + 0.03 / 3))
-    assert rebuilding(make_profile(), seconds=0.002).timing(0, SELECTIVE) == (0.03, 0.062)
-    assert make_profile().timing(0, SELECTIVE) == (0.03, 0.06)
+    assert profile.timing(0, OFFLOAD_REMAT) == pytest.approx((0.03, 0.06 + 0.03 / 3))
+    assert rebuilding(make_profile(), seconds=0.002).timing(0, OFFLOAD_REMAT) == (0.03, 0.062)
+    assert make_profile().timing(0, OFFLOAD_REMAT) == (0.03, 0.06)
 
 
 def test_a_layer_that_keeps_everything_is_never_slower_than_one_that_rebuilds() -> None:
     profile = make_profile()
-    odd = dataclasses.replace(profile, timings=({**profile.timings[0], SELECTIVE: Timing(0.02, 0.07)},))
-    assert odd.timing(0, SELECTIVE) == (0.03, 0.07)
-    only = dataclasses.replace(profile, timings=({SELECTIVE: Timing(0.02, 0.07)},))
-    assert {only.timing(0, placement) for placement in (KEEP, OFFLOAD, SELECTIVE)} == {(0.02, 0.07)}
+    odd = dataclasses.replace(profile, timings=({**profile.timings[0], OFFLOAD_REMAT: Timing(0.02, 0.07)},))
+    assert odd.timing(0, OFFLOAD_REMAT) == (0.03, 0.07)
+    only = dataclasses.replace(profile, timings=({OFFLOAD_REMAT: Timing(0.02, 0.07)},))
+    assert {only.timing(0, placement) for placement in (KEEP, OFFLOAD, OFFLOAD_REMAT)} == {(0.02, 0.07)}
 
 
 # Rates
@@ -241,7 +241,7 @@ def test_a_layer_of_which_nothing_is_rebuilt_runs_as_if_offloaded(
 ) -> None:
     offloaded = simulate(profile, all_of(profile, OFFLOAD, window), bandwidth)
     for known in (profile, rebuilding(profile, [False])):
-        assert simulate(known, all_of(profile, SELECTIVE, window), bandwidth) == offloaded
+        assert simulate(known, all_of(profile, OFFLOAD_REMAT, window), bandwidth) == offloaded
 
 
 @given(rebuilding_profiles, drives, windows)
@@ -255,14 +255,15 @@ def test_what_is_rebuilt_need_not_be_in_memory_between_forward_and_backward(
         for place, slot in enumerate(profile.slots)
     )
     profile = dataclasses.replace(profile, slots=slots)
-    selective, offloaded = (
-        simulate(profile, all_of(profile, placement, window), bandwidth) for placement in (SELECTIVE, OFFLOAD)
+    remat, offloaded = (
+        simulate(profile, all_of(profile, placement, window), bandwidth)
+        for placement in (OFFLOAD_REMAT, OFFLOAD)
     )
     # A window that happens to hold all of one kind back has less of the other to hold back.
-    assert selective.written_bytes <= offloaded.written_bytes or offloaded.forwarded_bytes
+    assert remat.written_bytes <= offloaded.written_bytes or offloaded.forwarded_bytes
     # Nor is as much of the one in flight as of the other: activations differ in size.
     uneven = max(saved.nbytes for saved in profile.kinds[0].activations) if offloaded.forwarded_bytes else 0
-    assert selective.peak_bytes <= offloaded.peak_bytes + profile.kinds[0].nbytes + uneven
+    assert remat.peak_bytes <= offloaded.peak_bytes + profile.kinds[0].nbytes + uneven
 
 
 @pytest.mark.parametrize(("size", "peak"), [(4, 2 + 16), (20, 2 + 8 + 20)])
@@ -277,7 +278,7 @@ def test_what_is_rebuilt_goes_after_its_use_and_what_it_is_made_of_after_its_own
     kind = LayerKind(saved, small_bytes=1000, input_bytes=0)
     slots = (Slot(0, 0, False, 0.0), Slot(0, 0, True, 1.0))
     profile = StepProfile((kind,), (0,), ({KEEP: Timing(0.03, 0.06)},), slots)
-    outcome = simulate(profile, all_of(profile, SELECTIVE, 8 * MIB), FAST)
+    outcome = simulate(profile, all_of(profile, OFFLOAD_REMAT, 8 * MIB), FAST)
     assert outcome.peak_bytes == peak * MIB + 1000
 
 
@@ -288,7 +289,7 @@ def test_what_is_rebuilt_goes_after_its_use_and_what_it_is_made_of_after_its_own
 def test_every_byte_and_every_second_is_accounted_for(
     profile: StepProfile, bandwidth: Bandwidth, window: int | None, chance: random.Random
 ) -> None:
-    choices = [KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, SELECTIVE]
+    choices = [KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, OFFLOAD_REMAT]
     placements = tuple(chance.choice(choices) for _ in profile.layers)
     (kind,) = profile.kinds
     number = chance.randrange(len(kind.activations))
@@ -298,11 +299,11 @@ def test_every_byte_and_every_second_is_accounted_for(
     travels = {
         OFFLOAD: kind.nbytes,
         RECOMPUTE_OFFLOAD: kind.input_bytes,
-        SELECTIVE: kind.nbytes - kind.rebuilt_bytes,
+        OFFLOAD_REMAT: kind.nbytes - kind.rebuilt_bytes,
     }
     saved = sum(slot.backward * travels.get(placements[slot.layer], 0) for slot in profile.slots)
     one = kind.activations[number]
-    stays = placements[0] is OFFLOAD or (placements[0] is SELECTIVE and not one.rebuilt)
+    stays = placements[0] is OFFLOAD or (placements[0] is OFFLOAD_REMAT and not one.rebuilt)
     saved -= one.nbytes * stays * sum(s.backward for s in profile.slots if s.layer == 0)
     assert outcome.read_bytes + outcome.forwarded_bytes == saved
     assert outcome.read_bytes <= outcome.written_bytes <= saved
@@ -520,7 +521,7 @@ def test_a_budget_is_kept_or_nothing_that_was_tried_keeps_it(
     found = outcome_of(profile, plan, bandwidth)
     assert plan.prediction == found.prediction
     if found.peak_bytes > budget:
-        for placement in (OFFLOAD, RECOMPUTE, KEEP, SELECTIVE):
+        for placement in (OFFLOAD, RECOMPUTE, KEEP, OFFLOAD_REMAT):
             other = simulate(profile, all_of(profile, placement, 32 * MIB), bandwidth)
             assert other.peak_bytes > 0.98 * budget
 
@@ -533,7 +534,7 @@ def test_no_simple_plan_within_the_budget_is_faster(
     budget = int(share * peak_of_keep(profile))
     plan = plan_for(profile, bandwidth, budget)
     found = outcome_of(profile, plan, bandwidth)
-    for placement in (KEEP, OFFLOAD, RECOMPUTE, SELECTIVE):
+    for placement in (KEEP, OFFLOAD, RECOMPUTE, OFFLOAD_REMAT):
         other = simulate(profile, all_of(profile, placement, 32 * MIB), bandwidth)
         if other.peak_bytes <= 0.98 * budget:
             assert found.peak_bytes <= budget
@@ -546,7 +547,7 @@ def test_without_a_budget_nothing_waits_and_nothing_is_recomputed(
     profile: StepProfile, bandwidth: Bandwidth
 ) -> None:
     plan = plan_for(profile, bandwidth, None)
-    assert set(plan.placements) <= {KEEP, OFFLOAD, SELECTIVE}
+    assert set(plan.placements) <= {KEEP, OFFLOAD, OFFLOAD_REMAT}
     found = outcome_of(profile, plan, bandwidth)
     lost = found.seconds - compute_seconds(profile, all_of(profile, OFFLOAD))
     assert lost <= 0.01 * found.seconds + 1e-9
@@ -620,7 +621,7 @@ def test_the_same_question_has_the_same_answer(
 @quick
 def test_the_policy_of_the_user_stands(profile: StepProfile, bandwidth: Bandwidth, share: float) -> None:
     count = len(profile.layers)
-    policy = tuple((AUTO, SELECTIVE, KEEP, RECOMPUTE, OFFLOAD)[layer % 5] for layer in range(count))
+    policy = tuple((AUTO, OFFLOAD_REMAT, KEEP, RECOMPUTE, OFFLOAD)[layer % 5] for layer in range(count))
     limits = Limits(int(share * peak_of_keep(profile)), window=32 * MIB)
     plan = make_plan(profile, bandwidth, limits, policy=policy)
     for wanted, found in zip(policy, plan.placements, strict=True):
@@ -742,7 +743,7 @@ def test_nothing_is_rebuilt_of_which_nobody_knows_that_it_would_be(
 ) -> None:
     budget = int(share * peak_of_keep(profile))
     for known in (profile, rebuilding(profile, [False])):
-        assert SELECTIVE not in plan_for(known, bandwidth, budget).placements
+        assert OFFLOAD_REMAT not in plan_for(known, bandwidth, budget).placements
 
 
 @pytest.mark.parametrize("share", [0.2, 0.35])
@@ -752,7 +753,7 @@ def test_what_is_cheap_to_rebuild_spares_a_drive_that_cannot_follow(share: float
     bandwidth = Bandwidth(0.75 * 12 * MIB / 0.03, 0.75 * 12 * MIB / 0.03)
     budget = int(share * peak_of_keep(profile))
     plan, before = (plan_for(each, bandwidth, budget) for each in (profile, unknown))
-    assert SELECTIVE in plan.placements
+    assert OFFLOAD_REMAT in plan.placements
     assert outcome_of(profile, plan, bandwidth).peak_bytes <= budget
     assert outcome_of(profile, plan, bandwidth).seconds < outcome_of(unknown, before, bandwidth).seconds
 
@@ -763,7 +764,7 @@ def test_layers_are_recomputed_beside_others_that_are_rebuilt_in_part() -> None:
     bandwidth = Bandwidth(0.3 * 12 * MIB / 0.03, 0.3 * 12 * MIB / 0.03)
     budget = int(0.15 * peak_of_keep(profile))
     plan, before = (plan_for(each, bandwidth, budget) for each in (profile, unknown))
-    assert {SELECTIVE, RECOMPUTE} <= set(plan.placements)
+    assert {OFFLOAD_REMAT, RECOMPUTE} <= set(plan.placements)
     assert (
         outcome_of(profile, plan, bandwidth).seconds < 0.97 * outcome_of(unknown, before, bandwidth).seconds
     )
@@ -779,8 +780,8 @@ def test_of_a_kind_that_never_ran_so_nothing_is_rebuilt() -> None:
     budget, held = int(0.25 * peak_of_keep(profile)), frozenset(range(8))
     plan = plan_for(mixed, bandwidth, budget, not_recomputed=held)
     found = {kind: {plan.placements[layer] for layer in range(kind, 8, 2)} for kind in range(2)}
-    assert SELECTIVE in found[0]
-    assert SELECTIVE not in found[1]
+    assert OFFLOAD_REMAT in found[0]
+    assert OFFLOAD_REMAT not in found[1]
 
 
 @pytest.mark.parametrize(("layers", "travel"), [(3, 0), (15, 6)])
@@ -867,7 +868,7 @@ def test_two_plans_never_replace_each_other(
     share: float | None,
 ) -> None:
     """Nor one itself."""
-    ways = (KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, SELECTIVE)
+    ways = (KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, OFFLOAD_REMAT)
     count = len(profile.layers)
     first, second = (
         Plan(tuple(ways[numbers[layer % 8]] for layer in range(count)), window=window)
@@ -959,7 +960,7 @@ def test_what_cannot_be_recomputed_is_rebuilt_to_write_less() -> None:
         plan_for(each, FAST, budget, objective=Objective.ENDURANCE, not_recomputed=held)
         for each in (profile, unknown)
     )
-    assert set(plan.placements) == {KEEP, SELECTIVE}
+    assert set(plan.placements) == {KEEP, OFFLOAD_REMAT}
     assert outcome_of(profile, plan, FAST).peak_bytes <= budget
     written = [outcome_of(profile, each, FAST).written_bytes for each in (plan, before)]
     assert written[0] < 0.7 * written[1]
@@ -967,7 +968,7 @@ def test_what_cannot_be_recomputed_is_rebuilt_to_write_less() -> None:
 
 def test_a_plan_says_what_is_rebuilt_and_why() -> None:
     profile = rebuilding(make_profile(2), seconds=0.002)
-    plan = dataclasses.replace(all_of(profile, SELECTIVE), kept=(frozenset({0}), frozenset()))
+    plan = dataclasses.replace(all_of(profile, OFFLOAD_REMAT), kept=(frozenset({0}), frozenset()))
     said = [explain(profile, plan, Bandwidth(MIB, 2 * MIB), layer) for layer in range(2)]
     begins = "2.0 ms of compute spare the drive 6000.0 ms for 4.00 MiB; "
     assert said == [f"{begins}6.00 MiB travel", f"{begins}8.00 MiB travel"]
@@ -982,7 +983,7 @@ def test_single_activations_stay_of_layers_that_are_rebuilt_in_part() -> None:
         numbers
         for plan in plans
         for placement, numbers in zip(plan.placements, plan.kept, strict=False)
-        if placement is SELECTIVE
+        if placement is OFFLOAD_REMAT
     ]
     assert max(map(len, kept)) > 1
     assert all(not numbers & {1, 4} for numbers in kept)
@@ -1017,7 +1018,7 @@ def test_a_condensed_step_rebuilds_the_same_bytes_at_the_same_time(items: int) -
     profile = rebuilding(make_profile(24, sizes=(MIB,) * 20), seconds=0.002)
     small = condensed(profile, [None] * 24, items).profile
     assert count_items(small) <= max(items, 24 * 4)
-    found, exact = (simulate(each, all_of(each, SELECTIVE, 64 * MIB), FAST) for each in (small, profile))
+    found, exact = (simulate(each, all_of(each, OFFLOAD_REMAT, 64 * MIB), FAST) for each in (small, profile))
     assert found.read_bytes + found.forwarded_bytes == exact.read_bytes + exact.forwarded_bytes
     assert found.seconds == pytest.approx(exact.seconds)
 

@@ -87,7 +87,7 @@ def test_every_layer_is_in_one_group(alike: list[str]) -> None:
         (["offload"] * 10 + ["keep"] * 2, "offload layers 0-9, keep layers 10-11"),
         (["keep"] * 12, "keep all 12 layers"),
         (["keep"], "keep the layer"),
-        (["offload", "selective", "offload"], "offload layers 0, 2, selective for layer 1"),
+        (["offload", "offload-remat", "offload"], "offload layers 0, 2, offload-remat layer 1"),
         (["offload", "recompute"] * 6, "offload 6 layers from 0 to 10, recompute 6 layers from 1 to 11"),
         (["offload", "keep"] * MANY_RANGES, "offload layers 0, 2, 4, 6, keep layers 1, 3, 5, 7"),
     ],

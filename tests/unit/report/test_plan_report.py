@@ -44,8 +44,8 @@ FRONTIER = (
     planned(41, 1.70, 28, "12 offload"),
     planned(41, 1.70, 43, "12 offload"),
     planned(58, 1.66, 60, "2 keep, 10 offload"),
-    planned(63, 1.65, 71, "2 keep, 1 offload, 8 recompute-offload, 1 selective"),
-    planned(140, 1.55, 142, "5 keep, 7 selective"),
+    planned(63, 1.65, 71, "2 keep, 1 offload, 8 recompute-offload, 1 offload-remat"),
+    planned(140, 1.55, 142, "5 keep, 7 offload-remat"),
     planned(284, 1.50, 300, "12 keep"),
 )
 
@@ -185,8 +185,8 @@ def test_the_picture_shows_budget_run_and_keep_from_zero() -> None:
         "budget 60.0 MiB",
         "1: 12 offload",  # for two budgets, and once in the picture
         "2: 2 keep, 10 offload",
-        "3: 2 keep, 1 offload, 8 recompute-offload, 1 selective",
-        "4: 5 keep, 7 selective",
+        "3: 2 keep, 1 offload, 8 recompute-offload, 1 offload-remat",
+        "4: 5 keep, 7 offload-remat",
         "5: 12 keep",
     ]
     assert [text.get_text() for text in axes.texts] == ["1", "2", "3", "4", "5"]
