@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from tba_offload.layers.randomness import Generator
     from tba_offload.recompute.digest import Digest
+    from tba_offload.recompute.tallies import Tallies
 
 _turn = threading.RLock()
 """Held during a second run: two backward passes that put the same buffers and generators back would find each
@@ -35,6 +36,7 @@ class Observation:
         args: What its forward is given by position.
         kwargs: What its forward is given by name.
         generators: What random numbers come from.
+        tallies: Buffers of the layer that only runs with gradients write to.
         before: The state of these in an earlier run.
 
     Attributes:
@@ -53,9 +55,10 @@ class Observation:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         generators: Sequence[Generator],
+        tallies: Tallies,
         before: RandomState | None = None,
     ) -> None:
-        self.found = Surroundings(layer, _by_name(args, kwargs))
+        self.found = Surroundings(layer, _by_name(args, kwargs), tallies)
         self.random = RandomState.of((*generators, *self.found.generators), before)
         self._settings = settings.current()
         self._context = Context()
@@ -75,6 +78,7 @@ class Observation:
             kwargs: What forward was given by name.
         """
         self.random = self.random.drawn()
+        self.found.end_first_run()
         argument = self.found.changed_argument(_by_name(args, kwargs))
         if argument is not None:
             return f"its forward changes the tensors in its argument {argument}, and would change them twice"

@@ -33,12 +33,14 @@ from tba_offload.recompute.contents import (
 from tba_offload.recompute.digest import digests
 from tba_offload.recompute.parametrized import CachedWeights
 from tba_offload.recompute.stand_ins import without_graph
+from tba_offload.recompute.tallies import Tallies, place_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from tba_offload.layers.randomness import Generator
     from tba_offload.recompute.digest import Digest
+    from tba_offload.recompute.tallies import Place
 
 _SHARDED = (
     ("torch.distributed.fsdp", "FSDPModule"),
@@ -75,6 +77,11 @@ class _Slot(NamedTuple):
     is_parameter: bool
     trains: bool
     copy: torch.Tensor | None = None
+
+    @property
+    def place(self) -> Place:
+        """Where it is."""
+        return place_of(self.owner, self.name)
 
 
 class _Found(NamedTuple):
@@ -123,6 +130,7 @@ class Surroundings:
     Args:
         layer: The layer.
         arguments: What its forward is given, by position or name.
+        tallies: Its buffers that only runs with gradients write to, as far as they are known.
 
     Attributes:
         unknown: What the layer reaches whose state cannot be put back; ``None`` if there is no such thing.
@@ -131,10 +139,17 @@ class Surroundings:
         TooManyError: The arguments hold more objects than can be looked through.
     """
 
-    __slots__ = ("_arguments", "_cached", "_found", "_given", "_layer", "_own", "_slots", "unknown")
+    __slots__ = (
+        *("_arguments", "_cached", "_found", "_given", "_layer", "_left_alone", "_own", "_slots", "_tallies"),
+        "unknown",
+    )
 
-    def __init__(self, layer: nn.Module, arguments: Mapping[int | str, object]) -> None:
+    def __init__(self, layer: nn.Module, arguments: Mapping[int | str, object], tallies: Tallies) -> None:
         self._layer = layer
+        self._tallies = tallies
+        self._left_alone: frozenset[Place] = (
+            frozenset()
+        )  # what a first run without gradients does not write to
         self._slots: list[_Slot] = []
         self._found: list[_Found] = []
         self._own = Contents(copies=True)  # of the layer's attributes and of what its code reads
@@ -214,6 +229,12 @@ class Surroundings:
         except TooManyError:
             self.unknown = UNSEEN
 
+    def end_first_run(self) -> None:
+        """Notes which small buffers a first run without gradients has left alone: one with them may not."""
+        if not torch.is_grad_enabled():
+            copied = (slot for slot in self._slots if slot.copy is not None)
+            self._left_alone = frozenset(slot.place for slot in copied if not _is_written(slot))
+
     def changed_argument(self, arguments: Mapping[int | str, object]) -> str | None:
         """Which of the same arguments holds other tensors now, or changed ones; ``None`` for none of them."""
         changed = (key for key, value in arguments.items() if _seen_in(value) != self._arguments.get(key))
@@ -270,15 +291,34 @@ class Surroundings:
 
     def _restore_values(self, undo: contextlib.ExitStack) -> None:
         """Gives small buffers that were changed in place their values back; nothing else notices."""
-        found: Iterable[_Slot | Held] = (*self._slots, *self._own.tensors)
-        copied = [each for each in found if each.copy is not None]
-        if not copied:
+        slots = (slot for slot in self._slots if slot.copy is not None and slot.place not in self._tallies)
+        found: list[_Slot | Held] = [*slots, *(held for held in self._own.tensors if held.copy is not None)]
+        if not found:
             return
-        versions = tuple(slot.tensor for slot in copied)
+        versions = tuple(each.tensor for each in found)
         undo.enter_context(torch.autograd.grad_mode._unsafe_preserve_version_counter(versions))
-        for slot in copied:
-            undo.callback(_overwrite, slot.tensor, slot.tensor.detach().clone())
-            _overwrite(slot.tensor, slot.copy)
+        for each in found:
+            before, is_late = each.tensor.detach().clone(), _is_written(each)
+            _overwrite(each.tensor, each.copy)
+            undo.callback(self._take_back, each, before, version_of(each.tensor), is_late=is_late)
+
+    def _take_back(self, found: _Slot | Held, before: torch.Tensor, version: int, *, is_late: bool) -> None:
+        """Undoes what a second run did to a small tensor, unless it is what only runs with gradients do.
+
+        Args:
+            found: The tensor.
+            before: Its values before the second run.
+            version: What it had when the second run began.
+            is_late: Whether something else has written to it since the first run.
+        """
+        is_written = version_of(found.tensor) != version
+        if isinstance(found, _Slot) and is_written and found.place in self._left_alone:
+            if not is_late:
+                self._tallies.add(found.place)
+                return
+            _overwrite(found.tensor, before)
+            raise SavedTensorModifiedError(_too_late(self._full_name(found)))
+        _overwrite(found.tensor, before)
 
     def are_static(self) -> bool:
         """Whether all tensors that the layer found are there anyway.
@@ -310,6 +350,11 @@ class Surroundings:
             if slot.owner is module._parameters or slot.owner is module._buffers:
                 return f"{prefix}.{slot.name}" if prefix else slot.name
         return slot.name
+
+
+def _is_written(found: _Slot | Held) -> bool:
+    """Whether a tensor was changed in place since it was found, as far as that is counted."""
+    return version_of(found.tensor) != found.version
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

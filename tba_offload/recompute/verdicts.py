@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tba_offload.layers.guards import has_hooks, is_scaled, is_scripted
 from tba_offload.recompute.observation import Observation
+from tba_offload.recompute.tallies import Tallies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -69,6 +70,7 @@ class Verifier:
         self._random: RandomState | None = None
         self._unfilled: dict[Mode, frozenset[int]] = {}
         self._runs = [itertools.count() for _ in layers]
+        self._tallies = [Tallies() for _ in layers]
 
     def begin_step(self) -> None:
         """A layer that was to be compared in a step that failed is compared in the next one."""
@@ -167,7 +169,8 @@ class Verifier:
         Raises:
             TooManyError: It is given more objects than can be looked through.
         """
-        found = Observation(self.layers[mode.layer].module, args, kwargs, self._generators, self._random)
+        module, tallies = self.layers[mode.layer].module, self._tallies[mode.layer]
+        found = Observation(module, args, kwargs, self._generators, tallies, self._random)
         self._random = found.random
         return found
 

@@ -65,6 +65,10 @@ LAYOUTS = {
     ),
     "experts": Layout((FOUR,), model="moe", data=2, expert=2),
     "experts and tensor": Layout((FOUR,), model="moe", tensor=2, expert=2, sequence_parallel=True),
+    "experts, balanced by counts": Layout((FOUR,), model="balanced moe", data=2, micro_batches=(3, 3, 3)),
+    "experts, balanced by counts, in a pipeline": Layout(
+        STAGES, model="balanced moe", micro_batches=(4, 4, 4)
+    ),
     "bert": Layout((FOUR,), model="bert", tensor=2),
     "bert in a pipeline": Layout(STAGES, model="bert"),
     "t5": Layout((ENCODER_AND_DECODER,), model="t5", tensor=2),
@@ -267,7 +271,7 @@ def check_agreement(layout: Layout, variant: str, histories: list[dict[str, Any]
         ranks = [each for rank, each in enumerate(histories) if layout.stage_of(rank) == stage]
         done = [list(map(recomputed, each["placements"])) for each in ranks]
         assert all(each == done[0] for each in done)
-        if variant == "auto at odds" and layout.model != "moe":
+        if variant == "auto at odds" and not layout.has_experts:
             # Each turn brings something new, and what comes is what the last of them wants.
             wanted = [list(map(recomputed, each["proposals"])) for each in ranks]
             assert [done[0][step] for step in AGREED_BEHIND] == wanted[-1]
@@ -292,7 +296,7 @@ def check_plans(layout: Layout, variant: str, log: RunLog, history: dict[str, An
         assert not any(map(recomputed, placed))
     if variant == "auto within a budget":
         # Layers with experts are never recomputed: their routers would log their losses twice.
-        assert any(map(recomputed, placed[1:3])) is (layout.model != "moe")
+        assert any(map(recomputed, placed[1:3])) is (not layout.has_experts)
         assert set(placed[-1].values()) == {"keep"}
     plans = [event for event in log.others if event["event"] == "plan"]
     assert plans[-1]["names"] == list(placed[-1])
@@ -375,7 +379,7 @@ def check_steps(
     trained = sum(layout.micro_batches) * (own.total() + recomputed)
     evaluated = sum(layout.micro_batches) * own.total()
     # One run of each is compared with a second one, but routers would log their losses twice.
-    tried = 0 if layout.model == "moe" else recomputed + own["auto"]
+    tried = 0 if layout.has_experts else recomputed + own["auto"]
     assert history["runs"] == trained + evaluated + tried
     for step, count, reported in zip(log.steps, layout.micro_batches, history["losses"], strict=True):
         assert step.scopes == own.total() * count

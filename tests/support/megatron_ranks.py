@@ -62,7 +62,8 @@ class Layout:
 
     Attributes:
         stages: The layers of each pipeline stage, as a policy counts them.
-        model: ``gpt``, ``llama``, ``moe``, ``mtp`` (that predicts a second token too), ``bert`` or ``t5``.
+        model: ``gpt``, ``llama``, ``moe``, ``balanced moe``, ``mtp`` (that predicts a second token too),
+            ``bert`` or ``t5``.
         tensor: Ranks that share every layer.
         data: Ranks that train on different texts.
         chunks: Model chunks on each stage; with more than one the schedule is interleaved.
@@ -100,6 +101,11 @@ class Layout:
     def ranks(self) -> int:
         """Processes."""
         return self.tensor * self.data * self.pipeline
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether tokens are routed."""
+        return self.model.endswith("moe")
 
     @property
     def layers(self) -> int:
@@ -603,11 +609,26 @@ def _moe(layout: Layout) -> dict[str, Any]:
     }
 
 
+def _balanced(layout: Layout) -> dict[str, Any]:
+    """Routers count tokens in buffers, and balance by averages over micro-batches and by a bias."""
+    return _moe(layout) | {
+        "moe_router_load_balancing_type": "global_aux_loss",
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.01,
+    }
+
+
 def _mtp(_: Layout) -> dict[str, Any]:
     return {"mtp_num_layers": 1}
 
 
-_STYLES: dict[str, Callable[[Layout], dict[str, Any]]] = {"llama": _llama, "moe": _moe, "mtp": _mtp}
+_STYLES: dict[str, Callable[[Layout], dict[str, Any]]] = {
+    "llama": _llama,
+    "moe": _moe,
+    "balanced moe": _balanced,
+    "mtp": _mtp,
+}
 
 
 def make_chunks(layout: Layout, config: Any) -> list[nn.Module]:
