@@ -19,9 +19,9 @@ from tba_offload.capture.identity import (
     StaticStorages,
     View,
     is_understood,
-    look,
     shares_version,
     version_witness,
+    viewed,
 )
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def same_elements(a: Tensor, b: Tensor) -> bool:
 
 @given(strided_views())
 def test_a_view_is_rebuilt_from_its_storage(tensor: Tensor) -> None:
-    rebuilt = look(tensor.untyped_storage(), View.of(tensor))
+    rebuilt = viewed(tensor.untyped_storage(), View.of(tensor))
     assert rebuilt.untyped_storage() is tensor.untyped_storage()
     assert (rebuilt.stride(), rebuilt.storage_offset()) == (tensor.stride(), tensor.storage_offset())
     assert same_elements(rebuilt, tensor)
@@ -91,7 +91,7 @@ def test_the_span_reaches_from_the_first_to_the_last_byte(tensor: Tensor) -> Non
 @given(strided_views())
 def test_what_expand_repeats_counts_once(tensor: Tensor) -> None:
     view = View.of(tensor)
-    once = look(tensor.untyped_storage(), view.distinct())
+    once = viewed(tensor.untyped_storage(), view.distinct())
     assert elements_of(once) == elements_of(tensor)
     assert once.dim() == tensor.dim()
     assert view.footprint()[2] == once.numel() * tensor.dtype.itemsize
@@ -107,7 +107,7 @@ def test_a_view_moves_with_its_bytes(tensor: Tensor, places: int) -> None:
     elsewhere = torch.zeros(start + hi - lo, dtype=torch.uint8)
     everything = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
     elsewhere[start:] = everything[lo:hi]
-    assert same_elements(look(elsewhere.untyped_storage(), view.moved(start - lo)), tensor)
+    assert same_elements(viewed(elsewhere.untyped_storage(), view.moved(start - lo)), tensor)
 
 
 def test_halves_of_a_chunk_differ_only_in_the_offset() -> None:
