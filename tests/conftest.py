@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hypothesis
+import lanes
 import pytest
 import torch
 from hypothesis import HealthCheck
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 # Where an assertion of a module that tests import fails, pytest shows the values too, if it knows the module.
-HELPERS = [path.stem for path in (Path(__file__).parent / "support").glob("*.py")]
+HELPERS = {path.stem for path in (Path(__file__).parent / "support").glob("*.py")} - {"lanes"}
 pytest.register_assert_rewrite(*HELPERS, "tba_offload.testing.store_contract")
 
 
@@ -39,12 +40,24 @@ def pytest_configure() -> None:
     hypothesis.settings.load_profile("repeatable")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_report_header() -> str:
+    return lanes.told()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    lanes.mark_stores(items)
+    lanes.leave_out(config, items, os.environ)
     # The one place that decides it: what is marked ``gpu`` runs wherever there is one.
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+def pytest_collection_finish() -> None:
+    # What was imported and collected stays to the end; the collector, which many tests call, may skip it.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

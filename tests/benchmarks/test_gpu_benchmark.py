@@ -189,6 +189,7 @@ def test_wrong_bits_are_told(tmp_path: Path, subject: Subject) -> None:
     contest.close()
 
 
+@pytest.mark.full
 def test_a_way_that_fails_is_left_out_and_the_others_go_on(tmp_path: Path, subject: Subject) -> None:
     contest = gpu.Contest(settings_for(tmp_path, "keep", "gds", "torchtune", "host", rounds=3), subject)
     contest.enter()
@@ -251,6 +252,7 @@ def test_who_interrupts_gets_what_is_known(
     contest.close()
 
 
+@pytest.mark.full
 def test_a_tier_that_cannot_be_used_leaves_its_ways_out(tmp_path: Path, subject: Subject) -> None:
     settings = settings_for(tmp_path, "keep", "tmpfs", "host")
     settings.tmpfs.rmdir()
@@ -266,6 +268,7 @@ def test_a_tier_that_cannot_be_used_leaves_its_ways_out(tmp_path: Path, subject:
     contest.close()
 
 
+@pytest.mark.full
 def test_the_slowest_are_left_out_where_there_is_no_time(tmp_path: Path, subject: Subject) -> None:
     contest = gpu.Contest(settings_for(tmp_path, "keep", "recompute", "host", "drive"), subject)
     contest.enter()

@@ -574,6 +574,7 @@ def test_one_line_says_what_is_trained(tmp_path: Path) -> None:
 # Auto
 
 
+@pytest.mark.full
 def test_auto_plans_within_a_share_of_keeps_peak(tmp_path: Path) -> None:
     larger = ("--hidden", "128", "--sequence", "128", "--batch-size", "2")  # or no tensor is worth its way
     auto = ("--policy", "auto", "--budget", "60%", "--json", "--steps", "8")
@@ -615,6 +616,7 @@ OFFLOADING = (
 """A model so large that some of its activations travel."""
 
 
+@pytest.mark.full
 def test_a_fault_is_noticed_and_changes_no_loss(tmp_path: Path) -> None:
     result = call("demo", *OFFLOADING, "--output", str(tmp_path / "out"), "--fault", "flip-write:n=1")
     assert result.exit_code == 0, result.output
@@ -627,6 +629,7 @@ def test_a_fault_is_noticed_and_changes_no_loss(tmp_path: Path) -> None:
     assert found["fallback_kept_bytes"] > 0  # the drive is left alone for a while
 
 
+@pytest.mark.full
 def test_a_drive_that_hangs_ends_the_demo_with_a_named_error(tmp_path: Path) -> None:
     result = call("demo", *OFFLOADING, "--output", str(tmp_path / "out"), "--fault", "hang-write:after=5")
     assert result.exit_code == 1

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from covering import full, of_which
 
 from tba_lab.demo.race import (
     Entrant,
@@ -210,7 +211,7 @@ def failing(diary: Path, place: str, how: str) -> dict[str, Entrant]:
     }
 
 
-@pytest.mark.parametrize("place", ["make", "step", "close"])
+@pytest.mark.parametrize("place", of_which(["make", "step", "close"], "make"))
 def test_an_entrant_that_raises_is_named_with_its_traceback(diary: Path, place: str) -> None:
     with pytest.raises(RaceError) as caught:
         race(failing(diary, place, "raise"), 3)
@@ -232,7 +233,12 @@ def test_an_entrant_that_is_interrupted_is_named(diary: Path) -> None:
 
 @pytest.mark.parametrize(
     ("place", "how", "status"),
-    [("make", "exit", "7"), ("step", "exit", "7"), ("step", "kill", "-9"), ("close", "exit", "7")],
+    [
+        pytest.param("make", "exit", "7", marks=full),
+        pytest.param("step", "exit", "7", marks=full),
+        ("step", "kill", "-9"),
+        pytest.param("close", "exit", "7", marks=full),
+    ],
 )
 def test_an_entrant_that_dies_is_named_with_its_status(
     diary: Path, place: str, how: str, status: str
@@ -252,6 +258,7 @@ def test_figures_that_cannot_travel_are_an_error_of_their_entrant(diary: Path) -
     assert {"plain closed", "odd closed"} <= set(entries(diary))
 
 
+@pytest.mark.full
 def test_an_entrant_that_refuses_its_arguments_is_named(diary: Path) -> None:
     with pytest.raises(
         RaceError, match=r"^a failed:\n(.*\n)*TypeError: .*unexpected keyword argument 'pace'"
@@ -259,7 +266,7 @@ def test_an_entrant_that_refuses_its_arguments_is_named(diary: Path) -> None:
         race({"a": Entrant(Diary, {"name": "a", "diary": diary, "pace": 1})}, 1)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+@pytest.mark.parametrize("error", of_which([KeyboardInterrupt, OSError], KeyboardInterrupt))
 def test_an_interrupted_race_closes_its_entrants(diary: Path, error: type[BaseException]) -> None:
     def stop() -> None:
         raise error

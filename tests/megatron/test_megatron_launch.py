@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from children import environment
+from covering import full, of_which
 
 from tba_offload.report.curves import CURVES
 from tba_offload.report.run_log import read_run_log
@@ -152,7 +153,10 @@ DOORS: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize("door", DOORS)
+each_door = pytest.mark.parametrize("door", of_which(DOORS, "tba-offload launch"))
+
+
+@each_door
 def test_losses_are_the_same_and_steps_are_logged(
     door: str, script: Path, plain: list[str], tmp_path: Path
 ) -> None:
@@ -180,6 +184,7 @@ def test_losses_are_the_same_and_steps_are_logged(
     assert sorted(tmp_path.iterdir()) == [policy, log]
 
 
+@pytest.mark.full
 def test_the_writers_of_megatron_get_the_main_figures(script: Path, tmp_path: Path) -> None:
     log = tmp_path / "run.jsonl"
     flags = ("--tba-store", "host", "--tba-run-log", str(log), "--writers", "--tensorboard-log-interval", "2")
@@ -209,6 +214,7 @@ PATCHED = {
 """What a patch changes, for the checkout above."""
 
 
+@pytest.mark.full
 def test_a_patched_script_needs_no_launcher_and_may_have_it(
     script: Path, plain: list[str], tmp_path: Path
 ) -> None:
@@ -227,6 +233,7 @@ def test_a_patched_script_needs_no_launcher_and_may_have_it(
         assert [step.scopes for step in read_run_log(log).steps] == [6] * STEPS
 
 
+@pytest.mark.full
 def test_a_second_model_in_the_process_gets_a_session_of_its_own(script: Path, tmp_path: Path) -> None:
     """As where training is started anew after a failure, without a new process."""
     twice = script.with_name("twice.py")
@@ -244,6 +251,7 @@ def test_a_second_model_in_the_process_gets_a_session_of_its_own(script: Path, t
     assert both[: len(both) // 2] == both[len(both) // 2 :]
 
 
+@pytest.mark.full
 def test_without_flags_the_launcher_changes_nothing(script: Path, plain: list[str]) -> None:
     finished = run("-m", "tba_offload", "launch", str(script))
     assert (finished.returncode, figures(finished.stdout)) == (0, plain)
@@ -258,9 +266,9 @@ def test_without_flags_the_launcher_changes_nothing(script: Path, plain: list[st
             2,
             "remove --recompute-granularity, or the --tba- flags",
         ),
-        (("--tba-policy", "/no/such/policy.yaml"), 2, "/no/such/policy.yaml"),
-        (("--tba-directory", "/no/such/directory"), 2, "mkdir -p /no/such/directory"),
-        (("--help",), 0, "--tba-activation-bytes SIZE"),
+        pytest.param(("--tba-policy", "/no/such/policy.yaml"), 2, "/no/such/policy.yaml", marks=full),
+        pytest.param(("--tba-directory", "/no/such/directory"), 2, "mkdir -p /no/such/directory", marks=full),
+        pytest.param(("--help",), 0, "--tba-activation-bytes SIZE", marks=full),
     ],
 )
 def test_the_command_line_is_checked_before_training(
@@ -272,7 +280,7 @@ def test_the_command_line_is_checked_before_training(
     assert figures(finished.stdout) == []
 
 
-@pytest.mark.parametrize("door", DOORS)
+@each_door
 def test_a_policy_that_does_not_fit_the_model_is_one_message(door: str, script: Path, tmp_path: Path) -> None:
     policy = tmp_path / "policy.yaml"
     policy.write_text("layers:\n- {match: 7, placement: keep}\n- {match: x, placement: keep}\n")

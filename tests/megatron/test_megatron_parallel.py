@@ -21,6 +21,7 @@ import megatron_ranks
 import pytest
 import torch
 from children import environment
+from covering import of_which
 from megatron_ranks import MICRO_BATCH, SEQUENCE, STEPS, Job, Layout
 from pretrain_runs import has_training
 
@@ -186,7 +187,26 @@ slow = pytest.mark.skipif(not has_training(), reason="slow: runs beside Megatron
 LONG = ("experts", "experts and tensor", "pipeline and tensor", "t5")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=slow if name in LONG else ()) for name in LAYOUTS])
+MAIN = (
+    "attention recomputed by Megatron",
+    "tensor and sequence",
+    "interleaved pipeline",
+    "second token",
+    "distributed optimizer, wide",
+    "experts and tensor",
+    "bert in a pipeline",
+    "t5",
+)
+"""Layouts that between them have every kind of model and of parallelism."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[slow] * (name in LONG) + [pytest.mark.full] * (name not in MAIN))
+        for name in LAYOUTS
+    ],
+)
 def test_training_is_the_same_bit_for_bit(name: str, crew: Crew, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     job = make_job(name, tmp_path)
@@ -248,7 +268,9 @@ def make_auto_job(layout: Layout, directory: Path) -> Job:
 
 
 @slow
-@pytest.mark.parametrize("name", AUTO_LAYOUTS)
+@pytest.mark.parametrize(
+    "name", of_which(AUTO_LAYOUTS, "tensor and sequence", "interleaved pipeline", "experts")
+)
 def test_the_planner_changes_no_bit(name: str, crew: Crew, tmp_path: Path) -> None:
     layout = AUTO_LAYOUTS[name]
     job = make_auto_job(layout, tmp_path)
@@ -296,7 +318,8 @@ def check_plans(layout: Layout, variant: str, log: RunLog, history: dict[str, An
         assert not any(map(recomputed, placed))
     if variant == "auto within a budget":
         # Layers with experts are never recomputed: their routers would log their losses twice.
-        assert any(map(recomputed, placed[1:3])) is (not layout.has_experts)
+        # Others may be tried in the first steps, which depends on measured times.
+        assert not layout.has_experts or not any(map(recomputed, placed))
         assert set(placed[-1].values()) == {"keep"}
     plans = [event for event in log.others if event["event"] == "plan"]
     assert plans[-1]["names"] == list(placed[-1])

@@ -164,6 +164,7 @@ def test_the_toy_gives_the_same_bits_and_frees_memory(capsys: pytest.CaptureFixt
         assert torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
+@pytest.mark.full
 def test_the_store_of_its_page_passes_the_contract(tmp_path: Path) -> None:
     store, tests = code_blocks(TEXTS[DOCS / "extend" / "add_a_store.md"], "python")
     (tmp_path / "memory_file_store.py").write_text(store)

@@ -7,14 +7,33 @@ import os
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from _pytest.mark import ParameterSet
 
 Row = tuple[Any, ...]
 Pair = tuple[tuple[int, Any], tuple[int, Any]]
 
 EVERYTHING = "FULL" in os.environ
 """Whether all combinations are run; ``tests/full.sh`` sets it."""
+
+full = pytest.mark.full
+"""What is left to ``tests/full.sh``, and to samples."""
+
+
+def of_which(values: Iterable[Any], *always: Any) -> list[ParameterSet]:
+    """Values of a parameter, of which only some are tested every time."""
+    return [pytest.param(value, marks=() if value in always else full) for value in values]
+
+
+def pairwise(*factors: Sequence[Any]) -> list[ParameterSet]:
+    """The full product, of which only rows that cover all pairs are tested every time."""
+    always = combinations(*factors, everything=False)
+    rows = itertools.product(*factors)
+    return [pytest.param(*row, marks=() if row in always else full) for row in rows]
 
 
 def combinations(*factors: Sequence[Any], everything: bool = EVERYTHING) -> list[Row]:

@@ -358,27 +358,36 @@ COMPARED = {
 """Which placements are compared with plain training of models that are spread how."""
 
 
-def run_rank(rank: int, directory: Path) -> None:
-    """Trains under every case."""
+def cases() -> dict[str, Callable[[int], dict[str, Any]]]:
+    """Every case by its name; each trains plainly and attached, on one rank."""
+    found: dict[str, Callable[[int], dict[str, Any]]] = {}
+    for default, spreads in COMPARED.items():
+        for spread in spreads:
+            found[f"{default}, {spread}"] = partial(compare, spread, default=default)
+    for default in ("offload", "offload-remat"):
+        for name in MIXES:
+            found[f"{default}, {name}"] = lambda _, name=name, default=default: compare_mix(name, default)
+    return found
+
+
+def run_rank(rank: int, directory: Path, names: list[str]) -> None:
+    """Trains under the cases that are named."""
     warnings.simplefilter("ignore")
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(RANKS)}
     meeting, patience = f"file://{directory}/meeting", timedelta(seconds=PATIENCE)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS, timeout=patience)
-    found = {}
-    for default, spreads in COMPARED.items():
-        found |= {f"{default}, {spread}": compare(spread, rank, default) for spread in spreads}
-    for default in ("offload", "offload-remat"):
-        found |= {f"{default}, {name}": compare_mix(name, default) for name in MIXES}
+    all_of_them = cases()
+    found = {name: all_of_them[name](rank) for name in names}
     (directory / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def main() -> None:
-    directory = Path(sys.argv[1])
+    directory, names = Path(sys.argv[1]), sys.argv[2:]
     torch.set_num_threads(1)
     fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=run_rank, args=(rank, directory)) for rank in range(RANKS)]
+    ranks = [fork.Process(target=run_rank, args=(rank, directory, names)) for rank in range(RANKS)]
     for process in ranks:
         process.start()
     for process in ranks:

@@ -13,6 +13,7 @@ BENCHMARK = BENCHMARKS / "faults.py"
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.full
 def test_no_fault_is_silent() -> None:
     command = [sys.executable, str(BENCHMARK), "--short", "--json", "--processes", "1"]
     ended = subprocess.run(command, capture_output=True, text=True)

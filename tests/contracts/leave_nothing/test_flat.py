@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import pytest
 import torch
+from covering import of_which
 from harness import KIB, PATIENCE, Drive, assert_all_given_back, session_for, wait_until
 from models import History, Model, assert_same_history, loss_of, make_model, make_tokens, same_bits, train
 from places import ROOT, SUPPORT
@@ -164,6 +165,7 @@ def fail_a_step(model: nn.Module, session: Session, drive: Drive) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:a drive failed and is left alone:RuntimeWarning")
+@pytest.mark.full
 def test_steps_that_fail_at_a_read_leave_everything_as_it_was() -> None:
     """An error knows the frames that it passed, and so the graph; what is kept of it must not."""
     model, drive = Small(), Drive()
@@ -260,7 +262,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", of_which(ENDS, "inside a step"))
 def test_the_interpreter_exits_cleanly_with_io_pending(end: str, tmp_path: Path) -> None:
     output, errors = (process := start(ENDS[end], tmp_path)).communicate()
     assert (process.returncode, errors) == (0, ""), output

@@ -32,6 +32,7 @@ FOUND = Look(
 )
 
 
+@pytest.mark.full
 def test_three_hundred_steps_with_faults_leave_everything_flat(tmp_path: Path) -> None:
     done = subprocess.run(
         [

@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import pairwise
 from harness import KIB, session_for
 from models import same_bits
 from repeatable import (
@@ -427,7 +428,8 @@ def test_gradients_that_a_layer_reaches_are_left_alone(
     trained = make(Flat, net)
     with session_of(trained, placement) as session:
         found = accumulate(trained, session)
-        assert session.report()[-1].recomputed_scopes > 0
+        # The planner decides by the times that it has measured, and may keep on a busy machine.
+        assert session.report()[-1].recomputed_scopes > 0 or placement is Placement.AUTO
     assert_same(found, accumulate(make(Flat, net)))
 
 
@@ -462,7 +464,7 @@ def test_methods_of_a_library_that_settings_hold_are_not_followed(
         layer.second.bias.register_post_accumulate_grad_hook(lambda _: trainer.begin())  # type: ignore[union-attr]
     with session_of(net, placement) as session:
         found = accumulate(net, session)
-        assert session.report()[-1].recomputed_scopes > 0
+        assert session.report()[-1].recomputed_scopes > 0 or placement is Placement.AUTO
     assert trainer.calls == 5 * 3 * LAYERS
     assert bool((trainer.small == trainer.calls).all())
     assert_same(found, accumulate(make(Flat)))
@@ -730,9 +732,10 @@ class Output:
 LEFT: dict[str, Tensor] = {}
 
 
-@pytest.mark.parametrize("goes_back", [True, False])
-@pytest.mark.parametrize("placement", EVERYWHERE)
-@pytest.mark.parametrize("kind", [Remembering, Routing, RoutingView, RoutingMuch, RoutingBuffer])
+@pytest.mark.parametrize(
+    ("kind", "placement", "goes_back"),
+    pairwise([Remembering, Routing, RoutingView, RoutingMuch, RoutingBuffer], EVERYWHERE, [True, False]),
+)
 def test_what_a_layer_keeps_of_its_graph_keeps_no_earlier_graph(
     kind: type[Plain], placement: Placement, goes_back: bool
 ) -> None:

@@ -154,6 +154,7 @@ def test_one_graph_of_all_layers_is_refused_by_name(default: str, compiler: Comp
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
+@pytest.mark.full
 def test_recomputation_runs_what_inductor_made() -> None:
     """Its fused operations round otherwise than one by one; so the graph for each layer is the same."""
     expected, found = (train_by_inductor(default) for default in ("keep", "recompute"))

@@ -13,6 +13,7 @@ from typing import Any
 import distributed_ranks
 import pytest
 from children import environment
+from covering import of_which
 from distributed_ranks import COMPARED, INNER, LAYERS, LENGTH, MIXES, RANKS, ROWS, SPREAD, WIDTH
 from harness import PATIENCE
 
@@ -36,24 +37,39 @@ SAVED = {
 Found = list[dict[str, dict[str, Any]]]
 
 
+DEFAULTS = {
+    "test_a_spread_model_offloads_its_activations_and_not_its_weights": "offload",
+    "test_a_spread_model_has_its_cheap_parts_made_again": "offload-remat",
+}
+
+
+def case_of(test: pytest.Function) -> str:
+    """The case that a test looks at."""
+    what: dict[str, str] = test.callspec.params
+    default = what.get("default") or DEFAULTS[test.originalname]
+    return f"{default}, {what.get('spread') or what.get('name') or 'changed_later'}"
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What came out of every case, rank by rank."""
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What came out of the cases of the tests that were chosen, rank by rank."""
+    chosen = [item for item in request.session.items if item.path == request.path]
+    cases = {case_of(item) for item in chosen if isinstance(item, pytest.Function)}
     directory = tmp_path_factory.mktemp("ranks")
     variables = environment() | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     ended = subprocess.run(
-        [sys.executable, distributed_ranks.__file__, str(directory)],
+        [sys.executable, distributed_ranks.__file__, str(directory), *sorted(cases)],
         env=variables,
         capture_output=True,
         text=True,
-        timeout=5 * PATIENCE,  # it is about sixty trainings
+        timeout=5 * PATIENCE,  # all are about sixty trainings
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-4000:]
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
-@pytest.mark.parametrize("spread", SPREAD)
+@pytest.mark.parametrize("spread", of_which(SPREAD, "by batch", "by shards", "by parameters", "by columns"))
 def test_a_spread_model_offloads_its_activations_and_not_its_weights(found: Found, spread: str) -> None:
     for rank in found:
         case = rank[f"offload, {spread}"]
@@ -64,7 +80,7 @@ def test_a_spread_model_offloads_its_activations_and_not_its_weights(found: Foun
             assert step["left_alone_scopes"] == 0
 
 
-@pytest.mark.parametrize("spread", SPREAD)
+@pytest.mark.parametrize("spread", of_which(SPREAD, "by parameters, in bf16", "by sequence"))
 def test_a_spread_model_has_its_cheap_parts_made_again(found: Found, spread: str) -> None:
     """Not where they are distributed tensors: recipes know one rank."""
     for rank in found:
@@ -76,8 +92,26 @@ def test_a_spread_model_has_its_cheap_parts_made_again(found: Found, spread: str
         assert (last["rebuilt_bytes"] > 0) is (spread not in {"by columns", "by sequence"})
 
 
+MAIN = {
+    ("offload", "by shards"),
+    ("offload", "in stages"),
+    ("offload-remat", "by sequence"),
+    ("recompute", "by parameters, gathered once"),
+    ("recompute", "by shards, twice"),
+    ("recompute-offload", "by shards, with the parameters"),
+    ("recompute-offload", "by parameters, twice"),
+    ("auto", "by columns"),
+}
+"""Every placement and every way to spread a model, but not each with each."""
+
+
 @pytest.mark.parametrize(
-    ("default", "spread"), [(default, spread) for default, spreads in COMPARED.items() for spread in spreads]
+    ("default", "spread"),
+    [
+        pytest.param(default, spread, marks=[pytest.mark.full] * ((default, spread) not in MAIN))
+        for default, spreads in COMPARED.items()
+        for spread in spreads
+    ],
 )
 def test_a_spread_model_trains_to_the_same_bits(found: Found, default: str, spread: str) -> None:
     for rank in found:
@@ -90,7 +124,7 @@ def test_a_spread_model_trains_to_the_same_bits(found: Found, default: str, spre
             assert set(recomputed) == {0}
 
 
-@pytest.mark.parametrize("default", ["offload", "offload-remat"])
+@pytest.mark.parametrize("default", of_which(["offload", "offload-remat"], "offload"))
 @pytest.mark.parametrize("name", sorted(MIXES.keys() - {"changed_later"}))
 def test_distributed_tensors_in_a_layer(found: Found, name: str, default: str) -> None:
     travelling = {"several_times": 4, "with_gaps": 1, "in_part": 0, "changed_in_between": 2}
@@ -101,7 +135,7 @@ def test_distributed_tensors_in_a_layer(found: Found, name: str, default: str) -
         assert case["steps"][-1]["offloaded_bytes"] == (2 * travelling[name] + 1) * SMALL
 
 
-@pytest.mark.parametrize("default", ["offload", "offload-remat"])
+@pytest.mark.parametrize("default", of_which(["offload", "offload-remat"], "offload"))
 def test_a_distributed_tensor_that_is_changed_after_it_was_saved_is_noticed(
     found: Found, default: str
 ) -> None:

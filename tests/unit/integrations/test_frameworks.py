@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from covering import of_which
 from harness import KIB, config_for
 from models import VOCAB, History, assert_same_history, loss_of, make_model, make_tokens
 from places import EXAMPLES
@@ -199,7 +200,7 @@ def test_a_training_after_one_that_failed(tmp_path: Path) -> None:
     assert [len(read_run_log(path).steps) for path in (log, tmp_path / "run.2.jsonl")] == [2, 4]
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("use_reentrant", of_which([False, True], False))
 def test_checkpointing_that_the_trainer_switches_on_is_told(use_reentrant: bool, tmp_path: Path) -> None:
     settings = {
         "gradient_checkpointing": True,
@@ -213,6 +214,7 @@ def test_checkpointing_that_the_trainer_switches_on_is_told(use_reentrant: bool,
     assert_same_history(history_of(trainer), history_of(plain))
 
 
+@pytest.mark.full
 def test_the_trainer_of_trl_with_lora(tmp_path: Path) -> None:
     """Its checkpointing is on by default, which is told, so here it is off."""
     words = {"<pad>": 0, "</s>": 1, **{f"w{number}": number for number in range(2, VOCAB)}}
@@ -505,7 +507,7 @@ for placement in placements:
 """
 
 
-@pytest.mark.parametrize("name", ["pytorch", "huggingface", "accelerate", "lightning"])
+@pytest.mark.parametrize("name", of_which(["pytorch", "huggingface", "accelerate", "lightning"], "pytorch"))
 def test_an_example(name: str, tmp_path: Path) -> None:
     """Its losses are the same to the last bit, and its peak is a fraction."""
     policy = tmp_path / "policy.yaml"

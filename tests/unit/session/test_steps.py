@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from children import environment
+from covering import of_which
 from harness import KIB, Drive, config_for, session_for
 from models import loss_of, make_model, make_tokens, same_bits
 from torch import Tensor, nn
@@ -371,7 +372,7 @@ def parameter_bytes(model: nn.Module) -> int:
     return sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("explicit", of_which([False, True], False))
 def test_gradients_are_no_activations(monkeypatch: pytest.MonkeyPatch, *, explicit: bool) -> None:
     def peaks(*, set_to_none: bool) -> tuple[int, list[tba.StepRecord]]:
         model = wide_model()

@@ -7,6 +7,7 @@ import random
 from unittest.mock import patch
 
 import pytest
+from covering import EVERYTHING
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -76,7 +77,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 TestAllocatorMachine = AllocatorMachine.TestCase
-TestAllocatorMachine.settings = settings(max_examples=150, stateful_step_count=40)
+TestAllocatorMachine.settings = settings(max_examples=150 if EVERYTHING else 50, stateful_step_count=40)
 
 
 class DeepAllocatorMachine(AllocatorMachine):
@@ -100,7 +101,7 @@ class DeepAllocatorMachine(AllocatorMachine):
 
 
 TestDeepAllocatorMachine = DeepAllocatorMachine.TestCase
-TestDeepAllocatorMachine.settings = settings(max_examples=150, stateful_step_count=40)
+TestDeepAllocatorMachine.settings = settings(max_examples=150 if EVERYTHING else 50, stateful_step_count=40)
 
 
 def test_thousands_of_holes_are_filled_lowest_first() -> None:

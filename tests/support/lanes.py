@@ -1,0 +1,69 @@
+"""Which tests a run takes: those of the main lane, a sample of the others, or all."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+ONE_STORE = "TestFileStore"
+LONG_FOR_EACH_STORE = {
+    "test_the_interpreter_exits_cleanly_with_io_pending",
+    "test_a_killed_process_leaves_nothing",
+}
+"""Tests of the contract of stores that start processes: of all stores, the main lane asks one."""
+
+
+def mark_stores(items: Iterable[pytest.Item]) -> None:
+    """Leaves the long tests of the contract to the full lane, but for one store."""
+    for item in items:
+        store = getattr(item, "cls", None)
+        is_long = getattr(item, "originalname", None) in LONG_FOR_EACH_STORE
+        if is_long and store is not None and store.__name__ != ONE_STORE:
+            item.add_marker(pytest.mark.full)
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item], variables: Mapping[str, str]) -> None:
+    """Takes away what is marked ``full``, unless ``FULL``, a sample or the command line wants it."""
+    named = [argument for argument in config.args if "::" in argument]
+    left = [item for item in items if not is_wanted(item, named, variables)]
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in set(left)]
+
+
+def is_wanted(item: pytest.Item, named: Iterable[str], variables: Mapping[str, str]) -> bool:
+    if item.get_closest_marker("full") is None or "FULL" in variables:
+        return True
+    if any(is_named(item, argument) for argument in named):
+        return True
+    share, seed = float(variables.get("SAMPLE", "0")), variables.get("SEED", "0")
+    return is_in_sample(item.nodeid, share, int(seed))
+
+
+def is_named(item: pytest.Item, argument: str) -> bool:
+    path, _, name = argument.partition("::")
+    if (item.config.invocation_params.dir / path).resolve() != item.path:
+        return False
+    own = item.nodeid.partition("::")[2]
+    return own == name or own.startswith((f"{name}[", f"{name}::"))
+
+
+def is_in_sample(nodeid: str, share: float, seed: int) -> bool:
+    """Whether a test is among ``share`` per cent of all, others for each seed."""
+    return zlib.crc32(f"{seed} {nodeid}".encode()) % 10000 < share * 100
+
+
+def told(variables: Mapping[str, str] = os.environ) -> str:
+    """One line on what this run takes."""
+    if "FULL" in variables:
+        return "lane: all tests"
+    if float(variables.get("SAMPLE", "0")):
+        sample = f"SAMPLE={variables['SAMPLE']} SEED={variables.get('SEED', '0')}"
+        return f"lane: main, and a sample of the others ({sample})"
+    return "lane: main; FULL=1 runs all tests, SAMPLE=10 SEED=1 ten per cent of the others"
