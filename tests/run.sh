@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Runs the checks and the tests in .venv, which it makes. Arguments go to pytest: -n 0 for a single process.
+# What is marked full is left out, but for SAMPLE=10 SEED=1: ten per cent of it, others for each seed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . examples/setup.sh
