@@ -194,6 +194,7 @@ MAIN = (
     "second token",
     "distributed optimizer, wide",
     "experts and tensor",
+    "experts, balanced by counts, in a pipeline",
     "bert in a pipeline",
     "t5",
 )
