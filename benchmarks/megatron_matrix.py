@@ -73,6 +73,14 @@ LLAMA = """
     --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
 """
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --disable-bias-linear"
+BALANCED = f"""
+    {EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-expert-bias
+    --moe-router-bias-update-rate 1e-2 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-3
+"""
+WIDE = """
+    --num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --max-position-embeddings 256
+"""
+OVERLAPPING = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16"
 RAMP_UP = (4, 4, 6)
 """Batch sizes of the first iterations, in the layout whose batches grow."""
 
@@ -125,6 +133,12 @@ LAYOUTS = (
     Layout("offload-remat placement", policy=OFFLOAD_REMAT, proof=REBUILT),
     Layout("offload-remat placement, llama-style", LLAMA, policy=OFFLOAD_REMAT, proof=REBUILT),
     Layout("experts", EXPERTS),
+    Layout(
+        "experts balanced by counts, recompute placement",
+        BALANCED,
+        policy=RECOMPUTE,
+        proof=("recomputed_scopes",),
+    ),
     Layout("batch-size ramp-up", grows=True),
     Layout("checkpoints, evaluation", "--save-interval 2 --eval-interval 2", validations=3),
     Layout("dp2, distributed optimizer, bf16", "--use-distributed-optimizer --bf16", ranks=2),
@@ -138,6 +152,25 @@ LAYOUTS = (
     ),
     Layout("ep2, experts", f"{EXPERTS} --expert-model-parallel-size 2", ranks=2),
 )
+
+LARGE = (
+    Layout(
+        "large, dp2, distributed optimizer, bf16",
+        f"{WIDE} {OVERLAPPING}",
+        ranks=2,
+        policy=MIXED,
+        proof=("offloaded_bytes", "recomputed_scopes"),
+    ),
+    Layout(
+        "large, dp2, distributed optimizer, bf16, recompute placement",
+        f"{WIDE} {OVERLAPPING}",
+        ranks=2,
+        policy=RECOMPUTE,
+        proof=("recomputed_scopes",),
+    ),
+)
+"""Layouts that run by name only, since they take minutes: buffers of all parameters and of all gradients are
+larger there than what is copied for a second run."""
 
 ON_CPU = not torch.cuda.is_available()
 BACKEND = "gloo" if ON_CPU else "nccl"
@@ -556,8 +589,8 @@ def run_layout(matrix: Matrix, layout: Layout, doors: Sequence[str]) -> dict[str
     "--layout",
     "names",
     multiple=True,
-    type=click.Choice([layout.name for layout in LAYOUTS]),
-    help="Only this layout; may be repeated.  [default: all]",
+    type=click.Choice([layout.name for layout in (*LAYOUTS, *LARGE)]),
+    help="Only this layout; may be repeated.  [default: all but the large ones]",
 )
 @click.option("--iterations", type=click.IntRange(min=len(RAMP_UP)), default=5, show_default=True)
 @click.option("--door", type=click.Choice([*DOORS, "both"]), default="both", show_default=True)
@@ -579,7 +612,7 @@ def main(
     if not (checkout / "pretrain_gpt.py").is_file():
         raise click.BadParameter(f"{checkout} has no pretrain_gpt.py", param_hint="CHECKOUT")
     doors = DOORS if door == "both" else (door,)
-    wanted = [layout for layout in LAYOUTS if not names or layout.name in names]
+    wanted = [layout for layout in (*LAYOUTS, *LARGE) if layout.name in names] or list(LAYOUTS)
     with tempfile.TemporaryDirectory(prefix="tba-matrix-") as place:
         matrix = Matrix(checkout, Path(place), iterations=iterations, timeout=timeout)
         try:
