@@ -225,6 +225,7 @@ def test_an_entrant_that_raises_is_named_with_its_traceback(diary: Path, place: 
         assert entries(diary).count("bad closed") == 1
 
 
+@pytest.mark.full
 def test_an_entrant_that_is_interrupted_is_named(diary: Path) -> None:
     with pytest.raises(RaceError, match=r"^bad failed:\n(.*\n)*KeyboardInterrupt\n$"):
         race(failing(diary, "step", "interrupt"), 3)
@@ -248,6 +249,7 @@ def test_an_entrant_that_dies_is_named_with_its_status(
     assert entries(diary).count("good closed") == 1
 
 
+@pytest.mark.full
 def test_figures_that_cannot_travel_are_an_error_of_their_entrant(diary: Path) -> None:
     entrants = {
         "plain": Entrant(Diary, {"name": "plain", "diary": diary}),

@@ -295,6 +295,7 @@ def test_a_policy_that_does_not_fit_the_model_is_one_message(door: str, script: 
     ]
 
 
+@pytest.mark.full
 def test_what_has_no_effect_is_told_once(script: Path, tmp_path: Path) -> None:
     policy = tmp_path / "policy.yaml"
     policy.write_text("layers: [{match: 2-9, placement: keep}]\nbudget: {objective: memory}\ndefault: auto\n")

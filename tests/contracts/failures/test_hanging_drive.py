@@ -141,6 +141,7 @@ def test_a_file_system_that_hangs_while_a_file_grows(tmp_path: Path) -> None:
     assert seconds < LIMIT + 5 + 20
 
 
+@pytest.mark.full
 def test_a_loop_that_catches_the_error_goes_on(tmp_path: Path) -> None:
     script = (
         told([tmp_path / "drive"], "hang-write")

@@ -186,6 +186,7 @@ class Failing(TrainerCallback):
             raise ValueError("a drive fell out of the window")
 
 
+@pytest.mark.full
 def test_a_training_after_one_that_failed(tmp_path: Path) -> None:
     log = tmp_path / "run.jsonl"
     callback = OffloadCallback(config(), run_log=log)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
-from covering import of_which
+from covering import of_which, pairwise
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from profiles import (
@@ -1072,9 +1072,9 @@ def test_layers_that_do_not_run_in_one_go_are_not_put_together() -> None:
     assert small.members == tuple((layer,) for layer in range(8))
 
 
-@pytest.mark.parametrize("share", [0.2, 0.5])
-@pytest.mark.parametrize("rate", [1.5, 0.5])
-@pytest.mark.parametrize("which", [[False], [False, True, False]])
+@pytest.mark.parametrize(
+    ("which", "rate", "share"), pairwise([[False], [False, True, False]], [1.5, 0.5], [0.2, 0.5])
+)
 def test_a_plan_of_a_condensed_step_is_nearly_as_good(share: float, rate: float, which: list[bool]) -> None:
     profile = make_profile(24, sizes=(MIB,) * 20, micro_batches=4, warm_up=2)
     profile = rebuilding(profile, which, seconds=0.002 * any(which))
