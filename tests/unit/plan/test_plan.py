@@ -1073,9 +1073,11 @@ def test_layers_that_do_not_run_in_one_go_are_not_put_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("which", "rate", "share"), pairwise([[False], [False, True, False]], [1.5, 0.5], [0.2, 0.5])
+    ("which", "rate", "share"), pairwise([(False,), (False, True, False)], [1.5, 0.5], [0.2, 0.5])
 )
-def test_a_plan_of_a_condensed_step_is_nearly_as_good(share: float, rate: float, which: list[bool]) -> None:
+def test_a_plan_of_a_condensed_step_is_nearly_as_good(
+    which: tuple[bool, ...], rate: float, share: float
+) -> None:
     profile = make_profile(24, sizes=(MIB,) * 20, micro_batches=4, warm_up=2)
     profile = rebuilding(profile, which, seconds=0.002 * any(which))
     bandwidth = Bandwidth(rate * 20 * MIB / 0.03, rate * 20 * MIB / 0.03)
