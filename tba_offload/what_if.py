@@ -36,7 +36,7 @@ _MOST_SCOPES = 200_000
 """Executions of layers in a step that is planned: some minutes of work."""
 
 _HOST_TIER = "host"
-"""What run logs call host memory beside the drives."""
+"""Name of host memory beside the drives in run logs."""
 
 
 @dataclass(frozen=True, slots=True)

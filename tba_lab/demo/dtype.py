@@ -24,7 +24,7 @@ AUTO = "auto"
 """The dtype that is measured."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-"""What ``auto`` chooses from; of equally fast ones the first, whose activations are smaller."""
+"""Data types that ``auto`` chooses from; of equally fast ones the first, whose activations are smaller."""
 
 CHOICES = (AUTO, *DTYPES)
 """Values of ``--dtype``."""

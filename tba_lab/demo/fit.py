@@ -32,7 +32,7 @@ FEWEST_STEPS = 10
 and of five values the quartiles are not yet the extremes."""
 
 TARGET_SECONDS = 240.0
-"""What all steps together may take: four minutes."""
+"""Seconds that all steps together may take: four minutes."""
 
 MEMORY_SHARE = 0.6
 """Part of the available memory, and of the free disk, that the job may take; the rest is for the page cache,

@@ -26,7 +26,7 @@ _TICK = 1.0
 """Seconds between two looks at whether something is to be said."""
 
 _COLD = 3.0
-"""How many times as long the first step of a process takes at most, where steps take a second or more: it
+"""Factor that the first step of a process takes longer by at most, where steps take a second or more: it
 allocates everything. Measured: 1.1 to 3 times."""
 
 

@@ -60,7 +60,7 @@ _WAIT_SECONDS = 1.0
 """Between two calls of :meth:`Watch.wait`."""
 
 _CLOSING_SECONDS = 20.0
-"""How long a process may take to end."""
+"""Seconds that a process may take to end."""
 
 _BUSY_SECONDS = 2.0
 """The same if the race ends while it is in a step, which may be a long one: its store leaves nothing behind

@@ -54,7 +54,7 @@ WINDOW_STATES = 32 / 3
 activations are in flight whatever their size. In whole MiB; 10 of them at width 1536, 320 tokens and bf16."""
 
 _STALL_SECONDS = 10.0
-"""How long a drive may stand still where faults are injected."""
+"""Seconds that a drive may stand still where faults are injected."""
 
 WARM_UP = 3
 """Steps that medians and peaks leave out: the first allocates, the second settles."""

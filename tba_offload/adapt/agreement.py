@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tba_offload.plan.tuning import Tuning
 
 Need = tuple[float, float]
-"""How much a rank needs its proposal: bytes over its budget and seconds of its step without recomputation."""
+"""Need of a rank for its proposal: bytes over its budget and seconds of its step without recomputation."""
 
 Agree = Callable[[dict[str, Placement], Need], dict[str, Placement]]
 """Takes what a rank proposes, name of a layer to its placement, and its need; tells what counts for each."""

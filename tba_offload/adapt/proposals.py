@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tba_offload.plan.profile import StepProfile
 
 _LOOKS = (Placement.OFFLOAD, Placement.KEEP, Placement.RECOMPUTE, Placement.OFFLOAD_REMAT)
-"""What is tried on an excursion, if the plan has none of it. Keep is among them, because plans without a
+"""Placements that an excursion tries if the plan has none of it. Keep is among them, because plans without a
 budget are held to its time."""
 
 

@@ -73,7 +73,7 @@ class Registry:
         return found[0] if found is not None and found[0].origin() is storage else None
 
     def note_kept(self, storage: torch.UntypedStorage) -> None:
-        """A storage stays in this step: who saves it again keeps it too, and counts no activation."""
+        """A storage stays in this step: saved again it is kept too, and is no activation."""
         self.kept[storage._cdata] = weakref.ref(storage)
 
     def is_kept(self, storage: torch.UntypedStorage) -> bool:

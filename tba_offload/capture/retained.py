@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
 _KEY = "tba_offload.retained"
-"""Where in the metadata of a node the common object is."""
+"""Key of the common object in the metadata of a node."""
 
 MOST_NODES = 4096
 """Nodes of a layer that are looked at; a node takes about 1 us."""

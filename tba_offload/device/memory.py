@@ -142,7 +142,7 @@ class MemoryMeter(ABC):
     """
 
     source: str
-    """Where the figure comes from, for the run log."""
+    """Source of the figure, for the run log."""
 
     samples = False
     """Whether it knows only what it sees at the moments at which it looks."""
@@ -267,7 +267,8 @@ class MallocMeter(MemoryMeter):
         self._watching = threading.Event()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
-        weakref.finalize(self, _end, self._watching, self._closed).atexit = False
+        finalizer = weakref.finalize(self, _end, self._watching, self._closed)
+        finalizer.atexit = False
 
     def live(self) -> int:
         """Bytes that the allocator has given out and that count.

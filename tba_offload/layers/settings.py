@@ -54,7 +54,7 @@ _SETTINGS: tuple[_Setting, ...] = (
     _attribute(_cuda.matmul, "allow_bf16_reduced_precision_reduction"),
     *_precisions(),
 )
-"""What reads each of them, and what sets it."""
+"""Functions that read each of them, and set it."""
 
 Settings = tuple[Any, ...]
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tba_offload.recompute.verdicts import Mode, Verifier
 
 _NO_HOOKS = "support saved tensor hooks"
-"""What errors of transforms say that were called under hooks."""
+"""Words of the errors of transforms that were called under hooks."""
 
 
 class Run:

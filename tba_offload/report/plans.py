@@ -306,7 +306,7 @@ _SIZES = {
     "batch_size": "batch size {}",
     "dtype": "{}",
 }
-"""How sizes of a model are said; of those that mean the same the first counts."""
+"""Words for the sizes of a model; of those that mean the same the first counts."""
 
 
 def _model_in_words(model: Mapping[str, Any]) -> str:

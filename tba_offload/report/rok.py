@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tba_offload.report.points import RokPoint
 
 _FORMULA = frozenset("=+-@")
-"""What a spreadsheet takes for the start of a formula."""
+"""Characters that a spreadsheet takes for the start of a formula."""
 
 _STRATEGY_WIDTH = len("recompute-offload")
 """Characters of a label that a table always shows: those of the longest placement."""
@@ -183,7 +183,7 @@ def picture_kind(path: str | os.PathLike[str]) -> Literal["svg", "png"]:
 
 
 def require_matplotlib() -> None:
-    """Checks that pictures can be drawn, for those who want to know before they work for hours.
+    """Checks that pictures can be drawn, for commands that tell before they work for hours.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.

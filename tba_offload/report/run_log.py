@@ -442,7 +442,7 @@ _MOST_COMPLAINTS = 10
 """Damaged lines that are named one by one; a file that is no log has thousands."""
 
 _GREATEST = 2**63
-"""What every whole number in a log is below: bytes, tokens, counts."""
+"""Bound of every whole number in a log: bytes, tokens, counts."""
 
 
 class _Reader:

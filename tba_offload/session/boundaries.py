@@ -290,7 +290,7 @@ class Boundaries:
 
 
 _CALL = nn.Module._call_impl.__code__
-"""What runs the hooks of a module around its forward."""
+"""Code that runs the hooks of a module around its forward."""
 
 _no_hook = contextlib.nullcontext().__exit__
 """Takes anything and does nothing; pickled it is one of Python's own, which needs no other package."""

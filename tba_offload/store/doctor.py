@@ -39,7 +39,7 @@ _REMEDIES = {
         "use PCIe peer-to-peer (use_pci_p2pdma in cufile.json); gdscheck -p says what is missing"
     ),
 }
-"""What to do where bytes take this path, if speed matters."""
+"""Remedies where bytes take this path, if speed matters."""
 
 
 def examine(directories: Sequence[str | os.PathLike[str]], device: Device) -> Findings:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 RECENT_BYTES = 64 << 20
-"""How far back the rate of a direction looks: what came before so many bytes counts half, or less."""
+"""Reach of the rate of a direction in bytes: what came before so many bytes counts half, or less."""
 
 
 class Meter:

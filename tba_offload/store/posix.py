@@ -20,7 +20,7 @@ MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hu
 """Magic numbers of file systems that lie in memory."""
 
 Call = Callable[[int, int, int, int], int]
-"""What :func:`pwrite` and :func:`pread` are: descriptor, address, bytes, offset to bytes moved."""
+"""Type of :func:`pwrite` and :func:`pread`: descriptor, address, bytes, offset to bytes moved."""
 
 _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000

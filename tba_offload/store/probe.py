@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from tba_offload.store.engine import QueuedStore
 
 EXTENT_BYTES = 16 << 20
-"""What one activation of a large layer comes to."""
+"""Bytes of one activation of a large layer."""
 
 EXTENTS = 2
 """Extents of a round in each direction."""
 
 _BUSY_SECONDS = 0.1
-"""How much work the device has queued when two ways are compared."""
+"""Seconds of work that the device has queued when two ways are compared."""
 
 _ROUNDS = 3
 _ENOUGH_SECONDS = 1.0

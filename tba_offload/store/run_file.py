@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What the system says when a file cannot grow."""
+"""Error numbers of the system when a file cannot grow."""
 
 _GROWTH = 256 << 20
 _MAX_LINKS = 40
 _ATTEMPTS = 100
-"""How often a directory may vanish between two calls, as when many ranks begin and end with it at once."""
+"""Times that a directory may vanish between two calls, as when many ranks begin and end with it at once."""
 _SEARCH = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 

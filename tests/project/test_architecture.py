@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from graphlib import TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -310,8 +311,8 @@ def test_what_plans_assigns_to_itself_alone(path: Path) -> None:
     assert foreign <= ({"item"} if path.name == "traffic.py" else set())
 
 
-def assigned_in(function: ast.FunctionDef) -> Iterator[ast.Attribute]:
-    """The attributes that a function assigns to."""
+def assigned_in(function: ast.AST) -> Iterator[ast.Attribute]:
+    """The attributes that a function or a file assigns to."""
     for node in ast.walk(function):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield node
@@ -319,3 +320,105 @@ def assigned_in(function: ast.FunctionDef) -> Iterator[ast.Attribute]:
 
 def owner_of(name: ast.Attribute) -> str:
     return ast.unparse(name.value)
+
+
+# The objects of which a file sets attributes, without leading underscores, and why it may.
+FOREIGN = {
+    "capture/compiling.py": ("function", "marks of torch.compile, which reads them there"),
+    "capture/hooks.py": (
+        "capture capture.trace packed self.capture.trace trace",
+        "pack and unpack add to counters of the step; a call for each would be the dearest part of them",
+    ),
+    "capture/identity.py": ("tensor witness", "tensors of torch"),
+    "capture/rematerialize.py": (
+        "self.capture.trace self.trace trace trial twin",
+        "as hooks: counters of the step, and twins of one storage",
+    ),
+    "capture/resize.py": ("torch.UntypedStorage", "stands in for a method of torch"),
+    "capture/site.py": ("module self.layer.module", "the module's forward is wrapped, and put back"),
+    "capture/trace.py": ("scope scope.marks self.marks", "parts of the trace, which this file defines"),
+    "capture/transforms.py": ("torch.autograd.graph", "stands in for a function of torch"),
+    "config/options.py": ("checked", "a class that this function makes"),
+    "device/memory.py": ("function finalizer", "ctypes, weakref"),
+    "device/streams.py": ("self.local", "state of one thread"),
+    "errors.py": ("error", "an alternative constructor"),
+    "megatron/arguments.py": ("action parser", "argparse; Megatron's parser is extended"),
+    "megatron/script.py": ("sys", "the script sees its own command line"),
+    "megatron/training.py": ("step", "the public way to tell a step its loss"),
+    "placements/builtin.py": ("Placement", "the class offers the placements that derive from it"),
+    "plan/traffic.py": ("item", "items are many, and their transitions are this file's business"),
+    "recompute/parametrized.py": ("cache", "the cache of torch.nn.utils.parametrize"),
+    "recompute/saved_again.py": ("end", "the end of a run, which this file defines"),
+    "renamed.py": ("module", "a module that is being made"),
+    "store/base.py": ("new", "the cause of an exception"),
+    "store/engine.py": (
+        "self.finalizer self.lanes self.life",
+        "weakref; the parts that a store is made of",
+    ),
+    "store/exit_status.py": ("sys", "the stream of errors at the end of the process"),
+    "store/lanes.py": ("shift", "what an I/O thread is at, which this file defines"),
+    "store/leases.py": ("lease", "leases, which this file defines"),
+    "store/open.py": ("store", "why a kind was chosen is known after the store is open"),
+    "store/posix.py": ("memoryview_at function", "ctypes"),
+    "store/transfers.py": (
+        "error failure lease leases transfer",
+        "exceptions; and counters under the store's lock, which is held once for a transfer",
+    ),
+    "testing/around.py": ("store.mover", "puts faults between a store and its bytes, and takes them away"),
+    "testing/faults.py": ("byte posix", "ctypes; stands in for calls of the system"),
+    "transfer/failures.py": ("error", "the cause of an exception"),
+    "transfer/ledger.py": ("self.stats stats", "its own figures"),
+    "transfer/offloader.py": ("self.shared", "what writer and reader share is set by their owner alone"),
+    "transfer/reader.py": ("self.ledger.stats stats", "figures, on the way of every tensor"),
+    "transfer/shared.py": ("self.ledger.stats", "figures, on the way of every tensor"),
+    "transfer/storage.py": ("drop piece record span", "the parts of a record, which this file defines"),
+    "transfer/writer.py": ("self.ledger.stats stats", "figures, on the way of every tensor"),
+}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_state_has_one_owner(path: Path) -> None:
+    """Nothing is listed that is not there any more."""
+    names = {owner_of(name) for name in assigned_in(ast.parse(path.read_text()))} - {"self", "cls"}
+    found = {re.sub(r"(^|\.)_", r"\1", name) for name in names}
+    owners, why = FOREIGN.get(str(path.relative_to(ROOT)), ("", "none"))
+    assert why
+    assert found == set(owners.split())
+
+
+def test_the_window_is_written_once() -> None:
+    """The offloader, the store that spills and the simulator all go by it."""
+    for name in ("transfer/ledger.py", "transfer/writer.py", "store/tiered.py", "plan/traffic.py"):
+        assert "tba_offload.plan.window" in imports_of(ROOT / name), name
+
+
+UNNAMED = re.compile(r"\b(nobody|somebody|someone|anybody|no one)\b", re.IGNORECASE)
+"""Words that stand for a subject that can be named: the planner, the drive, a layer."""
+
+AFTER = re.compile(r"\bbehind\b(?! (the host|it|kvikio's back|the store's back)\b)", re.IGNORECASE)
+"""``behind`` where ``after`` is meant; a device may run behind the host, and a call pass behind a back."""
+
+LEFT_BEHIND = re.compile(r"\b(leave|leaves|left|fallen|falls|no file|nothing) behind\b", re.IGNORECASE)
+
+WHO = re.compile(r"\bwho\b(?= (saves|writes|reads|holds|waits|owns|calls|asks|uses))", re.IGNORECASE)
+
+
+@pytest.mark.parametrize(
+    "path", [*MODULES, *LAB_MODULES], ids=lambda path: str(path.relative_to(ROOT.parent))
+)
+def test_prose_names_its_subject(path: Path) -> None:
+    text = LEFT_BEHIND.sub("", " ".join(path.read_text().split()))
+    assert [word[0] for pattern in (UNNAMED, AFTER, WHO) for word in pattern.finditer(text)] == []
+
+
+@pytest.mark.parametrize(
+    "path", [*MODULES, *LAB_MODULES], ids=lambda path: str(path.relative_to(ROOT.parent))
+)
+def test_docstrings_of_constants_begin_with_a_noun(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    bodies = [tree.body, *(node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]
+    for body in bodies:
+        for before, node in pairwise(body):
+            if isinstance(before, ast.Assign | ast.AnnAssign) and isinstance(node, ast.Expr):
+                said = getattr(node.value, "value", "")
+                assert not str(said).startswith(("What ", "Who ", "How ", "When ", "Where ")), said

@@ -397,6 +397,16 @@ def test_tests_that_are_named_exist(name: str) -> None:
         assert f"def {test}(" in TESTS[file] or not test, (file, test)
 
 
+def test_every_rule_of_the_house_names_tests_that_exist() -> None:
+    text = TEXTS[DOCS / "understand" / "architecture.md"].partition("## The rules")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (?!rule|---)(.*) \| (.*) \|$", text, re.MULTILINE)
+    assert len(rows) > 10
+    for rule, tests in rows:
+        named = re.findall(r"`(test_\w+)`", tests)
+        assert named, rule
+        assert all(any(f"def {test}(" in code for code in TESTS.values()) for test in named), rule
+
+
 def test_every_numbered_test_has_its_pitfall_and_every_pitfall_its_test() -> None:
     text = TEXTS[DOCS / "understand" / "pitfalls.md"]
     entries = dict(re.findall(r"^ *(\d+[a-e]?)\.? (.*(?:\n {3,}\S.*)*)", text, re.MULTILINE))
