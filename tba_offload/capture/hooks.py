@@ -74,7 +74,7 @@ class Capture:
         self.budget_bytes = budget_bytes
         self.device = offloader.device.torch_device
         self.static = StaticStorages()
-        self.lookahead = Lookahead(offloader.reader)
+        self.lookahead = Lookahead(offloader.ahead)
         self.trace = StepTrace()
         self.slow_kept_bytes = 0
         self.look_at_memory: Callable[[], object] | None = None
@@ -107,7 +107,7 @@ class Capture:
             self.lookahead.abandon_step()
             self.offloader.abandon()
         else:
-            self.offloader.reader.give_up_prefetched()
+            self.offloader.ahead.give_up()
 
     def _pop_left_hooks(self) -> None:
         """An interrupt may have struck just before a layer popped its hooks."""

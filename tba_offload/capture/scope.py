@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tba_offload.transfer.reader import Reader
+    from tba_offload.transfer.ahead import ReadAhead
     from tba_offload.transfer.storage import Record
 
 
@@ -54,15 +54,15 @@ class Lookahead:
     """Feeds the prefetch window with the activations that backward is going to use next.
 
     Args:
-        reader: Starts the reads; its window says when to stop.
+        ahead: Starts the reads; its window says when to stop.
 
     Attributes:
         saved: Tells of an activation that was saved; a function without a frame, for the hot path.
     """
 
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
-        self._ledger = reader.ledger
+    def __init__(self, ahead: ReadAhead) -> None:
+        self._ahead = ahead
+        self._ledger = ahead.ledger
         self._records: dict[ActivationKey, Record] = {}
         self._new: list[Record] = []
         self.saved = self._new.append
@@ -124,7 +124,7 @@ class Lookahead:
         position = self._position.get(key)
         if position is not None:
             self._follow(position)
-        if self._reader.has_room():
+        if self._ahead.has_room():
             self._read_ahead()
 
     def _follow(self, position: int) -> None:
@@ -147,7 +147,7 @@ class Lookahead:
             self._note_saved()
         if self._has_new and not self._is_lost():  # or there is nothing yet to go by
             self._insert_new()
-        if self._reader.has_room():
+        if self._ahead.has_room():
             self._read_ahead()
 
     def _is_lost(self) -> bool:
@@ -186,12 +186,15 @@ class Lookahead:
         self._pass = 0
 
     def _read_ahead(self) -> None:
+        self._ahead.start(self._upcoming())
+
+    def _upcoming(self) -> Iterator[tuple[Record, bool]]:
+        """What is expected next, and whether forward passes come before; what is taken last comes again."""
         while self._next < len(self._expected):
             key, passes = self._expected[self._next]
             record = self._records.get(key)
-            across = passes > self._pass
-            if record is not None and not self._reader.prefetch(record, across_forward=across):
-                return
+            if record is not None:
+                yield record, passes > self._pass
             self._next += 1
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from tba_offload.device import ByteRange, Device, Event
@@ -51,3 +53,21 @@ class Backend(Protocol):
 
     def abandon(self) -> None:
         """In a forked child: closes descriptors and touches nothing else."""
+
+
+Move = tuple["Extent", "ByteRange"]
+"""An extent and the memory that its bytes come from, or go to."""
+
+
+class Joining(Backend, Protocol):
+    """A backend that can move neighbouring extents by one call: a call costs as much as many bytes.
+
+    Each extent begins where the one before it ends. ``None`` means that these cannot go together, or that the
+    call failed: they are moved one by one then, which tells which of them cannot be.
+    """
+
+    def move_out_together(self, moves: Sequence[Move]) -> list[int | None] | None:
+        """Writes, on an I/O thread; returns the checksums as :meth:`Backend.move_out` does, or ``None``."""
+
+    def move_in_together(self, moves: Sequence[Move], *, padded: bool) -> list[int | None] | None:
+        """Reads, on an I/O thread; returns the checksums as :meth:`Backend.move_in` does, or ``None``."""

@@ -215,6 +215,9 @@ class DriveLoad(NamedTuple):
 WriteOrder = tuple[Extent, "ByteRange", "Event", "Callable[[IoFuture], object] | None"]
 """The arguments of :meth:`ActivationStore.write`: extent, source, after, done."""
 
+ReadOrder = tuple[Extent, "ByteRange", "Event"]
+"""The first arguments of :meth:`ActivationStore.read`: extent, target, after."""
+
 
 class ActivationStore(ABC):
     """A place outside device memory for the bytes of activations.
@@ -357,6 +360,22 @@ class ActivationStore(ABC):
                 it; or ``padded`` is set and the storage has no room for the padding.
             SessionError: The store is closed, or this is a forked child.
         """
+
+    def read_many(self, orders: Sequence[ReadOrder], *, padded: bool) -> list[IoFuture]:
+        """Queues reads of whole extents, all or none; see :meth:`read`.
+
+        Args:
+            orders: Extent, target and event of each.
+            padded: As there, for all.
+        """
+        reads: list[IoFuture] = []
+        try:
+            for extent, target, after in orders:
+                reads.append(self.read(extent, target, after, padded=padded))
+        except BaseException:
+            take_back(reads)
+            raise
+        return reads
 
     @abstractmethod
     def place(self, extent: Extent) -> str:

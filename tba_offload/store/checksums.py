@@ -11,6 +11,8 @@ from tba_offload.store import posix
 if TYPE_CHECKING:
     import torch
 
+    from tba_offload.device import ByteRange
+
 
 class Checksums:
     """The checksums of one store.
@@ -35,4 +37,11 @@ class Checksums:
             return None
         on_host = data.cpu()
         hasher.update(posix.view(on_host.data_ptr(), on_host.numel()))
+        return hasher.intdigest()
+
+    def of_range(self, memory: ByteRange) -> int | None:
+        """The checksum of bytes in host memory."""
+        if (hasher := self.hasher()) is None:
+            return None
+        hasher.update(posix.view(memory.address, memory.nbytes))
         return hasher.intdigest()

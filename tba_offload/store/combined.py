@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from tba_offload.store.base import ActivationStore, DriveLoad, Extent, IoFuture
+from tba_offload.store.base import take_back
+from tba_offload.store.batching import BatchingStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tba_offload.device import ByteRange, Event
+    from tba_offload.device import ByteRange
+    from tba_offload.store.base import ActivationStore, DriveLoad, Extent, IoFuture, ReadOrder, WriteOrder
+
+Order = TypeVar("Order", "WriteOrder", "ReadOrder")
 
 
-class CombinedStore(ActivationStore):
+class CombinedStore(BatchingStore):
     """Several stores that look like one; what derives from it says where a new extent goes.
 
     Args:
@@ -51,20 +55,31 @@ class CombinedStore(ActivationStore):
         """The extents of all stores; see :meth:`ActivationStore.leased`."""
         return [extent for store in self.stores for extent in store.leased()]
 
-    def write(
-        self,
-        extent: Extent,
-        source: ByteRange,
-        after: Event,
-        *,
-        done: Callable[[IoFuture], object] | None = None,
-    ) -> IoFuture:
-        """Queues a write; see :meth:`ActivationStore.write`."""
-        return self._store_of(extent).write(extent, source, after, done=done)
+    def write_many(self, orders: Sequence[WriteOrder]) -> list[IoFuture]:
+        """Queues the writes of each store together; see :meth:`ActivationStore.write_many`."""
+        return self._queue(orders, lambda store, its: store.write_many(its))
 
-    def read(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> IoFuture:
-        """Queues a read; see :meth:`ActivationStore.read`."""
-        return self._store_of(extent).read(extent, target, after, padded=padded)
+    def read_many(self, orders: Sequence[ReadOrder], *, padded: bool) -> list[IoFuture]:
+        """Queues the reads of each store together; see :meth:`ActivationStore.read_many`."""
+        return self._queue(orders, lambda store, its: store.read_many(its, padded=padded))
+
+    def _queue(
+        self, orders: Sequence[Order], queue: Callable[[ActivationStore, list[Order]], list[IoFuture]]
+    ) -> list[IoFuture]:
+        """Queues transfers, all or none; the futures are in the order of the transfers."""
+        of_stores: dict[ActivationStore, list[int]] = {}
+        for number, order in enumerate(orders):
+            of_stores.setdefault(self._store_of(order[0]), []).append(number)
+        futures: dict[int, IoFuture] = {}
+        try:
+            for store, numbers in of_stores.items():
+                futures.update(
+                    zip(numbers, queue(store, [orders[number] for number in numbers]), strict=True)
+                )
+        except BaseException:
+            take_back(futures.values())
+            raise
+        return [futures[number] for number in range(len(orders))]
 
     def place(self, extent: Extent) -> str:
         """Where in its store the extent lies; see :meth:`ActivationStore.place`."""

@@ -31,12 +31,12 @@ from tba_offload.store.life import Life
 from tba_offload.store.transfers import Mover, Transfer, begin
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from tba_offload.config.store import StoreOptions
-    from tba_offload.device import ByteRange, Event
+    from tba_offload.device import ByteRange
     from tba_offload.store.backend import Backend
-    from tba_offload.store.base import Extent, IoFuture, WriteOrder
+    from tba_offload.store.base import Extent, IoFuture, ReadOrder, WriteOrder
 
 
 class QueuedStore(Figures):
@@ -114,29 +114,19 @@ class QueuedStore(Figures):
             self._life.check_process()
         self._leases.give_back(extent)
 
-    def write(
-        self,
-        extent: Extent,
-        source: ByteRange,
-        after: Event,
-        *,
-        done: Callable[[IoFuture], object] | None = None,
-    ) -> IoFuture:
-        """Queues a write; see :meth:`ActivationStore.write`."""
-        return self.write_many([(extent, source, after, done)])[0]
-
     def write_many(self, orders: Sequence[WriteOrder]) -> list[IoFuture]:
         """Queues writes; see :meth:`ActivationStore.write_many`."""
         return [*self._queue(orders, writes=True, padded=False)]
 
-    def read(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> IoFuture:
-        """Queues a read; see :meth:`ActivationStore.read`."""
+    def read_many(self, orders: Sequence[ReadOrder], *, padded: bool) -> list[IoFuture]:
+        """Queues reads; see :meth:`ActivationStore.read_many`."""
         if padded and self.alignment > 1:
-            lead = target.address % self.alignment
-            end = target.start + target.nbytes + -(lead + target.nbytes) % self.alignment
-            if target.start < lead or end > target.storage.nbytes():
-                self._check_padding(target)
-        return self._queue([(extent, target, after, None)], writes=False, padded=padded)[0]
+            for _, target, _ in orders:
+                lead = target.address % self.alignment
+                end = target.start + target.nbytes + -(lead + target.nbytes) % self.alignment
+                if target.start < lead or end > target.storage.nbytes():
+                    self._check_padding(target)
+        return [*self._queue([(*order, None) for order in orders], writes=False, padded=padded)]
 
     def suspend(self, extent: Extent, cause: BaseException) -> None:  # noqa: ARG002 - one drive
         """Takes the drive out of service; see :meth:`ActivationStore.suspend`."""
@@ -229,8 +219,8 @@ class QueuedStore(Figures):
                     transfer = Transfer(lease, memory, after, done, mover, writes=writes, padded=padded)
                     transfers.append(transfer)
                 begin(transfers, leases, self)
-                for transfer in transfers:
-                    put(transfer)
+                for job in mover.jobs(transfers):
+                    put(job)
             return transfers  # noqa: TRY300 - an interrupt after the block would lose them
         except BaseException:
             # An interrupt: none must run without its owner's knowing; what runs already shall end.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tba_offload.store.base import ActivationStore
+from tba_offload.store.batching import BatchingStore
 
 if TYPE_CHECKING:
     from tba_offload.store.base import DriveLoad, Extent
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tba_offload.store.life import Life
 
 
-class Figures(ActivationStore):
+class Figures(BatchingStore):
     """The part of a store that is asked, and changes nothing.
 
     Args:

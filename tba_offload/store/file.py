@@ -29,19 +29,25 @@ from tba_offload.errors import ShortTransferError, StoreError, StoreFullError
 from tba_offload.store import posix
 from tba_offload.store.checksums import Checksums
 from tba_offload.store.engine import QueuedStore
-from tba_offload.store.extents import round_up
+from tba_offload.store.extents import BLOCK, round_up
 from tba_offload.store.run_file import FULL, RunFile, short_transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from tba_offload.device import ByteRange, Device, Event
+    from tba_offload.store.backend import Move
     from tba_offload.store.base import Extent
 
 logger = logging.getLogger(__name__)
 
 SLAB_BYTES = 8 << 20
 _UNKNOWN_ALIGNMENT = 4096  # no drive asks for more unless it says so
+
+# What lies between neighbours: a page that is written, and one that is read into. Nothing looks at either.
+_PAGES = torch.frombuffer(mmap.mmap(-1, 2 * BLOCK), dtype=torch.uint8)
+_NOTHING, _ANYTHING = _PAGES.data_ptr(), _PAGES.data_ptr() + BLOCK
+
 _NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
@@ -108,24 +114,44 @@ class FileBackend:
         """See :meth:`Backend.move_out`."""
         if not self._writes_directly(extent, source):
             return self._out_staged(extent, source, after)
-        hasher = self._checksums.hasher()
-        address = source.address
-        if hasher is not None:
-            hasher.update(posix.view(address, extent.nbytes))
-        self._put(extent, address - extent.lead, 0, self._span(extent))
-        return None if hasher is None else hasher.intdigest()
+        digest = self._checksums.of_range(source)
+        self._put(extent, source.address - extent.lead, 0, self._span(extent))
+        return digest
 
     def move_in(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> int | None:
         """See :meth:`Backend.move_in`."""
         if not self._reads_directly(extent, target, padded=padded):
             return self._in_staged(extent, target, after)
-        hasher = self._checksums.hasher()
-        address = target.address
-        self._get(extent, address - extent.lead, 0, self._span(extent))
-        if hasher is None:
+        self._get(extent, target.address - extent.lead, 0, self._span(extent))
+        return self._checksums.of_range(target)
+
+    def move_out_together(self, moves: Sequence[Move]) -> list[int | None] | None:
+        """See :meth:`Joining.move_out_together`."""
+        if not all(self._writes_directly(extent, source) for extent, source in moves):
             return None
-        hasher.update(posix.view(address, extent.nbytes))
-        return hasher.intdigest()
+        digests = [self._checksums.of_range(source) for _, source in moves]
+        return digests if self._moved_together(posix.pwritev, moves, _NOTHING) else None
+
+    def move_in_together(self, moves: Sequence[Move], *, padded: bool) -> list[int | None] | None:
+        """See :meth:`Joining.move_in_together`."""
+        if not all(self._reads_directly(extent, target, padded=padded) for extent, target in moves):
+            return None
+        if not self._moved_together(posix.preadv, moves, _ANYTHING):
+            return None
+        return [self._checksums.of_range(target) for _, target in moves]
+
+    def _moved_together(self, call: posix.Call, moves: Sequence[Move], filler: int) -> bool:
+        """Moves neighbouring extents wholly, by one call; after the span of each comes the filler."""
+        parts: list[tuple[int, int]] = []
+        for extent, memory in moves:
+            span = self._span(extent)
+            parts.append((memory.address - extent.lead, span))
+            if span < extent.length:
+                parts.append((filler, extent.length - span))
+        try:
+            return posix.transfer_together(call, self._file.fd, parts, moves[0][0].offset)
+        except OSError:
+            return False
 
     def _out_staged(self, extent: Extent, source: ByteRange, after: Event) -> int | None:
         hasher, data = self._checksums.hasher(), source.tensor()

@@ -28,7 +28,7 @@ class _Growth(IoFuture):
         self._backend = backend
         self._size = size
 
-    def run(self) -> None:
+    def run(self) -> tuple[()]:
         """Makes room; on the thread that has claimed the job."""
         error: BaseException | None = None
         try:
@@ -37,6 +37,7 @@ class _Growth(IoFuture):
         except BaseException as failure:  # noqa: BLE001 - every failure reaches the thread that waits
             error = store_error(failure.with_traceback(None), "grow")
         self.finish(error)
+        return ()
 
 
 class Growing:

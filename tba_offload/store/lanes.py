@@ -5,7 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 WRITE, READ, GROW = range(3)
 """The number of the lane for each kind of job."""
@@ -17,8 +20,8 @@ class Job(Protocol):
     def claim(self) -> bool:
         """Decides that the job runs; False if it was cancelled."""
 
-    def run(self) -> None:
-        """Does it; what it raises would end the thread."""
+    def run(self) -> Iterable[Job]:
+        """Does it, and returns what is still to be done, claimed; what it raises would end the thread."""
 
     def cancel(self) -> bool:
         """Keeps it from running if it has not started."""
@@ -147,6 +150,13 @@ def _serve(jobs: SimpleQueue[Job | None], shift: _Shift) -> None:
         with shift.busy:
             shift.began = time.monotonic()
             if job.claim():
-                job.run()
+                _do_rest(job.run(), shift)
             shift.began = None
         del job
+
+
+def _do_rest(jobs: Iterable[Job], shift: _Shift) -> None:
+    """Does what a job left: each may take as long as the limit says."""
+    for job in jobs:
+        shift.began = time.monotonic()
+        job.run()

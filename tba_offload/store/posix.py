@@ -9,18 +9,25 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 MAX_TRANSFER = 0x7FFFF000
 """Linux moves at most this many bytes in one call."""
 
+MOST_PARTS = 1024
+"""Linux takes at most this many pieces of memory in one call, its ``IOV_MAX``."""
+
 MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
 """Magic numbers of file systems that lie in memory."""
 
 Call = Callable[[int, int, int, int], int]
-"""Type of :func:`pwrite` and :func:`pread`: descriptor, address, bytes, offset to bytes moved."""
+"""Type of :func:`pwrite` and :func:`pread`: descriptor, address, bytes, offset to bytes moved.
+
+Of :func:`pwritev` and :func:`preadv` too, with the pieces of a vector in place of bytes.
+"""
 
 _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000
@@ -45,6 +52,9 @@ def _function(*names: str, result: Any, arguments: list[Any]) -> Any:
 _transfer_arguments = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64]
 _pwrite = _function("pwrite64", "pwrite", result=ctypes.c_ssize_t, arguments=_transfer_arguments)
 _pread = _function("pread64", "pread", result=ctypes.c_ssize_t, arguments=_transfer_arguments)
+_vector_arguments = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
+_pwritev = _function("pwritev64", "pwritev", result=ctypes.c_ssize_t, arguments=_vector_arguments)
+_preadv = _function("preadv64", "preadv", result=ctypes.c_ssize_t, arguments=_vector_arguments)
 _fallocate = _function(
     "fallocate64",
     "fallocate",
@@ -90,6 +100,55 @@ def pread(fd: int, address: int, nbytes: int, offset: int) -> int:
     if moved < 0:
         raise _last_error()
     return moved
+
+
+def pwritev(fd: int, address: int, parts: int, offset: int) -> int:
+    """As :func:`pwrite`, of pieces of memory that go next to each other.
+
+    Args:
+        fd: The file.
+        address: Of a C array with address and length of each piece.
+        parts: Their number.
+        offset: Where in the file the first one goes.
+
+    Raises:
+        OSError: The call failed.
+    """
+    moved: int = _pwritev(fd, address, parts, offset)
+    if moved < 0:
+        raise _last_error()
+    return moved
+
+
+def preadv(fd: int, address: int, parts: int, offset: int) -> int:
+    """As :func:`pread`, to pieces of memory; see :func:`pwritev`.
+
+    Raises:
+        OSError: The call failed.
+    """
+    moved: int = _preadv(fd, address, parts, offset)
+    if moved < 0:
+        raise _last_error()
+    return moved
+
+
+def transfer_together(call: Call, fd: int, parts: Sequence[tuple[int, int]], offset: int) -> bool:
+    """Moves pieces of memory and neighbouring bytes of a file by one :func:`pwritev` or :func:`preadv`.
+
+    Args:
+        call: Which of the two.
+        fd: The file.
+        parts: Address and length of each piece, at most :data:`MOST_PARTS`.
+        offset: Where in the file the first one belongs.
+
+    Returns:
+        Whether all bytes have moved. If not, any of them may have.
+
+    Raises:
+        OSError: The call failed.
+    """
+    vector = array("L", [word for part in parts for word in part])  # struct iovec: two words each
+    return call(fd, vector.buffer_info()[0], len(parts), offset) == sum(length for _, length in parts)
 
 
 def transfer(call: Call, fd: int, address: int, nbytes: int, offset: int, alignment: int) -> int:

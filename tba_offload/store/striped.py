@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from tba_offload.store.base import ActivationStore, Extent
 
 
+TOGETHER_BYTES = 1 << 20
+"""Bytes. So much at least goes to a drive together, if there is that much: one call moves it."""
+
+
 class StripedStore(CombinedStore):
     """Spreads extents over stores.
 
@@ -56,13 +60,23 @@ class StripedStore(CombinedStore):
 
     def reserve(self, nbytes: int, address: int) -> Extent:
         """Takes an extent where it is written first; see :meth:`ActivationStore.reserve`."""
+        return self.reserve_many([(nbytes, address)])[0]
+
+    def reserve_many(self, ranges: Sequence[tuple[int, int]]) -> list[Extent]:
+        """Takes extents on one drive for some ranges; see :meth:`ActivationStore.reserve_many`.
+
+        Each drive gets its even share of them, but not less than one call should move.
+        """
+        ranges = _share_of(ranges, len(self.stores))
+        nbytes = sum(nbytes for nbytes, _ in ranges)
         refusals: dict[int, StoreFullError] = {}
         while len(refusals) < len(self.stores):
             drive = self._choose(nbytes, refusals)
             try:
-                return self.stores[drive].reserve(nbytes, address)
+                return self.stores[drive].reserve_many(ranges)
             except StoreFullError as error:
                 refusals[drive] = error.with_traceback(None)
+        nbytes, _ = ranges[0]
         out = all(isinstance(refusal, OutOfServiceError) for refusal in refusals.values())
         raise (OutOfServiceError if out else StoreFullError)(
             errno.ENOSPC,
@@ -119,3 +133,13 @@ class StripedStore(CombinedStore):
             self._now = max(self._ended[drive], self._now)
             self._ended[drive] = self._now + nbytes / speeds[drive]
         return drive
+
+
+def _share_of(ranges: Sequence[tuple[int, int]], drives: int) -> Sequence[tuple[int, int]]:
+    """The first of several ranges: an even share of their bytes, and not less than goes together."""
+    share = max(sum(nbytes for nbytes, _ in ranges) // drives, TOGETHER_BYTES)
+    for number, (nbytes, _) in enumerate(ranges):
+        share -= nbytes
+        if share <= 0:
+            return ranges[: number + 1]
+    return ranges

@@ -11,6 +11,8 @@ from tba_offload.store.base import HOST_TIER, ActivationStore, DriveLoad, Extent
 from tba_offload.store.combined import CombinedStore
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tba_offload.store.host import HostStore
 
 
@@ -55,16 +57,23 @@ class TieredStore(CombinedStore):
 
     def reserve(self, nbytes: int, address: int) -> Extent:
         """Takes an extent where it is written soon; see :meth:`ActivationStore.reserve`."""
+        return self.reserve_many([(nbytes, address)])[0]
+
+    def reserve_many(self, ranges: Sequence[tuple[int, int]]) -> list[Extent]:
+        """Takes extents for as many as go to the same tier; see :meth:`ActivationStore.reserve_many`."""
         first: ActivationStore = self.drives
         second: ActivationStore = self.host
-        if self.drives.pending_write_bytes() > self.spill_bytes and self.host.may_hold(nbytes):
+        nbytes, address = ranges[0]
+        room = self.spill_bytes - self.drives.pending_write_bytes()
+        if room < 0 and self.host.may_hold(nbytes):
             first, second = second, first
+            ranges = ranges[:1]  # the drives may have made progress before the next
         try:
-            return first.reserve(nbytes, address)
+            return first.reserve_many(_within(ranges, room))
         except StoreFullError as error:
             refusal = str(error)  # the error itself would keep the frames of all callers
         try:
-            return second.reserve(nbytes, address)
+            return [second.reserve(nbytes, address)]
         except StoreFullError as error:
             raise StoreFullError(
                 errno.ENOSPC,
@@ -97,3 +106,12 @@ class TieredStore(CombinedStore):
 
     def _store_of(self, extent: Extent) -> ActivationStore:
         return self.host if extent.drive == self.host.drive_index else self.drives
+
+
+def _within(ranges: Sequence[tuple[int, int]], room: int) -> Sequence[tuple[int, int]]:
+    """The first of several ranges: one after which the drives have more to write than room is the last."""
+    for number, (nbytes, _) in enumerate(ranges):
+        room -= nbytes
+        if room < 0:
+            return ranges[: number + 1]
+    return ranges

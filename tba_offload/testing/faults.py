@@ -1,8 +1,9 @@
 """Drives that fail on demand: named faults, put below the product's own code.
 
-A fault strikes in the lowest calls of the file store: ``pwrite``, ``pread`` and ``fallocate``. All above
-them, queues, threads, checksums, the continuation of short transfers and the translation of errors, is what
-runs with a healthy drive too::
+A fault strikes in the lowest calls of the file store: ``pwrite``, ``pread`` and ``fallocate``. A call that
+joins several extents moves nothing meanwhile, so that each goes by itself. All above them, queues, threads,
+checksums, the continuation of short transfers and the translation of errors, is what runs with a healthy
+drive too::
 
     with inject("flip-read:n=3", "hang-write:after=5,drive=1") as faults:
         ...                       # train
@@ -263,6 +264,7 @@ class Faults:
         self._lock = threading.Lock()
         self._begin_anew()
         self._pwrite, self._pread, self._fallocate = posix.pwrite, posix.pread, posix.fallocate
+        self._pwritev, self._preadv = posix.pwritev, posix.preadv
 
     def start(self) -> Self:
         """Puts the faults below the stores of this process; for scripts that shall never be healthy again.
@@ -274,8 +276,10 @@ class Faults:
         if injected:
             raise RuntimeError("faults are injected already; name them all in one call of inject()")
         self._pwrite, self._pread, self._fallocate = posix.pwrite, posix.pread, posix.fallocate
+        self._pwritev, self._preadv = posix.pwritev, posix.preadv
         self._begin_anew()
         posix.pwrite, posix.pread, posix.fallocate = self._write, self._read, self._grow
+        posix.pwritev = posix.preadv = _move_nothing
         return self
 
     def _begin_anew(self) -> None:
@@ -289,6 +293,7 @@ class Faults:
         """Takes the faults away, and lets go of what hangs."""
         if posix.pwrite == self._write:  # else they are gone, and others may be there
             posix.pwrite, posix.pread, posix.fallocate = self._pwrite, self._pread, self._fallocate
+            posix.pwritev, posix.preadv = self._pwritev, self._preadv
         self.release()
 
     def release(self) -> None:
@@ -369,6 +374,11 @@ class Faults:
                     self.fired.append(Strike(fault, drive, directory, offset, nbytes))
                     return fault, trigger.bit(nbytes)
         return None, 0
+
+
+def _move_nothing(fd: int, address: int, parts: int, offset: int) -> int:  # noqa: ARG001 - a system call's
+    """A call that joins several extents: none goes through, so that faults strike each transfer by itself."""
+    return 0
 
 
 def _drive_of(fd: int) -> tuple[int | None, str]:

@@ -186,6 +186,42 @@ class StoreContract:
             assert torch.equal(get(store, extent), each)
             store.release(extent)
 
+    def test_several_reads_come_back_also_after_some_were_cancelled(self, store: ActivationStore) -> None:
+        data = [pattern(nbytes, nbytes) for nbytes in (5000, 1, 70_000, 4096, 12_345)]
+        extents = [put(store, each) for each in data]
+        lead, gate = store.alignment, Gate()
+        rooms = [torch.zeros(each.nbytes + 2 * lead, dtype=torch.uint8) for each in data]
+        targets = [
+            ByteRange.of(room[lead : lead + each.nbytes]) for room, each in zip(rooms, data, strict=True)
+        ]
+        orders = [(extent, target, gate) for extent, target in zip(extents, targets, strict=True)]
+        reads = store.read_many(orders[::-1], padded=False)  # backward needs last what was saved first
+        cancelled = [read.cancel() for read in reads]
+        gate.open()
+        if not all(cancelled):
+            reads[cancelled.index(False)].wait(PATIENCE)
+        again = store.read_many(orders, padded=False)
+        for read in again:
+            read.wait(PATIENCE)
+        for room, target, each in zip(rooms, targets, data, strict=True):
+            assert torch.equal(target.tensor(), each)
+            assert not room[:lead].any()
+            assert not room[lead + each.nbytes :].any()
+        for extent in extents:
+            store.release(extent)
+        assert store.pending() == 0
+
+    def test_several_reads_are_queued_all_or_none(self, store: ActivationStore) -> None:
+        data = [pattern(5000, number) for number in range(3)]
+        extents = [put(store, each) for each in data]
+        store.release(extents[2])
+        targets = [torch.zeros(5000, dtype=torch.uint8) for _ in data]
+        orders = [(extent, ByteRange.of(each), READY) for extent, each in zip(extents, targets, strict=True)]
+        with pytest.raises(ValueError, match="not reserved here"):
+            store.read_many(orders, padded=False)
+        assert store.pending() == 0
+        assert not torch.stack(targets).any()
+
     def test_where_several_have_no_room_there_is_one_for_the_first(self, tmp_path: Path) -> None:
         with self.make_store(tmp_path, capacity=64 << 10) as store:
             (first, *_) = found = store.reserve_many([(32 << 10, 0), (64 << 10, 0)])

@@ -1,7 +1,7 @@
 """Moves records out and back: writes as soon as they are known, prefetch inside a window of bytes.
 
 The training thread calls :meth:`Writer.save` when a tensor is saved, :meth:`Reader.fetch` when backward asks
-for it, and :meth:`Reader.prefetch` in between. The store's I/O threads call back when a write has ended. One
+for it, and :meth:`ReadAhead.start` in between. The store's I/O threads call back when a write has ended. One
 lock protects all records and sums; nothing waits for I/O while it is held.
 """
 
@@ -10,8 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tba_offload.plan.window import Window
+from tba_offload.transfer.ahead import ReadAhead
 from tba_offload.transfer.failures import Failures
 from tba_offload.transfer.reader import Reader
+from tba_offload.transfer.reads import Reads
 from tba_offload.transfer.shared import Shared
 from tba_offload.transfer.storage import Drops, Handle, State
 from tba_offload.transfer.watchdog import Watchdog
@@ -46,6 +48,7 @@ class Offloader:
         ledger: What is in memory, and what moved.
         writer: The way out.
         reader: The way back.
+        ahead: The way back before backward asks.
         drops: Where the ends of handles are noted.
     """
 
@@ -67,7 +70,9 @@ class Offloader:
         self._shared = Shared(store, device, allowed, self.failures, self.watchdog)
         self.ledger = self._shared.ledger
         self.writer = Writer(self._shared, store, device, allowed)
-        self.reader = Reader(self._shared, store, device, self.writer)
+        reads = Reads(self._shared, store, device)
+        self.reader = Reader(self._shared, store, device, reads)
+        self.ahead = ReadAhead(self._shared, reads, self.writer)
         self.drops: Drops = self._shared.drops
 
     def resize_window(self, window: int | None) -> None:
@@ -164,7 +169,7 @@ class Offloader:
             self.failures.forget()
         self.repair()
         self.drain()
-        self.reader.give_up_prefetched()
+        self.ahead.give_up()
 
     def repair(self) -> None:
         """After an interrupt, which may have struck between any two operations of the training thread."""

@@ -1,4 +1,4 @@
-"""The way back: backward is given bytes from memory, or they are read, if there is room before their use."""
+"""The way back: backward is given bytes from memory, or waits until they are read."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import errno
 import time
 from typing import TYPE_CHECKING
 
-from tba_offload.device.ranges import ByteRange, aligned_range
+from tba_offload.device.ranges import ByteRange
 from tba_offload.errors import ChecksumError, SessionError, StoreError, TransferError, is_of_drive
 from tba_offload.transfer.extents import extent_of
 from tba_offload.transfer.failures import transfer_error
 from tba_offload.transfer.shared import DROPS_AT_ONCE
 from tba_offload.transfer.storage import State
-from tba_offload.transfer.watchdog import has_ended, pause
+from tba_offload.transfer.watchdog import pause
 
 if TYPE_CHECKING:
     import torch
 
-    from tba_offload.device.streams import Device, Event
+    from tba_offload.device.streams import Device
     from tba_offload.store.base import ActivationStore, IoFuture
+    from tba_offload.transfer.reads import Reads
     from tba_offload.transfer.shared import Shared
     from tba_offload.transfer.storage import Handle, Piece, Record, Span
-    from tba_offload.transfer.writer import Writer
 
 READ_AGAIN = (0.01, 0.1, 1.0)
 """Seconds before the second, third and fourth attempt to read what backward waits for.
@@ -43,18 +43,15 @@ class Reader:
         shared: The records.
         store: Where the bytes are.
         device: The device that holds the activations.
-        writer: Writes what must go to make room.
-
-    Attributes:
-        ledger: What is in memory, and what was read ahead in vain.
+        reads: Starts the reads.
     """
 
-    def __init__(self, shared: Shared, store: ActivationStore, device: Device, writer: Writer) -> None:
+    def __init__(self, shared: Shared, store: ActivationStore, device: Device, reads: Reads) -> None:
         self._shared = shared
-        self.ledger = shared.ledger
+        self._ledger = shared.ledger
         self._store = store
         self._device = device
-        self._writer = writer
+        self._reads = reads
 
     # ---- from unpack -----------------------------------------------------------------------------
 
@@ -74,7 +71,7 @@ class Reader:
                 "backward through that graph, not a forked child"
             )
         dropped = len(shared.drops.queue)
-        if dropped and (dropped >= DROPS_AT_ONCE or self.ledger.settled):
+        if dropped and (dropped >= DROPS_AT_ONCE or self._ledger.settled):
             shared.drain()
         with shared.lock:
             is_first, was_held = not handle.drop.read, record.held
@@ -93,7 +90,7 @@ class Reader:
 
     def _forwarded(self, handle: Handle, *, is_first: bool, was_held: bool | None) -> None:
         """Backward has the original memory: what was still to be written is not, once no handle needs it."""
-        stats, record = self.ledger.stats, handle.record
+        stats, record = self._ledger.stats, handle.record
         if is_first:
             stats.forwarded += handle.hi - handle.lo
         if record.held and not was_held:
@@ -102,7 +99,7 @@ class Reader:
             self._shared.cancel_writes(record)
             record.all_read()
         if record.state is not State.TRAVELS:
-            self.ledger.note(record)
+            self._ledger.note(record)
 
     def _read(self, handle: Handle, span: Span | None) -> tuple[torch.UntypedStorage, Span]:
         """Waits for the bytes of a handle, which are not in memory."""
@@ -110,49 +107,21 @@ class Reader:
         while span is not None:
             with shared.lock:
                 if not span.reads and span.restored() is None:
-                    self._start_read(span)
+                    self._reads.start([span])
                 shared.ahead.pop(span, None)  # another thread that needs room must not take it away
                 reads = span.reads
             if not span.has_come(reads):
                 self._await(record, span, reads)
             with shared.lock:
-                if span in self.ledger.ahead:
-                    self.ledger.uncharge(span)
+                if span in self._ledger.ahead:
+                    self._ledger.uncharge(span)
                 storage, _, _ = record.hand_out(handle, reads)
                 if record.state is not State.TRAVELS:
-                    self.ledger.note(record)
+                    self._ledger.note(record)
                 if storage is not None:
                     return storage, span
                 span = record.span_over(handle.lo, handle.hi)  # another thread may have given it up
         raise transfer_error("keep", record, record.error)
-
-    def _start_read(self, span: Span) -> None:
-        """Submits the reads of a span into a new buffer. Called on the training thread, under the lock."""
-        pieces, store = span.pieces, self._store
-        room = aligned_range(span.nbytes, pieces[0].address, store.alignment, self._device)
-        after = self._device.event()
-        reads: list[IoFuture] = []
-        try:
-            if len(pieces) == 1:
-                extent = pieces[0].extent or extent_of(pieces[0])
-                reads.append(store.read(extent, room, after, padded=True))
-            else:
-                for piece in pieces:
-                    reads.append(self._read_part(span, piece, room, after))  # noqa: PERF401 - as below
-            span.restores_into(room, reads, self._device.stream())
-        except BaseException:
-            # The buffer must not be taken for one that holds the bytes, and no read may be forgotten.
-            for read in reads:
-                if not read.cancel():
-                    has_ended(read, self._shared.watchdog.limit)
-            raise
-        self.ledger.stats.read += span.nbytes
-
-    def _read_part(self, span: Span, piece: Piece, room: ByteRange, after: Event) -> IoFuture:
-        """Submits the read of one piece, without the padding if it has neighbours in the buffer."""
-        alone = len(span.pieces) == 1
-        target = room if alone else room.part(piece.lo - span.lo, piece.nbytes)
-        return self._store.read(extent_of(piece), target, after, padded=alone)
 
     # ---- waiting ---------------------------------------------------------------------------------
 
@@ -201,8 +170,8 @@ class Reader:
             if reads[number].error is None or span.reads is not reads or span.buffer is None:
                 return
             room = ByteRange(span.buffer, span.lo + span.shift, span.nbytes)
-            reads[number] = self._read_part(span, piece, room, self._device.event())
-            self.ledger.stats.reread += piece.nbytes
+            reads[number] = self._reads.start_again(span, piece, room)
+            self._ledger.stats.reread += piece.nbytes
 
     def _failed(self, record: Record, span: Span, piece: Piece, error: StoreError) -> TransferError:
         """A read failed for good: its buffer goes, unless a read still fills it. Returns the error."""
@@ -258,65 +227,10 @@ class Reader:
                 raise AssertionError(f"{record.key} has no bytes to be replaced")
             span.restores_into(ByteRange(storage, span.lo, span.nbytes), [], self._device.stream())
             shared.forget_ahead(span)
-            self.ledger.stats.rescued += span.nbytes
+            self._ledger.stats.rescued += span.nbytes
             record.hand_out(handle)
         shared.failures.tell_rescue(record, extent_of(span.pieces[0]), error)
         return storage, span.shift
-
-    # ---- ahead of unpack -------------------------------------------------------------------------
-
-    def has_room(self) -> bool:
-        """Whether reading ahead is worth a start: the window has room, and this is no forked child."""
-        ledger = self.ledger
-        return ledger.in_flight <= ledger.fills_below and not self._shared.inert
-
-    def prefetch(self, record: Record, *, across_forward: bool = False) -> bool:
-        """Starts reading ``record`` if it is in the store and the window has room.
-
-        A record that is still in memory is about to be used there: writes of it that have not started
-        are taken back.
-
-        Args:
-            record: What backward is going to use.
-            across_forward: A forward pass comes before that, which will need most of the window: only a part
-                of it may be filled, and writes go on.
-
-        Returns:
-            Whether the next record may be tried: ``False`` means that the window is full.
-
-        Raises:
-            TransferError: To make room, something was written that the store had no room for.
-        """
-        shared, ledger, window = self._shared, self.ledger, self.ledger.window
-        with shared.lock:
-            if record.state is State.RELEASED or not record.unread:
-                return True
-            if (record.source is not None or record.origin() is not None) and record.memory() is not None:
-                if across_forward and record.state is State.TRAVELS:
-                    return False  # it may have to be read after all
-                if record.source is not None and record.writes:
-                    shared.cancel_writes(record)
-                return True
-            for span in record.unrestored():
-                if not window.may_read_ahead(
-                    ledger.in_flight, ledger.read_ahead, span.nbytes, across_forward=across_forward
-                ):
-                    break
-                self._start_read(span)
-                shared.ahead[span] = None
-                ledger.charge(span)
-            else:
-                return True
-        if not across_forward:
-            self._writer.flush()  # it is needed later than this record, or it would have been taken out
-        return False
-
-    def give_up_prefetched(self) -> None:
-        """Drops what was read ahead and not used in the step that is over."""
-        shared = self._shared
-        with shared.lock:
-            while shared.give_up_farthest():
-                pass
 
 
 def _may_pass(error: BaseException | None, *, mismatched: bool) -> bool:

@@ -370,6 +370,7 @@ FOREIGN = {
     "transfer/ledger.py": ("self.stats stats", "its own figures"),
     "transfer/offloader.py": ("self.shared", "what writer and reader share is set by their owner alone"),
     "transfer/reader.py": ("self.ledger.stats stats", "figures, on the way of every tensor"),
+    "transfer/reads.py": ("self.ledger.stats", "figures, on the way of every tensor"),
     "transfer/shared.py": ("self.ledger.stats", "figures, on the way of every tensor"),
     "transfer/storage.py": ("drop piece record span", "the parts of a record, which this file defines"),
     "transfer/writer.py": ("self.ledger.stats stats", "figures, on the way of every tensor"),

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from ordered_device import Interval
 
-    from tba_offload.store.base import WriteOrder
+    from tba_offload.store.base import ReadOrder, WriteOrder
 
 STORES = ("file", "host", "tiered")
 
@@ -156,15 +156,11 @@ def test_writes_wait_for_the_stream_that_made_the_bytes(store: str, tmp_path: Pa
 # What would race is found
 
 
-READ, WRITE, WRITE_MANY = QueuedStore.read, QueuedStore.write, QueuedStore.write_many
+READ_MANY, WRITE_MANY = QueuedStore.read_many, QueuedStore.write_many
 
 
-def read_at_once(self: QueuedStore, extent: Any, target: ByteRange, _: Any, **options: Any) -> Any:
-    return READ(self, extent, target, READY, **options)
-
-
-def write_at_once(self: QueuedStore, extent: Any, source: ByteRange, _: Any, **options: Any) -> Any:
-    return WRITE(self, extent, source, READY, **options)
+def read_many_at_once(self: QueuedStore, orders: Sequence[ReadOrder], *, padded: bool) -> Any:
+    return READ_MANY(self, [(extent, target, READY) for extent, target, _ in orders], padded=padded)
 
 
 def write_many_at_once(self: QueuedStore, orders: Sequence[WriteOrder]) -> Any:
@@ -172,8 +168,8 @@ def write_many_at_once(self: QueuedStore, orders: Sequence[WriteOrder]) -> Any:
 
 
 HASTY: dict[str, dict[str, Any]] = {
-    "from": {"write": write_at_once, "write_many": write_many_at_once},
-    "to": {"read": read_at_once},
+    "from": {"write_many": write_many_at_once},
+    "to": {"read_many": read_many_at_once},
 }
 """Stores that do not wait before they read memory, or fill it."""
 

@@ -413,7 +413,7 @@ def test_08_a_read_that_could_not_start_is_not_taken_for_one_that_ended() -> Non
             loss.backward(retain_graph=True)
             return [loss.detach(), x.grad]  # type: ignore[list-item]
         session.offloader.quiesce()
-        with mock.patch.object(session.store, "read", side_effect=KeyboardInterrupt):
+        with mock.patch.object(session.store, "read_many", side_effect=KeyboardInterrupt):
             for _ in range(2):
                 with pytest.raises(KeyboardInterrupt):
                     loss.backward(retain_graph=True)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tba_offload.capture.scope import ActivationKey, Lookahead, ScopeKey
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 LAYERS = 2
 
@@ -23,7 +26,12 @@ class Asked:
     def has_room(self) -> bool:
         return True
 
-    def prefetch(self, record: Any, *, across_forward: bool) -> bool:
+    def start(self, upcoming: Iterable[tuple[Any, bool]]) -> None:
+        for record, across_forward in upcoming:
+            if not self.reads(record, across_forward=across_forward):
+                break
+
+    def reads(self, record: Any, *, across_forward: bool) -> bool:
         key = record.key.scope.micro_batch, record.key.scope.layer
         (self.across if across_forward else self.plainly).append(key)
         return not across_forward
@@ -40,13 +48,13 @@ class Window(Asked):
     def has_room(self) -> bool:
         return len(self.read - self.used) < 2
 
-    def prefetch(self, record: Any, *, across_forward: bool) -> bool:
+    def reads(self, record: Any, *, across_forward: bool) -> bool:
         if record.key in self.read | self.used:
             return True
         if not self.has_room():
             return False
         self.read.add(record.key)
-        return super().prefetch(record, across_forward=across_forward)
+        return super().reads(record, across_forward=across_forward)
 
 
 def key_of(micro_batch: int, layer: int) -> ActivationKey:

@@ -48,10 +48,10 @@ from tba_offload.testing.store_contract import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from tba_offload.store.base import IoFuture
+    from tba_offload.store.base import IoFuture, WriteOrder
 
 
 @dataclass
@@ -182,12 +182,12 @@ class PacedStore(HostStore):
         assert gate.acquire(timeout=PATIENCE)
         yield
 
-    def write(self, extent: Extent, *arguments: Any, **options: Any) -> IoFuture:
-        first = not self.futures
-        self.futures.append(super().write(extent, *arguments, **options))
+    def write_many(self, orders: Sequence[WriteOrder]) -> list[IoFuture]:
+        first, writes = not self.futures, super().write_many(orders)
+        self.futures.extend(writes)
         if first:
             assert self.began.acquire(timeout=PATIENCE)
-        return self.futures[-1]
+        return writes
 
 
 def paced(clock: Clock, *speeds: float) -> StripedStore:

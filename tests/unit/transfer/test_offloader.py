@@ -106,6 +106,17 @@ class Bench:
             self.offloader.writer.flush()
         return handle
 
+    def prefetch(self, record: Record, *, across_forward: bool = False) -> bool:
+        """Starts reading a record; whether the next one may be tried."""
+        taken: list[Record] = []
+
+        def upcoming() -> Iterator[tuple[Record, bool]]:
+            yield record, across_forward
+            taken.append(record)
+
+        self.offloader.ahead.start(upcoming())
+        return bool(taken)
+
     def fetch(self, saved: Saved, index: int = 0) -> torch.UntypedStorage:
         """Unpacks a view and compares its bytes."""
         handle = saved.handles[index]
@@ -518,7 +529,7 @@ def test_nothing_is_waited_for_that_only_the_waiting_thread_can_release(
     running = bench.save(nbytes=SIZE // 2)
     drive.writes.wait_started()
     queued = bench.save()
-    bench.offloader.reader.prefetch(queued.record)  # takes the write back
+    bench.prefetch(queued.record)  # takes the write back
     drive.writes.release()
     bench.offloader.quiesce()
     assert bench.offloader.in_flight == SIZE
@@ -572,13 +583,13 @@ def wait_for_reads(*saved: Saved) -> None:
 def test_the_prefetch_window_is_counted_in_bytes(make: Callable[..., Bench], drive: Drive) -> None:
     bench = make(3 * SIZE)
     saved = store_all(bench, 6)
-    accepted = [bench.offloader.reader.prefetch(one.record) for one in saved]
+    accepted = [bench.prefetch(one.record) for one in saved]
     assert accepted == [True] * 3 + [False] * 3
     assert bench.offloader.in_flight == 3 * SIZE
     drive.reads.wait_started(3)
     bench.fetch(saved[0])
     assert bench.offloader.in_flight == 2 * SIZE
-    assert bench.offloader.reader.prefetch(saved[3].record)
+    assert bench.prefetch(saved[3].record)
     for one in saved[1:]:
         bench.fetch(one)
     assert bench.offloader.stats.read == 6 * SIZE
@@ -591,9 +602,9 @@ def test_what_is_read_ahead_across_a_forward_pass_takes_a_quarter_of_the_window(
 ) -> None:
     bench = make(8 * SIZE)
     saved = store_all(bench, 6)
-    accepted = [bench.offloader.reader.prefetch(one.record, across_forward=True) for one in saved]
+    accepted = [bench.prefetch(one.record, across_forward=True) for one in saved]
     assert accepted == [True] * 2 + [False] * 4
-    assert bench.offloader.reader.prefetch(saved[2].record)  # when its turn has come
+    assert bench.prefetch(saved[2].record)  # when its turn has come
     for one in saved:
         bench.fetch(one)
     bench.drop(*saved)
@@ -603,8 +614,8 @@ def test_what_is_read_ahead_across_a_forward_pass_takes_a_quarter_of_the_window(
 def test_one_activation_is_read_ahead_across_a_forward_pass_however_large(make: Callable[..., Bench]) -> None:
     bench = make(2 * SIZE)
     near, far = store_all(bench, 2)
-    assert bench.offloader.reader.prefetch(near.record, across_forward=True)
-    assert not bench.offloader.reader.prefetch(far.record, across_forward=True)
+    assert bench.prefetch(near.record, across_forward=True)
+    assert not bench.prefetch(far.record, across_forward=True)
     bench.drop(near, far)
     bench.assert_idle()
 
@@ -613,7 +624,7 @@ def test_writes_of_what_is_used_behind_a_forward_pass_go_on(bench: Bench, drive:
     drive.writes.hold()
     running, queued = bench.save(), bench.save()
     drive.writes.wait_started()
-    assert not bench.offloader.reader.prefetch(queued.record, across_forward=True)
+    assert not bench.prefetch(queued.record, across_forward=True)
     drive.writes.release()
     bench.offloader.quiesce()
     assert bench.offloader.stats.offloaded == 2 * SIZE
@@ -623,19 +634,19 @@ def test_writes_of_what_is_used_behind_a_forward_pass_go_on(bench: Bench, drive:
 
 def test_in_a_forked_child_nothing_is_read_ahead(bench: Bench) -> None:
     """The lock may be held for ever there; backward comes to layers of which nothing travels all the same."""
-    assert bench.offloader.reader.has_room()
+    assert bench.offloader.ahead.has_room()
     bench.offloader.become_inert()
-    assert not bench.offloader.reader.has_room()
+    assert not bench.offloader.ahead.has_room()
 
 
 def test_what_was_read_ahead_and_not_used_is_given_up_with_the_step(make: Callable[..., Bench]) -> None:
     bench = make(8 * SIZE)
     unused, used = store_all(bench, 2)
     for one in (unused, used):
-        assert bench.offloader.reader.prefetch(one.record)
+        assert bench.prefetch(one.record)
     bench.fetch(used)
     wait_for_reads(unused, used)
-    bench.offloader.reader.give_up_prefetched()
+    bench.offloader.ahead.give_up()
     assert bench.offloader.in_flight == 0
     assert state_of(unused.record) == "stored"
     bench.fetch(unused)  # a later step may still ask for it
@@ -645,12 +656,25 @@ def test_what_was_read_ahead_and_not_used_is_given_up_with_the_step(make: Callab
 
 def test_a_prefetched_activation_is_read_once(bench: Bench, drive: Drive) -> None:
     (saved,) = store_all(bench, 1)
-    assert bench.offloader.reader.prefetch(saved.record)
-    assert bench.offloader.reader.prefetch(saved.record)
+    assert bench.prefetch(saved.record)
+    assert bench.prefetch(saved.record)
     bench.fetch(saved)
-    assert bench.offloader.reader.prefetch(saved.record)
+    assert bench.prefetch(saved.record)
     assert drive.reads.started == 1
     bench.drop(saved)
+    bench.assert_idle()
+
+
+def test_an_activation_that_is_expected_twice_is_read_and_counted_once(bench: Bench, drive: Drive) -> None:
+    one, other = store_all(bench, 2)
+    bench.offloader.ahead.start((saved.record, False) for saved in (one, other, one))
+    assert bench.offloader.in_flight == 2 * SIZE
+    for saved in (one, other):
+        bench.fetch(saved)
+    assert drive.reads.started == 2
+    assert bench.offloader.in_flight == 0
+    for saved in (one, other):
+        bench.drop(saved)
     bench.assert_idle()
 
 
@@ -658,7 +682,7 @@ def test_pack_gives_up_the_prefetch_that_is_needed_last(make: Callable[..., Benc
     bench = make(2 * SIZE)
     near, far = store_all(bench, 2)
     for one in (near, far):
-        assert bench.offloader.reader.prefetch(one.record)
+        assert bench.prefetch(one.record)
     wait_for_reads(near, far)
     new = bench.save()
     assert bench.offloader.stats.given_up == SIZE
@@ -675,7 +699,7 @@ def test_a_queued_prefetch_is_given_up_without_a_read(make: Callable[..., Bench]
     near, far = store_all(bench, 2)
     drive.reads.hold()
     for one in (near, far):
-        assert bench.offloader.reader.prefetch(one.record)
+        assert bench.prefetch(one.record)
     drive.reads.wait_started()
     bench.drop(bench.save())
     drive.reads.release()
@@ -694,7 +718,7 @@ def test_what_backward_asks_for_bypasses_the_ceiling(make: Callable[..., Bench],
     packed = bench.save()
     drive.writes.wait_started(2)  # a write that has not started would be taken back
     bench.fetch(stored)
-    assert not bench.offloader.reader.prefetch(packed.record) or state_of(packed.record) == "writing"
+    assert not bench.prefetch(packed.record) or state_of(packed.record) == "writing"
     drive.writes.release()
     bench.drop(stored, packed)
     bench.assert_idle()
@@ -746,7 +770,7 @@ def test_handles_that_end_before_the_write_has_started_take_it_back(bench: Bench
 def test_the_extent_of_a_running_read_comes_back_when_the_read_ends(bench: Bench, drive: Drive) -> None:
     (saved,) = store_all(bench, 1)
     drive.reads.hold()
-    assert bench.offloader.reader.prefetch(saved.record)
+    assert bench.prefetch(saved.record)
     drive.reads.wait_started()
     bench.drop(saved)
     assert bench.store.used_bytes > 0
@@ -769,7 +793,7 @@ def test_one_piece_running_and_one_queued_end_well(bench: Bench, drive: Drive) -
 def test_prefetches_of_a_failed_step_are_dropped(bench: Bench) -> None:
     saved = store_all(bench, 3)
     for one in saved:
-        bench.offloader.reader.prefetch(one.record)
+        bench.prefetch(one.record)
     wait_for_reads(*saved)
     bench.offloader.abandon()
     assert bench.offloader.in_flight == 0
@@ -1205,7 +1229,7 @@ def test_a_failed_read_is_raised_where_the_bytes_are_needed(bench: Bench, drive:
     failure = ShortTransferError(errno.EIO, "read of 65536 bytes stopped after 4096", "/drive/f")
     drive.reads.fail(failure)
     if ahead:
-        assert bench.offloader.reader.prefetch(saved.record)
+        assert bench.prefetch(saved.record)
         wait_until(lambda: bench.store.pending() == 0, "reads pending")
     bench.offloader.raise_failures()
     for _ in range(2):  # garbage is not handed out at the second attempt either
@@ -1228,7 +1252,7 @@ def test_a_failed_read_gives_its_room_in_the_window_back(
     (saved,) = store_all(bench, 1)
     drive.reads.fail_with(lambda: StoreError(errno.EIO, "Input/output error", "/drive/f"))
     if ahead:
-        assert bench.offloader.reader.prefetch(saved.record)
+        assert bench.prefetch(saved.record)
         wait_until(lambda: bench.store.pending() == 0, "reads pending")
     with pytest.raises(TransferError):
         bench.fetch(saved)
@@ -1269,7 +1293,7 @@ def test_a_read_that_fails_once_is_made_again(
     bench.offloader.quiesce()
     failing(make_error, 1, drive)
     if ahead:
-        assert bench.offloader.reader.prefetch(saved.record)
+        assert bench.prefetch(saved.record)
     bench.fetch(saved)
     bench.fetch(saved, 1)
     bench.fetch(other)
@@ -1424,7 +1448,7 @@ def test_an_exception_after_the_reservation_loses_no_extent(
     bench = make()
     drive.reads.hold()
     being_read, stored = store_all(bench, 2)
-    bench.offloader.reader.prefetch(being_read.record)
+    bench.prefetch(being_read.record)
     drive.reads.wait_started()
     reserve = bench.store.reserve
 
@@ -1499,7 +1523,7 @@ def test_any_order_of_events_gives_the_same_bytes(
 
     def prefetch() -> None:
         for saved in reversed(alive):
-            if not bench.offloader.reader.prefetch(saved.record):
+            if not bench.prefetch(saved.record):
                 break
 
     def drop() -> None:

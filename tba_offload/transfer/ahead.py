@@ -1,0 +1,108 @@
+"""Reading ahead: what backward is going to use is read while the window has room for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tba_offload.transfer.storage import State
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from tba_offload.transfer.reads import Reads
+    from tba_offload.transfer.shared import Shared
+    from tba_offload.transfer.storage import Record, Span
+    from tba_offload.transfer.writer import Writer
+
+
+class ReadAhead:
+    """Reads records before they are asked for, in batches.
+
+    Args:
+        shared: The records.
+        reads: Starts the reads.
+        writer: Writes what must go to make room.
+
+    Attributes:
+        ledger: What is in memory, and what was read ahead in vain.
+    """
+
+    def __init__(self, shared: Shared, reads: Reads, writer: Writer) -> None:
+        self._shared = shared
+        self.ledger = shared.ledger
+        self._reads = reads
+        self._writer = writer
+
+    def has_room(self) -> bool:
+        """Whether reading ahead is worth a start: the window has room, and this is no forked child."""
+        ledger = self.ledger
+        return ledger.in_flight <= ledger.fills_below and not self._shared.inert
+
+    def start(self, upcoming: Iterable[tuple[Record, bool]]) -> None:
+        """Starts reading what backward is going to use, until the window is full.
+
+        A record that is still in memory is about to be used there: writes of it that have not started
+        are taken back.
+
+        Args:
+            upcoming: What backward is going to use, in that order, each with whether a forward pass comes
+                before that, which will need most of the window: only a part of it may be filled then, and
+                writes go on. What is taken last has found no room.
+
+        Raises:
+            TransferError: To make room, something was written that the store had no room for.
+        """
+        shared = self._shared
+        batch: list[Span] = []
+        with shared.lock:
+            needs_room = self._choose(upcoming, batch)
+            if batch:
+                self._start_ahead(batch)
+        if needs_room:
+            self._writer.flush()  # it is needed later than this record, or it would have been taken out
+
+    def _choose(self, upcoming: Iterable[tuple[Record, bool]], batch: list[Span]) -> bool:
+        """Collects spans to be read that the window has room for; whether it is full of what comes later."""
+        for record, across_forward in upcoming:
+            if record.state is State.RELEASED or not record.unread:
+                continue
+            if (record.source is not None or record.origin() is not None) and record.memory() is not None:
+                if across_forward and record.state is State.TRAVELS:
+                    return False  # it may have to be read after all
+                if record.source is not None and record.writes:
+                    self._shared.cancel_writes(record)
+            elif not self._has_room_for(record, batch, across_forward=across_forward):
+                return not across_forward
+        return False
+
+    def _has_room_for(self, record: Record, batch: list[Span], *, across_forward: bool) -> bool:
+        """Takes the room that the spans of a record need in the window; whether there was enough."""
+        ledger = self.ledger
+        for span in record.unrestored():
+            if span in ledger.ahead:  # a record that is expected twice is read once
+                continue
+            if not ledger.window.may_read_ahead(
+                ledger.in_flight, ledger.read_ahead, span.nbytes, across_forward=across_forward
+            ):
+                return False
+            ledger.charge(span)
+            batch.append(span)
+        return True
+
+    def _start_ahead(self, spans: Sequence[Span]) -> None:
+        """Submits reads for which the window has room."""
+        try:
+            self._reads.start(spans)
+        except BaseException:
+            for span in spans:
+                self.ledger.uncharge(span)
+            raise
+        for span in spans:
+            self._shared.ahead[span] = None
+
+    def give_up(self) -> None:
+        """Drops what was read ahead and not used in the step that is over."""
+        shared = self._shared
+        with shared.lock:
+            while shared.give_up_farthest():
+                pass
