@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 JOINED_BYTES = 4 << 20
 """Bytes. Neighbouring extents go together up to this.
 
-CPU time of the I/O thread for each written extent, one by one and so joined (EPYC with AVX-512, O_DIRECT):
-66 and 11 us at 64 KiB, 78 and 29 at 256 KiB, 178 and 96 at 1 MiB.
+Processor time of the I/O thread for each written extent, by itself and so joined (``benchmarks/batches.py``,
+EPYC, O_DIRECT): 35 and 8 us at 64 KiB, 52 and 22 at 256 KiB, 115 and 83 at 1 MiB, no gain at 4 MiB.
 """
 
 _MOST_JOINED = posix.MOST_PARTS // 2  # each has a part of its own, and perhaps one for its padding
