@@ -108,7 +108,8 @@ class ScopeTrace:
 
     Attributes:
         key: Which one.
-        placement: How it ran: what its layer was placed, or ``keep`` if it was left alone.
+        placement: How it ran: a placement of the package that always goes the way that the layer's own went,
+            or ``keep`` if it was left alone.
         forward_began: When it started.
         input_bytes: Bytes of the activations that it was given.
         forward_ended: When it returned.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tba_offload.placements.base import Placement, register
 
@@ -70,3 +70,31 @@ Placement.RECOMPUTE = register(Recompute("recompute"))
 Placement.RECOMPUTE_OFFLOAD = register(RecomputeOffload("recompute-offload"))
 Placement.OFFLOAD_REMAT = register(OffloadRemat("offload-remat"))
 Placement.AUTO = register(Auto("auto"))
+
+
+class _Shipped(NamedTuple):
+    """The ways that layers go, by the placement above that always goes there."""
+
+    layer: int
+
+    def keep(self) -> Placement:
+        return Placement.KEEP
+
+    def offload(self, *, rebuilds: bool = False) -> Placement:
+        return Placement.OFFLOAD_REMAT if rebuilds else Placement.OFFLOAD
+
+    def recompute(self, *, inputs_travel: bool = False) -> Placement:
+        return Placement.RECOMPUTE_OFFLOAD if inputs_travel else Placement.RECOMPUTE
+
+
+def way_of(placement: Placement, layer: int) -> Placement:
+    """The placement among those of this module that goes the same way with a layer.
+
+    A placement may go several ways, each with layers of its own: what its attributes say is true of some
+    layer, and what those of this one say is true of ``layer``.
+
+    Args:
+        placement: Any placement.
+        layer: Index of the layer among those of this process.
+    """
+    return placement.take(_Shipped(layer))

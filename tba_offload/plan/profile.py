@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tba_offload.config.policy import Placement
+from tba_offload.placements.builtin import way_of
 from tba_offload.plan.tuning import TUNING
 
 if TYPE_CHECKING:
@@ -108,24 +109,10 @@ class LayerKind:
         return self.nbytes + self.small_bytes - self.input_bytes if self.at_once is None else self.at_once
 
 
-class _Computed(NamedTuple):
-    """The ways that layers go, by the placement that stands for the same computation."""
-
-    layer: int
-
-    def keep(self) -> Placement:
-        return Placement.KEEP
-
-    def offload(self, *, rebuilds: bool = False) -> Placement:
-        return Placement.OFFLOAD_REMAT if rebuilds else Placement.OFFLOAD
-
-    def recompute(self, *, inputs_travel: bool = False) -> Placement:  # noqa: ARG002 - they travel meanwhile
-        return Placement.RECOMPUTE
-
-
 def computed_as(placement: Placement, layer: int) -> Placement:
     """The placement among keep, offload, offload-remat and recompute by which a layer computes the same."""
-    return placement.take(_Computed(layer))
+    way = way_of(placement, layer)
+    return Placement.RECOMPUTE if way is Placement.RECOMPUTE_OFFLOAD else way  # the inputs travel meanwhile
 
 
 class Timing(NamedTuple):

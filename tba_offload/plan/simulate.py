@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from tba_offload.config.policy import Placement
+from tba_offload.placements.builtin import way_of
 from tba_offload.plan.model import Prediction
 from tba_offload.plan.profile import Timing
 from tba_offload.plan.traffic import Traffic
@@ -123,16 +124,16 @@ class _Run:
         self._kinds = [profile.kinds[kind] for kind in profile.layers]
         in_all = [kind.nbytes + kind.small_bytes for kind in profile.kinds]
         self._nbytes = [in_all[kind] for kind in profile.layers]
-        self._timings = [self._timing_of(layer, placement) for layer, placement in enumerate(plan.placements)]
+        ways = [way_of(placement, layer) for layer, placement in enumerate(plan.placements)]
+        self._timings = [self._timing_of(layer, way) for layer, way in enumerate(ways)]
         self._rebuilding = [
-            profile.rebuild_seconds(layer) if placement.rebuilds else 0.0
-            for layer, placement in enumerate(plan.placements)
+            profile.rebuild_seconds(layer) if way.rebuilds else 0.0 for layer, way in enumerate(ways)
         ]
 
-    def _timing_of(self, layer: int, placement: Placement) -> Timing:
+    def _timing_of(self, layer: int, way: Placement) -> Timing:
         """What a layer takes: so much less as offloading takes for what stays in memory."""
-        timing = self._profile.timing(layer, placement)
-        if not placement.is_offloaded:
+        timing = self._profile.timing(layer, way)
+        if not way.is_offloaded:
             return timing
         kind = self._profile.kind_of(layer)
         staying = self._plan.kept_bytes(layer, kind)

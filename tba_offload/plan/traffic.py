@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from typing import TYPE_CHECKING
 
+from tba_offload.placements.builtin import way_of
 from tba_offload.plan.window import Window
 
 if TYPE_CHECKING:
@@ -345,7 +346,7 @@ class Traffic:
     """
 
     def __init__(self, profile: StepProfile, plan: Plan, bandwidth: Bandwidth) -> None:
-        moves = [placement.travels for placement in plan.placements]
+        moves = [way_of(placement, layer).travels for layer, placement in enumerate(plan.placements)]
         self._window = Window(plan.window)
         self.memory = Memory()
         self.tiers = Tiers(bandwidth, self._window)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from tba_offload.capture.hooks import LayerHooks
 from tba_offload.capture.rematerialize import RematerializingHooks
 from tba_offload.placements import Placement
+from tba_offload.placements.builtin import way_of
 from tba_offload.recompute.rescue import Rescue
 from tba_offload.recompute.run import Run
 from tba_offload.recompute.trial import Trial
@@ -143,7 +144,8 @@ class Call:
         if planning.has_planned:
             return False  # what is kept was decided with the budget in view
         has_budget = self._parts.limits.budget is not None
-        if has_budget and not all(placement.is_offloaded for placement in planning.plan.placements):
+        placements = enumerate(planning.plan.placements)
+        if has_budget and not all(way_of(placement, layer).is_offloaded for layer, placement in placements):
             return False  # what the others hold is not counted
         if on_slow is None:
             # Under a budget nothing is kept before it is known what else a step holds.

@@ -13,6 +13,7 @@ from tba_offload.layers.checkpoint import is_recomputation
 from tba_offload.layers.graph import latest_node
 from tba_offload.layers.guards import cache_warning, holds_cache, is_checkpointed
 from tba_offload.layers.nested import TooManyError, tensors_in
+from tba_offload.placements.builtin import way_of
 from tba_offload.session.layer_call import Call
 
 if TYPE_CHECKING:
@@ -78,7 +79,8 @@ class LayerRuns:
             placement = self._with_cache(site, placement)
         self._watch.note_gone()
         before, trace = latest_node() - 1, self._parts.capture.trace
-        scope = trace.begin_scope(self._scope_key(site), placement, inputs=self._inputs(args, kwargs))
+        way, inputs = way_of(placement, site.index), self._inputs(args, kwargs)
+        scope = trace.begin_scope(self._scope_key(site), way, inputs=inputs)
         try:
             call = Call(self._parts, self._config, self._stack, site, placement, scope, args, kwargs)
             output = placement.take(call)
@@ -136,14 +138,15 @@ class LayerRuns:
         Raises:
             UnsupportedError: The policy wants it to.
         """
-        if placement.recomputes and site.index not in self._parts.planning.chosen:
+        is_recomputed = way_of(placement, site.index).recomputes
+        if is_recomputed and site.index not in self._parts.planning.chosen:
             raise UnsupportedError(
                 f"layer {site.layer.id.number} ({site.layer.id.name}) is placed {placement.value}, but its "
                 "forward appends to a cache of keys and values, so that a second one would find other keys: "
                 "switch the cache off (use_cache=False, to the model or in its config), or place it otherwise"
             )
         self._parts.notices.warn_once("cache", cache_warning())
-        return Placement.OFFLOAD if placement.recomputes else placement
+        return Placement.OFFLOAD if is_recomputed else placement
 
     def _notice_outer_checkpoint(self, site: Site) -> None:
         """A reentrant checkpoint around a layer records no graph of it before backward."""

@@ -8,18 +8,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 from click.testing import CliRunner
-from harness import assert_all_given_back, session_for
+from harness import assert_all_given_back, config_for, session_for
 from models import assert_same_history, make_model, train
 
+import tba_offload as tba
 from tba_offload.cli import main
 from tba_offload.config import read_config
-from tba_offload.config.policy import Placement
+from tba_offload.config.policy import Placement, Rule
 from tba_offload.placements import register, unregister
 from tba_offload.plan.bandwidth import Bandwidth
 from tba_offload.plan.describe import explain
 from tba_offload.plan.model import Plan
 from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing
 from tba_offload.plan.simulate import simulate
+from tba_offload.report.run_log import read_run_log
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,11 +68,38 @@ def test_training_goes_the_way_that_a_placement_says(alternating: Placement) -> 
     with session_for(model, default=alternating) as session:
         assert_same_history(train(model, session), expected)
         record = session.report()[-1]
-        assert {scope.placement for scope in session.capture.trace.scopes} == {"alternating"}
+        ran = [scope.placement for scope in session.capture.trace.scopes]
+        told = {step.recomputed_scopes for step in session.report()}
         seen = {activation.key.scope.layer for activation in session.capture.trace.activations}
         assert_all_given_back(session)
     assert seen == {0, 2}
+    assert ran == ["offload", "recompute"] * 2  # as each layer ran
+    assert told == {2}
     assert record.offloaded_bytes or record.forwarded_bytes
+
+
+class OddLayers(Placement):
+    """Layers with an odd number travel, the others stay."""
+
+    travels = True
+
+    def take(self, ways: Ways[Result_co]) -> Result_co:
+        return ways.offload() if ways.layer % 2 else ways.keep()
+
+
+def test_a_layer_that_it_keeps_is_not_taken_for_one_that_saves_nothing(tmp_path: Path) -> None:
+    placement, log = register(OddLayers("odd-layers")), tmp_path / "run.jsonl"
+    model = make_model(layers=LAYERS)
+    policy = config_for(default=Placement.AUTO, rules=(Rule("0-1", placement),))
+    try:
+        with tba.attach(model, policy, run_log=log, measure_memory=False) as session:
+            train(model, session, steps=5)
+    finally:
+        unregister(placement)
+    event = read_run_log(log).others[-1]
+    assert event["policy"] == ["odd-layers", "odd-layers", "auto", "auto"]
+    saved = [StepProfile.from_json(event["profile"]).kind_of(layer).nbytes for layer in range(LAYERS)]
+    assert saved == [saved[-1]] * LAYERS > [0] * LAYERS
 
 
 def test_the_simulator_and_the_words_go_the_same_way(alternating: Placement) -> None:
