@@ -55,6 +55,7 @@ class Situation:
         run: Activation peak and seconds of a step of the run; ``None`` where they were not measured, or this
             is another situation.
         title: The model and the machine.
+        not_recomputed: Layers whose forward was not the same when it ran twice, or would not be.
     """
 
     names: tuple[str, ...]
@@ -66,6 +67,7 @@ class Situation:
     elsewhere: tuple[tuple[str, Placement], ...] = ()
     run: tuple[int, float] | None = None
     title: str = ""
+    not_recomputed: frozenset[int] = frozenset()
 
     @classmethod
     def of(
@@ -100,16 +102,22 @@ class Situation:
             )
         event: dict[str, Any] = events[-1]
         try:
+            config = OffloadConfig.from_yaml(log.header.policy or "")
+        except ConfigError as error:
+            raise RunLogError(f"{log.path}: the policy in it cannot be read: {error}") from error
+        try:
+            profile = StepProfile.from_json(event["profile"])
             return cls(
                 names=tuple(event["names"]),
-                profile=StepProfile.from_json(event["profile"]),
+                profile=profile,
                 bandwidth=Bandwidth.from_json(event["drive"]),
                 window=event["limits"]["window"],
-                config=OffloadConfig.from_yaml(log.header.policy or ""),
+                config=config,
                 measured=tuple(event.get("rates", ())),
                 elsewhere=tuple(_placed_elsewhere(log.header.plan, event["names"])),
                 run=peak_and_seconds(log),
                 title=title_of(log.header.model, log.header.hardware),
+                not_recomputed=frozenset(_not_recomputed(event, profile)),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise RunLogError(f"{log.path}: its plan event cannot be read: {error!r}") from error
@@ -152,7 +160,7 @@ class Situation:
             )
         old = len(self.names)
         count = old if layers is None else layers
-        likes = (layer * old // count for layer in range(count))  # as the profile is stretched
+        likes = [layer * old // count for layer in range(count)]  # as the profile is stretched
         names = self.names if count == old else renumbered(self.names, likes)
         profile = self.profile
         passes = (
@@ -176,6 +184,7 @@ class Situation:
             elsewhere=self.elsewhere if count == old else (),
             run=self.run if is_same else None,
             title=self.title if count == old else f"{self.title}; what if it had {count} layers",
+            not_recomputed=frozenset(n for n, like in enumerate(likes) if like in self.not_recomputed),
         )
 
     @property
@@ -192,7 +201,14 @@ class Situation:
 
     def frontier(self, objective: Objective | None = None) -> list[Choice]:
         """The best plans from a tenth of what keep needs up to all of it; by default the fastest."""
-        return frontier(self.profile, self.bandwidth, self._policy, window=self.window, objective=objective)
+        return frontier(
+            self.profile,
+            self.bandwidth,
+            self._policy,
+            window=self.window,
+            objective=objective,
+            not_recomputed=self.not_recomputed,
+        )
 
     def plan(self, budget: int | None, objective: Objective | None = None) -> Plan:
         """The best plan for a budget in bytes; without one the lowest peak that takes no longer than keep."""
@@ -203,6 +219,7 @@ class Situation:
             policy=self._policy,
             objective=objective,
             whole_layers=True,
+            not_recomputed=self.not_recomputed,
         )
 
     def outcome(self, plan: Plan) -> Outcome:
@@ -302,6 +319,19 @@ class Situation:
                 objective=self.config.budget.objective if is_auto and budget is not None else None,
             ),
         )
+
+
+def _not_recomputed(event: dict[str, Any], profile: StepProfile) -> Iterator[int]:
+    """The layers that a run found not to be the same when they ran twice.
+
+    A layer that the policy placed otherwise was not tried. It counts as those of its kind.
+    """
+    found = set(event.get("not_recomputed", ()))
+    kinds = {profile.layers[layer] for layer in found}
+    for layer, wanted in enumerate(event.get("policy", ())):
+        was_tried = wanted in {Placement.AUTO, Placement.RECOMPUTE, Placement.RECOMPUTE_OFFLOAD}
+        if layer in found or (not was_tried and profile.layers[layer] in kinds):
+            yield layer
 
 
 def _placed_elsewhere(placed: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Placement]]:

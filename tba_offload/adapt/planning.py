@@ -120,7 +120,8 @@ class Planning:
             on_device: Its times by the clock of a device whose work ends later than the host gave it out.
 
         Returns:
-            What there is to tell of a new plan, see :meth:`Controller.news`.
+            What there is to tell of a new plan, see :meth:`Controller.news`, and the layers that it must not
+            have recomputed.
         """
         controller, observer = self.controller, self._observer
         if controller is None or observer is None:
@@ -140,7 +141,8 @@ class Planning:
         self._outgrown = None
         if observer.is_done:
             self.controller = self._observer = None
-        return controller.news()
+        news = controller.news()
+        return None if news is None else {**news, "not_recomputed": sorted(observation.not_recomputed)}
 
     def _put_in_force(self, plan: Plan) -> None:
         if plan is self.plan:

@@ -138,6 +138,7 @@ def frontier(
     window: int | None,
     objective: Objective | None = None,
     shares: Sequence[float] = (0.1, 0.15, 0.2, 0.25, 0.35, 0.5, 0.65, 0.8, 1.05),
+    not_recomputed: frozenset[int] = frozenset(),
 ) -> list[Choice]:
     """The best plans for budgets from a tenth of what keep needs up to all of it.
 
@@ -148,6 +149,7 @@ def frontier(
         window: Most bytes in flight.
         objective: What is wanted; by default the least time.
         shares: Budgets, as shares of the peak of keep.
+        not_recomputed: Layers that must not be recomputed unless the policy says so.
     """
     whole = peak_of_keep(profile, bandwidth)
     choices: list[Choice] = []
@@ -155,6 +157,14 @@ def frontier(
         # What is good for less memory is good for more; the search is not perfect.
         known = [choices[-1].plan] if choices else []
         limits = Limits(budget, window)
-        plan = make_plan(profile, bandwidth, limits, policy=policy, objective=objective, known=known)
+        plan = make_plan(
+            profile,
+            bandwidth,
+            limits,
+            policy=policy,
+            objective=objective,
+            not_recomputed=not_recomputed,
+            known=known,
+        )
         choices.append(Choice(budget, plan))
     return choices

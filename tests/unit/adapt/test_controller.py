@@ -460,6 +460,27 @@ def test_without_a_budget_nothing_travels_where_hooks_take_as_long_as_layers_do(
     assert Situation.of(path).plan(None).placements == (KEEP,) * LAYERS
 
 
+def test_what_a_run_did_not_recompute_no_plan_from_its_log_recomputes(tmp_path: Path) -> None:
+    """A layer that the policy placed was not tried, and counts as those of its kind."""
+    model, path = make_model(layers=4), tmp_path / "run.jsonl"
+    for layer in model.layers[:3]:
+        layer.turn = iter(range(1000))  # cannot be turned back for a second run
+    config = config_for(default=AUTO, rules=(tba.Rule("last 1", KEEP),), in_flight=MIB, activation=16 * MIB)
+    with tba.attach(model, config, run_log=path, measure_memory=False) as session:
+        train(model, session, steps=5)
+    event = [event for event in read_run_log(path).others if event["event"] == "plan"][-1]
+    assert event["not_recomputed"] == [0, 1, 2]
+    situation = Situation.of(path)
+    assert situation.not_recomputed == {0, 1, 2, 3}
+    assert situation.changed(layers=8).not_recomputed == set(range(8))
+    slow = situation.changed(write=1e6, read=1e6)  # so that any layer that may be is recomputed
+    free = dataclasses.replace(slow, not_recomputed=frozenset())
+    budget = situation.peak_of_keep // 2
+    assert RECOMPUTE in free.plan(budget).placements
+    for plan in [slow.plan(budget), *(choice.plan for choice in slow.frontier())]:
+        assert not any(placement.recomputes for placement in plan.placements)
+
+
 @pytest.mark.parametrize(
     ("recent", "waited", "rate", "peak", "why"),
     [
