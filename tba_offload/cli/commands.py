@@ -6,6 +6,7 @@ raises on purpose ends as one line on stderr and exit status 1; a wrong command 
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import click
@@ -18,7 +19,7 @@ from tba_offload.cli.megatron import launch, patch
 from tba_offload.cli.plan import plan
 from tba_offload.cli.rok import rok
 from tba_offload.errors import ConfigError, TbaError
-from tba_offload.formatting import visible
+from tba_offload.formatting import quoted, visible
 
 
 class _Commands(click.Group):
@@ -35,8 +36,25 @@ class _Commands(click.Group):
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="tba-offload")
-def main() -> None:
+@click.option(
+    "--import",
+    "modules",
+    metavar="MODULE",
+    multiple=True,
+    help="Import a module first, which registers placements or kinds of stores; may be given several times.",
+)
+def main(modules: tuple[str, ...]) -> None:
     """Offload activations to NVMe while a large model trains."""
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+                raise  # one that the module itself needs
+            raise click.BadParameter(
+                f"there is no module {quoted(module)} on the path of Python; name its folder in PYTHONPATH",
+                param_hint="'--import'",
+            ) from error
 
 
 for command in (check, rok, plan, demo, doctor, patch, launch):

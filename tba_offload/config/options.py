@@ -30,7 +30,7 @@ import yaml
 from pydantic import BeforeValidator, ConfigDict, Strict, TypeAdapter, ValidationError, ValidationInfo
 
 from tba_offload.config.policy import Objective, Placement, Policy, Rule
-from tba_offload.config.store import BLOCK, STALL_SECONDS, Kind, StoreOptions, threads_per_direction
+from tba_offload.config.store import BLOCK, STALL_SECONDS, StoreOptions, kinds, threads_per_direction
 from tba_offload.errors import ConfigError
 from tba_offload.formatting import quoted, shortened
 from tba_offload.reading import UnreadableError, read_regular
@@ -195,6 +195,15 @@ def _one_or_several(value: object) -> object:
     return (value,) if isinstance(value, str | Path) else value
 
 
+def _kind(value: object) -> object:
+    """A kind of store: one of the package's own, or one that was registered."""
+    if value not in kinds():
+        *most, last = map(repr, kinds())
+        raise ConfigError(f"must be {', '.join(most)} or {last}, not {quoted(value)}")
+    return value
+
+
+_Kind = Annotated[str, BeforeValidator(_kind)]
 _Directory = Annotated[Path | str, BeforeValidator(_directory)]
 _Directories = Annotated[tuple[_Directory, ...], BeforeValidator(_one_or_several)]
 
@@ -263,7 +272,8 @@ class StoreConfig:
 
     Attributes:
         kind: ``file``, ``host`` (memory of the host), ``gds`` (GPUDirect Storage), or ``auto``: ``file``, and
-            on a GPU the faster of ``file`` and ``gds``, which is measured on each drive.
+            on a GPU the faster of ``file`` and ``gds``, which is measured on each drive; or a kind of your
+            own, see :func:`tba_offload.store.register_kind`.
         directories: One per drive, or the path of the only one; extents are spread over them. ``~`` and
             environment variables (``$SCRATCH``, ``${SCRATCH}``) are expanded, relative ones start at the
             working directory. If empty, the system's directory for temporary files.
@@ -278,7 +288,7 @@ class StoreConfig:
             time out after ten minutes unless told otherwise, so it should be less.
     """
 
-    kind: Kind = "auto"
+    kind: _Kind = "auto"
     directories: _Directories = ()
     capacity: _Limit = None
     host_capacity: _Limit = None

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import Literal, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from tba_offload.errors import ConfigError
 
-Kind = Literal["auto", "gds", "file", "host"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-KINDS: tuple[Kind, ...] = get_args(Kind)
-"""The legal kinds of a store."""
+_openers: dict[str, Callable[..., Any] | None] = dict.fromkeys(("auto", "gds", "file", "host"))
+"""The kinds of a store, and how those of other projects are opened."""
 
 STALL_SECONDS = 300.0
 """Seconds that a transfer may run before its drive is taken to hang, unless told otherwise."""
@@ -38,7 +39,8 @@ class StoreOptions:
 
     Attributes:
         kind: "file" writes files; "host" keeps bytes in host memory; "gds" moves bytes between GPU and drive
-            directly; "auto" is "file", or on a GPU the faster of "file" and "gds", measured on each drive.
+            directly; "auto" is "file", or on a GPU the faster of "file" and "gds", measured on each drive; or
+            one that was registered.
         directories: Where to put files, one for each drive; several make a striped store.
         capacity: Bytes that extents may take in all, divided evenly among the directories; ``None`` for no
             limit but the drives' own.
@@ -53,7 +55,7 @@ class StoreOptions:
         ConfigError: There are no threads for a direction, or a capacity holds no extent.
     """
 
-    kind: Kind = "auto"
+    kind: str = "auto"
     directories: tuple[str, ...] = ()
     capacity: int | None = None
     host_capacity: int | None = None
@@ -90,3 +92,37 @@ class StoreOptions:
 def threads_per_direction() -> int:
     """Threads that read, or write, on each drive: one is enough for most, and spares the compute cores."""
     return 1 if len(os.sched_getaffinity(0)) <= _FEW_CORES else 2
+
+
+def kinds() -> tuple[str, ...]:
+    """The legal kinds of a store."""
+    return tuple(_openers)
+
+
+def opener_of(kind: str) -> Callable[..., Any] | None:
+    """How a kind that was registered is opened; ``None`` for those of the package."""
+    return _openers[kind]
+
+
+def register_kind(kind: str, opener: Callable[..., Any]) -> None:
+    """Makes a kind of store known by its name: ``store.kind`` of a policy.
+
+    Args:
+        kind: The name.
+        opener: Called with a :class:`StoreOptions` and ``device=``, the
+            :class:`tba_offload.device.Device` that activations lie on; returns a new
+            :class:`tba_offload.store.base.ActivationStore`, which the session closes. ``host_capacity`` is
+            ``None`` there: host memory is put beside what it returns.
+
+    Raises:
+        ValueError: The name is taken.
+    """
+    if kind in _openers:
+        raise ValueError(f"a kind of store of the name {kind!r} is known already")
+    _openers[kind] = opener
+
+
+def unregister_kind(kind: str) -> None:
+    """Undoes :func:`register_kind`; the kinds of the package stay."""
+    if _openers.get(kind) is not None:
+        del _openers[kind]

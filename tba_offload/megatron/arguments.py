@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tba_offload.config import OffloadConfig, load_config, parse_size
 from tba_offload.config.policy import Objective, Placement
-from tba_offload.config.store import KINDS
+from tba_offload.config.store import kinds
 from tba_offload.errors import ConfigError, StoreError
 from tba_offload.renamed import placement
 from tba_offload.store.hanging import ask
@@ -125,7 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         choices=[objective.value for objective in Objective],
         help="What layers placed auto are planned for.",
     )
-    group.add_argument("--tba-store", choices=KINDS, help="Kind of store.")
+    group.add_argument("--tba-store", choices=kinds(), help="Kind of store.")
     group.add_argument(
         "--tba-host-capacity",
         metavar="SIZE",

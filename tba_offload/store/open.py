@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.config import StoreConfig
+from tba_offload.config.store import opener_of
 from tba_offload.errors import ConfigError, UnsupportedError
 from tba_offload.store.file import FileStore
 from tba_offload.store.gds import GdsStore, import_kvikio
@@ -65,6 +67,10 @@ def open_store(
 
 
 def _open_drives(options: StoreOptions, device: Device) -> ActivationStore:
+    opener = opener_of(options.kind)
+    if opener is not None:
+        opened_by_another: ActivationStore = opener(replace(options, host_capacity=None), device=device)
+        return opened_by_another
     _check_distinct(options)
     if options.kind == "gds":
         import_kvikio()
