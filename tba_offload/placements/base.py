@@ -80,10 +80,10 @@ class Placement(str, metaclass=_ByName):
         name: The word for it in policies, tables and run logs.
 
     Attributes:
-        recomputes: Whether backward runs the layer's forward again: ranks that share the layer must do so
-            together.
-        travels: Whether something of the layer is written and read back.
-        rebuilds: Whether cheap parts of it are made again from what is read back.
+        recomputes: Whether backward runs the forward of some layer again that has the placement: ranks that
+            share the layer must do so together.
+        travels: Whether something of some such layer is written and read back.
+        rebuilds: Whether cheap parts of some such layer are made again from what is read back.
 
     Raises:
         ValueError: ``Placement(name)`` finds no placement of this name.
@@ -109,7 +109,7 @@ class Placement(str, metaclass=_ByName):
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether all that the layer saves for backward passes through hooks."""
+        """Whether all that a layer saves for backward may pass through hooks: it is never recomputed."""
         return self.travels and not self.recomputes
 
     def take(self, ways: Ways[Result_co]) -> Result_co:
