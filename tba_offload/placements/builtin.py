@@ -87,6 +87,10 @@ class _Shipped(NamedTuple):
         return Placement.RECOMPUTE_OFFLOAD if inputs_travel else Placement.RECOMPUTE
 
 
+_SHIPPED = {type(placement): placement.take(_Shipped(0)) for placement in Placement}
+"""The ways of the placements above, which are the same for every layer; the simulator asks often."""
+
+
 def way_of(placement: Placement, layer: int) -> Placement:
     """The placement among those of this module that goes the same way with a layer.
 
@@ -97,4 +101,4 @@ def way_of(placement: Placement, layer: int) -> Placement:
         placement: Any placement.
         layer: Index of the layer among those of this process.
     """
-    return placement.take(_Shipped(layer))
+    return _SHIPPED.get(type(placement)) or placement.take(_Shipped(layer))
