@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _HEADS = (
     *("batch", "strategy", "peak MiB", "step s", "tokens/s"),
-    *("written", "read", "forwarded", "deduplicated", "kept MiB", "stall s", "last loss"),
+    *("written MiB", "read MiB", "forwarded MiB", "dedup MiB", "kept MiB", "stall s", "last loss"),
 )
 _REMEDY = (
     "give fewer --steps, a shorter --sequence, a smaller --hidden, --layers or --batch-size, or leave them "

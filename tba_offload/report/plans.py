@@ -230,7 +230,9 @@ def advice(report: PlanReport, policy_file: str | None) -> str:
     what, peak = layers_by_placement(report.names, report.placements), readable_size(step.peak_bytes)
     if not step.fits:
         budget = readable_size(step.budget_bytes or 0)
-        return f"Give a budget of more than {peak}: that is the lowest peak found ({what}), over {budget}."
+        written = "" if policy_file is None else f" {policy_file} holds that plan."
+        lowest = f"that is the lowest peak found ({what}), over {budget}."
+        return f"Give a budget of more than {peak}: {lowest}{written}"
     if set(report.placements) == {"keep"}:
         return _advice_to_keep(report, what)
     use = f"Use {'-o policy.yaml' if policy_file is None else policy_file}"

@@ -101,11 +101,13 @@ def test_the_sentence_says_why_everything_is_kept() -> None:
 
 
 def test_the_sentence_says_what_a_budget_would_have_to_be() -> None:
-    said = advice(report_of(*("offload",) * 12, step=planned(41, 1.7, 28, "12 offload")), None)
-    assert said == (
+    report = report_of(*("offload",) * 12, step=planned(41, 1.7, 28, "12 offload"))
+    expected = (
         "Give a budget of more than 41.0 MiB: that is the lowest peak found (offload all 12 layers), "
         "over 28.0 MiB."
     )
+    assert advice(report, None) == expected
+    assert advice(report, "plan.yaml") == f"{expected} plan.yaml holds that plan."
 
 
 def test_equal_layers_are_one_row_of_the_table() -> None:
