@@ -62,8 +62,9 @@ Move = tuple["Extent", "ByteRange"]
 class Joining(Backend, Protocol):
     """A backend that can move neighbouring extents by one call: a call costs as much as many bytes.
 
-    Each extent begins where the one before it ends. ``None`` means that these cannot go together, or that the
-    call failed: they are moved one by one then, which tells which of them cannot be.
+    It is asked where a system call can reach the memory; what passes through a slab goes one by one. Each
+    extent begins where the one before it ends. ``None`` means that these cannot go together, or that the call
+    failed: they are moved one by one then, which tells which of them cannot be.
     """
 
     def move_out_together(self, moves: Sequence[Move]) -> list[int | None] | None:

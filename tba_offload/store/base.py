@@ -134,6 +134,10 @@ class IoFuture:
         """For the store: decides that the transfer runs; False if it was cancelled."""
         return self._claim.acquire(blocking=False)
 
+    def put_back(self) -> None:
+        """For the store: takes a claim back, as nothing has moved; until the next one it may be cancelled."""
+        self._claim.release()
+
     def finish(self, error: BaseException | None = None) -> None:
         """For the store: makes the outcome known, wakes the waiters and runs the callbacks."""
         self._conclude(error)

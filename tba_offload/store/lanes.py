@@ -21,7 +21,7 @@ class Job(Protocol):
         """Decides that the job runs; False if it was cancelled."""
 
     def run(self) -> Iterable[Job]:
-        """Does it, and returns what is still to be done, claimed; what it raises would end the thread."""
+        """Does it, and returns what is still to be done; what it raises would end the thread."""
 
     def cancel(self) -> bool:
         """Keeps it from running if it has not started."""
@@ -94,6 +94,8 @@ class _Lane:
 
     def cancel_queued(self) -> None:
         """Cancels every transfer that has not started."""
+        for shift in self.shifts:
+            shift.leave_rest()
         while True:
             try:
                 job = self.jobs.get_nowait()
@@ -128,13 +130,19 @@ class _Shift:
     Attributes:
         busy: Held while the thread moves bytes.
         began: When it began with them, on the monotonic clock; ``None`` while it moves none.
+        leaves_rest: Whether what a job left to be done is cancelled.
     """
 
-    __slots__ = ("began", "busy")
+    __slots__ = ("began", "busy", "leaves_rest")
 
     def __init__(self) -> None:
         self.busy = threading.Lock()
         self.began: float | None = None
+        self.leaves_rest = False
+
+    def leave_rest(self) -> None:
+        """From now on the thread does no more than what it is at."""
+        self.leaves_rest = True
 
     def left(self, limit: float | None) -> float | None:
         """Seconds that are left of a limit for one transfer; ``None`` if there is no limit."""
@@ -148,15 +156,18 @@ def _serve(jobs: SimpleQueue[Job | None], shift: _Shift) -> None:
     """The life of an I/O thread."""
     while (job := jobs.get()) is not None:
         with shift.busy:
-            shift.began = time.monotonic()
-            if job.claim():
-                _do_rest(job.run(), shift)
+            _do(job, shift)
             shift.began = None
         del job
 
 
-def _do_rest(jobs: Iterable[Job], shift: _Shift) -> None:
-    """Does what a job left: each may take as long as the limit says."""
-    for job in jobs:
-        shift.began = time.monotonic()
-        job.run()
+def _do(job: Job, shift: _Shift) -> None:
+    """Does a job, then what it left: each may be cancelled until then, and take as long as the limit says."""
+    shift.began = time.monotonic()
+    if not job.claim():
+        return
+    for rest in job.run():
+        if shift.leaves_rest:
+            rest.cancel()
+        else:
+            _do(rest, shift)

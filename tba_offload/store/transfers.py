@@ -142,6 +142,8 @@ class Batch:
         for neighbours in _neighbours(transfers):  # a cancelled one leaves a gap
             errors = neighbours[0].mover.move_together(neighbours) if len(neighbours) > 1 else None
             if errors is None:
+                for transfer in neighbours:
+                    transfer.put_back()
                 alone += neighbours
                 continue
             for transfer, error in zip(neighbours, errors, strict=True):
@@ -227,7 +229,11 @@ class Mover:
             yield from transfers
             return
         for neighbours in _neighbours(transfers):
-            yield Batch(neighbours) if len(neighbours) > 1 else neighbours[0]
+            memory, _ = neighbours[0].what()
+            if len(neighbours) > 1 and self.backend.device.is_host(memory):
+                yield Batch(neighbours)
+            else:
+                yield from neighbours
 
     def move(self, transfer: Transfer) -> None:
         """Moves the bytes of a transfer, and compares what is read with its checksum.

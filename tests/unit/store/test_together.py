@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tba_offload.device import ByteRange
+from tba_offload.device import ByteRange, CpuDevice
 from tba_offload.errors import ChecksumError, StoreError
 from tba_offload.store import posix
 from tba_offload.store.file import FileStore
@@ -201,15 +201,121 @@ def test_one_whose_bytes_have_changed_fails_alone(store: FileStore) -> None:
 
 
 def test_each_that_goes_alone_may_take_as_long_as_the_limit(tmp_path: Path) -> None:
-    """Five delays of a third of the limit: none of them hangs."""
+    """Delays of a third of the limit: none of them hangs."""
     with FileStore(tmp_path, device=CPU, writers=1, readers=1, stall_seconds=0.6) as store:
         store.prepare(1 << 20)
-        data = sources_of(store, SIZES[:5])
+        data = sources_of(store, SIZES)
         with inject("delay-write:seconds=0.2"):
             writes = write(store, reserve(store, data), data, READY)
-            writes[0].wait(PATIENCE)
-            store.close()  # it gives up what hangs
-        await_all(writes)
+            writes[3].wait(PATIENCE)
+            store.close()  # it would give up what hangs
+        await_all(writes[:4])
+
+
+class Slow:
+    """A system call that fails when the test says so; it also tells how often it was made."""
+
+    def __init__(self) -> None:
+        self.called, self.ends = threading.Event(), threading.Event()
+        self.calls = 0
+
+    def __call__(self, fd: int, address: int, parts: int, offset: int) -> int:
+        self.calls += 1
+        self.called.set()
+        assert self.ends.wait(PATIENCE)
+        raise OSError(5, "injected")
+
+
+def read_slowly(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> tuple[list[IoFuture], Slow]:
+    """Reads of neighbours that failed together; the first of those that go alone is under way."""
+    data = sources_of(store, SIZES)
+    extents = reserve(store, data)
+    await_all(write(store, extents, data, READY))
+    alone = Slow()
+    monkeypatch.setattr(posix, "preadv", lambda *_: 0)
+    monkeypatch.setattr(posix, "pread", alone)
+    reads = read(store, extents, rooms_for(store, data))
+    assert alone.called.wait(PATIENCE)
+    return reads, alone
+
+
+def test_what_goes_one_by_one_can_be_cancelled_until_its_turn(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, alone = read_slowly(store, monkeypatch)
+    cancelled = [each.cancel() for each in reads]
+    alone.ends.set()
+    assert cancelled == [False] + [True] * (len(SIZES) - 1)
+    with pytest.raises(StoreError, match="injected"):
+        reads[0].wait(PATIENCE)
+    assert alone.calls == 1
+    assert store.pending() == 0
+
+
+def test_a_store_that_closes_leaves_what_would_go_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drive that answers each call late must not make the end as late as all of them together."""
+    store = FileStore(tmp_path, device=CPU, writers=1, readers=1)
+    store.prepare(1 << 20)
+    reads, alone = read_slowly(store, monkeypatch)
+    extent = store.leased()[0]
+    queued = store.read(extent, ByteRange.of(pattern(extent.nbytes)), READY, padded=False)
+    closing = threading.Thread(target=store.close)
+    closing.start()
+    while not queued.cancelled():
+        time.sleep(0.001)
+    alone.ends.set()
+    closing.join(PATIENCE)
+    assert not closing.is_alive()
+    assert alone.calls == 1
+    assert [each.cancelled() for each in reads] == [False] + [True] * (len(SIZES) - 1)
+
+
+def test_a_joined_call_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    released, called = threading.Event(), threading.Event()
+
+    def hang(fd: int, address: int, parts: int, offset: int) -> int:
+        called.set()
+        assert released.wait(PATIENCE)
+        return 0
+
+    monkeypatch.setattr(posix, "pwritev", hang)
+    store = FileStore(tmp_path, device=CPU, writers=1, readers=1, stall_seconds=0.05)
+    store.prepare(1 << 20)
+    data = sources_of(store, SIZES)
+    writes = write(store, reserve(store, data), data, READY)
+    assert called.wait(PATIENCE)
+    assert not any(each.cancel() for each in writes)
+    with pytest.raises(StoreError, match=f"{len(SIZES)} transfers have not moved"):
+        store.close()
+    released.set()
+    await_end_of_threads()
+    assert [each.cancelled() for each in writes] == [True] * len(SIZES)
+
+
+class Remote(CpuDevice):
+    """A device whose memory no system call can reach."""
+
+    def is_host(self, memory: ByteRange) -> bool:
+        return False
+
+
+def test_what_passes_through_slabs_does_not_wait_for_its_neighbours(tmp_path: Path) -> None:
+    with FileStore(tmp_path, device=Remote(), writers=2, readers=1) as store:
+        store.prepare(1 << 20)
+        data, gate = sources_of(store, SIZES[:2]), Gate()
+        (extent, other), (source, second) = reserve(store, data), data
+        held, free = store.write_many(
+            [
+                (extent, ByteRange.of(source), gate, None),
+                (other, ByteRange.of(second), READY, None),
+            ]
+        )
+        free.wait(PATIENCE)
+        assert not held.done()
+        gate.open()
+        held.wait(PATIENCE)
 
 
 def await_end_of_threads() -> None:
