@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from tba_offload.transfer.storage import State
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from tba_offload.transfer.reads import Reads
     from tba_offload.transfer.shared import Shared
@@ -55,9 +55,16 @@ class ReadAhead:
         shared = self._shared
         batch: list[Span] = []
         with shared.lock:
-            needs_room = self._choose(upcoming, batch)
-            if batch:
-                self._start_ahead(batch)
+            try:
+                needs_room = self._choose(upcoming, batch)
+                if batch:
+                    self._reads.start(batch)
+            except BaseException:
+                for span in batch:
+                    self.ledger.uncharge(span)
+                raise
+            for span in batch:
+                shared.ahead[span] = None
         if needs_room:
             self._writer.flush()  # it is needed later than this record, or it would have been taken out
 
@@ -85,20 +92,9 @@ class ReadAhead:
                 ledger.in_flight, ledger.read_ahead, span.nbytes, across_forward=across_forward
             ):
                 return False
-            ledger.charge(span)
             batch.append(span)
+            ledger.charge(span)
         return True
-
-    def _start_ahead(self, spans: Sequence[Span]) -> None:
-        """Submits reads for which the window has room."""
-        try:
-            self._reads.start(spans)
-        except BaseException:
-            for span in spans:
-                self.ledger.uncharge(span)
-            raise
-        for span in spans:
-            self._shared.ahead[span] = None
 
     def give_up(self) -> None:
         """Drops what was read ahead and not used in the step that is over."""

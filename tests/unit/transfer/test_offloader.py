@@ -678,6 +678,23 @@ def test_an_activation_that_is_expected_twice_is_read_and_counted_once(bench: Be
     bench.assert_idle()
 
 
+def test_an_interrupt_while_reads_ahead_are_chosen_leaves_no_room_taken(bench: Bench, drive: Drive) -> None:
+    """No read has begun by then, so nothing would ever give the room in the window back."""
+    (saved,) = store_all(bench, 1)
+
+    def upcoming() -> Iterator[tuple[Record, bool]]:
+        yield saved.record, False
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bench.offloader.ahead.start(upcoming())
+    assert bench.offloader.in_flight == bench.offloader.ledger.read_ahead == 0
+    bench.fetch(saved)
+    assert drive.reads.started == 1
+    bench.drop(saved)
+    bench.assert_idle()
+
+
 def test_pack_gives_up_the_prefetch_that_is_needed_last(make: Callable[..., Bench]) -> None:
     bench = make(2 * SIZE)
     near, far = store_all(bench, 2)
