@@ -44,14 +44,14 @@ class Gradients:
         self._watched: dict[int, tuple[weakref.ref[torch.Tensor], RemovableHandle]] = {}
         self._born: dict[int, _Born] = {}
         weakref.finalize(self, _unwatch, self._watched)
+        self.also_watch(self.parameters())  # a step may open in a transform, which has others in their place
 
     def begin_step(self) -> None:
         """Forgets what was born; counts what exists, and watches parameters that are new."""
         self._born.clear()
         self.was_dropped = False
         self._forget_gone()
-        for parameter in self.parameters():
-            self._watch(parameter)
+        self.also_watch(self.parameters())
         self.count()
         self.live.take_added()
 
@@ -67,7 +67,7 @@ class Gradients:
                     yield parameter
 
     def also_watch(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Counts the gradients of parameters elsewhere that train together with the model."""
+        """Counts the gradients of parameters of the model, or of those that train together with it."""
         for parameter in parameters:
             if parameter.requires_grad and parameter.is_leaf and not is_lazy(parameter):
                 self._watch(parameter)

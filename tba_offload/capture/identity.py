@@ -226,7 +226,10 @@ def _static_tensors(module: torch.nn.Module) -> Iterable[torch.Tensor]:
 
 def _with_storage(*tensors: object) -> Iterable[torch.Tensor]:
     for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and not is_lazy(tensor) and tensor.layout is torch.strided:
+        if not isinstance(tensor, torch.Tensor) or is_lazy(tensor) or tensor.layout is not torch.strided:
+            continue
+        # A transform of the whole model gives it wrappers for parameters, which have no storage.
+        if not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             yield local_of(tensor)
 
 

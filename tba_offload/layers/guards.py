@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tba_offload.layers.nested import modules_in
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -77,7 +79,7 @@ def has_hooks(layer: nn.Module) -> bool:
     Hooks of frameworks that shard or offload models, and the library's own, are part of the layer.
     """
     found = itertools.chain.from_iterable(
-        (*module._forward_hooks.values(), *module._forward_pre_hooks.values()) for module in layer.modules()
+        (*module._forward_hooks.values(), *module._forward_pre_hooks.values()) for module in modules_in(layer)
     )
     return any(_package_of(hook) not in _FRAMEWORKS for hook in found)
 
@@ -91,7 +93,7 @@ def _package_of(hook: object) -> str:
 
 def is_scripted(layer: nn.Module) -> bool:
     """Whether a part of the layer is TorchScript, whose first runs are not compiled as later ones are."""
-    return any(isinstance(module, torch.jit.ScriptModule) for module in layer.modules())
+    return any(issubclass(type(module), torch.jit.ScriptModule) for module in modules_in(layer))
 
 
 def _loaded(names: Sequence[tuple[str, str]]) -> tuple[type, ...]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import itertools
 import operator
 import random
 import sys
@@ -29,9 +28,11 @@ from tba_offload.recompute.code import attributes_of_class, is_own, reach_of_fun
 from tba_offload.recompute.stand_ins import StandIns, has_graph
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterable
 
     from tba_offload.recompute.code import Names, Reach
+
+    _Way = Callable[["Contents", Any], Any]
 
 _CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, deque, bytearray)
 """Each before those that it derives from: an ``OrderedDict`` has an order beside that of its dictionary."""
@@ -94,8 +95,8 @@ class Contents:
     """
 
     __slots__ = (
-        *("_arrays", "_copies", "_found", "_large", "_locals", "_named", "_owned", "_seen", "_stand_ins"),
-        *("generators", "modules", "tensors", "unknown"),
+        *("_all", "_arrays", "_copies", "_found", "_large", "_locals", "_named", "_owned", "_seen"),
+        *("_stand_ins", "generators", "modules", "tensors", "unknown"),
     )
 
     def __init__(self, *, copies: bool) -> None:
@@ -112,6 +113,10 @@ class Contents:
         self._named: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._seen: dict[int, None] = {}
         self._stand_ins = StandIns()
+        self._all: tuple[list[Any] | dict[int, None], ...] = (
+            *(self.tensors, self.generators, self.modules, self._found, self._owned, self._arrays),
+            *(self._large, self._locals, self._named, self._seen),
+        )
 
     def add(self, name: str, value: Any, *, saves_tuples: bool = False) -> Any:
         """Takes down what a value holds.
@@ -127,9 +132,12 @@ class Contents:
         Raises:
             TooManyError: There are more objects than can be looked through.
         """
+        kind: Any = type(value)
+        if kind in PLAIN or (_way_of(kind) is _only_wraps and not hasattr(value, "__wrapped__")):
+            return value
         if id(value) in self._seen:
             return self._stand_ins.known(value)
-        mark = tuple(map(len, self._found_so_far))
+        mark = [len(found) for found in self._all]
         if not self._look_through(name, value, saves_tuples=saves_tuples):
             return value
         self._roll_back(mark)
@@ -146,18 +154,11 @@ class Contents:
         self._seen.clear()
         self._stand_ins.clear()
 
-    def _roll_back(self, mark: tuple[int, ...]) -> None:
+    def _roll_back(self, mark: list[int]) -> None:
         """Forgets what was found since a mark."""
-        for found, length in zip(self._found_so_far, mark, strict=True):
+        for found, length in zip(self._all, mark, strict=True):
             while len(found) > length:
                 found.pop() if isinstance(found, list) else found.popitem()
-
-    @property
-    def _found_so_far(self) -> tuple[list[Any] | dict[int, None], ...]:
-        return (
-            *(self.tensors, self.generators, self.modules, self._found, self._owned, self._arrays),
-            *(self._large, self._locals, self._named, self._seen),
-        )
 
     def _look_through(self, name: str, value: object, *, saves_tuples: bool) -> bool:
         """Takes down what a value holds; whether it holds graphs that are not the layer's own."""
@@ -165,7 +166,7 @@ class Contents:
         waiting = deque([(value, 0, saves_tuples)])
         while waiting:
             found, depth, is_saved = waiting.popleft()
-            kind = type(found)  # settings objects may take long to tell their class
+            kind: Any = type(found)  # settings objects may take long to tell their class
             if issubclass(kind, torch.Tensor):
                 if not is_saved:
                     holds_graphs = holds_graphs or (self._copies and has_graph(found))  # type: ignore[arg-type]
@@ -175,14 +176,14 @@ class Contents:
                 self.modules.append(found)  # type: ignore[arg-type]
             elif issubclass(kind, types.FunctionType):
                 self._add_function(found)  # type: ignore[arg-type]
-            elif id(found) not in self._seen and kind not in PLAIN and not issubclass(kind, _LEAVES):
+            elif id(found) not in self._seen and (take_down := _way_of(kind)) is not None:
                 self._seen[id(found)] = None
                 if len(self._seen) > MOST:
                     raise TooManyError
                 if depth < DEPTH:
                     is_saved = is_saved and kind is tuple
-                    parts = (part for part in self._take_down(found) if type(part) not in PLAIN)
-                    waiting.extend((part, depth + 1, is_saved) for part in parts)
+                    parts = [part for part in take_down(self, found) if type(part) not in PLAIN]
+                    waiting.extend([(part, depth + 1, is_saved) for part in parts])
         return holds_graphs
 
     def _copy_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -223,30 +224,8 @@ class Contents:
         self._named.append((names.file, content))
         content.update({name: self.add(name, value) for name, value in content.items()})
 
-    def _take_down(self, value: object) -> Any:
-        """Notes what one object holds now; returns its parts."""
-        kind = type(value)
-        base = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
-        if base is not None:
-            return self._take_down_container(base, value)
-        if (parts := _parts_of_fixed(kind, value)) is not None:
-            return parts
-        if issubclass(kind, array) or _is_array(kind):
-            self._take_down_array(value)
-            return ()
-        if (generator := _generator_of(value)) is not None:
-            self.generators.append(generator)
-            return ()
-        if (unknown := _unknown(value)) is not None:
-            self.unknown = unknown
-            return ()
-        if issubclass(kind, threading.local):
-            return self._take_down_local(value)
-        if kind.__module__.partition(".")[0] in _LEFT_ALONE:
-            return (getattr(value, "__wrapped__", None),)
-        return self._take_down_object(value)
-
     def _take_down_container(self, base: Any, value: object) -> Any:
+        """Notes what a container holds now; returns its parts, as other ways to take something down do."""
         if base.__len__(value) > LARGE:
             self.unknown = UNSEEN
             return ()
@@ -254,17 +233,33 @@ class Contents:
         self._found.append((base, value, content))
         return content.values() if base in _MAPPINGS else content
 
-    def _take_down_array(self, found: Any) -> None:
+    def _take_down_generator(self, value: object) -> Any:
+        self.generators.append(_generator_of(value))
+        return ()
+
+    def _take_down_iterator(self, value: object) -> Any:
+        kind: Any = type(value)
+        if hasattr(value, "__dict__") or _slots_of(kind):
+            return _way_of_object(kind)(self, value)
+        self.unknown = f"an iterator or generator ({kind.__name__})"
+        return ()
+
+    def _take_down_system(self, _: object) -> Any:
+        self.unknown = "random numbers of the operating system"
+        return ()
+
+    def _take_down_array(self, found: Any) -> Any:
         """Copies a small array, of Python's or of NumPy's kind; leaves a large one to :meth:`large`."""
         is_numpys = not isinstance(found, array)
         if is_numpys and not found.flags.writeable:
-            return
+            return ()
         if is_numpys and found.dtype.hasobject:
             self.unknown = "an array of objects"
         elif (found.nbytes if is_numpys else len(found) * found.itemsize) < SMALL:
             self._arrays.append((found, copy.copy(found)))
         else:
             self._large.append(found)
+        return ()
 
     def _take_down_local(self, value: Any) -> Any:
         content = value.__dict__.copy()
@@ -274,7 +269,8 @@ class Contents:
 
     def _take_down_object(self, value: object) -> Any:
         try:
-            names = _slots_of(value)
+            kind: Any = type(value)
+            names = _slots_of(kind)
             own, slots = getattr(value, "__dict__", None), _attributes_of(value, names)
         except Exception:  # noqa: BLE001 - a stand-in for something that is not there
             return ()
@@ -286,7 +282,7 @@ class Contents:
 
     def leave_out(self, addresses: Collection[int]) -> None:
         """Forgets the tensors whose memory is at these addresses."""
-        self.tensors = [held for held in self.tensors if address_of(held.tensor) not in addresses]
+        self.tensors[:] = [held for held in self.tensors if address_of(held.tensor) not in addresses]
 
     def large(self) -> dict[str, torch.Tensor]:
         """What is not copied, and may be changed past any version."""
@@ -305,9 +301,9 @@ class Contents:
         Args:
             undo: Takes the calls that undo this, and all that is changed in these objects later.
         """
-        for base, container, content in self._found:
-            undo(_refill, base, container, _copied(base, container))
-            _refill(base, container, content)
+        now = [found if _holds(*found) else (*found[:2], _copied(*found[:2])) for found in self._found]
+        undo(_refill_all, now)
+        _refill_all(found for found, held in zip(self._found, now, strict=True) if held is not found)
         for local, content in self._locals:
             own = local.__dict__  # of the calling thread, which may be another one than in the first run
             undo(_refill, dict, own, own.copy())
@@ -348,11 +344,16 @@ def _holds(base: Any, container: Any, content: Any) -> bool:
     if base.__len__(container) != base.__len__(content):
         return False
     if base in _MAPPINGS:
-        pairs = itertools.chain.from_iterable
-        return all(map(operator.is_, pairs(base.items(container)), pairs(content.items())))
+        names = all(map(operator.is_, base.keys(container), content))
+        return names and all(map(operator.is_, base.values(container), content.values()))
     if base is set:
         return bool(set.__eq__(container, content))
     return all(map(operator.is_, base.__iter__(container), base.__iter__(content)))
+
+
+def _refill_all(found: Iterable[tuple[Any, Any, Any]]) -> None:
+    for base, container, content in found:
+        _refill(base, container, content)
 
 
 def _refill(base: Any, container: Any, content: Any) -> None:
@@ -374,9 +375,10 @@ def _copied(base: Any, container: Any) -> Any:
     return dict(OrderedDict.items(container)) if base is OrderedDict else base.copy(container)
 
 
-def _slots_of(owner: object) -> tuple[str, ...]:
-    """Names of an object's slots."""
-    return tuple(_mangled(kind, name) for kind in type(owner).__mro__ for name in slots_of(kind))
+@functools.cache
+def _slots_of(kind: type) -> tuple[str, ...]:
+    """Names of the slots of objects of a class."""
+    return tuple(_mangled(base, name) for base in kind.__mro__ for name in slots_of(base))
 
 
 def _mangled(kind: type, name: str) -> str:
@@ -419,15 +421,35 @@ def _put_names(file: dict[str, Any], content: dict[str, Any]) -> None:
             file[name] = value
 
 
-def _parts_of_fixed(kind: type, value: Any) -> Any:
-    """Parts of what cannot change itself; ``None`` of anything else."""
-    if issubclass(kind, (tuple, frozenset)):
-        return value
-    if issubclass(kind, types.MethodType):
-        return (value.__self__, value.__func__) if _may_run(value) else ()
-    if issubclass(kind, functools.partial):
-        return value.func, value.args, value.keywords
-    return None
+@functools.cache
+def _way_of(kind: type) -> _Way | None:
+    """What takes an object of a class down; ``None`` for one that has nothing to take down."""
+    if kind in PLAIN or issubclass(kind, (torch.Tensor, torch.nn.Module, *_LEAVES)):
+        return None
+    base = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
+    if base is not None:
+        return lambda contents, value: contents._take_down_container(base, value)
+    ways: tuple[tuple[Any, _Way], ...] = (
+        ((tuple, frozenset), lambda _, value: value),
+        (types.MethodType, lambda _, value: (value.__self__, value.__func__) if _may_run(value) else ()),
+        (functools.partial, lambda _, value: (value.func, value.args, value.keywords)),
+        ((array, *_arrays_of_numpy()), Contents._take_down_array),
+        (random.SystemRandom, Contents._take_down_system),
+        ((torch.Generator, random.Random, *_generators_of_numpy()), Contents._take_down_generator),
+        (Iterator, Contents._take_down_iterator),
+        (threading.local, Contents._take_down_local),
+    )
+    return next((way for kinds, way in ways if issubclass(kind, kinds)), _way_of_object(kind))
+
+
+def _way_of_object(kind: type) -> _Way:
+    is_left_alone = kind.__module__.partition(".")[0] in _LEFT_ALONE
+    return _only_wraps if is_left_alone else Contents._take_down_object
+
+
+def _only_wraps(_: Contents, value: object) -> Any:
+    """What an object that is left alone is a wrapper of."""
+    return (getattr(value, "__wrapped__", None),)
 
 
 def _may_run(method: types.MethodType) -> bool:
@@ -441,34 +463,24 @@ def _may_run(method: types.MethodType) -> bool:
     return not isinstance(method.__func__, types.FunctionType) or is_own(method.__func__)
 
 
-def _is_array(kind: type) -> bool:
+def _arrays_of_numpy() -> tuple[type, ...]:
+    """NumPy's array, if NumPy is loaded: no object is one if it is not."""
     numpy = sys.modules.get("numpy")
-    return numpy is not None and issubclass(kind, numpy.ndarray)
+    return () if numpy is None else (numpy.ndarray,)
 
 
-def _unknown(value: Any) -> str | None:
-    """What an object is whose state cannot be put back; ``None`` for other objects."""
-    kind = type(value)
-    if issubclass(kind, random.SystemRandom):
-        return "random numbers of the operating system"
-    if not issubclass(kind, Iterator) or hasattr(value, "__dict__") or _slots_of(value):
-        return None
-    return f"an iterator or generator ({kind.__name__})"
-
-
-def _generator_of(value: object) -> Generator | None:
-    """A value as a source of random numbers, if it is one."""
-    kind = type(value)
-    if issubclass(kind, torch.Generator):
-        return Generator(value.get_state, value.set_state)  # type: ignore[attr-defined]
-    if issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):
-        return Generator(value.getstate, value.setstate)  # type: ignore[attr-defined]
+def _generators_of_numpy() -> tuple[type, ...]:
     numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    if issubclass(kind, numpy.random.RandomState):
-        return Generator(value.get_state, value.set_state)  # type: ignore[attr-defined]
-    if issubclass(kind, numpy.random.Generator):
-        bits = value.bit_generator  # type: ignore[attr-defined]
-        return Generator(lambda: bits.state, lambda state: setattr(bits, "state", state))
-    return None
+    return () if numpy is None else (numpy.random.RandomState, numpy.random.Generator)
+
+
+def _generator_of(value: Any) -> Generator:
+    """An object that draws random numbers as a source of them."""
+    if isinstance(value, torch.Generator):
+        return Generator(value.get_state, value.set_state)
+    if isinstance(value, random.Random):
+        return Generator(value.getstate, value.setstate)
+    if hasattr(value, "get_state"):  # NumPy's old kind
+        return Generator(value.get_state, value.set_state)
+    bits = value.bit_generator
+    return Generator(lambda: bits.state, lambda state: setattr(bits, "state", state))

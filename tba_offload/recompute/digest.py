@@ -36,14 +36,15 @@ class Digest(NamedTuple):
             tensor: The tensor.
             samples_only: Leaves out the sum, for which all of the tensor has to be read.
         """
-        with torch.no_grad():
-            plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-            words = plain.detach().contiguous().reshape(-1).view(_WORDS[plain.itemsize])
-            samples = words[:: max(words.numel() // _SAMPLES, 1)]
-            if samples_only:
-                return cls(tensor.shape, tensor.dtype, samples.clone())
-            bits = torch.cat((samples.to(torch.int64), words.sum(dtype=torch.int64).reshape(1)))
-            return cls(tensor.shape, tensor.dtype, bits)
+        plain = tensor.detach()
+        if plain.is_complex():
+            plain = torch.view_as_real(plain.resolve_conj())
+        words = plain.contiguous().view(-1).view(_WORDS[plain.itemsize])
+        samples = words[:: max(words.numel() // _SAMPLES, 1)]
+        if samples_only:
+            return cls(tensor.shape, tensor.dtype, samples.clone())
+        bits = torch.cat((samples.to(torch.int64), words.sum(dtype=torch.int64).reshape(1)))
+        return cls(tensor.shape, tensor.dtype, bits)
 
     def equals(self, other: Digest) -> bool:
         """Whether both tensors have the same bits, as far as digests tell; waits for the device."""

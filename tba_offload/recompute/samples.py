@@ -9,7 +9,7 @@ import torch
 from tba_offload.layers.graph import latest_node
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Sequence
 
 _ELEMENTS = 16
 """Of each tensor, at equal distances: state that a layer reads changes most of what it makes."""
@@ -53,7 +53,7 @@ class Samples:
 
     def add(self, saved: torch.Tensor) -> None:
         """Takes samples of a tensor; of one that its operation may fill only now when the next one saves."""
-        tensor: Any = getattr(saved, "_local_tensor", saved)
+        tensor: Any = saved if type(saved) in _KINDS else getattr(saved, "_local_tensor", saved)
         if (node := latest_node()) != self._node:
             self._node = node
             self.end()
@@ -80,20 +80,23 @@ class Samples:
 
     def differences(self, others: Samples) -> Differences | None:
         """Where two runs have saved other bits, as far as that was sampled; ``None`` if nowhere."""
-        shared = self._taken.keys() & others._taken.keys()  # a run that fails, and says so, saves less
-        if all(torch.equal(*pair) for pair in self._joined(others, sorted(shared))):
-            return None
-        places = {place for place in shared if not torch.equal(self._taken[place], others._taken[place])}
+        # A run that fails, and says so, saves less.
+        shared = sorted(self._taken.keys() & others._taken.keys())
+        of_device: dict[torch.device, list[int]] = {}
+        for place in shared:
+            of_device.setdefault(self._taken[place].device, []).append(place)
+        if all(torch.equal(self._joined(some), others._joined(some)) for some in of_device.values()):
+            return None  # the host has waited for each device once
+        pairs = ((place, self._joined([place]), others._joined([place])) for place in shared)
+        places = {place for place, mine, its in pairs if not torch.equal(mine, its)}
         return Differences(frozenset(places), may_be_unfilled=places.isdisjoint(self._with_graph))
 
-    def _joined(self, others: Samples, places: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The samples of both, those of a device as one tensor: the host waits for each device once."""
-        of_device: dict[torch.device, list[int]] = {}
+    def _joined(self, places: Sequence[int]) -> torch.Tensor:
+        """The bits of samples of one device in one tensor, ordered by their type."""
+        of_type: dict[torch.dtype, list[torch.Tensor]] = {}
         for place in places:
-            of_device.setdefault(self._taken[place].device, []).append(place)
-        for some in of_device.values():
-            mine, its = ([samples[place] for place in some] for samples in (self._taken, others._taken))
-            yield torch.cat(mine), torch.cat(its)
+            of_type.setdefault(self._taken[place].dtype, []).append(self._taken[place])
+        return torch.cat([torch.cat(some).view(torch.uint8) for some in of_type.values()])
 
     def _sample(self, tensor: torch.Tensor) -> torch.Tensor:
         plain = tensor.detach()
@@ -107,9 +110,7 @@ class Samples:
                 step += size // _ELEMENTS * stride
                 start += turn % (size - (_ELEMENTS - 1) * (size // _ELEMENTS)) * stride
                 turn //= 2
-        with torch.no_grad():
-            samples = plain.as_strided((count,), (step,), plain.storage_offset() + start)
-            return samples.clone().view(torch.uint8)
+        return plain.as_strided((count,), (step,), plain.storage_offset() + start).clone()
 
 
 def _fills_its_span(tensor: torch.Tensor) -> bool:

@@ -100,12 +100,14 @@ class _Found(NamedTuple):
     hooks: dict[str, dict[Any, Any]] | None
     is_wrapper: bool
 
+    def attributes_now(self) -> dict[str, Any]:
+        """The attributes that the module has now; the very ones that were found if it has these."""
+        own = self.module.__dict__
+        return self.attributes if _are_same(own, self.attributes) else own.copy()
+
     def put_back(self, undo: Callable[..., object]) -> None:
-        """Gives the module what it had; ``undo`` takes the calls that undo this, and what follows it."""
+        """Gives the module what it had but for attributes; ``undo`` takes the calls that undo this."""
         module = self.module
-        if not self.is_wrapper:
-            undo(_put, module.__dict__, module.__dict__.copy())
-            _put(module.__dict__, self.attributes)
         if self.buffers or module._buffers:
             undo(_put_all, module._buffers, module._buffers.copy())
             _put_all(module._buffers, self.buffers)
@@ -271,6 +273,7 @@ class Surroundings:
         if changed is not None:
             raise SavedTensorModifiedError(_too_late(changed))
         with contextlib.ExitStack() as undo:
+            self._put_attributes(undo.callback)
             for found in self._found:
                 found.put_back(undo.callback)
             self._cached.put_back(undo.callback)
@@ -279,6 +282,16 @@ class Surroundings:
             self._restore_slots(undo.callback)
             self._restore_values(undo)
             yield
+
+    def _put_attributes(self, undo: Callable[..., object]) -> None:
+        own = [found for found in self._found if not found.is_wrapper]
+        now = [(found.module.__dict__, found.attributes_now()) for found in own]
+        undo(_put_each, now)
+        _put_each(
+            (attributes, found.attributes)
+            for found, (attributes, held) in zip(own, now, strict=True)
+            if held is not found.attributes
+        )
 
     def _restore_slots(self, undo: Callable[..., object]) -> None:
         for slot in self._slots:
@@ -399,6 +412,12 @@ def _is_view(value: Any) -> bool:
     return issubclass(type(value), torch.Tensor) and value._is_view()
 
 
+def _put_each(wanted: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    """Makes the attributes of modules those that are wanted."""
+    for attributes, content in wanted:
+        _put(attributes, content)
+
+
 def _put(now: dict[str, Any], wanted: dict[str, Any]) -> None:
     """Makes a module's own attributes those that are wanted."""
     if _are_same(now, wanted):
@@ -478,7 +497,7 @@ def _place_of(tensor: torch.Tensor) -> tuple[object, ...]:
 
 def _seen_in(argument: object) -> list[_Seen]:
     """The tensors in an argument, as far as it can be looked into."""
-    found = tensors_in(argument)
+    found = () if type(argument) in PLAIN else tensors_in(argument)
     return [_Seen(address_of(tensor), version_of(tensor), tuple(tensor.shape)) for tensor in found]
 
 

@@ -11,6 +11,7 @@ import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tba_offload.layers.guards import has_hooks, is_scaled, is_scripted
+from tba_offload.layers.nested import modules_in
 from tba_offload.recompute.observation import Observation
 from tba_offload.recompute.tallies import Tallies
 
@@ -156,7 +157,7 @@ class Verifier:
 
     def mode_of(self, index: int) -> Mode:
         """The mode that a layer is in now; it may be in another one when backward comes to it."""
-        return Mode(index, tuple(module.training for module in self.layers[index].module.modules()))
+        return Mode(index, tuple([module.training for module in modules_in(self.layers[index].module)]))
 
     def name_of(self, index: int) -> str:
         """A layer as messages call it."""

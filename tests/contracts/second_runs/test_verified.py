@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from harness import assert_all_given_back, session_for
 from models import same_bits
+from numpy.random import mtrand  # with the functions of the generator that all code shares
 from repeatable import (
     LAYERS,
     RECOMPUTED,
@@ -40,7 +41,7 @@ from torch.nn.utils import parametrize
 import tba_offload as tba
 from tba_offload.config.policy import Placement
 from tba_offload.errors import RecomputationError, SavedTensorModifiedError, UnsupportedError
-from tba_offload.layers.randomness import RandomState, generators_of
+from tba_offload.layers.randomness import Generator, RandomState, generators_of
 from tba_offload.recompute.digest import Digest, digests, equal
 
 if TYPE_CHECKING:
@@ -971,6 +972,51 @@ def test_random_numbers_are_drawn_again_and_the_generator_goes_on_as_it_was() ->
     with state.replayed():
         assert same_bits(torch.rand(5), first)
     assert torch.equal(torch.get_rng_state(), expected)
+
+
+@pytest.fixture
+def numpys() -> Iterator[Generator]:
+    """NumPy's generator, which is given its state back."""
+    before = mtrand.get_state()
+    mtrand.seed(5)
+    yield next(each for each in generators_of(torch.device("cpu")) if each.has_rested is not None)
+    mtrand.set_state(before)
+
+
+@pytest.mark.parametrize("has_another", [False, True], ids=["", "after an odd number of normal ones"])
+@pytest.mark.parametrize(
+    "draw",
+    [mtrand.rand, mtrand.randn, mtrand.bytes, mtrand.permutation, mtrand.standard_gamma],
+    ids=["rand", "randn", "bytes", "permutation", "gamma"],
+)
+def test_what_is_drawn_from_numpy_is_noticed(
+    draw: Callable[[int], Any], numpys: Generator, *, has_another: bool
+) -> None:
+    if has_another:
+        mtrand.randn()
+    state = RandomState.of([numpys])
+    first = draw(9)
+    drawn = state.drawn()
+    expected = repr(mtrand.get_state())
+    with drawn.replayed():
+        assert repr(draw(9)) == repr(first)
+    assert repr(mtrand.get_state()) == expected
+
+
+def test_the_last_normal_number_of_numpy_is_noticed(numpys: Generator) -> None:
+    mtrand.randn()
+    state = RandomState.of([numpys])
+    first = mtrand.randn()  # made with the one before
+    with state.drawn().replayed():
+        assert mtrand.randn() == first
+
+
+def test_the_state_of_numpy_is_not_taken_where_nothing_was_drawn(numpys: Generator) -> None:
+    state = RandomState([numpys._replace(state=pytest.fail)], [numpys.state()])
+    state.drawn()
+    mtrand.rand()
+    with pytest.raises(pytest.fail.Exception):
+        state.drawn()
 
 
 @pytest.mark.parametrize(

@@ -152,17 +152,37 @@ def test_one_graph_of_all_layers_is_refused_by_name(default: str, compiler: Comp
         assert UnsupportedError.__name__ in str(caught.value)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
-@pytest.mark.full
-def test_recomputation_runs_what_inductor_made() -> None:
+inductor = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here"),
+    pytest.mark.full,
+]
+
+
+def of_inductor(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks of a test for which inductor makes kernels, one for each placement."""
+    for mark in inductor:
+        test = mark(test)
+    return pytest.mark.parametrize("default", PLACEMENTS)(test)
+
+
+@of_inductor
+def test_placements_run_what_inductor_made(default: str) -> None:
     """Its fused operations round otherwise than one by one; so the graph for each layer is the same."""
-    expected, found = (train_by_inductor(default) for default in ("keep", "recompute"))
-    assert_same(found, expected)
+    assert_same(*(train_by_inductor(each, whole=True) for each in (default, "keep")))
 
 
-def train_by_inductor(default: str) -> list[list[Tensor]]:
+@of_inductor
+def test_layers_that_inductor_compiled_before(default: str) -> None:
+    """Each is the same graph with and without a session, so the bits are those of the plain run."""
+    assert_same(train_by_inductor(default, whole=False), train_by_inductor(None, whole=False))
+
+
+def train_by_inductor(default: str | None, *, whole: bool) -> list[list[Tensor]]:
+    """Trains the model, compiled whole or layer by layer, with a session if there is a placement."""
     torch._dynamo.reset()
     model = make()
-    with attach(model, default) as session:
-        return train(torch.compile(model), session, steps=2)
+    for layer in () if whole else model.layers:
+        layer.compile()  # type: ignore[operator]
+    with nullcontext() if default is None else attach(model, default) as session:
+        return train(torch.compile(model) if whole else model, session)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 SAVED = 256
 ONE = 64 * KIB
+SHARED = SimpleNamespace(**{f"width_{number}": number for number in range(200)}, more=[SimpleNamespace()] * 9)
+"""Settings as frameworks have them in each module of a layer."""
+
 WAITS = {"_await", "_make_room"}
 """Functions in which the training thread waits for I/O: how often it asks there is the drive's affair."""
 
@@ -130,3 +134,18 @@ def test_a_tensor_that_the_plan_keeps(tmp_path: Path) -> None:
     calls, session = calls_of(ONCE, tmp_path, keep=True)
     assert session.report()[-1].offloaded_bytes == 0
     assert calls / SAVED <= 12
+
+
+def test_a_layer_that_is_run_a_second_time(tmp_path: Path) -> None:
+    """What verifying takes for each module of a layer, and for all that they share, such as settings."""
+    layer = nn.Sequential(*(nn.Linear(4, 4) for _ in range(20)))
+    for module in layer:
+        module.settings = SHARED  # type: ignore[assignment]
+    model = nn.Sequential(layer)
+    with session_for(model, layers=list(model), directory=tmp_path, default="recompute") as session:
+        calls = Calls()
+        for _ in range(3):
+            calls = Calls()
+            with session.step(), calls:
+                model(torch.ones(2, 4)).sum().backward()
+    assert calls.count <= 3_900
