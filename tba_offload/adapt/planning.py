@@ -55,6 +55,7 @@ class Planning:
             controller: Is going to renew it.
             agree: Asks the other ranks, if layers are shared.
         """
+        self.close()
         self.controller = controller
         self._observer = controller
         if controller is not None and agree is not None and controller.task.is_shared:
@@ -74,6 +75,11 @@ class Planning:
         return self.controller is not None and self.controller.task.has_budget
 
     @property
+    def seconds(self) -> float | None:
+        """How long the controller kept training waiting after the last step; ``None`` if there is none."""
+        return None if self.controller is None else self.controller.seconds
+
+    @property
     def has_planned(self) -> bool:
         """Whether a plan that was made from what steps are like is in force."""
         return self.controller is not None and self.controller.has_planned
@@ -82,6 +88,11 @@ class Planning:
     def wants_memory(self) -> bool:
         """Whether the next step's peak must be measured."""
         return self.controller is not None and self.controller.wants_memory
+
+    def close(self) -> None:
+        """Nothing more is going to be planned."""
+        if self.controller is not None:
+            self.controller.give_up()
 
     def begin_step(self) -> None:
         """A step that failed or was skipped after it had left its plan taught nothing: the plan stays."""
