@@ -165,6 +165,7 @@ class Controller:
             room=known.rates.room,
             usual=known.rates.usual(),
             deviation=known.rates.deviation(),
+            seconds=observation.record.seconds,
             peak=peak,
             size=known.size,
             skips=known.skips,

@@ -27,6 +27,7 @@ from tba_offload.adapt.proposals import (
     over_budget,
     predicted,
     probing_plan,
+    rival,
 )
 from tba_offload.adapt.rates import differ, differ_in_room, drifted, in_words
 from tba_offload.config.policy import Objective
@@ -56,6 +57,7 @@ class Moment:
         plan: The plan that was in force.
         bandwidth: The rates of the drives now; ``None`` if nothing ever moved.
         room: Bytes that they hold at most.
+        seconds: How long the step took by the host's clock.
         peak: The peak of the step in bytes; ``None`` if it was not measured, or is that of no plan.
         size: How large the step was.
         skips: Whether there were steps without layers that plans must hold for.
@@ -79,6 +81,7 @@ class Moment:
     not_recomputed: frozenset[int]
     needs: Needs
     pace: Pace
+    seconds: float = 0.0
     usual: Bandwidth | None = None
     deviation: float = 0.0
     warnings: list[str] = field(default_factory=list)
@@ -88,6 +91,11 @@ class Moment:
     def tuning(self) -> Tuning:
         """The numbers that plans are made with."""
         return self.task.tuning
+
+    @property
+    def may_compare(self) -> bool:
+        """Whether a plain plan may be tried for a step: not where ranks would have to agree on it."""
+        return self.task.has_budget and self.task.objective is Objective.TIME and not self.task.is_shared
 
     def best_plan(self, profile: StepProfile, bandwidth: Bandwidth) -> Plan:
         """The best plan that is found, for a drive that may be slower than the one that was measured."""
@@ -206,6 +214,8 @@ class Settled(Phase):
         is_refined: Whether it was made anew after that.
         quiet_steps: Steps for which a plan that was in doubt without need is left alone.
         quiet_until: Step until which small doubts do not count.
+        is_compared: Whether a step has tried the plain plan that comes next.
+        favoured: Share by which predictions favour the plan that this one has beaten in a step.
     """
 
     plan: Plan
@@ -216,6 +226,8 @@ class Settled(Phase):
     is_refined: bool = False
     quiet_steps: int = 1
     quiet_until: int = 0
+    is_compared: bool = False
+    favoured: float = 0.0
 
     @property
     def settled(self) -> Settled | None:
@@ -317,6 +329,12 @@ class Settled(Phase):
             bolder = dataclasses.replace(self, caution=min(self.caution / tuning.caution, 1.0))
             return bolder.replanned(moment, profile, bandwidth, self.plan, "the drives may have recovered")
         if has_excursion(moment.step, tuning):
+            if moment.may_compare and not self.is_compared:
+                plain = rival(
+                    *(moment.task, profile, bandwidth, self.plan), not_recomputed=moment.not_recomputed
+                )
+                if plain is not None:
+                    return Comparison(dataclasses.replace(self, is_compared=True)), plain
             look = excursion(moment.task, profile, bandwidth, self.plan, not_recomputed=moment.not_recomputed)
             if look is not None:
                 return Excursion(self), look
@@ -349,11 +367,13 @@ class Settled(Phase):
             old,
             policy=task.policy,
             objective=task.objective,
-            worth=tuning.worth_it if worth is None else worth,
+            worth=self.favoured + (tuning.worth_it if worth is None else worth),
             tuning=tuning,
         ):
             moment.forgets.append(Pace.forget_seconds)
-            now = dataclasses.replace(now, why=why, quiet_steps=1, is_measured=False)
+            now = dataclasses.replace(
+                now, why=why, quiet_steps=1, is_measured=False, is_compared=False, favoured=0.0
+            )
         else:
             new = old
             quiet_steps = min(2 * self.quiet_steps, tuning.excursions[-1])
@@ -406,6 +426,29 @@ class Excursion(Phase):
         return self.left.replanned(
             moment, profile, bandwidth, self.left.plan, "a step tried other placements"
         )
+
+
+class Comparison(Excursion):
+    """One step has a plain plan, which is as good as the one in force as far as predictions can tell."""
+
+    __slots__ = ()
+
+    def decide(self, moment: Moment, profile: StepProfile, bandwidth: Bandwidth) -> tuple[Phase, Plan]:
+        """Keeps what was faster."""
+        left, tuning, plain = self.left, moment.tuning, moment.plan
+        usual, expected = moment.pace.usual, left.plan.prediction
+        budget = moment.task.limits.budget or 0
+        if usual is None or expected is None or plain.prediction is None or (moment.peak or 0) > budget:
+            return super().decide(moment, profile, bandwidth)
+        needed = max(tuning.worth_it, tuning.deviation(moment.pace.deviation / usual))
+        if moment.seconds >= (1 - needed) * usual:
+            return super().decide(moment, profile, bandwidth)
+        said = plain.prediction.seconds / expected.seconds  # and this was found:
+        favoured = max(said * usual / moment.seconds - 1, 0.0)
+        moment.forgets.append(Pace.forget_seconds)
+        why = f"a step under it took {significant(moment.seconds)} s instead of {significant(usual)} s"
+        won = dataclasses.replace(left, plan=plain, why=why, is_measured=False, favoured=favoured)
+        return won, plain
 
 
 def has_excursion(step: int, tuning: Tuning) -> bool:

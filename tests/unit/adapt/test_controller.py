@@ -24,7 +24,7 @@ from tba_offload.adapt.needs import Needs
 from tba_offload.adapt.pace import Pace
 from tba_offload.adapt.phases import Excursion, Moment, Settled
 from tba_offload.adapt.profiler import ComputeClock, profile_of
-from tba_offload.adapt.proposals import best_plan, excursion, probing_plan
+from tba_offload.adapt.proposals import bare, best_plan, excursion, probing_plan
 from tba_offload.adapt.rates import Rates, drifted
 from tba_offload.adapt.task import Task
 from tba_offload.capture.scope import ActivationKey, ScopeKey
@@ -1685,3 +1685,41 @@ def test_sizes_are_compared_layer_by_layer() -> None:
     found = of_sizes(None, 800, 120, before=before).at_least(before)
     assert bytes_of(found) == [360, 2700, 360]
     assert found.layers == (1, 0, 1)
+
+
+# Plain plans
+
+
+def compared(mixed: float, steps: int = 70) -> Machine:
+    """A machine on which plans that place layers in several ways take so many times what they should."""
+    machine = machine_of(HALF.scaled(0.5), budget=18 * MIB, window=8 * MIB)
+    for _ in range(steps):
+        machine.step(slower=mixed if len(set(bare(machine.plan).placements)) > 1 else 1.0)
+    return machine
+
+
+def test_a_plain_plan_that_a_step_shows_to_be_faster_stays() -> None:
+    """Although each prediction says that another one is better."""
+    machine = compared(1.3)
+    assert set(machine.plan.placements) == {RECOMPUTE}
+    settled = settled_in(machine)
+    assert settled.favoured > 0.05
+    again = best_plan(
+        machine.controller.task,
+        steady_profile(),
+        HALF.scaled(0.5),
+        policy=(AUTO,) * LAYERS,
+        not_recomputed=NONE,
+    )
+    assert again.prediction is not None
+    kept = simulate(steady_profile(), machine.plan, HALF.scaled(0.5))
+    assert again.prediction.seconds < kept.seconds
+
+
+def test_a_plain_plan_is_tried_once_where_predictions_hold() -> None:
+    machine = compared(1.0)
+    assert len(set(machine.plan.placements)) > 1
+    assert settled_in(machine).is_compared
+
+
+NONE = frozenset[int]()
