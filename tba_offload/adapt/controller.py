@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import time
 import warnings
 from functools import partial
 from typing import TYPE_CHECKING
@@ -56,13 +55,11 @@ class Controller:
     Attributes:
         task: The same.
         knowledge: What it has learned from the steps.
-        seconds: How long it kept training waiting after the last step.
     """
 
     def __init__(self, task: Task, think: Think = AtOnce) -> None:
         self.task = task
         self.knowledge = Knowledge(task)
-        self.seconds = 0.0
         self._think = think
         self._thinking: tuple[Thinking[Decision], Moment] | None = None
         self._phase: Phase = WarmUp()
@@ -118,12 +115,6 @@ class Controller:
         Returns:
             The plan for the next step; the one that was in force if nothing speaks for another one.
         """
-        began = time.perf_counter()
-        plan = self._observed(observation)
-        self.seconds = time.perf_counter() - began
-        return plan
-
-    def _observed(self, observation: StepObservation) -> Plan:
         moment, plan = self._noted(observation), observation.plan
         slice_of_time = self.task.tuning.thinking(observation.record.seconds)
         is_waited_for = self.task.is_shared or self._phase.is_pressing(moment)
@@ -138,12 +129,16 @@ class Controller:
                     return plan  # of which nothing was seen yet
                 observation = dataclasses.replace(observation, plan=plan)
                 moment = dataclasses.replace(moment, plan=plan)
-        if not (moment.size.has_grown or self._is_turn(moment)):
+        if self.task.is_shared:  # the ranks talk after the same steps
+            is_turn = is_time_to_talk(moment.step, self.task.tuning)
+        else:
+            is_turn = self._phase.is_turn(moment)
+        if not (moment.size.has_grown or is_turn):
             return plan
         try:
             self._look(observation, moment)
         except Exception as error:  # noqa: BLE001 - a plan is advice: training goes on, and so do the other ranks
-            self._failed(error, moment.step)
+            self._warn(_failed(error, moment.step))
         if self._thinking is None or not (is_waited_for or self._thinking[0].go_on(slice_of_time)):
             return self._undecided(plan)
         return self._taken(plan)
@@ -174,12 +169,6 @@ class Controller:
             pace=copy.copy(known.pace),
         )
 
-    def _is_turn(self, moment: Moment) -> bool:
-        """Whether to look at a step closely."""
-        if self.task.is_shared:  # the ranks talk after the same steps
-            return is_time_to_talk(moment.step, self.task.tuning)
-        return self._phase.is_turn(moment)
-
     def _look(self, observation: StepObservation, moment: Moment) -> None:
         """Begins to think about a step."""
         known, bandwidth = self.knowledge, moment.bandwidth
@@ -199,7 +188,7 @@ class Controller:
         try:
             self._phase, plan = thinking.answer()
         except Exception as error:  # noqa: BLE001 - as above
-            self._failed(error, moment.step)
+            self._warn(_failed(error, moment.step))
             return self._undecided(plan)
         for forget in moment.forgets:
             forget(self.knowledge.pace)
@@ -220,9 +209,6 @@ class Controller:
             return plan
         self._phase = settled
         return settled.plan
-
-    def _failed(self, error: Exception, step: int) -> None:
-        self._warn(f"no plan could be made after step {step}: {error!r}; the one before stays")
 
     def _warn(self, what: str) -> None:
         if not self._warned:
@@ -317,3 +303,7 @@ class Controller:
         careful, every = bandwidth.scaled(settled.caution), frozenset(range(len(placements)))
         plan = best_plan(self.task, profile, careful, policy=placements, not_recomputed=every)
         return predicted(plan, profile, bandwidth)
+
+
+def _failed(error: Exception, step: int) -> str:
+    return f"no plan could be made after step {step}: {error!r}; the one before stays"
