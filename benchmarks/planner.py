@@ -1,6 +1,7 @@
 """Is the plan as good as the best of the simple ones? `auto` against policies written by hand.
 
     python benchmarks/planner.py                    every budget, with the drive as it is
+    python benchmarks/planner.py --model mixed      another model: llama, gpt2, moe, or wide and narrow layers
     python benchmarks/planner.py --rate 200MB       on a drive slowed down to 200 MB/s in each direction
     python benchmarks/planner.py --budget 0         without a budget, against keep and offload
     python benchmarks/planner.py --adapt            the drive halves its rate in the middle of a run
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import click
+import families
 import torch
 from gpt_runner import HEAD_WIDTH, SHAPE, dtype_option, settled_dtype, shown_race
 from rich.console import Console
@@ -86,7 +88,7 @@ class ThrottledFileStore(FileStore):
 
 
 class PlanRunner:
-    """A GPT that trains on random tokens under a policy.
+    """A model that trains on random tokens under a policy.
 
     Args:
         config: The policy as YAML.
@@ -94,6 +96,7 @@ class PlanRunner:
         batch_size: Sequences in a step.
         rates: From a step on, how many bytes a second the drive moves: pairs of step and rate.
         measure: Whether memory is measured in every fourth step.
+        family: One of :data:`families.FAMILIES`; by default the GPT of Megatron.
     """
 
     def __init__(
@@ -104,11 +107,13 @@ class PlanRunner:
         batch_size: int,
         rates: Sequence[tuple[int, float | None]] = ((0, None),),
         measure: bool = True,
+        family: str | None = None,
     ) -> None:
         keep_freed_pages()
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(single_process())
-        self._model = build_gpt(shape, seed=1)
+        self._family = family
+        self._model = build_gpt(shape, seed=1) if family is None else families.build(family, shape, seed=1)
         for parameter in self._model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self._optimizer = torch.optim.Adam(self._model.parameters(), lr=3e-4, fused=True)
@@ -122,12 +127,12 @@ class PlanRunner:
         """One step: its time, loss, peak if it was measured, stall, plan and prediction."""
         if self._count in self._rates:
             self._session.store.bytes_per_second = self._rates[self._count]  # type: ignore[attr-defined]
-        batch = random_batch(self._shape, batch_size=self._batch_size, seed=self._count)
+        seed = self._count
         measure = self._measure and measures_memory(self._count)
         self._count += 1
         placements = self._session.plan.placements
         with self._session.step(measure_memory=measure) as step:
-            loss = gpt_loss(self._model, batch)
+            loss = self._loss(seed)
             loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=False)
@@ -142,6 +147,11 @@ class PlanRunner:
             "predicted_peak": record.predicted_peak_bytes,
             "layers": composition(placements),
         }
+
+    def _loss(self, seed: int) -> torch.Tensor:
+        if self._family is not None:
+            return families.loss_of(self._model, self._shape, batch_size=self._batch_size, seed=seed)
+        return gpt_loss(self._model, random_batch(self._shape, batch_size=self._batch_size, seed=seed))
 
     def close(self) -> None:
         """Ends session and process group."""
@@ -171,6 +181,8 @@ def by_hand(directory: str, layers: int, budget: int | None, peak: int, window: 
         return {"offload all": policy(directory, Placement.OFFLOAD, window=window)}
     one = peak / layers
     found = {}
+    for other in (Placement.RECOMPUTE_OFFLOAD, Placement.OFFLOAD_REMAT):
+        found[f"{other} all"] = policy(directory, other, window=window)
     for other in (Placement.OFFLOAD, Placement.RECOMPUTE):
         found[f"{other} all"] = policy(directory, other, window=window)
         room = budget - (window if other is Placement.OFFLOAD else one) - 0.1 * peak
@@ -188,7 +200,17 @@ def by_hand(directory: str, layers: int, budget: int | None, peak: int, window: 
 class Bench:
     """The races of one command line."""
 
-    def __init__(self, *, directory: str, steps: int, batch_size: int, window: str, shape: Figures) -> None:
+    def __init__(
+        self,
+        *,
+        directory: str,
+        steps: int,
+        batch_size: int,
+        window: str,
+        shape: Figures,
+        family: str | None = None,
+    ) -> None:
+        self.family = family
         self.directory, self.steps, self.batch_size = directory, steps, batch_size
         self.window = parse_size(window)
         self.shape = GptShape(heads=shape["hidden"] // HEAD_WIDTH, **shape)
@@ -201,7 +223,13 @@ class Bench:
         entrants = {
             name: Entrant(
                 PlanRunner,
-                {"config": config, "shape": self.shape, "batch_size": self.batch_size, "rates": rates},
+                {
+                    "config": config,
+                    "shape": self.shape,
+                    "batch_size": self.batch_size,
+                    "rates": rates,
+                    "family": self.family,
+                },
                 FAST_ALLOCATOR,
             )
             for name, config in configs.items()
@@ -400,6 +428,7 @@ def _growth(rows: Sequence[Figures]) -> float:
     "--adapt", "adapts", is_flag=True, help="Halve the rate in the middle; --rate is 800MB by default."
 )
 @click.option("--scale", "scales", is_flag=True, help="Time the planner alone, on steps of growing size.")
+@click.option("--model", "family", type=click.Choice([*families.FAMILIES]), help="Instead of Megatron's GPT.")
 @click.option("--layers", default=12, show_default=True)
 @click.option("--hidden", default=512, show_default=True)
 @click.option("--sequence", default=256, show_default=True)
@@ -421,6 +450,7 @@ def main(
     batch_size: int,
     window: str,
     dtype: str,
+    family: str | None,
     **shape: int,
 ) -> None:
     """Race auto against policies written by hand."""
@@ -430,7 +460,9 @@ def main(
     model = SHAPE | shape | {"dtype": settled_dtype(dtype)}
     with contextlib.ExitStack() as stack:
         place = directory or stack.enter_context(tempfile.TemporaryDirectory(prefix="tba-bench-"))
-        bench = Bench(directory=place, steps=steps, batch_size=batch_size, window=window, shape=model)
+        bench = Bench(
+            directory=place, steps=steps, batch_size=batch_size, window=window, shape=model, family=family
+        )
         if adapts:
             rows = adapt(bench, parse_size(rate or "800MB"))
         else:

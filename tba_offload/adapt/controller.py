@@ -12,27 +12,37 @@ forgotten; in smaller steps, and where layers are skipped, the plan stays.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tba_offload.adapt.agreement import is_time_to_talk
 from tba_offload.adapt.knowledge import Knowledge
 from tba_offload.adapt.phases import Moment, Settled, WarmUp
-from tba_offload.adapt.proposals import best_plan, over_budget, predicted
+from tba_offload.adapt.proposals import bare, best_plan, over_budget, predicted
+from tba_offload.adapt.thinking import AtOnce
 from tba_offload.config.policy import Placement
 from tba_offload.plan.describe import describe_plan
 from tba_offload.plan.simulate import simulate
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from tba_offload.adapt.agreement import Need
     from tba_offload.adapt.observation import StepObservation
     from tba_offload.adapt.phases import Phase
     from tba_offload.adapt.task import Task
+    from tba_offload.adapt.thinking import Thinking
     from tba_offload.plan.model import Plan
     from tba_offload.plan.sizes import RunSize
+
+    Decision = tuple[Phase, Plan]
+    """What comes next."""
+
+    Think = Callable[[Callable[[], Decision]], Thinking[Decision]]
+    """Begins to find out what comes next."""
 
 
 class Controller:
@@ -40,15 +50,18 @@ class Controller:
 
     Args:
         task: What it has to decide.
+        think: Begins to find out what comes next; by default it is found out at once.
 
     Attributes:
         task: The same.
         knowledge: What it has learned from the steps.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, think: Think = AtOnce) -> None:
         self.task = task
         self.knowledge = Knowledge(task)
+        self._think = think
+        self._thinking: tuple[Thinking[Decision], Moment] | None = None
         self._phase: Phase = WarmUp()
         self._told: Plan | None = None
         self._warned = False
@@ -96,17 +109,39 @@ class Controller:
     def observe(self, observation: StepObservation) -> Plan:
         """Takes note of a step.
 
+        What it teaches is thought about after this step and the next ones, for a little each time; at once
+        where the next step must not begin before, or ranks are about to agree.
+
         Returns:
             The plan for the next step; the one that was in force if nothing speaks for another one.
         """
-        moment = self._noted(observation)
-        if not (self._is_turn(moment) or moment.size.has_grown):
-            return observation.plan
+        moment, plan = self._noted(observation), observation.plan
+        slice_of_time = self.task.tuning.thinking(observation.record.seconds)
+        is_waited_for = self.task.is_shared or self._phase.is_pressing(moment)
+        if self._thinking is not None:
+            if is_waited_for:
+                self.give_up()  # that is about steps that are no more
+            elif not self._thinking[0].go_on(slice_of_time):
+                return plan
+            else:
+                plan = self._taken(plan)
+                if bare(plan) != bare(observation.plan):
+                    return plan  # of which nothing was seen yet
+                observation = dataclasses.replace(observation, plan=plan)
+                moment = dataclasses.replace(moment, plan=plan)
+        if self.task.is_shared:  # the ranks talk after the same steps
+            is_turn = is_time_to_talk(moment.step, self.task.tuning)
+        else:
+            is_turn = self._phase.is_turn(moment)
+        if not (moment.size.has_grown or is_turn):
+            return plan
         try:
-            return self._look(observation, moment)
+            self._look(observation, moment)
         except Exception as error:  # noqa: BLE001 - a plan is advice: training goes on, and so do the other ranks
-            self._warn(f"no plan could be made after step {moment.step}: {error!r}; the one before stays")
-            return self._undecided(observation.plan)
+            self._warn(_failed(error, moment.step))
+        if self._thinking is None or not (is_waited_for or self._thinking[0].go_on(slice_of_time)):
+            return self._undecided(plan)
+        return self._taken(plan)
 
     def _noted(self, observation: StepObservation) -> Moment:
         known = self.knowledge
@@ -123,32 +158,52 @@ class Controller:
             plan=observation.plan,
             bandwidth=known.rates.bandwidth(),
             room=known.rates.room,
+            usual=known.rates.usual(),
+            deviation=known.rates.deviation(),
+            seconds=observation.record.seconds,
             peak=peak,
             size=known.size,
             skips=known.skips,
             not_recomputed=observation.not_recomputed,
-            needs=known.needs,
-            pace=known.pace,
-            warn=self._warn,
+            needs=copy.copy(known.needs),
+            pace=copy.copy(known.pace),
         )
 
-    def _is_turn(self, moment: Moment) -> bool:
-        """Whether to look at a step closely."""
-        if self.task.is_shared:  # the ranks talk after the same steps
-            return is_time_to_talk(moment.step, self.task.tuning)
-        return self._phase.is_turn(moment)
-
-    def _look(self, observation: StepObservation, moment: Moment) -> Plan:
-        bandwidth = moment.bandwidth
-        profile = self.knowledge.understand(observation, self._phase, bandwidth)
+    def _look(self, observation: StepObservation, moment: Moment) -> None:
+        """Begins to think about a step."""
+        known, bandwidth = self.knowledge, moment.bandwidth
+        profile = known.understand(observation, self._phase, bandwidth)
         if profile is None or bandwidth is None:
-            return self._undecided(observation.plan)
-        moment = dataclasses.replace(moment, skips=self.knowledge.skips)
-        self._phase, plan = self._phase.decide(moment, profile, bandwidth)
+            return
+        moment = dataclasses.replace(
+            moment, skips=known.skips, needs=copy.copy(known.needs), pace=copy.copy(known.pace)
+        )
+        self._thinking = self._think(partial(self._phase.decide, moment, profile, bandwidth)), moment
+
+    def _taken(self, plan: Plan) -> Plan:
+        """The plan that was thought about, with what follows."""
+        if self._thinking is None:
+            return plan
+        (thinking, moment), self._thinking = self._thinking, None
+        try:
+            self._phase, plan = thinking.answer()
+        except Exception as error:  # noqa: BLE001 - as above
+            self._warn(_failed(error, moment.step))
+            return self._undecided(plan)
+        for forget in moment.forgets:
+            forget(self.knowledge.pace)
+        for warning in moment.warnings:
+            self._warn(warning)
         return plan
 
+    def give_up(self) -> None:
+        """Forgets what it was thinking about."""
+        if self._thinking is not None:
+            self._thinking[0].give_up()
+            self._thinking = None
+
     def _undecided(self, plan: Plan) -> Plan:
-        """The plan where a step has taught nothing: the one that there is; an excursion is over."""
+        """The plan where nothing is decided: the one that there is; an excursion is over."""
         settled = self._phase.settled
         if settled is None:
             return plan
@@ -248,3 +303,7 @@ class Controller:
         careful, every = bandwidth.scaled(settled.caution), frozenset(range(len(placements)))
         plan = best_plan(self.task, profile, careful, policy=placements, not_recomputed=every)
         return predicted(plan, profile, bandwidth)
+
+
+def _failed(error: Exception, step: int) -> str:
+    return f"no plan could be made after step {step}: {error!r}; the one before stays"

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 class Needs:
     """The memory that was measured.
 
+    What it knows of plans is replaced, never changed, so that a copy stays as it is.
+
     Args:
         task: Has the budget.
     """
@@ -53,7 +55,7 @@ class Needs:
 
     def forget_peaks(self) -> None:
         """Forgets what plans needed: drives held more, or less, than they do now."""
-        self._peaks.clear()
+        self._peaks = {}
 
     def note_peak(self, plan: Plan, peak: int | None, *, is_largest: bool) -> None:
         """Remembers what a plan needs in the largest step; a smaller one over the budget tells as well."""
@@ -61,9 +63,9 @@ class Needs:
             return
         if is_largest or peak > (self._task.limits.budget or 0):
             known = bare(plan)
-            self._peaks[known] = max(self._peaks.pop(known, 0), peak)
-            if len(self._peaks) > self._task.tuning.most_peaks:
-                del self._peaks[next(iter(self._peaks))]
+            others = {plan: needed for plan, needed in self._peaks.items() if plan != known}
+            peaks = [*others.items(), (known, max(self._peaks.get(known, 0), peak))]
+            self._peaks = dict(peaks[-self._task.tuning.most_peaks :])
 
     def peak_of(self, plan: Plan) -> int:
         """The highest peak that was measured under a plan, in bytes; 0 if none was."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections import deque
 from typing import TYPE_CHECKING
+
+from tba_offload.plan.bandwidth import median_deviation
 
 if TYPE_CHECKING:
     from tba_offload.capture.trace import DeviceTimes, StepTimes
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Pace:
-    """The times of the last steps.
+    """The times of the last steps; they are replaced, never changed, so that a copy stays as it is.
 
     A device that runs behind the host tells how long a step took when it has come to its end, mostly after
     the next one was given to it: it is waited for only where it has to be read anyway.
@@ -23,25 +24,26 @@ class Pace:
     """
 
     def __init__(self, tuning: Tuning) -> None:
-        self._seconds: deque[float] = deque(maxlen=tuning.recent)
-        self._waited: deque[float] = deque(maxlen=2)  # shares of the steps
+        self._tuning = tuning
+        self._seconds: tuple[float, ...] = ()
+        self._waited: tuple[float, ...] = ()  # shares of the last two steps
         self._unread: DeviceTimes | None = None  # of a step under the plan, while its device was not asked
 
     @property
     def seconds(self) -> tuple[float, ...]:
         """Of the last steps, oldest first."""
-        return tuple(self._seconds)
+        return self._seconds
 
     @property
     def waited(self) -> tuple[float, ...]:
         """Shares of the last two steps under a plan that compute waited."""
-        return tuple(self._waited)
+        return self._waited
 
     def end_last_step(self) -> None:
         """Reads how long the step before took, if its device has come to the end of it by now."""
         before, self._unread = self._unread, None
         if before is not None and before.are_known():
-            self._seconds.append(before.step_seconds())
+            self._add(before.step_seconds())
 
     def note(self, record: StepRecord, on_device: DeviceTimes | None, *, is_planned: bool) -> None:
         """Notes a step.
@@ -54,23 +56,31 @@ class Pace:
         if on_device is not None:
             self._unread = on_device
             return
-        self._seconds.append(record.seconds)
-        if is_planned:
-            self._waited.append((record.stall_seconds or 0.0) / record.seconds)
+        waited = (record.stall_seconds or 0.0) / record.seconds
+        self._add(record.seconds, waited if is_planned else None)
 
     def read(self, times: StepTimes, *, is_planned: bool) -> None:
         """Notes what the device told of the step after all."""
         if self._unread is None:
             return
         self._unread = None
-        self._seconds.append(times.ended - times.began)
-        if is_planned:
-            self._waited.append(times.waited)
+        self._add(times.ended - times.began, times.waited if is_planned else None)
+
+    def _add(self, seconds: float, waited: float | None = None) -> None:
+        self._seconds = (*self._seconds, seconds)[-self._tuning.remembered_steps :]
+        if waited is not None:
+            self._waited = (*self._waited, waited)[-2:]
 
     @property
     def usual(self) -> float | None:
-        """The median in seconds; ``None`` before there are two steps: one says nothing."""
-        return statistics.median(self._seconds) if len(self._seconds) > 1 else None
+        """The median of the last few in seconds; ``None`` before there are two steps: one says nothing."""
+        last = self._seconds[-self._tuning.recent :]
+        return statistics.median(last) if len(last) > 1 else None
+
+    @property
+    def deviation(self) -> float:
+        """By how many seconds steps differ from each other: the median deviation from their median."""
+        return median_deviation(self._seconds)
 
     def has_waited(self, share: float) -> bool:
         """Whether compute waited for more than this share of both of the last two steps."""
@@ -79,13 +89,12 @@ class Pace:
     def forget(self) -> None:
         """Forgets everything: steps have become larger."""
         self._unread = None
-        self._seconds.clear()
-        self._waited.clear()
+        self._seconds = self._waited = ()
 
     def forget_seconds(self) -> None:
         """Forgets how long steps took: they took it under another plan."""
-        self._seconds.clear()
+        self._seconds = ()
 
     def forget_waits(self) -> None:
         """Forgets how long steps waited: that was answered."""
-        self._waited.clear()
+        self._waited = ()

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tba_offload.adapt.pace import Pace
 from tba_offload.adapt.proposals import (
     bare,
     best_plan,
@@ -26,8 +27,9 @@ from tba_offload.adapt.proposals import (
     over_budget,
     predicted,
     probing_plan,
+    rival,
 )
-from tba_offload.adapt.rates import differ, drifted, in_words
+from tba_offload.adapt.rates import differ, differ_in_room, drifted, in_words
 from tba_offload.config.policy import Objective
 from tba_offload.formatting import readable_size, significant
 from tba_offload.plan.search import is_better
@@ -37,7 +39,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tba_offload.adapt.needs import Needs
-    from tba_offload.adapt.pace import Pace
     from tba_offload.adapt.task import Task
     from tba_offload.plan.bandwidth import Bandwidth
     from tba_offload.plan.model import Plan
@@ -56,13 +57,17 @@ class Moment:
         plan: The plan that was in force.
         bandwidth: The rates of the drives now; ``None`` if nothing ever moved.
         room: Bytes that they hold at most.
+        seconds: How long the step took by the host's clock.
         peak: The peak of the step in bytes; ``None`` if it was not measured, or is that of no plan.
         size: How large the step was.
         skips: Whether there were steps without layers that plans must hold for.
         not_recomputed: Layers that must not be recomputed unless the policy says so.
-        needs: What steps were seen to need of memory.
-        pace: How long steps took.
-        warn: Tells the user.
+        needs: What steps were seen to need of memory by then.
+        pace: How long steps took until then.
+        usual: The rates of the drives in the last few steps; ``None`` if those were never told apart.
+        deviation: By which share the rates of the drives differ from step to step.
+        warnings: What the user is to be told when the decision is taken.
+        forgets: What is to be forgotten of the times of steps then.
     """
 
     task: Task
@@ -76,12 +81,21 @@ class Moment:
     not_recomputed: frozenset[int]
     needs: Needs
     pace: Pace
-    warn: Callable[[str], None]
+    seconds: float = 0.0
+    usual: Bandwidth | None = None
+    deviation: float = 0.0
+    warnings: list[str] = field(default_factory=list)
+    forgets: list[Callable[[Pace], None]] = field(default_factory=list)
 
     @property
     def tuning(self) -> Tuning:
         """The numbers that plans are made with."""
         return self.task.tuning
+
+    @property
+    def may_compare(self) -> bool:
+        """Whether a plain plan may be tried for a step: not where ranks would have to agree on it."""
+        return self.task.has_budget and self.task.objective is Objective.TIME and not self.task.is_shared
 
     def best_plan(self, profile: StepProfile, bandwidth: Bandwidth) -> Plan:
         """The best plan that is found, for a drive that may be slower than the one that was measured."""
@@ -104,7 +118,7 @@ class Moment:
         """Says it if the lowest peak that was found is over the budget."""
         told = over_budget(self.task, plan, profile, self.room)
         if told is not None:
-            self.warn(told)
+            self.warnings.append(told)
 
 
 class Phase(ABC):
@@ -132,6 +146,10 @@ class Phase(ABC):
     def agreed(self, plan: Plan, *, is_changed: bool) -> Phase:  # noqa: ARG002 - before there is a plan, nothing changes
         """The phase after ranks have agreed on a plan, whether or not it is another than was proposed."""
         return self
+
+    def is_pressing(self, moment: Moment) -> bool:  # noqa: ARG002 - before there is a plan, each is
+        """Whether the next step must not begin before it is decided what it does."""
+        return True
 
     def is_turn(self, moment: Moment) -> bool:  # noqa: ARG002 - of the others every step counts
         """Whether to look at a step closely: not at each, because that takes time."""
@@ -196,6 +214,8 @@ class Settled(Phase):
         is_refined: Whether it was made anew after that.
         quiet_steps: Steps for which a plan that was in doubt without need is left alone.
         quiet_until: Step until which small doubts do not count.
+        is_compared: Whether a step has tried the plain plan that comes next.
+        favoured: Share by which predictions favour the plan that this one has beaten in a step.
     """
 
     plan: Plan
@@ -206,6 +226,8 @@ class Settled(Phase):
     is_refined: bool = False
     quiet_steps: int = 1
     quiet_until: int = 0
+    is_compared: bool = False
+    favoured: float = 0.0
 
     @property
     def settled(self) -> Settled | None:
@@ -227,6 +249,15 @@ class Settled(Phase):
         why = "the ranks agreed on what is recomputed"
         return dataclasses.replace(self, plan=plan, why=why, is_measured=False)
 
+    def is_pressing(self, moment: Moment) -> bool:
+        """Whether the plan was made for less, or for drives that hold more or less, or broke the budget."""
+        if not moment.task.has_budget:
+            return False
+        if moment.size.has_grown or (moment.peak or 0) > (moment.task.limits.budget or 0):
+            return True
+        room = None if moment.bandwidth is None else moment.bandwidth.capacity
+        return differ_in_room(room, self.planned_for.capacity, moment.tuning.drift)
+
     def is_turn(self, moment: Moment) -> bool:
         """Whether a step is one of the first, of every few, or a surprise."""
         tuning = moment.tuning
@@ -242,7 +273,7 @@ class Settled(Phase):
         if expected is None:
             return "nothing was predicted of the one before"
         is_quiet = moment.step < self.quiet_until
-        if drifted(bandwidth, then, tuning.big_drift if is_quiet else tuning.drift, tuning):
+        if self._has_drifted(moment, bandwidth, tuning.big_drift if is_quiet else tuning.drift):
             now = in_words(bandwidth)
             return f"drives or host memory are not what they were: {now} instead of {in_words(then)}"
         if self._waits_too_long(moment):
@@ -252,6 +283,12 @@ class Settled(Phase):
         return _broken_budget(moment.peak or 0, moment.task.limits.budget) or _astray(
             moment, expected.seconds
         )
+
+    def _has_drifted(self, moment: Moment, bandwidth: Bandwidth, share: float) -> bool:
+        """Whether drives are others, and neither for a single step nor as they are from step to step."""
+        share = max(share, moment.tuning.deviation(moment.deviation))
+        found = (bandwidth, moment.usual or bandwidth)
+        return all(drifted(rates, self.planned_for, share, moment.tuning) for rates in found)
 
     def _waits_too_long(self, moment: Moment) -> bool:
         """Whether compute waits under a plan by which it should not: compute and drives have their moods."""
@@ -281,7 +318,7 @@ class Settled(Phase):
     def _retreated(self, moment: Moment, plan: Plan) -> tuple[Phase, Plan]:
         """A plan that is known to keep to the budget, or to come closer to it."""
         why = _broken_budget(moment.needs.peak_of(moment.plan), moment.task.limits.budget) or self.why
-        moment.pace.forget_seconds()
+        moment.forgets.append(Pace.forget_seconds)
         return dataclasses.replace(self, plan=plan, why=why, is_measured=False), plan
 
     def _gone_on(self, moment: Moment, profile: StepProfile, bandwidth: Bandwidth) -> tuple[Phase, Plan]:
@@ -292,6 +329,12 @@ class Settled(Phase):
             bolder = dataclasses.replace(self, caution=min(self.caution / tuning.caution, 1.0))
             return bolder.replanned(moment, profile, bandwidth, self.plan, "the drives may have recovered")
         if has_excursion(moment.step, tuning):
+            if moment.may_compare and not self.is_compared:
+                plain = rival(
+                    *(moment.task, profile, bandwidth, self.plan), not_recomputed=moment.not_recomputed
+                )
+                if plain is not None:
+                    return Comparison(dataclasses.replace(self, is_compared=True)), plain
             look = excursion(moment.task, profile, bandwidth, self.plan, not_recomputed=moment.not_recomputed)
             if look is not None:
                 return Excursion(self), look
@@ -310,7 +353,7 @@ class Settled(Phase):
         """A new plan if it is clearly better than the old one; if not, the next doubt has to wait longer."""
         task, tuning = moment.task, moment.tuning
         now = dataclasses.replace(self, planned_for=bandwidth, caution=self._new_caution(moment, bandwidth))
-        moment.pace.forget_waits()
+        moment.forgets.append(Pace.forget_waits)
         if not task.decides:
             now = dataclasses.replace(now, plan=_as_policy(moment, old, profile, bandwidth), why=why)
             return now, now.plan
@@ -324,11 +367,13 @@ class Settled(Phase):
             old,
             policy=task.policy,
             objective=task.objective,
-            worth=tuning.worth_it if worth is None else worth,
+            worth=self.favoured + (tuning.worth_it if worth is None else worth),
             tuning=tuning,
         ):
-            moment.pace.forget_seconds()
-            now = dataclasses.replace(now, why=why, quiet_steps=1, is_measured=False)
+            moment.forgets.append(Pace.forget_seconds)
+            now = dataclasses.replace(
+                now, why=why, quiet_steps=1, is_measured=False, is_compared=False, favoured=0.0
+            )
         else:
             new = old
             quiet_steps = min(2 * self.quiet_steps, tuning.excursions[-1])
@@ -342,7 +387,7 @@ class Settled(Phase):
     def _new_caution(self, moment: Moment, bandwidth: Bandwidth) -> float:
         """The share of the measured rates to count on: all of those of another drive."""
         tuning = moment.tuning
-        if drifted(bandwidth, self.planned_for, tuning.drift, tuning):
+        if self._has_drifted(moment, bandwidth, tuning.drift):
             return 1.0
         if self._waits_too_long(moment):
             return max(tuning.caution * self.caution, tuning.most_caution)
@@ -368,6 +413,10 @@ class Excursion(Phase):
         """It has taught nothing."""
         return self.left.outgrown()
 
+    def is_pressing(self, moment: Moment) -> bool:
+        """Whether the plan that was left must not come back either."""
+        return self.left.is_pressing(moment)
+
     def agreed(self, plan: Plan, *, is_changed: bool) -> Phase:
         """It goes on, unless ranks want something else."""
         return self.left.agreed(plan, is_changed=True) if is_changed else self
@@ -377,6 +426,29 @@ class Excursion(Phase):
         return self.left.replanned(
             moment, profile, bandwidth, self.left.plan, "a step tried other placements"
         )
+
+
+class Comparison(Excursion):
+    """One step has a plain plan, which is as good as the one in force as far as predictions can tell."""
+
+    __slots__ = ()
+
+    def decide(self, moment: Moment, profile: StepProfile, bandwidth: Bandwidth) -> tuple[Phase, Plan]:
+        """Keeps what was faster."""
+        left, tuning, plain = self.left, moment.tuning, moment.plan
+        usual, expected = moment.pace.usual, left.plan.prediction
+        budget = moment.task.limits.budget or 0
+        if usual is None or expected is None or plain.prediction is None or (moment.peak or 0) > budget:
+            return super().decide(moment, profile, bandwidth)
+        needed = max(tuning.worth_it, tuning.deviation(moment.pace.deviation / usual))
+        if moment.seconds >= (1 - needed) * usual:
+            return super().decide(moment, profile, bandwidth)
+        said = plain.prediction.seconds / expected.seconds  # and this was found:
+        favoured = max(said * usual / moment.seconds - 1, 0.0)
+        moment.forgets.append(Pace.forget_seconds)
+        why = f"a step under it took {significant(moment.seconds)} s instead of {significant(usual)} s"
+        won = dataclasses.replace(left, plan=plain, why=why, is_measured=False, favoured=favoured)
+        return won, plain
 
 
 def has_excursion(step: int, tuning: Tuning) -> bool:
@@ -401,11 +473,11 @@ def _probe(moment: Moment, profile: StepProfile, bandwidth: Bandwidth, *, has_wa
 
 
 def _first_plan(moment: Moment, profile: StepProfile, bandwidth: Bandwidth, why: str) -> Settled:
-    moment.pace.forget_waits()
+    moment.forgets.append(Pace.forget_waits)
     if not moment.task.decides:
         return Settled(_as_policy(moment, moment.plan, profile, bandwidth), why, bandwidth)
     plan = moment.best_plan(profile, bandwidth)
-    moment.pace.forget_seconds()
+    moment.forgets.append(Pace.forget_seconds)
     settled = Settled(moment.within_budget(plan, profile, bandwidth), why, bandwidth)
     moment.check_budget(settled.plan, profile)
     return settled
@@ -425,9 +497,11 @@ def _broken_budget(peak: int, budget: int | None) -> str | None:
 
 
 def _astray(moment: Moment, expected: float) -> str | None:
-    """That steps take another time than they were expected to."""
-    found = moment.pace.usual
-    if found is None or not differ(found, expected, moment.tuning.astray):
+    """That steps take another time than they were expected to, and not only from one to the next."""
+    found, tuning = moment.pace.usual, moment.tuning
+    if found is None:
+        return None
+    if not differ(found, expected, max(tuning.astray, tuning.deviation(moment.pace.deviation / expected))):
         return None
     if moment.skips and found < expected:  # layers that are skipped take no time
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from tba_offload.adapt.agreement import Agreement
@@ -35,12 +36,15 @@ class Planning:
         plan: In force.
         controller: Renews it; ``None`` if there is nothing to decide and nothing to learn.
         chosen: Layers that the controller may have recomputed.
+        seconds: How long training waited for the controller before the step; ``None`` without one.
     """
 
     def __init__(self, plan: Plan, layers: Sequence[int], capture: Capture, offloader: Offloader) -> None:
         self.plan = plan
         self.controller: Controller | None = None
         self.chosen: frozenset[int] = frozenset()
+        self.seconds: float | None = None
+        self._next_seconds: float | None = None
         self._observer: Controller | Agreement | None = None
         self._outgrown: Plan | None = None  # what this step began with and was too large for
         self._layers = layers
@@ -55,10 +59,12 @@ class Planning:
             controller: Is going to renew it.
             agree: Asks the other ranks, if layers are shared.
         """
+        self.close()
         self.controller = controller
         self._observer = controller
         if controller is not None and agree is not None and controller.task.is_shared:
             self._observer = Agreement(controller, agree)
+        self._next_seconds = None if controller is None else 0.0
         self.plan = plan if controller is None else controller.task.first()
         self.chosen = frozenset(
             index
@@ -83,9 +89,16 @@ class Planning:
         """Whether the next step's peak must be measured."""
         return self.controller is not None and self.controller.wants_memory
 
+    def close(self) -> None:
+        """Nothing more is going to be planned."""
+        if self.controller is not None:
+            self.controller.give_up()
+
     def begin_step(self) -> None:
         """A step that failed or was skipped after it had left its plan taught nothing: the plan stays."""
+        self.seconds, self._next_seconds = self._next_seconds, None
         if self.controller is not None:
+            self._next_seconds = 0.0
             self.controller.begin_step()
         if self._outgrown is not None:
             self._put_in_force(self._outgrown)
@@ -137,7 +150,10 @@ class Planning:
             on_device=on_device,
             not_recomputed=self.chosen - frozenset(repeatable),
         )
-        self._put_in_force(observer.observe(observation))
+        began_at = time.perf_counter()
+        plan = observer.observe(observation)
+        self._next_seconds = time.perf_counter() - began_at
+        self._put_in_force(plan)
         self._outgrown = None
         if observer.is_done:
             self.controller = self._observer = None

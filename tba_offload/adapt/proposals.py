@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 
 from tba_offload.config.policy import Objective, Placement
 from tba_offload.formatting import readable_size
+from tba_offload.plan.goals import GOALS
 from tba_offload.plan.model import Limits, Plan
 from tba_offload.plan.profile import computed_as
 from tba_offload.plan.search import make_plan
 from tba_offload.plan.simulate import simulate
+from tba_offload.plan.terms import Freedom
 from tba_offload.plan.what_if import peak_of_keep
 
 if TYPE_CHECKING:
@@ -116,6 +118,36 @@ def worst_peak(profile: StepProfile, plan: Plan, bandwidth: Bandwidth) -> int:
         return found.peak_bytes
     full = found.held_bytes + plan.window + profile.rest_bytes
     return max(found.peak_bytes, min(full, peak_of_keep(profile, bandwidth)))
+
+
+# The plain plan that comes next
+
+
+def rival(
+    task: Task, profile: StepProfile, bandwidth: Bandwidth, plan: Plan, *, not_recomputed: frozenset[int]
+) -> Plan | None:
+    """The best plan that gives all layers one placement and may be faster than a plan; ``None`` if none may.
+
+    No prediction is so exact that it decides between plans that are nearly as good: a step does.
+
+    Args:
+        task: What is wanted.
+        profile: The step.
+        bandwidth: How fast offloaded bytes travel.
+        plan: The plan in force.
+        not_recomputed: Layers that must not be recomputed unless the policy says so.
+    """
+    freedom = Freedom.all_of(profile, task.policy, not_recomputed)
+    least = simulate(profile, plan, bandwidth).seconds * (1 + task.tuning.rival)
+    found = None
+    for placement in GOALS[task.objective].choices:
+        other = Plan(freedom.uniform(placement), window=plan.window)
+        if bare(other) == bare(plan) or worst_peak(profile, other, bandwidth) > task.careful_limits.planned:
+            continue
+        other = predicted(other, profile, bandwidth)
+        if other.prediction is not None and other.prediction.seconds < least:
+            found, least = other, other.prediction.seconds
+    return found
 
 
 # Plans that show what is not known

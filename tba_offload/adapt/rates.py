@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from tba_offload.formatting import readable_rate, readable_size
@@ -9,7 +10,7 @@ from tba_offload.plan.bandwidth import Bandwidth, DriveRates, MeasuredRate
 from tba_offload.store.base import DRIVE_TIER, HOST_TIER
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from tba_offload.adapt.task import Task
     from tba_offload.plan.tuning import Tuning
@@ -65,15 +66,21 @@ class Rates:
 
     def _note_room(self, rooms: Sequence[int | None]) -> bool:
         room = None if None in rooms else sum(each or 0 for each in rooms)
-        has_changed = _differ_in_room(room, self._room, self._task.tuning.drift)
+        has_changed = differ_in_room(room, self._room, self._task.tuning.drift)
         self._room = room
         return has_changed
 
     def bandwidth(self) -> Bandwidth | None:
         """All drives in service together, and host memory beside them; ``None`` if nothing moved."""
-        in_service = [drive for number, drive in enumerate(self._drives) if number not in self._resting]
-        write = sum(drive.write.rate or 0.0 for drive in in_service)
-        read = sum(drive.read.rate or 0.0 for drive in in_service)
+        return self._together(attrgetter("rate"))
+
+    def usual(self) -> Bandwidth | None:
+        """The same by the median of the last three steps, so that one odd step is none."""
+        return self._together(attrgetter("usual"))
+
+    def _together(self, of: Callable[[MeasuredRate], float | None]) -> Bandwidth | None:
+        write = sum(of(drive.write) or 0.0 for drive in self._in_service)
+        read = sum(of(drive.read) or 0.0 for drive in self._in_service)
         if write:
             read = read or write  # all may have been forwarded so far
             drives = Bandwidth(write, read, capacity=self._room)
@@ -82,7 +89,16 @@ class Rates:
         else:
             return None
         to_host, from_host = self._host
-        return drives.with_host(self._task.host_capacity, write=to_host.rate, read=from_host.rate)
+        return drives.with_host(self._task.host_capacity, write=of(to_host), read=of(from_host))
+
+    @property
+    def _in_service(self) -> list[DriveRates]:
+        return [drive for number, drive in enumerate(self._drives) if number not in self._resting]
+
+    def deviation(self) -> float:
+        """By which share the rates of drives in service differ from step to step, that of the worst."""
+        rates = (rate for drive in self._in_service for rate in (drive.write, drive.read))
+        return max((rate.deviation for rate in rates), default=0.0)
 
     def as_json(self) -> list[dict[str, object]]:
         """The rates of each drive, and of host memory beside them, for a run log."""
@@ -105,7 +121,7 @@ def drifted(now: Bandwidth, then: Bandwidth, share: float, tuning: Tuning) -> bo
     """
     if differ(now.write, then.write, share) or differ(now.read, then.read, share):
         return True
-    if _differ_in_room(now.capacity, then.capacity, share):
+    if differ_in_room(now.capacity, then.capacity, share):
         return True
     if now.host is None or then.host is None:
         return False
@@ -119,7 +135,8 @@ def differ(found: float, expected: float, share: float) -> bool:
     return abs(found - expected) > share * expected
 
 
-def _differ_in_room(found: int | None, expected: int | None, share: float) -> bool:
+def differ_in_room(found: int | None, expected: int | None, share: float) -> bool:
+    """Whether drives hold another number of bytes than expected; ``None`` is no limit."""
     if found is None or expected is None:
         return found is not expected
     return differ(found, expected, share)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tba_offload.config.policy import Placement
+from tba_offload.plan.goals import GOALS
 from tba_offload.plan.model import Limits, Plan
 from tba_offload.plan.tuning import TUNING
 
@@ -50,6 +51,12 @@ class Task:
     def decides(self) -> bool:
         """Whether there are layers to decide on."""
         return Placement.AUTO in self.policy
+
+    @property
+    def may_recompute(self) -> bool:
+        """Whether the planner may choose to recompute a layer."""
+        ways = GOALS[self.objective].choices
+        return self.decides and any(placement.recomputes for placement in ways)
 
     @property
     def has_budget(self) -> bool:

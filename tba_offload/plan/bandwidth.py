@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import weakref
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,7 +12,19 @@ from tba_offload.plan.tuning import TUNING
 from tba_offload.renamed import names_of
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Sequence
+
+
+def median_deviation(values: Sequence[float]) -> float:
+    """The median of the absolute deviations from the median; 0 if there is no value.
+
+    Where less than half of the values are others than before, it is what it was: a change does not hide
+    itself.
+    """
+    if not values:
+        return 0.0
+    usual = statistics.median(values)
+    return statistics.median(abs(value - usual) for value in values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +123,16 @@ class MeasuredRate:
     def rate(self) -> float | None:
         """Bytes a second; ``None`` before anything moved."""
         return self._nbytes / self._seconds if self._seconds else None
+
+    @property
+    def usual(self) -> float | None:
+        """Bytes a second in the median of the last three steps; ``None`` before anything moved."""
+        return statistics.median(self._rates[-3:]) if self._rates else None
+
+    @property
+    def deviation(self) -> float:
+        """Median deviation of the last ten steps from their median, as a share of that."""
+        return median_deviation(self._rates) / statistics.median(self._rates) if self._rates else 0.0
 
     def as_json(self) -> dict[str, float | None]:
         """For the run log: rate in bytes a second, and its spread."""

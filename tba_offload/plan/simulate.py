@@ -8,6 +8,7 @@ Nothing else is modelled: rates are constant, and both directions of both tiers 
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,10 +19,20 @@ from tba_offload.plan.profile import Timing
 from tba_offload.plan.traffic import Traffic
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tba_offload.plan.bandwidth import Bandwidth
     from tba_offload.plan.model import Plan
     from tba_offload.plan.profile import LayerKind, Slot, StepProfile
     from tba_offload.plan.traffic import Item
+
+
+def _go_on() -> None:
+    """The thread that plays has nothing else to do."""
+
+
+pausing: ContextVar[Callable[[], None]] = ContextVar("pausing", default=_go_on)
+"""Function that is called before each slot is played: a thread that shares the interpreter may rest there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +158,9 @@ class _Run:
         )
 
     def play(self) -> Outcome:
-        traffic, placements = self._traffic, self._plan.placements
+        traffic, placements, pause = self._traffic, self._plan.placements, pausing.get()
         for place, slot in enumerate(self._profile.slots):
+            pause()
             traffic.begin(place, slot)
             timing = self._timings[slot.layer]
             seconds = timing.forward

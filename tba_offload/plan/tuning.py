@@ -130,6 +130,15 @@ class Tuning:
     """Steps before there is a plan: those that warm up, and two in which layers of each kind are kept,
     recomputed and rebuilt."""
 
+    slice_seconds: float = 2e-3
+    """Seconds after a step for which it is thought about plans, where the next step needs none at once. A
+    plan for 50 layers takes 80 to 360 ms; by a thread beside training it made steps of 50 small layers 1.2 to
+    2.4 times as long while it was looked for."""
+
+    slice_share: float = 0.01
+    """Share of a step; where that is longer, it is thought about plans for as long: a plan for steps of 10 s
+    comes after four of them instead of 180."""
+
     closely: int = 16
     """Steps that are all looked at closely: what is known of times is still rough. Without them, 2 of 9
     simulated runs broke their budget, one in 27 of 80 steps, by up to 1.7 %; half or twice as many changed
@@ -163,6 +172,11 @@ class Tuning:
     tenth of it plans changed 108 times instead of 88 in 45 simulated runs, of which two took 1 to 1.6 %
     longer; without it 136 times instead of 110 in 60, of which three took 1 to 1.9 % longer. With twice as
     much one took 4 % less."""
+
+    rival: float = 0.25
+    """Share by which a plan that places all layers alike may be predicted to be slower than that in force,
+    and still is tried for a step. Recomputing all layers of a Llama of wide and narrow ones was 10.7 % faster
+    than a plan that was predicted to be faster than that."""
 
     worth_refining: float = 0.002
     """Share for which the first plan is changed once, when a step under it was measured. Without that
@@ -210,6 +224,27 @@ class Tuning:
     recent: int = 3
     """Steps under the plan whose median time is held against the prediction. With two, one of 60 simulated
     runs took 0.1 % less."""
+
+    remembered_steps: int = 8
+    """Steps under the plan that tell by how much steps differ from each other. Steps that take longer from
+    one on are noticed after the second; a window that is twice as long only lets noise of long ago count."""
+
+    odd: float = 3.0
+    """Median deviations by which times and rates must be away from what was expected of them. Of simulated
+    runs of 100 steps whose times and rates vary by 10 % and more, with one in 20 that takes twice as long,
+    steps with a search went from 31 to 10; from 6 to 4 of the first 14, where 4 always are."""
+
+    doubtless: float = 0.5
+    """Share by which they are others however much they differ: a drive that comes to a halt, after seven
+    steps whose rates differed by up to 2.5 times, would never be noticed without it."""
+
+    def deviation(self, found: float) -> float:
+        """The share by which a figure is another, if it differs by a share from step to step anyway."""
+        return min(self.odd * found, self.doubtless)
+
+    def thinking(self, seconds: float) -> float:
+        """Seconds for which it is thought about plans after a step that took so long."""
+        return max(self.slice_seconds, self.slice_share * seconds)
 
 
 TUNING = Tuning()

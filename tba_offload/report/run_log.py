@@ -147,6 +147,7 @@ class StepRecord:
         fallback_kept_bytes: Bytes kept although the plan said offload: store full, drive failed or too slow.
         drives_out_of_service: Drives that take no writes at the end of the step, because they failed.
         left_alone_scopes: Executions of layers inside saved-tensor hooks of other code, not captured.
+        planning_seconds: How long training waited for the planner before the step; None if there is none.
         predicted_peak_bytes: What the plan predicted for the activation peak; None before there is a plan.
         predicted_seconds: What the plan predicted for ``seconds``; None before there is a plan.
         extra: Keys that this version does not know; written back as they were read.
@@ -189,6 +190,7 @@ class StepRecord:
     fallback_kept_bytes: int = 0
     drives_out_of_service: int = 0
     left_alone_scopes: int = 0
+    planning_seconds: float | None = None
     predicted_peak_bytes: int | None = None
     predicted_seconds: float | None = None
     extra: Json = field(default_factory=dict)

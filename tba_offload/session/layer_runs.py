@@ -9,12 +9,14 @@ import torch
 from tba_offload.capture.scope import ScopeKey
 from tba_offload.config.policy import Placement
 from tba_offload.errors import UnsupportedError
+from tba_offload.layers import checkpoint
 from tba_offload.layers.checkpoint import is_recomputation
 from tba_offload.layers.graph import latest_node
 from tba_offload.layers.guards import cache_warning, holds_cache, is_checkpointed
 from tba_offload.layers.nested import TooManyError, tensors_in
 from tba_offload.placements.builtin import way_of
 from tba_offload.session.layer_call import Call
+from tba_offload.session.notices import tell
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -57,10 +59,21 @@ class LayerRuns:
         self._parts = parts
         self._watch = watch
         self._boundaries = boundaries
+        self._load_checkpoint()
 
     def configure(self, config: OffloadConfig) -> None:
         """Another policy is in force."""
         self._config = config
+        self._load_checkpoint()
+
+    def _load_checkpoint(self) -> None:
+        """What the first call of a checkpoint would load is loaded now, if a layer may be recomputed."""
+        controller, placements = self._parts.planning.controller, self._parts.planning.plan.placements
+        may_choose = controller is not None and controller.task.may_recompute
+        is_wanted = may_choose or any(placement.recomputes for placement in placements)
+        if is_wanted and self._stack.checkpoint is checkpoint.torch_checkpoint and not checkpoint.is_loaded():
+            tell("loading torch._dynamo, which recomputation needs, so that no step has to (some seconds)")
+            checkpoint.load()
 
     def run(self, site: Site, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Runs a layer the way the plan says.

@@ -76,6 +76,7 @@ def record_of(step: Step, times: Times, number: int, loads: Sequence[DriveLoad],
         fallback_kept_bytes=stats.fallback_kept + parts.capture.slow_kept_bytes,
         drives_out_of_service=sum(not load.in_service for load in loads),
         left_alone_scopes=trace.left_alone,
+        planning_seconds=parts.planning.seconds,
         predicted_peak_bytes=prediction.peak_bytes if prediction is not None else None,
         predicted_seconds=prediction.seconds if prediction is not None else None,
     )

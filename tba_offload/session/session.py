@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Self
 
 from tba_offload.adapt.controller import Controller
 from tba_offload.adapt.task import Task
+from tba_offload.adapt.thinking import InSlices
 from tba_offload.capture import resize, transforms
 from tba_offload.capture.site import check_unattached
 from tba_offload.config import ConfigLike, OffloadConfig, read_config
@@ -250,6 +251,7 @@ class Session:
             raise SessionError("a session cannot be closed inside one of its steps")
 
     def _shut_down(self) -> None:
+        self.planning.close()
         try:
             self.store.close()
         finally:
@@ -311,7 +313,7 @@ class Session:
             drives=_drives_of(config),
             is_shared=is_auto and self._world.agree is not None,
         )
-        return Controller(task)
+        return Controller(task, think=InSlices)
 
 
 def _boundaries_of(steps: Steps, parts: Parts, count_tokens: TokenCounter) -> Boundaries:

@@ -24,7 +24,7 @@ from tba_offload.adapt.needs import Needs
 from tba_offload.adapt.pace import Pace
 from tba_offload.adapt.phases import Excursion, Moment, Settled
 from tba_offload.adapt.profiler import ComputeClock, profile_of
-from tba_offload.adapt.proposals import best_plan, excursion, probing_plan
+from tba_offload.adapt.proposals import bare, best_plan, excursion, probing_plan
 from tba_offload.adapt.rates import Rates, drifted
 from tba_offload.adapt.task import Task
 from tba_offload.capture.scope import ActivationKey, ScopeKey
@@ -64,7 +64,9 @@ FAST = Bandwidth(1e12, 1e12)
 def auto_session(model: Any, drive: Drive, *, activation: int | None = None, **options: Any) -> Session:
     # Or a first step on a drive that hangs may write nothing to learn from.
     options.setdefault("on_slow", "wait")
-    return session_for(model, drive=drive, default=AUTO, in_flight=MIB, activation=activation, **options)
+    session = session_for(model, drive=drive, default=AUTO, in_flight=MIB, activation=activation, **options)
+    start_anew(session)  # with a controller that decides at once, however busy the machine
+    return session
 
 
 CALM = Tuning(drift=math.inf, big_drift=math.inf, astray=math.inf)
@@ -506,16 +508,78 @@ def doubt_of(task: Task, steps: Iterable[tuple[float, float]], **seen: Any) -> s
     for seconds, waited in steps:
         record = StepRecord(step=9, seconds=seconds, stall_seconds=waited * seconds)
         pace.note(record, None, is_planned=True)
-    moment = Moment(
-        **{"task": task, "step": 9, "plan": plan, "room": None, "peak": 0, "skips": False, **seen},
+    moment = moment_of(task, plan, pace, **seen)
+    bandwidth = Bandwidth(1e9, 1e9)
+    return Settled(plan, "", planned_for=bandwidth).doubt(moment, moment.bandwidth or bandwidth)
+
+
+QUIET = (0.236, 0.242, 0.233, 0.238, 0.235, 0.240, 0.237, 0.236, 0.239, 0.234, 0.236, 0.238)
+BUSY = (0.176, 0.165, 0.306, 0.256, 0.242, 0.220, 0.236, 0.196, 0.289, 0.296, 0.337, 0.691)
+"""Seconds of steps of 50 small layers, recorded while two loops kept both cores of the machine busy."""
+
+
+def doubts_about(times: Sequence[float], expected: float = 0.236) -> list[int]:
+    """After which of the steps the plan is in doubt."""
+    task, plan = task_of(1, budget=None), Plan((OFFLOAD,), prediction=Prediction(expected, 0.0, MIB, 0))
+    pace, doubted = Pace(task.tuning), []
+    for number, seconds in enumerate(times):
+        pace.note(StepRecord(step=number, seconds=seconds), None, is_planned=True)
+        moment = moment_of(task, plan, pace)
+        if Settled(plan, "", planned_for=HALF).doubt(moment, HALF) is not None:
+            doubted.append(number)
+    return doubted
+
+
+@pytest.mark.parametrize(
+    ("times", "doubted"),
+    [
+        (QUIET, []),
+        (BUSY, [1, 2]),  # two or three that happen to be alike
+        (QUIET[:6] + tuple(1.5 * seconds for seconds in QUIET[6:]), [7, 8, 10, 11]),
+        (BUSY[:6] + tuple(4 * seconds for seconds in BUSY[6:]), [1, 2, 7, 8, 9, 10, 11]),
+        ((*QUIET[:5], 0.9, *QUIET[5:]), []),
+    ],
+)
+def test_steps_that_differ_from_each_other_are_no_reason_to_plan(
+    times: Sequence[float], doubted: Sequence[int]
+) -> None:
+    """A real change is, although it makes them differ for a while."""
+    assert doubts_about(times) == list(doubted)
+
+
+def moment_of(task: Task, plan: Plan, pace: Pace, **seen: Any) -> Moment:
+    usual = {"step": 9, "bandwidth": HALF, "room": None, "peak": 0, "skips": False}
+    return Moment(
+        **{"task": task, "plan": plan, **usual, **seen},
         size=StepSize(),
         not_recomputed=frozenset(),
         needs=Needs(task),
         pace=pace,
-        warn=pytest.fail,
     )
-    bandwidth = Bandwidth(1e9, 1e9)
-    return Settled(plan, "", planned_for=bandwidth).doubt(moment, moment.bandwidth or bandwidth)
+
+
+@pytest.mark.parametrize(
+    ("rates", "is_doubted"),
+    [
+        ((1.0, 1.0, 1.0, 0.5), False),  # one odd step
+        ((1.0, 1.0, 1.0, 0.5, 0.5), True),
+        ((1.0, 1.4, 0.7, 1.3, 0.6, 1.5, 0.7), False),
+        ((1.0, 1.4, 0.7, 1.3, 0.6, 0.1, 0.1), True),
+    ],
+)
+def test_a_drive_is_another_one_if_it_is_so_for_longer_than_a_step(
+    rates: Sequence[float], *, is_doubted: bool
+) -> None:
+    task = task_of(1, budget=None)
+    plan, found = Plan((OFFLOAD,), prediction=Prediction(1.0, 0.0, MIB, 0)), Rates(task)
+    for rate in rates:
+        load = Load(MIB, MIB / (1e9 * rate))
+        found.note([DriveLoad(load, load)], fell_back=False)
+    bandwidth = found.bandwidth()
+    assert bandwidth is not None
+    moment = moment_of(task, plan, Pace(task.tuning), usual=found.usual(), deviation=found.deviation())
+    doubt = Settled(plan, "", planned_for=Bandwidth(1e9, 1e9)).doubt(moment, bandwidth)
+    assert (doubt is not None) is is_doubted
 
 
 def test_without_a_budget_a_slow_drive_gets_what_it_can_take() -> None:
@@ -677,7 +741,7 @@ def test_caution_is_given_up_little_by_little_and_told() -> None:
 
 def test_plans_do_not_alternate() -> None:
     """Where a drive does a little more or less, one plan is as good as the other, and the first stays."""
-    doubting = Tuning(drift=0.01, big_drift=0.01)
+    doubting = Tuning(drift=0.01, big_drift=0.01, odd=0.0)
     machine = machine_of(budget=None, window=8 * MIB, tuning=doubting)
     drives = cycle((0.97, 1.03))
     plans: list[Plan] = []
@@ -1621,3 +1685,41 @@ def test_sizes_are_compared_layer_by_layer() -> None:
     found = of_sizes(None, 800, 120, before=before).at_least(before)
     assert bytes_of(found) == [360, 2700, 360]
     assert found.layers == (1, 0, 1)
+
+
+# Plain plans
+
+
+def compared(mixed: float, steps: int = 70) -> Machine:
+    """A machine on which plans that place layers in several ways take so many times what they should."""
+    machine = machine_of(HALF.scaled(0.5), budget=18 * MIB, window=8 * MIB)
+    for _ in range(steps):
+        machine.step(slower=mixed if len(set(bare(machine.plan).placements)) > 1 else 1.0)
+    return machine
+
+
+def test_a_plain_plan_that_a_step_shows_to_be_faster_stays() -> None:
+    """Although each prediction says that another one is better."""
+    machine = compared(1.3)
+    assert set(machine.plan.placements) == {RECOMPUTE}
+    settled = settled_in(machine)
+    assert settled.favoured > 0.05
+    again = best_plan(
+        machine.controller.task,
+        steady_profile(),
+        HALF.scaled(0.5),
+        policy=(AUTO,) * LAYERS,
+        not_recomputed=NONE,
+    )
+    assert again.prediction is not None
+    kept = simulate(steady_profile(), machine.plan, HALF.scaled(0.5))
+    assert again.prediction.seconds < kept.seconds
+
+
+def test_a_plain_plan_is_tried_once_where_predictions_hold() -> None:
+    machine = compared(1.0)
+    assert len(set(machine.plan.placements)) > 1
+    assert settled_in(machine).is_compared
+
+
+NONE = frozenset[int]()

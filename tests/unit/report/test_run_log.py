@@ -69,6 +69,7 @@ RECORD = StepRecord(
     fallback_kept_bytes=10,
     drives_out_of_service=1,
     left_alone_scopes=11,
+    planning_seconds=0.003,
     predicted_peak_bytes=11,
     predicted_seconds=1.3,
 )

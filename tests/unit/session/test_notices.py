@@ -127,3 +127,33 @@ def test_a_session_shows_what_it_does() -> None:
         train(model, 2)
         assert repr(session) == "<Session: offload layers 0-1, keep layer 2; store host; 2 steps>"
     assert repr(session).endswith("; closed>")
+
+
+LOADING = """
+import sys
+import torch
+import tba_offload as tba
+
+layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(3)]
+model = torch.nn.Sequential(*layers)
+policy = {"default": sys.argv[1], "budget": {"activation_bytes": "1GiB"}, "min_tensor_bytes": 0}
+with tba.attach(model, policy):
+    before = set(sys.modules)
+    model(torch.ones(32, 64)).sum().backward()
+    print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
+"""
+
+
+@pytest.mark.parametrize("placement", ["recompute", pytest.param("auto", marks=pytest.mark.full)])
+def test_what_recomputation_needs_is_loaded_before_the_first_step(placement: str) -> None:
+    """Checkpoints of torch load some 800 modules when the first of them is called."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOADING, placement],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=120,
+    )
+    assert done.stdout.split() == []
+    assert "loading torch._dynamo" in done.stderr
