@@ -1,30 +1,38 @@
-"""Extents in one file on one drive, moved between GPU memory and drive by kvikio (GPUDirect Storage).
+"""Extents in one file on one drive, moved between GPU memory and drive by GPUDirect Storage, through kvikio.
 
-This is the only module that names kvikio. What kvikio does with a transfer depends on the machine: through
-the nvidia-fs driver or PCIe peer-to-peer the bytes never touch the host; without them cuFile, or kvikio
-itself, takes them through host memory. :attr:`GdsStore.description` says which it is in a directory.
+This is the only module that names kvikio. What cuFile, below kvikio, does with a transfer depends on the
+machine: through the nvidia-fs driver or PCIe peer-to-peer the bytes never touch the host; without them it
+takes them through host memory. :attr:`GdsStore.description` says which it is in a directory. Where cuFile
+does not take a file at all, kvikio would move its bytes by system calls, through the page cache, with
+copies that kernels of training wait for. :mod:`tba_offload.store.file` does that better, so opening the
+store is an error there.
+
+A transfer waits for its producer and for nothing else. An I/O thread waits for the event, puts the transfer
+on a stream of its own by kvikio's ``raw_write_async`` or ``raw_read_async``, and waits for that stream.
+With kvikio's other calls (``pread``, ``pwrite``, ``raw_read``, ``raw_write``) each transfer would wait for
+all that CUDA's default stream was given before, which is PyTorch's stream unless told otherwise, and the
+first two take what is smaller than 16 KiB through host memory. The calls for a stream do all that, too,
+where cuFile has no configuration file, so it is given one, ``cufile.json`` beside this module, if the
+machine has none.
 
 No memory is registered with cuFile. That pays for a buffer that one owner uses again and again; here bytes
-travel from and into the very tensors of the model, which come from PyTorch's caching allocator and go back to
-it. Registering one would register the whole block of the allocator that it lies in, which would have to be
-undone before the allocator may give the block back, and would take address space of the GPU's PCIe window
-for memory of others. Unregistered memory passes through cuFile's own registered buffers on the GPU, a copy
-within its memory.
-
-kvikio orders its transfers with no stream of ours: an I/O thread waits for the event first, moves the bytes,
-and returns when they have arrived. But it lets each transfer wait for all that CUDA's default stream was
-given before, which is PyTorch's stream unless told otherwise. That is never wrong, and takes overlap away
-where the host is far ahead of the device; a model that trains on a stream of its own
-(``with torch.cuda.stream(...)``) is spared that.
+travel from and into the very tensors of the model, which come from PyTorch's caching allocator and go back
+to it. Registering one would register the whole block of the allocator that it lies in, which would have to
+be undone before the allocator may give the block back, and would take address space of the GPU's PCIe
+window for memory of others. Unregistered memory passes through cuFile's own registered buffers on the GPU,
+a copy within its memory.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
+
+import torch
 
 from tba_offload.config.store import DriveSettings, StoreOptions
 from tba_offload.device.checksum import sums
@@ -32,25 +40,32 @@ from tba_offload.errors import MissingDependencyError, StoreError, StoreFullErro
 from tba_offload.store import posix
 from tba_offload.store.checksums import Checksums
 from tba_offload.store.engine import QueuedStore
+from tba_offload.store.extents import BLOCK
 from tba_offload.store.run_file import RunFile, short_transfer
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Callable, Iterator
 
     from tba_offload.device import ByteRange, Device, Event
     from tba_offload.store.base import Extent
 
-TASK_BYTES = 4 << 20
-"""kvikio splits a transfer into tasks of this size, which its threads share."""
-
 _NO_SPACE = os.strerror(errno.ENOSPC)
-_THREADS = 8
-_THREADS_VARIABLE = "KVIKIO_NTHREADS"
-_NVIDIA_FS = Path("/proc/driver/nvidia-fs/stats")
+NVIDIA_FS = Path("/proc/driver/nvidia-fs/stats")
+"""File that is there if the nvidia-fs driver is loaded."""
+
+UDEV = Path("/run/udev")
+"""Directory that cuFile looks for drives in; kvikio asks no cuFile where it is missing."""
+
+_CONFIGURATION = Path("/etc/cufile.json")
+_CONFIGURATION_VARIABLE = "CUFILE_ENV_PATH_JSON"
+_REMEDY = "use store.kind: file, or auto"
 
 
 class GdsBackend:
-    """The bytes of one unlinked file that kvikio reads and writes.
+    """The bytes of one unlinked file that cuFile reads and writes.
+
+    One block is written and read back first: a file may be accepted and its transfers refused, and what
+    cuFile allocates for its first transfer shall not be allocated inside a step.
 
     Args:
         directory: Where to create it.
@@ -60,15 +75,14 @@ class GdsBackend:
     Attributes:
         name: The directory.
         device: As given.
-        alignment: Kvikio takes any address.
+        alignment: cuFile takes any address.
         path: Which way bytes take.
         reason: Why not the direct one.
-        threads: Of kvikio.
         version: Of kvikio.
 
     Raises:
-        StoreError: The directory cannot be used, or kvikio cannot open files there.
-        MissingDependencyError: kvikio, or the cuFile library that it needs, is missing.
+        StoreError: The directory cannot be used, or cuFile does not take files there.
+        MissingDependencyError: kvikio, or a library that it needs, is missing.
     """
 
     alignment = 1
@@ -80,8 +94,8 @@ class GdsBackend:
         self._checksums = Checksums(on=options.checksum)
         self._file = _GdsFile(RunFile(directory, options.capacity), kvikio)
         try:
-            self.path, self.reason = _path_of(kvikio, self._file)
-            self.threads = _set_threads(kvikio)
+            self._try()
+            self.path, self.reason = _path_of(kvikio)
         except BaseException:
             self._file.close()
             raise
@@ -112,13 +126,13 @@ class GdsBackend:
     def move_out(self, extent: Extent, source: ByteRange, after: Event) -> int | None:  # noqa: ARG002
         """See :meth:`Backend.move_out`."""
         data = source.tensor()
-        self._transfer("write", self._file.write, data, extent)
+        self._transfer("write", self._file.write, data, extent.offset)
         return self.digest(data)
 
     def move_in(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> int | None:  # noqa: ARG002
         """See :meth:`Backend.move_in`."""
         data = target.tensor()
-        self._transfer("read", self._file.read, data, extent)
+        self._transfer("read", self._file.read, data, extent.offset)
         return self.digest(data)
 
     def digest(self, data: torch.Tensor) -> int | None:
@@ -130,22 +144,49 @@ class GdsBackend:
             hasher.update(sums(data))
         return hasher.intdigest()
 
-    def _transfer(self, verb: str, call: Any, data: torch.Tensor, extent: Extent) -> None:
+    def _transfer(
+        self, verb: str, call: Callable[[torch.Tensor, int, Any], Any], data: torch.Tensor, offset: int
+    ) -> None:
+        """Moves bytes on the calling thread's side stream, and waits for that stream only."""
+        nbytes = data.numel()
+        with self.device.on_side_stream(), self._failures(verb, nbytes, offset):
+            transfer = call(data, offset, self.device.stream())
+        with self._failures(verb, nbytes, offset):
+            moved = int(transfer.check_bytes_done())
+        if moved != nbytes:
+            raise short_transfer(self.name, verb, nbytes, offset, moved)
+
+    @contextmanager
+    def _failures(self, verb: str, nbytes: int, offset: int) -> Iterator[None]:
+        """Around a call of kvikio: its errors as a caller can use them."""
         try:
-            moved = int(call(data, extent.offset))
+            yield
         except (OSError, RuntimeError) as error:  # kvikio tells everything by RuntimeError
-            what = f"{verb} of {extent.nbytes} bytes at offset {extent.offset} failed in kvikio: {error}"
+            what = f"{verb} of {nbytes} bytes at offset {offset} failed in kvikio: {error}"
             if _NO_SPACE in str(error):
                 remedy = "free some space, name another directory or set store.capacity"
                 raise StoreFullError(errno.ENOSPC, f"{what}; {remedy}", self.name) from error
             remedy = "check the drive and the system log, or use store.kind: file"
             raise StoreError(errno.EIO, f"{what}; {remedy}", self.name) from error
-        if moved != extent.nbytes:
-            raise short_transfer(self.name, verb, extent.nbytes, extent.offset, moved)
+
+    def _try(self) -> None:
+        """Moves one block each way.
+
+        Raises:
+            StoreError: It cannot be moved, or comes back changed.
+        """
+        self.grow(BLOCK)
+        block = torch.arange(BLOCK, device=self.device.torch_device).to(torch.uint8)
+        back = torch.zeros_like(block)
+        self.device.event().synchronize()  # they are made on another stream
+        self._transfer("write", self._file.write, block, 0)
+        self._transfer("read", self._file.read, back, 0)
+        if not torch.equal(block, back):
+            raise _refused("a block that was written comes back changed", self.name)
 
 
 class GdsStore(QueuedStore):
-    """A store in one unlinked file that kvikio reads and writes.
+    """A store in one unlinked file that cuFile reads and writes, through kvikio.
 
     Args:
         directory: Where to create the file; made if it is missing.
@@ -155,8 +196,8 @@ class GdsStore(QueuedStore):
         settings: The same one by one, without options.
 
     Raises:
-        StoreError: The directory cannot be used, or kvikio cannot open files there.
-        MissingDependencyError: kvikio, or the cuFile library that it needs, is missing.
+        StoreError: The directory cannot be used, or cuFile does not take files there.
+        MissingDependencyError: kvikio, or a library that it needs, is missing.
     """
 
     kind = "gds"
@@ -180,6 +221,10 @@ class GdsStore(QueuedStore):
             self._file.close()
             raise
 
+    def fileno(self) -> int:
+        """The descriptor of the file, for tools that look at it or measure its drive."""
+        return self._file.fd
+
     @property
     def description(self) -> dict[str, object]:
         """Kind, directory, I/O path and why, capacity, checksum, threads, choice, version of kvikio."""
@@ -194,13 +239,12 @@ class GdsStore(QueuedStore):
             "kvikio": self._file.version,
             "writers": self._options.writers,
             "readers": self._options.readers,
-            "kvikio_threads": self._file.threads,
             **({} if self.chosen is None else {"chosen": self.chosen}),
         }
 
 
 class _GdsFile:
-    """A run file, and kvikio's handle of it.
+    """A run file, and kvikio's handle of it, which is cuFile's.
 
     kvikio opens files by their path, and ours has none any more: its descriptor has one in ``/proc``.
     """
@@ -209,34 +253,27 @@ class _GdsFile:
         self._file = file
         before = _descriptors_of(file.fd)
         try:
-            self._handle = kvikio.CuFile(f"/proc/self/fd/{file.fd}", "r+")
+            if refusal := _refusal(kvikio, file.fd):
+                raise _refused(refusal, file.directory)
+            # Unless told so, kvikio takes a file that cuFile refuses by system calls, and does not tell.
+            with kvikio.defaults.set("compat_mode", kvikio.CompatMode.OFF):
+                self._handle = kvikio.CuFile(f"/proc/self/fd/{file.fd}", "r+")
         except (OSError, RuntimeError) as error:
             file.close()
-            raise StoreError(
-                getattr(error, "errno", None) or errno.EIO,
-                f"kvikio cannot open files there: {error}; use store.kind: file",
-                file.directory,
-            ) from error
+            if isinstance(error, StoreError):
+                raise
+            raise _refused(str(error), file.directory, getattr(error, "errno", None)) from error
         self._opened = _descriptors_of(file.fd) - before
         self.version = str(getattr(kvikio, "__version__", "unknown"))
         self.fd = file.fd
 
-    def write(self, data: torch.Tensor, offset: int) -> int:
-        """Moves all bytes of a uint8 tensor to the file; returns how many went."""
-        return int(self._handle.pwrite(_buffer(data), data.numel(), offset, TASK_BYTES).get())
+    def write(self, data: torch.Tensor, offset: int, stream: Any) -> Any:
+        """Puts a write of all bytes of a uint8 tensor on a stream; returns kvikio's future."""
+        return self._handle.raw_write_async(_Memory(data), _raw(stream), data.numel(), offset)
 
-    def read(self, data: torch.Tensor, offset: int) -> int:
-        """Fills a uint8 tensor from the file; returns how many bytes came."""
-        return int(self._handle.pread(_buffer(data), data.numel(), offset, TASK_BYTES).get())
-
-    def direct_io_refusal(self) -> str | None:
-        """Why there is no direct I/O in the directory, without which kvikio moves bytes by system calls."""
-        magic = posix.file_system_magic(self.fd)
-        if magic in posix.MEMORY_FILE_SYSTEMS:
-            return f"{posix.MEMORY_FILE_SYSTEMS[magic]} lies in memory and has no direct I/O"
-        if posix.direct_alignment(self.fd) == 0:
-            return "the file system does not offer direct I/O"
-        return None
+    def read(self, data: torch.Tensor, offset: int, stream: Any) -> Any:
+        """Puts a read of all bytes of a uint8 tensor on a stream; returns kvikio's future."""
+        return self._handle.raw_read_async(_Memory(data), _raw(stream), data.numel(), offset)
 
     @property
     def size(self) -> int:
@@ -263,27 +300,60 @@ class _GdsFile:
 _never_collected: list[Any] = []
 
 
+class _Memory:
+    """A uint8 tensor as kvikio takes memory of a device, whatever calls itself a device here."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (data.numel(),),
+            "strides": None,
+            "data": (data.data_ptr(), False),
+        }
+
+
+def _raw(stream: Any) -> int:
+    """CUDA's own handle of a stream of PyTorch."""
+    handle = getattr(stream, "cuda_stream", None)
+    return int(stream.native_handle if handle is None else handle)
+
+
 def import_kvikio() -> Any:
-    """The module.
+    """The module; cuFile has a configuration file afterwards.
 
     Raises:
-        MissingDependencyError: It is not installed, or the cuFile library that it needs is missing.
+        MissingDependencyError: It is not installed, or a library that it needs is missing.
     """
     try:
         import kvikio
         import kvikio.cufile_driver
         import kvikio.defaults
-    except ImportError as error:
-        raise MissingDependencyError("kvikio", "store kind 'gds'", extra=_extra()) from error
+    except ModuleNotFoundError as error:
+        package = (error.name or "kvikio").partition(".")[0]
+        raise MissingDependencyError(package, "store kind 'gds'", extra=_extra()) from error
+    except ImportError as error:  # a library that is not found
+        raise MissingDependencyError(_needed_by_kvikio(), "store kind 'gds'") from error
     except RuntimeError as error:  # what kvikio raises where it does not find the library
         raise MissingDependencyError("libcufile", "store kind 'gds'", extra=_extra()) from error
+    # Both look for it when a file is opened, kvikio once in a process.
+    if _CONFIGURATION_VARIABLE not in os.environ and not _CONFIGURATION.exists():
+        os.environ[_CONFIGURATION_VARIABLE] = str(Path(__file__).with_name("cufile.json"))
     return kvikio
+
+
+def _needed_by_kvikio() -> str:
+    """The package that kvikio does not find its library without."""
+    if find_spec("rapids_logger") is None:
+        return "rapids-logger"
+    try:
+        return "libkvikio" if find_spec("cuda.pathfinder") else "cuda-pathfinder"
+    except ModuleNotFoundError:  # nor any other package of that name
+        return "cuda-pathfinder"
 
 
 def _extra() -> str:
     """The extra of tba-offload that brings kvikio for the CUDA of this PyTorch."""
-    import torch
-
     return "gds-cu13" if (torch.version.cuda or "").startswith("13.") else "gds-cu12"
 
 
@@ -291,7 +361,7 @@ def driver_versions() -> dict[str, str | None]:
     """Versions of kvikio, of cuFile and of the nvidia-fs driver; ``None`` for what is not there."""
     found: dict[str, str | None] = {"kvikio": None, "cufile": None, "nvidia_fs": None}
     with suppress(OSError):
-        found["nvidia_fs"] = _NVIDIA_FS.with_name("version").read_text().strip().removeprefix("version: ")
+        found["nvidia_fs"] = NVIDIA_FS.with_name("version").read_text().strip().removeprefix("version: ")
     with suppress(MissingDependencyError):
         kvikio = import_kvikio()
         found["kvikio"] = str(getattr(kvikio, "__version__", "unknown"))
@@ -300,34 +370,37 @@ def driver_versions() -> dict[str, str | None]:
     return found
 
 
-def _path_of(kvikio: Any, file: _GdsFile) -> tuple[str, str | None]:
-    """Which way bytes take in the directory of a file, and why not the direct one."""
-    if kvikio.defaults.is_compat_mode_preferred():
-        return "kvikio POSIX", "kvikio is in compatibility mode: cuFile is not usable here"
-    refusal = file.direct_io_refusal()
-    if refusal is not None:
-        return "kvikio POSIX", f"{refusal}, which cuFile needs"
+def _refusal(kvikio: Any, fd: int) -> str | None:
+    """Why cuFile does not take a file, as far as it can be known beforehand."""
+    magic = posix.file_system_magic(fd)
+    if magic in posix.MEMORY_FILE_SYSTEMS:
+        return f"{posix.MEMORY_FILE_SYSTEMS[magic]} lies in memory and has no direct I/O, which cuFile needs"
+    if posix.direct_alignment(fd) == 0:
+        return "the file system does not offer direct I/O, which cuFile needs"
+    if not kvikio.defaults.is_compat_mode_preferred():
+        return None
+    if not UDEV.is_dir():
+        return f"cuFile looks for drives in {UDEV}, which is not there: in a container, mount it or make it"
+    return "kvikio is in compatibility mode: KVIKIO_COMPAT_MODE is ON, or libcufile is not found"
+
+
+def _refused(why: str, directory: str, number: int | None = None) -> StoreError:
+    return StoreError(
+        number or errno.EOPNOTSUPP, f"GPUDirect Storage cannot be had there: {why}; {_REMEDY}", directory
+    )
+
+
+def _path_of(kvikio: Any) -> tuple[str, str | None]:
+    """Which way the bytes of a file take that cuFile has taken, and why not the direct one."""
     try:
         through_driver = bool(kvikio.cufile_driver.get("is_gds_available"))
     except (RuntimeError, KeyError) as error:
         return "cuFile", f"cuFile does not say how it works: {error}"
-    if through_driver and _NVIDIA_FS.exists():
+    if through_driver and NVIDIA_FS.exists():
         return "GDS", None
     if through_driver:
         return "GDS without nvidia-fs", "cuFile moves bytes by PCIe peer-to-peer"
     return "cuFile compatibility", "the nvidia-fs driver is not loaded, so bytes pass through host memory"
-
-
-def _set_threads(kvikio: Any) -> int:
-    """Kvikio's one thread would move the tasks of a transfer one by one; the user's own setting stays."""
-    if _THREADS_VARIABLE not in os.environ and kvikio.defaults.get("num_threads") < _THREADS:
-        kvikio.defaults.set("num_threads", _THREADS)
-    return int(kvikio.defaults.get("num_threads"))
-
-
-def _buffer(data: torch.Tensor) -> Any:
-    """What kvikio takes: CUDA tensors as they are, host memory as an array."""
-    return data.numpy() if data.is_cpu else data
 
 
 def _descriptors_of(fd: int) -> set[int]:
