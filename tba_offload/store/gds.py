@@ -145,12 +145,16 @@ class GdsBackend:
         return hasher.intdigest()
 
     def _transfer(
-        self, verb: str, call: Callable[[torch.Tensor, int, Any], Any], data: torch.Tensor, offset: int
+        self, verb: str, call: Callable[[torch.Tensor, int, int], Any], data: torch.Tensor, offset: int
     ) -> None:
         """Moves bytes on the calling thread's side stream, and waits for that stream only."""
         nbytes = data.numel()
-        with self.device.on_side_stream(), self._failures(verb, nbytes, offset):
-            transfer = call(data, offset, self.device.stream())
+        with self.device.on_side_stream():
+            stream = getattr(self.device.stream(), "cuda_stream", None)
+            if stream is None:
+                raise _refused(f"cuFile moves memory of CUDA, not of {self.device.torch_device}", self.name)
+            with self._failures(verb, nbytes, offset):
+                transfer = call(data, offset, stream)
         with self._failures(verb, nbytes, offset):
             moved = int(transfer.check_bytes_done())
         if moved != nbytes:
@@ -267,13 +271,13 @@ class _GdsFile:
         self.version = str(getattr(kvikio, "__version__", "unknown"))
         self.fd = file.fd
 
-    def write(self, data: torch.Tensor, offset: int, stream: Any) -> Any:
+    def write(self, data: torch.Tensor, offset: int, stream: int) -> Any:
         """Puts a write of all bytes of a uint8 tensor on a stream; returns kvikio's future."""
-        return self._handle.raw_write_async(_Memory(data), _raw(stream), data.numel(), offset)
+        return self._handle.raw_write_async(_Memory(data), stream, data.numel(), offset)
 
-    def read(self, data: torch.Tensor, offset: int, stream: Any) -> Any:
+    def read(self, data: torch.Tensor, offset: int, stream: int) -> Any:
         """Puts a read of all bytes of a uint8 tensor on a stream; returns kvikio's future."""
-        return self._handle.raw_read_async(_Memory(data), _raw(stream), data.numel(), offset)
+        return self._handle.raw_read_async(_Memory(data), stream, data.numel(), offset)
 
     @property
     def size(self) -> int:
@@ -311,12 +315,6 @@ class _Memory:
             "strides": None,
             "data": (data.data_ptr(), False),
         }
-
-
-def _raw(stream: Any) -> int:
-    """CUDA's own handle of a stream of PyTorch."""
-    handle = getattr(stream, "cuda_stream", None)
-    return int(stream.native_handle if handle is None else handle)
 
 
 def import_kvikio() -> Any:

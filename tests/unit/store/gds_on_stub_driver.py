@@ -26,7 +26,7 @@ from test_store_file import flip_a_bit
 from tba_offload.errors import ShortTransferError, StoreError, StoreFullError
 from tba_offload.store import gds, probe
 from tba_offload.store.gds import GdsStore
-from tba_offload.testing.store_contract import PATIENCE, StoreContract, descriptors, get, pattern, put
+from tba_offload.testing.store_contract import CPU, PATIENCE, StoreContract, descriptors, get, pattern, put
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -201,6 +201,12 @@ def test_where_kvikio_would_not_ask_cufile_it_says_why(
         with pytest.raises(StoreError, match=said):
             GdsStore(tmp_path, device=DEVICE)
     assert waits() == NONE
+
+
+def test_a_device_without_streams_of_cuda_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="cuFile moves memory of CUDA, not of cpu"):
+        GdsStore(tmp_path, device=CPU)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
