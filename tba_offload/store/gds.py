@@ -92,7 +92,7 @@ class GdsBackend:
         self.name = directory
         self.device = device
         self._checksums = Checksums(on=options.checksum)
-        self._file = _GdsFile(RunFile(directory, options.capacity), kvikio)
+        self._file = _GdsFile(directory, options.capacity, kvikio)
         try:
             self._try()
             self.path, self.reason = _path_of(kvikio)
@@ -250,26 +250,36 @@ class GdsStore(QueuedStore):
 class _GdsFile:
     """A run file, and kvikio's handle of it, which is cuFile's.
 
-    kvikio opens files by their path, and ours has none any more: its descriptor has one in ``/proc``.
+    cuFile opens files by their path, a second time for what is not aligned, even those that it is given a
+    descriptor of. So it has to take the file before that loses its name.
     """
 
-    def __init__(self, file: RunFile, kvikio: Any) -> None:
-        self._file = file
-        before = _descriptors_of(file.fd)
+    def __init__(self, directory: str, capacity: int | None, kvikio: Any) -> None:
+        self._directory = directory
+        self._kvikio = kvikio
+        self._handles: list[Any] = []
         try:
-            if refusal := _refusal(kvikio, file.fd):
-                raise _refused(refusal, file.directory)
-            # Unless told so, kvikio takes a file that cuFile refuses by system calls, and does not tell.
-            with kvikio.defaults.set("compat_mode", kvikio.CompatMode.OFF):
-                self._handle = kvikio.CuFile(f"/proc/self/fd/{file.fd}", "r+")
-        except (OSError, RuntimeError) as error:
-            file.close()
-            if isinstance(error, StoreError):
-                raise
-            raise _refused(str(error), file.directory, getattr(error, "errno", None)) from error
-        self._opened = _descriptors_of(file.fd) - before
+            self._file = RunFile(directory, capacity, self._take)
+        except BaseException:
+            for handle in self._handles:
+                handle.close()
+            raise
+        self._handle = self._handles.pop()
         self.version = str(getattr(kvikio, "__version__", "unknown"))
-        self.fd = file.fd
+        self.fd = self._file.fd
+
+    def _take(self, fd: int) -> None:
+        """Has cuFile take the file of a descriptor."""
+        if refusal := _refusal(self._kvikio, fd):
+            raise _refused(refusal, self._directory)
+        before = _descriptors_of(fd)
+        try:
+            # Unless told so, kvikio takes a file that cuFile refuses by system calls, and does not tell.
+            with self._kvikio.defaults.set("compat_mode", self._kvikio.CompatMode.OFF):
+                self._handles.append(self._kvikio.CuFile(f"/proc/self/fd/{fd}", "r+"))
+        except (OSError, RuntimeError) as error:
+            raise _refused(str(error), self._directory, getattr(error, "errno", None)) from error
+        self._opened = _descriptors_of(fd) - before
 
     def write(self, data: torch.Tensor, offset: int, stream: int) -> Any:
         """Puts a write of all bytes of a uint8 tensor on a stream; returns kvikio's future."""

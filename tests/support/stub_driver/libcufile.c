@@ -35,7 +35,7 @@ typedef struct {
     } nvfs;
     unsigned flags, max_cache_kib, per_buffer_cache_kib, max_pinned_kib, max_batch, batch_timeout_ms;
 } CUfileDrvProps;
-enum { NOT_SUPPORTED = 5038 /* CU_FILE_ASYNC_NOT_SUPPORTED */ };
+enum { NOT_SUPPORTED = 5038 /* CU_FILE_ASYNC_NOT_SUPPORTED */, DESCRIPTOR_REFUSED = 5031 /* CU_FILE_GETNEWFD_FAILED */ };
 static const CUfileError success;
 
 /* What tests set and ask for by name. */
@@ -65,16 +65,21 @@ static int find(const char *name) {
 void stub_set(const char *name, long value) { values[find(name)].value = value; }
 long stub_get(const char *name) { return values[find(name)].value; }
 
-/* Files: direct I/O asks for aligned memory, which cuFile does not, so bytes go by a descriptor of their own. */
+/* Files: direct I/O asks for aligned memory, which cuFile does not, so bytes go by a descriptor of their own. As cuFile does, it
+ * opens the file by its path for that, and refuses one that has lost its name. */
 
 CUfileError cuFileHandleRegister(void **handle, CUfileDescr *description) {
     if (values[REFUSE].value)
         return (CUfileError){values[REFUSE].value, 0};
-    char path[64];
-    snprintf(path, sizeof path, "/proc/self/fd/%d", description->handle.fd);
+    char link[64], path[4096];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", description->handle.fd);
+    ssize_t length = readlink(link, path, sizeof path - 1);
+    if (length < 0)
+        return (CUfileError){DESCRIPTOR_REFUSED, 0};
+    path[length] = 0;
     int fd = open(path, O_RDWR | O_CLOEXEC);
     if (fd < 0)
-        return (CUfileError){errno, 0};
+        return (CUfileError){DESCRIPTOR_REFUSED, 0};
     atomic_fetch_add(&values[HANDLES].value, 1);
     *handle = (void *)(intptr_t)(fd + 1);
     return success;
