@@ -1,19 +1,18 @@
-"""Extents in one file on one drive, moved between GPU memory and drive by GPUDirect Storage, through kvikio.
+"""Extents in one file on one drive, moved between GPU memory and drive by GPUDirect Storage.
 
-This is the only module that names kvikio. What cuFile, below kvikio, does with a transfer depends on the
-machine: through the nvidia-fs driver or PCIe peer-to-peer the bytes never touch the host; without them it
-takes them through host memory. :attr:`GdsStore.description` says which it is in a directory. Where cuFile
-does not take a file at all, kvikio would move its bytes by system calls, through the page cache, with
-copies that kernels of training wait for. :mod:`tba_offload.store.file` does that better, so opening the
-store is an error there.
+This is the only module that names kvikio. What cuFile does with a transfer depends on the machine: through
+the nvidia-fs driver or PCIe peer-to-peer the bytes never touch the host; without them it takes them through
+host memory. :attr:`GdsStore.description` says which it is in a directory. Where cuFile does not take a file
+at all, kvikio would move its bytes by system calls, through the page cache, with copies that kernels of
+training wait for. :mod:`tba_offload.store.file` does that better, so opening the store is an error there.
 
-A transfer waits for its producer and for nothing else. An I/O thread waits for the event, puts the transfer
-on a stream of its own by kvikio's ``raw_write_async`` or ``raw_read_async``, and waits for that stream.
-With kvikio's other calls (``pread``, ``pwrite``, ``raw_read``, ``raw_write``) each transfer would wait for
-all that CUDA's default stream was given before, which is PyTorch's stream unless told otherwise, and the
-first two take what is smaller than 16 KiB through host memory. The calls for a stream do all that, too,
-where cuFile has no configuration file, so it is given one, ``cufile.json`` beside this module, if the
-machine has none.
+A transfer waits for its producer and for nothing else: an I/O thread waits for the event, and then calls
+cuFile, which copies on streams of its own that no other stream waits for. The bytes do not go through
+kvikio's calls: ``pread``, ``pwrite``, ``raw_read`` and ``raw_write`` let each transfer wait for all that
+CUDA's default stream was given before, which is PyTorch's stream unless told otherwise, and those for a
+stream of the caller, ``raw_read_async`` and ``raw_write_async``, do so too unless cuFile has a
+configuration file, and then have kernels copy, which take multiprocessors from training. kvikio finds the
+library and its driver, and says whether the machine has what cuFile needs.
 
 No memory is registered with cuFile. That pays for a buffer that one owner uses again and again; here bytes
 travel from and into the very tensors of the model, which come from PyTorch's caching allocator and go back
@@ -27,7 +26,7 @@ from __future__ import annotations
 
 import errno
 import os
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -39,25 +38,23 @@ from tba_offload.device.checksum import sums
 from tba_offload.errors import MissingDependencyError, StoreError, StoreFullError
 from tba_offload.store import posix
 from tba_offload.store.checksums import Checksums
+from tba_offload.store.cufile import CuFile
 from tba_offload.store.engine import QueuedStore
 from tba_offload.store.extents import BLOCK
-from tba_offload.store.run_file import RunFile, short_transfer
+from tba_offload.store.run_file import FULL, RunFile, short_transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from tba_offload.device import ByteRange, Device, Event
     from tba_offload.store.base import Extent
 
-_NO_SPACE = os.strerror(errno.ENOSPC)
 NVIDIA_FS = Path("/proc/driver/nvidia-fs/stats")
 """File that is there if the nvidia-fs driver is loaded."""
 
 UDEV = Path("/run/udev")
 """Directory that cuFile looks for drives in; kvikio asks no cuFile where it is missing."""
 
-_CONFIGURATION = Path("/etc/cufile.json")
-_CONFIGURATION_VARIABLE = "CUFILE_ENV_PATH_JSON"
 _REMEDY = "use store.kind: file, or auto"
 
 
@@ -116,23 +113,23 @@ class GdsBackend:
         self._file.grow(size)
 
     def close(self) -> None:
-        """Gives the handle back to kvikio and frees the blocks."""
+        """Gives the file back to cuFile and frees the blocks."""
         self._file.close()
 
     def abandon(self) -> None:
-        """In a forked child: closes descriptors behind kvikio's back, which must not be called there."""
+        """In a forked child: closes descriptors and calls no cuFile, which must not be called there."""
         self._file.abandon()
 
     def move_out(self, extent: Extent, source: ByteRange, after: Event) -> int | None:  # noqa: ARG002
         """See :meth:`Backend.move_out`."""
         data = source.tensor()
-        self._transfer("write", self._file.write, data, extent.offset)
+        self._transfer("write", self._file.cufile.write, data, extent.offset)
         return self.digest(data)
 
     def move_in(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> int | None:  # noqa: ARG002
         """See :meth:`Backend.move_in`."""
         data = target.tensor()
-        self._transfer("read", self._file.read, data, extent.offset)
+        self._transfer("read", self._file.cufile.read, data, extent.offset)
         return self.digest(data)
 
     def digest(self, data: torch.Tensor) -> int | None:
@@ -145,33 +142,20 @@ class GdsBackend:
         return hasher.intdigest()
 
     def _transfer(
-        self, verb: str, call: Callable[[torch.Tensor, int, int], Any], data: torch.Tensor, offset: int
+        self, verb: str, call: Callable[[int, int, int], int], data: torch.Tensor, offset: int
     ) -> None:
-        """Moves bytes on the calling thread's side stream, and waits for that stream only."""
         nbytes = data.numel()
-        with self.device.on_side_stream():
-            stream = getattr(self.device.stream(), "cuda_stream", None)
-            if stream is None:
-                raise _refused(f"cuFile moves memory of CUDA, not of {self.device.torch_device}", self.name)
-            with self._failures(verb, nbytes, offset):
-                transfer = call(data, offset, stream)
-        with self._failures(verb, nbytes, offset):
-            moved = int(transfer.check_bytes_done())
-        if moved != nbytes:
-            raise short_transfer(self.name, verb, nbytes, offset, moved)
-
-    @contextmanager
-    def _failures(self, verb: str, nbytes: int, offset: int) -> Iterator[None]:
-        """Around a call of kvikio: its errors as a caller can use them."""
         try:
-            yield
-        except (OSError, RuntimeError) as error:  # kvikio tells everything by RuntimeError
-            what = f"{verb} of {nbytes} bytes at offset {offset} failed in kvikio: {error}"
-            if _NO_SPACE in str(error):
+            moved = call(data.data_ptr(), nbytes, offset)
+        except OSError as error:
+            what = f"{verb} of {nbytes} bytes at offset {offset} failed in cuFile: {error.strerror}"
+            if error.errno in FULL:
                 remedy = "free some space, name another directory or set store.capacity"
-                raise StoreFullError(errno.ENOSPC, f"{what}; {remedy}", self.name) from error
+                raise StoreFullError(error.errno, f"{what}; {remedy}", self.name) from error
             remedy = "check the drive and the system log, or use store.kind: file"
             raise StoreError(errno.EIO, f"{what}; {remedy}", self.name) from error
+        if moved != nbytes:
+            raise short_transfer(self.name, verb, nbytes, offset, moved)
 
     def _try(self) -> None:
         """Moves one block each way.
@@ -182,15 +166,15 @@ class GdsBackend:
         self.grow(BLOCK)
         block = torch.arange(BLOCK, device=self.device.torch_device).to(torch.uint8)
         back = torch.zeros_like(block)
-        self.device.event().synchronize()  # they are made on another stream
-        self._transfer("write", self._file.write, block, 0)
-        self._transfer("read", self._file.read, back, 0)
+        self.device.event().synchronize()  # until they are made
+        self._transfer("write", self._file.cufile.write, block, 0)
+        self._transfer("read", self._file.cufile.read, back, 0)
         if not torch.equal(block, back):
             raise _refused("a block that was written comes back changed", self.name)
 
 
 class GdsStore(QueuedStore):
-    """A store in one unlinked file that cuFile reads and writes, through kvikio.
+    """A store in one unlinked file that cuFile reads and writes.
 
     Args:
         directory: Where to create the file; made if it is missing.
@@ -248,23 +232,19 @@ class GdsStore(QueuedStore):
 
 
 class _GdsFile:
-    """A run file, and kvikio's handle of it, which is cuFile's.
-
-    cuFile opens files by their path, a second time for what is not aligned, even those that it is given a
-    descriptor of. So it has to take the file before that loses its name.
-    """
+    """A run file that cuFile has taken, which it does while the file has a name."""
 
     def __init__(self, directory: str, capacity: int | None, kvikio: Any) -> None:
         self._directory = directory
         self._kvikio = kvikio
-        self._handles: list[Any] = []
+        self._taken: list[CuFile] = []
         try:
             self._file = RunFile(directory, capacity, self._take)
         except BaseException:
-            for handle in self._handles:
-                handle.close()
+            for taken in self._taken:
+                taken.close()
             raise
-        self._handle = self._handles.pop()
+        self.cufile = self._taken.pop()
         self.version = str(getattr(kvikio, "__version__", "unknown"))
         self.fd = self._file.fd
 
@@ -274,20 +254,10 @@ class _GdsFile:
             raise _refused(refusal, self._directory)
         before = _descriptors_of(fd)
         try:
-            # Unless told so, kvikio takes a file that cuFile refuses by system calls, and does not tell.
-            with self._kvikio.defaults.set("compat_mode", self._kvikio.CompatMode.OFF):
-                self._handles.append(self._kvikio.CuFile(f"/proc/self/fd/{fd}", "r+"))
-        except (OSError, RuntimeError) as error:
-            raise _refused(str(error), self._directory, getattr(error, "errno", None)) from error
-        self._opened = _descriptors_of(fd) - before
-
-    def write(self, data: torch.Tensor, offset: int, stream: int) -> Any:
-        """Puts a write of all bytes of a uint8 tensor on a stream; returns kvikio's future."""
-        return self._handle.raw_write_async(_Memory(data), stream, data.numel(), offset)
-
-    def read(self, data: torch.Tensor, offset: int, stream: int) -> Any:
-        """Puts a read of all bytes of a uint8 tensor on a stream; returns kvikio's future."""
-        return self._handle.raw_read_async(_Memory(data), stream, data.numel(), offset)
+            self._taken.append(CuFile(fd))
+        except OSError as error:
+            raise _refused(str(error.strerror or error), self._directory, error.errno) from error
+        self._opened = _descriptors_of(fd) - before  # by cuFile, too
 
     @property
     def size(self) -> int:
@@ -299,36 +269,19 @@ class _GdsFile:
         self._file.grow(size)
 
     def close(self) -> None:
-        """Gives the handle back to kvikio and frees the blocks."""
-        self._handle.close()
+        """Gives the file back to cuFile and frees the blocks."""
+        self.cufile.close()
         self._file.close()
 
     def abandon(self) -> None:
-        """In a forked child: closes descriptors behind kvikio's back, which must not be called there."""
-        _never_collected.append(self._handle)
+        """In a forked child: closes descriptors and calls no cuFile, which must not be called there."""
         for fd in self._opened:
             os.close(fd)
         self._file.abandon()
 
 
-_never_collected: list[Any] = []
-
-
-class _Memory:
-    """A uint8 tensor as kvikio takes memory of a device, whatever calls itself a device here."""
-
-    def __init__(self, data: torch.Tensor) -> None:
-        self.__cuda_array_interface__ = {
-            "version": 3,
-            "typestr": "|u1",
-            "shape": (data.numel(),),
-            "strides": None,
-            "data": (data.data_ptr(), False),
-        }
-
-
 def import_kvikio() -> Any:
-    """The module; cuFile has a configuration file afterwards.
+    """The module; the cuFile library is loaded afterwards.
 
     Raises:
         MissingDependencyError: It is not installed, or a library that it needs is missing.
@@ -344,9 +297,6 @@ def import_kvikio() -> Any:
         raise MissingDependencyError(_needed_by_kvikio(), "store kind 'gds'") from error
     except RuntimeError as error:  # what kvikio raises where it does not find the library
         raise MissingDependencyError("libcufile", "store kind 'gds'", extra=_extra()) from error
-    # Both look for it when a file is opened, kvikio once in a process.
-    if _CONFIGURATION_VARIABLE not in os.environ and not _CONFIGURATION.exists():
-        os.environ[_CONFIGURATION_VARIABLE] = str(Path(__file__).with_name("cufile.json"))
     return kvikio
 
 

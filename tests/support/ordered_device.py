@@ -63,7 +63,7 @@ class Stream:
     """A queue of operations; its clock is what is over when its next operation starts."""
 
     def __init__(self, number: int) -> None:
-        self.number = self.cuda_stream = number
+        self.number = number
         self.clock = Clock()
 
 

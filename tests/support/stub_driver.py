@@ -10,35 +10,26 @@ import ctypes
 import os
 import subprocess
 import sys
-import threading
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from children import environment
 from places import SUPPORT
 
 from tba_offload.device import CpuDevice
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 SOURCES = SUPPORT / "stub_driver"
 PACKAGES = Path(os.environ.get("KVIKIO_PACKAGES", Path(sys.prefix) / "kvikio"))
 """The folder that kvikio is installed in, beside the virtual environment's own packages."""
 INSTALL = f"pip install --no-deps --target {PACKAGES} -r {SOURCES / 'requirements.txt'}"
 
-_NON_BLOCKING = 1
-
 
 def build(folder: Path) -> None:
     """Compiles both libraries into a folder."""
-    driver = folder / "libcuda.so.1"
-    for library, needs in ((driver, ["-pthread"]), (folder / "libcufile.so.0", [driver])):
-        source = SOURCES / f"{library.name.partition('.')[0]}.c"
-        flags = ["-std=gnu11", "-Wall", "-Werror", "-O1", "-shared", "-fPIC", f"-Wl,-soname,{library.name}"]
-        subprocess.run(["gcc", *flags, "-o", library, source, *needs], check=True)
+    for name in ("libcuda.so.1", "libcufile.so.0"):
+        source = SOURCES / f"{name.partition('.')[0]}.c"
+        flags = ["-std=gnu11", "-Wall", "-Werror", "-O1", "-shared", "-fPIC", f"-Wl,-soname,{name}"]
+        subprocess.run(["gcc", *flags, "-o", folder / name, source], check=True)
 
 
 def variables(folder: Path) -> dict[str, str]:
@@ -89,40 +80,10 @@ def tell(name: str, value: int) -> None:
 def start_counting() -> None:
     """From here on all counts are from 0."""
     libcuda().stub_reset()
-    for name in ("on_stream", "at_once"):
-        tell(name, 0)
-
-
-class Stream:
-    """A stream of the driver, by the name that PyTorch's have for its handle."""
-
-    def __init__(self) -> None:
-        made = ctypes.c_void_p()
-        assert libcuda().cuStreamCreate(ctypes.byref(made), _NON_BLOCKING) == 0
-        self.cuda_stream = made.value or 0
-
-    def synchronize(self) -> None:
-        assert libcuda().cuStreamSynchronize(ctypes.c_void_p(self.cuda_stream)) == 0
+    tell("transfers", 0)
 
 
 class StubDevice(CpuDevice):
-    """The driver's device: it computes on the CPU, at once, and has streams for transfers."""
+    """The driver's device: it computes on the CPU, at once."""
 
     pins_memory = True
-
-    def __init__(self) -> None:
-        self._local = threading.local()
-
-    def stream(self) -> Stream | None:  # type: ignore[override]
-        return getattr(self._local, "current", None)
-
-    @contextmanager
-    def on_side_stream(self) -> Iterator[None]:
-        if not hasattr(self._local, "side"):
-            self._local.side = Stream()
-        self._local.current = self._local.side
-        try:
-            yield
-        finally:
-            self._local.current = None
-        self._local.side.synchronize()

@@ -1,7 +1,4 @@
-/* cuFile on host memory, as far as kvikio calls it: the same arguments, the same results, and faults on demand.
- *
- * What is asked for on a stream happens on that stream, and the sizes and offsets are read there and then, as of cuFile's.
- */
+/* cuFile on host memory, as far as it is called: the same arguments, the same results, and faults on demand. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -12,9 +9,6 @@
 #include <string.h>
 #include <sys/types.h>
 #include <unistd.h>
-
-typedef void *CUstream;
-extern int cuLaunchHostFunc(CUstream stream, void (*call)(void *), void *argument);
 
 typedef struct {
     int error, driver_error;
@@ -35,7 +29,7 @@ typedef struct {
     } nvfs;
     unsigned flags, max_cache_kib, per_buffer_cache_kib, max_pinned_kib, max_batch, batch_timeout_ms;
 } CUfileDrvProps;
-enum { NOT_SUPPORTED = 5038 /* CU_FILE_ASYNC_NOT_SUPPORTED */, DESCRIPTOR_REFUSED = 5031 /* CU_FILE_GETNEWFD_FAILED */ };
+enum { BASE_ERROR = 5000, NOT_SUPPORTED = 5038 /* CU_FILE_ASYNC_NOT_SUPPORTED */, DESCRIPTOR_REFUSED = 5031 /* CU_FILE_GETNEWFD_FAILED */ };
 static const CUfileError success;
 
 /* What tests set and ask for by name. */
@@ -45,15 +39,13 @@ static struct {
     atomic_long value;
 } values[] = {
     {"refuse"},        /* the error of registering a file; 0 for none */
-    {"refuse_stream"}, /* the error of asking for a transfer on a stream */
-    {"result"},        /* what a transfer returns instead, if it is negative: -errno, or the negative of an error of cuFile */
+    {"result"},        /* the negative of what a transfer fails with: an errno, or an error of cuFile */
     {"most"},          /* bytes after which a transfer stops short; 0 for no limit */
     {"driver"},        /* the version of nvidia-fs; 0 for none */
     {"handles"},       /* files that are registered now */
-    {"on_stream"},     /* transfers that were asked for on a stream */
-    {"at_once"},       /* transfers that were asked for without one */
+    {"transfers"},     /* transfers that were asked for */
 };
-enum { REFUSE, REFUSE_STREAM, RESULT, MOST, DRIVER, HANDLES, ON_STREAM, AT_ONCE };
+enum { REFUSE, RESULT, MOST, DRIVER, HANDLES, TRANSFERS };
 #define KINDS (int)(sizeof values / sizeof *values)
 
 static int find(const char *name) {
@@ -90,8 +82,10 @@ void cuFileHandleDeregister(void *handle) {
 }
 
 static ssize_t move(void *handle, char *memory, size_t size, off_t offset, int writes) {
-    if (values[RESULT].value < 0)
-        return values[RESULT].value;
+    if (values[RESULT].value < 0) {
+        errno = -values[RESULT].value;
+        return errno < BASE_ERROR ? -1 : values[RESULT].value;
+    }
     if (values[MOST].value && size > (size_t)values[MOST].value)
         size = values[MOST].value;
     int fd = (int)(intptr_t)handle - 1;
@@ -100,7 +94,7 @@ static ssize_t move(void *handle, char *memory, size_t size, off_t offset, int w
         ssize_t part = writes ? pwrite(fd, memory + done, size - done, offset + done)
                               : pread(fd, memory + done, size - done, offset + done);
         if (part < 0)
-            return -errno;
+            return -1;
         if (part == 0)
             break;
         done += part;
@@ -109,44 +103,13 @@ static ssize_t move(void *handle, char *memory, size_t size, off_t offset, int w
 }
 
 ssize_t cuFileRead(void *handle, void *base, size_t size, off_t offset, off_t at) {
-    atomic_fetch_add(&values[AT_ONCE].value, 1);
+    atomic_fetch_add(&values[TRANSFERS].value, 1);
     return move(handle, (char *)base + at, size, offset, 0);
 }
 ssize_t cuFileWrite(void *handle, const void *base, size_t size, off_t offset, off_t at) {
-    atomic_fetch_add(&values[AT_ONCE].value, 1);
+    atomic_fetch_add(&values[TRANSFERS].value, 1);
     return move(handle, (char *)base + at, size, offset, 1);
 }
-
-typedef struct {
-    void *handle;
-    char *base;
-    size_t *size;
-    off_t *offset, *at;
-    ssize_t *moved;
-    int writes;
-} Order;
-
-static void carry_out(void *argument) {
-    Order *order = argument;
-    *order->moved = move(order->handle, order->base + *order->at, *order->size, *order->offset, order->writes);
-    free(order);
-}
-static CUfileError ask(Order what, CUstream stream) {
-    atomic_fetch_add(&values[ON_STREAM].value, 1);
-    if (values[REFUSE_STREAM].value)
-        return (CUfileError){values[REFUSE_STREAM].value, 0};
-    Order *order = malloc(sizeof *order);
-    *order = what;
-    return (CUfileError){cuLaunchHostFunc(stream, carry_out, order) ? NOT_SUPPORTED : 0, 0};
-}
-CUfileError cuFileReadAsync(void *handle, void *base, size_t *size, off_t *offset, off_t *at, ssize_t *moved, CUstream stream) {
-    return ask((Order){handle, base, size, offset, at, moved, 0}, stream);
-}
-CUfileError cuFileWriteAsync(void *handle, void *base, size_t *size, off_t *offset, off_t *at, ssize_t *moved, CUstream stream) {
-    return ask((Order){handle, base, size, offset, at, moved, 1}, stream);
-}
-CUfileError cuFileStreamRegister(CUstream stream, unsigned flags) { return success; }
-CUfileError cuFileStreamDeregister(CUstream stream) { return success; }
 
 /* The driver. */
 
@@ -166,6 +129,10 @@ CUfileError cuFileDriverGetProperties(CUfileDrvProps *properties) {
 /* kvikio looks these up, and the store has no use for them. */
 #define MISSING(name)                                                                                                            \
     CUfileError name(void) { return (CUfileError){NOT_SUPPORTED, 0}; }
+MISSING(cuFileReadAsync)
+MISSING(cuFileWriteAsync)
+MISSING(cuFileStreamRegister)
+MISSING(cuFileStreamDeregister)
 MISSING(cuFileBufRegister)
 MISSING(cuFileBufDeregister)
 MISSING(cuFileDriverSetPollMode)

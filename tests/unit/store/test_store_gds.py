@@ -66,26 +66,6 @@ print("opened")
 """
 
 
-def test_without_a_configuration_of_cufile_it_is_an_error(variables: dict[str, str], tmp_path: Path) -> None:
-    """There kvikio would let its calls for a stream wait for the default stream."""
-    missing = {"CUFILE_ENV_PATH_JSON": str(tmp_path / "none.json")}
-    done = run(["-c", OPEN, tmp_path], variables | missing)
-    if Path("/etc/cufile.json").exists():
-        assert done.stdout == "opened\n", done.stderr
-    else:
-        assert "StoreError" in done.stderr
-        assert "Missing cuFile configuration file" in done.stderr
-
-
-@pytest.mark.full
-def test_a_configuration_of_the_user_is_left_alone(variables: dict[str, str], tmp_path: Path) -> None:
-    own = tmp_path / "cufile.json"
-    own.write_text("{}")
-    code = OPEN + "import os; print(os.environ['CUFILE_ENV_PATH_JSON'])"
-    done = run(["-c", code, tmp_path], variables | {"CUFILE_ENV_PATH_JSON": str(own)})
-    assert done.stdout == f"opened\n{own}\n", done.stderr
-
-
 @pytest.mark.parametrize(
     ("left_out", "missing"),
     [

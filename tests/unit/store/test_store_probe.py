@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
+import fake_kvikio
 import pytest
 import torch
 from ordered_device import OrderedDevice
@@ -173,9 +175,9 @@ def test_without_kvikio_it_is_the_file_store(
 @pytest.fixture
 def failing_reads(kvikio: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*_: object) -> None:
-        raise RuntimeError("KvikIO failure: Operation not supported")
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
-    monkeypatch.setattr(kvikio.CuFile, "raw_read_async", failing)
+    monkeypatch.setattr(fake_kvikio.CuFile, "read", failing)
 
 
 @pytest.mark.usefixtures("failing_reads")
@@ -194,14 +196,14 @@ def test_a_way_that_hangs_is_not_taken(
 ) -> None:
     """Nor does anybody wait for it, not even the end of the process."""
     goes_on = threading.Event()
-    reads = kvikio.CuFile.raw_read_async
+    reads = fake_kvikio.CuFile.read
 
-    def hanging(file: Any, memory: Any, stream: Any, size: int, offset: int) -> Any:
-        if size > 4096:  # what is tried when the store is opened is a block
+    def hanging(file: fake_kvikio.CuFile, address: int, nbytes: int, offset: int) -> int:
+        if nbytes > 4096:  # what is tried when the store is opened is a block
             goes_on.wait()
-        return reads(file, memory, stream, size, offset)
+        return reads(file, address, nbytes, offset)
 
-    monkeypatch.setattr(kvikio.CuFile, "raw_read_async", hanging)
+    monkeypatch.setattr(fake_kvikio.CuFile, "read", hanging)
     monkeypatch.setattr(choice, "TRANSFER_SECONDS", 0.05)
     found = choose(tmp_path, device)
     assert (found.kind, found.rates) == ("file", {})
