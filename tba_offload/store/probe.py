@@ -260,7 +260,7 @@ def choose(directory: str | os.PathLike[str], device: Device, options: StoreOpti
         if hangs and isinstance(error, StoreError) and error.errno == errno.ETIMEDOUT:
             raise  # it would be opened in the same way again
         return Choice("file", f"GPUDirect Storage could not be measured: {error}", {})
-    moved = f"{rates['gds'] / 1e9:.2f} GB/s through kvikio ({path}), {rates['file'] / 1e9:.2f} GB/s through"
+    moved = f"{rates['gds'] / 1e9:.2f} GB/s through cuFile ({path}), {rates['file'] / 1e9:.2f} GB/s through"
     kind = "gds" if rates["gds"] > rates["file"] else "file"
     return Choice(
         kind, f"it is the faster: {moved} pinned host memory, both directions at once, on a busy GPU", rates

@@ -87,7 +87,7 @@ def test_each_directory_has_its_path_its_rates_and_advice(
     for way in each["ways"].values():
         assert min(way["bytes_per_second"].values()) > 0
     assert each["auto"]["kind"] in each["ways"]
-    assert f"through kvikio ({path})" in each["auto"]["why"]
+    assert f"through cuFile ({path})" in each["auto"]["why"]
     said = [sentence for sentence in each["advice"] if "direct I/O" not in sentence]
     assert [advice in sentence for sentence in said if advice] == ([True] if advice else [])
     assert bool(said) == bool(advice)

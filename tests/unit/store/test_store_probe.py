@@ -111,7 +111,7 @@ def test_auto_takes_the_faster_way_and_says_why(
     rates = told["bytes_per_second"]
     assert max(rates, key=rates.get) == chosen.kind == description["kind"]
     assert min(rates.values()) <= 4 * (64 * KIB + 1) / SLOW < max(rates.values())
-    assert "GB/s through kvikio (GDS)" in told["why"]
+    assert "GB/s through cuFile (GDS)" in told["why"]
     assert [record.getMessage() for record in caplog.records if "it is the faster" in record.getMessage()]
 
 
