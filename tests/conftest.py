@@ -70,8 +70,12 @@ def two_threads() -> Iterator[None]:
 
 @pytest.fixture
 def kvikio(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
-    """The stand-in for kvikio, whether or not there is a real one."""
+    """The stand-in for kvikio and cuFile, whether or not there are real ones."""
     import fake_kvikio
+
+    from tba_offload.store import gds
+
+    monkeypatch.setattr(gds, "CuFile", fake_kvikio.CuFile)
 
     for name in fake_kvikio.MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)

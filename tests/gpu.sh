@@ -47,7 +47,7 @@ download_wheels() {
     done
     "$PYTHON" -m pip download --quiet --dest "$1" --no-deps --only-binary :all: --implementation cp \
         --python-version "$TARGET" "${platforms[@]}" --platform manylinux2014_x86_64 \
-        "kvikio-cu$CUDA" "libkvikio-cu$CUDA" rapids-logger \
+        "kvikio-cu$CUDA" "libkvikio-cu$CUDA" rapids-logger cuda-pathfinder \
         click pydantic annotated-types typing-inspection typing-extensions \
         pyyaml rich markdown-it-py mdurl pygments xxhash megatron-core trl \
         pytest pluggy iniconfig packaging pytest-timeout hypothesis sortedcontainers || return
@@ -133,6 +133,7 @@ run)
     shift
     mkdir -p "$results"
     install_wheels "$wheels" || exit
+    mkdir -p /run/udev 2>/dev/null || true # where cuFile looks for drives; kvikio does not ask it without
     for step in "$@"; do
         step=${step#--}
         echo "== $step"

@@ -5,6 +5,13 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . examples/setup.sh
 setup_venv dev,docs,frameworks,megatron
+# The real kvikio, for tests on a stub of the driver: in a folder of its own, so that no other test sees it.
+kvikio=$PWD/.venv/kvikio packages=tests/support/stub_driver/requirements.txt
+if ! cmp -s "$packages" "$kvikio/installed"; then
+    rm -rf "$kvikio"
+    saying "installing kvikio" .venv/bin/pip install --quiet --no-deps --target "$kvikio" -r "$packages"
+    cp "$packages" "$kvikio/installed"
+fi
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy

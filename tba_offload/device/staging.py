@@ -7,7 +7,7 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from tba_offload.errors import SessionError
+from tba_offload.errors import SessionError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,6 +39,7 @@ class StagingRing:
             )
         self.slab_bytes = slab_bytes
         self.count = count
+        self._alignment = alignment
         self._device = device
         self._changed = threading.Condition()
         self._free: list[torch.Tensor] = []
@@ -58,6 +59,7 @@ class StagingRing:
 
         Raises:
             SessionError: The ring is closed.
+            UnsupportedError: The device's host memory is not aligned.
         """
         slab = self._acquire()
         try:
@@ -83,6 +85,11 @@ class StagingRing:
                     return self._free.pop()
                 if self._made < self.count:
                     slab = self._device.host_memory(self.slab_bytes)
+                    if slab.data_ptr() % self._alignment:  # direct I/O would say EINVAL, as of the drive
+                        raise UnsupportedError(
+                            f"host memory of {self._device.torch_device} lies at {slab.data_ptr():#x}, which "
+                            f"is no multiple of {self._alignment}, as direct I/O needs"
+                        )
                     self._made += 1
                     return slab
                 self._changed.wait()

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from tba_offload.device.pinned import pinned_memory
 from tba_offload.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -269,8 +270,8 @@ class CudaDevice(Device):
             target.copy_(source, non_blocking=True)
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """Pins host memory; PyTorch rounds it up to a power of two."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        """Pins pages of its own; see :mod:`tba_offload.device.pinned`."""
+        return pinned_memory(nbytes)
 
     def _side_stream(self) -> torch.cuda.Stream:
         stream: torch.cuda.Stream | None = getattr(self._local, "stream", None)

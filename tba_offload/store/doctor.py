@@ -30,16 +30,16 @@ Findings = dict[str, Any]
 _HANGS = "check driver and drive; choose the other kind with store.kind meanwhile"
 _REMEDIES = {
     "buffered": "use a directory on a local drive whose file system offers direct I/O, such as ext4 or XFS",
-    "kvikio POSIX": (
-        "GPUDirect Storage needs cuFile and a local ext4 or XFS: install libcufile, see that "
-        "KVIKIO_COMPAT_MODE is not ON, and try gdscheck -p"
-    ),
     "cuFile compatibility": (
         "for GPUDirect Storage load the driver (modprobe nvidia-fs), or with CUDA 12.8 or later let cuFile "
         "use PCIe peer-to-peer (use_pci_p2pdma in cufile.json); gdscheck -p says what is missing"
     ),
 }
 """Remedies where bytes take this path, if speed matters."""
+_NO_GDS = (
+    "GPUDirect Storage needs cuFile and a local ext4 or XFS: install libcufile, see that "
+    "KVIKIO_COMPAT_MODE is not ON, and try gdscheck -p"
+)
 
 
 def examine(directories: Sequence[str | os.PathLike[str]], device: Device) -> Findings:
@@ -82,6 +82,8 @@ def _examine_directory(directory: str, device: Device) -> Findings:
     if device.pins_memory:  # elsewhere there is no memory but the host's
         makers["gds"] = partial(GdsStore, directory, device=device)
     ways = {kind: _try(make, directory, device) for kind, make in makers.items()}
+    if "error" in ways.get("gds", {}):
+        ways["gds"].setdefault("remedy", _NO_GDS)
     found: Findings = {"directory": directory, "ways": ways}
     if "error" in ways["file"]:
         return found | {"auto": None, "advice": []}

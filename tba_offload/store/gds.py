@@ -1,21 +1,25 @@
-"""Extents in one file on one drive, moved between GPU memory and drive by kvikio (GPUDirect Storage).
+"""Extents in one file on one drive, moved between GPU memory and drive by GPUDirect Storage.
 
-This is the only module that names kvikio. What kvikio does with a transfer depends on the machine: through
-the nvidia-fs driver or PCIe peer-to-peer the bytes never touch the host; without them cuFile, or kvikio
-itself, takes them through host memory. :attr:`GdsStore.description` says which it is in a directory.
+This is the only module that names kvikio. What cuFile does with a transfer depends on the machine: through
+the nvidia-fs driver or PCIe peer-to-peer the bytes never touch the host; without them it takes them through
+host memory. :attr:`GdsStore.description` says which it is in a directory. Where cuFile does not take a file
+at all, kvikio would move its bytes by system calls, through the page cache, with copies that kernels of
+training wait for. :mod:`tba_offload.store.file` does that better, so opening the store is an error there.
+
+A transfer waits for its producer and for nothing else: an I/O thread waits for the event, and then calls
+cuFile, which copies on streams of its own that no other stream waits for. The bytes do not go through
+kvikio's calls: ``pread``, ``pwrite``, ``raw_read`` and ``raw_write`` let each transfer wait for all that
+CUDA's default stream was given before, which is PyTorch's stream unless told otherwise, and those for a
+stream of the caller, ``raw_read_async`` and ``raw_write_async``, do so too unless cuFile has a
+configuration file, and then have kernels copy, which take multiprocessors from training. kvikio finds the
+library and its driver, and says whether the machine has what cuFile needs.
 
 No memory is registered with cuFile. That pays for a buffer that one owner uses again and again; here bytes
-travel from and into the very tensors of the model, which come from PyTorch's caching allocator and go back to
-it. Registering one would register the whole block of the allocator that it lies in, which would have to be
-undone before the allocator may give the block back, and would take address space of the GPU's PCIe window
-for memory of others. Unregistered memory passes through cuFile's own registered buffers on the GPU, a copy
-within its memory.
-
-kvikio orders its transfers with no stream of ours: an I/O thread waits for the event first, moves the bytes,
-and returns when they have arrived. But it lets each transfer wait for all that CUDA's default stream was
-given before, which is PyTorch's stream unless told otherwise. That is never wrong, and takes overlap away
-where the host is far ahead of the device; a model that trains on a stream of its own
-(``with torch.cuda.stream(...)``) is spared that.
+travel from and into the very tensors of the model, which come from PyTorch's caching allocator and go back
+to it. Registering one would register the whole block of the allocator that it lies in, which would have to
+be undone before the allocator may give the block back, and would take address space of the GPU's PCIe
+window for memory of others. Unregistered memory passes through cuFile's own registered buffers on the GPU,
+a copy within its memory.
 """
 
 from __future__ import annotations
@@ -23,34 +27,42 @@ from __future__ import annotations
 import errno
 import os
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
+
+import torch
 
 from tba_offload.config.store import DriveSettings, StoreOptions
 from tba_offload.device.checksum import sums
 from tba_offload.errors import MissingDependencyError, StoreError, StoreFullError
 from tba_offload.store import posix
 from tba_offload.store.checksums import Checksums
+from tba_offload.store.cufile import CuFile
 from tba_offload.store.engine import QueuedStore
-from tba_offload.store.run_file import RunFile, short_transfer
+from tba_offload.store.extents import BLOCK
+from tba_offload.store.run_file import FULL, RunFile, short_transfer
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Callable
 
     from tba_offload.device import ByteRange, Device, Event
     from tba_offload.store.base import Extent
 
-TASK_BYTES = 4 << 20
-"""kvikio splits a transfer into tasks of this size, which its threads share."""
+NVIDIA_FS = Path("/proc/driver/nvidia-fs/stats")
+"""File that is there if the nvidia-fs driver is loaded."""
 
-_NO_SPACE = os.strerror(errno.ENOSPC)
-_THREADS = 8
-_THREADS_VARIABLE = "KVIKIO_NTHREADS"
-_NVIDIA_FS = Path("/proc/driver/nvidia-fs/stats")
+UDEV = Path("/run/udev")
+"""Directory that cuFile looks for drives in; kvikio asks no cuFile where it is missing."""
+
+_REMEDY = "use store.kind: file, or auto"
 
 
 class GdsBackend:
-    """The bytes of one unlinked file that kvikio reads and writes.
+    """The bytes of one unlinked file that cuFile reads and writes.
+
+    One block is written and read back first: a file may be accepted and its transfers refused, and what
+    cuFile allocates for its first transfer shall not be allocated inside a step.
 
     Args:
         directory: Where to create it.
@@ -60,15 +72,14 @@ class GdsBackend:
     Attributes:
         name: The directory.
         device: As given.
-        alignment: Kvikio takes any address.
+        alignment: cuFile takes any address.
         path: Which way bytes take.
         reason: Why not the direct one.
-        threads: Of kvikio.
         version: Of kvikio.
 
     Raises:
-        StoreError: The directory cannot be used, or kvikio cannot open files there.
-        MissingDependencyError: kvikio, or the cuFile library that it needs, is missing.
+        StoreError: The directory cannot be used, or cuFile does not take files there.
+        MissingDependencyError: kvikio, or a library that it needs, is missing.
     """
 
     alignment = 1
@@ -78,10 +89,10 @@ class GdsBackend:
         self.name = directory
         self.device = device
         self._checksums = Checksums(on=options.checksum)
-        self._file = _GdsFile(RunFile(directory, options.capacity), kvikio)
+        self._file = _GdsFile(directory, options.capacity, kvikio)
         try:
-            self.path, self.reason = _path_of(kvikio, self._file)
-            self.threads = _set_threads(kvikio)
+            self._try()
+            self.path, self.reason = _path_of(kvikio)
         except BaseException:
             self._file.close()
             raise
@@ -102,23 +113,23 @@ class GdsBackend:
         self._file.grow(size)
 
     def close(self) -> None:
-        """Gives the handle back to kvikio and frees the blocks."""
+        """Gives the file back to cuFile and frees the blocks."""
         self._file.close()
 
     def abandon(self) -> None:
-        """In a forked child: closes descriptors behind kvikio's back, which must not be called there."""
+        """In a forked child: closes descriptors and calls no cuFile, which must not be called there."""
         self._file.abandon()
 
     def move_out(self, extent: Extent, source: ByteRange, after: Event) -> int | None:  # noqa: ARG002
         """See :meth:`Backend.move_out`."""
         data = source.tensor()
-        self._transfer("write", self._file.write, data, extent)
+        self._transfer("write", self._file.cufile.write, data, extent.offset)
         return self.digest(data)
 
     def move_in(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> int | None:  # noqa: ARG002
         """See :meth:`Backend.move_in`."""
         data = target.tensor()
-        self._transfer("read", self._file.read, data, extent)
+        self._transfer("read", self._file.cufile.read, data, extent.offset)
         return self.digest(data)
 
     def digest(self, data: torch.Tensor) -> int | None:
@@ -130,22 +141,40 @@ class GdsBackend:
             hasher.update(sums(data))
         return hasher.intdigest()
 
-    def _transfer(self, verb: str, call: Any, data: torch.Tensor, extent: Extent) -> None:
+    def _transfer(
+        self, verb: str, call: Callable[[int, int, int], int], data: torch.Tensor, offset: int
+    ) -> None:
+        nbytes = data.numel()
         try:
-            moved = int(call(data, extent.offset))
-        except (OSError, RuntimeError) as error:  # kvikio tells everything by RuntimeError
-            what = f"{verb} of {extent.nbytes} bytes at offset {extent.offset} failed in kvikio: {error}"
-            if _NO_SPACE in str(error):
+            moved = call(data.data_ptr(), nbytes, offset)
+        except OSError as error:
+            what = f"{verb} of {nbytes} bytes at offset {offset} failed in cuFile: {error.strerror}"
+            if error.errno in FULL:
                 remedy = "free some space, name another directory or set store.capacity"
-                raise StoreFullError(errno.ENOSPC, f"{what}; {remedy}", self.name) from error
+                raise StoreFullError(error.errno, f"{what}; {remedy}", self.name) from error
             remedy = "check the drive and the system log, or use store.kind: file"
             raise StoreError(errno.EIO, f"{what}; {remedy}", self.name) from error
-        if moved != extent.nbytes:
-            raise short_transfer(self.name, verb, extent.nbytes, extent.offset, moved)
+        if moved != nbytes:
+            raise short_transfer(self.name, verb, nbytes, offset, moved)
+
+    def _try(self) -> None:
+        """Moves one block each way.
+
+        Raises:
+            StoreError: It cannot be moved, or comes back changed.
+        """
+        self.grow(BLOCK)
+        block = torch.arange(BLOCK, device=self.device.torch_device).to(torch.uint8)
+        back = torch.zeros_like(block)
+        self.device.event().synchronize()  # until they are made
+        self._transfer("write", self._file.cufile.write, block, 0)
+        self._transfer("read", self._file.cufile.read, back, 0)
+        if not torch.equal(block, back):
+            raise _refused("a block that was written comes back changed", self.name)
 
 
 class GdsStore(QueuedStore):
-    """A store in one unlinked file that kvikio reads and writes.
+    """A store in one unlinked file that cuFile reads and writes.
 
     Args:
         directory: Where to create the file; made if it is missing.
@@ -155,8 +184,8 @@ class GdsStore(QueuedStore):
         settings: The same one by one, without options.
 
     Raises:
-        StoreError: The directory cannot be used, or kvikio cannot open files there.
-        MissingDependencyError: kvikio, or the cuFile library that it needs, is missing.
+        StoreError: The directory cannot be used, or cuFile does not take files there.
+        MissingDependencyError: kvikio, or a library that it needs, is missing.
     """
 
     kind = "gds"
@@ -180,6 +209,10 @@ class GdsStore(QueuedStore):
             self._file.close()
             raise
 
+    def fileno(self) -> int:
+        """The descriptor of the file, for tools that look at it or measure its drive."""
+        return self._file.fd
+
     @property
     def description(self) -> dict[str, object]:
         """Kind, directory, I/O path and why, capacity, checksum, threads, choice, version of kvikio."""
@@ -194,49 +227,37 @@ class GdsStore(QueuedStore):
             "kvikio": self._file.version,
             "writers": self._options.writers,
             "readers": self._options.readers,
-            "kvikio_threads": self._file.threads,
             **({} if self.chosen is None else {"chosen": self.chosen}),
         }
 
 
 class _GdsFile:
-    """A run file, and kvikio's handle of it.
+    """A run file that cuFile has taken, which it does while the file has a name."""
 
-    kvikio opens files by their path, and ours has none any more: its descriptor has one in ``/proc``.
-    """
-
-    def __init__(self, file: RunFile, kvikio: Any) -> None:
-        self._file = file
-        before = _descriptors_of(file.fd)
+    def __init__(self, directory: str, capacity: int | None, kvikio: Any) -> None:
+        self._directory = directory
+        self._kvikio = kvikio
+        self._taken: list[CuFile] = []
         try:
-            self._handle = kvikio.CuFile(f"/proc/self/fd/{file.fd}", "r+")
-        except (OSError, RuntimeError) as error:
-            file.close()
-            raise StoreError(
-                getattr(error, "errno", None) or errno.EIO,
-                f"kvikio cannot open files there: {error}; use store.kind: file",
-                file.directory,
-            ) from error
-        self._opened = _descriptors_of(file.fd) - before
+            self._file = RunFile(directory, capacity, self._take)
+        except BaseException:
+            for taken in self._taken:
+                taken.close()
+            raise
+        self.cufile = self._taken.pop()
         self.version = str(getattr(kvikio, "__version__", "unknown"))
-        self.fd = file.fd
+        self.fd = self._file.fd
 
-    def write(self, data: torch.Tensor, offset: int) -> int:
-        """Moves all bytes of a uint8 tensor to the file; returns how many went."""
-        return int(self._handle.pwrite(_buffer(data), data.numel(), offset, TASK_BYTES).get())
-
-    def read(self, data: torch.Tensor, offset: int) -> int:
-        """Fills a uint8 tensor from the file; returns how many bytes came."""
-        return int(self._handle.pread(_buffer(data), data.numel(), offset, TASK_BYTES).get())
-
-    def direct_io_refusal(self) -> str | None:
-        """Why there is no direct I/O in the directory, without which kvikio moves bytes by system calls."""
-        magic = posix.file_system_magic(self.fd)
-        if magic in posix.MEMORY_FILE_SYSTEMS:
-            return f"{posix.MEMORY_FILE_SYSTEMS[magic]} lies in memory and has no direct I/O"
-        if posix.direct_alignment(self.fd) == 0:
-            return "the file system does not offer direct I/O"
-        return None
+    def _take(self, fd: int) -> None:
+        """Has cuFile take the file of a descriptor."""
+        if refusal := _refusal(self._kvikio, fd):
+            raise _refused(refusal, self._directory)
+        before = _descriptors_of(fd)
+        try:
+            self._taken.append(CuFile(fd))
+        except OSError as error:
+            raise _refused(str(error.strerror or error), self._directory, error.errno) from error
+        self._opened = _descriptors_of(fd) - before  # by cuFile, too
 
     @property
     def size(self) -> int:
@@ -248,42 +269,49 @@ class _GdsFile:
         self._file.grow(size)
 
     def close(self) -> None:
-        """Gives the handle back to kvikio and frees the blocks."""
-        self._handle.close()
+        """Gives the file back to cuFile and frees the blocks."""
+        self.cufile.close()
         self._file.close()
 
     def abandon(self) -> None:
-        """In a forked child: closes descriptors behind kvikio's back, which must not be called there."""
-        _never_collected.append(self._handle)
+        """In a forked child: closes descriptors and calls no cuFile, which must not be called there."""
         for fd in self._opened:
             os.close(fd)
         self._file.abandon()
 
 
-_never_collected: list[Any] = []
-
-
 def import_kvikio() -> Any:
-    """The module.
+    """The module; the cuFile library is loaded afterwards.
 
     Raises:
-        MissingDependencyError: It is not installed, or the cuFile library that it needs is missing.
+        MissingDependencyError: It is not installed, or a library that it needs is missing.
     """
     try:
         import kvikio
         import kvikio.cufile_driver
         import kvikio.defaults
-    except ImportError as error:
-        raise MissingDependencyError("kvikio", "store kind 'gds'", extra=_extra()) from error
+    except ModuleNotFoundError as error:
+        package = (error.name or "kvikio").partition(".")[0]
+        raise MissingDependencyError(package, "store kind 'gds'", extra=_extra()) from error
+    except ImportError as error:  # a library that is not found
+        raise MissingDependencyError(_needed_by_kvikio(), "store kind 'gds'") from error
     except RuntimeError as error:  # what kvikio raises where it does not find the library
         raise MissingDependencyError("libcufile", "store kind 'gds'", extra=_extra()) from error
     return kvikio
 
 
+def _needed_by_kvikio() -> str:
+    """The package that kvikio does not find its library without."""
+    if find_spec("rapids_logger") is None:
+        return "rapids-logger"
+    try:
+        return "libkvikio" if find_spec("cuda.pathfinder") else "cuda-pathfinder"
+    except ModuleNotFoundError:  # nor any other package of that name
+        return "cuda-pathfinder"
+
+
 def _extra() -> str:
     """The extra of tba-offload that brings kvikio for the CUDA of this PyTorch."""
-    import torch
-
     return "gds-cu13" if (torch.version.cuda or "").startswith("13.") else "gds-cu12"
 
 
@@ -291,7 +319,7 @@ def driver_versions() -> dict[str, str | None]:
     """Versions of kvikio, of cuFile and of the nvidia-fs driver; ``None`` for what is not there."""
     found: dict[str, str | None] = {"kvikio": None, "cufile": None, "nvidia_fs": None}
     with suppress(OSError):
-        found["nvidia_fs"] = _NVIDIA_FS.with_name("version").read_text().strip().removeprefix("version: ")
+        found["nvidia_fs"] = NVIDIA_FS.with_name("version").read_text().strip().removeprefix("version: ")
     with suppress(MissingDependencyError):
         kvikio = import_kvikio()
         found["kvikio"] = str(getattr(kvikio, "__version__", "unknown"))
@@ -300,34 +328,37 @@ def driver_versions() -> dict[str, str | None]:
     return found
 
 
-def _path_of(kvikio: Any, file: _GdsFile) -> tuple[str, str | None]:
-    """Which way bytes take in the directory of a file, and why not the direct one."""
-    if kvikio.defaults.is_compat_mode_preferred():
-        return "kvikio POSIX", "kvikio is in compatibility mode: cuFile is not usable here"
-    refusal = file.direct_io_refusal()
-    if refusal is not None:
-        return "kvikio POSIX", f"{refusal}, which cuFile needs"
+def _refusal(kvikio: Any, fd: int) -> str | None:
+    """Why cuFile does not take a file, as far as it can be known beforehand."""
+    magic = posix.file_system_magic(fd)
+    if magic in posix.MEMORY_FILE_SYSTEMS:
+        return f"{posix.MEMORY_FILE_SYSTEMS[magic]} lies in memory and has no direct I/O, which cuFile needs"
+    if posix.direct_alignment(fd) == 0:
+        return "the file system does not offer direct I/O, which cuFile needs"
+    if not kvikio.defaults.is_compat_mode_preferred():
+        return None
+    if not UDEV.is_dir():
+        return f"cuFile looks for drives in {UDEV}, which is not there: in a container, mount it or make it"
+    return "kvikio is in compatibility mode: KVIKIO_COMPAT_MODE is ON, or libcufile is not found"
+
+
+def _refused(why: str, directory: str, number: int | None = None) -> StoreError:
+    return StoreError(
+        number or errno.EOPNOTSUPP, f"GPUDirect Storage cannot be had there: {why}; {_REMEDY}", directory
+    )
+
+
+def _path_of(kvikio: Any) -> tuple[str, str | None]:
+    """Which way the bytes of a file take that cuFile has taken, and why not the direct one."""
     try:
         through_driver = bool(kvikio.cufile_driver.get("is_gds_available"))
     except (RuntimeError, KeyError) as error:
         return "cuFile", f"cuFile does not say how it works: {error}"
-    if through_driver and _NVIDIA_FS.exists():
+    if through_driver and NVIDIA_FS.exists():
         return "GDS", None
     if through_driver:
         return "GDS without nvidia-fs", "cuFile moves bytes by PCIe peer-to-peer"
     return "cuFile compatibility", "the nvidia-fs driver is not loaded, so bytes pass through host memory"
-
-
-def _set_threads(kvikio: Any) -> int:
-    """Kvikio's one thread would move the tasks of a transfer one by one; the user's own setting stays."""
-    if _THREADS_VARIABLE not in os.environ and kvikio.defaults.get("num_threads") < _THREADS:
-        kvikio.defaults.set("num_threads", _THREADS)
-    return int(kvikio.defaults.get("num_threads"))
-
-
-def _buffer(data: torch.Tensor) -> Any:
-    """What kvikio takes: CUDA tensors as they are, host memory as an array."""
-    return data.numpy() if data.is_cpu else data
 
 
 def _descriptors_of(fd: int) -> set[int]:

@@ -211,10 +211,10 @@ def choose(directory: str | os.PathLike[str], device: Device, options: StoreOpti
     """The faster kind of store on a drive, by what they move in both directions at once.
 
     They take turns, and the best round of each counts; both are gone when this returns. The device has work
-    meanwhile, as in training: kvikio lets a transfer wait for what PyTorch's default stream was given before,
-    so that what is fast on an idle GPU can be slow on a busy one. Where GPUDirect Storage cannot be had or
-    hangs, or there is no room to try it, it is the file store. Several processes that start at once disturb
-    each other's measurements.
+    meanwhile, as in training. Neither kind waits for it, but a driver might, for copies of its own that are
+    ordered with PyTorch's default stream: that would be fast on an idle GPU, slow on a busy one, and is seen
+    here. Where GPUDirect Storage cannot be had or hangs, or there is no room to try it, it is the file store.
+    Several processes that start at once disturb each other's measurements.
 
     Args:
         directory: A directory on the drive.
@@ -260,7 +260,7 @@ def choose(directory: str | os.PathLike[str], device: Device, options: StoreOpti
         if hangs and isinstance(error, StoreError) and error.errno == errno.ETIMEDOUT:
             raise  # it would be opened in the same way again
         return Choice("file", f"GPUDirect Storage could not be measured: {error}", {})
-    moved = f"{rates['gds'] / 1e9:.2f} GB/s through kvikio ({path}), {rates['file'] / 1e9:.2f} GB/s through"
+    moved = f"{rates['gds'] / 1e9:.2f} GB/s through cuFile ({path}), {rates['file'] / 1e9:.2f} GB/s through"
     kind = "gds" if rates["gds"] > rates["file"] else "file"
     return Choice(
         kind, f"it is the faster: {moved} pinned host memory, both directions at once, on a busy GPU", rates

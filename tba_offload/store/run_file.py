@@ -46,6 +46,8 @@ class RunFile:
         directory: Where to create it; made if it is missing and a drive is mounted right above it, and then
             removed in the end unless something else is in it.
         capacity: The file never grows beyond this, bytes; ``None`` for no limit.
+        while_named: Is called with the descriptor while the file has its name, and may be called again; for
+            libraries that open a file by its path.
 
     Attributes:
         directory: The directory, as given.
@@ -56,10 +58,13 @@ class RunFile:
         StoreError: The directory cannot be used, or others could tamper with the way to it.
     """
 
-    def __init__(self, directory: str, capacity: int | None) -> None:
+    def __init__(
+        self, directory: str, capacity: int | None, while_named: Callable[[int], None] | None = None
+    ) -> None:
         self.directory = directory
         self.size = 0
         self._capacity = capacity
+        self._while_named = while_named
         self._left_behind: str | None = None
         with _named(directory):
             self._open()
@@ -158,7 +163,14 @@ class RunFile:
                 self._check_own(run)
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
                 fd = os.open("extents", flags, 0o600, dir_fd=run)
-                os.unlink("extents", dir_fd=run)
+                try:
+                    if self._while_named is not None:
+                        self._while_named(fd)
+                except BaseException:
+                    os.close(fd)
+                    raise
+                finally:
+                    os.unlink("extents", dir_fd=run)
             finally:
                 os.close(run)
         finally:

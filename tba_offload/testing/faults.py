@@ -9,7 +9,7 @@ drive too::
         ...                       # train
     print(faults.fired)           # what was really injected, and where
 
-Stores of kind ``gds`` go to the drive through kvikio, and host memory has no drive: neither is touched.
+Stores of kind ``gds`` go to the drive through cuFile, and host memory has no drive: neither is touched.
 """
 
 from __future__ import annotations

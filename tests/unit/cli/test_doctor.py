@@ -57,7 +57,6 @@ def findings_of(*arguments: str) -> dict[str, Any]:
         ({}, True, "GDS", None),
         ({}, False, "GDS without nvidia-fs", None),
         ({"is_gds_available": False}, False, "cuFile compatibility", "modprobe nvidia-fs"),
-        ({"compat": True}, True, "kvikio POSIX", "KVIKIO_COMPAT_MODE"),
     ],
 )
 def test_each_directory_has_its_path_its_rates_and_advice(
@@ -69,7 +68,7 @@ def test_each_directory_has_its_path_its_rates_and_advice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fake_kvikio.install(**driver)
-    monkeypatch.setattr(gds, "_NVIDIA_FS", tmp_path / "driver" / "stats")
+    monkeypatch.setattr(gds, "NVIDIA_FS", tmp_path / "driver" / "stats")
     if nvidia_fs:
         (tmp_path / "driver").mkdir()
         (tmp_path / "driver" / "stats").touch()
@@ -88,7 +87,7 @@ def test_each_directory_has_its_path_its_rates_and_advice(
     for way in each["ways"].values():
         assert min(way["bytes_per_second"].values()) > 0
     assert each["auto"]["kind"] in each["ways"]
-    assert f"through kvikio ({path})" in each["auto"]["why"]
+    assert f"through cuFile ({path})" in each["auto"]["why"]
     said = [sentence for sentence in each["advice"] if "direct I/O" not in sentence]
     assert [advice in sentence for sentence in said if advice] == ([True] if advice else [])
     assert bool(said) == bool(advice)
@@ -99,7 +98,7 @@ def test_directories_of_one_machine_may_differ(tmp_path: Path, monkeypatch: pyte
     directories = [tmp_path / "drive", tmp_path / "memory"]
     for directory in directories:
         directory.mkdir()
-    monkeypatch.setattr(gds, "_NVIDIA_FS", tmp_path)
+    monkeypatch.setattr(gds, "NVIDIA_FS", tmp_path)
     opened: list[bool] = []
     original = gds.RunFile
 
@@ -110,8 +109,19 @@ def test_directories_of_one_machine_may_differ(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(gds, "RunFile", opening)
     monkeypatch.setattr(posix, "file_system_magic", lambda fd: 0x01021994 if opened and opened[-1] else 0)
     found = findings_of(*map(str, directories))["directories"]
-    assert [each["ways"]["gds"]["path"] for each in found] == ["GDS", "kvikio POSIX"]
-    assert "lies in memory" in found[1]["ways"]["gds"]["reason"]
+    assert found[0]["ways"]["gds"]["path"] == "GDS"
+    assert "lies in memory" in found[1]["ways"]["gds"]["error"]
+    assert [each["auto"]["kind"] for each in found][1] == "file"
+    assert any("gdscheck -p" in sentence for sentence in found[1]["advice"])
+
+
+@pytest.mark.usefixtures("gpu")
+def test_without_cufile_it_says_what_would_help(tmp_path: Path) -> None:
+    fake_kvikio.install(compat=True)
+    (each,) = findings_of(str(tmp_path))["directories"]
+    assert "GPUDirect Storage cannot be had there" in each["ways"]["gds"]["error"]
+    assert each["auto"]["kind"] == "file"
+    assert any("KVIKIO_COMPAT_MODE" in sentence for sentence in each["advice"])
 
 
 @pytest.mark.usefixtures("gpu")
@@ -161,7 +171,7 @@ def test_no_directory_is_made() -> None:
 
 @pytest.mark.usefixtures("gpu")
 def test_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gds, "_NVIDIA_FS", tmp_path / "none")
+    monkeypatch.setattr(gds, "NVIDIA_FS", tmp_path / "none")
     head, directory, file, direct, auto, *_ = call(str(tmp_path)).stdout.splitlines()
     assert head.endswith("kvikio fake; cuFile 1.15; nvidia-fs not found")
     assert directory == str(tmp_path)

@@ -9,7 +9,7 @@ import torch
 
 from tba_offload.device import CpuDevice
 from tba_offload.device.staging import StagingRing
-from tba_offload.errors import SessionError
+from tba_offload.errors import SessionError, UnsupportedError
 from tba_offload.testing.store_contract import PATIENCE
 
 SLAB = 1 << 16
@@ -111,6 +111,24 @@ def test_a_slab_that_cannot_be_made_does_not_count() -> None:
     device.left = 1
     with ring.borrow():
         assert ring.allocated_bytes == SLAB
+    ring.close()
+
+
+def test_memory_at_another_address_is_no_slab() -> None:
+    """The drive would be blamed for it."""
+
+    class Crooked(CpuDevice):
+        def host_memory(self, nbytes: int) -> torch.Tensor:
+            return super().host_memory(nbytes + 64)[64:]
+
+    ring = StagingRing(SLAB, 1, 512, Crooked())
+    for _ in range(2):
+        with pytest.raises(
+            UnsupportedError, match=r"host memory of cpu lies at 0x.*40, which is no multiple of 512"
+        ):
+            with ring.borrow():
+                pass
+    assert ring.allocated_bytes == 0
     ring.close()
 
 

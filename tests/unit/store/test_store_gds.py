@@ -1,153 +1,98 @@
-"""The store on kvikio: with a stand-in on host memory everywhere, with kvikio itself where there is a GPU."""
+"""The store on kvikio: the real one, on a stub of the driver everywhere, and on a GPU where there is one."""
 
 from __future__ import annotations
 
 import builtins
-import errno
-import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import fake_kvikio
 import pytest
+import stub_driver
 import torch
 from fake_kvikio import HAS_KVIKIO
-from places import SUPPORT
-from test_store_file import flip_a_bit
+from places import ROOT
 
 from tba_offload.device import ByteRange, CudaDevice
 from tba_offload.device.checksum import sums
-from tba_offload.errors import (
-    MissingDependencyError,
-    ShortTransferError,
-    StoreError,
-    StoreFullError,
-    UnsupportedError,
-)
+from tba_offload.errors import MissingDependencyError, UnsupportedError
 from tba_offload.store import gds, open_store
 from tba_offload.store.gds import GdsStore
-from tba_offload.testing.store_contract import (
-    CPU,
-    PATIENCE,
-    StoreContract,
-    at_lead,
-    descriptors,
-    get,
-    pattern,
-    put,
-)
+from tba_offload.testing.store_contract import CPU, PATIENCE, at_lead, pattern
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Sequence
 
-    from tba_offload.store.base import ActivationStore, Extent
+# The real kvikio
 
 
-@pytest.mark.usefixtures("kvikio")
-class TestGdsStore(StoreContract):
-    expression = (
-        f"(__import__('sys').path.append({str(SUPPORT)!r}), "
-        "__import__('fake_kvikio').install(), "
-        "__import__('tba_offload.store.gds').store.gds.GdsStore(directory, device=CPU))[2]"
+@pytest.fixture(scope="module")
+def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a process that has the real kvikio, on a driver and a cuFile of host memory."""
+    assert stub_driver.PACKAGES.is_dir(), (
+        f"bash tests/run.sh installs kvikio, and so does: {stub_driver.INSTALL}"
+    )
+    folder = tmp_path_factory.mktemp("driver")
+    stub_driver.build(folder)
+    return stub_driver.variables(folder)
+
+
+def run(command: Sequence[str | Path], variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, check=False, cwd=ROOT, env=variables
     )
 
-    def make_store(self, directory: Path, **options: Any) -> ActivationStore:
-        return GdsStore(directory, device=CPU, **options)
 
-    def corrupt(self, store: ActivationStore, extent: Extent) -> None:
-        assert isinstance(store, GdsStore)
-        flip_a_bit(store._file.fd, extent.offset + extent.lead)
+def test_the_contract_and_every_fault_on_the_real_kvikio(variables: dict[str, str]) -> None:
+    """The tests of ``gds_on_stub_driver.py``."""
+    tests = Path(__file__).with_name("gds_on_stub_driver.py")
+    done = run(["-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", tests], variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (passed,) = re.findall(r"^(\d+) passed", done.stdout, re.MULTILINE)
+    assert int(passed) > 90
+    assert "skipped" not in done.stdout
 
 
-# Which way bytes take
+OPEN = """
+import sys
+from tba_offload.store.gds import GdsStore
+from tba_offload.device import CpuDevice
+sys.path.append("tests/support")
+import stub_driver
+GdsStore(sys.argv[1], device=stub_driver.StubDevice()).close()
+print("opened")
+"""
 
 
 @pytest.mark.parametrize(
-    ("driver", "nvidia_fs", "path"),
+    ("left_out", "missing"),
     [
-        ({"compat": True}, True, "kvikio POSIX"),
-        ({}, True, "GDS"),
-        ({}, False, "GDS without nvidia-fs"),
-        ({"is_gds_available": False}, False, "cuFile compatibility"),
+        ("cuda", "cuda-pathfinder"),
+        pytest.param("rapids_logger", "rapids-logger", marks=pytest.mark.full),
+        pytest.param("kvikio", "kvikio", marks=pytest.mark.full),
     ],
 )
-def test_the_path_is_told(
-    driver: dict[str, bool],
-    nvidia_fs: bool,
-    path: str,
-    kvikio: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_package_that_kvikio_needs_is_named(
+    left_out: str, missing: str, variables: dict[str, str], tmp_path: Path
 ) -> None:
-    fake_kvikio.install(**driver)
-    stats = tmp_path / "stats"
-    if nvidia_fs:
-        stats.touch()
-    monkeypatch.setattr(gds, "_NVIDIA_FS", stats)
-    with GdsStore(tmp_path, device=CPU) as store:
-        assert store.description["path"] == path
-        assert (store.description["reason"] is None) == (path == "GDS")
-        assert store.description["kvikio"] == "fake"
-
-
-@pytest.mark.usefixtures("kvikio")
-@pytest.mark.parametrize(("own", "expected"), [(None, 8), ("3", 1)])
-def test_threads_are_set_unless_the_user_did(
-    own: str | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("KVIKIO_NTHREADS", raising=False)
-    if own is not None:
-        monkeypatch.setenv("KVIKIO_NTHREADS", own)
-    with GdsStore(tmp_path, device=CPU) as store:
-        assert store.description["kvikio_threads"] == expected
-
-
-# Faults
-
-
-def test_a_short_transfer_is_an_error(kvikio: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with GdsStore(tmp_path, device=CPU) as store:
-        extent = put(store, pattern(10_000))
-        monkeypatch.setattr(kvikio.CuFile, "limit", 4096)
-        with pytest.raises(ShortTransferError, match="read of 10000 bytes at offset 0 stopped after 4096"):
-            get(store, extent)
-        with pytest.raises(ShortTransferError, match=r"write of 10000 bytes .* stopped after 4096"):
-            put(store, pattern(10_000))
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    for package in stub_driver.PACKAGES.iterdir():
+        if package.name != left_out:
+            (packages / package.name).symlink_to(package)
+    path = variables["PYTHONPATH"].replace(str(stub_driver.PACKAGES), str(packages))
+    done = run(["-c", OPEN, tmp_path], variables | {"PYTHONPATH": path})
+    assert f"store kind 'gds' needs {missing}, which is not installed; pip install " in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("said", "kind"),
-    [("KvikIO failure: Input/output error", StoreError), ("No space left on device", StoreFullError)],
-)
-def test_what_kvikio_says_reaches_the_waiter(
-    said: str, kind: type[StoreError], kvikio: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(*_: object) -> None:
-        raise RuntimeError(said)
-
-    with GdsStore(tmp_path, device=CPU) as store:
-        monkeypatch.setattr(kvikio.CuFile, "pwrite", failing)
-        with pytest.raises(kind, match=said) as caught:
-            put(store, pattern(5000))
-        assert caught.value.errno == (errno.ENOSPC if kind is StoreFullError else errno.EIO)
-        assert str(tmp_path) in str(caught.value)
-
-
-def test_a_file_that_kvikio_cannot_open_is_an_error_and_leaves_nothing(
-    kvikio: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(*_: object) -> None:
-        raise RuntimeError("KvikIO failure: no cuFile here")
-
-    monkeypatch.setattr(kvikio.CuFile, "__init__", failing)
-    before = descriptors()
-    with pytest.raises(StoreError, match=r"cannot open files there: .*no cuFile here; use store\.kind: file"):
-        GdsStore(tmp_path, device=CPU)
-    assert descriptors() == before
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("error", "missing"), [(ImportError("no module"), "kvikio"), (RuntimeError("cannot open"), "libcufile")]
+    ("error", "missing"),
+    [
+        (ModuleNotFoundError("No module named 'kvikio'", name="kvikio"), "kvikio"),
+        (RuntimeError("cannot open"), "libcufile"),
+    ],
 )
 def test_a_library_that_is_missing_is_named(
     error: Exception, missing: str, monkeypatch: pytest.MonkeyPatch
@@ -193,22 +138,7 @@ def test_sums_tell_blocks_that_changed_places() -> None:
     assert sums(data.view(5, 4096)[[0, 2, 1, 3, 4]].flatten()) != sums(data)
 
 
-# kvikio itself
-
-
-@pytest.mark.skipif(not HAS_KVIKIO, reason="kvikio is not installed: pip install 'tba-offload[gds-cu13]'")
-def test_the_stand_in_has_the_names_and_arguments_of_kvikio() -> None:
-    kvikio = gds.import_kvikio()
-    for name in ("pread", "pwrite"):
-        real = inspect.signature(getattr(kvikio.CuFile, name))
-        fake = inspect.signature(getattr(fake_kvikio.CuFile, name))
-        assert list(real.parameters) == list(fake.parameters)
-    assert callable(kvikio.defaults.get)
-    assert callable(kvikio.defaults.set)
-    assert kvikio.defaults.get("num_threads") >= 1
-    assert isinstance(kvikio.defaults.is_compat_mode_preferred(), bool)
-    assert isinstance(kvikio.cufile_driver.get("is_gds_available"), bool)
-    assert len(kvikio.cufile_driver.libcufile_version()) == 2
+# On a GPU
 
 
 @pytest.mark.gpu

@@ -1,0 +1,116 @@
+"""Pinned host memory, with a stand-in for CUDA's runtime."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tba_offload.device import ByteRange, CpuDevice, CudaDevice
+from tba_offload.device.pinned import PORTABLE, pinned_memory
+from tba_offload.store.file import SLAB_BYTES, FileStore
+from tba_offload.testing.store_contract import get, pattern, put
+
+SIZES = [1, 4096, 10_000, SLAB_BYTES]
+
+
+class Runtime:
+    """What ``torch.cuda.cudart()`` returns, as far as it is called here."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.registered: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802 - CUDA's name
+        assert flags == PORTABLE
+        if not self.status:
+            self.registered[address] = nbytes
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        assert is_mapped(address)  # pages that are not there any more cannot be unpinned
+        del self.registered[address]
+        return 0
+
+    def cudaGetErrorString(self, status: int) -> str:  # noqa: N802
+        return {2: "out of memory"}[status]
+
+
+def is_mapped(address: int) -> bool:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        lo, hi = (int(bound, 16) for bound in line.split()[0].split("-"))
+        if lo <= address < hi:
+            return True
+    return False
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    return runtime
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_memory_is_exactly_that_size_on_pages_and_pinned(nbytes: int, runtime: Runtime) -> None:
+    memory = CudaDevice(0).host_memory(nbytes)
+    assert (memory.dtype, memory.shape) == (torch.uint8, (nbytes,))
+    assert memory.data_ptr() % mmap.PAGESIZE == 0
+    assert runtime.registered == {memory.data_ptr(): nbytes}
+    memory.fill_(7)
+    assert int(memory.sum(dtype=torch.int64)) == 7 * nbytes
+
+
+def test_it_is_given_back_with_the_last_tensor_on_it(runtime: Runtime) -> None:
+    memory = pinned_memory(SLAB_BYTES)
+    part, address = memory[100:200], memory.data_ptr()
+    del memory
+    gc.collect()
+    assert list(runtime.registered) == [address]
+    del part
+    gc.collect()
+    assert runtime.registered == {}
+    assert not is_mapped(address)
+
+
+def test_what_cuda_does_not_pin_is_an_error_and_not_unpinned(runtime: Runtime) -> None:
+    runtime.status = 2
+    with pytest.raises(RuntimeError, match="CUDA cannot pin 4096 bytes of host memory: out of memory"):
+        pinned_memory(4096)
+    gc.collect()
+
+
+def test_a_file_store_moves_bytes_through_it_and_gives_it_back(runtime: Runtime, tmp_path: Path) -> None:
+    """By direct I/O where the file system has it: an address that it refuses would be an error."""
+
+    class Elsewhere(CpuDevice):
+        def is_host(self, memory: ByteRange) -> bool:
+            return False
+
+        def host_memory(self, nbytes: int) -> torch.Tensor:
+            return CudaDevice(0).host_memory(nbytes)
+
+    data = pattern(SLAB_BYTES + 100_003)
+    with FileStore(tmp_path, device=Elsewhere()) as store:
+        assert torch.equal(get(store, put(store, data)), data)
+        assert store.staging_bytes == sum(runtime.registered.values()) > 0
+    gc.collect()
+    assert runtime.registered == {}
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_neither_has_it_nor_calls_cuda(runtime: Runtime) -> None:
+    memory = pinned_memory(SLAB_BYTES)
+    address = memory.data_ptr()
+    child = os.fork()
+    if child == 0:
+        wrong = is_mapped(address)
+        del memory
+        gc.collect()
+        os._exit(wrong or address not in runtime.registered)
+    assert os.waitpid(child, 0)[1] == 0
+    assert runtime.registered == {address: SLAB_BYTES}
