@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import TYPE_CHECKING
 
@@ -30,3 +31,17 @@ def test_an_activation_takes_no_more_where_there_are_many(tmp_path: Path) -> Non
     assert many.calls <= 1.05 * few.calls
     assert many.nbytes <= 1.05 * few.nbytes
     assert many.objects <= OBJECTS
+
+
+@pytest.mark.filterwarnings("ignore::tba_offload.errors.NothingSavedWarning")
+def test_a_step_leaves_no_object_that_only_the_collector_could_free(tmp_path: Path) -> None:
+    lane = scale.Lane(scale.Size(33, 2), scale.directories_in(tmp_path, "lane"))
+    lane.seconds()
+    gc.collect()
+    gc.disable()
+    try:
+        lane.seconds()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+        lane.close()
