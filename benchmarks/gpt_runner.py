@@ -8,6 +8,7 @@ import json
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import tba_offload as tba
 from tba_lab.demo.dtype import AUTO, CHOICES, choose_dtype
@@ -33,7 +34,15 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-WAYS = ("keep", "checkpoint", "torch.save hooks", "save_on_cpu", "offload")
+WAYS = (
+    "keep",
+    "checkpoint",
+    "save products",
+    "save 2nd product",
+    "torch.save hooks",
+    "save_on_cpu",
+    "offload",
+)
 
 CONTROL = "keep again"
 """Keep in a second process: its ratio to keep is what the machine's noise can do to any ratio."""
@@ -81,7 +90,9 @@ class GptRunner:
             )
             self._session = self._stack.enter_context(tba.attach(self.model, config, measure_memory=False))
         elif way == "checkpoint":
-            _checkpoint_layers(self.model)
+            _wrap_layers(self.model, checkpointed)
+        elif way in SAVE_EVERY:
+            _wrap_layers(self.model, partial(selectively_checkpointed, every=SAVE_EVERY[way]))
         elif way == "save_on_cpu":
             self._forward_hooks = save_on_cpu
         elif way == "torch.save hooks":
@@ -124,14 +135,41 @@ class GptRunner:
         self._stack.close()
 
 
-def _checkpoint_layers(model: nn.Module) -> None:
+def _wrap_layers(model: nn.Module, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     for layer in decoder_of(model).layers:
-        layer.forward = checkpointed(layer.forward)
+        layer.forward = wrapped(layer.forward)
 
 
 def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A layer's forward that is recomputed, as ``torch.utils.checkpoint`` does it."""
     return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+"""What computes matrix products whose results may be saved: Megatron masks attention's scores in place."""
+
+SAVE_EVERY = {"save products": 1, "save 2nd product": 2}
+"""The ways that checkpoint selectively: every how many products one is saved."""
+
+
+def selectively_checkpointed(forward: Callable[..., Any], *, every: int) -> Callable[..., Any]:
+    """A layer's forward of which matrix products are saved and all else is recomputed."""
+
+    def contexts() -> tuple[Any, Any]:
+        counts = {False: 0, True: 0}  # of the forward and of its repetition
+
+        def policy(context: Any, operation: Any, *_: object, **__: object) -> CheckpointPolicy:
+            if operation not in PRODUCTS:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+            counts[context.is_recompute] += 1
+            is_saved = counts[context.is_recompute] % every == 0
+            return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    return lambda *args, **kwargs: checkpoint(
+        forward, *args, use_reentrant=False, context_fn=contexts, **kwargs
+    )
 
 
 def decoder_of(model: nn.Module) -> Any:

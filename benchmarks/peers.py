@@ -5,6 +5,10 @@
 Each way trains in a process of its own; single steps alternate. Peak: live bytes of the allocator during
 forward and backward minus those before. Time: forward, backward and optimizer. Ratios are medians over the
 rounds of the ratio within a round, with quartiles; that of a second keep to keep is noise.
+
+Selective checkpoints save the results of matrix products of a layer, all or every second one, and recompute
+the rest. The offloading hooks of torchtune and TRL do not run without an accelerator and are missing here;
+``gpu.py`` races torchtune's.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ def main(
     batch_size: int,
     **shape: int,
 ) -> None:
-    """Race keep, keep again, checkpoint, torch.save hooks, save_on_cpu and offload."""
+    """Race keep, keep again, checkpoints, torch.save hooks, save_on_cpu and offload."""
     model = SHAPE | shape | {"dtype": settled_dtype(dtype)}
     entrants = {CONTROL: ("keep", model), **{way: (way, model) for way in WAYS}}
     results = lanes(entrants, steps=steps, batch_size=batch_size, window=window, directory=directory)

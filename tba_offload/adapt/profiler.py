@@ -20,7 +20,7 @@ from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing
 from tba_offload.plan.tuning import TUNING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from collections.abc import Set as AbstractSet
 
     from tba_offload.capture.scope import ScopeKey
@@ -295,16 +295,15 @@ def _kinds(
     hooked = [run for run in runs if Placement(run.scope.placement).travels]
     small = _small_bytes(trace) // max(len(hooked), 1)
     members: list[list[tuple[_Run, list[ActivationTrace]]]] = []
+    sizes = _Sizes(alike)
     layers, most = [-1] * count, [-1] * count
     for run in captured:
         activations = saved[run.scope.key]
-        kind = next(
-            (n for n, group in enumerate(members) if _alike(group[0][1], activations, alike)), len(members)
-        )
+        nbytes = sum(activation.nbytes for activation in activations)
+        kind = sizes.kind_of(len(activations), nbytes)
         if kind == len(members):
             members.append([])
         members[kind].append((run, activations))
-        nbytes = sum(activation.nbytes for activation in activations)
         if nbytes > most[run.layer]:
             layers[run.layer], most[run.layer] = kind, nbytes
     kinds = [_kind(group, clock, small, before) for group in members]
@@ -312,27 +311,44 @@ def _kinds(
         return (), ()
     usual = statistics.mode(kind for kind in layers if kind >= 0) if kinds else 0
     grown = {run.layer for run in runs} if has_grown else set()
+    sizes = _Sizes(alike, [(len(kind.activations), kind.nbytes) for kind in kinds])
     for layer in (layer for layer, kind in enumerate(layers) if kind < 0):
         # One that never ran with hooks is taken for one of the usual kind.
         known = kinds[usual] if before is None or layer in grown else before.kind_of(layer)
-        kind = next((n for n, each in enumerate(kinds) if _same(each, known, alike)), len(kinds))
+        kind = sizes.kind_of(len(known.activations), known.nbytes)
         if kind == len(kinds):
             kinds.append(known)
         layers[layer] = kind
     return tuple(kinds), tuple(layers)
 
 
-def _alike(some: Sequence[ActivationTrace], others: Sequence[ActivationTrace], share: float) -> bool:
-    nbytes = sum(a.nbytes for a in some), sum(a.nbytes for a in others)
-    return len(some) == len(others) and _close(*nbytes, share)
+class _Sizes:
+    """What layers save, in kinds: one is of the first kind whose first layer is like it.
 
+    Args:
+        share: Of the bytes, by which they may differ.
+        firsts: How many activations the first layer of each kind saves, and their bytes.
+    """
 
-def _same(kind: LayerKind, other: LayerKind, share: float) -> bool:
-    return len(kind.activations) == len(other.activations) and _close(kind.nbytes, other.nbytes, share)
+    def __init__(self, share: float, firsts: Iterable[tuple[int, int]] = ()) -> None:
+        self._share = share
+        self._firsts = list(firsts)
+        self._known: dict[tuple[int, int], int] = {}  # there may be as many kinds as layers, but few sizes
 
+    def kind_of(self, count: int, nbytes: int) -> int:
+        """The kind of a layer that saves so many activations; the next number if it is the first of one."""
+        size = count, nbytes
+        kind = self._known.get(size)
+        if kind is None:
+            alike = (number for number, first in enumerate(self._firsts) if self._are_alike(first, size))
+            kind = self._known[size] = next(alike, len(self._firsts))
+            if kind == len(self._firsts):
+                self._firsts.append(size)
+        return kind
 
-def _close(nbytes: int, other: int, share: float) -> bool:
-    return abs(nbytes - other) <= share * max(nbytes, other)
+    def _are_alike(self, some: tuple[int, int], other: tuple[int, int]) -> bool:
+        nbytes = some[1], other[1]
+        return some[0] == other[0] and abs(nbytes[0] - nbytes[1]) <= self._share * max(nbytes)
 
 
 def _kind(

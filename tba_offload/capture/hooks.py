@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import TracebackType
 
-    from tba_offload.capture.registry import Entry
+    from tba_offload.capture.registry import Entry, SeenView
     from tba_offload.recompute.rescue import Rescue
     from tba_offload.transfer.offloader import Offloader
 
@@ -380,13 +380,16 @@ class LayerHooks:
                 return self._pack_more(tensor, local, storage, found)
         if address in registry.kept and registry.is_kept(storage):
             return Kept(tensor)
-        view = View(local.dtype, local.shape, local.stride(), local.storage_offset())  # type: ignore[arg-type]
-        return self._pack_new(tensor, storage, view)
+        looks = local.dtype, local.shape, local.stride(), local.storage_offset()
+        seen = registry.views.get(looks)
+        if seen is None:
+            seen = registry.new_view(looks)  # type: ignore[arg-type]
+        return self._pack_new(tensor, storage, seen)
 
-    def _pack_new(self, tensor: torch.Tensor, storage: torch.UntypedStorage, view: View) -> Kept | Packed:
+    def _pack_new(self, tensor: torch.Tensor, storage: torch.UntypedStorage, seen: SeenView) -> Kept | Packed:
         """A storage that was not saved before in this step, or has changed since."""
         capture = self.capture
-        footprint = view.footprint()
+        view, footprint = seen
         lo, hi, distinct = footprint
         if distinct < capture.min_tensor_bytes:
             return self._keep_small(tensor, view, distinct)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
-from tba_offload.capture.identity import shares_version
+from tba_offload.capture.identity import View, shares_version
 from tba_offload.transfer.storage import State
 
 if TYPE_CHECKING:
     import torch
 
-    from tba_offload.capture.identity import View
     from tba_offload.capture.scope import ActivationKey
     from tba_offload.capture.trace import ActivationTrace
     from tba_offload.transfer.storage import Record
@@ -23,6 +22,12 @@ Entry = tuple["Record", "ActivationTrace", "View", tuple[int, int, int], "torch.
 """A record and its trace; of what was saved first the view, the bytes that it needs, witness and version."""
 
 
+SeenView = tuple[View, tuple[int, int, int]]
+"""A view and its footprint."""
+
+_NONE: frozenset[int] = frozenset()
+
+
 class Registry:
     """The storages that the layers of one session have saved.
 
@@ -32,24 +37,39 @@ class Registry:
     Attributes:
         entries: What travels, by the address of the storage object.
         kept: What stays in this step, likewise.
-        learned: Layer, number and bytes of what is kept elsewhere, and the step until which that is believed.
+        views: How tensors that were saved in this step look at their storages, with footprints: equal ones
+            share an object.
+        learned: Of each layer: number and bytes of what is kept elsewhere, and until which step that is
+            believed.
     """
 
     def __init__(self) -> None:
         self.entries: dict[int, Entry] = {}
         self.kept: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self.learned: dict[tuple[int, int, int], int] = {}
+        self.views: dict[tuple[object, ...], SeenView] = {}
+        self.learned: dict[int, dict[tuple[int, int], int]] = {}
         self._step = 0
 
     def begin_step(self) -> None:
         """What was learned long ago is put to the test again."""
         self._step += 1
-        self.learned = {kept: until for kept, until in self.learned.items() if until > self._step}
+        for layer, learned in list(self.learned.items()):
+            for kept in [kept for kept, until in learned.items() if until <= self._step]:
+                del learned[kept]
+            if not learned:
+                del self.learned[layer]
 
     def end_step(self) -> None:
         """Forgets the storages of the step; records that autograd still holds live on with their handles."""
         self.entries.clear()
         self.kept.clear()
+        self.views.clear()
+
+    def new_view(self, looks: tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]) -> SeenView:
+        """The view of a tensor whose like was not saved before in this step."""
+        view = View(*looks)
+        seen = self.views[looks] = view, view.footprint()
+        return seen
 
     def find(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> Entry | None:
         """The entry of a storage that was saved before, if ``tensor`` can tell that it has not changed."""
@@ -83,16 +103,18 @@ class Registry:
 
     def learn(self, key: ActivationKey, nbytes: int) -> None:
         """Something else keeps this activation's storage: keep it too from the next step on."""
-        self.learned[key.scope.layer, key.number, nbytes] = self._step + RELEARN_AFTER
+        self.learned.setdefault(key.scope.layer, {})[key.number, nbytes] = self._step + RELEARN_AFTER
 
     def learned_of(self, layer: int) -> frozenset[int]:
         """Numbers of the activations of a layer that may be ones that :meth:`learn` was told of."""
-        return frozenset([number for its_layer, number, _ in self.learned if its_layer == layer])
+        learned = self.learned.get(layer)
+        return frozenset([number for number, _ in learned]) if learned else _NONE
 
     def is_learned(self, key: ActivationKey, nbytes: int) -> bool:
         """Whether offloading this activation was found to free nothing."""
-        return (key.scope.layer, key.number, nbytes) in self.learned
+        return (key.number, nbytes) in self.learned.get(key.scope.layer, ())
 
     def forget_learned(self, layers: set[int]) -> None:
         """Layers of these numbers are placed anew: what was kept elsewhere may not be any longer."""
-        self.learned = {kept: until for kept, until in self.learned.items() if kept[0] not in layers}
+        for layer in layers:
+            self.learned.pop(layer, None)

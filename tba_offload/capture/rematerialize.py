@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from tba_offload.capture.hooks import Capture
     from tba_offload.capture.recipes import Maker, Recipe
+    from tba_offload.capture.registry import SeenView
     from tba_offload.capture.scope import ScopeKey
     from tba_offload.capture.trace import ActivationTrace
 
@@ -435,23 +436,24 @@ class RematerializingHooks(LayerHooks):
         return self._rebuilds.unpack
 
     def _pack_new(  # type: ignore[override]
-        self, tensor: Tensor, storage: torch.UntypedStorage, view: View
+        self, tensor: Tensor, storage: torch.UntypedStorage, seen: SeenView
     ) -> Kept | Packed | Rebuilt | OnTrial:
         """As for offloaded layers, if there is no recipe."""
+        view, footprint = seen
         found = self._rebuilds.find(storage, tensor)
         if found is not None:
-            self.capture.trace.deduplicated_bytes += view.footprint()[2]
+            self.capture.trace.deduplicated_bytes += footprint[2]
             return _rebuilt(found, tensor, view)
         recipe = self._recipe_of(tensor, storage, view)
         if recipe is None:
-            return super()._pack_new(tensor, storage, view)
+            return super()._pack_new(tensor, storage, seen)
         if self._training is None:
             self._training = tuple(module.training for module in self._layer.modules())
         likeness = Likeness(recipe.name, type(self._layer), self._count, tensor.dtype, self._training)
         verdict = self._rebuilds.verdict(likeness)
         if verdict and not self._rebuilds.has_turn():
             return _rebuilt(self._rebuilds.add(tensor, recipe, likeness, self._next_key()), tensor, view)
-        packed = super()._pack_new(tensor, storage, view)
+        packed = super()._pack_new(tensor, storage, seen)
         if verdict is not False and isinstance(packed, Packed):
             return OnTrial(packed, recipe, _depth(recipe), likeness)
         return packed

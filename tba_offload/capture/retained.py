@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.autograd.graph import Node
 
 _KEY = "tba_offload.retained"
@@ -37,18 +39,19 @@ def is_retained() -> bool:
     return torch._C._current_graph_task_id() != -1 and bool(engine._get_current_graph_task_keep_graph())
 
 
-def life_of_layer(after: int) -> weakref.ref[Life]:
+def life_of_layer(after: int, ended: Callable[[weakref.ref[Life]], object]) -> weakref.ref[Life]:
     """The life of the part of the graph that lies before the node that backward is at.
 
     Args:
         after: Only nodes that were made later than the one of this number in autograd's sequence.
+        ended: Called when it is over, perhaps by the cyclic collector: it must take no lock.
     """
     life = Life()
     root: Any = torch._C._current_autograd_node()
     for node in _nodes(root, after):
         metadata: Any = node.metadata
         metadata[_KEY] = life
-    return weakref.ref(life)
+    return weakref.ref(life, ended)
 
 
 def _nodes(root: Node, after: int) -> list[Node]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import time
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -147,6 +148,7 @@ class StepTrace:
         backward_seconds: Time of the backward passes, from the first scope to the end of the graph.
         backward_ends: When they ended.
         marks: The step in the work of a device that runs behind the host; ``None`` if they are not wanted.
+        gone: Retained graphs whose end was not noted yet.
     """
 
     scopes: list[ScopeTrace] = field(default_factory=list)
@@ -159,7 +161,9 @@ class StepTrace:
     backward_ends: list[float] = field(default_factory=list)
     marks: StepMarks | None = None
     _backward_began: float | None = None
-    _retained: list[tuple[ScopeTrace, weakref.ref[Life]]] = field(default_factory=list)
+    gone: deque[weakref.ref[Life]] = field(default_factory=deque)
+    _retained: dict[int, tuple[weakref.ref[Life], ScopeTrace]] = field(default_factory=dict)  # by id of life
+    _lives: Counter[int] = field(default_factory=Counter)  # by id of scope
 
     def mark_times(self, device: Device) -> None:
         """The step begins, and from now on everything is marked in the work of ``device`` too."""
@@ -212,20 +216,26 @@ class StepTrace:
         return True
 
     def retained(self, scope: ScopeTrace, life: weakref.ref[Life]) -> None:
-        """Notes that the backward pass that has reached a scope leaves its graph alive, for how long."""
+        """Notes that the backward pass that has reached a scope leaves its graph alive.
+
+        Args:
+            scope: The scope.
+            life: For how long; its end is noted in :attr:`gone`.
+        """
         scope.is_retained = True
-        self._retained.append((scope, life))
+        self._retained[id(life)] = life, scope
+        self._lives[id(scope)] += 1
 
     def note_gone(self) -> bool:
         """Notes which retained graphs are gone; tells whether any is."""
-        alive = [(scope, life) for scope, life in self._retained if life() is not None]
-        if len(alive) == len(self._retained):
+        if not self.gone:
             return False
-        now, still = time.perf_counter(), {id(scope) for scope, _ in alive}
-        for scope, _ in self._retained:
-            if id(scope) not in still:
+        now = time.perf_counter()
+        while self.gone:
+            _, scope = self._retained.pop(id(self.gone.popleft()))
+            self._lives[id(scope)] -= 1
+            if not self._lives[id(scope)]:  # a pass that comes again gives it a new life
                 scope.gone_by = now
-        self._retained = alive
         return True
 
     @property

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from tba_offload.plan.profile import LayerKind
 
 
+_NONE: frozenset[int] = frozenset()
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The bytes that a plan must keep to.
@@ -95,7 +98,7 @@ class Plan:
 
     def kept_of(self, layer: int) -> frozenset[int]:
         """Numbers of the activations of an offloaded layer that stay in memory."""
-        return self.kept[layer] if self.kept else frozenset()
+        return self.kept[layer] if self.kept else _NONE
 
     def kept_bytes(self, layer: int, kind: LayerKind) -> int:
         """Bytes of an offloaded layer's activations that stay in memory."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,9 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tba_offload.capture.site import Site
-    from tba_offload.capture.trace import ScopeTrace
+    from tba_offload.capture.trace import ScopeTrace, StepTrace
     from tba_offload.session.ongoing import Ongoing
     from tba_offload.session.parts import Parts
+    from tba_offload.session.step import Step
 
 _TAIL = 32
 """Operations of backward next to the model's output: a loss, the logits and a last norm have about 20."""
@@ -57,30 +59,59 @@ class BackwardWatch:
         tensor, step = first_differentiable(output), self._ongoing.step
         if tensor is None or tensor.grad_fn is None:  # a leaf would keep the hook
             return
-        trace, lookahead = self._parts.capture.trace, self._parts.capture.lookahead
-
-        def ended() -> None:
-            trace.backward_ended()
-            self._ended()
-
-        def reached(_: torch.Tensor) -> None:
-            is_current = step is self._ongoing.step
-            if is_current and scope.backward_began is None:
-                site.come_back()
-            self.note_gone()
-            is_first = trace.backward_reached(scope)
-            if is_retained():
-                trace.retained(scope, life_of_layer(before))
-            if is_first:
-                torch.autograd.Variable._execution_engine.queue_callback(ended)
-                if not is_current and not self._ongoing.is_inert:
-                    self._parts.notices.backward_outside()
-            lookahead.reached()
-            self._ongoing.look_at_memory()
-
-        tensor.register_hook(reached)  # type: ignore[no-untyped-call]
+        back = _Return(self, site, scope, before, step, self._parts.capture.trace)
+        tensor.register_hook(back)  # type: ignore[no-untyped-call]
         if step is not None:
-            step.graphs.add(tensor.grad_fn._sequence_nr(), weakref.ref(reached))
+            step.graphs.add(tensor.grad_fn._sequence_nr(), weakref.ref(back))
+
+    def came_back(self, to: _Return) -> None:
+        """Backward has come back to a run of a layer."""
+        trace, scope, is_current = to.trace, to.scope, to.step is self._ongoing.step
+        if is_current and scope.backward_began is None:
+            to.site.come_back()
+        self.note_gone()
+        is_first = trace.backward_reached(scope)
+        if is_retained():
+            trace.retained(scope, life_of_layer(to.before, trace.gone.append))
+        if is_first:
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._pass_ended, trace))
+            if not is_current and not self._ongoing.is_inert:
+                self._parts.notices.backward_outside()
+        self._parts.capture.lookahead.reached()
+        self._ongoing.look_at_memory()
+
+    def _pass_ended(self, trace: StepTrace) -> None:
+        trace.backward_ended()
+        self._ended()
+
+
+class _Return:
+    """A hook of autograd on what a run of a layer has put out: backward comes back to it.
+
+    One object for each run, and no function with what it closes over, which are ten: as long as graphs live
+    the cyclic collector looks at every object that they hold.
+    """
+
+    __slots__ = ("__weakref__", "before", "scope", "site", "step", "trace", "watch")
+
+    def __init__(
+        self,
+        watch: BackwardWatch,
+        site: Site,
+        scope: ScopeTrace,
+        before: int,
+        step: Step | None,
+        trace: StepTrace,
+    ) -> None:
+        self.watch = watch
+        self.site = site
+        self.scope = scope
+        self.before = before
+        self.step = step
+        self.trace = trace
+
+    def __call__(self, _: torch.Tensor) -> None:
+        self.watch.came_back(self)
 
 
 class TailWatch:

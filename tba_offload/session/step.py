@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Self
 
 from tba_offload.session.figures import StepMemory, Times, Updates
@@ -143,7 +144,7 @@ class Graphs:
 
     def __init__(self) -> None:
         self.end = 0
-        self._all: list[ref[Callable[..., None]]] = []
+        self._all: deque[ref[Callable[..., None]]] = deque()
 
     def add(self, end: int, graph: ref[Callable[..., None]]) -> None:
         """A layer has run.
@@ -156,4 +157,7 @@ class Graphs:
         self._all.append(graph)
 
     def __bool__(self) -> bool:
-        return any(graph() is not None for graph in self._all)
+        graphs = self._all
+        while graphs and graphs[0]() is None:
+            graphs.popleft()
+        return bool(graphs)

@@ -29,7 +29,7 @@ from tba_offload.errors import ShortTransferError, StoreError, StoreFullError
 from tba_offload.store import posix
 from tba_offload.store.checksums import Checksums
 from tba_offload.store.engine import QueuedStore
-from tba_offload.store.extents import BLOCK, round_up
+from tba_offload.store.extents import BLOCK
 from tba_offload.store.run_file import FULL, RunFile, short_transfer
 
 if TYPE_CHECKING:
@@ -127,15 +127,17 @@ class FileBackend:
 
     def move_out_together(self, moves: Sequence[Move]) -> list[int | None] | None:
         """See :meth:`Joining.move_out_together`."""
-        if not all(self._writes_directly(extent, source) for extent, source in moves):
-            return None
+        for extent, source in moves:
+            if not self._writes_directly(extent, source):
+                return None
         digests = [self._checksums.of_range(source) for _, source in moves]
         return digests if self._moved_together(posix.pwritev, moves, _NOTHING) else None
 
     def move_in_together(self, moves: Sequence[Move], *, padded: bool) -> list[int | None] | None:
         """See :meth:`Joining.move_in_together`."""
-        if not all(self._reads_directly(extent, target, padded=padded) for extent, target in moves):
-            return None
+        for extent, target in moves:
+            if not self._reads_directly(extent, target, padded=padded):
+                return None
         if not self._moved_together(posix.preadv, moves, _ANYTHING):
             return None
         return [self._checksums.of_range(target) for _, target in moves]
@@ -177,17 +179,17 @@ class FileBackend:
 
     def _span(self, extent: Extent) -> int:
         """Bytes of the extent that are moved: lead, payload and padding up to the alignment."""
-        return round_up(extent.lead + extent.nbytes, self.alignment)
+        return -(-(extent.lead + extent.nbytes) // self.alignment) * self.alignment
 
     def _writes_directly(self, extent: Extent, source: ByteRange) -> bool:
         if not self.device.is_host(source) or source.address % self.alignment != extent.lead:
             return False
-        return self._span(extent) == extent.nbytes or not self._stable_pages
+        return not self._stable_pages or self._span(extent) == extent.nbytes
 
     def _reads_directly(self, extent: Extent, target: ByteRange, *, padded: bool) -> bool:
         if not self.device.is_host(target) or target.address % self.alignment != extent.lead:
             return False
-        return self._span(extent) == extent.nbytes or padded
+        return padded or self._span(extent) == extent.nbytes
 
     def _put(self, extent: Extent, address: int, start: int, nbytes: int) -> None:
         self._transfer("write", posix.pwrite, extent, address, start, nbytes)

@@ -148,7 +148,8 @@ def transfer_together(call: Call, fd: int, parts: Sequence[tuple[int, int]], off
         OSError: The call failed.
     """
     vector = array("L", [word for part in parts for word in part])  # struct iovec: two words each
-    return call(fd, vector.buffer_info()[0], len(parts), offset) == sum(length for _, length in parts)
+    nbytes = sum([length for _, length in parts])  # a list: a generator is a call for each part
+    return call(fd, vector.buffer_info()[0], len(parts), offset) == nbytes
 
 
 def transfer(call: Call, fd: int, address: int, nbytes: int, offset: int, alignment: int) -> int:

@@ -276,9 +276,11 @@ class Mover:
         """Moves the bytes; returns the checksums, or ``None`` if they could not go together."""
         backend: Joining = self.backend  # type: ignore[assignment]  # else there were no batches
         first, moves, moved = transfers[0], [], 0
+        reached: Event | None = None
         for transfer in transfers:
             memory, after = transfer.what()
-            meter = self._ready(transfer, after)
+            if after is not reached:  # those of one stream wait for the same
+                meter, reached = self._ready(transfer, after), after
             moves.append((transfer.lease.extent, memory))
         meter.begin()
         try:
@@ -287,7 +289,7 @@ class Mover:
             else:
                 digests = backend.move_in_together(moves, padded=first.padded)
             if digests is not None:
-                moved = sum(extent.nbytes for extent, _ in moves)
+                moved = sum([extent.nbytes for extent, _ in moves])
         finally:
             meter.end(moved)
         return digests

@@ -203,8 +203,8 @@ class Shared:
         with self.lock:
             # They leave the queue last: what an interrupt cuts short is done again.
             count = len(queue)
-            for record in forget(queue, count):
-                if not record.drops:
+            for record in forget(self.drops, count):
+                if not record.handles:
                     self.release(record)
                 else:
                     record.all_read()
@@ -222,7 +222,7 @@ class Shared:
             self.outbox.clear()
             for record in list(self.records):
                 self.give_up_unfinished(record)
-                if not record.drops:
+                if not record.handles:
                     self.release(record)
             self.extents.reconcile(self.records)
             self.ledger.recount(self.records)

@@ -109,6 +109,10 @@ def handed_over(pieces: Iterable[Piece], writes: Iterable[IoFuture]) -> None:
             piece.write = write
 
 
+_NO_READS: list[IoFuture] = []
+"""The reads of every span that has none; nothing is ever added to it."""
+
+
 class Span:
     """Bytes [lo, hi) of a storage without a gap, restored into one buffer that all views of it share.
 
@@ -134,7 +138,7 @@ class Span:
         self.buffer: torch.UntypedStorage | None = None
         self.shift = 0
         self.stream: object = None
-        self.reads: list[IoFuture] = []
+        self.reads = _NO_READS
         self.weak: weakref.ref[torch.UntypedStorage] | None = None
 
     def restored(self) -> torch.UntypedStorage | None:
@@ -164,7 +168,7 @@ class Span:
     def forget(self) -> None:
         """Drop the buffer; the bytes have to be read again."""
         self.buffer = self.weak = None
-        self.reads = []
+        self.reads = _NO_READS
 
 
 class State(enum.Enum):
@@ -186,7 +190,7 @@ class Record:
         source: The storage itself while its memory must stay: until every byte needed is written.
         origin: Weak reference to the same storage: while something else keeps it, it is forwarded.
         spans: What was or is being written.
-        drops: Those of the handles that autograd holds.
+        handles: How many autograd holds.
         unread: Live handles that were not unpacked yet.
         writes: Writes that are queued or running.
         state: What becomes of the memory.
@@ -196,8 +200,8 @@ class Record:
     """
 
     __slots__ = (
-        "drops",
         "error",
+        "handles",
         "held",
         "key",
         "nbytes",
@@ -215,7 +219,7 @@ class Record:
         self.source: torch.UntypedStorage | None = None
         self.origin = weakref.ref(storage)
         self.spans: list[Span] = []
-        self.drops: set[Drop] = set()
+        self.handles = 0
         self.unread = 0
         self.writes = 0
         self.state = State.TRAVELS
@@ -382,7 +386,7 @@ class Record:
                 memory = span.weak()
             if memory is None or (span.reads and span.reads is not waited_for):
                 return None, 0, span
-            span.reads = []
+            span.reads = _NO_READS
         if not drop.read:
             # No call between the two, so no interrupt either.
             drop.read = True
@@ -436,13 +440,18 @@ class Drops:
     Attributes:
         lock: Protects records while handles are made.
         queue: In the order in which they came.
+        note: Appends to it; one object for all handles, as the cyclic collector looks at every object.
+        awaited: Those that have not come. They are kept here, so that the cyclic collector, which may end a
+            handle together with its record, still calls them back.
     """
 
-    __slots__ = ("lock", "queue")
+    __slots__ = ("awaited", "lock", "note", "queue")
 
     def __init__(self, lock: LockType) -> None:
         self.lock = lock
         self.queue: deque[Drop] = deque()
+        self.note = self.queue.append
+        self.awaited: set[Drop] = set()
 
 
 class Drop(weakref.ref["Handle"]):
@@ -463,21 +472,23 @@ class Drop(weakref.ref["Handle"]):
     read: bool
 
 
-def forget(drops: deque[Drop], count: int) -> list[Record]:
+def forget(drops: Drops, count: int) -> list[Record]:
     """The first handles of a queue are gone; to be told twice of one does no harm.
 
     Returns:
         The records that have no handle left, or of which every handle was read.
     """
     changed: dict[Record, None] = {}
+    queue, awaited = drops.queue, drops.awaited
     for number in range(count):  # other threads, and the collector, append meanwhile
-        drop = drops[number]
+        drop = queue[number]
         record = drop.record
-        if drop in record.drops:
-            # No call between the two, so no interrupt either.
+        if drop in awaited:
+            # No call between these, so no interrupt either.
             if not drop.read:
                 record.unread -= 1
-            record.drops.discard(drop)
+            record.handles -= 1
+            awaited.discard(drop)
         if not record.unread:
             changed[record] = None
     return list(changed)
@@ -504,13 +515,14 @@ class Handle:
         self.lo = lo
         self.hi = hi
         self._drops = drops
-        self.drop = drop = Drop(self, drops.queue.append)
+        self.drop = drop = Drop(self, drops.note)
         drop.record = record
         drop.read = not is_use
         with drops.lock:
             # No call between the two, so no interrupt either.
             record.unread += is_use
-            record.drops.add(drop)
+            record.handles += 1
+            drops.awaited.add(drop)
 
     def is_told(self, drops: Drops) -> bool:
         """Whether its end is noted there."""

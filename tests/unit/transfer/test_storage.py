@@ -233,19 +233,19 @@ def test_a_dropped_handle_says_so_and_whether_it_was_read() -> None:
     record, _tensor = make_record()
     drops = Drops(threading.Lock())
     first, second = Handle(record, 0, 10, drops), Handle(record, 10, 20, drops)
-    assert (len(record.drops), record.unread) == (2, 2)
+    assert (record.handles, record.unread) == (2, 2)
     assert record.hand_out(second) is not None
     assert (second.drop.read, record.unread) == (True, 1)
     del first
     (drop,) = drops.queue
     assert (drop.record, drop.read) == (record, False)
     for _ in range(2):  # an interrupt may have it done again
-        assert forget(drops.queue, 1) == [record]  # every handle that is left was read
-        assert (len(record.drops), record.unread) == (1, 0)
+        assert forget(drops, 1) == [record]  # every handle that is left was read
+        assert (record.handles, record.unread) == (1, 0)
     del second
     assert (drops.queue[1].record, drops.queue[1].read) == (record, True)
-    assert forget(drops.queue, 2) == [record]
-    assert (record.drops, record.unread) == (set(), 0)
+    assert forget(drops, 2) == [record]
+    assert (record.handles, record.unread, drops.awaited) == (0, 0, set())
 
 
 def test_no_python_code_runs_when_a_handle_ends() -> None:
