@@ -99,8 +99,14 @@ class Reader:
         with shared.lock:
             is_first, was_held = not handle.drop.read, record.held
             storage, shift, span = record.hand_out(handle)
-            if span is None and storage is not None:
-                self._forwarded(handle, is_first=is_first, was_held=was_held)
+            if storage is not None:
+                if span is None:
+                    self._forwarded(handle, is_first=is_first, was_held=was_held)
+                elif span in self._ledger.ahead:
+                    shared.ahead.pop(span, None)
+                    self._ledger.uncharge(span)
+                if record.state is not State.TRAVELS:
+                    self._ledger.note(record)
         if span is None:
             if storage is None:
                 raise transfer_error("keep", record, record.error)
@@ -121,8 +127,6 @@ class Reader:
         if not record.unread and record.writes:
             self._shared.cancel_writes(record)
             record.all_read()
-        if record.state is not State.TRAVELS:
-            self._ledger.note(record)
 
     def _read(self, handle: Handle, span: Span | None) -> tuple[torch.UntypedStorage, Span]:
         """Waits for the bytes of a handle, which are not in memory."""
@@ -138,7 +142,7 @@ class Reader:
             with shared.lock:
                 if span in self._ledger.ahead:
                     self._ledger.uncharge(span)
-                storage, _, _ = record.hand_out(handle, reads)
+                storage, _, _ = record.hand_out(handle)
                 if record.state is not State.TRAVELS:
                     self._ledger.note(record)
                 if storage is not None:

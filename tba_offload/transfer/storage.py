@@ -380,18 +380,12 @@ class Record:
 
     # ---- used by backward ------------------------------------------------------------------------
 
-    def hand_out(
-        self, handle: Handle, waited_for: list[IoFuture] | None = None
-    ) -> tuple[torch.UntypedStorage | None, int, Span | None]:
+    def hand_out(self, handle: Handle) -> tuple[torch.UntypedStorage | None, int, Span | None]:
         """Gives backward the bytes of a handle if they are in memory: it was unpacked.
-
-        Args:
-            handle: What needs them.
-            waited_for: Reads that have ended well.
 
         Returns:
             A storage, a shift in bytes, and the span if the storage is its buffer and not the original one.
-            Without a storage the bytes are only in the store, or nothing has waited for their reads yet; then
+            Without a storage the bytes are only in the store, or their reads have not come, or failed; then
             without a span they are nowhere.
         """
         drop, span = handle.drop, None
@@ -408,9 +402,12 @@ class Record:
             memory, shift = span.buffer, span.shift
             if memory is None and span.weak is not None:
                 memory = span.weak()
-            if memory is None or (span.reads and span.reads is not waited_for):
+            if memory is None:
                 return None, 0, span
-            span.reads = []
+            if span.reads:
+                if not span.has_come(span.reads):
+                    return None, 0, span
+                span.reads = []
         if not drop.read:
             # No call between the two, so no interrupt either.
             drop.read = True
