@@ -78,8 +78,8 @@ def main(rounds: int, size: str, directory: str | None) -> None:
         place = directory or stack.enter_context(tempfile.TemporaryDirectory())
         kinds = {
             "plain": make(None, 0, place, stack),
-            "kept": make(2 * nbytes, 2 * SAVED * nbytes, place, stack),
-            "offloaded": make(nbytes, 2 * SAVED * nbytes, place, stack),
+            "kept": make(2 * nbytes, 4 * SAVED * nbytes, place, stack),
+            "offloaded": make(nbytes, 4 * SAVED * nbytes, place, stack),
             "read back": make(nbytes, SAVED * nbytes // 4, place, stack),
         }
         times: dict[str, list[float]] = {kind: [] for kind in kinds}

@@ -29,6 +29,7 @@ from tba_offload.capture.identity import (
     is_understood,
     local_of,
     restore,
+    shares_version,
     version_witness,
     viewed,
 )
@@ -38,7 +39,7 @@ from tba_offload.capture.scope import ActivationKey, Lookahead, ScopeKey
 from tba_offload.capture.trace import ActivationTrace, StepTrace, Treatment
 from tba_offload.device.ranges import aligned_range
 from tba_offload.errors import TransferError
-from tba_offload.layers.graph import check_version, hooks_on_top, latest_node
+from tba_offload.layers.graph import check_version, hooks_on_top, keeps_graph, latest_node
 from tba_offload.renamed import names_of
 from tba_offload.transfer.storage import Handle, Record, State
 
@@ -140,6 +141,7 @@ class Capture:
         """The owner of ``storage`` is about to resize it: see :meth:`Offloader.protect`."""
         record = self.registry.record_of(storage)
         if record is not None:
+            self.offloader.writer.join(record)
             self.offloader.protect(storage, record)
 
     # ---- arguments of layers ---------------------------------------------------------------------
@@ -168,6 +170,8 @@ class Capture:
         """The record that has the bytes of a tensor."""
         lo, hi, _ = view.footprint()
         found = self.registry.find(tensor.untyped_storage(), tensor)
+        if found is not None:
+            self.offloader.writer.join(found[0])
         return found[0] if found is not None and found[0].span_over(lo, hi) is not None else None
 
     def held(self, hold: Kept | Borrowed) -> torch.Tensor | None:
@@ -225,6 +229,8 @@ class Capture:
             self.look_at_memory()
         if packed.witness._version != packed.version:
             check_version(packed.witness, packed.version, record.key)
+        if handle.tensor is not None and (recalled := self._recall(handle, trace)) is not None:
+            return recalled
         is_first = not handle.drop.read
         try:
             storage, shift = self.offloader.reader.fetch(handle)
@@ -243,6 +249,17 @@ class Capture:
             self.lookahead.used(record.key)  # type: ignore[arg-type]
         if is_first and record.held:
             self.registry.learn(trace.key, trace.nbytes)
+        return tensor
+
+    def _recall(self, handle: Handle, trace: ActivationTrace) -> torch.Tensor | None:
+        """The saved tensor itself while it waits for its batch; ``None`` if the offloader has its bytes."""
+        if keeps_graph():
+            self.offloader.writer.join(handle.record)  # it may be asked for again much later
+            return handle.tensor
+        tensor = self.offloader.reader.recall(handle)
+        if tensor is not None and trace.unpacked_at is None:
+            trace.unpacked_at = perf_counter()
+            self.lookahead.used(handle.record.key)  # type: ignore[arg-type]
         return tensor
 
     def _make_again(self, packed: Packed) -> torch.UntypedStorage | None:
@@ -375,8 +392,10 @@ class LayerHooks:
             return Kept(tensor)
         found = registry.entries.get(address)
         if found is not None and found[0].origin() is storage:
-            found = registry.find(storage, tensor)
-            if found is not None:
+            # As Registry.find has it, but for a call.
+            record, _, _, _, witness, version = found
+            is_same = record.state is not State.RELEASED and tensor._version == version
+            if is_same and shares_version(witness, tensor):
                 return self._pack_more(tensor, local, storage, found)
         if address in registry.kept and registry.is_kept(storage):
             return Kept(tensor)
@@ -408,11 +427,25 @@ class LayerHooks:
         window = offloader.ledger.window.nbytes
         if window is not None and offloader.ledger.in_flight + nbytes > window:
             offloader.writer.admit(nbytes)
+        is_filled = tensor.requires_grad
+        if (
+            is_filled
+            and not self._when_slow
+            and type(tensor) is torch.Tensor
+            and distinct >= DENSE_FROM * (hi - lo)
+        ):
+            witness = tensor.detach()
+            record, trace = capture.add(storage, key, witness, view, footprint)
+            stream = offloader.device.stream()
+            handle = Handle(record, lo, hi, offloader.drops, tensor=witness, stream=stream)
+            packed = Packed(tensor, view, handle, witness, trace, self._rescue, self.saved)
+            offloader.writer.collect(record)
+            return packed
         witness = version_witness(tensor)
         record, trace = capture.add(storage, key, witness, view, footprint)
         handle = Handle(record, lo, hi, offloader.drops)
         packed = Packed(tensor, view, handle, witness, trace, self._rescue, self.saved)
-        self._queue(packed, record, storage, footprint, is_filled=tensor.requires_grad)
+        self._queue(packed, record, storage, footprint, is_filled=is_filled)
         return packed
 
     def _pack_more(
@@ -420,6 +453,8 @@ class LayerHooks:
     ) -> Packed:
         """Another view of a storage that has a record: only what it lacks is written."""
         record, trace, view, footprint, witness, _ = found
+        if record.state is State.WAITS:
+            self.capture.offloader.writer.join(record)
         is_same = view == (local.dtype, local.shape, local.stride(), local.storage_offset())
         if not is_same:
             view = View.of(local)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn.parameter import is_lazy
 
+from tba_offload.device.ranges import blank
 from tba_offload.renamed import names_of
 
 if TYPE_CHECKING:
@@ -64,17 +65,6 @@ class View(NamedTuple):
         return View(self.dtype, self.shape, self.stride, self.offset + nbytes // self.dtype.itemsize)
 
 
-_blank: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-
-
-def blank(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """An empty tensor of that type; shared, never to be written."""
-    found = _blank.get((dtype, device))
-    if found is None:
-        found = _blank[dtype, device] = torch.empty(0, dtype=dtype, device=device)
-    return found
-
-
 def viewed(storage: torch.UntypedStorage, view: View, shift: int = 0) -> torch.Tensor:
     """The tensor that ``view`` makes of ``storage``, sharing its memory.
 
@@ -96,9 +86,7 @@ def version_witness(tensor: torch.Tensor) -> torch.Tensor:
     ourselves at unpack. The counter must be kept until then, the memory must not.
     """
     witness = tensor.detach()
-    empty = _blank.get((tensor.dtype, tensor.device))
-    if empty is None:
-        empty = blank(tensor.dtype, tensor.device)
+    empty = blank(tensor.dtype, tensor.device)
     if type(witness) is torch.Tensor:
         witness.data = empty
     else:

@@ -487,6 +487,7 @@ class RematerializingHooks(LayerHooks):
 
     def _share_record(self, packed: Packed) -> Packed:
         handle = packed.handle
+        self.capture.offloader.writer.join(handle.record)
         twin = copy.copy(packed)
         twin.handle = Handle(handle.record, handle.lo, handle.hi, self.capture.offloader.drops)
         if handle.record in self._deferred and handle.record.span_over(handle.lo, handle.hi) is None:

@@ -124,7 +124,7 @@ class Lookahead:
         position = self._position.get(key)
         if position is not None:
             self._follow(position)
-        if self._ahead.has_room():
+        if self._next < len(self._expected) and self._ahead.has_room():
             self._read_ahead()
 
     def _follow(self, position: int) -> None:

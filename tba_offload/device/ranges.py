@@ -6,6 +6,7 @@ into PyTorch, so it is left to the threads that need one.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,12 @@ if TYPE_CHECKING:
 
 CACHE_LINE = 64
 """PyTorch aligns CPU allocations to this many bytes; kernels may choose their path by it."""
+
+
+@functools.cache
+def blank(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An empty tensor of that type; shared, never to be written."""
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 class ByteRange:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 latest_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number of the node of autograd that the calling thread made last, plus one."""
 
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+"""Whether the backward pass of the calling thread leaves the graph alive; true outside of one, too."""
+
 
 def first_differentiable(output: object) -> torch.Tensor | None:
     """The first tensor of a layer's output through which gradients will come back."""

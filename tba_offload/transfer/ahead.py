@@ -71,6 +71,11 @@ class ReadAhead:
     def _choose(self, upcoming: Iterable[tuple[Record, bool]], batch: list[Span]) -> bool:
         """Collects spans to be read that the window has room for; whether it is full of what comes later."""
         for record, across_forward in upcoming:
+            if record.state is State.WAITS:
+                if across_forward:
+                    return False
+                self._shared.outbox.discard(record)
+                continue
             if record.state is State.RELEASED or not record.unread:
                 continue
             if (record.source is not None or record.origin() is not None) and record.memory() is not None:

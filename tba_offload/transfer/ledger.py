@@ -124,7 +124,7 @@ class Ledger:
         charged = departing = settled = 0
         if state is State.KEPT:
             settled = nbytes
-        elif record.source is not None:
+        elif record.source is not None or state is State.WAITS:
             charged = nbytes
             if record.writes and (state is State.TRAVELS or state is State.RELEASED):
                 departing = nbytes
@@ -137,9 +137,11 @@ class Ledger:
             if charged > self._largest:
                 self._largest = charged
                 self._look_at_largest()
-            stats = self.stats
-            if self.in_flight > stats.in_flight_peak or self.in_flight + self.settled > stats.own_peak:
-                self._look_at_peaks()
+            stats, in_flight = self.stats, self.in_flight  # in _look_at_peaks, but for a call
+            if in_flight > stats.in_flight_peak:
+                stats.in_flight_peak = in_flight
+            if in_flight + self.settled > stats.own_peak:
+                stats.own_peak = in_flight + self.settled
         else:
             self.noted.pop(record, None)
 

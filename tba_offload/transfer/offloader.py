@@ -157,8 +157,8 @@ class Offloader:
         self.writer.flush()  # also what another thread saved meanwhile
         shared = self._shared
         with shared.lock:
-            if shared.outbox.pieces or not shared.ledger.departing:
-                return bool(shared.outbox.pieces)
+            if shared.outbox.items or not shared.ledger.departing:
+                return bool(shared.outbox.items)
             change = shared.watchdog.next_change()
         shared.wait(change)
         return True

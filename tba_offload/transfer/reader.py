@@ -55,6 +55,32 @@ class Reader:
 
     # ---- from unpack -----------------------------------------------------------------------------
 
+    def recall(self, handle: Handle) -> torch.Tensor | None:
+        """The saved tensor of a handle whose record waits for its batch, and will not be part of it.
+
+        The pass of backward that uses it frees it.
+
+        Returns:
+            The tensor; ``None`` if its record waits no more: then :meth:`fetch` has the bytes.
+
+        Raises:
+            SessionError: This is a forked child.
+        """
+        shared, record = self._shared, handle.record
+        if shared.inert:
+            raise _only_the_parent(record)
+        with shared.lock:
+            tensor = handle.tensor
+            if tensor is not None and record.state is State.WAITS:
+                handle.recall()
+                shared.outbox.discard(record)
+                shared.records.pop(record, None)
+                self._ledger.note(record)
+                self._ledger.stats.forwarded += handle.hi - handle.lo
+                if shared.watchdog.waiters:
+                    shared.watchdog.notify()
+        return tensor
+
     def fetch(self, handle: Handle) -> tuple[torch.UntypedStorage, int]:
         """The bytes of a handle: from memory if they are still there, from the store otherwise.
 
@@ -66,18 +92,21 @@ class Reader:
         """
         shared, record = self._shared, handle.record
         if shared.inert:
-            raise SessionError(
-                f"{record.key} was saved before this process was forked; only the parent can go "
-                "backward through that graph, not a forked child"
-            )
+            raise _only_the_parent(record)
         dropped = len(shared.drops.queue)
         if dropped and (dropped >= DROPS_AT_ONCE or self._ledger.settled):
             shared.drain()
         with shared.lock:
             is_first, was_held = not handle.drop.read, record.held
             storage, shift, span = record.hand_out(handle)
-            if span is None and storage is not None:
-                self._forwarded(handle, is_first=is_first, was_held=was_held)
+            if storage is not None:
+                if span is None:
+                    self._forwarded(handle, is_first=is_first, was_held=was_held)
+                elif span in self._ledger.ahead:
+                    shared.ahead.pop(span, None)
+                    self._ledger.uncharge(span)
+                if record.state is not State.TRAVELS:
+                    self._ledger.note(record)
         if span is None:
             if storage is None:
                 raise transfer_error("keep", record, record.error)
@@ -98,8 +127,6 @@ class Reader:
         if not record.unread and record.writes:
             self._shared.cancel_writes(record)
             record.all_read()
-        if record.state is not State.TRAVELS:
-            self._ledger.note(record)
 
     def _read(self, handle: Handle, span: Span | None) -> tuple[torch.UntypedStorage, Span]:
         """Waits for the bytes of a handle, which are not in memory."""
@@ -115,7 +142,7 @@ class Reader:
             with shared.lock:
                 if span in self._ledger.ahead:
                     self._ledger.uncharge(span)
-                storage, _, _ = record.hand_out(handle, reads)
+                storage, _, _ = record.hand_out(handle)
                 if record.state is not State.TRAVELS:
                     self._ledger.note(record)
                 if storage is not None:
@@ -231,6 +258,13 @@ class Reader:
             record.hand_out(handle)
         shared.failures.tell_rescue(record, extent_of(span.pieces[0]), error)
         return storage, span.shift
+
+
+def _only_the_parent(record: Record) -> SessionError:
+    return SessionError(
+        f"{record.key} was saved before this process was forked; only the parent can go "
+        "backward through that graph, not a forked child"
+    )
 
 
 def _may_pass(error: BaseException | None, *, mismatched: bool) -> bool:

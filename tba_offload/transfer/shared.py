@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tba_offload.errors import TransferError
 from tba_offload.transfer.extents import Extents
 from tba_offload.transfer.ledger import Ledger
-from tba_offload.transfer.storage import Drops, State, forget
+from tba_offload.transfer.storage import Drops, Piece, State, forget
 
 if TYPE_CHECKING:
     from _thread import LockType
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tba_offload.plan.window import Window
     from tba_offload.store.base import ActivationStore
     from tba_offload.transfer.failures import Failures
-    from tba_offload.transfer.storage import Piece, Record, Span
+    from tba_offload.transfer.storage import Record, Span
     from tba_offload.transfer.watchdog import Watchdog
 
 DROPS_AT_ONCE = 8
@@ -33,49 +33,62 @@ _PAST = {"read": "read", "write": "written"}
 
 
 class Outbox:
-    """Pieces that were saved and not handed to the store, oldest first.
+    """What was saved and not handed to the store, oldest first: records that wait, and pieces of others.
 
     Attributes:
-        pieces: The pieces, each with its record.
+        items: Records that wait for their batch, and pieces, each with its weight: bytes of memory.
         nbytes: Memory that they hold.
     """
 
-    __slots__ = ("nbytes", "pieces")
+    __slots__ = ("items", "nbytes")
 
     def __init__(self) -> None:
-        self.pieces: dict[Piece, Record] = {}
+        self.items: dict[Record | Piece, tuple[Record, int]] = {}
         self.nbytes = 0
+
+    def wait(self, record: Record) -> None:
+        """Adds a record that waits for its batch."""
+        self.items[record] = record, record.nbytes
+        self.nbytes += record.nbytes
 
     def put(self, record: Record, pieces: Iterable[Piece]) -> None:
         """Adds pieces of a record."""
         for piece in pieces:
-            self.pieces[piece] = record
+            self.items[piece] = record, piece.weight
             self.nbytes += piece.weight
 
     def take(self, held_back: int) -> list[tuple[Record, Piece]]:
-        """Takes out the oldest pieces, all but the latest of which ``held_back`` bytes of memory wait."""
-        taken: list[tuple[Record, Piece]] = []
-        for piece, record in self.pieces.items():
-            # What weighs nothing goes with the piece before it: together they hold their memory.
-            if held_back and piece.weight and self.nbytes <= held_back:
-                break
-            self.nbytes -= piece.weight
-            taken.append((record, piece))
-        for _, piece in taken:
-            del self.pieces[piece]
-        return taken
+        """Takes out the oldest items, all but the latest of which ``held_back`` bytes of memory wait.
 
-    def discard(self, piece: Piece) -> bool:
-        """Takes out one piece; whether it was there."""
-        if piece not in self.pieces:
+        Returns:
+            Pieces. Records join now; what nothing needs any more is left out.
+        """
+        taken: list[tuple[Record, Record | Piece]] = []
+        for item, (record, weight) in self.items.items():
+            # What weighs nothing goes with the piece before it: together they hold their memory.
+            if held_back and weight and self.nbytes <= held_back:
+                break
+            self.nbytes -= weight
+            taken.append((record, item))
+        pieces: list[tuple[Record, Piece]] = []
+        for record, item in taken:
+            del self.items[item]
+            piece = item if isinstance(item, Piece) else record.join()
+            if piece is not None:
+                pieces.append((record, piece))
+        return pieces
+
+    def discard(self, item: Record | Piece) -> bool:
+        """Takes out one item; whether it was there."""
+        found = self.items.pop(item, None)
+        if found is None:
             return False
-        del self.pieces[piece]
-        self.nbytes -= piece.weight
+        self.nbytes -= found[1]
         return True
 
     def clear(self) -> None:
         """Takes out everything, after an interrupt."""
-        self.pieces.clear()
+        self.items.clear()
         self.nbytes = 0
 
 
@@ -94,7 +107,7 @@ class Shared:
     Attributes:
         lock: Protects all of this.
         records: All that were not released yet; after an interrupt, the truth.
-        outbox: Pieces that were not handed to the store yet.
+        outbox: What was not handed to the store yet.
         ahead: Spans that were read ahead and that nothing has asked for yet, in the order of their reading.
         drops: Handles that are gone and were not taken note of.
         inert: Whether this is a forked child.
@@ -135,6 +148,8 @@ class Shared:
         """
         if record.writes:
             self.cancel_writes(record)
+        if record.state is State.WAITS:
+            self.outbox.discard(record)
         for span in record.spans:
             if span in self.ledger.ahead:
                 self.forget_ahead(span)
@@ -221,6 +236,8 @@ class Shared:
         with self.lock:
             self.outbox.clear()
             for record in list(self.records):
+                if record.state is State.WAITS:
+                    self.outbox.wait(record)
                 self.give_up_unfinished(record)
                 if not record.handles:
                     self.release(record)

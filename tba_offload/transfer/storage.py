@@ -6,9 +6,13 @@ written as one or more :class:`Piece` objects (what travels as one extent).
 
 ::
 
-    saved ──► writing ──► stored ──► reading ──► restored ──► released
-      │          │                                               ▲
-      └──────────┴──► kept: a write was taken back or failed ────┘
+    waits ──► saved ──► writing ──► stored ──► reading ──► restored ──► released
+      │         │          │                                               ▲
+      │         └──────────┴──► kept: a write was taken back or failed ────┤
+      └──► recalled: backward came for it before its batch was due ────────┘
+
+Until its batch is due a record has one handle, which keeps the saved tensor itself, and nothing else: if
+backward comes first, there is nothing to undo.
 
 Only the objects of this file change their fields; other files read them and call the transitions. Everything
 is plain bookkeeping: the lock that protects it belongs to the offloader. A transition that an interrupt cuts
@@ -22,6 +26,8 @@ import enum
 import weakref
 from collections import deque
 from typing import TYPE_CHECKING
+
+from tba_offload.device.ranges import blank
 
 if TYPE_CHECKING:
     from _thread import LockType
@@ -174,6 +180,7 @@ class Span:
 class State(enum.Enum):
     """What becomes of the memory of a record."""
 
+    WAITS = "is the saved tensor's own until its batch is due"
     TRAVELS = "is freed when its writes have ended"
     UNDECIDED = "views wait for the end of their scope before it is decided what to write"
     STAYS = "stays until the last handle is gone, for a write was taken back; in flight until it is used"
@@ -197,6 +204,7 @@ class Record:
         held: Whether the memory was there at its first use although nothing here held it: offloading freed
             nothing. ``None`` before it was handed over.
         error: Why it was not written, where that is an error.
+        waits: Of its one handle, while it waits for its batch.
     """
 
     __slots__ = (
@@ -210,6 +218,7 @@ class Record:
         "spans",
         "state",
         "unread",
+        "waits",
         "writes",
     )  # fmt: skip
 
@@ -225,6 +234,7 @@ class Record:
         self.state = State.TRAVELS
         self.held: bool | None = None
         self.error: BaseException | None = None
+        self.waits: Drop | None = None
 
     # ---- where the bytes are ---------------------------------------------------------------------
 
@@ -259,6 +269,27 @@ class Record:
         return None
 
     # ---- saved, written or kept ------------------------------------------------------------------
+
+    def join(self) -> Piece | None:
+        """Its batch is due: from now on the record has the memory, and the handle does not.
+
+        Returns:
+            What is to be written; ``None`` if the handle is gone.
+        """
+        drop, self.waits = self.waits, None
+        handle = drop() if drop is not None else None
+        if handle is None or handle.tensor is None:
+            return None
+        tensor = handle.tensor
+        self.source = tensor.untyped_storage()
+        self.state = State.TRAVELS
+        handle.tensor = None
+        # The saved tensor's version is still to be seen at this one, its memory must not be kept by it.
+        tensor.data = blank(tensor.dtype, tensor.device)
+        piece = Piece(handle.lo, handle.hi, handle.stream, self.nbytes)
+        self.spans = [Span([piece])]
+        self.writes = 1
+        return piece
 
     def defer(self, storage: torch.UntypedStorage) -> None:
         """Its memory is held: what to write of it is not known yet."""
@@ -356,18 +387,12 @@ class Record:
 
     # ---- used by backward ------------------------------------------------------------------------
 
-    def hand_out(
-        self, handle: Handle, waited_for: list[IoFuture] | None = None
-    ) -> tuple[torch.UntypedStorage | None, int, Span | None]:
+    def hand_out(self, handle: Handle) -> tuple[torch.UntypedStorage | None, int, Span | None]:
         """Gives backward the bytes of a handle if they are in memory: it was unpacked.
-
-        Args:
-            handle: What needs them.
-            waited_for: Reads that have ended well.
 
         Returns:
             A storage, a shift in bytes, and the span if the storage is its buffer and not the original one.
-            Without a storage the bytes are only in the store, or nothing has waited for their reads yet; then
+            Without a storage the bytes are only in the store, or their reads have not come, or failed; then
             without a span they are nowhere.
         """
         drop, span = handle.drop, None
@@ -384,9 +409,12 @@ class Record:
             memory, shift = span.buffer, span.shift
             if memory is None and span.weak is not None:
                 memory = span.weak()
-            if memory is None or (span.reads and span.reads is not waited_for):
+            if memory is None:
                 return None, 0, span
-            span.reads = _NO_READS
+            if span.reads:
+                if not span.has_come(span.reads):
+                    return None, 0, span
+                span.reads = _NO_READS
         if not drop.read:
             # No call between the two, so no interrupt either.
             drop.read = True
@@ -415,6 +443,7 @@ class Record:
         if self.state is State.KEPT:
             self.source = None  # a write that runs has it, and counts no more
         self.state = State.RELEASED
+        self.waits = None
         extents: list[Extent] = []
         if self.writes:
             return extents
@@ -503,26 +532,54 @@ class Handle:
         hi: End of the last one.
         drops: Where its end is noted.
         is_use: Whether it stands for a use by backward, and not for a look at the bytes.
+        tensor: Shares memory and version of the saved tensor, if that waits for its batch: then the record is
+            new, and gets no other handle before :meth:`Record.join`.
+        stream: Of the device, on which its bytes were produced.
 
     Attributes:
         drop: What is left of it when it is gone.
+        tensor: As given, as long as it waits, and once it was recalled.
     """
 
-    __slots__ = ("__weakref__", "_drops", "drop", "hi", "lo", "record")
+    __slots__ = ("__weakref__", "_drops", "drop", "hi", "lo", "record", "stream", "tensor")
 
-    def __init__(self, record: Record, lo: int, hi: int, drops: Drops, *, is_use: bool = True) -> None:
+    def __init__(
+        self,
+        record: Record,
+        lo: int,
+        hi: int,
+        drops: Drops,
+        *,
+        is_use: bool = True,
+        tensor: torch.Tensor | None = None,
+        stream: object = None,
+    ) -> None:
         self.record = record
         self.lo = lo
         self.hi = hi
         self._drops = drops
+        self.tensor = tensor
+        self.stream = stream
         self.drop = drop = Drop(self, drops.note)
         drop.record = record
         drop.read = not is_use
+        if tensor is not None:
+            record.state = State.WAITS
+            record.waits = drop
         with drops.lock:
             # No call between the two, so no interrupt either.
             record.unread += is_use
             record.handles += 1
             drops.awaited.add(drop)
+
+    def recall(self) -> None:
+        """Backward has come for it before its batch was due: its end means nothing any more."""
+        record = self.record
+        record.state = State.RELEASED
+        record.waits = None
+        record.handles = record.unread = 0
+        self._drops.awaited.discard(self.drop)
+        del self.drop
 
     def is_told(self, drops: Drops) -> bool:
         """Whether its end is noted there."""

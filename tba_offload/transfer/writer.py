@@ -51,6 +51,7 @@ class Writer:
         self._ledger.resize(window)
         self._held_back = window.held_back
         self._batch = window.batch
+        self._due = window.held_back + window.batch
         self._store.resize_window(window.nbytes)
 
     # ---- room ------------------------------------------------------------------------------------
@@ -81,7 +82,7 @@ class Writer:
         with shared.lock:
             if not self._ledger.crowded(nbytes):
                 return False
-            if self._outbox.pieces:
+            if self._outbox.items:
                 return True
             if not self._ledger.departing:
                 return shared.give_up_farthest()
@@ -90,6 +91,36 @@ class Writer:
         return True
 
     # ---- from pack -------------------------------------------------------------------------------
+
+    def collect(self, record: Record) -> None:
+        """A record whose one handle has the saved tensor waits for its batch.
+
+        Raises:
+            TransferError: Another one could not be written and is not allowed to stay in memory.
+        """
+        shared, outbox = self._shared, self._outbox
+        with shared.lock:
+            shared.records[record] = None
+            outbox.wait(record)
+            self._ledger.note(record)
+            if shared.watchdog.waiters:
+                shared.watchdog.notify()
+        if self._ledger.in_flight > self._ledger.tight_above or outbox.nbytes >= self._due:
+            self._flush_due()
+
+    def join(self, record: Record) -> None:
+        """Ends the wait of a record, for more than its one handle is to have its bytes."""
+        items = self._outbox.items
+        with self._shared.lock:
+            if record.state is not State.WAITS:
+                return
+            piece = record.join()
+            if piece is None:
+                self._outbox.discard(record)
+            elif record in items:
+                items[piece] = items.pop(record)
+            else:
+                self._outbox.put(record, (piece,))
 
     def defer(self, record: Record, storage: torch.UntypedStorage) -> None:
         """Holds the memory of ``record`` until :meth:`decide`: what to write is not known yet."""
@@ -136,13 +167,16 @@ class Writer:
             outbox.put(record, missing)
             if shared.watchdog.waiters:
                 shared.watchdog.notify()
-        if self._ledger.in_flight > self._ledger.tight_above:
-            self.flush()  # the next activation may find no room
-        else:
-            held_back = 0 if at_once else self._held_back
-            if outbox.nbytes >= held_back + self._batch:
-                self.flush(held_back)
+        if self._ledger.in_flight > self._ledger.tight_above or outbox.nbytes >= self._due:
+            self._flush_due()
+        elif at_once and outbox.nbytes >= self._batch:
+            self.flush()
         return True
+
+    def _flush_due(self) -> None:
+        """Writes what is due: all but the latest, or all, if the next activation may find no room."""
+        is_tight = self._ledger.in_flight > self._ledger.tight_above
+        self.flush(0 if is_tight else self._held_back)
 
     def end_scope(self, *, at_once: bool) -> None:
         """A scope has saved everything; without a window nothing is held back, nor if ``at_once``."""
@@ -166,6 +200,8 @@ class Writer:
         shared = self._shared
         with shared.lock:
             batch = self._outbox.take(held_back)
+            for record, _ in batch:
+                self._ledger.note(record)
         if not batch:
             return
         try:

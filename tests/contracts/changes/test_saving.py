@@ -97,14 +97,17 @@ def written_at_once(mix: Callable[[Tensor], Tensor], **settings: Any) -> Iterato
     """A model of which every write has ended before the call that wants it returns."""
     with attached(lambda: Block(mix), **settings) as (net, session):
         offloader = session.offloader
-        save = offloader.writer.save
 
-        def wait(*arguments: Any, **options: Any) -> bool:
-            found = save(*arguments, **options)
-            offloader.quiesce()
-            return found
+        def waiting(write: Callable[..., object]) -> Callable[..., Any]:
+            def wait(*arguments: Any, **options: Any) -> object:
+                found = write(*arguments, **options)
+                offloader.quiesce()
+                return found
 
-        offloader.writer.save = wait  # type: ignore[method-assign]
+            return wait
+
+        offloader.writer.save = waiting(offloader.writer.save)  # type: ignore[method-assign]
+        offloader.writer.collect = waiting(offloader.writer.collect)  # type: ignore[method-assign]
         yield net, session
 
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from tba_offload.adapt.controller import Controller
     from tba_offload.session import Session
+    from tba_offload.store.base import IoFuture
 
 KEEP, OFFLOAD, RECOMPUTE, AUTO = Placement.KEEP, Placement.OFFLOAD, Placement.RECOMPUTE, Placement.AUTO
 LAYERS = 5
@@ -175,14 +176,19 @@ def test_only_sessions_that_plan_mark_times() -> None:
 def waiting_for_reads(device: TimedDevice, seconds: float) -> Iterator[None]:
     """The host waits for each read, and the device stands still for so long."""
     wait_for = Watchdog.wait_for
+    awaited: list[IoFuture] = []
 
-    def waits(*given: Any, **also: Any) -> None:
-        wait_for(*given, **also)
+    def waits(watchdog: Watchdog, transfer: IoFuture, *given: Any, **also: Any) -> None:
+        wait_for(watchdog, transfer, *given, **also)
+        awaited.append(transfer)
         time.sleep(0.001)
         device.runs_dry(seconds)
 
+    def has_come(_: Span, reads: list[IoFuture]) -> bool:
+        return all(read in awaited for read in reads)
+
     with (
-        mock.patch.object(Span, "has_come", return_value=False),
+        mock.patch.object(Span, "has_come", autospec=True, side_effect=has_come),
         mock.patch.object(Span, "arrived", return_value=False),
         mock.patch.object(Watchdog, "wait_for", autospec=True, side_effect=waits),
     ):

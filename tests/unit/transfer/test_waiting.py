@@ -1,0 +1,237 @@
+"""Saved tensors that wait for their batch: until it is due nothing is undone if backward comes for them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from harness import CPU, KIB, Drive, host_store, session_for, wait_until
+from models import same_bits
+from torch import Tensor, nn
+
+from tba_offload.transfer.offloader import Offloader
+from tba_offload.transfer.storage import Handle, Record, State
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tba_offload.session import Session
+
+SIZE = 64 * KIB
+
+
+class Waiting:
+    """A saved tensor: what its node in autograd's graph holds, a copy, and a look at its memory."""
+
+    def __init__(self, offloader: Offloader, number: int) -> None:
+        saved = torch.arange(SIZE // 4, dtype=torch.int32) + number
+        self.offloader = offloader
+        self.expected = saved.clone()
+        self.memory = weakref.ref(saved.untyped_storage())
+        self.record = Record(saved.untyped_storage(), key=f"layer {number}")
+        self.tensor: Tensor | None = saved.detach()
+        self.handle: Handle | None = Handle(self.record, 0, SIZE, offloader.drops, tensor=self.tensor)
+        offloader.writer.admit(SIZE)
+        offloader.writer.collect(self.record)
+
+    def use(self) -> Tensor:
+        """Backward asks for it."""
+        assert self.handle is not None
+        tensor = self.offloader.reader.recall(self.handle)
+        if tensor is None:
+            storage, shift = self.offloader.reader.fetch(self.handle)
+            tensor = torch.empty(0, dtype=torch.int32).set_(storage, shift // 4, (SIZE // 4,))
+        return tensor
+
+    def drop(self) -> None:
+        """The graph is freed."""
+        self.handle = self.tensor = None
+        self.offloader.drain()
+
+
+class Bench:
+    """An offloader with room for eight tensors, of which two are held back and two make a batch."""
+
+    def __init__(self, drive: Drive) -> None:
+        self.drive = drive
+        self.store = host_store(drive)
+        self.offloader = Offloader(self.store, CPU, window=8 * SIZE)
+
+    def save(self, count: int) -> list[Waiting]:
+        return [Waiting(self.offloader, number) for number in range(count)]
+
+    def assert_idle(self) -> None:
+        self.offloader.quiesce()
+        wait_until(lambda: self.store.pending() == 0, "transfers pending")
+        assert self.offloader.own_bytes == 0
+        assert self.store.used_bytes == 0
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench(Drive())
+    yield bench
+    bench.store.close()
+
+
+def test_what_backward_comes_for_in_time_never_travels(bench: Bench) -> None:
+    saved = bench.save(3)
+    assert bench.offloader.in_flight == 3 * SIZE
+    assert bench.offloader.stats.in_flight_peak == 3 * SIZE
+    for each in reversed(saved):
+        assert each.use() is each.tensor
+        each.drop()
+        assert each.memory() is None
+    assert bench.offloader.stats.forwarded == 3 * SIZE
+    assert bench.drive.reservations.started == bench.drive.writes.started == 0
+    bench.assert_idle()
+
+
+def test_the_oldest_go_when_a_batch_is_due(bench: Bench) -> None:
+    saved = bench.save(4)
+    assert [each.record.state for each in saved] == [State.TRAVELS] * 2 + [State.WAITS] * 2
+    bench.drive.writes.wait_started()
+    assert saved[0].tensor is not None
+    assert saved[0].tensor.untyped_storage().nbytes() == 0
+    wait_until(lambda: bench.offloader.in_flight == 2 * SIZE, "writes")
+    assert saved[0].memory() is None
+    assert all(same_bits(each.use(), each.expected) for each in saved)
+    for each in saved:
+        each.drop()
+    bench.assert_idle()
+
+
+def test_what_is_freed_while_it_waits_is_forgotten(bench: Bench) -> None:
+    saved = bench.save(3)
+    saved[1].drop()
+    assert saved[1].memory() is None
+    assert bench.offloader.in_flight == 2 * SIZE
+    bench.offloader.writer.flush()
+    assert bench.offloader.stats.in_flight_peak == 3 * SIZE
+    for each in saved:
+        each.drop()
+    bench.assert_idle()
+
+
+def test_what_is_freed_and_not_taken_note_of_does_not_travel(bench: Bench) -> None:
+    (saved,) = bench.save(1)
+    saved.handle = saved.tensor = None
+    bench.offloader.writer.flush()
+    assert bench.drive.reservations.started == 0
+    bench.assert_idle()
+
+
+def test_what_is_looked_at_twice_is_the_same(bench: Bench) -> None:
+    (saved,) = bench.save(1)
+    assert saved.use() is saved.use()
+    assert bench.offloader.stats.forwarded == SIZE
+    saved.drop()
+    bench.assert_idle()
+
+
+def test_what_joins_alone_keeps_its_place(bench: Bench) -> None:
+    saved = bench.save(3)
+    bench.offloader.writer.join(saved[0].record)
+    bench.offloader.writer.join(saved[0].record)
+    assert [each.record.state for each in saved] == [State.TRAVELS, State.WAITS, State.WAITS]
+    assert bench.offloader.in_flight == 3 * SIZE
+    assert all(same_bits(each.use(), each.expected) for each in saved)
+    for each in saved:
+        each.drop()
+    bench.assert_idle()
+
+
+def test_what_is_needed_next_waits_on(bench: Bench) -> None:
+    """It stays in flight, and no batch takes it."""
+    saved = bench.save(2)
+    bench.offloader.ahead.start(iter([(saved[1].record, False)]))
+    bench.offloader.writer.flush()
+    assert [each.record.state for each in saved] == [State.TRAVELS, State.WAITS]
+    bench.offloader.quiesce()
+    assert bench.offloader.in_flight == SIZE
+    bench.offloader.writer.join(saved[1].record)
+    bench.offloader.quiesce()
+    assert bench.offloader.in_flight == 0
+    assert all(same_bits(each.use(), each.expected) for each in saved)
+    for each in saved:
+        each.drop()
+    bench.assert_idle()
+
+
+def test_after_an_interrupt_it_still_waits(bench: Bench) -> None:
+    saved = bench.save(3)
+    saved[2].drop()
+    bench.offloader.repair()
+    assert bench.offloader.in_flight == 2 * SIZE
+    bench.offloader.writer.flush()
+    assert all(same_bits(each.use(), each.expected) for each in saved[:2])
+    for each in saved:
+        each.drop()
+    bench.assert_idle()
+
+
+# ---- in training ---------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def small_session(net: Net) -> Session:
+    return session_for(net, layers=[net.layer], in_flight=64 * SIZE)
+
+
+def gradients(net: Net, x: Tensor, *, passes: int) -> list[Tensor]:
+    net.zero_grad()
+    loss = net(x).square().sum()
+    for number in range(passes):
+        loss.backward(retain_graph=number < passes - 1)
+    return [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("passes", [1, 2, 3])
+def test_a_graph_that_is_retained(passes: int) -> None:
+    net, x = Net(), torch.randn(256, 64)
+    expected = gradients(net, x, passes=passes)
+    with small_session(net) as session, session.step() as step:
+        found = gradients(net, x, passes=passes)
+    assert all(map(same_bits, found, expected))
+    assert step.record.forwarded_bytes > 0
+    gc.collect()
+    session.offloader.drain()
+    assert session.offloader.own_bytes == 0
+
+
+def test_a_change_in_place_is_noticed() -> None:
+    class Saving(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def]
+            out = x.exp()
+            ctx.save_for_backward(out)
+            return out
+
+        @staticmethod
+        def backward(ctx, grad):  # type: ignore[no-untyped-def]
+            (out,) = ctx.saved_tensors
+            out.mul_(2)
+            return grad * ctx.saved_tensors[0]
+
+    class Layer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Saving.apply(x)
+
+    net, x = nn.Sequential(Layer()), torch.randn(256, 64, requires_grad=True)
+    with (
+        session_for(net, layers=list(net), in_flight=64 * SIZE) as session,
+        pytest.raises(RuntimeError, match="in place"),
+        session.step(),
+    ):
+        net(x).sum().backward()
