@@ -373,7 +373,7 @@ FOREIGN = {
     "transfer/reads.py": ("self.ledger.stats", "figures, on the way of every tensor"),
     "transfer/shared.py": ("self.ledger.stats", "figures, on the way of every tensor"),
     "transfer/storage.py": (
-        "drop handle piece record self.record span tensor",
+        "drop handle piece record span tensor",
         "the parts of a record, which this file defines",
     ),
     "transfer/writer.py": ("self.ledger.stats stats", "figures, on the way of every tensor"),
