@@ -1,0 +1,251 @@
+"""What ``test_lagging_device.py`` runs in a process of its own, on the device of ``lagging.py``.
+
+The device computes later than it is asked, gives freed memory away at once and overwrites it: what nothing
+orders gives other bits. Where ``test_order.py`` watches accesses that the package names, here PyTorch's own
+dispatcher, allocator and streams are at work.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lagging
+import pytest
+import torch
+from covering import full, pairwise
+from harness import KIB, MIB, config_for
+from models import assert_same_history, loss_of, make_model, make_tokens, same_bits, train
+from torch import Tensor, nn
+
+import tba_offload as tba
+from tba_offload.device import READY, Accelerator, ByteRange, device_of
+from tba_offload.store.file import FileStore
+from tba_offload.store.host import HostStore
+from tba_offload.testing import store_contract
+from tba_offload.testing.store_contract import StoreContract
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from models import History
+
+    from tba_offload.store.base import ActivationStore, Extent
+
+LAG = torch.device(lagging.LAG, 0)
+STORES = ("file", "host")
+PLACEMENTS = ("keep", "offload", "recompute", "recompute-offload", "offload-remat", "auto")
+KINDS = ("gpt", "llama", "encoder")
+DTYPES = (torch.float32, torch.bfloat16)
+LATE = ("operations", "copies")
+"""What comes late: the host is far ahead of operations, or they are far ahead of copies."""
+WINDOW = 256 * KIB
+
+
+def place(store: str, tmp_path: Path) -> dict[str, Any]:
+    return {"directory": tmp_path} if store == "file" else {}
+
+
+def loss_on_lagging(model: nn.Module, number: int) -> Tensor:
+    return loss_of(model, make_tokens(number).to(LAG))
+
+
+def made(kind: str = "gpt", dtype: torch.dtype = torch.float32) -> nn.Module:
+    return make_model(kind, layers=3, dropout=0.1, dtype=dtype).to(LAG)
+
+
+def history_of(model: nn.Module, session: tba.Session | None = None) -> History:
+    history = train(model, session, steps=2, micro_batches=2, loss=loss_on_lagging)
+    history.random_states.append(torch.get_device_module(LAG).get_rng_state())
+    return history
+
+
+@pytest.fixture(autouse=True)
+def the_device_works() -> Iterator[None]:
+    yield
+    lagging.heal()
+
+
+# The same bits
+
+
+@pytest.mark.parametrize(
+    ("placement", "store", "dtype", "late", "kind"), pairwise(PLACEMENTS, STORES, DTYPES, LATE, KINDS)
+)
+def test_same_bits(
+    placement: str, store: str, dtype: torch.dtype, late: str, kind: str, tmp_path: Path
+) -> None:
+    expected, model = history_of(made(kind, dtype)), made(kind, dtype)
+    # Of recomputed layers only the inputs travel: a window that holds one of them.
+    in_flight = WINDOW // 8 if placement.startswith("recompute") else WINDOW
+    config = config_for(default=placement, in_flight=in_flight, **place(store, tmp_path))
+    with lagging.late(**{late: 0.0003}), tba.attach(model, config) as session:
+        found = history_of(model, session)
+        report = session.report()
+    assert_same_history(found, expected)
+    moved = [record.offloaded_bytes for record in report]
+    assert all(moved) if placement not in {"keep", "recompute"} else not any(moved)
+    assert {record.peak_source for record in report} == {"lag allocator"}
+
+
+def test_the_device_finds_transfers_that_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the tests above would say little."""
+    expected, model = history_of(made()), made()
+    monkeypatch.setattr(Accelerator, "event", lambda *_: READY)
+    with lagging.late(operations=0.0003), tba.attach(model, config_for(in_flight=WINDOW)) as session:
+        found = history_of(model, session)
+    with pytest.raises(AssertionError, match="tensors differ"):
+        assert_same_history(found, expected)
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_memory_that_another_stream_reads_is_kept_if_the_allocator_is_told(is_told: bool) -> None:
+    device, other = device_of(LAG), torch.Stream(LAG)
+    data = torch.arange(1 << 16, device=LAG)
+    expected = data.cpu()
+    with other:
+        lagging.sleep(0.05)
+        copy = data.clone()
+    if is_told:
+        device.use(ByteRange.of(data), other)
+    del data
+    torch.accelerator.synchronize()
+    assert same_bits(copy.cpu(), expected) == is_told
+
+
+class Elsewhere(nn.Module):
+    """Layers that compute on a stream of their own, ordered as a careful program orders them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)
+        )
+        self.streams = [torch.accelerator.current_stream(), torch.Stream(LAG)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            here, stream = torch.accelerator.current_stream(), self.streams[number % 2]
+            stream.wait_stream(here)
+            with stream:
+                x.record_stream(stream)
+                x = layer(x)
+            here.wait_stream(stream)
+            x.record_stream(here)
+        return x
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_same_bits_on_streams_of_the_users(store: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Elsewhere().to(LAG), torch.randn(64, 64).to(LAG)
+
+    def gradients() -> list[Tensor]:
+        found = torch.autograd.grad(model(x).pow(2).sum(), list(model.parameters()))
+        return [each.cpu() for each in found]
+
+    expected = gradients()
+    config = config_for(in_flight=WINDOW, **place(store, tmp_path))
+    with lagging.late(operations=0.0003), tba.attach(model, config, layers=list(model.layers)) as session:
+        for _ in range(3):
+            with session.step():
+                found = gradients()
+            assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
+# Memory
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_the_allocators_peak_keeps_the_promise(store: str, tmp_path: Path) -> None:
+    """Peak ≤ what keep needs for two layers + ceiling, however many layers there are."""
+    width, rows = 64, 1024
+    ceiling = 4 * rows * width * 4
+
+    def peak(layers: int, placement: str) -> int:
+        torch.manual_seed(0)
+        block = (nn.Linear(width, width), nn.GELU(), nn.Linear(width, width), nn.GELU())
+        model = nn.Sequential(*(nn.Sequential(*block) for _ in range(layers))).to(LAG)
+        config = config_for(default=placement, in_flight=ceiling, **place(store, tmp_path))
+        x = torch.randn(rows, width).to(LAG)
+        with tba.attach(model, config, layers=list(model)) as session:
+            for _ in range(3):
+                with session.step() as step:
+                    model(x).pow(2).sum().backward()
+        assert step.record is not None
+        assert step.record.activation_peak_bytes is not None
+        return step.record.activation_peak_bytes
+
+    with lagging.late(copies=0.001):
+        many = peak(12, "offload")
+        assert many <= peak(2, "keep") + ceiling
+        assert many <= 0.5 * peak(12, "keep")
+
+
+# The contract of stores, for bytes that go through slabs
+
+
+class Given:
+    """The event of all work that the device was given."""
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize()
+
+    def wait(self, stream: Any = None) -> None:
+        raise AssertionError("I/O threads wait for events, not streams")
+
+    def query(self) -> bool:
+        return False
+
+
+class OnLagging(StoreContract):
+    """The bytes lie on the device; the tests that start processes have no device there."""
+
+    test_the_interpreter_exits_cleanly_with_io_pending = None  # type: ignore[assignment]
+
+    @pytest.fixture(autouse=True)
+    def bytes_lie_on_the_device(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        on_host = store_contract.pattern
+
+        def pattern(nbytes: int, seed: int = 0) -> Tensor:
+            with torch.device("cpu"):
+                return on_host(nbytes, seed).to(LAG)
+
+        monkeypatch.setattr(store_contract, "pattern", pattern)
+        class Gate(store_contract.Gate):
+            """Where it opens, what the device was given before is done too."""
+
+            def synchronize(self) -> None:
+                super().synchronize()
+                torch.accelerator.synchronize()
+
+        monkeypatch.setattr(store_contract, "READY", Given())
+        monkeypatch.setattr(store_contract, "Gate", Gate)
+        with torch.device(LAG), lagging.late(copies=0.0001):
+            yield
+
+
+class TestFileStoreOnLagging(OnLagging):
+    def make_store(self, directory: Path, **options: Any) -> ActivationStore:
+        return FileStore(directory, device=device_of(LAG), slab_bytes=1 << 16, **options)
+
+    def corrupt(self, store: ActivationStore, extent: Extent) -> None:
+        assert isinstance(store, FileStore)
+        file, place = Path(f"/proc/self/fd/{store.fileno()}"), extent.offset + extent.lead
+        with file.open("r+b", buffering=0) as opened:  # not by its own, which wants whole blocks
+            changed = bytes([os.pread(opened.fileno(), 1, place)[0] ^ 1])
+            os.pwrite(opened.fileno(), changed, place)
+            os.fsync(opened.fileno())
+
+
+@full
+class TestHostStoreOnLagging(OnLagging):
+    checks_what_it_reads = False
+
+    def make_store(self, directory: Path, **options: Any) -> ActivationStore:
+        options = {name: value for name, value in options.items() if name == "capacity"}
+        return HostStore(device=device_of(LAG), slab_bytes=MIB, **options)
+
+    def corrupt(self, store: ActivationStore, extent: Extent) -> None:
+        """Host memory has no checksums."""
