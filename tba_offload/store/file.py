@@ -63,7 +63,9 @@ class FileBackend:
     Attributes:
         name: The directory.
         device: As given.
-        alignment: What direct I/O demands, bytes; 1 where it is buffered.
+        alignment: What addresses in the device's memory must match, bytes; 1 where all bytes take the way
+            through slabs: padding there would only keep a buffer from fitting where another one was.
+        block: What direct I/O demands, bytes; 1 where it is buffered.
         reason: Why it is buffered; ``None`` if it is direct.
         ring: The staging slabs.
 
@@ -77,9 +79,10 @@ class FileBackend:
         self._checksums = Checksums(on=options.checksum)
         self._file = RunFile(directory, options.capacity)
         try:
-            self.alignment, self.reason = _choose_path(self._file)
+            self.block, self.reason = _choose_path(self._file)
+            self.alignment = 1 if device.pins_memory else self.block
             self._stable_pages = posix.needs_stable_pages(self._file.fd)
-            self.ring = StagingRing(slab_bytes, options.writers + options.readers, self.alignment, device)
+            self.ring = StagingRing(slab_bytes, options.writers + options.readers, self.block, device)
         except BaseException:
             self._file.close()
             raise
@@ -177,17 +180,19 @@ class FileBackend:
 
     def _span(self, extent: Extent) -> int:
         """Bytes of the extent that are moved: lead, payload and padding up to the alignment."""
-        return round_up(extent.lead + extent.nbytes, self.alignment)
+        return round_up(extent.lead + extent.nbytes, self.block)
 
     def _writes_directly(self, extent: Extent, source: ByteRange) -> bool:
-        if not self.device.is_host(source) or source.address % self.alignment != extent.lead:
+        if not self._is_in_place(extent, source):
             return False
         return self._span(extent) == extent.nbytes or not self._stable_pages
 
     def _reads_directly(self, extent: Extent, target: ByteRange, *, padded: bool) -> bool:
-        if not self.device.is_host(target) or target.address % self.alignment != extent.lead:
-            return False
-        return self._span(extent) == extent.nbytes or padded
+        return self._is_in_place(extent, target) and (self._span(extent) == extent.nbytes or padded)
+
+    def _is_in_place(self, extent: Extent, memory: ByteRange) -> bool:
+        """Whether a system call can move the bytes of an extent from or to where they lie."""
+        return not self.device.pins_memory and memory.address % self.alignment == extent.lead
 
     def _put(self, extent: Extent, address: int, start: int, nbytes: int) -> None:
         self._transfer("write", posix.pwrite, extent, address, start, nbytes)
@@ -201,7 +206,7 @@ class FileBackend:
         """Moves ``nbytes`` between memory at ``address`` and the extent from ``start`` on."""
         offset = extent.offset + start
         try:
-            moved = posix.transfer(call, self._file.fd, address, nbytes, offset, self.alignment)
+            moved = posix.transfer(call, self._file.fd, address, nbytes, offset, self.block)
         except OSError as error:
             raise _failure(self._file, f"{verb} of {nbytes} bytes at offset {offset}", error) from None
         if moved != nbytes:
@@ -253,7 +258,7 @@ class FileStore(QueuedStore):
             "directory": self.directory,
             "path": "O_DIRECT" if self._file.reason is None else "buffered",
             "reason": self._file.reason,
-            "alignment": self.alignment,
+            "alignment": self._file.block,
             "capacity": self.capacity_bytes,
             "checksum": self._options.checksum,
             "writers": self._options.writers,
