@@ -25,6 +25,8 @@ from tba_offload.store.file import FileStore
 from tba_offload.store.host import HostStore
 from tba_offload.testing import store_contract
 from tba_offload.testing.store_contract import StoreContract
+from tba_offload.transfer.offloader import Offloader
+from tba_offload.transfer.storage import Handle, Record
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -203,7 +205,70 @@ def test_buffers_fit_where_others_were(store: str, tmp_path: Path) -> None:
     assert record is not None
     assert record.activation_peak_bytes is not None
     assert record.reserved_peak_bytes is not None
-    assert record.reserved_peak_bytes - before <= 1.3 * record.activation_peak_bytes  # 1.5 where they do not fit
+    assert record.reserved_peak_bytes - before <= 1.3 * record.activation_peak_bytes  # or 1.5
+
+
+WIDTH, ROWS = 64, 1024
+ONE = WIDTH * ROWS * 4
+"""Bytes of one activation."""
+
+
+def test_reading_ahead_takes_no_memory_that_is_not_there() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(8))).to(LAG)
+    x = torch.randn(ROWS, WIDTH).to(LAG)
+
+    def gradients(loss: Tensor) -> list[Tensor]:
+        return [each.cpu() for each in torch.autograd.grad(loss, list(model.parameters()))]
+
+    expected = gradients(model(x).pow(2).sum())
+    with tba.attach(model, config_for(in_flight=None), layers=list(model)) as session:
+        with session.step() as step:
+            loss = model(x).pow(2).sum()
+            session.offloader.quiesce()
+            torch.accelerator.empty_cache()
+            with lagging.memory_of(torch.accelerator.memory_allocated() + 8 * ONE):
+                found = gradients(loss)
+    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+    assert step.record is not None
+    assert 0 < step.record.given_up_bytes < step.record.read_bytes == 15 * ONE
+
+
+@pytest.mark.parametrize("hold", ["buffers", "reads", "writes", "other code"])
+def test_what_backward_needs_takes_the_memory_of_what_is_needed_later(hold: str) -> None:
+    """Four buffers fit, and all are taken when a fifth is needed at once."""
+    device = device_of(LAG)
+    with HostStore(device=device, slab_bytes=MIB) as store:
+        offloader = Offloader(store, device)
+        expected, saved = [], []
+        for number in range(6):
+            tensor = torch.full((ONE,), number, dtype=torch.uint8, device=LAG)
+            expected.append(tensor.cpu())
+            record = Record(tensor.untyped_storage(), key=f"layer {number}")
+            saved.append(Handle(record, 0, ONE, offloader.drops))
+            if hold == "writes" and number == 5:
+                offloader.quiesce()
+                lagging.sleep(0.2)
+            offloader.writer.save(record, tensor.untyped_storage(), 0, ONE)
+            offloader.writer.flush()
+            del tensor, record
+        if hold != "writes":
+            offloader.quiesce()
+        torch.accelerator.empty_cache()
+        taken = 4 if hold in {"buffers", "reads"} else 0
+        room = torch.accelerator.memory_allocated() + taken * ONE
+        with lagging.memory_of(room), lagging.late(copies=0.05 if hold == "reads" else 0.0):
+            offloader.ahead.start([(handle.record, False) for handle in saved[:taken]])
+            if hold == "other code":
+                with pytest.raises(torch.OutOfMemoryError):
+                    offloader.reader.fetch(saved[4])
+            else:
+                storage, _ = offloader.reader.fetch(saved[4])
+                assert same_bits(ByteRange(storage, 0, ONE).tensor().cpu(), expected[4])
+        assert offloader.stats.given_up == (ONE if taken else 0)
+        for number, handle in enumerate(saved):
+            storage, _ = offloader.reader.fetch(handle)
+            assert same_bits(ByteRange(storage, 0, ONE).tensor().cpu(), expected[number])
 
 
 # The contract of stores, for bytes that go through slabs
@@ -236,6 +301,7 @@ class OnLagging(StoreContract):
                 return on_host(nbytes, seed).to(LAG)
 
         monkeypatch.setattr(store_contract, "pattern", pattern)
+
         class Gate(store_contract.Gate):
             """Where it opens, what the device was given before is done too."""
 
