@@ -7,6 +7,7 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from tba_offload.device.streams import never_freed
 from tba_offload.errors import SessionError
 
 if TYPE_CHECKING:
@@ -75,6 +76,10 @@ class StagingRing:
             self._made = 0
             self._free.clear()
             self._changed.notify_all()
+
+    def abandon(self) -> None:
+        """In a forked child: the slabs are never freed. Takes no lock, which a thread may have held."""
+        never_freed(self._free)
 
     def _acquire(self) -> torch.Tensor:
         with self._changed:

@@ -27,7 +27,7 @@ from tba_offload.errors import UnsupportedError
 from tba_offload.renamed import names_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from tba_offload.device.ranges import ByteRange
 
@@ -144,6 +144,13 @@ class Device(ABC):
         Returns:
             A 1-D uint8 tensor of ``nbytes``; the memory is freed with it.
         """
+
+    def give_back_host_memory(self) -> None:  # noqa: B027 - most have none to give
+        """Gives host memory that was freed back to the system, where an allocator keeps it for later."""
+
+    def is_capturing(self) -> bool:
+        """Whether the calling thread's work is recorded into a graph instead of being done."""
+        return False
 
 
 class CpuDevice(Device):
@@ -303,6 +310,19 @@ class Accelerator(Device):
         """Pins host memory; PyTorch rounds it up to a power of two."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
+    def give_back_host_memory(self) -> None:
+        """Empties PyTorch's cache of pinned memory, which is nobody else's as long as it lies there."""
+        empty_cache = getattr(torch.accelerator, "empty_host_cache", None)
+        if empty_cache is not None:
+            empty_cache()
+        elif self.torch_device.type == "cuda":  # before 2.10
+            torch._C._host_emptyCache()
+
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is captured on the current stream."""
+        told = getattr(self._module, "is_current_stream_capturing", None)
+        return told is not None and bool(told())
+
     def _copy_stream(self, *, to_host: bool) -> Any:
         with self._lock:
             if to_host not in self._copy_streams:
@@ -359,6 +379,17 @@ def device_of(device: torch.device | str) -> Device:
     """
     device = torch.device(device)
     return CpuDevice() if device.type == "cpu" else Accelerator(device)
+
+
+def is_device_failure(error: BaseException) -> bool:
+    """Whether an error tells of work that failed on a device, perhaps long before anything waited for it."""
+    return isinstance(error, getattr(torch, "AcceleratorError", ()))
+
+
+def never_freed(memory: Iterable[torch.Tensor]) -> None:
+    """Leaks host memory, in a forked child: to free what is pinned would call the driver of the device."""
+    for tensor in memory:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensor))
 
 
 def _copy_on_host(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -107,6 +107,7 @@ class FileBackend:
 
     def abandon(self) -> None:
         """In a forked child: closes the descriptors."""
+        self.ring.abandon()
         self._file.abandon()
 
     def digest(self, data: torch.Tensor) -> int | None:
@@ -281,6 +282,7 @@ class FileStore(QueuedStore):
             super().close()
         finally:
             self._file.ring.close()
+            self._file.device.give_back_host_memory()
 
 
 @dataclass(frozen=True, slots=True)

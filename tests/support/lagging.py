@@ -120,9 +120,8 @@ class _Module(types.ModuleType):
     def get_amp_supported_dtype() -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
 
-    @classmethod
-    def is_current_stream_capturing(cls) -> bool:
-        return cls.is_capturing
+    def is_current_stream_capturing(self) -> bool:
+        return self.is_capturing
 
 
 def _registered() -> ctypes.CDLL:

@@ -7,7 +7,11 @@ dispatcher, allocator and streams are at work.
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
+import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +25,7 @@ from torch import Tensor, nn
 
 import tba_offload as tba
 from tba_offload.device import READY, Accelerator, ByteRange, device_of
+from tba_offload.errors import DeviceError, TransferError, UnsupportedError
 from tba_offload.store.file import FileStore
 from tba_offload.store.host import HostStore
 from tba_offload.testing import store_contract
@@ -269,6 +274,75 @@ def test_what_backward_needs_takes_the_memory_of_what_is_needed_later(hold: str)
         for number, handle in enumerate(saved):
             storage, _ = offloader.reader.fetch(handle)
             assert same_bits(ByteRange(storage, 0, ONE).tensor().cpu(), expected[number])
+
+
+# What has ended, or has failed
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_pinned_memory_is_given_back(store: str, tmp_path: Path) -> None:
+    before, model = lagging.count("pinned_bytes"), made()
+    with tba.attach(model, config_for(in_flight=WINDOW, **place(store, tmp_path))) as session:
+        history_of(model, session)
+        assert lagging.count("pinned_bytes") > before
+    del session
+    gc.collect()
+    assert lagging.count("pinned_bytes") == before
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_a_forked_child_that_collects_a_store_leaves_the_device_alone(kind: str, tmp_path: Path) -> None:
+    device = device_of(LAG)
+    store = FileStore(tmp_path, device=device) if kind == "file" else HostStore(device=device)
+    extent = store_contract.put(store, torch.zeros(5000, dtype=torch.uint8))
+    store.release(extent)
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            signal.alarm(30)
+            warnings.simplefilter("ignore")
+            store = None  # type: ignore[assignment]
+            gc.collect()
+            code = lagging.count("calls_in_child")
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    store.close()
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_an_operation_that_fails_is_not_taken_for_a_drive_that_failed(store: str, tmp_path: Path) -> None:
+    model = made()
+    with tba.attach(model, config_for(in_flight=WINDOW, **place(store, tmp_path))) as session:
+        with pytest.raises(TransferError, match="no drive is at fault") as caught, session.step():
+            loss = loss_on_lagging(model, 0)
+            lagging.fail()
+            loss_on_lagging(model, 1)
+            session.offloader.quiesce()
+            loss.backward()
+        assert isinstance(caught.value.__cause__, DeviceError)
+        assert session.store.take_outages() == []
+        assert all(load.in_service for load in session.store.take_loads())
+        del loss, caught
+        lagging.heal()
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_graph_that_is_captured_is_noticed(placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made()
+    with tba.attach(model, config_for(default=placement)) as session:
+        monkeypatch.setattr(torch.get_device_module(LAG), "is_capturing", True)
+        noticed = pytest.raises(UnsupportedError, match="while a CUDA graph is captured")
+        with nullcontext() if placement == "keep" else noticed, session.step():
+            loss_on_lagging(model, 0).backward()
+
+
+def test_no_thread_spins_while_it_waits(tmp_path: Path) -> None:
+    before, model = lagging.Event.spinning, made()
+    with tba.attach(model, config_for(in_flight=WINDOW, directory=tmp_path)) as session:
+        history_of(model, session)
+    assert lagging.Event.spinning == before
 
 
 # The contract of stores, for bytes that go through slabs
