@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 class StagingRing:
     """At most ``count`` slabs, allocated when first needed and then reused until :meth:`close`.
 
+    Where allocating one would block the device, all are allocated at once.
+
     Args:
         slab_bytes: Size of a slab; longer transfers go in pieces.
         count: Number of slabs. With as many slabs as threads, no thread ever waits for one.
         alignment: What the address of a slab is a multiple of; at most the page size.
-        device: Whose host memory the slabs are; pinned on CUDA.
+        device: Whose host memory the slabs are; pinned on an accelerator.
 
     Raises:
         ValueError: A size or a count is not positive, or pages do not satisfy the alignment.
@@ -45,6 +47,9 @@ class StagingRing:
         self._free: list[torch.Tensor] = []
         self._made = 0
         self._closed = False
+        if device.pins_memory:
+            self._free += [device.host_memory(slab_bytes) for _ in range(count)]
+            self._made = count
 
     @property
     def allocated_bytes(self) -> int:

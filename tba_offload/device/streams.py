@@ -235,7 +235,6 @@ class Accelerator(Device):
         self._module = module
         self._new_event = _waiting_event(module)
         self._local = threading.local()
-        self._lock = threading.Lock()
         self._copy_streams: dict[bool, Any] = {}
 
     def stream(self) -> Any:
@@ -311,7 +310,7 @@ class Accelerator(Device):
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def give_back_host_memory(self) -> None:
-        """Empties PyTorch's cache of pinned memory, which is nobody else's as long as it lies there."""
+        """Empties PyTorch's cache of pinned memory: what lies there is of use to this process only."""
         empty_cache = getattr(torch.accelerator, "empty_host_cache", None)
         if empty_cache is not None:
             empty_cache()
@@ -324,10 +323,10 @@ class Accelerator(Device):
         return told is not None and bool(told())
 
     def _copy_stream(self, *, to_host: bool) -> Any:
-        with self._lock:
-            if to_host not in self._copy_streams:
-                self._copy_streams[to_host] = self._module.Stream(self.torch_device)
-            return self._copy_streams[to_host]
+        stream = self._copy_streams.get(to_host)
+        if stream is None:  # of two threads that come at once, both get the stream of the first
+            stream = self._copy_streams.setdefault(to_host, self._module.Stream(self.torch_device))
+        return stream
 
 
 _COMMON = (

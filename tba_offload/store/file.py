@@ -116,7 +116,7 @@ class FileBackend:
 
     def move_out(self, extent: Extent, source: ByteRange, after: Event) -> int | None:
         """See :meth:`Backend.move_out`."""
-        if not self._writes_directly(extent, source):
+        if not self._is_in_place(extent, source, padded=not self._stable_pages):
             return self._out_staged(extent, source, after)
         digest = self._checksums.of_range(source)
         self._put(extent, source.address - extent.lead, 0, self._span(extent))
@@ -124,21 +124,22 @@ class FileBackend:
 
     def move_in(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> int | None:
         """See :meth:`Backend.move_in`."""
-        if not self._reads_directly(extent, target, padded=padded):
+        if not self._is_in_place(extent, target, padded=padded):
             return self._in_staged(extent, target, after)
         self._get(extent, target.address - extent.lead, 0, self._span(extent))
         return self._checksums.of_range(target)
 
     def move_out_together(self, moves: Sequence[Move]) -> list[int | None] | None:
         """See :meth:`Joining.move_out_together`."""
-        if not all(self._writes_directly(extent, source) for extent, source in moves):
+        padded = not self._stable_pages
+        if not all(self._is_in_place(extent, source, padded=padded) for extent, source in moves):
             return None
         digests = [self._checksums.of_range(source) for _, source in moves]
         return digests if self._moved_together(posix.pwritev, moves, _NOTHING) else None
 
     def move_in_together(self, moves: Sequence[Move], *, padded: bool) -> list[int | None] | None:
         """See :meth:`Joining.move_in_together`."""
-        if not all(self._reads_directly(extent, target, padded=padded) for extent, target in moves):
+        if not all(self._is_in_place(extent, target, padded=padded) for extent, target in moves):
             return None
         if not self._moved_together(posix.preadv, moves, _ANYTHING):
             return None
@@ -183,17 +184,17 @@ class FileBackend:
         """Bytes of the extent that are moved: lead, payload and padding up to the alignment."""
         return round_up(extent.lead + extent.nbytes, self.block)
 
-    def _writes_directly(self, extent: Extent, source: ByteRange) -> bool:
-        if not self._is_in_place(extent, source):
+    def _is_in_place(self, extent: Extent, memory: ByteRange, *, padded: bool) -> bool:
+        """Whether a system call can move the bytes of an extent from, or to, where they lie.
+
+        Args:
+            extent: The extent.
+            memory: The bytes.
+            padded: Whether the call may take the rest of their first and last block along.
+        """
+        if self.device.pins_memory or memory.address % self.alignment != extent.lead:
             return False
-        return self._span(extent) == extent.nbytes or not self._stable_pages
-
-    def _reads_directly(self, extent: Extent, target: ByteRange, *, padded: bool) -> bool:
-        return self._is_in_place(extent, target) and (self._span(extent) == extent.nbytes or padded)
-
-    def _is_in_place(self, extent: Extent, memory: ByteRange) -> bool:
-        """Whether a system call can move the bytes of an extent from or to where they lie."""
-        return not self.device.pins_memory and memory.address % self.alignment == extent.lead
+        return padded or self._span(extent) == extent.nbytes
 
     def _put(self, extent: Extent, address: int, start: int, nbytes: int) -> None:
         self._transfer("write", posix.pwrite, extent, address, start, nbytes)

@@ -448,6 +448,7 @@ void launch(std::atomic<long>& delay, Job job) {
     if (us) std::this_thread::sleep_for(std::chrono::microseconds(us));
     job();
   });
+  if (&delay == &copy_delay) ++copies;
 }
 
 IValue map_tensors(const IValue& value, const std::function<at::Tensor(const at::Tensor&)>& change) {
@@ -540,7 +541,6 @@ void run_later(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
-  ++copies;
   const bool waits = !is_ours(to) && !(non_blocking && is_pinned(to.const_data_ptr()));
   if (!is_ours(from) && !non_blocking) {
     launch(copy_delay, [from = from.clone(), to = Later(to)] { to.now().copy_(from); });

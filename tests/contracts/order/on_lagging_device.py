@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,7 +20,7 @@ import lagging
 import pytest
 import torch
 from covering import full, pairwise
-from harness import KIB, MIB, config_for
+from harness import KIB, MIB, config_for, wait_until
 from models import assert_same_history, loss_of, make_model, make_tokens, same_bits, train
 from torch import Tensor, nn
 
@@ -274,6 +275,54 @@ def test_what_backward_needs_takes_the_memory_of_what_is_needed_later(hold: str)
         for number, handle in enumerate(saved):
             storage, _ = offloader.reader.fetch(handle)
             assert same_bits(ByteRange(storage, 0, ONE).tensor().cpu(), expected[number])
+
+
+# Copies
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+def test_two_transfers_of_one_direction_finish_in_order(to_host: bool) -> None:
+    """They would share the link otherwise, and what is needed first would come last."""
+    device, ended = device_of(LAG), []
+    there, here = torch.zeros(2, MIB, dtype=torch.uint8, device=LAG), device.host_memory(2 * MIB).view(2, MIB)
+    after = device.event()
+
+    def copy(number: int) -> None:
+        ways = (here[number], there[number]) if to_host else (there[number], here[number])
+        device.copy(*ways, after)
+        ended.append(number)
+
+    threads = [threading.Thread(target=copy, args=(number,)) for number in range(2)]
+    for thread, seconds in zip(threads, (0.2, 0.0), strict=True):
+        before = lagging.count("copies")
+        with lagging.late(copies=seconds):
+            thread.start()
+            wait_until(lambda before=before: lagging.count("copies") > before, "a copy is given")  # type: ignore[misc]
+    for thread in threads:
+        thread.join()
+    assert ended == [0, 1]
+
+
+def test_copies_of_both_directions_go_at_once() -> None:
+    device = device_of(LAG)
+    there, here = torch.zeros(2, MIB, dtype=torch.uint8, device=LAG), device.host_memory(2 * MIB).view(2, MIB)
+    after = device.event()
+    out = threading.Thread(target=device.copy, args=(here[0], there[0], after))
+    before = lagging.count("copies")
+    with lagging.late(copies=0.2):
+        out.start()
+        wait_until(lambda: lagging.count("copies") > before, "a copy is given")
+    device.copy(there[1], here[1], after)
+    assert out.is_alive()
+    out.join()
+
+
+def test_no_slab_is_pinned_inside_a_step(tmp_path: Path) -> None:
+    model = made()
+    with tba.attach(model, config_for(in_flight=WINDOW, directory=tmp_path)) as session:
+        before = lagging.count("pinned_bytes")
+        history_of(model, session)
+        assert lagging.count("pinned_bytes") == before
 
 
 # What has ended, or has failed

@@ -190,9 +190,15 @@ class TestAccelerator:
         device.copy(target, source, after)
 
     def test_each_thread_has_a_side_stream_of_its_own(self) -> None:
-        device = Accelerator()
-        streams = [device._side_stream(), device._side_stream()]
-        thread = threading.Thread(target=lambda: streams.append(device._side_stream()))
+        device, streams = Accelerator(), []
+
+        def enter() -> None:
+            with device.on_side_stream():
+                streams.append(torch.cuda.current_stream())
+
+        thread = threading.Thread(target=enter)
+        enter()
+        enter()
         thread.start()
         thread.join()
         assert streams[0] == streams[1] != streams[2]
