@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import lagging
 import pytest
 import torch
-from covering import full, pairwise
+from covering import full, of_which, pairwise
 from harness import KIB, MIB, config_for, wait_until
 from models import assert_same_history, loss_of, make_model, make_tokens, same_bits, train
 from torch import Tensor, nn
@@ -44,11 +44,13 @@ if TYPE_CHECKING:
 LAG = torch.device(lagging.LAG, 0)
 STORES = ("file", "host")
 PLACEMENTS = ("keep", "offload", "recompute", "recompute-offload", "offload-remat", "auto")
-KINDS = ("gpt", "llama", "encoder")
 DTYPES = (torch.float32, torch.bfloat16)
 LATE = ("operations", "copies")
 """What comes late: the host is far ahead of operations, or they are far ahead of copies."""
 WINDOW = 256 * KIB
+WIDTH, ROWS = 64, 1024
+ONE = WIDTH * ROWS * 4
+"""Bytes of one activation of :func:`wide_layers`."""
 
 
 def place(store: str, tmp_path: Path) -> dict[str, Any]:
@@ -69,6 +71,17 @@ def history_of(model: nn.Module, session: tba.Session | None = None) -> History:
     return history
 
 
+def wide_layers() -> nn.Sequential:
+    """Layers that save two activations of ``ONE`` bytes each."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(8))).to(LAG)
+
+
+def gradients_of(model: nn.Module, output: Tensor) -> list[Tensor]:
+    found = torch.autograd.grad(output.pow(2).sum(), list(model.parameters()))
+    return [each.cpu() for each in found]
+
+
 @pytest.fixture(autouse=True)
 def the_device_works() -> Iterator[None]:
     yield
@@ -78,9 +91,8 @@ def the_device_works() -> Iterator[None]:
 # The same bits
 
 
-@pytest.mark.parametrize(
-    ("placement", "store", "dtype", "late", "kind"), pairwise(PLACEMENTS, STORES, DTYPES, LATE, KINDS)
-)
+@pytest.mark.parametrize("kind", of_which(("gpt", "llama", "encoder"), "gpt"))
+@pytest.mark.parametrize(("placement", "store", "dtype", "late"), pairwise(PLACEMENTS, STORES, DTYPES, LATE))
 def test_same_bits(
     placement: str, store: str, dtype: torch.dtype, late: str, kind: str, tmp_path: Path
 ) -> None:
@@ -99,12 +111,14 @@ def test_same_bits(
 
 def test_the_device_finds_transfers_that_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the tests above would say little."""
-    expected, model = history_of(made()), made()
+    model, x = wide_layers(), torch.randn(ROWS, WIDTH).to(LAG)
+    expected = gradients_of(model, model(x))
     monkeypatch.setattr(Accelerator, "event", lambda *_: READY)
-    with lagging.late(operations=0.0003), tba.attach(model, config_for(in_flight=WINDOW)) as session:
-        found = history_of(model, session)
-    with pytest.raises(AssertionError, match="tensors differ"):
-        assert_same_history(found, expected)
+    config = config_for(in_flight=4 * ONE)
+    with lagging.late(operations=0.001), tba.attach(model, config, layers=list(model)) as session:
+        with session.step():
+            found = gradients_of(model, model(x))
+    assert not all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("is_told", [True, False])
@@ -214,27 +228,16 @@ def test_buffers_fit_where_others_were(store: str, tmp_path: Path) -> None:
     assert record.reserved_peak_bytes - before <= 1.3 * record.activation_peak_bytes  # or 1.5
 
 
-WIDTH, ROWS = 64, 1024
-ONE = WIDTH * ROWS * 4
-"""Bytes of one activation."""
-
-
 def test_reading_ahead_takes_no_memory_that_is_not_there() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(8))).to(LAG)
-    x = torch.randn(ROWS, WIDTH).to(LAG)
-
-    def gradients(loss: Tensor) -> list[Tensor]:
-        return [each.cpu() for each in torch.autograd.grad(loss, list(model.parameters()))]
-
-    expected = gradients(model(x).pow(2).sum())
+    model, x = wide_layers(), torch.randn(ROWS, WIDTH).to(LAG)
+    expected = gradients_of(model, model(x))
     with tba.attach(model, config_for(in_flight=None), layers=list(model)) as session:
         with session.step() as step:
-            loss = model(x).pow(2).sum()
+            output = model(x)
             session.offloader.quiesce()
             torch.accelerator.empty_cache()
             with lagging.memory_of(torch.accelerator.memory_allocated() + 8 * ONE):
-                found = gradients(loss)
+                found = gradients_of(model, output)
     assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
     assert step.record is not None
     assert 0 < step.record.given_up_bytes < step.record.read_bytes == 15 * ONE

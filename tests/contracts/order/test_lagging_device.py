@@ -18,6 +18,7 @@ from places import SUPPORT
 TESTS = Path(__file__).with_name("on_lagging_device.py")
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("lane", ["main", pytest.param("full", marks=pytest.mark.full)])
 def test_on_a_device_that_lags(lane: str) -> None:
     variables = environment()
@@ -28,6 +29,6 @@ def test_on_a_device_that_lags(lane: str) -> None:
         variables["FULL"] = "1"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "lagging", "-p", "no:cacheprovider", "-n", "0"]
     done = subprocess.run(
-        [*command, str(TESTS)], capture_output=True, text=True, env=variables, check=False, timeout=900
+        [*command, str(TESTS)], capture_output=True, text=True, env=variables, check=False, timeout=840
     )
     assert done.returncode == 0, done.stdout + done.stderr
