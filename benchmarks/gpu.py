@@ -305,6 +305,9 @@ def rows_of(contest: Contest, tiers: dict[str, dict[str, Any]]) -> list[Figures]
             "peak_bytes": max(
                 (step["peak"] for step in steps[WARM_UP - 1 :] if "peak" in step), default=None
             ),
+            "reserved_bytes": max(
+                (step["reserved"] for step in steps[WARM_UP - 1 :] if step.get("reserved")), default=None
+            ),
             "same_bits": None if contest.interrupted else contest.proofs[name] == contest.proofs.get("keep"),
             **{key: median(counted, key) for key in MEDIANS},
         }
@@ -363,7 +366,16 @@ def table_of(document: dict[str, Any]) -> Table:
         title=f"{document['model']} {document['size']}, {document['dtype']}; {document['rounds']} rounds",
         box=None,
     )
-    heads = ("way", "step s", "x keep (quartiles)", "peak GiB", "x keep", "written / read GiB", "stall s")
+    heads = (
+        "way",
+        "step s",
+        "x keep (quartiles)",
+        "peak GiB",
+        "x keep",
+        "reserved GiB",
+        "written / read GiB",
+        "stall s",
+    )
     for head in (*heads, "needs GB/s", "tier GB/s: write, read, both", "bound s", "x bound", "bits"):
         made.add_column(head, justify="left" if head == "way" else "right")
     for row in document["rows"]:
@@ -375,6 +387,7 @@ def table_of(document: dict[str, Any]) -> Table:
             str(Spread(**over)) if over else "",
             number_or_blank(row["peak_bytes"] and row["peak_bytes"] / GIB),
             number_or_blank(row["peak_over_keep"]),
+            number_or_blank(row["reserved_bytes"] and row["reserved_bytes"] / GIB),
             pair(row["written"], row["read"], GIB),
             number_or_blank(row["stall"], 4),
             pair(row.get("needs_write"), row.get("needs_read"), GB),
@@ -420,6 +433,7 @@ def write_logs(contest: Contest, folder: Path, machine: Figures) -> None:
                         model_flops=subject.flops,
                         activation_peak_bytes=step.get("peak"),
                         peak_source=subject.meter.source,
+                        reserved_peak_bytes=step.get("reserved"),
                         gradients_allocated=True,
                         offloaded_bytes=step.get("written", 0),
                         read_bytes=step.get("read", 0),

@@ -280,6 +280,7 @@ class Way:
             figures["host_seconds"] = time.perf_counter() - began
             if measure:
                 figures["peak"] = max(meter.peak() - base, 0)
+                figures["reserved"] = meter.reserved()
         figures |= {"seconds": end - start, "forward": turn - start, "backward": end - turn}
         if self.session is not None:
             figures |= self._record()

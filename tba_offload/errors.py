@@ -16,7 +16,8 @@
         ├── StoreFullError                    no room: capacity reached or drive full
         │   └── OutOfServiceError             a drive that failed takes nothing for a while
         ├── ShortTransferError                fewer bytes moved than asked for
-        └── ChecksumError                     bytes read differ from the bytes written
+        ├── ChecksumError                     bytes read differ from the bytes written
+        └── DeviceError                       the device of the bytes failed, not the drive
 
     NoEffectWarning (UserWarning)             a legal setting that does not do what it seems to
     └── NothingSavedWarning                   offloading frees little memory or none, as it is set up
@@ -144,6 +145,10 @@ class ShortTransferError(StoreError):
 
 class ChecksumError(StoreError):
     """The bytes that were read are not the bytes that were written."""
+
+
+class DeviceError(StoreError):
+    """The device that the bytes lie on failed, by what the training program had given it to do."""
 
 
 def is_of_drive(error: BaseException | None) -> bool:

@@ -77,6 +77,9 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "tba_offload.capture.trace": {"Fate": "tba_offload.capture.trace.Treatment"},
     "tba_offload.forecast": {"EVENT": "tba_offload.report.run_log.PLAN"},
+    "tba_offload.device": {"CudaDevice": "tba_offload.device.streams.Accelerator"},
+    "tba_offload.device.memory": {"CudaMeter": "tba_offload.device.memory.AllocatorMeter"},
+    "tba_offload.device.streams": {"CudaDevice": "tba_offload.device.streams.Accelerator"},
     "tba_offload.megatron.training": {"CURVES": "tba_offload.report.curves.CURVES"},
     "tba_offload.plan.bandwidth": {
         "SPILL_BYTES": "tba_offload.plan.window.SPILL_BYTES",

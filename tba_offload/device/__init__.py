@@ -2,7 +2,32 @@
 
 from __future__ import annotations
 
-from tba_offload.device.ranges import ByteRange
-from tba_offload.device.streams import READY, CpuDevice, CudaDevice, Device, Event, Mark, device_of
+from typing import TYPE_CHECKING
 
-__all__ = ["READY", "ByteRange", "CpuDevice", "CudaDevice", "Device", "Event", "Mark", "device_of"]
+from tba_offload.device.ranges import ByteRange
+from tba_offload.device.streams import (
+    READY,
+    Accelerator,
+    CpuDevice,
+    Device,
+    Event,
+    Mark,
+    device_of,
+    is_device_failure,
+)
+from tba_offload.renamed import names_of
+
+__all__ = [
+    "READY",
+    "Accelerator",
+    "ByteRange",
+    "CpuDevice",
+    "Device",
+    "Event",
+    "Mark",
+    "device_of",
+    "is_device_failure",
+]
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of(__name__)

@@ -20,15 +20,15 @@ def available_bytes(device: torch.device, *, root: Path = Path("/")) -> int:
     """Memory of a device that is free or can be freed at once.
 
     Args:
-        device: A CUDA device, or the CPU, whose memory is that of the host within the limits of the control
+        device: An accelerator, or the CPU, whose memory is that of the host within the limits of the control
             groups of this process.
         root: Where ``/proc`` and ``/sys`` are found.
 
     Raises:
         UnsupportedError: The kernel does not say it.
     """
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+    if device.type != "cpu":
+        return int(torch.get_device_module(device).mem_get_info(device)[0])
     return min([_host_bytes(root), *_group_bytes(root)])
 
 

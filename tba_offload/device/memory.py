@@ -1,8 +1,8 @@
 """Memory of the device: how malloc treats it, and how many bytes are live.
 
-Two meters with one interface tell the activation peak of a step. On CUDA it comes from the statistics of
-the caching allocator. On a CPU it comes from the allocator's own count of live bytes, which a thread samples,
-because allocators keep no peak. Neither looks at our own ledger.
+Two meters with one interface tell the activation peak of a step. On an accelerator it comes from the
+statistics of the caching allocator. On a CPU it comes from the allocator's own count of live bytes, which a
+thread samples, because allocators keep no peak. Neither looks at our own ledger.
 
 Gradients and optimizer states that are allocated in the middle of a step are no activations. They are counted
 where they come into being (:class:`LiveBytes`), and the meters leave them out.
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tba_offload.errors import UnsupportedError
+from tba_offload.renamed import names_of
 
 if TYPE_CHECKING:
     from tba_offload.device.streams import Device
@@ -174,19 +175,21 @@ class MemoryMeter(ABC):
     def peak(self) -> int:
         """The most live bytes since :meth:`reset`; stops watching."""
 
+    def reserved(self) -> int | None:
+        """The most bytes that the allocator held until :meth:`peak`; ``None`` if it cannot be told."""
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Ends what the meter started."""
 
 
-class CudaMeter(MemoryMeter):
-    """Peak by the statistics of PyTorch's caching allocator.
+class AllocatorMeter(MemoryMeter):
+    """Peak by the statistics of PyTorch's caching allocator, on an accelerator.
 
     The allocator tells the peak of a stretch, and not when in it the peak was. So a stretch ends where bytes
     are born that do not count, and where such bytes are freed inside a stretch its peak is an upper bound.
     """
-
-    source = "cuda allocator"
 
     _COARSE = 1 / 64
     """A stretch ends before more than this share of the peak is born in it: reading the statistics takes the
@@ -194,18 +197,21 @@ class CudaMeter(MemoryMeter):
 
     def __init__(self, device: torch.device, static: Callable[[], int] = _nothing) -> None:
         super().__init__(static)
+        self.source = f"{device.type} allocator"
+        self._module = torch.get_device_module(device)
         self._device = device
         self._peak = 0
+        self._reserved = 0
         self._static_before = 0
         self._paused = False
 
     def live(self) -> int:
         """Bytes of live tensors that count."""
-        return torch.cuda.memory_allocated(self._device) - self._static()
+        return int(self._module.memory_allocated(self._device)) - self._static()
 
     def reset(self) -> None:
         """Sets the allocator's peak to what is live now."""
-        self._peak = 0
+        self._peak = self._reserved = 0
         self.resume()
 
     def pause(self) -> None:
@@ -230,17 +236,22 @@ class CudaMeter(MemoryMeter):
         self._end_stretch()
         return self._peak
 
+    def reserved(self) -> int:
+        """What the allocator had taken from the device, cached blocks included."""
+        return self._reserved
+
     def close(self) -> None:
         """Nothing was started."""
 
     def _begin_stretch(self, grows_by: int = 0) -> None:
         self._static_before = self._static() + grows_by
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self._module.reset_peak_memory_stats(self._device)
 
     def _end_stretch(self) -> None:
         if not self._paused:
             static = min(self._static_before, self._static())
-            self._peak = max(self._peak, torch.cuda.max_memory_allocated(self._device) - static)
+            self._peak = max(self._peak, self._module.max_memory_allocated(self._device) - static)
+            self._reserved = max(self._reserved, self._module.max_memory_reserved(self._device))
 
 
 class MallocMeter(MemoryMeter):
@@ -470,4 +481,8 @@ def meter_of(device: Device, static: Callable[[], int] = _nothing) -> MemoryMete
         UnsupportedError: The allocator of a CPU does not count live bytes.
     """
     where = device.torch_device
-    return CudaMeter(where, static) if where.type == "cuda" else MallocMeter(static=static)
+    return MallocMeter(static=static) if where.type == "cpu" else AllocatorMeter(where, static)
+
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of(__name__)

@@ -7,6 +7,7 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from tba_offload.device.streams import never_freed
 from tba_offload.errors import SessionError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -20,11 +21,13 @@ if TYPE_CHECKING:
 class StagingRing:
     """At most ``count`` slabs, allocated when first needed and then reused until :meth:`close`.
 
+    Where allocating one would block the device, all are allocated at once.
+
     Args:
         slab_bytes: Size of a slab; longer transfers go in pieces.
         count: Number of slabs. With as many slabs as threads, no thread ever waits for one.
         alignment: What the address of a slab is a multiple of; at most the page size.
-        device: Whose host memory the slabs are; pinned on CUDA.
+        device: Whose host memory the slabs are; pinned on an accelerator.
 
     Raises:
         ValueError: A size or a count is not positive, or pages do not satisfy the alignment.
@@ -45,6 +48,9 @@ class StagingRing:
         self._free: list[torch.Tensor] = []
         self._made = 0
         self._closed = False
+        if device.pins_memory:
+            self._free += [self._new_slab() for _ in range(count)]
+            self._made = count
 
     @property
     def allocated_bytes(self) -> int:
@@ -78,19 +84,27 @@ class StagingRing:
             self._free.clear()
             self._changed.notify_all()
 
+    def abandon(self) -> None:
+        """In a forked child: the slabs are never freed. Takes no lock, which a thread may have held."""
+        never_freed(self._free)
+
     def _acquire(self) -> torch.Tensor:
         with self._changed:
             while not self._closed:
                 if self._free:
                     return self._free.pop()
                 if self._made < self.count:
-                    slab = self._device.host_memory(self.slab_bytes)
-                    if slab.data_ptr() % self._alignment:  # direct I/O would say EINVAL, as of the drive
-                        raise UnsupportedError(
-                            f"host memory of {self._device.torch_device} lies at {slab.data_ptr():#x}, which "
-                            f"is no multiple of {self._alignment}, as direct I/O needs"
-                        )
+                    slab = self._new_slab()
                     self._made += 1
                     return slab
                 self._changed.wait()
         raise SessionError("the staging ring is closed")
+
+    def _new_slab(self) -> torch.Tensor:
+        slab = self._device.host_memory(self.slab_bytes)
+        if slab.data_ptr() % self._alignment:  # direct I/O would say EINVAL, as of the drive
+            raise UnsupportedError(
+                f"host memory of {self._device.torch_device} lies at {slab.data_ptr():#x}, which "
+                f"is no multiple of {self._alignment}, as direct I/O needs"
+            )
+        return slab

@@ -2,7 +2,7 @@
 
 The rest of the package never asks which device it runs on: it takes an event where bytes were produced,
 hands the event to the thread that moves the bytes, and copies with :meth:`Device.copy`. On a CPU all of that
-is trivially ready; on CUDA it is one side stream per I/O thread.
+is trivially ready; on an accelerator bytes are copied on a stream of each direction.
 
 A device that runs behind the host has a time of its own: the host's clock says when work was given, not when
 it was done. :meth:`Device.mark` notes a point of that work without waiting for it, and :meth:`Device.seconds`
@@ -12,20 +12,23 @@ tells afterwards when it was reached.
 from __future__ import annotations
 
 import ctypes
+import inspect
 import mmap
 import threading
 import time
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from tba_offload.device.pinned import pinned_memory
 from tba_offload.errors import UnsupportedError
+from tba_offload.renamed import names_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from tba_offload.device.ranges import ByteRange
 
@@ -74,7 +77,8 @@ class Device(ABC):
 
     torch_device: torch.device
     pins_memory: bool
-    """Whether :meth:`host_memory` is pinned, so that allocating it blocks the device."""
+    """Whether activations lie where no system call reaches them, so that :meth:`host_memory` is pinned: its
+    bytes are copied from and to the device, and allocating it blocks that."""
     runs_behind: bool
     """Whether work may be still to be done when the call that gave it has returned."""
 
@@ -110,10 +114,6 @@ class Device(ABC):
     def occupy(self, seconds: float) -> None:
         """Gives the calling thread's stream work for about so long, as training does; for measurements."""
 
-    def is_host(self, memory: ByteRange) -> bool:
-        """Whether a system call can reach the bytes."""
-        return memory.storage.device.type == "cpu"
-
     @abstractmethod
     def use(self, memory: ByteRange, stream: Any) -> None:
         """Keeps memory that was allocated on another stream from being reused before ``stream`` is done."""
@@ -145,6 +145,13 @@ class Device(ABC):
         Returns:
             A 1-D uint8 tensor of ``nbytes``; the memory is freed with it.
         """
+
+    def give_back_host_memory(self) -> None:  # noqa: B027 - most have none to give
+        """Gives host memory that was freed back to the system, where an allocator keeps it for later."""
+
+    def is_capturing(self) -> bool:
+        """Whether the calling thread's work is recorded into a graph instead of being done."""
+        return False
 
 
 class CpuDevice(Device):
@@ -201,104 +208,190 @@ class CpuDevice(Device):
         return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
 
-class CudaDevice(Device):
-    """One CUDA device; each I/O thread copies on a side stream of its own."""
+class Accelerator(Device):
+    """A device with streams, by the functions that the modules of PyTorch's accelerators have in common.
+
+    CUDA, ROCm (which PyTorch calls CUDA too) and XPU have them; so may the module of another maker.
+
+    Bytes are copied on one stream for each direction. So transfers that are under way at once do not share
+    the link: what was asked for first arrives first.
+
+    Args:
+        device: The device, or its index; by default the current one.
+
+    Raises:
+        UnsupportedError: The module of the device lacks a function.
+    """
 
     pins_memory = True
     runs_behind = True
 
-    def __init__(self, index: int | None = None) -> None:
-        self.torch_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+    def __init__(self, device: torch.device | str | int | None = None) -> None:
+        wanted = torch.accelerator.current_accelerator() if device is None else torch.device(device)
+        if wanted is None:
+            raise UnsupportedError("PyTorch finds no accelerator here; train on 'cpu'")
+        module = _module_of(wanted)
+        index = torch.accelerator.current_device_index() if wanted.index is None else wanted.index
+        self.torch_device = torch.device(wanted.type, index)
+        self._module = module
+        self._new_event = _waiting_event(module)
         self._local = threading.local()
+        self._copy_streams: dict[bool, Any] = {}
 
-    def stream(self) -> torch.cuda.Stream:
+    def stream(self) -> Any:
         """The calling thread's current stream of this device."""
-        return torch.cuda.current_stream(self.torch_device)
+        return self._module.current_stream(self.torch_device)
 
-    def event(self, stream: torch.cuda.Stream | None = None) -> Event:
-        """An event recorded on a stream, by default the calling thread's current one."""
-        event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self.stream() if stream is None else stream)
+    def event(self, stream: Any = None) -> Event:
+        """An event recorded on a stream, by default the calling thread's current one.
+
+        Where the device can, a thread that waits for it sleeps: I/O threads wait most of their time.
+        """
+        event: Event = self._new_event()
+        event.record(self.stream() if stream is None else stream)  # type: ignore[attr-defined]
         return event
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> Any:
         """A timing event on the calling thread's current stream."""
-        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = self._module.Event(enable_timing=True)
         event.record(self.stream())
         return event
 
-    def is_reached(self, mark: torch.cuda.Event) -> bool:
+    def is_reached(self, mark: Any) -> bool:
         """Whether the event has completed."""
-        return bool(mark.query())  # type: ignore[no-untyped-call]
+        return bool(mark.query())
 
-    def seconds(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
+    def seconds(self, marks: Sequence[Any]) -> list[float]:
         """Seconds from the first of the events to each; it is precise to about a microsecond."""
         for mark in marks:  # they may be on several streams; one that is reached costs next to nothing
             mark.synchronize()
         return [0.0, *(marks[0].elapsed_time(mark) / 1000 for mark in marks[1:])] if marks else []
 
     def occupy(self, seconds: float) -> None:
-        """Has one multiprocessor count clock cycles."""
-        properties = torch.cuda.get_device_properties(self.torch_device)
+        """Has one multiprocessor count clock cycles; nothing where there is no such kernel, as on XPU."""
+        if not hasattr(self._module, "_sleep"):
+            return
+        properties = self._module.get_device_properties(self.torch_device)
         kilohertz = getattr(properties, "clock_rate", 0) or _USUAL_KILOHERTZ  # not every CUDA tells
-        torch.cuda._sleep(int(1e3 * kilohertz * seconds))  # type: ignore[no-untyped-call]
+        self._module._sleep(int(1e3 * kilohertz * seconds))
 
-    def use(self, memory: ByteRange, stream: torch.cuda.Stream) -> None:
+    def use(self, memory: ByteRange, stream: Any) -> None:
         """Tells the caching allocator that ``stream`` reads the memory."""
         memory.tensor().record_stream(stream)
 
     def bind_thread(self) -> None:
         """Sets the calling thread's current device: threads start on device 0."""
-        torch.cuda.set_device(self.torch_device)
+        self._module.set_device(self.torch_device)
 
     @contextmanager
     def on_side_stream(self) -> Iterator[None]:
         """Switches to the calling thread's side stream and waits for that stream only."""
-        stream = self._side_stream()
-        with torch.cuda.stream(stream):
+        stream = getattr(self._local, "stream", None)
+        if stream is None:
+            stream = self._local.stream = self._module.Stream(self.torch_device)
+        with self._module.stream(stream):
             yield
-        stream.synchronize()
+            done = self.event()
+        done.synchronize()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> None:
-        """Copies on the calling thread's side stream and waits for that stream only."""
+        """Copies on the stream of the direction and waits for this copy only."""
         # Waiting here, on the host, orders the copy for any kind of event; the thread has nothing else to do.
         after.synchronize()
         if target.is_cpu and source.is_cpu:
             _copy_on_host(target, source)
             return
-        with self.on_side_stream():
+        with self._module.stream(self._copy_stream(to_host=target.is_cpu)):
             target.copy_(source, non_blocking=True)
+            done = self.event()
+        done.synchronize()
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """Pins pages of its own; see :mod:`tba_offload.device.pinned`."""
-        return pinned_memory(nbytes)
+        """Pins pages of its own on CUDA, see :mod:`tba_offload.device.pinned`; elsewhere PyTorch pins."""
+        if self.torch_device.type == "cuda":
+            return pinned_memory(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def _side_stream(self) -> torch.cuda.Stream:
-        stream: torch.cuda.Stream | None = getattr(self._local, "stream", None)
-        if stream is None:
-            stream = self._local.stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+    def give_back_host_memory(self) -> None:
+        """Empties PyTorch's cache of pinned memory: what lies there is of use to this process only."""
+        empty_cache = getattr(torch.accelerator, "empty_host_cache", None)
+        if empty_cache is not None:
+            empty_cache()
+        elif self.torch_device.type == "cuda":  # before 2.10
+            torch._C._host_emptyCache()
+
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is captured on the current stream."""
+        told = getattr(self._module, "is_current_stream_capturing", None)
+        return told is not None and bool(told())
+
+    def _copy_stream(self, *, to_host: bool) -> Any:
+        stream = self._copy_streams.get(to_host)
+        if stream is None:  # of two threads that come at once, both get the stream of the first
+            stream = self._copy_streams.setdefault(to_host, self._module.Stream(self.torch_device))
         return stream
 
 
+_COMMON = (
+    *("Event", "Stream", "current_stream", "stream", "set_device"),
+    *("memory_allocated", "max_memory_allocated", "max_memory_reserved", "reset_peak_memory_stats"),
+)
+"""Functions that a device's module must have; those of CUDA and XPU do."""
+
+
+def _module_of(device: torch.device) -> Any:
+    """The module of a device's maker.
+
+    Raises:
+        UnsupportedError: There is none, or it lacks a function.
+    """
+    try:
+        module = torch.get_device_module(device)
+    except RuntimeError:
+        module = None
+    missing = [name for name in _COMMON if not hasattr(module, name)]
+    if missing:
+        why = "PyTorch has no module for it" if module is None else f"its module has no {missing[0]}"
+        raise UnsupportedError(
+            f"activations on a {device.type!r} device cannot be offloaded: {why}; train on 'cpu', 'cuda' or "
+            "'xpu'"
+        )
+    return module
+
+
+def _waiting_event(module: Any) -> Callable[[], Event]:
+    """Makes events for which a thread waits asleep, where the device has such; ``torch.Event`` has none.
+
+    CUDA's threads otherwise ask over and over: one core at 100 % for each I/O thread.
+    """
+    settings = inspect.signature(module.Event.__new__).parameters
+    return partial(module.Event, blocking=True) if "blocking" in settings else module.Event
+
+
 def default_device() -> Device:
-    """The current GPU where there is one, else the CPU."""
-    return CudaDevice() if torch.cuda.is_available() else CpuDevice()
+    """The current accelerator where there is one, else the CPU."""
+    return Accelerator() if torch.accelerator.is_available() else CpuDevice()
 
 
 def device_of(device: torch.device | str) -> Device:
     """The twin of a torch device.
 
     Raises:
-        UnsupportedError: The device is neither a CPU nor a CUDA device.
+        UnsupportedError: The device is neither a CPU nor an accelerator that PyTorch has a module for.
     """
     device = torch.device(device)
-    if device.type == "cpu":
-        return CpuDevice()
-    if device.type == "cuda":
-        return CudaDevice(device.index)
-    raise UnsupportedError(
-        f"activations on a {device.type!r} device cannot be offloaded; train on 'cpu' or 'cuda'"
-    )
+    return CpuDevice() if device.type == "cpu" else Accelerator(device)
+
+
+def is_device_failure(error: BaseException) -> bool:
+    """Whether an error tells of work that failed on a device, perhaps long before anything waited for it."""
+    return isinstance(error, getattr(torch, "AcceleratorError", ()))
+
+
+def never_freed(memory: Iterable[torch.Tensor]) -> None:
+    """Leaks host memory, in a forked child: to free what is pinned would call the driver of the device."""
+    for tensor in memory:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensor))
 
 
 def _copy_on_host(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -306,3 +399,7 @@ def _copy_on_host(target: torch.Tensor, source: torch.Tensor) -> None:
     if target.nbytes != nbytes:
         raise ValueError(f"cannot copy {nbytes} bytes into {target.nbytes}")
     ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
+
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of(__name__)

@@ -124,6 +124,8 @@ class StepRecord:
         state_bytes: By how much optimizers let memory grow in the step, in bytes: their states, made in the
             first one.
         peak_source: How ``activation_peak_bytes`` was measured, such as ``"cuda allocator"``.
+        reserved_peak_bytes: Most memory that the allocator of a GPU had taken from it: of the whole process,
+            with what it holds ready for later. None on a CPU.
         own_peak_bytes: Peak of the resident activations of captured layers by our own ledger. Layers that
             are placed keep or recompute run without hooks, and nothing is known of them.
         resident_peak_bytes: Peak resident set of the process as the operating system counts it (VmHWM).
@@ -169,6 +171,7 @@ class StepRecord:
     gradient_bytes: int | None = None
     state_bytes: int | None = None
     peak_source: str | None = None
+    reserved_peak_bytes: int | None = None
     own_peak_bytes: int | None = None
     resident_peak_bytes: int | None = None
     gradients_allocated: bool = False

@@ -22,6 +22,7 @@ class StepMemory:
         rest_bytes: Most live bytes beside the activations of layers, seen around the loss; meant for steps in
             which all layers run with hooks.
         state_bytes: By how much optimizers have let memory grow.
+        reserved_bytes: Most bytes that the allocator held in the step; ``None`` if that is not known.
     """
 
     def __init__(self, meter: MemoryMeter | None) -> None:
@@ -31,6 +32,7 @@ class StepMemory:
         self.state_bytes = 0
         self._base = 0
         self._live_at_pause: int | None = None
+        self.reserved_bytes: int | None = None
         self._peak: int | None = None
         self._overlaps = False
 
@@ -72,6 +74,7 @@ class StepMemory:
         if self.meter is not None:
             self._count_states()
             self._peak = max(self.meter.peak() - self._base, 0)
+            self.reserved_bytes = self.meter.reserved()
 
     @property
     def peak_bytes(self) -> int | None:

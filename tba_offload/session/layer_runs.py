@@ -88,6 +88,12 @@ class LayerRuns:
             return site.forward(*args, **kwargs)
         self._note_size(site, (*args, *kwargs.values()))
         placement = self._placement_here(site)
+        if placement is not Placement.KEEP and self._parts.device.is_capturing():
+            raise UnsupportedError(
+                f"layer {site.layer.id.number} ({site.layer.id.name}) is placed {placement.value} and runs "
+                "while a CUDA graph is captured: a graph fixes the addresses of activations, so they cannot "
+                "travel. capture no graph around attached layers, or place them keep"
+            )
         if placement is not Placement.KEEP and _appends_to_cache(site, args, kwargs):
             placement = self._with_cache(site, placement)
         self._watch.note_gone()

@@ -125,7 +125,10 @@ class QueuedStore(Figures):
                 lead = target.address % self.alignment
                 end = target.start + target.nbytes + -(lead + target.nbytes) % self.alignment
                 if target.start < lead or end > target.storage.nbytes():
-                    self._check_padding(target)
+                    raise ValueError(
+                        "the target's storage has no room for padding to multiples of "
+                        f"{self.alignment} bytes; allocate it larger or pass padded=False"
+                    )
         return [*self._queue([(*order, None) for order in orders], writes=False, padded=padded)]
 
     def suspend(self, extent: Extent, cause: BaseException) -> None:  # noqa: ARG002 - one drive
@@ -229,14 +232,6 @@ class QueuedStore(Figures):
                     with suppress(StoreError, TimeoutError):
                         transfer.wait(self._lanes.limit)
             raise
-
-    def _check_padding(self, target: ByteRange) -> None:
-        """Says that a target has no room for padding, if a system call would fill that."""
-        if self._backend.device.is_host(target):
-            raise ValueError(
-                f"the target's storage has no room for padding to multiples of {self.alignment} bytes; "
-                "allocate it larger or pass padded=False"
-            )
 
     # At a fork.
 

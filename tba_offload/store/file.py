@@ -63,7 +63,9 @@ class FileBackend:
     Attributes:
         name: The directory.
         device: As given.
-        alignment: What direct I/O demands, bytes; 1 where it is buffered.
+        alignment: What addresses in the device's memory must match, bytes; 1 where all bytes take the way
+            through slabs: padding there would only keep a buffer from fitting where another one was.
+        block: What direct I/O demands, bytes; 1 where it is buffered.
         reason: Why it is buffered; ``None`` if it is direct.
         ring: The staging slabs.
 
@@ -77,9 +79,10 @@ class FileBackend:
         self._checksums = Checksums(on=options.checksum)
         self._file = RunFile(directory, options.capacity)
         try:
-            self.alignment, self.reason = _choose_path(self._file)
+            self.block, self.reason = _choose_path(self._file)
+            self.alignment = 1 if device.pins_memory else self.block
             self._stable_pages = posix.needs_stable_pages(self._file.fd)
-            self.ring = StagingRing(slab_bytes, options.writers + options.readers, self.alignment, device)
+            self.ring = StagingRing(slab_bytes, options.writers + options.readers, self.block, device)
         except BaseException:
             self._file.close()
             raise
@@ -104,6 +107,7 @@ class FileBackend:
 
     def abandon(self) -> None:
         """In a forked child: closes the descriptors."""
+        self.ring.abandon()
         self._file.abandon()
 
     def digest(self, data: torch.Tensor) -> int | None:
@@ -112,7 +116,7 @@ class FileBackend:
 
     def move_out(self, extent: Extent, source: ByteRange, after: Event) -> int | None:
         """See :meth:`Backend.move_out`."""
-        if not self._writes_directly(extent, source):
+        if not self._is_in_place(extent, source, padded=not self._stable_pages):
             return self._out_staged(extent, source, after)
         digest = self._checksums.of_range(source)
         self._put(extent, source.address - extent.lead, 0, self._span(extent))
@@ -120,15 +124,16 @@ class FileBackend:
 
     def move_in(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> int | None:
         """See :meth:`Backend.move_in`."""
-        if not self._reads_directly(extent, target, padded=padded):
+        if not self._is_in_place(extent, target, padded=padded):
             return self._in_staged(extent, target, after)
         self._get(extent, target.address - extent.lead, 0, self._span(extent))
         return self._checksums.of_range(target)
 
     def move_out_together(self, moves: Sequence[Move]) -> list[int | None] | None:
         """See :meth:`Joining.move_out_together`."""
+        padded = not self._stable_pages
         for extent, source in moves:
-            if not self._writes_directly(extent, source):
+            if not self._is_in_place(extent, source, padded=padded):
                 return None
         digests = [self._checksums.of_range(source) for _, source in moves]
         return digests if self._moved_together(posix.pwritev, moves, _NOTHING) else None
@@ -136,7 +141,7 @@ class FileBackend:
     def move_in_together(self, moves: Sequence[Move], *, padded: bool) -> list[int | None] | None:
         """See :meth:`Joining.move_in_together`."""
         for extent, target in moves:
-            if not self._reads_directly(extent, target, padded=padded):
+            if not self._is_in_place(extent, target, padded=padded):
                 return None
         if not self._moved_together(posix.preadv, moves, _ANYTHING):
             return None
@@ -179,15 +184,17 @@ class FileBackend:
 
     def _span(self, extent: Extent) -> int:
         """Bytes of the extent that are moved: lead, payload and padding up to the alignment."""
-        return -(-(extent.lead + extent.nbytes) // self.alignment) * self.alignment
+        return -(-(extent.lead + extent.nbytes) // self.block) * self.block
 
-    def _writes_directly(self, extent: Extent, source: ByteRange) -> bool:
-        if not self.device.is_host(source) or source.address % self.alignment != extent.lead:
-            return False
-        return not self._stable_pages or self._span(extent) == extent.nbytes
+    def _is_in_place(self, extent: Extent, memory: ByteRange, *, padded: bool) -> bool:
+        """Whether a system call can move the bytes of an extent from, or to, where they lie.
 
-    def _reads_directly(self, extent: Extent, target: ByteRange, *, padded: bool) -> bool:
-        if not self.device.is_host(target) or target.address % self.alignment != extent.lead:
+        Args:
+            extent: The extent.
+            memory: The bytes.
+            padded: Whether the call may take the rest of their first and last block along.
+        """
+        if self.device.pins_memory or memory.address % self.alignment != extent.lead:
             return False
         return padded or self._span(extent) == extent.nbytes
 
@@ -203,7 +210,7 @@ class FileBackend:
         """Moves ``nbytes`` between memory at ``address`` and the extent from ``start`` on."""
         offset = extent.offset + start
         try:
-            moved = posix.transfer(call, self._file.fd, address, nbytes, offset, self.alignment)
+            moved = posix.transfer(call, self._file.fd, address, nbytes, offset, self.block)
         except OSError as error:
             raise _failure(self._file, f"{verb} of {nbytes} bytes at offset {offset}", error) from None
         if moved != nbytes:
@@ -255,7 +262,7 @@ class FileStore(QueuedStore):
             "directory": self.directory,
             "path": "O_DIRECT" if self._file.reason is None else "buffered",
             "reason": self._file.reason,
-            "alignment": self.alignment,
+            "alignment": self._file.block,
             "capacity": self.capacity_bytes,
             "checksum": self._options.checksum,
             "writers": self._options.writers,
@@ -278,6 +285,7 @@ class FileStore(QueuedStore):
             super().close()
         finally:
             self._file.ring.close()
+            self._file.device.give_back_host_memory()
 
 
 @dataclass(frozen=True, slots=True)

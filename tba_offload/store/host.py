@@ -9,6 +9,7 @@ import errno
 from typing import TYPE_CHECKING
 
 from tba_offload.config.store import StoreOptions
+from tba_offload.device.streams import never_freed
 from tba_offload.errors import StoreFullError
 from tba_offload.store.engine import QueuedStore
 from tba_offload.store.extents import BLOCK, round_up
@@ -99,7 +100,8 @@ class HostBackend:
         self._slabs.clear()
 
     def abandon(self) -> None:
-        """Keeps the slabs: freeing pinned memory would call CUDA, which a forked child must not."""
+        """In a forked child: the slabs are never freed."""
+        never_freed(self._slabs)
 
 
 class HostStore(QueuedStore):
@@ -166,3 +168,8 @@ class HostStore(QueuedStore):
         """Whether an extent of ``nbytes`` may find room; no, if the capacity leaves too little of it."""
         capacity = self.capacity_bytes
         return capacity is None or self.used_bytes + round_up(nbytes, BLOCK) <= capacity // BLOCK * BLOCK
+
+    def close(self) -> None:
+        """Ends the store; see :meth:`ActivationStore.close`."""
+        super().close()
+        self._slabs.device.give_back_host_memory()

@@ -12,7 +12,8 @@ import traceback
 from _thread import allocate_lock
 from typing import TYPE_CHECKING
 
-from tba_offload.errors import ChecksumError, StoreError
+from tba_offload.device import is_device_failure
+from tba_offload.errors import ChecksumError, DeviceError, StoreError
 from tba_offload.store import posix
 from tba_offload.store.base import IoFuture
 from tba_offload.store.leases import check_idle
@@ -228,9 +229,9 @@ class Mover:
         if len(transfers) == 1 or not hasattr(self.backend, "move_out_together"):
             yield from transfers
             return
+        joins = not self.backend.device.pins_memory  # what goes through slabs goes one by one
         for neighbours in _neighbours(transfers):
-            memory, _ = neighbours[0].what()
-            if len(neighbours) > 1 and self.backend.device.is_host(memory):
+            if joins and len(neighbours) > 1:
                 yield Batch(neighbours)
             else:
                 yield from neighbours
@@ -334,6 +335,10 @@ def store_error(failure: BaseException, what: str) -> StoreError:
     """What an I/O thread could not do, as an error of the store."""
     if isinstance(failure, StoreError):
         return failure
+    if is_device_failure(failure):
+        error: StoreError = DeviceError(f"the device failed before it could {what}: {failure}")
+        error.__cause__ = failure
+        return error
     text = f"could not {what}: {failure!r}"
     # Memory that is short is no fault of the program, whether a system call or Python says so.
     error = StoreError(errno.ENOMEM, text) if isinstance(failure, MemoryError) else StoreError(text)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
+
+import torch
 
 from tba_offload.transfer.storage import State
 
@@ -32,6 +35,7 @@ class ReadAhead:
         self.ledger = shared.ledger
         self._reads = reads
         self._writer = writer
+        self._memory = math.inf  # bytes in flight that the device turned out to have memory for in this step
 
     def has_room(self) -> bool:
         """Whether reading ahead is worth a start: the window has room, and this is no forked child."""
@@ -57,14 +61,11 @@ class ReadAhead:
         with shared.lock:
             try:
                 needs_room = self._choose(upcoming, batch)
-                if batch:
-                    self._reads.start(batch)
+                self._start_ahead(batch)
             except BaseException:
                 for span in batch:
                     self.ledger.uncharge(span)
                 raise
-            for span in batch:
-                shared.ahead[span] = None
         if needs_room:
             self._writer.flush()  # it is needed later than this record, or it would have been taken out
 
@@ -93,7 +94,7 @@ class ReadAhead:
         for span in record.unrestored():
             if span in ledger.ahead:  # a record that is expected twice is read once
                 continue
-            if not ledger.window.may_read_ahead(
+            if ledger.in_flight + span.nbytes > self._memory or not ledger.window.may_read_ahead(
                 ledger.in_flight, ledger.read_ahead, span.nbytes, across_forward=across_forward
             ):
                 return False
@@ -101,9 +102,27 @@ class ReadAhead:
             ledger.charge(span)
         return True
 
+    def _start_ahead(self, batch: list[Span]) -> None:
+        """Submits reads for which the window has room; fewer where the device's memory has none."""
+        is_short = False
+        while batch:
+            try:
+                self._reads.start(batch)
+                break
+            except torch.OutOfMemoryError:
+                is_short, fewer = True, len(batch) // 4  # a quarter: what computes needs memory as well
+            for span in batch[fewer:]:  # those that are needed last
+                self.ledger.uncharge(span, in_vain=True)
+            del batch[fewer:]
+        for span in batch:
+            self._shared.ahead[span] = None
+        if is_short:
+            self._memory = self.ledger.in_flight
+
     def give_up(self) -> None:
         """Drops what was read ahead and not used in the step that is over."""
         shared = self._shared
+        self._memory = math.inf
         with shared.lock:
             while shared.give_up_farthest():
                 pass

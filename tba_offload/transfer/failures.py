@@ -6,7 +6,7 @@ import warnings
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-from tba_offload.errors import OutOfServiceError, StoreFullError, TransferError
+from tba_offload.errors import DeviceError, OutOfServiceError, StoreFullError, TransferError
 from tba_offload.transfer.watchdog import HUNG
 
 if TYPE_CHECKING:
@@ -20,6 +20,11 @@ _REMEDIES = {
     "read": "check the drive with its own tools; training cannot go on without these bytes",
     "keep": "an earlier transfer of this activation failed; see the first error",
 }
+
+_DEVICE = (
+    "no drive is at fault: an operation of the training program failed on the device, and this transfer was "
+    "the first to wait for it. with CUDA_LAUNCH_BLOCKING=1 the operation itself raises the error"
+)
 
 
 class Failures:
@@ -123,6 +128,8 @@ def transfer_error(what: str, record: Record, cause: BaseException | None, where
     remedy = _FULL if is_full(cause) else _REMEDIES[what]
     if isinstance(cause, TimeoutError):
         remedy = HUNG
+    if isinstance(cause, DeviceError):
+        remedy = _DEVICE
     message = f"could not {what} {record.nbytes} bytes of {record.key}{where}: {cause}; {remedy}"
     error = TransferError(message)
     error.__cause__ = cause

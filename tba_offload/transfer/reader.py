@@ -6,6 +6,8 @@ import errno
 import time
 from typing import TYPE_CHECKING
 
+import torch
+
 from tba_offload.device.ranges import ByteRange
 from tba_offload.errors import ChecksumError, SessionError, StoreError, TransferError, is_of_drive
 from tba_offload.transfer.extents import extent_of
@@ -15,8 +17,6 @@ from tba_offload.transfer.storage import State
 from tba_offload.transfer.watchdog import pause
 
 if TYPE_CHECKING:
-    import torch
-
     from tba_offload.device.streams import Device
     from tba_offload.store.base import ActivationStore, IoFuture
     from tba_offload.transfer.reads import Reads
@@ -132,11 +132,8 @@ class Reader:
         """Waits for the bytes of a handle, which are not in memory."""
         shared, record = self._shared, handle.record
         while span is not None:
-            with shared.lock:
-                if not span.reads and span.restored() is None:
-                    self._reads.start([span])
-                shared.ahead.pop(span, None)  # another thread that needs room must not take it away
-                reads = span.reads
+            while (reads := self._started(record, span)) is None:
+                pass
             if not span.has_come(reads):
                 self._await(record, span, reads)
             with shared.lock:
@@ -149,6 +146,35 @@ class Reader:
                     return storage, span
                 span = record.span_over(handle.lo, handle.hi)  # another thread may have given it up
         raise transfer_error("keep", record, record.error)
+
+    def _started(self, record: Record, span: Span) -> list[IoFuture] | None:
+        """Starts the reads of a span if need be; ``None`` if there was no memory and another attempt is due.
+
+        Raises:
+            torch.OutOfMemoryError: Nothing that was read ahead, and no transfer, holds memory of the device.
+        """
+        shared = self._shared
+        with shared.lock:
+            shared.ahead.pop(span, None)  # another thread that needs room must not take it away
+            if span.reads or span.restored() is not None:
+                return span.reads
+            try:
+                self._reads.start([span])
+            except torch.OutOfMemoryError:
+                if shared.give_up_farthest():
+                    return None
+                running = [read for each in shared.ahead for read in each.reads if not read.done()]
+                if not running and not shared.writes_are_under_way():
+                    raise
+                change = shared.watchdog.next_change()
+            else:
+                return span.reads
+        if running:
+            piece = span.pieces[0]
+            shared.watchdog.wait_for(running[0], lambda: shared.describe("read", record, piece, piece.nbytes))
+        else:
+            shared.wait(change)
+        return None
 
     # ---- waiting ---------------------------------------------------------------------------------
 

@@ -208,6 +208,10 @@ class Shared:
                 return True
         return False
 
+    def writes_are_under_way(self) -> bool:
+        """Whether a write holds memory that it is going to let go of."""
+        return any(piece.is_under_way() for record in self.records for piece in record.pieces())
+
     # ---- handles that are gone; the lock is not held ---------------------------------------------
 
     def drain(self) -> None:

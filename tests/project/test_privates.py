@@ -44,7 +44,6 @@ ALLOWED = {
     "test_store_probe.py": 4,
     "test_store_striped.py": 5,
     "test_store_tiered.py": 2,
-    "test_streams.py": 3,
     "test_verified.py": 4,
 }
 """How often each file uses one. May only shrink: a test of a new private name is a test of a public one."""

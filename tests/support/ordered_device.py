@@ -165,9 +165,6 @@ class OrderedDevice(CpuDevice):
         clock.learn(stream.clock if isinstance(stream, Stream) else self.stream().clock)
         return Point(self, clock)
 
-    def is_host(self, memory: ByteRange) -> bool:
-        return any(lo <= memory.address < hi for lo, hi in self._host)
-
     def use(self, memory: ByteRange, stream: object) -> None:
         # What CUDA's allocator does at the end of its block: it is not given to anybody else meanwhile.
         self._in_use.append(memory.storage)

@@ -17,7 +17,7 @@ from harness import CPU, KIB, MIB, PATIENCE, session_for
 from models import loss_of, make_model, make_tokens
 
 from tba_offload.device.memory import (
-    CudaMeter,
+    AllocatorMeter,
     LiveBytes,
     MallocMeter,
     ResidentPeak,
@@ -326,22 +326,28 @@ def test_a_gpu_is_measured_by_its_allocator(monkeypatch: pytest.MonkeyPatch) -> 
     device = torch.device("cuda", 1)
     asked: list[tuple[str, torch.device]] = []
     for number, name in enumerate(
-        ("memory_allocated", "reset_peak_memory_stats", "max_memory_allocated"), start=1
+        (
+            *("memory_allocated", "reset_peak_memory_stats"),
+            *("max_memory_allocated", "max_memory_reserved"),
+        ),
+        start=1,
     ):
         monkeypatch.setattr(
             torch.cuda, name, lambda where, name=name, number=number: asked.append((name, where)) or number
         )
     meter = meter_of(SimpleNamespace(torch_device=device))  # type: ignore[arg-type]
-    assert isinstance(meter, CudaMeter)
+    assert isinstance(meter, AllocatorMeter)
     assert meter.source == "cuda allocator"
     assert meter.live() == 1
     meter.reset()
     assert meter.peak() == 3
+    assert meter.reserved() == 4
     meter.close()
     assert asked == [
         ("memory_allocated", device),
         ("reset_peak_memory_stats", device),
         ("max_memory_allocated", device),
+        ("max_memory_reserved", device),
     ]
 
 
@@ -444,6 +450,7 @@ class FakeCuda:
         self.resets = 0
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: self.now)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: self.most)
+        monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: self.most)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: self.reset())
 
     def reset(self) -> None:
@@ -461,7 +468,7 @@ def test_gradients_are_left_out_of_the_peak_of_a_gpu(
     """Activations of 640 are freed by and by, while gradients of 100 each come."""
     cuda = FakeCuda(monkeypatch)
     cuda.allocate(1000)
-    meter = CudaMeter(torch.device("cuda", 0), static=lambda: static["bytes"])
+    meter = AllocatorMeter(torch.device("cuda", 0), static=lambda: static["bytes"])
     meter.reset()
     base = meter.live()
     cuda.allocate(640)
@@ -478,7 +485,7 @@ def test_the_statistics_of_a_gpu_are_not_read_for_every_small_gradient(
     monkeypatch: pytest.MonkeyPatch, static: dict[str, int]
 ) -> None:
     cuda = FakeCuda(monkeypatch)
-    meter = CudaMeter(torch.device("cuda", 0), static=lambda: static["bytes"])
+    meter = AllocatorMeter(torch.device("cuda", 0), static=lambda: static["bytes"])
     meter.reset()
     cuda.allocate(1 << 20)
     for _ in range(1000):
@@ -491,7 +498,7 @@ def test_the_statistics_of_a_gpu_are_not_read_for_every_small_gradient(
 
 def test_an_optimizer_is_left_out_of_the_peak_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(monkeypatch)
-    meter = CudaMeter(torch.device("cuda", 0))
+    meter = AllocatorMeter(torch.device("cuda", 0))
     meter.reset()
     cuda.allocate(10)
     meter.pause()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tba_offload.device import ByteRange, CpuDevice, CudaDevice
+from tba_offload.device import Accelerator, CpuDevice
 from tba_offload.device.pinned import PORTABLE, pinned_memory
 from tba_offload.store.file import SLAB_BYTES, FileStore
 from tba_offload.testing.store_contract import get, pattern, put
@@ -57,7 +57,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
 
 @pytest.mark.parametrize("nbytes", SIZES)
 def test_memory_is_exactly_that_size_on_pages_and_pinned(nbytes: int, runtime: Runtime) -> None:
-    memory = CudaDevice(0).host_memory(nbytes)
+    memory = Accelerator("cuda:0").host_memory(nbytes)
     assert (memory.dtype, memory.shape) == (torch.uint8, (nbytes,))
     assert memory.data_ptr() % mmap.PAGESIZE == 0
     assert runtime.registered == {memory.data_ptr(): nbytes}
@@ -88,11 +88,10 @@ def test_a_file_store_moves_bytes_through_it_and_gives_it_back(runtime: Runtime,
     """By direct I/O where the file system has it: an address that it refuses would be an error."""
 
     class Elsewhere(CpuDevice):
-        def is_host(self, memory: ByteRange) -> bool:
-            return False
+        pins_memory = True
 
         def host_memory(self, nbytes: int) -> torch.Tensor:
-            return CudaDevice(0).host_memory(nbytes)
+            return Accelerator("cuda:0").host_memory(nbytes)
 
     data = pattern(SLAB_BYTES + 100_003)
     with FileStore(tmp_path, device=Elsewhere()) as store:

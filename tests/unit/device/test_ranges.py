@@ -81,11 +81,6 @@ def test_an_empty_tensor_is_an_empty_range() -> None:
     assert found.tensor().shape == (0,)
 
 
-def test_only_host_memory_can_be_reached_by_system_calls() -> None:
-    assert CPU.is_host(ByteRange.of(torch.zeros(4)))
-    assert not CPU.is_host(ByteRange(torch.empty(4, device="meta").untyped_storage(), 0, 16))
-
-
 # Parts
 
 

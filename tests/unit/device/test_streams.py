@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tba_offload.device import READY, CpuDevice, CudaDevice, device_of
+from tba_offload.device import READY, Accelerator, CpuDevice, device_of
 from tba_offload.errors import UnsupportedError
 
 MIB = 1 << 20
@@ -116,9 +116,9 @@ def _mapped_bytes() -> int:
 
 
 @pytest.mark.gpu
-class TestCudaDevice:
+class TestAccelerator:
     def test_event_is_that_of_the_current_stream(self) -> None:
-        device = CudaDevice()
+        device = Accelerator()
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             torch.cuda._sleep(100_000_000)
@@ -129,7 +129,7 @@ class TestCudaDevice:
         assert stream.query()
 
     def test_marks_tell_when_the_device_got_there(self) -> None:
-        device = CudaDevice()
+        device = Accelerator()
         torch.cuda._sleep(1)  # the first has to be loaded
         torch.cuda.synchronize()
         began = time.perf_counter()
@@ -147,7 +147,7 @@ class TestCudaDevice:
         assert last - middle == pytest.approx(middle, rel=0.2)
 
     def test_it_can_be_kept_busy(self) -> None:
-        device = CudaDevice()
+        device = Accelerator()
         torch.cuda._sleep(1)
         torch.cuda.synchronize()
         for _ in range(5):  # while the clocks of the device rise
@@ -159,7 +159,7 @@ class TestCudaDevice:
         assert 0.02 < seconds < 0.2
 
     def test_a_mark_is_on_the_current_stream(self) -> None:
-        device = CudaDevice()
+        device = Accelerator()
         torch.cuda._sleep(1)
         torch.cuda.synchronize()
         stream = torch.cuda.Stream()
@@ -173,7 +173,7 @@ class TestCudaDevice:
 
     @pytest.mark.parametrize("to_gpu", [True, False])
     def test_copies_wait_for_the_event(self, to_gpu: bool) -> None:
-        device = CudaDevice()
+        device = Accelerator()
         on_gpu = torch.zeros(4 * MIB, dtype=torch.uint8, device="cuda")
         on_host = device.host_memory(4 * MIB).fill_(5)
         torch.cuda._sleep(100_000_000)
@@ -185,21 +185,27 @@ class TestCudaDevice:
         thread.join()
         assert bool((target == expected).all())
 
-    def _copy(self, device: CudaDevice, target: torch.Tensor, source: torch.Tensor, after: Any) -> None:
+    def _copy(self, device: Accelerator, target: torch.Tensor, source: torch.Tensor, after: Any) -> None:
         device.bind_thread()
         device.copy(target, source, after)
 
     def test_each_thread_has_a_side_stream_of_its_own(self) -> None:
-        device = CudaDevice()
-        streams = [device._side_stream(), device._side_stream()]
-        thread = threading.Thread(target=lambda: streams.append(device._side_stream()))
+        device, streams = Accelerator(), []
+
+        def enter() -> None:
+            with device.on_side_stream():
+                streams.append(torch.cuda.current_stream())
+
+        thread = threading.Thread(target=enter)
+        enter()
+        enter()
         thread.start()
         thread.join()
         assert streams[0] == streams[1] != streams[2]
         assert torch.cuda.default_stream() not in streams
 
     def test_host_memory_is_pinned(self) -> None:
-        device = CudaDevice()
+        device = Accelerator()
         memory = device.host_memory(MIB)
         assert device.pins_memory
         assert memory.is_pinned()

@@ -24,7 +24,7 @@ import pytest
 import torch
 
 import tba_offload as tba
-from tba_offload.device import ByteRange, CudaDevice
+from tba_offload.device import Accelerator, ByteRange
 from tba_offload.errors import (
     ChecksumError,
     ConfigError,
@@ -475,7 +475,7 @@ def test_whole_blocks_need_no_padding(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.gpu
 @pytest.mark.parametrize("nbytes", [1, 4097, 5_000_001])
 def test_gpu_memory_goes_through_slabs(tmp_path: Path, nbytes: int) -> None:
-    device = CudaDevice()
+    device = Accelerator()
     with FileStore(tmp_path, device=device, slab_bytes=1 << 20) as store:
         data = pattern(nbytes).cuda()
         extent = store.reserve(nbytes, data.data_ptr())

@@ -15,7 +15,7 @@ import torch
 from fake_kvikio import HAS_KVIKIO
 from places import ROOT
 
-from tba_offload.device import ByteRange, CudaDevice
+from tba_offload.device import Accelerator, ByteRange
 from tba_offload.device.checksum import sums
 from tba_offload.errors import MissingDependencyError, UnsupportedError
 from tba_offload.store import gds, open_store
@@ -145,7 +145,7 @@ def test_sums_tell_blocks_that_changed_places() -> None:
 @pytest.mark.skipif(not HAS_KVIKIO, reason="kvikio is not installed: pip install 'tba-offload[gds-cu13]'")
 @pytest.mark.parametrize("nbytes", [1, 4097, 5_000_001, 64 << 20])
 def test_gpu_memory_comes_back(tmp_path: Path, nbytes: int) -> None:
-    device = CudaDevice()
+    device = Accelerator()
     with GdsStore(tmp_path, device=device) as store:
         data = pattern(nbytes).cuda()
         extent = store.reserve(nbytes, data.data_ptr())

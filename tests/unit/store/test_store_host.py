@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tba_offload.device import ByteRange, CpuDevice, CudaDevice
+from tba_offload.device import Accelerator, ByteRange, CpuDevice
 from tba_offload.errors import StoreFullError
 from tba_offload.store import open_store
 from tba_offload.store.host import HostStore
@@ -126,7 +126,7 @@ def test_open_store_does_not_ignore_directories(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_gpu_memory_goes_through_pinned_slabs() -> None:
-    device = CudaDevice()
+    device = Accelerator()
     with HostStore(16 << 20, device=device, slab_bytes=1 << 20) as store:
         assert store.description["pinned"]
         data = pattern(5_000_001).cuda()

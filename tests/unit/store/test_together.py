@@ -297,8 +297,7 @@ def test_a_joined_call_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytes
 class Remote(CpuDevice):
     """A device whose memory no system call can reach."""
 
-    def is_host(self, memory: ByteRange) -> bool:
-        return False
+    pins_memory = True
 
 
 def test_what_passes_through_slabs_does_not_wait_for_its_neighbours(tmp_path: Path) -> None:

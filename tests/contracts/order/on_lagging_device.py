@@ -1,0 +1,464 @@
+"""What ``test_lagging_device.py`` runs in a process of its own, on the device of ``lagging.py``.
+
+The device computes later than it is asked, gives freed memory away at once and overwrites it: what nothing
+orders gives other bits. Where ``test_order.py`` watches accesses that the package names, here PyTorch's own
+dispatcher, allocator and streams are at work.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lagging
+import pytest
+import torch
+from covering import full, of_which, pairwise
+from harness import KIB, MIB, config_for, wait_until
+from models import assert_same_history, loss_of, make_model, make_tokens, same_bits, train
+from torch import Tensor, nn
+
+import tba_offload as tba
+from tba_offload.device import READY, Accelerator, ByteRange, device_of
+from tba_offload.errors import DeviceError, TransferError, UnsupportedError
+from tba_offload.store.file import FileStore
+from tba_offload.store.host import HostStore
+from tba_offload.testing import store_contract
+from tba_offload.testing.store_contract import StoreContract
+from tba_offload.transfer.offloader import Offloader
+from tba_offload.transfer.storage import Handle, Record
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from models import History
+
+    from tba_offload.store.base import ActivationStore, Extent
+
+LAG = torch.device(lagging.LAG, 0)
+STORES = ("file", "host")
+PLACEMENTS = ("keep", "offload", "recompute", "recompute-offload", "offload-remat", "auto")
+DTYPES = (torch.float32, torch.bfloat16)
+LATE = ("operations", "copies")
+"""What comes late: the host is far ahead of operations, or they are far ahead of copies."""
+WINDOW = 256 * KIB
+WIDTH, ROWS = 64, 1024
+ONE = WIDTH * ROWS * 4
+"""Bytes of one activation of :func:`wide_layers`."""
+
+
+def place(store: str, tmp_path: Path) -> dict[str, Any]:
+    return {"directory": tmp_path} if store == "file" else {}
+
+
+def loss_on_lagging(model: nn.Module, number: int) -> Tensor:
+    return loss_of(model, make_tokens(number).to(LAG))
+
+
+def made(kind: str = "gpt", dtype: torch.dtype = torch.float32) -> nn.Module:
+    return make_model(kind, layers=3, dropout=0.1, dtype=dtype).to(LAG)
+
+
+def history_of(model: nn.Module, session: tba.Session | None = None) -> History:
+    history = train(model, session, steps=2, micro_batches=2, loss=loss_on_lagging)
+    history.random_states.append(torch.get_device_module(LAG).get_rng_state())
+    return history
+
+
+def wide_layers() -> nn.Sequential:
+    """Layers that save two activations of ``ONE`` bytes each."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(8))).to(LAG)
+
+
+def gradients_of(model: nn.Module, output: Tensor) -> list[Tensor]:
+    found = torch.autograd.grad(output.pow(2).sum(), list(model.parameters()))
+    return [each.cpu() for each in found]
+
+
+@pytest.fixture(autouse=True)
+def the_device_works() -> Iterator[None]:
+    yield
+    lagging.heal()
+
+
+# The same bits
+
+
+@pytest.mark.parametrize("kind", of_which(("gpt", "llama", "encoder"), "gpt"))
+@pytest.mark.parametrize(("placement", "store", "dtype", "late"), pairwise(PLACEMENTS, STORES, DTYPES, LATE))
+def test_same_bits(
+    placement: str, store: str, dtype: torch.dtype, late: str, kind: str, tmp_path: Path
+) -> None:
+    expected, model = history_of(made(kind, dtype)), made(kind, dtype)
+    # Of recomputed layers only the inputs travel: a window that holds one of them.
+    in_flight = WINDOW // 8 if placement.startswith("recompute") else WINDOW
+    config = config_for(default=placement, in_flight=in_flight, **place(store, tmp_path))
+    with lagging.late(**{late: 0.0003}), tba.attach(model, config) as session:
+        found = history_of(model, session)
+        report = session.report()
+    assert_same_history(found, expected)
+    moved = [record.offloaded_bytes for record in report]
+    assert all(moved) if placement not in {"keep", "recompute"} else not any(moved)
+    assert {record.peak_source for record in report} == {"lag allocator"}
+
+
+def test_the_device_finds_transfers_that_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the tests above would say little."""
+    model, x = wide_layers(), torch.randn(ROWS, WIDTH).to(LAG)
+    expected = gradients_of(model, model(x))
+    monkeypatch.setattr(Accelerator, "event", lambda *_: READY)
+    config = config_for(in_flight=4 * ONE)
+    with lagging.late(operations=0.001), tba.attach(model, config, layers=list(model)) as session:
+        with session.step():
+            found = gradients_of(model, model(x))
+    assert not all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_memory_that_another_stream_reads_is_kept_if_the_allocator_is_told(is_told: bool) -> None:
+    device, other = device_of(LAG), torch.Stream(LAG)
+    data = torch.arange(1 << 16, device=LAG)
+    expected = data.cpu()
+    with other:
+        lagging.sleep(0.05)
+        copy = data.clone()
+    if is_told:
+        device.use(ByteRange.of(data), other)
+    del data
+    torch.accelerator.synchronize()
+    assert same_bits(copy.cpu(), expected) == is_told
+
+
+class Elsewhere(nn.Module):
+    """Layers that compute on a stream of their own, ordered as a careful program orders them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)
+        )
+        self.streams = [torch.accelerator.current_stream(), torch.Stream(LAG)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            here, stream = torch.accelerator.current_stream(), self.streams[number % 2]
+            stream.wait_stream(here)
+            with stream:
+                x.record_stream(stream)
+                x = layer(x)
+            here.wait_stream(stream)
+            x.record_stream(here)
+        return x
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_same_bits_on_streams_of_the_users(store: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Elsewhere().to(LAG), torch.randn(64, 64).to(LAG)
+
+    def gradients() -> list[Tensor]:
+        found = torch.autograd.grad(model(x).pow(2).sum(), list(model.parameters()))
+        return [each.cpu() for each in found]
+
+    expected = gradients()
+    config = config_for(in_flight=WINDOW, **place(store, tmp_path))
+    with lagging.late(operations=0.0003), tba.attach(model, config, layers=list(model.layers)) as session:
+        for _ in range(3):
+            with session.step():
+                found = gradients()
+            assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
+# Memory
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_the_allocators_peak_keeps_the_promise(store: str, tmp_path: Path) -> None:
+    """Peak ≤ what keep needs for two layers + ceiling, however many layers there are."""
+    width, rows = 64, 1024
+    ceiling = 4 * rows * width * 4
+
+    def peak(layers: int, placement: str) -> int:
+        torch.manual_seed(0)
+        block = (nn.Linear(width, width), nn.GELU(), nn.Linear(width, width), nn.GELU())
+        model = nn.Sequential(*(nn.Sequential(*block) for _ in range(layers))).to(LAG)
+        config = config_for(default=placement, in_flight=ceiling, **place(store, tmp_path))
+        x = torch.randn(rows, width).to(LAG)
+        with tba.attach(model, config, layers=list(model)) as session:
+            for _ in range(3):
+                with session.step() as step:
+                    model(x).pow(2).sum().backward()
+        assert step.record is not None
+        assert step.record.activation_peak_bytes is not None
+        return step.record.activation_peak_bytes
+
+    with lagging.late(copies=0.001):
+        many = peak(12, "offload")
+        assert many <= peak(2, "keep") + ceiling
+        assert many <= 0.5 * peak(12, "keep")
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_buffers_fit_where_others_were(store: str, tmp_path: Path) -> None:
+    """Buffers of read bytes take the places of written activations: the allocator keeps one set, not two."""
+    width, rows, layers = 64, 1024, 8
+    one = rows * width * 4
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width), nn.GELU())
+    model = nn.Sequential(*(block for _ in range(layers))).to(LAG)
+    x = torch.randn(rows, width).to(LAG)
+    config = config_for(in_flight=4 * one, **place(store, tmp_path))
+    torch.accelerator.empty_cache()
+    before = torch.accelerator.memory_reserved()
+    with tba.attach(model, config, layers=list(model)) as session:
+        for _ in range(3):
+            with session.step() as step:
+                model(x).pow(2).sum().backward()
+    record = step.record
+    assert record is not None
+    assert record.activation_peak_bytes is not None
+    assert record.reserved_peak_bytes is not None
+    assert record.reserved_peak_bytes - before <= 1.3 * record.activation_peak_bytes  # or 1.5
+
+
+def test_reading_ahead_takes_no_memory_that_is_not_there() -> None:
+    model, x = wide_layers(), torch.randn(ROWS, WIDTH).to(LAG)
+    expected = gradients_of(model, model(x))
+    with tba.attach(model, config_for(in_flight=None), layers=list(model)) as session:
+        with session.step() as step:
+            output = model(x)
+            session.offloader.quiesce()
+            torch.accelerator.empty_cache()
+            with lagging.memory_of(torch.accelerator.memory_allocated() + 8 * ONE):
+                found = gradients_of(model, output)
+    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+    assert step.record is not None
+    assert 0 < step.record.given_up_bytes < step.record.read_bytes == 15 * ONE
+
+
+@pytest.mark.parametrize("hold", ["buffers", "reads", "writes", "other code"])
+def test_what_backward_needs_takes_the_memory_of_what_is_needed_later(hold: str) -> None:
+    """Four buffers fit, and all are taken when a fifth is needed at once."""
+    device = device_of(LAG)
+    with HostStore(device=device, slab_bytes=MIB) as store:
+        offloader = Offloader(store, device)
+        expected, saved = [], []
+        for number in range(6):
+            tensor = torch.full((ONE,), number, dtype=torch.uint8, device=LAG)
+            expected.append(tensor.cpu())
+            record = Record(tensor.untyped_storage(), key=f"layer {number}")
+            saved.append(Handle(record, 0, ONE, offloader.drops))
+            if hold == "writes" and number == 5:
+                offloader.quiesce()
+                lagging.sleep(0.2)
+            offloader.writer.save(record, tensor.untyped_storage(), 0, ONE)
+            offloader.writer.flush()
+            del tensor, record
+        if hold != "writes":
+            offloader.quiesce()
+        torch.accelerator.empty_cache()
+        taken = 4 if hold in {"buffers", "reads"} else 0
+        room = torch.accelerator.memory_allocated() + taken * ONE
+        with lagging.memory_of(room), lagging.late(copies=0.05 if hold == "reads" else 0.0):
+            offloader.ahead.start([(handle.record, False) for handle in saved[:taken]])
+            if hold == "other code":
+                with pytest.raises(torch.OutOfMemoryError):
+                    offloader.reader.fetch(saved[4])
+            else:
+                storage, _ = offloader.reader.fetch(saved[4])
+                assert same_bits(ByteRange(storage, 0, ONE).tensor().cpu(), expected[4])
+        assert offloader.stats.given_up == (ONE if taken else 0)
+        for number, handle in enumerate(saved):
+            storage, _ = offloader.reader.fetch(handle)
+            assert same_bits(ByteRange(storage, 0, ONE).tensor().cpu(), expected[number])
+
+
+# Copies
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+def test_two_transfers_of_one_direction_finish_in_order(to_host: bool) -> None:
+    """They would share the link otherwise, and what is needed first would come last."""
+    device, ended = device_of(LAG), []
+    there, here = torch.zeros(2, MIB, dtype=torch.uint8, device=LAG), device.host_memory(2 * MIB).view(2, MIB)
+    after = device.event()
+
+    def copy(number: int) -> None:
+        ways = (here[number], there[number]) if to_host else (there[number], here[number])
+        device.copy(*ways, after)
+        ended.append(number)
+
+    threads = [threading.Thread(target=copy, args=(number,)) for number in range(2)]
+    for thread, seconds in zip(threads, (0.2, 0.0), strict=True):
+        before = lagging.count("copies")
+        with lagging.late(copies=seconds):
+            thread.start()
+            wait_until(lambda before=before: lagging.count("copies") > before, "a copy is given")  # type: ignore[misc]
+    for thread in threads:
+        thread.join()
+    assert ended == [0, 1]
+
+
+def test_copies_of_both_directions_go_at_once() -> None:
+    device = device_of(LAG)
+    there, here = torch.zeros(2, MIB, dtype=torch.uint8, device=LAG), device.host_memory(2 * MIB).view(2, MIB)
+    after = device.event()
+    out = threading.Thread(target=device.copy, args=(here[0], there[0], after))
+    before = lagging.count("copies")
+    with lagging.late(copies=0.2):
+        out.start()
+        wait_until(lambda: lagging.count("copies") > before, "a copy is given")
+    device.copy(there[1], here[1], after)
+    assert out.is_alive()
+    out.join()
+
+
+def test_no_slab_is_pinned_inside_a_step(tmp_path: Path) -> None:
+    model = made()
+    with tba.attach(model, config_for(in_flight=WINDOW, directory=tmp_path)) as session:
+        before = lagging.count("pinned_bytes")
+        history_of(model, session)
+        assert lagging.count("pinned_bytes") == before
+
+
+# What has ended, or has failed
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_pinned_memory_is_given_back(store: str, tmp_path: Path) -> None:
+    before, model = lagging.count("pinned_bytes"), made()
+    with tba.attach(model, config_for(in_flight=WINDOW, **place(store, tmp_path))) as session:
+        history_of(model, session)
+        assert lagging.count("pinned_bytes") > before
+    del session
+    gc.collect()
+    assert lagging.count("pinned_bytes") == before
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_a_forked_child_that_collects_a_store_leaves_the_device_alone(kind: str, tmp_path: Path) -> None:
+    device = device_of(LAG)
+    store = FileStore(tmp_path, device=device) if kind == "file" else HostStore(device=device)
+    extent = store_contract.put(store, torch.zeros(5000, dtype=torch.uint8))
+    store.release(extent)
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            signal.alarm(30)
+            warnings.simplefilter("ignore")
+            store = None  # type: ignore[assignment]
+            gc.collect()
+            code = lagging.count("calls_in_child")
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    store.close()
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_an_operation_that_fails_is_not_taken_for_a_drive_that_failed(store: str, tmp_path: Path) -> None:
+    model = made()
+    with tba.attach(model, config_for(in_flight=WINDOW, **place(store, tmp_path))) as session:
+        with pytest.raises(TransferError, match="no drive is at fault") as caught, session.step():
+            loss = loss_on_lagging(model, 0)
+            lagging.fail()
+            loss_on_lagging(model, 1)
+            session.offloader.quiesce()
+            loss.backward()
+        assert isinstance(caught.value.__cause__, DeviceError)
+        assert session.store.take_outages() == []
+        assert all(load.in_service for load in session.store.take_loads())
+        del loss, caught
+        lagging.heal()
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_graph_that_is_captured_is_noticed(placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made()
+    with tba.attach(model, config_for(default=placement)) as session:
+        monkeypatch.setattr(torch.get_device_module(LAG), "is_capturing", True)
+        noticed = pytest.raises(UnsupportedError, match="while a CUDA graph is captured")
+        with nullcontext() if placement == "keep" else noticed, session.step():
+            loss_on_lagging(model, 0).backward()
+
+
+def test_no_thread_spins_while_it_waits(tmp_path: Path) -> None:
+    before, model = lagging.Event.spinning, made()
+    with tba.attach(model, config_for(in_flight=WINDOW, directory=tmp_path)) as session:
+        history_of(model, session)
+    assert lagging.Event.spinning == before
+
+
+# The contract of stores, for bytes that go through slabs
+
+
+class Given:
+    """The event of all work that the device was given."""
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize()
+
+    def wait(self, stream: Any = None) -> None:
+        raise AssertionError("I/O threads wait for events, not streams")
+
+    def query(self) -> bool:
+        return False
+
+
+class OnLagging(StoreContract):
+    """The bytes lie on the device; the tests that start processes have no device there."""
+
+    test_the_interpreter_exits_cleanly_with_io_pending = None  # type: ignore[assignment]
+
+    @pytest.fixture(autouse=True)
+    def bytes_lie_on_the_device(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        on_host = store_contract.pattern
+
+        def pattern(nbytes: int, seed: int = 0) -> Tensor:
+            with torch.device("cpu"):
+                return on_host(nbytes, seed).to(LAG)
+
+        monkeypatch.setattr(store_contract, "pattern", pattern)
+
+        class Gate(store_contract.Gate):
+            """Where it opens, what the device was given before is done too."""
+
+            def synchronize(self) -> None:
+                super().synchronize()
+                torch.accelerator.synchronize()
+
+        monkeypatch.setattr(store_contract, "READY", Given())
+        monkeypatch.setattr(store_contract, "Gate", Gate)
+        with torch.device(LAG), lagging.late(copies=0.0001):
+            yield
+
+
+class TestFileStoreOnLagging(OnLagging):
+    def make_store(self, directory: Path, **options: Any) -> ActivationStore:
+        return FileStore(directory, device=device_of(LAG), slab_bytes=1 << 16, **options)
+
+    def corrupt(self, store: ActivationStore, extent: Extent) -> None:
+        assert isinstance(store, FileStore)
+        file, place = Path(f"/proc/self/fd/{store.fileno()}"), extent.offset + extent.lead
+        with file.open("r+b", buffering=0) as opened:  # not by its own, which wants whole blocks
+            changed = bytes([os.pread(opened.fileno(), 1, place)[0] ^ 1])
+            os.pwrite(opened.fileno(), changed, place)
+            os.fsync(opened.fileno())
+
+
+@full
+class TestHostStoreOnLagging(OnLagging):
+    checks_what_it_reads = False
+    test_checksums_catch_a_changed_byte_unless_told_otherwise = None  # type: ignore[assignment]  # it has none
+
+    def make_store(self, directory: Path, **options: Any) -> ActivationStore:
+        options = {name: value for name, value in options.items() if name == "capacity"}
+        return HostStore(device=device_of(LAG), slab_bytes=MIB, **options)

@@ -1,0 +1,181 @@
+"""Builds the device of ``lagging_device.cpp`` and registers it with PyTorch under the name ``lag``.
+
+Importing this changes the process for good: ``torch.accelerator`` is that device then. So it is the plugin of
+a process of pytest's own (``-p lagging``), and the other tests keep PyTorch's CPU only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import subprocess
+import types
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SOURCE = Path(__file__).with_name("lagging_device.cpp")
+COUNTS = ("overwritten", "reused", "copies", "host_waits", "calls_in_child", "pinned_bytes")
+LAG = "lag"
+_CYCLES = 1500
+"""Clock cycles in a microsecond, as the package takes them where a device does not tell its clock."""
+
+
+def built() -> Path:
+    """The library, made once for each source and version of PyTorch; that takes ten seconds of one core."""
+    key = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "tba-offload-tests"
+    library = cache / f"lagging-{key}.so"
+    if library.exists():
+        return library
+    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    new = cache / f"{library.stem}-{os.getpid()}.so"  # several processes may build at once
+    root = Path(torch.__file__).parent
+    command = ["g++", "-std=c++20", "-O1", "-fPIC", "-shared", str(SOURCE), "-o", str(new)]
+    command += [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}", f"-L{root / 'lib'}"]
+    command += ["-lc10", "-ltorch_cpu", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    new.rename(library)
+    return library
+
+
+class Event:
+    """Makes events of the device, and counts those for which a thread would spin."""
+
+    spinning = 0
+
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False) -> torch.Event:  # type: ignore[misc]
+        Event.spinning += not (blocking or enable_timing)
+        return torch.Event(LAG, enable_timing=enable_timing)
+
+
+class _Module(types.ModuleType):
+    """``torch.lag``: the functions that modules of accelerators have in common."""
+
+    Event = Event
+    Stream = torch.Stream
+    current_stream = staticmethod(torch.accelerator.current_stream)
+    current_device = staticmethod(torch.accelerator.current_device_index)
+    device_count = staticmethod(torch.accelerator.device_count)
+    memory_allocated = staticmethod(torch.accelerator.memory_allocated)
+    memory_reserved = staticmethod(torch.accelerator.memory_reserved)
+    max_memory_allocated = staticmethod(torch.accelerator.max_memory_allocated)
+    max_memory_reserved = staticmethod(torch.accelerator.max_memory_reserved)
+    reset_peak_memory_stats = staticmethod(torch.accelerator.reset_peak_memory_stats)
+    synchronize = staticmethod(torch.accelerator.synchronize)
+    is_capturing = False
+
+    @staticmethod
+    def stream(stream: torch.Stream) -> torch.Stream:
+        return stream  # it is a context manager
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    is_initialized = is_available
+
+    @staticmethod
+    def _is_in_bad_fork() -> bool:
+        return False
+
+    @staticmethod
+    def set_device(device: Any) -> None:
+        torch.accelerator.set_device_index(torch.device(device).index or 0)
+
+    @staticmethod
+    def get_device_name(device: Any = None) -> str:
+        return "a device that lags"
+
+    @staticmethod
+    def get_device_properties(device: Any = None) -> None:
+        """Nothing is known of it."""
+
+    @staticmethod
+    def _sleep(cycles: int) -> None:
+        library.lag_sleep(cycles // _CYCLES)
+
+    @staticmethod
+    def manual_seed_all(seed: int) -> None:
+        library.lag_set_seed(seed & 0xFFFFFFFF)
+
+    manual_seed = manual_seed_all
+
+    @staticmethod
+    def get_rng_state(device: Any = None) -> torch.Tensor:
+        return torch.tensor([library.lag_seed()]).view(torch.uint8)
+
+    @staticmethod
+    def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+        library.lag_set_seed(int(state.view(torch.int64)))
+
+    @staticmethod
+    def get_amp_supported_dtype() -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.is_capturing
+
+
+def _registered() -> ctypes.CDLL:
+    torch.utils.rename_privateuse1_backend(LAG)
+    torch.ops.load_library(str(built()))
+    torch._register_device_module(LAG, _Module("torch.lag"))
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    loaded = ctypes.CDLL(str(built()))
+    for name in ("lag_count", "lag_seed"):
+        getattr(loaded, name).restype = ctypes.c_long
+    for name in ("lag_sleep", "lag_limit", "lag_set_seed"):
+        getattr(loaded, name).argtypes = [ctypes.c_long]
+    loaded.lag_by.argtypes = [ctypes.c_long, ctypes.c_long]
+    return loaded
+
+
+library = _registered()
+
+
+def count(name: str) -> int:
+    """One of :data:`COUNTS`, since the process began."""
+    return int(library.lag_count(COUNTS.index(name)))
+
+
+@contextmanager
+def late(*, operations: float = 0.0, copies: float = 0.0) -> Iterator[None]:
+    """Each operation, and each copy, comes later by so many seconds."""
+    library.lag_by(int(operations * 1e6), int(copies * 1e6))
+    try:
+        yield
+    finally:
+        library.lag_by(0, 0)
+
+
+@contextmanager
+def memory_of(nbytes: int) -> Iterator[None]:
+    """The device has no more memory than that."""
+    library.lag_limit(nbytes)
+    try:
+        yield
+    finally:
+        library.lag_limit(0)
+
+
+def sleep(seconds: float) -> None:
+    """Gives the current stream nothing to do for so long."""
+    library.lag_sleep(int(seconds * 1e6))
+
+
+def fail() -> None:
+    """Has the work of the current stream fail when its turn comes; nothing works then until :func:`heal`."""
+    library.lag_fail()
+
+
+def heal() -> None:
+    """Has the device work again."""
+    library.lag_heal()
