@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import io
 import json
+import os
 import re
 import sys
 from typing import Any
@@ -95,7 +96,9 @@ def loop_of_readme(policy: str) -> str:
     found = re.search(r"```python\n(.*?)```", section, re.DOTALL)
     assert found is not None
     assert '"policy.yaml"' in found[1]
-    return found[1].replace('"policy.yaml"', repr(policy))
+    assert '"run.jsonl"' in found[1]
+    log = f"{policy}.{os.getpid()}.jsonl"
+    return found[1].replace('"policy.yaml"', repr(policy)).replace('"run.jsonl"', repr(log))
 
 
 def main(kind: str, policy: str, steps: str) -> None:
