@@ -293,7 +293,7 @@ def test_the_device_is_waited_for_only_when_a_step_is_looked_at_closely() -> Non
             device.catches_up()
         run_step(model, session)
     assert device.waits == 2
-    assert pace.seconds == (STEP, STEP + DRY, STEP)
+    assert pace.seconds == (STEP, STEP, STEP + DRY, STEP)
 
 
 @pytest.mark.parametrize("dry", [0.0, DRY])

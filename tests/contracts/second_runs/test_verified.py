@@ -884,6 +884,7 @@ def test_cached_weights_are_those_of_the_first_run(placement: Placement, inside:
         assert_all_given_back(session)
 
 
+@pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
 @pytest.mark.parametrize("inside", [True, False])
 def test_the_planner_may_recompute_layers_whose_weights_are_cached(
     inside: bool, caplog: pytest.LogCaptureFixture
