@@ -265,6 +265,7 @@ def test_reads_that_have_arrived_are_not_marked() -> None:
 def test_nobody_waits_for_the_device_inside_a_step() -> None:
     device, model = TimedDevice(SECONDS), Waves()
     with timed_session(device, model, default=AUTO) as session, device.computing():
+        watching(session)  # it decides at once, so each of the first steps is looked at
         for _ in range(6):
             with session.step():
                 waits = device.waits

@@ -60,7 +60,7 @@ def megatron(kind: str, order: str) -> Job:
 
     def loss(model: nn.Module, number: int) -> Tensor:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(megatron_models, "make_tokens", partial(make_tokens, batch=BATCH))
+            patched.setattr(megatron_models, "make_tokens", partial(make_tokens, batch=2 * BATCH))
             return megatron_models.causal_loss(model, number)
 
     return Job(partial(megatron_models.make_megatron_model, kind, layers=LAYERS), loss, order, single_process)
