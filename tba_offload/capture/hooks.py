@@ -133,7 +133,8 @@ class Capture:
         record = Record(storage, key)
         trace = ActivationTrace(key, record.nbytes, Treatment.OFFLOADED, perf_counter())
         self.trace.activations.append(trace)
-        self.registry.entries[storage._cdata] = record, trace, view, footprint, witness, witness._version
+        entry = record, trace, view, footprint, weakref.ref(witness), witness._version
+        self.registry.entries[storage._cdata] = entry
         self.lookahead.saved(record)
         return record, trace
 
@@ -393,10 +394,11 @@ class LayerHooks:
         found = registry.entries.get(address)
         if found is not None and found[0].origin() is storage:
             # As Registry.find has it, but for a call.
-            record, _, _, _, witness, version = found
+            record, _, _, _, reference, version = found
+            witness = reference()
             is_same = record.state is not State.RELEASED and tensor._version == version
-            if is_same and shares_version(witness, tensor):
-                return self._pack_more(tensor, local, storage, found)
+            if is_same and witness is not None and shares_version(witness, tensor):
+                return self._pack_more(tensor, local, storage, found, witness)
         if address in registry.kept and registry.is_kept(storage):
             return Kept(tensor)
         looks = local.dtype, local.shape, local.stride(), local.storage_offset()
@@ -449,10 +451,15 @@ class LayerHooks:
         return packed
 
     def _pack_more(
-        self, tensor: torch.Tensor, local: torch.Tensor, storage: torch.UntypedStorage, found: Entry
+        self,
+        tensor: torch.Tensor,
+        local: torch.Tensor,
+        storage: torch.UntypedStorage,
+        found: Entry,
+        witness: torch.Tensor,
     ) -> Packed:
         """Another view of a storage that has a record: only what it lacks is written."""
-        record, trace, view, footprint, witness, _ = found
+        record, trace, view, footprint, _, _ = found
         if record.state is State.WAITS:
             self.capture.offloader.writer.join(record)
         is_same = view == (local.dtype, local.shape, local.stride(), local.storage_offset())

@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 RELEARN_AFTER = 32
 """Steps after which an activation that was found to be kept elsewhere is offloaded again, to see."""
 
-Entry = tuple["Record", "ActivationTrace", "View", tuple[int, int, int], "torch.Tensor", int]
-"""A record and its trace; of what was saved first the view, the bytes that it needs, witness and version."""
+Entry = tuple["Record", "ActivationTrace", "View", tuple[int, int, int], "weakref.ref[torch.Tensor]", int]
+"""A record and its trace; of what was saved first the view, the bytes that it needs, witness and version.
+
+The witness of what waits for its batch keeps its memory, which this must not: it lives as long as the graph.
+"""
 
 
 SeenView = tuple[View, tuple[int, int, int]]
@@ -76,12 +79,14 @@ class Registry:
         found = self.entries.get(storage._cdata)
         if found is None:
             return None
-        record, _, _, _, witness, version = found
+        record, _, _, _, reference, version = found
+        witness = reference()
         if (
             record.origin() is not storage
             or record.state is State.RELEASED
             or tensor._version != version
             # With a counter of its own a tensor may have been changed without this record's noticing.
+            or witness is None
             or not shares_version(witness, tensor)
         ):
             return None

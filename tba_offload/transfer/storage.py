@@ -279,6 +279,8 @@ class Record:
         drop, self.waits = self.waits, None
         handle = drop() if drop is not None else None
         if handle is None or handle.tensor is None:
+            if self.state is State.WAITS:
+                self.state = State.TRAVELS  # another handle may come before the end of this one is noted
             return None
         tensor = handle.tensor
         self.source = tensor.untyped_storage()

@@ -117,6 +117,7 @@ class Writer:
             piece = record.join()
             if piece is None:
                 self._outbox.discard(record)
+                self._ledger.note(record)
             elif record in items:
                 items[piece] = items.pop(record)
             else:

@@ -124,6 +124,22 @@ def test_what_is_freed_and_not_taken_note_of_does_not_travel(bench: Bench) -> No
     bench.assert_idle()
 
 
+def test_a_record_whose_handle_is_gone_may_be_saved_again(bench: Bench) -> None:
+    """Before the end of its handle is taken note of: then it travels as any other."""
+    (saved,) = bench.save(1)
+    storage = saved.expected.untyped_storage()
+    saved.handle = saved.tensor = None
+    bench.offloader.writer.join(saved.record)
+    assert bench.offloader.in_flight == 0
+    again = Handle(saved.record, 0, SIZE, bench.offloader.drops)
+    bench.offloader.writer.save(saved.record, storage, 0, SIZE)
+    bench.offloader.quiesce()
+    assert bench.drive.writes.ended == 1
+    assert bench.offloader.in_flight == 0
+    del again
+    bench.assert_idle()
+
+
 def test_what_is_looked_at_twice_is_the_same(bench: Bench) -> None:
     (saved,) = bench.save(1)
     assert saved.use() is saved.use()
@@ -208,6 +224,50 @@ def test_a_graph_that_is_retained(passes: int) -> None:
     gc.collect()
     session.offloader.drain()
     assert session.offloader.own_bytes == 0
+
+
+class Remembering(nn.Module):
+    """Its operations save what it has computed, one of them in vain; knows the memory of that."""
+
+    def __init__(self, *, in_vain: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+        self.in_vain = in_vain
+        self.memory: weakref.ref[torch.UntypedStorage] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x)
+        self.memory = weakref.ref(hidden.untyped_storage())
+        if self.in_vain:
+            hidden.square()
+        return hidden.square()
+
+    def is_in_memory(self) -> bool:
+        gc.collect()
+        assert self.memory is not None
+        return self.memory() is not None
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_its_memory_goes_with_the_graph_and_not_with_the_step(*, is_used: bool) -> None:
+    layer, x = Remembering(in_vain=False), torch.randn(256, 64)
+    with session_for(layer, layers=[layer], in_flight=64 * SIZE) as session, session.step():
+        loss = layer(x).sum()
+        assert layer.is_in_memory()
+        if is_used:
+            loss.backward()
+        del loss
+        assert not layer.is_in_memory()
+
+
+def test_what_is_saved_again_after_a_use_in_vain_leaves_memory() -> None:
+    layer, x = Remembering(in_vain=True), torch.randn(256, 64)
+    with session_for(layer, layers=[layer], in_flight=64 * SIZE) as session, session.step():
+        loss = layer(x).sum()
+        session.offloader.quiesce()
+        assert session.offloader.in_flight == 0
+        assert not layer.is_in_memory()
+        loss.backward()
 
 
 def test_a_change_in_place_is_noticed() -> None:
