@@ -159,7 +159,7 @@ def _run(gate: _Gate, future: Future[Answer], work: Callable[[], Answer]) -> Non
             answer = work()
         except DroppedError:
             raise
-        except Exception as error:  # noqa: BLE001 - raised where the answer is taken
+        except BaseException as error:  # noqa: BLE001 - raised where the answer is taken, which waits
             future.set_exception(error)
         else:
             future.set_result(answer)

@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from harness import MIB, config_for
+from harness import MIB, config_for, in_time
 from machine import Machine
 from models import loss_of, make_model, make_tokens
 from profiles import AUTO, make_profile
@@ -146,3 +146,13 @@ def test_a_session_waits_for_its_first_plan_and_tells_for_how_long() -> None:
     assert planners() == []
     assert report[0].planning_seconds == 0.0
     assert all(record.planning_seconds for record in report[1:])
+
+
+def test_whatever_ends_a_search_comes_back_to_training() -> None:
+    def work() -> None:
+        raise SystemExit
+
+    thinking = InSlices(work)
+    assert in_time(lambda: thinking.go_on(1.0))
+    with pytest.raises(SystemExit):
+        thinking.answer()
