@@ -256,7 +256,6 @@ class Capture:
         """The saved tensor itself while it waits for its batch; ``None`` if the offloader has its bytes."""
         if keeps_graph():
             self.offloader.writer.join(handle.record)  # it may be asked for again much later
-            return handle.tensor
         tensor = self.offloader.reader.recall(handle)
         if tensor is not None and trace.unpacked_at is None:
             trace.unpacked_at = perf_counter()

@@ -109,8 +109,13 @@ class Writer:
             self._flush_due()
 
     def join(self, record: Record) -> None:
-        """Ends the wait of a record, for more than its one handle is to have its bytes."""
+        """Ends the wait of a record, for more than its one handle is to have its bytes.
+
+        In a forked child nothing comes of it: a thread of the parent may have held the lock.
+        """
         items = self._outbox.items
+        if self._shared.inert:
+            return
         with self._shared.lock:
             if record.state is not State.WAITS:
                 return

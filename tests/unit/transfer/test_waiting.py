@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from harness import CPU, KIB, Drive, host_store, session_for, wait_until
+from harness import CPU, KIB, Drive, host_store, in_time, session_for, wait_until
 from models import same_bits
 from torch import Tensor, nn
 
+from tba_offload.errors import SessionError
 from tba_offload.transfer.offloader import Offloader
 from tba_offload.transfer.storage import Handle, Record, State
 
@@ -189,6 +190,16 @@ def test_after_an_interrupt_it_still_waits(bench: Bench) -> None:
     bench.assert_idle()
 
 
+def test_a_forked_child_waits_for_no_lock(bench: Bench) -> None:
+    """A thread of the parent may have held it, which the child does not have."""
+    (saved,) = bench.save(1)
+    bench.offloader.become_inert()
+    with bench.offloader.drops.lock:
+        in_time(lambda: bench.offloader.writer.join(saved.record))
+        with pytest.raises(SessionError, match="forked child"):
+            in_time(saved.use)
+
+
 # ---- in training ---------------------------------------------------------------------------------
 
 
@@ -224,6 +235,17 @@ def test_a_graph_that_is_retained(passes: int) -> None:
     gc.collect()
     session.offloader.drain()
     assert session.offloader.own_bytes == 0
+
+
+@pytest.mark.parametrize("is_retained", [True, False])
+def test_a_forked_child_is_given_nothing(*, is_retained: bool) -> None:
+    net, x = Net(), torch.randn(256, 64)
+    with small_session(net) as session, session.step():
+        loss = net(x).square().sum()
+        session.offloader.become_inert()
+        with pytest.raises(SessionError, match="forked child"):
+            loss.backward(retain_graph=is_retained)
+        del loss
 
 
 class Remembering(nn.Module):
