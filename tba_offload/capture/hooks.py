@@ -123,20 +123,19 @@ class Capture:
 
     def add(
         self,
+        record: Record,
         storage: torch.UntypedStorage,
-        key: ActivationKey,
         witness: torch.Tensor,
         view: View,
         footprint: tuple[int, int, int],
-    ) -> tuple[Record, ActivationTrace]:
-        """A new record, found again by its storage and read ahead in its turn."""
-        record = Record(storage, key)
-        trace = ActivationTrace(key, record.nbytes, Treatment.OFFLOADED, perf_counter())
+    ) -> ActivationTrace:
+        """A new record is found again by its storage from now on, also by other threads, and read ahead."""
+        trace = ActivationTrace(record.key, record.nbytes, Treatment.OFFLOADED, perf_counter())  # type: ignore[arg-type]
         self.trace.activations.append(trace)
         entry = record, trace, view, footprint, weakref.ref(witness), witness._version
         self.registry.entries[storage._cdata] = entry
         self.lookahead.saved(record)
-        return record, trace
+        return trace
 
     def protect(self, storage: torch.UntypedStorage) -> None:
         """The owner of ``storage`` is about to resize it: see :meth:`Offloader.protect`."""
@@ -435,15 +434,16 @@ class LayerHooks:
             and type(tensor) is torch.Tensor
             and distinct >= DENSE_FROM * (hi - lo)
         ):
-            witness = tensor.detach()
-            record, trace = capture.add(storage, key, witness, view, footprint)
+            witness, record = tensor.detach(), Record(storage, key)
             stream = offloader.device.stream()
+            # Before another thread may find the record: its first handle has to be the one that waits.
             handle = Handle(record, lo, hi, offloader.drops, tensor=witness, stream=stream)
+            trace = capture.add(record, storage, witness, view, footprint)
             packed = Packed(tensor, view, handle, witness, trace, self._rescue, self.saved)
             offloader.writer.collect(record)
             return packed
-        witness = version_witness(tensor)
-        record, trace = capture.add(storage, key, witness, view, footprint)
+        witness, record = version_witness(tensor), Record(storage, key)
+        trace = capture.add(record, storage, witness, view, footprint)
         handle = Handle(record, lo, hi, offloader.drops)
         packed = Packed(tensor, view, handle, witness, trace, self._rescue, self.saved)
         self._queue(packed, record, storage, footprint, is_filled=is_filled)
@@ -593,8 +593,8 @@ class LayerHooks:
         copy, view = tensor.untyped_storage(), View.of(tensor)
         capture.offloader.writer.admit(copy.nbytes())
         footprint = view.footprint()
-        witness = version_witness(tensor)
-        record, packed.trace = capture.add(copy, self._next_key(), witness, view, footprint)
+        witness, record = version_witness(tensor), Record(copy, self._next_key())
+        packed.trace = capture.add(record, copy, witness, view, footprint)
         lo, hi, _ = footprint
         capture.offloader.writer.save(record, copy, lo, hi, at_once=self._when_slow)
         return record, view

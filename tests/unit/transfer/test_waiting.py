@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
-from harness import CPU, KIB, Drive, host_store, in_time, session_for, wait_until
+from harness import CPU, KIB, Drive, assert_all_given_back, host_store, in_time, session_for, wait_until
 from models import same_bits
 from torch import Tensor, nn
 
+from tba_offload.capture import hooks
 from tba_offload.errors import SessionError
 from tba_offload.transfer.offloader import Offloader
 from tba_offload.transfer.storage import Handle, Record, State
@@ -246,6 +248,34 @@ def test_a_forked_child_is_given_nothing(*, is_retained: bool) -> None:
         with pytest.raises(SessionError, match="forked child"):
             loss.backward(retain_graph=is_retained)
         del loss
+
+
+class Square(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square()
+
+
+def test_two_threads_save_one_storage_at_once() -> None:
+    """The second comes between any two operations of the first that make the record."""
+    layers, leaf = [Square(), Square()], torch.randn(256, 64, requires_grad=True)
+    found: list[Tensor] = []
+
+    def new_handle(*arguments: Any, **options: Any) -> Handle:
+        if not found:
+            found.append(leaf)
+            found[0] = in_time(lambda: layers[1](hidden[0]))
+        return Handle(*arguments, **options)
+
+    with session_for(layers, layers=layers, in_flight=64 * SIZE) as session, session.step():
+        hidden = [leaf * 1]
+        with mock.patch.object(hooks, "Handle", new_handle):
+            found.append(layers[0](hidden[0]))
+        session.offloader.writer.flush()
+        hidden.clear()
+        (found.pop() + found.pop()).sum().backward()
+        assert leaf.grad is not None
+        assert same_bits(leaf.grad, 4 * leaf.detach())
+        assert_all_given_back(session)
 
 
 class Remembering(nn.Module):
