@@ -69,6 +69,8 @@ class Reader:
         shared, record = self._shared, handle.record
         if shared.inert:
             raise _only_the_parent(record)
+        if shared.drops.queue and self._ledger.settled:
+            shared.drain()  # what was used where it lay holds its memory until then
         with shared.lock:
             tensor = handle.tensor
             if tensor is not None and record.state is State.WAITS:

@@ -180,6 +180,18 @@ def test_what_is_needed_next_waits_on(bench: Bench) -> None:
     bench.assert_idle()
 
 
+def test_what_was_used_where_it_lay_is_freed_by_the_next_use(bench: Bench) -> None:
+    first, second = bench.save(2)
+    bench.offloader.writer.join(first.record)
+    assert same_bits(first.use(), first.expected)
+    first.handle = first.tensor = None
+    assert first.memory() is not None
+    second.use()
+    assert first.memory() is None
+    second.drop()
+    bench.assert_idle()
+
+
 def test_after_an_interrupt_it_still_waits(bench: Bench) -> None:
     saved = bench.save(3)
     saved[2].drop()
