@@ -296,7 +296,7 @@ def test_two_transfers_of_one_direction_finish_in_order(to_host: bool) -> None:
         ended.append(number)
 
     threads = [threading.Thread(target=copy, args=(number,)) for number in range(2)]
-    for thread, seconds in zip(threads, (0.2, 0.0), strict=True):
+    for thread, seconds in zip(threads, (0.2, 0.1), strict=True):
         before = lagging.count("copies")
         with lagging.late(copies=seconds):
             thread.start()
