@@ -28,15 +28,20 @@ LIMITS = {"kept": 5.0, "offloaded": 40.0, "read back": None}
 
 
 class Chain(nn.Module):
-    """A layer whose backward needs ``SAVED`` tensors: each operation saves its own output."""
+    """A layer whose backward needs a number of tensors: each operation saves its own output.
 
-    def __init__(self) -> None:
+    Args:
+        saved: How many.
+    """
+
+    def __init__(self, saved: int = SAVED) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(1))
+        self.saved = saved
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x * self.scale
-        for _ in range(SAVED):
+        for _ in range(self.saved):
             x = torch.relu(x)
         return x
 

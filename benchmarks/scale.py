@@ -13,23 +13,20 @@ from __future__ import annotations
 import gc
 import json
 import statistics
-import sys
 import tempfile
 import time
 import tracemalloc
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import click
 import torch
+from calls import Calls
+from hooks import Chain
 from torch import nn
 
 import tba_offload as tba
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import FrameType
 
 SAVED = 3
 """Tensors that a layer saves."""
@@ -38,10 +35,7 @@ TENSOR = 4096
 """Bytes of each."""
 
 WINDOW = 4 << 20
-"""Bytes in flight: so many activations are in memory, whatever the size of the step."""
-
-WAITS = {"_await", "_make_room", "quiesce"}
-"""Functions in which the training thread waits for drives: how often it asks there is their affair."""
+"""Bytes in flight: the same in steps of every size, so that as many activations are in memory."""
 
 PACKAGE = str(Path(tba.__file__).parent / "*")
 
@@ -59,47 +53,6 @@ class Size(NamedTuple):
 
 
 SIZES = (Size(33, 1), Size(333, 1), Size(1000, 3), Size(1000, 33))
-
-
-class Tiny(nn.Module):
-    """A layer that saves :data:`SAVED` tensors: each operation saves its own output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x * self.scale
-        for _ in range(SAVED):
-            x = torch.relu(x)
-        return x
-
-
-class Counter:
-    """Counts calls of Python on this thread, those while it waits for a drive left out."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._waits: FrameType | None = None
-
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Counts while the block lasts."""
-        sys.setprofile(self._look)
-        try:
-            yield
-        finally:
-            sys.setprofile(None)
-
-    def _look(self, frame: FrameType, event: str, _: object) -> None:
-        if self._waits is not None:
-            if event == "return" and frame is self._waits:
-                self._waits = None
-        elif event == "call":
-            if frame.f_code.co_name in WAITS:
-                self._waits = frame
-            else:
-                self.count += 1
 
 
 class Lane:
@@ -123,7 +76,7 @@ class Lane:
         self.size = size
         self.attach_seconds = 0.0
         self.session: tba.Session | None = None
-        self._model = nn.Sequential(*(Tiny() for _ in range(size.layers)))
+        self._model = nn.Sequential(*(Chain(SAVED) for _ in range(size.layers)))
         self._x = torch.full((TENSOR // 4,), 0.5, requires_grad=True)
         if directories:
             config = tba.OffloadConfig(
@@ -166,8 +119,8 @@ class Lane:
     def calls(self) -> int:
         """Calls of Python on this thread for forward and backward of one step."""
         assert self.session is not None
-        counter = Counter()
-        with self.session.step(), counter.counting():
+        counter = Calls()
+        with self.session.step(), counter:
             self.backward(self.forward())
         return counter.count
 

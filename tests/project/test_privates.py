@@ -25,7 +25,6 @@ ALLOWED = {
     "test_extents.py": 4,
     "test_frameworks.py": 1,
     "test_hanging_drive.py": 1,
-    "test_hot_path.py": 2,
     "test_interrupts.py": 2,
     "test_megatron_recipes.py": 2,
     "test_megatron_training.py": 25,

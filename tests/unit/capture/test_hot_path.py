@@ -14,22 +14,23 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from harness import KIB, MIB, assert_all_given_back, session_for
+from places import BENCHMARKS
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-    from types import FrameType
 
     from tba_offload.session import Session
+
+sys.path.append(str(BENCHMARKS))  # after all others: it has an io.py
+
+from calls import Calls
 
 SAVED = 256
 ONE = 64 * KIB
 SHARED = SimpleNamespace(**{f"width_{number}": number for number in range(200)}, more=[SimpleNamespace()] * 9)
 """Settings as frameworks have them in each module of a layer."""
-
-WAITS = {"_await", "_make_room"}
-"""Functions in which the training thread waits for I/O: how often it asks there is the drive's affair."""
 
 
 class Chain(nn.Module):
@@ -53,30 +54,6 @@ ONCE = Chain(torch.relu)
 
 TWICE = Chain(torch.tanh, torch.sin)
 """The output of each first one is saved by it and by the second one."""
-
-
-class Calls:
-    """Counts calls of Python on this thread, those while it waits for I/O left out."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._waits: FrameType | None = None
-
-    def __enter__(self) -> None:
-        sys.setprofile(self._look)
-
-    def __exit__(self, *_: object) -> None:
-        sys.setprofile(None)
-
-    def _look(self, frame: FrameType, event: str, _: Any) -> None:
-        if self._waits is not None:
-            if event == "return" and frame is self._waits:
-                self._waits = None
-        elif event == "call":
-            if frame.f_code.co_name in WAITS:
-                self._waits = frame
-            else:
-                self.count += 1
 
 
 def step(model: nn.Module, session: Session, *, written: bool) -> Calls:
