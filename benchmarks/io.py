@@ -121,7 +121,7 @@ class Lane:
     queues more, a batch at a time.
 
     Args:
-        transfers: Queues so many, or the last ones.
+        transfers: Queues a number of transfers at once, or those that are left.
         depth: How many may be queued.
         batch: How many are queued at a time.
         calls: Where it is told that half have moved.

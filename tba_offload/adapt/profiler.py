@@ -336,7 +336,7 @@ class _Sizes:
         self._known: dict[tuple[int, int], int] = {}  # there may be as many kinds as layers, but few sizes
 
     def kind_of(self, count: int, nbytes: int) -> int:
-        """The kind of a layer that saves so many activations; the next number if it is the first of one."""
+        """The kind of a layer, by what it saves; the next number if it is the first of its kind."""
         size = count, nbytes
         kind = self._known.get(size)
         if kind is None:

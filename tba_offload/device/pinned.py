@@ -50,7 +50,7 @@ def pinned_memory(nbytes: int) -> torch.Tensor:
         A 1-D uint8 tensor of ``nbytes``; the memory is given back with it.
 
     Raises:
-        RuntimeError: CUDA cannot pin so much.
+        RuntimeError: CUDA cannot pin that many bytes.
         OSError: There is no such memory.
     """
     pages = _Pinned(-1, nbytes)

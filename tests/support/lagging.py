@@ -148,7 +148,7 @@ def count(name: str) -> int:
 
 @contextmanager
 def late(*, operations: float = 0.0, copies: float = 0.0) -> Iterator[None]:
-    """Each operation, and each copy, comes later by so many seconds."""
+    """Delays each operation, and each copy, by a number of seconds."""
     library.lag_by(int(operations * 1e6), int(copies * 1e6))
     try:
         yield

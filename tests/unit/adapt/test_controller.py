@@ -1691,7 +1691,7 @@ def test_sizes_are_compared_layer_by_layer() -> None:
 
 
 def compared(mixed: float, steps: int = 70) -> Machine:
-    """A machine on which plans that place layers in several ways take so many times what they should."""
+    """A machine on which plans that place layers in several ways take a multiple of what they should."""
     machine = machine_of(HALF.scaled(0.5), budget=18 * MIB, window=8 * MIB)
     for _ in range(steps):
         machine.step(slower=mixed if len(set(bare(machine.plan).placements)) > 1 else 1.0)

@@ -91,7 +91,7 @@ def test_a_search_that_is_forgotten_leaves_no_thread() -> None:
 
 
 class Slow(AtOnce["tuple[object, Plan]"]):
-    """Needs so many slices."""
+    """Needs a given number of slices."""
 
     slices = 3
 
