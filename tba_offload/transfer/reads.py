@@ -49,13 +49,13 @@ class Reads:
     def _submit(self, spans: Sequence[Span], *, padded: bool) -> None:
         """Submits the reads of spans, into a new buffer each; ``padded`` if each has one piece."""
         store, device = self._store, self._device
+        alignment = store.alignment
+        rooms = [aligned_range(span.nbytes, span.pieces[0].address, alignment, device) for span in spans]
+        # Not before: the last work with the memory that the allocator gives may have been given meanwhile.
         after, stream = device.event(), device.stream()
-        rooms: list[ByteRange] = []
         orders: list[ReadOrder] = []
-        for span in spans:
+        for span, room in zip(spans, rooms, strict=True):
             first = span.pieces[0]
-            room = aligned_range(span.nbytes, first.address, store.alignment, device)
-            rooms.append(room)
             if padded:
                 orders.append((first.extent or extent_of(first), room, after))
             else:

@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import warnings
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +26,13 @@ from torch import Tensor, nn
 
 import tba_offload as tba
 from tba_offload.device import READY, Accelerator, ByteRange, device_of
+from tba_offload.device.ranges import aligned_range
 from tba_offload.errors import DeviceError, TransferError, UnsupportedError
 from tba_offload.store.file import FileStore
 from tba_offload.store.host import HostStore
 from tba_offload.testing import store_contract
 from tba_offload.testing.store_contract import StoreContract
+from tba_offload.transfer import reads
 from tba_offload.transfer.offloader import Offloader
 from tba_offload.transfer.storage import Handle, Record
 
@@ -174,6 +176,34 @@ def test_same_bits_on_streams_of_the_users(store: str, tmp_path: Path) -> None:
             with session.step():
                 found = gradients()
             assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_read_comes_after_the_last_work_with_the_memory_that_it_fills(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An allocator gives memory in the order of its stream: work of another thread may still be to come."""
+    device = device_of(LAG)
+    expected = torch.arange(MIB // 4, device=LAG)
+    with closing(HostStore(device=device, capacity=4 * MIB)) as store:
+        offloader = Offloader(store, device)
+        saved = expected.clone()
+        record = Record(saved.untyped_storage(), key="layer 0")
+        handle = Handle(record, 0, saved.nbytes, offloader.drops)
+        offloader.writer.save(record, saved.untyped_storage(), 0, saved.nbytes)
+        offloader.writer.flush()
+        offloader.quiesce()
+        del saved
+
+        def just_freed(*settings: Any) -> ByteRange:
+            room = aligned_range(*settings)
+            lagging.sleep(0.05)
+            room.tensor().fill_(7)
+            return room
+
+        monkeypatch.setattr(reads, "aligned_range", just_freed)
+        storage, shift = offloader.reader.fetch(handle)
+        found = ByteRange(storage, shift, expected.nbytes).tensor().cpu()
+        assert same_bits(found, ByteRange.of(expected).tensor().cpu())
 
 
 # Memory
