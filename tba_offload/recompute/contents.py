@@ -16,7 +16,7 @@ import sys
 import threading
 import types
 from array import array
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +25,7 @@ import torch
 from tba_offload.layers.nested import DEPTH, LEAVES, MOST, TooManyError, slots_of
 from tba_offload.layers.randomness import Generator
 from tba_offload.recompute.code import attributes_of_class, is_own, reach_of_function
+from tba_offload.recompute.same import are_same
 from tba_offload.recompute.stand_ins import StandIns, has_graph
 
 if TYPE_CHECKING:
@@ -38,6 +39,9 @@ _CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, deque, bytearray)
 """Each before those that it derives from: an ``OrderedDict`` has an order beside that of its dictionary."""
 
 _MAPPINGS = (OrderedDict, dict)
+
+_PLAIN_MAPPINGS = (dict, OrderedDict, defaultdict)
+"""Classes themselves, and none that derives from them."""
 
 _LEFT_ALONE = frozenset({
     *("torch", "threading", "_thread", "logging", "multiprocessing", "concurrent", "asyncio", "queue"),
@@ -92,15 +96,18 @@ class Contents:
         modules: Modules among it.
         tensors: Tensors among it.
         generators: Generators of random numbers among it.
+        is_fixed: Whether another look finds the same as long as no object holds others. Tensors, arrays and
+            what each thread has are looked at anew: their values were copied, or their graphs left out.
     """
 
     __slots__ = (
-        *("_all", "_arrays", "_copies", "_found", "_large", "_locals", "_named", "_owned", "_seen"),
-        *("_stand_ins", "generators", "modules", "tensors", "unknown"),
+        *("_all", "_arrays", "_classes", "_copies", "_found", "_large", "_locals", "_named", "_objects"),
+        *("_owned", "_seen", "_stand_ins", "generators", "is_fixed", "modules", "tensors", "unknown"),
     )
 
     def __init__(self, *, copies: bool) -> None:
         self._copies = copies
+        self.is_fixed = True
         self.unknown: str | None = None
         self.tensors: list[Held] = []
         self.generators: list[Generator] = []
@@ -110,12 +117,14 @@ class Contents:
         self._arrays: list[tuple[Any, Any]] = []
         self._large: list[Any] = []
         self._locals: list[tuple[threading.local, dict[str, Any]]] = []
-        self._named: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._named: list[tuple[Names, list[Any], dict[str, Any]]] = []
+        self._objects: list[tuple[object, dict[str, Any]]] = []
+        self._classes: list[tuple[type, dict[str, Any]]] = []
         self._seen: dict[int, None] = {}
         self._stand_ins = StandIns()
         self._all: tuple[list[Any] | dict[int, None], ...] = (
             *(self.tensors, self.generators, self.modules, self._found, self._owned, self._arrays),
-            *(self._large, self._locals, self._named, self._seen),
+            *(self._large, self._locals, self._named, self._objects, self._seen),
         )
 
     def add(self, name: str, value: Any, *, saves_tuples: bool = False) -> Any:
@@ -141,6 +150,7 @@ class Contents:
         if not self._look_through(name, value, saves_tuples=saves_tuples):
             return value
         self._roll_back(mark)
+        self.is_fixed = False
         try:
             stand_in = self._stand_ins.of(value)
         except Exception:  # noqa: BLE001 - whatever its class raises
@@ -169,6 +179,7 @@ class Contents:
             kind: Any = type(found)  # settings objects may take long to tell their class
             if issubclass(kind, torch.Tensor):
                 if not is_saved:
+                    self.is_fixed = False
                     holds_graphs = holds_graphs or (self._copies and has_graph(found))  # type: ignore[arg-type]
                     self.tensors.append(Held(name, found, version_of(found), self._copy_of(found)))  # type: ignore[arg-type]
             elif id(found) not in self._seen and kind not in PLAIN and issubclass(kind, torch.nn.Module):
@@ -200,6 +211,7 @@ class Contents:
         for cell in reach.cells:
             self._add_attributes(cell, ("cell_contents",))
         for kind in reach.classes:
+            self._classes.append((kind, dict(vars(kind))))
             self._add_attributes(kind, tuple(attributes_of_class(kind)))
         for value in reach.values:
             self.add("a default", value)
@@ -221,7 +233,7 @@ class Contents:
     def _add_names(self, names: Names) -> None:
         content = {name: names.file[name] for name in names.read if name in names.file}
         content = {name: value for name, value in content.items() if not isinstance(value, _CODE)}
-        self._named.append((names.file, content))
+        self._named.append((names, _values_of(names), content))
         content.update({name: self.add(name, value) for name, value in content.items()})
 
     def _take_down_container(self, base: Any, value: object) -> Any:
@@ -250,6 +262,7 @@ class Contents:
 
     def _take_down_array(self, found: Any) -> Any:
         """Copies a small array, of Python's or of NumPy's kind; leaves a large one to :meth:`large`."""
+        self.is_fixed = False
         is_numpys = not isinstance(found, array)
         if is_numpys and not found.flags.writeable:
             return ()
@@ -262,6 +275,7 @@ class Contents:
         return ()
 
     def _take_down_local(self, value: Any) -> Any:
+        self.is_fixed = False
         content = value.__dict__.copy()
         self._locals.append((value, content))
         content.update({name: self.add(name, found) for name, found in content.items()})
@@ -273,8 +287,10 @@ class Contents:
             names = _slots_of(kind)
             own, slots = getattr(value, "__dict__", None), _attributes_of(value, names)
         except Exception:  # noqa: BLE001 - a stand-in for something that is not there
+            self.is_fixed = False
             return ()
         if type(own) is dict:
+            self._objects.append((value, own))
             self._found.append((dict, own, own.copy()))
         if slots:
             self._owned.append((value, names, slots))
@@ -295,6 +311,21 @@ class Contents:
         large = (held for held in self.tensors if held.copy is None)
         return next((held.name for held in large if version_of(held.tensor) != held.version), None)
 
+    def dictionaries(self) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
+        """Those of plain kinds, each with what it held."""
+        return [(found, content) for _, found, content in self._found if type(found) in _PLAIN_MAPPINGS]
+
+    def is_as_found(self) -> bool:
+        """Whether all but the :meth:`dictionaries` hold what they held; asked where all :attr:`is_fixed`."""
+        others = (found for found in self._found if type(found[1]) not in _PLAIN_MAPPINGS)
+        return (
+            all(vars(found) is own for found, own in self._objects)
+            and all(_holds(*found) for found in others)
+            and all(all(map(operator.is_, _values_of(names), values)) for names, values, _ in self._named)
+            and all(are_same(_attributes_of(owner, names), held) for owner, names, held in self._owned)
+            and all(are_same(vars(kind), held) for kind, held in self._classes)
+        )
+
     def put_back(self, undo: Callable[..., object]) -> None:
         """Gives each container and object its content back.
 
@@ -308,7 +339,7 @@ class Contents:
             own = local.__dict__  # of the calling thread, which may be another one than in the first run
             undo(_refill, dict, own, own.copy())
             _refill(dict, own, content)
-        for file, content in self._named:
+        for (file, _), _, content in self._named:
             undo(_put_names, file, {name: file.get(name, _MISSING) for name in content})
             _put_names(file, content)
         for owner, names, content in self._owned:
@@ -337,6 +368,11 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor | None:
     is_small = tensor.layout is torch.strided and tensor.numel() * tensor.itemsize < SMALL
     is_plain = type(tensor) is torch.Tensor and not tensor.requires_grad and not tensor.is_quantized
     return tensor.detach().clone() if is_small and is_plain and not tensor.is_inference() else None
+
+
+def _values_of(names: Names) -> list[Any]:
+    """What the names of a file stand for now."""
+    return [*map(names.file.get, names.read)]
 
 
 def _holds(base: Any, container: Any, content: Any) -> bool:

@@ -39,10 +39,13 @@ class Digest(NamedTuple):
         plain = tensor.detach()
         if plain.is_complex():
             plain = torch.view_as_real(plain.resolve_conj())
-        words = plain.contiguous().view(-1).view(_WORDS[plain.itemsize])
-        samples = words[:: max(words.numel() // _SAMPLES, 1)]
+        plain = plain.contiguous()
+        count = min(plain.numel(), _SAMPLES)
+        step = plain.numel() // max(count, 1)
+        samples = plain.as_strided((count,), (step,)).clone().view(_WORDS[plain.itemsize])
         if samples_only:
-            return cls(tensor.shape, tensor.dtype, samples.clone())
+            return cls(tensor.shape, tensor.dtype, samples)
+        words = plain.view(-1).view(_WORDS[plain.itemsize])
         bits = torch.cat((samples.to(torch.int64), words.sum(dtype=torch.int64).reshape(1)))
         return cls(tensor.shape, tensor.dtype, bits)
 

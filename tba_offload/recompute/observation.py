@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from tba_offload.layers.randomness import Generator
     from tba_offload.recompute.digest import Digest
+    from tba_offload.recompute.modules import Modules
     from tba_offload.recompute.tallies import Tallies
 
 _turn = threading.RLock()
@@ -37,7 +38,8 @@ class Observation:
         kwargs: What its forward is given by name.
         generators: What random numbers come from.
         tallies: Buffers of the layer that only runs with gradients write to.
-        before: The state of these in an earlier run.
+        known: The modules of the layer as an earlier run found them.
+        before: The state of the generators in an earlier run.
 
     Attributes:
         found: What the layer found beside its tensors, before it ran.
@@ -56,9 +58,10 @@ class Observation:
         kwargs: Mapping[str, Any],
         generators: Sequence[Generator],
         tallies: Tallies,
+        known: Modules | None = None,
         before: RandomState | None = None,
     ) -> None:
-        self.found = Surroundings(layer, _by_name(args, kwargs), tallies)
+        self.found = Surroundings(layer, _by_name(args, kwargs), tallies, known)
         self.random = RandomState.of((*generators, *self.found.generators), before)
         self._settings = settings.current()
         self._context = Context()

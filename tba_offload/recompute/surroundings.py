@@ -9,21 +9,16 @@ place is gone, and is told.
 from __future__ import annotations
 
 import contextlib
-import operator
-import sys
-from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from tba_offload.errors import SavedTensorModifiedError
-from tba_offload.layers.nested import MOST, TooManyError, tensors_in
-from tba_offload.recompute.code import reach_of_class
+from tba_offload.layers.nested import TooManyError, tensors_in
 from tba_offload.recompute.contents import (
     PLAIN,
     SMALL,
-    UNSEEN,
     Contents,
     Held,
     address_of,
@@ -31,8 +26,8 @@ from tba_offload.recompute.contents import (
     version_of,
 )
 from tba_offload.recompute.digest import digests
+from tba_offload.recompute.modules import Modules
 from tba_offload.recompute.parametrized import CachedWeights
-from tba_offload.recompute.stand_ins import without_graph
 from tba_offload.recompute.tallies import Tallies, place_of
 
 if TYPE_CHECKING:
@@ -42,25 +37,8 @@ if TYPE_CHECKING:
     from tba_offload.recompute.digest import Digest
     from tba_offload.recompute.tallies import Place
 
-_SHARDED = (
-    ("torch.distributed.fsdp", "FSDPModule"),
-    ("torch.distributed.fsdp", "FullyShardedDataParallel"),
-)
-"""Modules and classes whose parameters come and go while their own forward runs."""
-
-_INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
-"""Attributes of every module; its parameters, buffers and hooks are in containers among them."""
-
-_HOOKS = (
-    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
-    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
-)
-"""Attributes of every module with the functions that are called around its forward."""
-
 _GRADIENTS = ("grad", "main_grad")
 """Attributes of a parameter with its gradient; the second one is Megatron-LM's."""
-
-_MISSING = object()
 
 
 class _Slot(NamedTuple):
@@ -84,40 +62,6 @@ class _Slot(NamedTuple):
         return place_of(self.owner, self.name)
 
 
-class _Found(NamedTuple):
-    """A module, and what was found in its dictionaries.
-
-    Attributes:
-        attributes: Of ``__dict__``.
-        buffers: Of its buffers.
-        hooks: Of those with hooks, by name; ``None`` if it has none.
-        is_wrapper: Whether its attributes are left alone.
-    """
-
-    module: nn.Module
-    attributes: dict[str, Any]
-    buffers: dict[str, Any]
-    hooks: dict[str, dict[Any, Any]] | None
-    is_wrapper: bool
-
-    def attributes_now(self) -> dict[str, Any]:
-        """The attributes that the module has now; the very ones that were found if it has these."""
-        own = self.module.__dict__
-        return self.attributes if _are_same(own, self.attributes) else own.copy()
-
-    def put_back(self, undo: Callable[..., object]) -> None:
-        """Gives the module what it had but for attributes; ``undo`` takes the calls that undo this."""
-        module = self.module
-        if self.buffers or module._buffers:
-            undo(_put_all, module._buffers, module._buffers.copy())
-            _put_all(module._buffers, self.buffers)
-        if self.hooks is not None or _is_hooked(module):
-            for name in _HOOKS:
-                hooks = getattr(module, name)
-                undo(_put_all, hooks, hooks.copy())
-                _put_all(hooks, {} if self.hooks is None else self.hooks[name])
-
-
 class _Seen(NamedTuple):
     """A tensor that was found in an argument."""
 
@@ -133,8 +77,10 @@ class Surroundings:
         layer: The layer.
         arguments: What its forward is given, by position or name.
         tallies: Its buffers that only runs with gradients write to, as far as they are known.
+        known: Its modules as an earlier run found them.
 
     Attributes:
+        modules: Its modules, and what they hold.
         unknown: What the layer reaches whose state cannot be put back; ``None`` if there is no such thing.
 
     Raises:
@@ -142,54 +88,41 @@ class Surroundings:
     """
 
     __slots__ = (
-        *("_arguments", "_cached", "_found", "_given", "_layer", "_left_alone", "_own", "_slots", "_tallies"),
-        "unknown",
+        *("_arguments", "_cached", "_given", "_layer", "_left_alone", "_own", "_slots", "_tallies"),
+        *("modules", "unknown"),
     )
 
-    def __init__(self, layer: nn.Module, arguments: Mapping[int | str, object], tallies: Tallies) -> None:
+    def __init__(
+        self,
+        layer: nn.Module,
+        arguments: Mapping[int | str, object],
+        tallies: Tallies,
+        known: Modules | None = None,
+    ) -> None:
         self._layer = layer
         self._tallies = tallies
         self._left_alone: frozenset[Place] = (
             frozenset()
         )  # what a first run without gradients does not write to
-        self._slots: list[_Slot] = []
-        self._found: list[_Found] = []
-        self._own = Contents(copies=True)  # of the layer's attributes and of what its code reads
-        self.unknown: str | None = None
         self._given = Contents(copies=False)  # of its arguments
         for key, value in arguments.items():
             self._given.add(f"a tensor in the argument {_argument(key)}", value, saves_tuples=True)
-        self._take_down_all(layer)
+        self._given.end()
+        given = self._given.modules
+        is_known = not given and known is not None and known.are_as_found()
+        self.modules: Modules = known if is_known else Modules(layer, given)  # type: ignore[assignment]
+        self.unknown = self.modules.unknown or self._given.unknown
+        self._slots = [*_slots_of(self.modules)]
+        self._own = self.modules.contents
         if self._own.tensors:
             self._own.leave_out(self._parameter_addresses())
-        self._own.end()
-        self._given.end()
-        self._cached = CachedWeights(found.module for found in self._found)
+        self._cached = CachedWeights(module for module, _ in self.modules)
         self._arguments = {key: _seen_in(value) for key, value in arguments.items()}
 
     @property
     def generators(self) -> list[Generator]:
         """Generators of random numbers among the layer's attributes and its arguments."""
         return self._own.generators + self._given.generators
-
-    def _take_down_all(self, layer: nn.Module) -> None:
-        """Takes down the modules of the layer, and those that lie in its attributes and arguments."""
-        wrappers, taken = _wrappers(), set()
-        waiting = deque([layer, *self._given.modules])
-        while waiting:
-            known = len(self._own.modules)
-            root = waiting.popleft()
-            if root is not layer and _contains(root, layer):
-                continue  # the model, whose other layers have a turn of their own
-            for module in _modules_of(root):
-                if module not in taken:
-                    taken.add(module)
-                    self._take_down(module, is_wrapper=isinstance(module, wrappers))
-            waiting.extend(self._own.modules[known:])
-            if len(taken) > MOST:
-                self.unknown = UNSEEN
-                return
-        self.unknown = self.unknown or self._own.unknown or self._given.unknown
 
     def _parameter_addresses(self) -> set[int]:
         """Of the memory of parameters and their gradients, which the layer may reach as a buffer of many."""
@@ -198,38 +131,6 @@ class Surroundings:
         gradients = (getattr(each, name, None) for each in leaves for name in _GRADIENTS)
         held = (each for each in gradients if isinstance(each, torch.Tensor))
         return {address_of(each) for each in (*parameters, *held)}
-
-    def _take_down(self, module: nn.Module, *, is_wrapper: bool) -> None:
-        for name, tensor in module._parameters.items():
-            if tensor is not None:
-                slot = _Slot(module._parameters, name, tensor, version_of(tensor), True, tensor.requires_grad)  # noqa: FBT003
-                self._slots.append(slot)
-        buffers = {name: without_graph(buffer) for name, buffer in module._buffers.items()}
-        for name, buffer in buffers.items():
-            if buffer is not None:
-                owner, trains = module._buffers, buffer.requires_grad
-                slot = _Slot(owner, name, buffer, version_of(buffer), False, trains, copy_of(buffer))  # noqa: FBT003
-                self._slots.append(slot)
-        attributes = module.__dict__.copy()
-        hooks = {name: attributes[name].copy() for name in _HOOKS} if _is_hooked(module) else None
-        self._found.append(_Found(module, attributes, buffers, hooks, is_wrapper))
-        if not is_wrapper:  # whose attributes are not the model's
-            self._look_into(module, attributes)
-
-    def _look_into(self, module: nn.Module, attributes: dict[str, Any]) -> None:
-        try:
-            for name, value in attributes.items():
-                if type(value) in PLAIN or name in _INTERNAL:
-                    continue
-                if _is_view(value):
-                    attributes[name] = without_graph(value)
-                else:  # a forward of the instance's own among them
-                    attributes[name] = self._own.add(name, value)
-            self._own.add_reach(reach_of_class(type(module)))  # type: ignore[arg-type]
-            for hook in _hooks_of(module):
-                self._own.add("a hook", hook)
-        except TooManyError:
-            self.unknown = UNSEEN
 
     def end_first_run(self) -> None:
         """Notes which small buffers a first run without gradients has left alone: one with them may not."""
@@ -273,25 +174,12 @@ class Surroundings:
         if changed is not None:
             raise SavedTensorModifiedError(_too_late(changed))
         with contextlib.ExitStack() as undo:
-            self._put_attributes(undo.callback)
-            for found in self._found:
-                found.put_back(undo.callback)
+            self.modules.put_back(undo.callback)
             self._cached.put_back(undo.callback)
-            self._own.put_back(undo.callback)
             self._given.put_back(undo.callback)
             self._restore_slots(undo.callback)
             self._restore_values(undo)
             yield
-
-    def _put_attributes(self, undo: Callable[..., object]) -> None:
-        own = [found for found in self._found if not found.is_wrapper]
-        now = [(found.module.__dict__, found.attributes_now()) for found in own]
-        undo(_put_each, now)
-        _put_each(
-            (attributes, found.attributes)
-            for found, (attributes, held) in zip(own, now, strict=True)
-            if held is not found.attributes
-        )
 
     def _restore_slots(self, undo: Callable[..., object]) -> None:
         for slot in self._slots:
@@ -365,6 +253,20 @@ class Surroundings:
         return slot.name
 
 
+def _slots_of(modules: Modules) -> Iterator[_Slot]:
+    """The parameters and buffers of modules."""
+    for module, buffers in modules:
+        owner: Any = module._parameters
+        for name, tensor in owner.items():
+            if tensor is not None:
+                yield _Slot(owner, name, tensor, version_of(tensor), True, tensor.requires_grad)  # noqa: FBT003
+        owner = module._buffers
+        for name, tensor in buffers.items():
+            if tensor is not None:
+                trains, copy = tensor.requires_grad, copy_of(tensor)
+                yield _Slot(owner, name, tensor, version_of(tensor), False, trains, copy)  # noqa: FBT003
+
+
 def _is_written(found: _Slot | Held) -> bool:
     """Whether a tensor was changed in place since it was found, as far as that is counted."""
     return version_of(found.tensor) != found.version
@@ -396,80 +298,6 @@ def _too_late(what: str) -> str:
 
 def _argument(key: int | str) -> str:
     return key if isinstance(key, str) else f"number {key}"
-
-
-def _own_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
-    """The attributes of a module that are its own.
-
-    Sharded data parallelism has views of gathered parameters among the others, and makes them anew.
-    """
-    return {
-        name: value for name, value in attributes.items() if name not in _INTERNAL and not _is_view(value)
-    }
-
-
-def _is_view(value: Any) -> bool:
-    return issubclass(type(value), torch.Tensor) and value._is_view()
-
-
-def _put_each(wanted: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    """Makes the attributes of modules those that are wanted."""
-    for attributes, content in wanted:
-        _put(attributes, content)
-
-
-def _put(now: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Makes a module's own attributes those that are wanted."""
-    if _are_same(now, wanted):
-        return
-    own, wanted = _own_attributes(now), _own_attributes(wanted)
-    for name in own.keys() - wanted.keys():
-        del now[name]
-    for name, value in wanted.items():
-        if own.get(name, _MISSING) is not value and not _is_view(now.get(name)):
-            now[name] = value
-
-
-def _put_all(owner: dict[Any, Any], wanted: dict[Any, Any]) -> None:
-    if not _are_same(owner, wanted):
-        owner.clear()
-        owner.update(wanted)
-
-
-def _are_same(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
-    """Whether two dictionaries have the same names for the same objects."""
-    return one.keys() == other.keys() and all(map(operator.is_, one.values(), other.values()))
-
-
-def _hooks_of(module: nn.Module) -> list[Callable[..., object]]:
-    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
-
-
-def _modules_of(layer: nn.Module) -> Iterator[nn.Module]:
-    """The modules of a layer, without those whose parameters are gathered by a wrapper inside of it."""
-    sharded = _sharded()
-    waiting = [layer]
-    while waiting:
-        module = waiting.pop()
-        yield module
-        waiting += (child for child in module._modules.values() if child and not isinstance(child, sharded))
-
-
-def _contains(module: nn.Module, layer: nn.Module) -> bool:
-    return any(each is layer for each in module.modules())
-
-
-def _sharded() -> tuple[type, ...]:
-    return tuple(getattr(sys.modules[module], name) for module, name in _SHARDED if module in sys.modules)
-
-
-def _wrappers() -> tuple[type, ...]:
-    """Classes of modules that keep books of their own about a step; FSDP2's are the model's own modules."""
-    return tuple(kind for kind in _sharded() if kind.__name__ == "FullyShardedDataParallel")
 
 
 def _is_other(found: torch.Tensor | None, wanted: torch.Tensor) -> bool:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from tba_offload.layers.randomness import Generator, RandomState
     from tba_offload.layers.stack import Layer
+    from tba_offload.recompute.modules import Modules
 
 SCRIPTED = "it holds TorchScript, whose first runs are not compiled as later ones are"
 OTHER_NUMBERS = "its second run gives other numbers than the first"
@@ -72,6 +73,7 @@ class Verifier:
         self._unfilled: dict[Mode, frozenset[int]] = {}
         self._runs = [itertools.count() for _ in layers]
         self._tallies = [Tallies() for _ in layers]
+        self._modules: list[Modules | None] = [None] * len(layers)  # as the latest run of each found them
 
     def begin_step(self) -> None:
         """A layer that was to be compared in a step that failed is compared in the next one."""
@@ -170,10 +172,12 @@ class Verifier:
         Raises:
             TooManyError: It is given more objects than can be looked through.
         """
-        module, tallies = self.layers[mode.layer].module, self._tallies[mode.layer]
-        found = Observation(module, args, kwargs, self._generators, tallies, self._random)
-        self._random = found.random
-        return found
+        index = mode.layer
+        module, tallies, known = self.layers[index].module, self._tallies[index], self._modules[index]
+        observed = Observation(module, args, kwargs, self._generators, tallies, known, self._random)
+        self._modules[index] = observed.found.modules if observed.found.modules.is_shared else None
+        self._random = observed.random
+        return observed
 
     def unfilled(self, mode: Mode) -> Collection[int]:
         """Places, in the order of saving, of tensors that kernels of a layer do not fill."""
