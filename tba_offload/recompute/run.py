@@ -119,17 +119,23 @@ class Run:
         if observed.is_compared:
             self._whole = partial(fault_of, observed, self._forward, args, kwargs)
         try:
-            with self._saved.in_second_run(observed.found.restorable()):
-                output = self._repeated(observed, args, kwargs)
+            with self._saved.in_second_run(observed.found.restorable()) as ended:
+                output = self._repeated(observed, ended, args, kwargs)
         finally:
             self._whole = None  # it holds the arguments
         if not observed.is_output(output):
             raise self._failed(OTHER_NUMBERS)
         return output
 
-    def _repeated(self, observed: Observation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    def _repeated(
+        self,
+        observed: Observation,
+        ended: Callable[[], object],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> object:
         try:
-            return observed.repeat(self._forward, args, kwargs)
+            return observed.repeat(partial(_run_to_end, self._forward, ended), args, kwargs)
         except Exception as error:
             self._withdraw(str(error))
             raise
@@ -177,3 +183,11 @@ class Run:
         if self._is_planned:
             remedy += ", or repeat the step: the planner keeps or offloads layers of its kind now"
         return f"{name} cannot be recomputed: {fault}; {remedy}"
+
+
+def _run_to_end(
+    forward: Callable[..., object], ended: Callable[[], object], /, *args: Any, **kwargs: Any
+) -> object:
+    output = forward(*args, **kwargs)
+    ended()
+    return output

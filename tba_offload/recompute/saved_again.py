@@ -5,18 +5,17 @@ from __future__ import annotations
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError
 
-from tba_offload.layers.graph import check_version, hooks_on_top
+from tba_offload.layers.graph import check_version, hooks_on_top, latest_node
 from tba_offload.recompute.contents import address_of
 from tba_offload.recompute.verdicts import OTHER_NUMBERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
     from contextlib import AbstractContextManager
-
-    import torch
 
     from tba_offload.errors import TbaError
     from tba_offload.recompute.samples import Differences, Samples
@@ -64,14 +63,16 @@ class SavedAgain:
             yield
         self._samples.end()
 
-    def in_second_run(self, restorable: Collection[int]) -> AbstractContextManager[object]:
+    def in_second_run(self, restorable: Collection[int]) -> AbstractContextManager[Callable[[], object]]:
         """A block for a second run of it whose tensors backward is given.
+
+        It gives a function to be called when forward has ended, while the layer still holds what that wrote.
 
         Args:
             restorable: As of :meth:`in_first_run`.
         """
         top = hooks_on_top()
-        return nullcontext() if top is None else self._second(*top, restorable)
+        return nullcontext(_nothing) if top is None else self._second(*top, restorable)
 
     def _first(
         self,
@@ -104,30 +105,17 @@ class SavedAgain:
         pack: Callable[[torch.Tensor], Any],
         unpack: Callable[[Any], torch.Tensor],
         restorable: Collection[int],
-    ) -> Iterator[None]:
-        self._versions = versions = []
+    ) -> Iterator[Callable[[], object]]:
         samples = self._make_samples()
-
-        def note(tensor: torch.Tensor) -> object:
-            if restorable and address_of(tensor) in restorable:
-                tensor = tensor.detach().clone()  # which has the values of this run for longer than it lasts
-                samples.leave_out()
-            else:
-                samples.add(tensor)
-            versions.append(tensor._version)
-            if len(versions) == self._count:
-                samples.end()  # the checkpoint ends the run here
-            try:
-                return pack(tensor)
-            except Exception as error:  # noqa: BLE001 - raised when the layer's code is left
-                raise _Ended(error) from None
-
-        ended: Exception | None = None
+        run = _SecondRun(pack, restorable, samples, self._count)
+        self._versions = run.versions
         try:
-            with saved_tensors_hooks(note, unpack):
-                yield
+            with saved_tensors_hooks(run.note, unpack):
+                yield run.operation_ended
         except _Ended as end:
             ended, end.error = end.error, None  # or each would hold the other, and all callers
+        else:
+            ended = run.take_end()
         try:
             samples.end()
             differences = self._samples.differences(samples)
@@ -137,6 +125,95 @@ class SavedAgain:
                 raise ended
         finally:
             del ended  # it knows this frame, and so all callers
+
+
+def _nothing() -> None:
+    pass
+
+
+class _SecondRun:
+    """What a second run has saved so far.
+
+    A checkpoint ends a second run with the last tensor that is saved. Its operation may fill that tensor, or
+    another one that it saves, only afterwards, as ``rrelu`` does with its noise. Tensors with a graph were
+    filled before, and so were parameters; where the last operation saves any other, the run goes on to the
+    end of the layer. What is left of that saves nothing, so it is little.
+
+    Args:
+        pack: Of the checkpoint.
+        restorable: Addresses of tensors that the layer finds again, and that get their values back after the
+            run.
+        samples: Takes samples of what is saved.
+        count: Tensors that the first run has saved.
+
+    Attributes:
+        versions: At which each tensor was saved.
+    """
+
+    __slots__ = ("_copies", "_count", "_end", "_node", "_pack", "_restorable", "_samples", "versions")
+
+    def __init__(
+        self,
+        pack: Callable[[torch.Tensor], Any],
+        restorable: Collection[int],
+        samples: Samples,
+        count: int,
+    ) -> None:
+        self.versions: list[int] = []
+        self._end: Exception | None = None  # by which the checkpoint ends the run
+        self._pack = pack
+        self._restorable = restorable
+        self._samples = samples
+        self._count = count
+        self._copies: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self._node = -1  # number of the latest operation that has saved what it may fill afterwards
+
+    def note(self, tensor: torch.Tensor) -> object:
+        """Has the checkpoint save a tensor.
+
+        Raises:
+            _Ended: The checkpoint ends the run here.
+        """
+        if self._copies and latest_node() != self._node:
+            self.operation_ended()
+        if self._end is not None:
+            return tensor.detach()
+        if may_fill := not tensor.requires_grad and _may_be_filled(tensor):
+            self._node = latest_node()
+        if self._restorable and address_of(tensor) in self._restorable:
+            copy = tensor.detach().clone()  # which has the values of this run for longer than it lasts
+            if may_fill:
+                self._copies.append((copy, tensor, tensor._version))
+            tensor = copy
+            self._samples.leave_out()
+        else:
+            self._samples.add(tensor)
+        self.versions.append(tensor._version)
+        try:
+            return self._pack(tensor)
+        except Exception as error:  # noqa: BLE001 - raised when the layer's code is left
+            if len(self.versions) < self._count or latest_node() != self._node:
+                raise _Ended(error) from None
+            self._end = error.with_traceback(None)  # which has all callers, and what they hold
+            return tensor.detach()
+
+    def operation_ended(self) -> None:
+        """Gives copies the values that their operation has filled in, which no version tells of."""
+        copies, self._copies = self._copies, []
+        for copy, tensor, version in copies:
+            if tensor._version == version:
+                copy.data.copy_(tensor)
+
+    def take_end(self) -> Exception | None:
+        """The error by which the checkpoint ends a run that went on to the end of the layer, once."""
+        end, self._end = self._end, None
+        return end
+
+
+def _may_be_filled(tensor: torch.Tensor) -> bool:
+    """Whether the operation that saves a tensor without a graph may fill it after that: not a parameter."""
+    whole = tensor if tensor._base is None else tensor._base
+    return not isinstance(whole, torch.nn.Parameter)
 
 
 class _Ended(BaseException):

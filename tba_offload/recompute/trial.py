@@ -15,9 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tba_offload.errors import SavedTensorModifiedError, TbaError
 from tba_offload.layers.checkpoint import with_tensors, without_tensors
-from tba_offload.layers.graph import first_differentiable, latest_node
+from tba_offload.layers.graph import first_differentiable
 from tba_offload.layers.nested import TooManyError
-from tba_offload.recompute.digest import Digest, digests, equal
 from tba_offload.recompute.observation import TOO_MANY
 from tba_offload.recompute.surroundings import holds_tensors
 from tba_offload.recompute.verdicts import OTHER_NUMBERS
@@ -191,9 +190,9 @@ def fault_of(
     Raises:
         SavedTensorModifiedError: Something that the first run found was changed in place since.
     """
-    saved = _Saved()
+    again = _Count()
     try:
-        with saved_tensors_hooks(saved.pack, refuse_unpack):
+        with saved_tensors_hooks(again.pack, refuse_unpack):
             output = observed.try_again(forward, args, kwargs)
     except TbaError:
         raise
@@ -203,10 +202,8 @@ def fault_of(
         return "there was no memory to try it"
     except Exception as error:  # noqa: BLE001 - the layer's own code; what it says is told
         return f"a second run of it fails ({type(error).__name__}: {error})"
-    if count is not None and saved.count != count:
-        return f"its first run saves {count} tensors for backward and its second one {saved.count}"
-    if not saved.are_final():
-        return "its last operation saves a tensor before it fills it"
+    if count is not None and again.saved != count:
+        return f"its first run saves {count} tensors for backward and its second one {again.saved}"
     return None if observed.is_output(output) else OTHER_NUMBERS
 
 
@@ -224,35 +221,21 @@ def _note_output(observed: Observation, output: object) -> str | None:
     return None if observed.is_compared else _NOTHING_OUT
 
 
-class _Saved:
-    """What a comparison saves. It is not needed, but for a look at what the last operation saves.
-
-    A checkpoint ends a second run when the last tensor was saved: one that its operation fills only later, as
-    that of ``rrelu`` does with its noise, would be taken as it is before.
-    """
+class _Count:
+    """Counts the tensors that a comparison saves, and keeps none of them."""
 
     def __init__(self) -> None:
-        self.count = 0
-        self._operation = -1
-        self._last: list[tuple[Tensor, list[Digest]]] = []
+        self.saved = 0
 
     def pack(self, saved: Tensor) -> None:
-        """Takes note of a tensor that may be filled later: one that has no graph yet.
+        """Takes note of a tensor.
 
         Raises:
             RuntimeError: Checkpoints compare shapes, and each nested tensor that is made has one of its own.
         """
-        self.count += 1
+        self.saved += 1
         if saved.is_nested:
             raise RuntimeError("it saves nested tensors, whose shapes are never the same")
-        if (operation := latest_node()) != self._operation:
-            self._operation, self._last = operation, []
-        if not saved.requires_grad and not saved._is_view():  # gathered parameters are views
-            self._last.append((saved, digests(saved)))
-
-    def are_final(self) -> bool:
-        """Whether all that the last operation saved was filled before."""
-        return all(equal(digests(saved), found) for saved, found in self._last)
 
 
 def refuse_unpack(_: None) -> Tensor:

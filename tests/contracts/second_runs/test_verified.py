@@ -288,13 +288,6 @@ class Guessing(Plain):
         return x * random.random() * float(np.random.random())  # noqa: NPY002 - as users do
 
 
-class Filling(Plain):
-    """Ends with an operation that saves its noise before it draws it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rrelu(self.second(F.gelu(self.first(x))), training=True)
-
-
 class Transforming(Plain):
     """Uses a transform, under which hooks are forbidden."""
 
@@ -330,7 +323,7 @@ CHANGING = {
     Tallying: "total",
     Remembering: "argument memory",
 }
-DIFFERENT = {Fickle: "other numbers", Filling: "before it fills it"}
+DIFFERENT = {Fickle: "other numbers"}
 REPEATED = [
     *(Plain, Dropping, Normed, Spectral, Numbered, Averaging, Listing, Lazy, Drawing, Guessing),
     *(Borrowing, Scheduled, FromFile, Slotted, Averages, Hiding, Elsewhere),
