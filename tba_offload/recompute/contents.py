@@ -7,16 +7,14 @@ back where it is another one by then.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-import operator
 import random
 import sys
 import threading
 import types
 from array import array
-from collections import OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,23 +23,23 @@ import torch
 from tba_offload.layers.nested import DEPTH, LEAVES, MOST, TooManyError, slots_of
 from tba_offload.layers.randomness import Generator
 from tba_offload.recompute.code import attributes_of_class, is_own, reach_of_function
-from tba_offload.recompute.same import are_same
+from tba_offload.recompute.holders import (
+    CONTAINERS,
+    Array,
+    Attributes,
+    Container,
+    FileNames,
+    Holders,
+    Local,
+)
 from tba_offload.recompute.stand_ins import StandIns, has_graph
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection
 
     from tba_offload.recompute.code import Names, Reach
 
     _Way = Callable[["Contents", Any], Any]
-
-_CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, deque, bytearray)
-"""Each before those that it derives from: an ``OrderedDict`` has an order beside that of its dictionary."""
-
-_MAPPINGS = (OrderedDict, dict)
-
-_PLAIN_MAPPINGS = (dict, OrderedDict, defaultdict)
-"""Classes themselves, and none that derives from them."""
 
 _LEFT_ALONE = frozenset({
     *("torch", "threading", "_thread", "logging", "multiprocessing", "concurrent", "asyncio", "queue"),
@@ -66,8 +64,6 @@ UNSEEN = "more objects than are looked through"
 
 _FORWARD = ("forward", "__call__")
 """Methods by which a layer may run a module that it does not register."""
-
-_MISSING = object()
 
 
 class Held(NamedTuple):
@@ -96,13 +92,14 @@ class Contents:
         modules: Modules among it.
         tensors: Tensors among it.
         generators: Generators of random numbers among it.
+        holders: Containers and objects among it that hold others.
         is_fixed: Whether another look finds the same as long as no object holds others. Tensors, arrays and
             what each thread has are looked at anew: their values were copied, or their graphs left out.
     """
 
     __slots__ = (
-        *("_all", "_arrays", "_classes", "_copies", "_found", "_large", "_locals", "_named", "_objects"),
-        *("_owned", "_seen", "_stand_ins", "generators", "is_fixed", "modules", "tensors", "unknown"),
+        *("_all", "_copies", "_large", "_seen", "_stand_ins"),
+        *("generators", "holders", "is_fixed", "modules", "tensors", "unknown"),
     )
 
     def __init__(self, *, copies: bool) -> None:
@@ -112,19 +109,13 @@ class Contents:
         self.tensors: list[Held] = []
         self.generators: list[Generator] = []
         self.modules: list[torch.nn.Module] = []
-        self._found: list[tuple[Any, Any, Any]] = []
-        self._owned: list[tuple[object, tuple[str, ...], dict[str, Any]]] = []
-        self._arrays: list[tuple[Any, Any]] = []
+        self.holders = Holders()
         self._large: list[Any] = []
-        self._locals: list[tuple[threading.local, dict[str, Any]]] = []
-        self._named: list[tuple[Names, list[Any], dict[str, Any]]] = []
-        self._objects: list[tuple[object, dict[str, Any]]] = []
-        self._classes: list[tuple[type, dict[str, Any]]] = []
         self._seen: dict[int, None] = {}
         self._stand_ins = StandIns()
         self._all: tuple[list[Any] | dict[int, None], ...] = (
-            *(self.tensors, self.generators, self.modules, self._found, self._owned, self._arrays),
-            *(self._large, self._locals, self._named, self._objects, self._seen),
+            *(self.tensors, self.generators, self.modules),
+            *(self.holders.containers, self.holders.others, self._large, self._seen),
         )
 
     def add(self, name: str, value: Any, *, saves_tuples: bool = False) -> Any:
@@ -179,9 +170,11 @@ class Contents:
             kind: Any = type(found)  # settings objects may take long to tell their class
             if issubclass(kind, torch.Tensor):
                 if not is_saved:
+                    tensor: Any = found
+                    copied = copy_of(tensor) if self._copies else None
+                    self.tensors.append(Held(name, tensor, version_of(tensor), copied))
                     self.is_fixed = False
-                    holds_graphs = holds_graphs or (self._copies and has_graph(found))  # type: ignore[arg-type]
-                    self.tensors.append(Held(name, found, version_of(found), self._copy_of(found)))  # type: ignore[arg-type]
+                    holds_graphs = holds_graphs or (self._copies and has_graph(tensor))
             elif id(found) not in self._seen and kind not in PLAIN and issubclass(kind, torch.nn.Module):
                 self._seen[id(found)] = None
                 self.modules.append(found)  # type: ignore[arg-type]
@@ -197,9 +190,6 @@ class Contents:
                     waiting.extend([(part, depth + 1, is_saved) for part in parts])
         return holds_graphs
 
-    def _copy_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        return copy_of(tensor) if self._copies else None
-
     def add_reach(self, reach: Reach) -> None:
         """Takes down the state that code reaches.
 
@@ -211,7 +201,6 @@ class Contents:
         for cell in reach.cells:
             self._add_attributes(cell, ("cell_contents",))
         for kind in reach.classes:
-            self._classes.append((kind, dict(vars(kind))))
             self._add_attributes(kind, tuple(attributes_of_class(kind)))
         for value in reach.values:
             self.add("a default", value)
@@ -226,14 +215,15 @@ class Contents:
         """Takes down some attributes of an object, and what they hold."""
         if id(owner) not in self._seen:
             self._seen[id(owner)] = None
-            content = _attributes_of(owner, names)
-            self._owned.append((owner, names, content))
-            content.update({name: self.add(name, value) for name, value in content.items()})
+            self._hold(Attributes.of(owner, names))
 
     def _add_names(self, names: Names) -> None:
-        content = {name: names.file[name] for name in names.read if name in names.file}
-        content = {name: value for name, value in content.items() if not isinstance(value, _CODE)}
-        self._named.append((names, _values_of(names), content))
+        self._hold(FileNames.of(names, _CODE))
+
+    def _hold(self, holder: Attributes | FileNames | Local) -> None:
+        """Notes something with names for objects, and takes down what these hold."""
+        self.holders.others.append(holder)
+        content = holder.content
         content.update({name: self.add(name, value) for name, value in content.items()})
 
     def _take_down_container(self, base: Any, value: object) -> Any:
@@ -241,9 +231,9 @@ class Contents:
         if base.__len__(value) > LARGE:
             self.unknown = UNSEEN
             return ()
-        content = _copied(base, value)
-        self._found.append((base, value, content))
-        return content.values() if base in _MAPPINGS else content
+        container = Container.of(base, value)
+        self.holders.containers.append(container)
+        return container.parts()
 
     def _take_down_generator(self, value: object) -> Any:
         self.generators.append(_generator_of(value))
@@ -269,32 +259,29 @@ class Contents:
         if is_numpys and found.dtype.hasobject:
             self.unknown = "an array of objects"
         elif (found.nbytes if is_numpys else len(found) * found.itemsize) < SMALL:
-            self._arrays.append((found, copy.copy(found)))
+            self.holders.others.append(Array(found, copy.copy(found)))
         else:
             self._large.append(found)
         return ()
 
     def _take_down_local(self, value: Any) -> Any:
         self.is_fixed = False
-        content = value.__dict__.copy()
-        self._locals.append((value, content))
-        content.update({name: self.add(name, found) for name, found in content.items()})
+        self._hold(Local(value, value.__dict__.copy()))
         return ()
 
     def _take_down_object(self, value: object) -> Any:
         try:
             kind: Any = type(value)
             names = _slots_of(kind)
-            own, slots = getattr(value, "__dict__", None), _attributes_of(value, names)
+            own, slots = getattr(value, "__dict__", None), Attributes.of(value, names)
         except Exception:  # noqa: BLE001 - a stand-in for something that is not there
             self.is_fixed = False
             return ()
         if type(own) is dict:
-            self._objects.append((value, own))
-            self._found.append((dict, own, own.copy()))
-        if slots:
-            self._owned.append((value, names, slots))
-        return (*(own or {}).values(), *slots.values())
+            self.holders.containers.append(Container.of(dict, own, value))
+        if names:
+            self.holders.others.append(slots)
+        return (*(own or {}).values(), *slots.content.values())
 
     def leave_out(self, addresses: Collection[int]) -> None:
         """Forgets the tensors whose memory is at these addresses."""
@@ -310,44 +297,6 @@ class Contents:
         """The name of a tensor that has changed in place since; ``None`` for none of them."""
         large = (held for held in self.tensors if held.copy is None)
         return next((held.name for held in large if version_of(held.tensor) != held.version), None)
-
-    def dictionaries(self) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
-        """Those of plain kinds, each with what it held."""
-        return [(found, content) for _, found, content in self._found if type(found) in _PLAIN_MAPPINGS]
-
-    def is_as_found(self) -> bool:
-        """Whether all but the :meth:`dictionaries` hold what they held; asked where all :attr:`is_fixed`."""
-        others = (found for found in self._found if type(found[1]) not in _PLAIN_MAPPINGS)
-        return (
-            all(vars(found) is own for found, own in self._objects)
-            and all(_holds(*found) for found in others)
-            and all(all(map(operator.is_, _values_of(names), values)) for names, values, _ in self._named)
-            and all(are_same(_attributes_of(owner, names), held) for owner, names, held in self._owned)
-            and all(are_same(vars(kind), held) for kind, held in self._classes)
-        )
-
-    def put_back(self, undo: Callable[..., object]) -> None:
-        """Gives each container and object its content back.
-
-        Args:
-            undo: Takes the calls that undo this, and all that is changed in these objects later.
-        """
-        now = [found if _holds(*found) else (*found[:2], _copied(*found[:2])) for found in self._found]
-        undo(_refill_all, now)
-        _refill_all(found for found, held in zip(self._found, now, strict=True) if held is not found)
-        for local, content in self._locals:
-            own = local.__dict__  # of the calling thread, which may be another one than in the first run
-            undo(_refill, dict, own, own.copy())
-            _refill(dict, own, content)
-        for (file, _), _, content in self._named:
-            undo(_put_names, file, {name: file.get(name, _MISSING) for name in content})
-            _put_names(file, content)
-        for owner, names, content in self._owned:
-            undo(_put_attributes, owner, names, _attributes_of(owner, names))
-            _put_attributes(owner, names, content)
-        for found, values in self._arrays:
-            undo(_overwrite, found, copy.copy(found))
-            _overwrite(found, values)
 
 
 def address_of(tensor: torch.Tensor) -> int:
@@ -370,47 +319,6 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor.detach().clone() if is_small and is_plain and not tensor.is_inference() else None
 
 
-def _values_of(names: Names) -> list[Any]:
-    """What the names of a file stand for now."""
-    return [*map(names.file.get, names.read)]
-
-
-def _holds(base: Any, container: Any, content: Any) -> bool:
-    """Whether a container holds the very objects that it held, in their order."""
-    if base.__len__(container) != base.__len__(content):
-        return False
-    if base in _MAPPINGS:
-        names = all(map(operator.is_, base.keys(container), content))
-        return names and all(map(operator.is_, base.values(container), content.values()))
-    if base is set:
-        return bool(set.__eq__(container, content))
-    return all(map(operator.is_, base.__iter__(container), base.__iter__(content)))
-
-
-def _refill_all(found: Iterable[tuple[Any, Any, Any]]) -> None:
-    for base, container, content in found:
-        _refill(base, container, content)
-
-
-def _refill(base: Any, container: Any, content: Any) -> None:
-    """Makes the content of a container another one, past what its class may do about that."""
-    if _holds(base, container, content):
-        return
-    base.clear(container)
-    if base in _MAPPINGS:
-        for name, value in content.items():
-            base.__setitem__(container, name, value)
-    elif base is set:
-        set.update(container, content)
-    else:
-        base.extend(container, content)
-
-
-def _copied(base: Any, container: Any) -> Any:
-    """The content of a container, in its order."""
-    return dict(OrderedDict.items(container)) if base is OrderedDict else base.copy(container)
-
-
 @functools.cache
 def _slots_of(kind: type) -> tuple[str, ...]:
     """Names of the slots of objects of a class."""
@@ -423,46 +331,12 @@ def _mangled(kind: type, name: str) -> str:
     return f"_{kind.__name__.lstrip('_')}{name}" if is_private else name
 
 
-def _attributes_of(owner: object, names: tuple[str, ...]) -> dict[str, Any]:
-    """Those of the attributes that the object, cell or class has."""
-    if isinstance(owner, type):
-        return {name: vars(owner)[name] for name in names if name in vars(owner)}
-    found = {}
-    for name in names:
-        with contextlib.suppress(AttributeError, ValueError):  # or a cell is empty
-            found[name] = getattr(owner, name)
-    return found
-
-
-def _put_attributes(owner: Any, names: tuple[str, ...], content: dict[str, Any]) -> None:
-    now = _attributes_of(owner, names)
-    kind: Any = type if isinstance(owner, type) else object
-    for name in now.keys() - content.keys():
-        kind.__delattr__(owner, name)
-    for name, value in content.items():
-        if now.get(name, _MISSING) is not value:
-            kind.__setattr__(owner, name, value)
-
-
-def _overwrite(found: Any, values: Any) -> None:
-    if found.tobytes() != values.tobytes():
-        found[slice(None) if isinstance(found, array) else ...] = values
-
-
-def _put_names(file: dict[str, Any], content: dict[str, Any]) -> None:
-    for name, value in content.items():
-        if value is _MISSING:
-            file.pop(name, None)
-        elif file.get(name, _MISSING) is not value:
-            file[name] = value
-
-
 @functools.cache
 def _way_of(kind: type) -> _Way | None:
     """What takes an object of a class down; ``None`` for one that has nothing to take down."""
     if kind in PLAIN or issubclass(kind, (torch.Tensor, torch.nn.Module, *_LEAVES)):
         return None
-    base = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
+    base = next((base for base in CONTAINERS if issubclass(kind, base)), None)
     if base is not None:
         return lambda contents, value: contents._take_down_container(base, value)
     ways: tuple[tuple[Any, _Way], ...] = (

@@ -159,7 +159,7 @@ class Modules:
     # ---- compared --------------------------------------------------------------------------------
 
     def _note_dictionaries(self) -> None:
-        attributes, others = [], self.contents.dictionaries()
+        attributes, others = [], self.contents.holders.dictionaries()
         for module, own, buffers, hooks, is_wrapper in self._found:
             if not is_wrapper:
                 attributes.append((module.__dict__, own))
@@ -177,7 +177,7 @@ class Modules:
             self.is_shared
             and self._dictionaries.hold_the_same()
             and all(map(operator.is_, map(type, self._modules), self._kinds))
-            and self.contents.is_as_found()
+            and self.contents.holders.are_as_found()
             and not any(map(has_graph, self._buffers))
         )
 
@@ -201,7 +201,7 @@ class Modules:
         )
         for found in self._found:
             found.put_back(undo)
-        self.contents.put_back(undo)
+        self.contents.holders.put_back(undo)
 
     def _put_back_changed(self) -> None:
         if not self.are_as_found():

@@ -176,7 +176,7 @@ class Surroundings:
         with contextlib.ExitStack() as undo:
             self.modules.put_back(undo.callback)
             self._cached.put_back(undo.callback)
-            self._given.put_back(undo.callback)
+            self._given.holders.put_back(undo.callback)
             self._restore_slots(undo.callback)
             self._restore_values(undo)
             yield

@@ -171,7 +171,6 @@ def test_the_parts_of_the_offloader_leave_the_fields_of_others_alone(path: Path)
 LARGE_CLASSES = {
     "ActivationStore": "the contract: each of its methods is small, and most have a default",
     "StoreContract": "a suite of tests",
-    "Contents": "13 attributes: a list for each kind of thing that is put back in its own way",
     "LayerHooks": "13 attributes that the hot path looks up in itself",
     "Lookahead": "15 attributes: the order of the last step and of this one, place by place",
     "Rebuild": "14 attributes of one tensor that is made again",
