@@ -7,15 +7,13 @@ a process of pytest's own (``-p lagging``), and the other tests keep PyTorch's C
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import subprocess
 import types
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from compiled import library_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,25 +23,6 @@ COUNTS = ("overwritten", "reused", "copies", "host_waits", "calls_in_child", "pi
 LAG = "lag"
 _CYCLES = 1500
 """Clock cycles in a microsecond, as the package takes them where a device does not tell its clock."""
-
-
-def built() -> Path:
-    """The library, made once for each source and version of PyTorch; that takes ten seconds of one core."""
-    key = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "tba-offload-tests"
-    library = cache / f"lagging-{key}.so"
-    if library.exists():
-        return library
-    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-    new = cache / f"{library.stem}-{os.getpid()}.so"  # several processes may build at once
-    root = Path(torch.__file__).parent
-    command = ["g++", "-std=c++20", "-O1", "-fPIC", "-shared", str(SOURCE), "-o", str(new)]
-    command += [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}", f"-L{root / 'lib'}"]
-    command += ["-lc10", "-ltorch_cpu", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    new.rename(library)
-    return library
 
 
 class Event:
@@ -125,11 +104,12 @@ class _Module(types.ModuleType):
 
 
 def _registered() -> ctypes.CDLL:
+    library_file = library_of(SOURCE)
     torch.utils.rename_privateuse1_backend(LAG)
-    torch.ops.load_library(str(built()))
+    torch.ops.load_library(str(library_file))
     torch._register_device_module(LAG, _Module("torch.lag"))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
-    loaded = ctypes.CDLL(str(built()))
+    loaded = ctypes.CDLL(str(library_file))
     for name in ("lag_count", "lag_seed"):
         getattr(loaded, name).restype = ctypes.c_long
     for name in ("lag_sleep", "lag_limit", "lag_set_seed"):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 WIDTH, ROWS, LAYERS = 64, 32, 4
 RECOMPUTED = [Placement.RECOMPUTE, Placement.RECOMPUTE_OFFLOAD]
-SLOW = 5e6
+SLOW = 2e6
 """Bytes a second: recomputing a layer takes a small part of what reading it back would."""
 
 

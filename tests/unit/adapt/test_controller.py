@@ -983,7 +983,8 @@ def test_equal_layers_are_told_together_and_the_last_line_says_what_to_do(
 ) -> None:
     fast = ("--write", "100GB", "--read", "100GB", "--budget", "3MiB")
     output = run_plan(run_log, *fast).output
-    assert re.search(r"^\| 0-\d +\| layers\.0-\d +\|", output, re.MULTILINE)
+    # Which layers are equal is a matter of the times that were measured: one that took longer may be kept.
+    assert re.search(r"^\| (\d)-(\d) +\| layers\.\1-\2 +\|", output, re.MULTILINE)
     last = output.splitlines()[-1]
     assert re.match(
         r"Use -o policy\.yaml: .*layers.*; peak \d\S* [KM]iB of keep's 4\.\d+ MiB in a step of", last

@@ -16,7 +16,7 @@ import pytest
 import torch
 from children import environment
 from covering import of_which
-from harness import KIB, Drive, config_for, session_for
+from harness import KIB, Drive, config_for, session_for, wait_until
 from models import loss_of, make_model, make_tokens, same_bits
 from torch import Tensor, nn
 
@@ -826,7 +826,10 @@ def test_layers_that_put_out_objects() -> None:
     optimizer = adam(model)
     with session_for(model, drive=Drive(), default="auto") as session:
         for _ in range(4):
-            model(torch.randn(64, 64)).sum().backward()
+            loss = model(torch.randn(64, 64)).sum()
+            # There is no plan without a write, and one that has not begun when backward comes is taken back.
+            wait_until(lambda: session.store.pending() == 0, "what was saved is written")
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         assert scopes_of(session) == [2, 2, 2, 2]

@@ -1,0 +1,57 @@
+"""Peaks of memory on a CPU without samples: the twin of an accelerator's statistics.
+
+On a CPU the package samples what malloc has given out: a short peak may be missed, the more so the busier the
+machine is, and what else the process allocates counts too. Here PyTorch's allocator counts
+(``counting_allocator.cpp``), and the meter is the one that accelerators have.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING
+from unittest import mock
+
+import torch
+from compiled import library_of
+from places import SUPPORT
+
+from tba_offload.device.memory import AllocatorMeter, MemoryMeter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@contextmanager
+def exact_memory() -> Iterator[None]:
+    """Sessions that are attached in this context know each peak to the byte."""
+    library = _library()
+    live, peak, reset = library.live_bytes, library.peak_bytes, library.reset_peak
+    statistics = {
+        "memory_allocated": lambda _: live(),
+        "max_memory_allocated": lambda _: peak(),
+        "max_memory_reserved": lambda _: peak(),
+        "reset_peak_memory_stats": lambda _: reset(),
+    }
+
+    def meter_of(_: object, static: Callable[[], int]) -> MemoryMeter:
+        return AllocatorMeter(torch.device("cpu"), static)
+
+    library.count(1)
+    try:
+        with (
+            mock.patch.multiple(torch.cpu, create=True, **statistics),
+            mock.patch("tba_offload.session.meters.meter_of", meter_of),
+        ):
+            yield
+    finally:
+        library.count(0)
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(library_of(SUPPORT / "counting_allocator.cpp")))
+    for name in ("live_bytes", "peak_bytes"):
+        getattr(loaded, name).restype = ctypes.c_long
+    return loaded
