@@ -175,7 +175,7 @@ def test_what_cannot_go_together_goes_one_by_one(
 
 def test_one_that_cannot_be_written_fails_alone(store: FileStore) -> None:
     data = sources_of(store, SIZES)
-    with inject("fail-write:n=3,errno=EINVAL"):
+    with inject("nothing-write:n=1", "fail-write:n=3,errno=EINVAL"):
         writes = write(store, reserve(store, data), data, READY)
         for number, each in enumerate(writes):
             if number == 2:
@@ -207,7 +207,7 @@ def test_each_that_goes_alone_may_take_as_long_as_the_limit(tmp_path: Path) -> N
     with FileStore(tmp_path, device=CPU, writers=1, readers=1, stall_seconds=0.6) as store:
         store.prepare(1 << 20)
         data = sources_of(store, SIZES)
-        with inject("delay-write:seconds=0.2"):
+        with inject("nothing-write:n=1", "delay-write:seconds=0.2"):
             writes = write(store, reserve(store, data), data, READY)
             writes[3].wait(PATIENCE)
             store.close()  # it would give up what hangs
