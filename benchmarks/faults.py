@@ -35,7 +35,7 @@ from torch import Tensor, nn
 import tba_offload as tba
 from tba_offload.errors import TbaError
 from tba_offload.store import run_file
-from tba_offload.testing.faults import GROW, SILENT_KINDS, Fault, inject
+from tba_offload.testing.faults import GROW, SILENT_KINDS, Fault, Strike, inject
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -99,6 +99,7 @@ class Row:
 
     Attributes:
         struck: How often the fault was injected.
+        joined: How often of these in a call that joins several extents; what fails there goes one by one.
         noticed: What told of it: an error, a figure of the step's record, a warning.
         reaction: In words; one of :data:`WRONG` if it may not be.
         losses: Whether those of the step with the fault, done again after an error, are what they should be.
@@ -112,6 +113,7 @@ class Row:
     schedule: str
     checksum: bool
     struck: int = 0
+    joined: int = 0
     noticed: str = ""
     reaction: str = ""
     losses: bool = True
@@ -280,10 +282,15 @@ def _with_fault(
         row.noticed = f"{type(error).__name__} from {type(error.__cause__ or error).__name__}"
         optimizer.zero_grad()
     else:
-        row.struck = len(faults.fired)
+        _note_strikes(row, faults.fired)
         return losses
-    row.struck = len(faults.fired)
+    _note_strikes(row, faults.fired)
     return step()
+
+
+def _note_strikes(row: Row, fired: Sequence[Strike]) -> None:
+    row.struck = len(fired)
+    row.joined = sum(strike.extents > 1 for strike in fired)
 
 
 FIGURES = ("fallback_kept_bytes", "drives_out_of_service", "reread_bytes")
@@ -303,6 +310,8 @@ def reaction(case: Case, row: Row) -> str:
         return "read again"
     if "fallback_kept" in row.noticed or "out_of_service" in row.noticed:
         return "kept in memory" if case.drives == 1 else "other drive or memory"
+    if fault.kind in {"fail", "nothing"} and row.joined == row.struck:
+        return "went one by one"
     if fault.kind in {"short", "delay", "hang"}:
         return {"short": "went on", "delay": "waited", "hang": "not waited for"}[fault.kind]
     return "bytes not needed" if fault.kind in SILENT_KINDS else SILENT

@@ -33,7 +33,7 @@ from tba_offload.capture.identity import (
     version_witness,
     viewed,
 )
-from tba_offload.capture.registry import Registry
+from tba_offload.capture.registry import Entry, Registry
 from tba_offload.capture.saved import Borrowed, Kept, Packed
 from tba_offload.capture.scope import ActivationKey, Lookahead, ScopeKey
 from tba_offload.capture.trace import ActivationTrace, StepTrace, Treatment
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import TracebackType
 
-    from tba_offload.capture.registry import Entry, SeenView
+    from tba_offload.capture.registry import SeenView
     from tba_offload.recompute.rescue import Rescue
     from tba_offload.transfer.offloader import Offloader
 
@@ -132,7 +132,9 @@ class Capture:
         """A new record is found again by its storage from now on, also by other threads, and read ahead."""
         trace = ActivationTrace(record.key, record.nbytes, Treatment.OFFLOADED, perf_counter())  # type: ignore[arg-type]
         self.trace.activations.append(trace)
-        entry = record, trace, view, footprint, weakref.ref(witness), witness._version
+        entry = Entry(witness)
+        entry.record, entry.trace, entry.view, entry.footprint = record, trace, view, footprint
+        entry.version = witness._version
         self.registry.entries[storage._cdata] = entry
         self.lookahead.saved(record)
         return trace
@@ -171,8 +173,8 @@ class Capture:
         lo, hi, _ = view.footprint()
         found = self.registry.find(tensor.untyped_storage(), tensor)
         if found is not None:
-            self.offloader.writer.join(found[0])
-        return found[0] if found is not None and found[0].span_over(lo, hi) is not None else None
+            self.offloader.writer.join(found.record)
+        return found.record if found is not None and found.record.span_over(lo, hi) is not None else None
 
     def held(self, hold: Kept | Borrowed) -> torch.Tensor | None:
         """The tensor of a hold; ``None`` if it was changed, or is gone.
@@ -390,11 +392,10 @@ class LayerHooks:
             capture.trace.kept_bytes += storage.nbytes()
             return Kept(tensor)
         found = registry.entries.get(address)
-        if found is not None and found[0].origin() is storage:
+        if found is not None and (record := found.record).origin() is storage:
             # As Registry.find has it, but for a call.
-            record, _, _, _, reference, version = found
-            witness = reference()
-            is_same = record.state is not State.RELEASED and tensor._version == version
+            witness = found()
+            is_same = record.state is not State.RELEASED and tensor._version == found.version
             if is_same and witness is not None and shares_version(witness, tensor):
                 return self._pack_more(tensor, local, storage, found, witness)
         if address in registry.kept and registry.is_kept(storage):
@@ -458,7 +459,7 @@ class LayerHooks:
         witness: torch.Tensor,
     ) -> Packed:
         """Another view of a storage that has a record: only what it lacks is written."""
-        record, trace, view, footprint, _, _ = found
+        record, trace, view, footprint = found.record, found.trace, found.view, found.footprint
         if record.state is State.WAITS:
             self.capture.offloader.writer.join(record)
         is_same = view == (local.dtype, local.shape, local.stride(), local.storage_offset())

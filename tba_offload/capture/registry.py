@@ -18,11 +18,28 @@ if TYPE_CHECKING:
 RELEARN_AFTER = 32
 """Steps after which an activation that was found to be kept elsewhere is offloaded again, to see."""
 
-Entry = tuple["Record", "ActivationTrace", "View", tuple[int, int, int], "weakref.ref[torch.Tensor]", int]
-"""A record and its trace; of what was saved first the view, the bytes that it needs, witness and version.
 
-The witness of what waits for its batch keeps its memory, which this must not: it lives as long as the graph.
-"""
+class Entry(weakref.ref["torch.Tensor"]):
+    """What is known of a storage, as a weak reference to the witness of what was saved of it first.
+
+    Weak, because the witness of what waits for its batch keeps its memory: it lives as long as the graph. One
+    object with the rest, because the cyclic collector looks at each.
+
+    Attributes:
+        record: Of the storage.
+        trace: Of the record.
+        view: How the first saved tensor looks at the storage.
+        footprint: The bytes that it needs.
+        version: Its version.
+    """
+
+    __slots__ = ("footprint", "record", "trace", "version", "view")
+
+    record: Record
+    trace: ActivationTrace
+    view: View
+    footprint: tuple[int, int, int]
+    version: int
 
 
 SeenView = tuple[View, tuple[int, int, int]]
@@ -79,12 +96,11 @@ class Registry:
         found = self.entries.get(storage._cdata)
         if found is None:
             return None
-        record, _, _, _, reference, version = found
-        witness = reference()
+        record, witness = found.record, found()
         if (
             record.origin() is not storage
             or record.state is State.RELEASED
-            or tensor._version != version
+            or tensor._version != found.version
             # With a counter of its own a tensor may have been changed without this record's noticing.
             or witness is None
             or not shares_version(witness, tensor)
@@ -95,7 +111,7 @@ class Registry:
     def record_of(self, storage: torch.UntypedStorage) -> Record | None:
         """The record of a storage, at whatever version."""
         found = self.entries.get(storage._cdata)
-        return found[0] if found is not None and found[0].origin() is storage else None
+        return found.record if found is not None and found.record.origin() is storage else None
 
     def note_kept(self, storage: torch.UntypedStorage) -> None:
         """A storage stays in this step: saved again it is kept too, and is no activation."""

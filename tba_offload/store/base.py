@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import time
 import warnings
 from _thread import allocate_lock
 from abc import ABC, abstractmethod
@@ -16,6 +17,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from tba_offload import interrupts
+from tba_offload.config.store import STALL_SECONDS
 from tba_offload.errors import StoreError
 
 if TYPE_CHECKING:
@@ -166,12 +168,18 @@ class IoFuture:
             callback(self)
 
 
-def take_back(transfers: Iterable[IoFuture]) -> None:
-    """Cancels transfers, or waits for them: none of them runs afterwards."""
-    for transfer in transfers:
-        if not transfer.cancel():
-            with suppress(StoreError):
-                transfer.wait()
+def take_back(transfers: Iterable[IoFuture], limit: float | None = STALL_SECONDS) -> None:
+    """Cancels transfers, or waits for them: none of them runs afterwards, unless its drive hangs.
+
+    Args:
+        transfers: The transfers.
+        limit: Seconds to wait at most, for all of them together; ``None`` for no limit.
+    """
+    running = [transfer for transfer in transfers if not transfer.cancel()]
+    began = time.monotonic()
+    for transfer in running:
+        with suppress(StoreError, TimeoutError):
+            transfer.wait(None if limit is None else limit - (time.monotonic() - began))
 
 
 def _anew(error: BaseException) -> BaseException:

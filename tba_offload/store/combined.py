@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from contextlib import ExitStack
+from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
+from tba_offload.config.store import STALL_SECONDS
 from tba_offload.store.base import take_back
 from tba_offload.store.batching import BatchingStore
 
@@ -23,6 +25,10 @@ class CombinedStore(BatchingStore):
 
     Args:
         stores: At least one. They are closed with this one.
+
+    Attributes:
+        stores: As given.
+        limit: Seconds after which a transfer that is taken back is not waited for; ``None`` for ever.
     """
 
     def __init__(self, stores: Sequence[ActivationStore]) -> None:
@@ -32,6 +38,7 @@ class CombinedStore(BatchingStore):
         capacities = [store.capacity_bytes for store in stores]
         limited = [capacity for capacity in capacities if capacity is not None]
         self.capacity_bytes = sum(limited) if len(limited) == len(capacities) else None
+        self.limit: float | None = STALL_SECONDS
 
     @abstractmethod
     def _store_of(self, extent: Extent) -> ActivationStore:
@@ -70,16 +77,18 @@ class CombinedStore(BatchingStore):
         of_stores: dict[ActivationStore, list[int]] = {}
         for number, order in enumerate(orders):
             of_stores.setdefault(self._store_of(order[0]), []).append(number)
-        futures: dict[int, IoFuture] = {}
+        queued: list[IoFuture] = []
+        new: list[IoFuture] = []
         try:
             for store, numbers in of_stores.items():
-                futures.update(
-                    zip(numbers, queue(store, [orders[number] for number in numbers]), strict=True)
-                )
+                new = queue(store, [orders[number] for number in numbers])
+                queued += new
+            places = chain.from_iterable(of_stores.values())
+            return [future for _, future in sorted(zip(places, queued, strict=True))]
         except BaseException:
-            take_back(futures.values())
+            # An interrupt may come when a store has queued its own and they are not among the others yet.
+            take_back([*queued, *new], self.limit)
             raise
-        return [futures[number] for number in range(len(orders))]
 
     def place(self, extent: Extent) -> str:
         """Where in its store the extent lies; see :meth:`ActivationStore.place`."""
@@ -120,6 +129,7 @@ class CombinedStore(BatchingStore):
 
     def limit_waits(self, seconds: float | None) -> None:
         """The same limit for every store; see :meth:`ActivationStore.limit_waits`."""
+        self.limit = seconds
         for store in self.stores:
             store.limit_waits(seconds)
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from tba_offload.errors import SessionError, StoreError, StoreFullError
 from tba_offload.store import process
+from tba_offload.store.base import take_back
 from tba_offload.store.condition import Condition
 from tba_offload.store.extents import BLOCK, round_up
 from tba_offload.store.figures import Figures
@@ -227,10 +228,7 @@ class QueuedStore(Figures):
             return transfers  # noqa: TRY300 - an interrupt after the block would lose them
         except BaseException:
             # An interrupt: none must run without its owner's knowing; what runs already shall end.
-            for transfer in transfers:
-                if not transfer.cancel():
-                    with suppress(StoreError, TimeoutError):
-                        transfer.wait(self._lanes.limit)
+            take_back(transfers, self._lanes.limit)
             raise
 
     # At a fork.

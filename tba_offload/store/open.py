@@ -56,14 +56,15 @@ def open_store(
         options = StoreConfig(**settings).options(readers=readers, writers=writers)
     if options.kind == "host":
         return HostStore(device=device, options=options)
-    drives = _open_drives(options, device)
-    if options.host_capacity is None:
-        return drives
-    try:
-        return _with_host_memory(drives, options, device)
-    except BaseException:
-        drives.close()
-        raise
+    store = _open_drives(options, device)
+    if options.host_capacity is not None:
+        try:
+            store = _with_host_memory(store, options, device)
+        except BaseException:
+            store.close()
+            raise
+    store.limit_waits(options.stall_seconds)  # one that is made of others does not know it yet
+    return store
 
 
 def _open_drives(options: StoreOptions, device: Device) -> ActivationStore:

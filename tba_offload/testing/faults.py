@@ -1,9 +1,9 @@
 """Drives that fail on demand: named faults, put below the product's own code.
 
-A fault strikes in the lowest calls of the file store: ``pwrite``, ``pread`` and ``fallocate``. A call that
-joins several extents moves nothing meanwhile, so that each goes by itself. All above them, queues, threads,
-checksums, the continuation of short transfers and the translation of errors, is what runs with a healthy
-drive too::
+A fault strikes in the lowest calls of the file store: ``pwrite``, ``pread``, those that join several extents,
+``pwritev`` and ``preadv``, and ``fallocate``. All above them, queues, threads, checksums, the continuation of
+short transfers and the translation of errors, is what runs with a healthy drive too: a joined call that fails
+or is cut short is followed by one for each extent::
 
     with inject("flip-read:n=3", "hang-write:after=5,drive=1") as faults:
         ...                       # train
@@ -23,17 +23,20 @@ import random
 import threading
 import time
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from tba_offload.config import format_size, parse_size
 from tba_offload.errors import ConfigError
 from tba_offload.store import posix
+from tba_offload.store.extents import BLOCK
 from tba_offload.store.file import FileStore
 from tba_offload.store.process import open_stores
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import TracebackType
 
 WRITE, READ, GROW = "write", "read", "grow"
@@ -65,7 +68,7 @@ _DELAY_SECONDS = 0.05
 class Fault:
     """One fault, and when it strikes: whenever all conditions that are given hold, or at every call.
 
-    Calls, bytes and strikes are counted for each drive alone.
+    Calls, bytes and strikes are counted for each drive alone; a call that joins several extents is one.
 
     Attributes:
         kind: What happens, one of :data:`KINDS`.
@@ -207,6 +210,7 @@ class Strike(NamedTuple):
         directory: The drive's directory.
         offset: Where in the store's file, bytes.
         nbytes: Bytes of the call.
+        extents: How many the call joined; 1 for one by itself.
     """
 
     fault: Fault
@@ -214,6 +218,7 @@ class Strike(NamedTuple):
     directory: str
     offset: int
     nbytes: int
+    extents: int
 
 
 class _Trigger:
@@ -279,7 +284,7 @@ class Faults:
         self._pwritev, self._preadv = posix.pwritev, posix.preadv
         self._begin_anew()
         posix.pwrite, posix.pread, posix.fallocate = self._write, self._read, self._grow
-        posix.pwritev = posix.preadv = _move_nothing
+        posix.pwritev, posix.preadv = self._write_joined, self._read_joined
         return self
 
     def _begin_anew(self) -> None:
@@ -317,30 +322,58 @@ class Faults:
         fault, bit = self._strike(WRITE, fd, offset, nbytes)
         if fault is None:
             return self._pwrite(fd, address, nbytes, offset)
+        return self._write_struck(fault, bit, fd, address, nbytes, offset)
+
+    def _write_joined(self, fd: int, address: int, parts: int, offset: int) -> int:
+        pieces = _pieces_at(address, parts)
+        nbytes = sum(length for _, length in pieces)
+        fault, bit = self._strike(WRITE, fd, offset, nbytes, _extents_of(pieces))
+        if fault is None:
+            return self._pwritev(fd, address, parts, offset)
+        with _pages(nbytes) as block:  # what lies next to each other in the file
+            done = block
+            for start, length in pieces:
+                ctypes.memmove(done, start, length)
+                done += length
+            return self._write_struck(fault, bit, fd, block, nbytes, offset)
+
+    def _write_struck(self, fault: Fault, bit: int, fd: int, address: int, nbytes: int, offset: int) -> int:
         if fault.kind == "lost":
             return nbytes
         if fault.kind in {"flip", "zeros"}:
-            with mmap.mmap(-1, nbytes) as pages:  # zeros, and aligned for direct I/O
+            with _pages(nbytes) as others:
                 if fault.kind == "flip":
-                    pages.write(posix.view(address, nbytes))
-                    pages[bit // 8] ^= 1 << bit % 8
-                here = ctypes.c_char.from_buffer(pages)
-                try:
-                    return self._pwrite(fd, ctypes.addressof(here), nbytes, offset)
-                finally:
-                    del here
+                    ctypes.memmove(others, address, nbytes)
+                    _flip(others, bit)
+                return self._pwrite(fd, others, nbytes, offset)
         return self._pwrite(fd, address, self._begin(fault, nbytes), offset)
 
     def _read(self, fd: int, address: int, nbytes: int, offset: int) -> int:
         fault, bit = self._strike(READ, fd, offset, nbytes)
         if fault is None:
             return self._pread(fd, address, nbytes, offset)
+        return self._read_struck(fault, bit, fd, address, nbytes, offset)
+
+    def _read_joined(self, fd: int, address: int, parts: int, offset: int) -> int:
+        pieces = _pieces_at(address, parts)
+        nbytes = sum(length for _, length in pieces)
+        fault, bit = self._strike(READ, fd, offset, nbytes, _extents_of(pieces))
+        if fault is None:
+            return self._preadv(fd, address, parts, offset)
+        with _pages(nbytes) as block:
+            moved = self._read_struck(fault, bit, fd, block, nbytes, offset)
+            done = 0
+            for start, length in pieces:
+                ctypes.memmove(start, block + done, max(min(length, moved - done), 0))
+                done += length
+        return moved
+
+    def _read_struck(self, fault: Fault, bit: int, fd: int, address: int, nbytes: int, offset: int) -> int:
         moved = self._pread(fd, address, self._begin(fault, nbytes), offset)
         if fault.kind == "zeros":
             ctypes.memset(address, 0, moved)
         elif fault.kind == "flip" and bit // 8 < moved:
-            byte = ctypes.c_ubyte.from_address(address + bit // 8)
-            byte.value ^= 1 << bit % 8
+            _flip(address, bit)
         return moved
 
     def _grow(self, fd: int, offset: int, nbytes: int) -> None:
@@ -360,8 +393,18 @@ class Faults:
         half = nbytes // 2 // mmap.PAGESIZE * mmap.PAGESIZE or nbytes
         return {"nothing": 0, "short": half}.get(fault.kind, nbytes)
 
-    def _strike(self, verb: str, fd: int, offset: int, nbytes: int) -> tuple[Fault | None, int]:
-        """The fault that strikes this call, if any, and a bit of the bytes."""
+    def _strike(
+        self, verb: str, fd: int, offset: int, nbytes: int, extents: Sequence[tuple[int, int]] = ()
+    ) -> tuple[Fault | None, int]:
+        """The fault that strikes this call, if any, and a bit of the bytes.
+
+        Args:
+            verb: What the call does.
+            fd: To the file of which drive.
+            offset: Where in the file.
+            nbytes: How much of it.
+            extents: First byte and bytes of each that the call joins.
+        """
         drive, directory = _drive_of(fd)
         if drive is None:
             return None, 0
@@ -371,14 +414,43 @@ class Faults:
                     continue
                 trigger = self._triggers.setdefault((index, drive), _Trigger(fault, drive, self._began))
                 if trigger.pulled(nbytes):
-                    self.fired.append(Strike(fault, drive, directory, offset, nbytes))
-                    return fault, trigger.bit(nbytes)
+                    start, length = max(extents, default=(0, nbytes), key=itemgetter(1))
+                    self.fired.append(Strike(fault, drive, directory, offset, nbytes, len(extents) or 1))
+                    return fault, 8 * start + trigger.bit(length)
         return None, 0
 
 
-def _move_nothing(fd: int, address: int, parts: int, offset: int) -> int:  # noqa: ARG001 - a system call's
-    """A call that joins several extents: none goes through, so that faults strike each transfer by itself."""
-    return 0
+def _pieces_at(address: int, parts: int) -> list[tuple[int, int]]:
+    """Address and length of the pieces of memory of a joined call."""
+    words = (ctypes.c_ulong * (2 * parts)).from_address(address)
+    return list(zip(words[::2], words[1::2], strict=True))
+
+
+def _extents_of(pieces: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """First byte and number of the bytes of each extent in a joined call; between them lies filling."""
+    found, start = [], 0
+    for _, length in pieces:
+        if start % BLOCK == 0:  # where extents begin; what fills the rest of one is less than that
+            found.append((start, length))
+        start += length
+    return found
+
+
+@contextmanager
+def _pages(nbytes: int) -> Iterator[int]:
+    """The address of zeros that are aligned for direct I/O."""
+    with mmap.mmap(-1, nbytes) as pages:
+        here = ctypes.c_char.from_buffer(pages)
+        try:
+            yield ctypes.addressof(here)
+        finally:
+            del here
+
+
+def _flip(address: int, bit: int) -> None:
+    """Flips a bit of memory, counted from an address."""
+    byte = ctypes.c_ubyte.from_address(address + bit // 8)
+    byte.value ^= 1 << bit % 8
 
 
 def _drive_of(fd: int) -> tuple[int | None, str]:

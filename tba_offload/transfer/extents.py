@@ -58,10 +58,22 @@ class Extents:
         return self.store.reserve_many(ranges)
 
     def give_back(self, piece: Piece) -> None:
-        """Gives back an extent that no transfer uses; :meth:`reconcile` ends what an interrupt cuts short."""
+        """Gives back the extent of a piece; :meth:`reconcile` ends what an interrupt cuts short."""
         extent = piece.take_extent()
         if extent is not None:
+            self.release(extent)
+
+    def release(self, extent: Extent) -> None:
+        """Gives back an extent that no piece has any more.
+
+        A transfer that hangs may still use it if an interrupt let no piece know of that, or when nothing is
+        to wait for it any longer: then :meth:`reconcile` gives it back after the next step that fails.
+        """
+        try:
             self.store.release(extent)
+        except ValueError:
+            if extent not in self.store.leased():
+                raise
 
     def give_back_after(self, read: IoFuture, piece: Piece) -> None:
         """Gives back an extent when a read, which still fills its buffer from it, has ended.
@@ -94,7 +106,7 @@ class Extents:
             known.update(self._being_read)  # before the store is asked, or they may be back by then
             for extent in self.store.leased():
                 if extent not in known:
-                    self.store.release(extent)
+                    self.release(extent)
         finally:
             self._reserving.release()
 

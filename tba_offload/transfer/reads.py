@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tba_offload.device.ranges import aligned_range
+from tba_offload.store.base import take_back
 from tba_offload.transfer.extents import extent_of
-from tba_offload.transfer.watchdog import has_ended
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -38,13 +38,13 @@ class Reads:
         whole = [span for span in spans if len(span.pieces) == 1]
         if whole:
             self._submit(whole, padded=True)
-        if len(whole) == len(spans):
-            return
-        try:
-            self._submit([span for span in spans if len(span.pieces) > 1], padded=False)
-        except BaseException:
-            self._take_back(whole, [read for span in whole for read in span.reads])
-            raise
+        if len(whole) != len(spans):
+            try:
+                self._submit([span for span in spans if len(span.pieces) > 1], padded=False)
+            except BaseException:
+                self._take_back(whole, [read for span in whole for read in span.reads])
+                raise
+        self._ledger.stats.read += sum([span.nbytes for span in spans])
 
     def _submit(self, spans: Sequence[Span], *, padded: bool) -> None:
         """Submits the reads of spans, into a new buffer each; ``padded`` if each has one piece."""
@@ -70,15 +70,16 @@ class Reads:
         except BaseException:
             self._take_back(spans, reads)
             raise
-        self._ledger.stats.read += sum([span.nbytes for span in spans])
 
     def _take_back(self, spans: Iterable[Span], reads: Iterable[IoFuture]) -> None:
-        """Cancels reads: no buffer must be taken for one that holds the bytes, and no read be forgotten."""
-        for read in reads:
-            if not read.cancel():
-                has_ended(read, self._watchdog.limit)
+        """Cancels reads: no buffer must be taken for one that holds the bytes, and no read be forgotten.
+
+        A span whose drive hangs keeps its reads, and the buffer that they fill.
+        """
+        take_back(reads, self._watchdog.limit)
         for span in spans:
-            span.forget()
+            if span.arrived():
+                span.forget()
 
     def start_again(self, span: Span, piece: Piece, room: ByteRange) -> IoFuture:
         """Submits the read of one piece once more, without the padding if it has neighbours in the buffer."""

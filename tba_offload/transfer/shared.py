@@ -156,7 +156,10 @@ class Shared:
             if span.reads and not record.writes:
                 self._end_reads(span)
         for extent in record.release():
-            self.extents.store.release(extent)
+            try:
+                self.extents.store.release(extent)
+            except ValueError:  # not by a call for each extent
+                self.extents.release(extent)
         if not record.writes:
             self.records.pop(record, None)
         if record in self.ledger.noted:

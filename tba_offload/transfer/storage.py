@@ -109,8 +109,8 @@ def reserved(pieces: Iterable[Piece], sources: Iterable[ByteRange], extents: Ite
 
 
 def handed_over(pieces: Iterable[Piece], writes: Iterable[IoFuture]) -> None:
-    """The writes of pieces are queued from now on; some may have ended already."""
-    for piece, write in zip(pieces, writes, strict=True):
+    """The writes of the first of several pieces are queued from now on; some may have ended already."""
+    for piece, write in zip(pieces, writes, strict=False):
         if piece.pending:
             piece.write = write
 

@@ -258,7 +258,14 @@ class Writer:
             (extent, source, after[piece.stream], partial(written, record, piece, epoch))
             for extent, source, (record, piece) in zip(extents, sources, saved, strict=False)
         ]
-        handed_over(pieces[: len(extents)], self._store.write_many(orders))
+        writes: list[IoFuture] = []
+        try:
+            writes = self._store.write_many(orders)
+            handed_over(pieces, writes)
+        except BaseException:
+            # An interrupt: done again, or a write would run that no piece knows of.
+            handed_over(pieces, writes)
+            raise
         return len(extents)
 
     # ---- on an I/O thread ------------------------------------------------------------------------
@@ -267,6 +274,8 @@ class Writer:
         """A write has ended."""
         shared = self._shared
         with shared.lock:
+            if not piece.pending:
+                return  # it was given up: an interrupt struck in the store
             if future.error is not None:
                 self._unwritten(record, piece, future.error, epoch)
             else:

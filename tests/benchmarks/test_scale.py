@@ -16,7 +16,7 @@ sys.path.append(str(BENCHMARKS))  # after all others: it has an io.py
 
 import scale
 
-OBJECTS = 21
+OBJECTS = 20
 """Objects of an activation that the cyclic collector looks at, those of its share of a small layer included.
 
 It goes through all that are alive whenever a quarter more have been made: in large steps each object costs as

@@ -325,8 +325,8 @@ def owner_of(name: ast.Attribute) -> str:
 FOREIGN = {
     "capture/compiling.py": ("function", "marks of torch.compile, which reads them there"),
     "capture/hooks.py": (
-        "capture capture.trace packed self.capture.trace trace",
-        "pack and unpack add to counters of the step; a call for each would be the dearest part of them",
+        "capture capture.trace entry packed self.capture.trace trace",
+        "counters of the step, and the entry of a storage: a call for each would be the dearest part",
     ),
     "capture/identity.py": ("tensor witness", "tensors of torch"),
     "capture/rematerialize.py": (

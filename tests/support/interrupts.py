@@ -22,7 +22,8 @@ from torch import Tensor, nn
 import tba_offload
 
 if TYPE_CHECKING:
-    from types import FrameType
+    from collections.abc import Callable, Collection
+    from types import CodeType, FrameType
 
     from tba_offload.session import Session
 
@@ -30,17 +31,32 @@ PACKAGE = str(Path(tba_offload.__file__).parent)
 WHERE = tuple(f"{PACKAGE}/{part}" for part in ("transfer/", "capture/", "recompute/", "store/", "device/"))
 
 
+def _press_ctrl_c() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
 class Aim:
     """Counts the points of a block at which a signal may be handled, and sends one at a chosen point.
 
     Args:
         at: The number of that point; ``None`` to count only.
+        within: Functions of which, and of what they call, the points are; none for all.
+        strike: What happens there.
     """
 
-    def __init__(self, at: int | None = None) -> None:
+    def __init__(
+        self,
+        at: int | None = None,
+        *,
+        within: Collection[CodeType] = (),
+        strike: Callable[[], object] = _press_ctrl_c,
+    ) -> None:
         self.at = at
         self.count = 0
         self.struck: str | None = None
+        self._within = within
+        self._strike = strike
+        self._outermost: FrameType | None = None
 
     def __enter__(self) -> Self:
         sys.setprofile(self._look)
@@ -48,8 +64,11 @@ class Aim:
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
+        self._outermost = None  # it knows its callers, and what they hold
 
     def _look(self, frame: FrameType, event: str, _: Any) -> None:
+        if self._within and not self._is_within(frame, event):
+            return
         if event not in {"call", "c_return"} or not frame.f_code.co_filename.startswith(WHERE):
             return
         self.count += 1
@@ -57,7 +76,14 @@ class Aim:
             self.struck = (
                 f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name} {event}"
             )
-            signal.raise_signal(signal.SIGINT)
+            self._strike()
+
+    def _is_within(self, frame: FrameType, event: str) -> bool:
+        if self._outermost is None and event == "call" and frame.f_code in self._within:
+            self._outermost = frame
+        elif event == "return" and frame is self._outermost:
+            self._outermost = None
+        return self._outermost is not None
 
 
 class Block(nn.Module):

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from tba_offload.store.base import Extent
+
 NBYTES = 100_003
 
 
@@ -283,3 +285,72 @@ def test_faults_that_are_gone_take_no_others_away(store: FileStore) -> None:
         gone.stop()
         with pytest.raises(StoreError):
             put(store, pattern(NBYTES))
+
+
+# Calls that join several extents.
+
+SIZES = (5000, 40_000, 100, 12_345)
+
+
+def put_together(store: FileStore) -> tuple[list[Extent], list[torch.Tensor]]:
+    """Neighbours that are queued together."""
+    data = [at_lead(nbytes, 64 * n, store.alignment).copy_(pattern(nbytes)) for n, nbytes in enumerate(SIZES)]
+    extents = store.reserve_many([(each.nbytes, each.data_ptr()) for each in data])
+    pairs = zip(extents, data, strict=True)
+    writes = store.write_many([(extent, ByteRange.of(each), READY, None) for extent, each in pairs])
+    for write in writes:
+        write.wait(PATIENCE)
+    return extents, data
+
+
+def get_together(store: FileStore, extents: list[Extent]) -> list[torch.Tensor]:
+    rooms = [at_lead(extent.nbytes, extent.lead, store.alignment).zero_() for extent in extents]
+    reads = store.read_many(
+        [(extent, ByteRange.of(room), READY) for extent, room in zip(extents, rooms, strict=True)],
+        padded=True,
+    )
+    for read in reads:
+        read.wait(PATIENCE)
+    return rooms
+
+
+@pytest.fixture
+def grown(store: FileStore) -> FileStore:
+    store.prepare(1 << 20)
+    return store
+
+
+@pytest.mark.parametrize("spec", ["flip-write:n=1", "flip-read:n=1"])
+def test_one_bit_of_a_joined_call_is_flipped_where_data_lies(grown: FileStore, spec: str) -> None:
+    for seed in range(4):
+        with inject(f"{spec},seed={seed}") as faults:
+            extents, data = put_together(grown)
+            changed = [*map(changed_bits, get_together(grown, extents), data)]
+        assert changed == [0, 1, 0, 0]
+        assert [strike.extents for strike in faults.fired] == [len(SIZES)]
+
+
+@pytest.mark.parametrize("spec", ["zeros-write:n=1", "zeros-read:n=1", "lost-write:n=1"])
+def test_a_joined_call_moves_no_data(grown: FileStore, spec: str) -> None:
+    with inject(spec) as faults:
+        extents, _ = put_together(grown)
+        assert not any(read.any() for read in get_together(grown, extents))
+    assert [strike.extents for strike in faults.fired] == [len(SIZES)]
+
+
+@pytest.mark.parametrize("verb", ["write", "read"])
+@pytest.mark.parametrize("kind", ["fail", "short", "nothing", "delay", "hang"])
+def test_a_joined_call_that_does_not_go_through_is_followed_by_one_for_each(
+    grown: FileStore, kind: str, verb: str
+) -> None:
+    with inject(f"{kind}-{verb}:n=1") as faults:
+        faults.release()  # what hangs goes on at once
+        extents, data = put_together(grown)
+        assert all(map(torch.equal, get_together(grown, extents), data))
+    assert [strike.extents for strike in faults.fired] == [len(SIZES)]
+
+
+def test_each_extent_that_follows_a_joined_call_is_struck_too(grown: FileStore) -> None:
+    with inject("fail-write") as faults, pytest.raises(StoreError):
+        put_together(grown)
+    assert [strike.extents for strike in faults.fired] == [len(SIZES), 1]  # then the drive is left alone

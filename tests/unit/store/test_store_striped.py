@@ -168,7 +168,8 @@ class PacedStore(HostStore):
         self.running: deque[tuple[float, threading.Semaphore]] = deque()
         self.futures: deque[IoFuture] = deque()
         self.began = threading.Semaphore(0)
-        self._condition.writes, self._condition.reads = Meter(clock), Meter(clock)
+        condition = self._condition
+        condition.writes, condition.reads, condition.service = Meter(clock), Meter(clock), Service(clock)
         put_around(self, self.paced)
 
     @contextmanager
@@ -315,6 +316,12 @@ def test_a_drive_that_was_busy_is_owed_nothing_for_the_turns_of_the_others() -> 
         assert feed(store, 20, depth=2) == {1: 20}
         drain(store)
         assert feed(store, 10, depth=1)[0] == pytest.approx(5, abs=1)
+
+
+def test_the_turns_of_a_dead_drive_go_evenly_to_the_others() -> None:
+    with paced(Clock(), 1e9, 1e9, 1e9) as store:
+        drives_of(store)[0].suspend(store.reserve(1, 0), StoreError("as the test wants it"))
+        assert feed(store, 40, depth=1) == {1: 20, 2: 20}
 
 
 def test_looking_at_a_rate_leaves_the_loads_to_the_planner() -> None:

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from harness import in_time
 
 from tba_offload.device import ByteRange, CpuDevice
 from tba_offload.errors import ChecksumError, StoreError
-from tba_offload.store import posix
+from tba_offload.store import open_store, posix
+from tba_offload.store.base import IoFuture, take_back
 from tba_offload.store.file import FileStore
 from tba_offload.store.host import HostStore
 from tba_offload.store.striped import StripedStore
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from tba_offload.device import Event
-    from tba_offload.store.base import ActivationStore, Extent, IoFuture
+    from tba_offload.store.base import ActivationStore, Extent
 
 SIZES = (5000, 4096, 1, 70_000, 12_345, 65_536)
 
@@ -173,7 +175,7 @@ def test_what_cannot_go_together_goes_one_by_one(
 
 def test_one_that_cannot_be_written_fails_alone(store: FileStore) -> None:
     data = sources_of(store, SIZES)
-    with inject("fail-write:n=3,errno=EINVAL"):
+    with inject("nothing-write:n=1", "fail-write:n=3,errno=EINVAL"):
         writes = write(store, reserve(store, data), data, READY)
         for number, each in enumerate(writes):
             if number == 2:
@@ -205,7 +207,7 @@ def test_each_that_goes_alone_may_take_as_long_as_the_limit(tmp_path: Path) -> N
     with FileStore(tmp_path, device=CPU, writers=1, readers=1, stall_seconds=0.6) as store:
         store.prepare(1 << 20)
         data = sources_of(store, SIZES)
-        with inject("delay-write:seconds=0.2"):
+        with inject("nothing-write:n=1", "delay-write:seconds=0.2"):
             writes = write(store, reserve(store, data), data, READY)
             writes[3].wait(PATIENCE)
             store.close()  # it would give up what hangs
@@ -380,3 +382,57 @@ def test_a_batch_goes_to_the_drives_until_they_have_too_much_to_do(tmp_path: Pat
         assert [extent.drive for extent in then] == [1]
         gate.open()
         await_all(writes)
+
+
+# Taken back
+
+
+def test_no_store_of_several_waits_for_ever_for_what_it_takes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    with hosts(2) as store:
+        store.limit_waits(0.05)
+        gates = [Gate(), Gate()]
+        extents = [store.reserve(5000, 0) for _ in gates]
+        assert [extent.drive for extent in extents] == [0, 1]
+        orders = [
+            (extent, ByteRange.of(pattern(5000)), gate, None)
+            for extent, gate in zip(extents, gates, strict=True)
+        ]
+
+        def fail(_: object) -> list[IoFuture]:
+            assert gates[0].reached.acquire(timeout=PATIENCE)
+            raise RuntimeError("as the test wants it")
+
+        monkeypatch.setattr(store.stores[1], "write_many", fail)
+        with pytest.raises(RuntimeError, match="as the test wants it"):
+            in_time(lambda: store.write_many(orders))
+        assert store.pending() == 1
+        store.limit_waits(PATIENCE)
+        gates[0].open()
+
+
+def test_all_that_is_taken_back_is_waited_for_as_long_as_one() -> None:
+    class Hanging(IoFuture):
+        def wait(self, timeout: float | None = None) -> None:
+            assert timeout is not None
+            waited.append(timeout)
+            time.sleep(max(timeout, 0.0))
+            raise TimeoutError
+
+    waited: list[float] = []
+    hanging = [Hanging() for _ in range(3)]
+    assert all(each.claim() for each in hanging)
+    queued = IoFuture()
+    take_back([*hanging, queued], 0.05)
+    assert queued.cancelled()
+    assert len(waited) == 3
+    assert max(waited[1:]) <= 0
+
+
+def test_a_store_of_several_has_the_limit_that_it_was_opened_with(tmp_path: Path) -> None:
+    made = [tmp_path / name for name in "ab"]
+    for path in made:
+        path.mkdir()
+    with open_store(directories=made, host_capacity=1 << 20, stall_seconds=7.0, device=CPU) as store:
+        assert isinstance(store, TieredStore)
+        assert isinstance(store.drives, StripedStore)
+        assert store.limit == store.drives.limit == 7.0
