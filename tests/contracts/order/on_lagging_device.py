@@ -115,11 +115,12 @@ def test_the_device_finds_transfers_that_wait_for_nothing(monkeypatch: pytest.Mo
     """Otherwise the tests above would say little."""
     model, x = wide_layers(), torch.randn(ROWS, WIDTH).to(LAG)
     expected = gradients_of(model, model(x))
-    monkeypatch.setattr(Accelerator, "event", lambda *_: READY)
     config = config_for(in_flight=4 * ONE)
     with lagging.late(operations=0.001), tba.attach(model, config, layers=list(model)) as session:
-        with session.step():
+        with monkeypatch.context() as patched, session.step():
+            patched.setattr(Accelerator, "event", lambda *_: READY)
             found = gradients_of(model, model(x))
+        torch.accelerator.synchronize()  # or copies would go on into memory that the session gives back
     assert not all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
 
 
