@@ -148,5 +148,7 @@ def _is_at(generator: Generator, state: object) -> bool:
 
 
 def _shared(generator: Generator, known: object) -> object:
+    if generator.has_rested is not None and known is not None and generator.has_rested(known):
+        return known
     state = generator.state()
     return known if generator.are_equal(state, known) else state

@@ -18,10 +18,6 @@ _C: Any = torch._C
 _Setting = tuple["Callable[[], Any]", "Callable[[Any], object]"]
 
 
-def _attribute(owner: Any, name: str) -> _Setting:
-    return partial(getattr, owner, name), partial(setattr, owner, name)
-
-
 def _precision(backend: str, operation: str) -> _Setting:
     return (
         partial(_C._get_fp32_precision_getter, backend, operation),
@@ -38,6 +34,8 @@ def _precisions() -> tuple[_Setting, ...]:
     return tuple(_precision(*kind) for kind in kinds)
 
 
+_FP16, _BF16 = (f"allow_{kind}_reduced_precision_reduction" for kind in ("fp16", "bf16"))
+
 _SETTINGS: tuple[_Setting, ...] = (
     (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
     (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
@@ -50,18 +48,20 @@ _SETTINGS: tuple[_Setting, ...] = (
     (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_num_threads, torch.set_num_threads),
-    _attribute(_cuda.matmul, "allow_fp16_reduced_precision_reduction"),
-    _attribute(_cuda.matmul, "allow_bf16_reduced_precision_reduction"),
+    (_C._get_cublas_allow_fp16_reduced_precision_reduction, partial(setattr, _cuda.matmul, _FP16)),
+    (_C._get_cublas_allow_bf16_reduced_precision_reduction, partial(setattr, _cuda.matmul, _BF16)),
     *_precisions(),
 )
 """Functions that read each of them, and set it."""
+
+_READS = [read for read, _ in _SETTINGS]
 
 Settings = tuple[Any, ...]
 
 
 def current() -> Settings:
     """The settings in force."""
-    return tuple(read() for read, _ in _SETTINGS)
+    return tuple([read() for read in _READS])
 
 
 @contextlib.contextmanager

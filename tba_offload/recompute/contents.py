@@ -309,7 +309,10 @@ def address_of(tensor: torch.Tensor) -> int:
 
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor was changed in place; always 0 where nothing counts that."""
-    return 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:  # a tensor of inference mode has none
+        return 0
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -55,12 +55,8 @@ class Container(NamedTuple):
         return values
 
     def is_plain(self) -> bool:
-        """Whether it is a dictionary that :class:`Dictionaries` can compare."""
-        return type(self.found) in _PLAIN_MAPPINGS
-
-    def is_owned(self) -> bool:
-        """Whether it is still the dictionary of its object."""
-        return self.owner is None or vars(self.owner) is self.found
+        """Whether it is a dictionary of no object, as :class:`Dictionaries` can compare."""
+        return self.owner is None and type(self.found) in _PLAIN_MAPPINGS
 
     def holds_the_same(self) -> bool:
         """Whether it holds the very objects that it held, in their order."""
@@ -205,12 +201,15 @@ class Holders:
         """Containers that :class:`Dictionaries` can compare, each with what it held."""
         return [(each.found, each.content) for each in self.containers if each.is_plain()]
 
+    def objects(self) -> list[tuple[object, dict[str, Any]]]:
+        """Objects with dictionaries, each with what that held."""
+        return [(each.owner, each.content) for each in self.containers if each.owner is not None]
+
     def are_as_found(self) -> bool:
-        """Whether all but the :meth:`dictionaries` hold the same."""
-        return (
-            all(each.is_owned() for each in self.containers)
-            and all(each.holds_the_same() for each in self.containers if not each.is_plain())
-            and all(each.is_as_found() for each in self.others)
+        """Whether all but the :meth:`dictionaries` and :meth:`objects` hold the same."""
+        containers = (each for each in self.containers if each.owner is None and not each.is_plain())
+        return all(each.holds_the_same() for each in containers) and all(
+            each.is_as_found() for each in self.others
         )
 
     def put_back(self, undo: Callable[..., object]) -> None:

@@ -6,7 +6,6 @@ changed takes a fifth. So the runs of a layer share one look, as long as everyth
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -92,7 +91,7 @@ class Modules:
     """
 
     __slots__ = (
-        *("_buffers", "_dictionaries", "_found", "_kinds", "_modules"),
+        *("_buffers", "_dictionaries", "_found"),
         *("contents", "is_shared", "unknown"),
     )
 
@@ -159,16 +158,14 @@ class Modules:
     # ---- compared --------------------------------------------------------------------------------
 
     def _note_dictionaries(self) -> None:
-        attributes, others = [], self.contents.holders.dictionaries()
-        for module, own, buffers, hooks, is_wrapper in self._found:
-            if not is_wrapper:
-                attributes.append((module.__dict__, own))
-            others += [(module._modules, module._modules.copy()), (module._buffers, buffers)]
+        holders = self.contents.holders
+        containers = holders.dictionaries()
+        for module, _, buffers, hooks, _ in self._found:
+            containers += [(module._modules, module._modules.copy()), (module._buffers, buffers)]
             names = _HOOKED if hooks is None else _HOOKS
-            others += [(getattr(module, name), {} if hooks is None else hooks[name]) for name in names]
-        self._dictionaries = Dictionaries(others, attributes, left_out=_INTERNAL)
-        self._modules = [found.module for found in self._found]
-        self._kinds = [type(module) for module in self._modules]
+            containers += [(getattr(module, name), {} if hooks is None else hooks[name]) for name in names]
+        modules = [(found.module, found.attributes) for found in self._found if not found.is_wrapper]
+        self._dictionaries = Dictionaries(containers, holders.objects(), modules, left_out=_INTERNAL)
         self._buffers = [each for found in self._found for each in found.buffers.values() if each is not None]
 
     def are_as_found(self) -> bool:
@@ -176,7 +173,6 @@ class Modules:
         return (
             self.is_shared
             and self._dictionaries.hold_the_same()
-            and all(map(operator.is_, map(type, self._modules), self._kinds))
             and self.contents.holders.are_as_found()
             and not any(map(has_graph, self._buffers))
         )

@@ -7,61 +7,82 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
-
-    _Found = tuple[dict[Any, Any], Mapping[Any, Any]]
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
 
 class Dictionaries:
     """Many dictionaries at one moment, compared without a line of Python for each of them.
 
-    To look at an object costs a cache miss where a layer has computed in between. So of the dictionaries of
-    modules only what counts is looked at.
+    To look at an object costs a cache miss where a layer has computed in between, so as few as possible are
+    looked at.
 
     Args:
-        whole: Dictionaries, each with its content.
-        parts: Others, each with its content, whose order does not matter.
-        left_out: Names of those that do not matter either.
+        containers: Dictionaries, each with its content: names, values and their order count.
+        objects: Objects, each with what its dictionary held. A new name comes last, so the last one stands
+            for all of them.
+        modules: Modules, each with what its dictionary held. The order does not matter.
+        left_out: Names in the dictionaries of modules that do not matter either.
     """
 
-    __slots__ = (
-        "_getters",
-        "_lengths",
-        "_live",
-        "_names",
-        "_part_names",
-        "_part_values",
-        "_values",
-        "_whole",
-    )
+    __slots__ = ("_known", "_lengths", "_live", "_look")
 
     def __init__(
-        self, whole: Iterable[_Found], parts: Iterable[_Found], left_out: Collection[str] = ()
+        self,
+        containers: Iterable[tuple[dict[Any, Any], dict[Any, Any]]],
+        objects: Iterable[tuple[object, dict[str, Any]]],
+        modules: Iterable[tuple[object, dict[str, Any]]],
+        left_out: Collection[str] = (),
     ) -> None:
-        whole, parts = list(whole), list(parts)
-        self._whole = [live for live, _ in whole]
-        self._names = [*chain.from_iterable(content for _, content in whole)]
-        self._values = [*chain.from_iterable(content.values() for _, content in whole)]
-        self._live = [live for live, _ in (*whole, *parts)]
-        self._lengths = [len(content) for _, content in (*whole, *parts)]
-        self._getters = [live.__getitem__ for live, _ in parts]
-        self._part_names = [[name for name in content if name not in left_out] for _, content in parts]
-        pairs = zip(parts, self._part_names, strict=True)
-        self._part_values = [content[name] for (_, content), names in pairs for name in names]
+        objects, modules = list(objects), list(modules)
+        filled = [(vars(owner), content) for owner, content in objects if content]
+        whole = [*containers, *((vars(owner), content) for owner, content in objects if not content)]
+        parts = [(vars(owner), content) for owner, content in modules]
+        self._live = [live for live, _ in (*whole, *filled, *parts)]
+        self._lengths = [len(content) for _, content in (*whole, *filled, *parts)]
+        names = [[name for name in content if name not in left_out] for _, content in parts]
+        owners, kinds = [owner for owner, _ in objects], [owner for owner, _ in modules]
+        self._look = (
+            [live for live, _ in whole],
+            [live for live, _ in filled],
+            [live.__getitem__ for live, _ in parts],
+            *(names, owners, kinds),
+        )
+        self._known = [
+            *_looked_at(
+                [content for _, content in whole],
+                [content for _, content in filled],
+                [content.__getitem__ for _, content in parts],
+                *(names, owners, kinds),
+            )
+        ]
 
     def hold_the_same(self) -> bool:
         """Whether each holds the very objects that it held, by the same names."""
-        whole = self._whole
-        looked_up = chain.from_iterable(map(map, self._getters, self._part_names))
         try:
-            return (
-                list(map(len, self._live)) == self._lengths
-                and all(map(operator.is_, looked_up, self._part_values))
-                and all(map(operator.is_, chain.from_iterable(whole), self._names))
-                and all(map(operator.is_, chain.from_iterable(map(dict.values, whole)), self._values))
-            )
+            is_same = list(map(len, self._live)) == self._lengths
+            return is_same and all(map(operator.is_, _looked_at(*self._look), self._known))
         except KeyError:
             return False
+
+
+def _looked_at(
+    whole: list[dict[Any, Any]],
+    filled: list[dict[str, Any]],
+    getters: list[Callable[[str], Any]],
+    names: list[list[str]],
+    owners: list[object],
+    kinds: list[object],
+) -> Iterable[object]:
+    """What is compared, one after the other."""
+    return chain(
+        chain.from_iterable(whole),
+        chain.from_iterable(map(dict.values, whole)),
+        map(vars, owners),
+        map(next, map(reversed, filled)),
+        chain.from_iterable(map(dict.values, filled)),
+        map(type, kinds),
+        chain.from_iterable(map(map, getters, names)),
+    )
 
 
 def are_same(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:

@@ -325,7 +325,9 @@ def _place_of(tensor: torch.Tensor) -> tuple[object, ...]:
 
 def _seen_in(argument: object) -> list[_Seen]:
     """The tensors in an argument, as far as it can be looked into."""
-    found = () if type(argument) in PLAIN else tensors_in(argument)
+    if type(argument) in PLAIN:
+        return []
+    found: Iterable[Any] = (argument,) if type(argument) is torch.Tensor else tensors_in(argument)
     return [_Seen(address_of(tensor), version_of(tensor), tuple(tensor.shape)) for tensor in found]
 
 
