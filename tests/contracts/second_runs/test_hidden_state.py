@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
 EVERYWHERE = [*RECOMPUTED, Placement.AUTO]
-SMALL = 150 * KIB
+SMALL = 200 * KIB
 """A budget that holds only if layers are recomputed."""
 
 
