@@ -40,6 +40,8 @@ def test_an_interrupt_anywhere_in_a_step_arrives_and_leaves_nothing() -> None:
 
 @pytest.fixture(autouse=True)
 def python_handles_interrupts() -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells have it for jobs in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
