@@ -185,7 +185,7 @@ class Modules:
         It also takes those that undo what is changed in them later.
         """
         if self.are_as_found():
-            undo(self._put_back_changed)
+            undo(self.put_back, lambda *_: None)
             return
         own = [found for found in self._found if not found.is_wrapper]
         now = [(found.module.__dict__, found.attributes_now()) for found in own]
@@ -198,10 +198,6 @@ class Modules:
         for found in self._found:
             found.put_back(undo)
         self.contents.holders.put_back(undo)
-
-    def _put_back_changed(self) -> None:
-        if not self.are_as_found():
-            self.put_back(lambda *_: None)
 
 
 def _own_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
