@@ -90,25 +90,50 @@ def _sound(
 ) -> Plan:
     """A plan that keeps to the budget however slow the drive is, if there is one.
 
-    Less in flight is enough as long as the largest activation has room there; then less is kept.
+    Then too it leaves free what was never measured, if it can: what lies beside the layers may be more at
+    another moment than at the one that was measured, and that of the peak depends on the drive.
     """
     if task.limits.budget is None:
         return plan
-    largest = max((saved.nbytes for kind in profile.kinds for saved in kind.activations), default=0)
-    budget, found = task.careful_limits.budget or 0, [plan]
-    while len(found) <= task.tuning.most_narrowed:
-        excess = worst_peak(profile, plan, bandwidth) - task.limits.budget
-        if excess <= 0:
-            return plan
-        if plan.window is not None and plan.window - excess >= largest:
-            narrower = dataclasses.replace(plan, window=plan.window - excess)
-            return predicted(narrower, profile, bandwidth)
-        budget -= excess
-        if budget <= 0:
-            break
-        plan = within(Limits(budget, task.limits.window))
-        found.append(plan)
+    careful, found = task.careful_limits.budget or 0, []
+    for each in _for_ever_less(task, plan, within, profile, bandwidth):
+        narrowed = _narrowed_to(careful, each, profile, bandwidth)
+        if narrowed is not None:
+            return narrowed
+        found.append(each)
+    for each in found:
+        narrowed = _narrowed_to(task.limits.budget, each, profile, bandwidth)
+        if narrowed is not None:
+            return narrowed
     return min(found, key=lambda each: worst_peak(profile, each, bandwidth))
+
+
+def _for_ever_less(
+    task: Task, plan: Plan, within: Callable[[Limits], Plan], profile: StepProfile, bandwidth: Bandwidth
+) -> Iterator[Plan]:
+    """A plan, then others that keep less: each for less by what a full window of the one before was over."""
+    careful = budget = task.careful_limits.budget or 0
+    yield plan
+    for _ in range(task.tuning.most_narrowed):
+        budget -= worst_peak(profile, plan, bandwidth) - careful
+        if budget <= 0:
+            return
+        plan = within(Limits(budget, task.limits.window))
+        yield plan
+
+
+def _narrowed_to(budget: int, plan: Plan, profile: StepProfile, bandwidth: Bandwidth) -> Plan | None:
+    """A plan with so much less in flight that a full window keeps to the budget.
+
+    That is possible as long as the largest activation has room there; ``None`` if it has not.
+    """
+    excess = worst_peak(profile, plan, bandwidth) - budget
+    if excess <= 0:
+        return plan
+    largest = max((saved.nbytes for kind in profile.kinds for saved in kind.activations), default=0)
+    if plan.window is None or plan.window - excess < largest:
+        return None
+    return predicted(dataclasses.replace(plan, window=plan.window - excess), profile, bandwidth)
 
 
 def worst_peak(profile: StepProfile, plan: Plan, bandwidth: Bandwidth) -> int:

@@ -12,9 +12,9 @@ from unittest import mock
 
 import pytest
 import torch
-from covering import EVERYTHING, combinations
+from covering import EVERYTHING, combinations, of_which, pairwise
 from exact_memory import exact_memory
-from harness import KIB, MIB
+from harness import KIB, MIB, Drive, session_for
 from models import HIDDEN, SEQUENCE, loss_of, make_model, make_tokens
 
 import tba_offload as tba
@@ -35,13 +35,8 @@ STEPS = 9
 BATCH = 16
 LAYERS = 4
 LARGEST = BATCH * SEQUENCE * 4 * HIDDEN * 4
-"""Bytes of the largest activation of a layer, by which a step may be over its budget here.
-
-What lies beside the layers is told from peaks of steps, so a plan may not know of all that is needed at
-another moment, and on a busy machine the drive and the layers take other times than those that it was made
-for. Counted to the byte, single steps of these models were over by up to 2.3 times a hidden state, of which
-this is four.
-"""
+"""Bytes of the largest activation of a layer, by which a step may need more than another way of running it
+does at the least, where no plan fits."""
 
 
 @pytest.fixture(autouse=True)
@@ -162,7 +157,7 @@ def test_where_drives_have_no_room_layers_are_recomputed(
     with inject(*faults):
         found = run(job, tmp_path, default=Placement.AUTO, capacity=capacity, activation_bytes=budget)
     over = next((step for step, peak in enumerate(found.peaks) if peak > budget), 0)
-    assert max(found.peaks[over + 1 :]) <= budget + LARGEST
+    assert max(found.peaks[over + 1 :]) <= budget
     assert not any("cannot be met" in each for each in found.told)
 
 
@@ -188,7 +183,7 @@ def test_no_step_is_over_the_budget_where_a_plan_fits(name: str, tmp_path: Path)
         fitting = [int(1.4 * least), 2 * least, int(0.3 * whole), whole // 2, whole, 2 * whole]
         for budget in some_of(fitting, name):
             found = run(job, tmp_path, default=Placement.AUTO, activation_bytes=budget)
-            assert max(found.peaks) <= budget + LARGEST
+            assert max(found.peaks) <= budget
             assert found.told == []
         for budget in some_of([least // 3, int(0.6 * least)], name):
             found = run(job, tmp_path, default=Placement.AUTO, activation_bytes=budget)
@@ -241,7 +236,7 @@ def test_no_step_is_over_the_budget_whatever_the_lengths_are(name: str, order: s
     least = max(run(job, tmp_path, default=Placement.OFFLOAD, in_flight_bytes=64 * KIB).peaks)
     budget = max(int(0.6 * whole), 2 * least)
     found = run(job, tmp_path, default=Placement.AUTO, activation_bytes=budget)
-    assert max(found.peaks) <= budget + LARGEST
+    assert max(found.peaks) <= budget
     assert found.told == []
     if name == "growing":
         assert found.peaks[STEP_OF_GROWTH] < 0.7 * budget  # it runs as the first one does
@@ -306,8 +301,39 @@ def test_no_step_is_over_the_budget_whichever_layers_are_skipped(
     whole = max(run(job, tmp_path, default=Placement.KEEP).peaks)
     for budget in (int(0.6 * whole), int(0.8 * whole)):
         found = run(job, tmp_path, steps=STEPS + 5, default=Placement.AUTO, activation_bytes=budget)
-        assert max(found.peaks) <= budget + LARGEST
+        assert max(found.peaks) <= budget
         assert found.told == []
+
+
+SLOWED = 6
+"""Steps before a drive changes."""
+FAST, SLOW = 400e6, 30e6
+KEPT = {"FB": 10_500_000, "FFBFBB": 20_500_000}
+"""Bytes of activations of a step that keeps all, about."""
+SPEEDS: dict[str, Callable[[int], float]] = {
+    "slow in every other step": lambda step: SLOW if step >= SLOWED and step % 2 else FAST,
+    "slow from a step on": lambda step: FAST if step < SLOWED else SLOW,
+    "fast from a step on": lambda step: SLOW if step < SLOWED else FAST,
+    "another one in each step": lambda step: 10 ** random.Random(step).uniform(6.8, 8.8),
+}
+"""Bytes a second of the drive, by step."""
+
+
+@pytest.mark.parametrize("share", of_which([0.3, 0.45, 0.6, 0.8], 0.6))
+@pytest.mark.parametrize(("name", "order"), pairwise([*SPEEDS], ["FB", "FFBFBB"]))
+def test_no_step_is_over_the_budget_however_fast_the_drive_is(name: str, order: str, share: float) -> None:
+    """Though a plan is made for a drive as it was seen, and is in force when that has become another."""
+    job, drive, peaks = plain(order), Drive(), []
+    model = job.make()
+    budget = int(share * KEPT[order])
+    with session_for(model, drive=drive, default="auto", activation=budget, measure_memory=True) as session:
+        for step in range(STEPS + 5):
+            drive.writes.bytes_per_second = drive.reads.bytes_per_second = SPEEDS[name](step)
+            with session.step():
+                play(job, model, step)
+            peaks.append(session.report()[-1].activation_peak_bytes or 0)
+            model.zero_grad()
+    assert 0 < max(peaks) <= budget
 
 
 def test_a_budget_that_longer_sequences_break_is_told_once_when_they_come(tmp_path: Path) -> None:
