@@ -95,13 +95,12 @@ class Knowledge:
         record, plan = observation.record, observation.plan
         if self._has_warmed_up:
             self.rates.forget()
-            if offloads_all(plan) and not self._size.is_mixed:
+            if offloads_all(plan) and not self._size.is_mixed:  # whose peak says nothing instead
                 self.needs.forget_first_step()
         if self.rates.note(observation.loads, fell_back=record.fallback_kept_bytes > 0):
             self.needs.forget_peaks()
         if offloads_all(plan):
-            beside = (self._peak_in(record) or 0) - (record.own_peak_bytes or 0)
-            self.needs.see_rest(max(observation.rest_bytes, beside))
+            self.needs.see_rest(observation.rest_bytes, record, self._peak_in(record))
         self.needs.note_peak(plan, self._peak_in(record), is_largest=self._size.is_largest)
         self.pace.end_last_step()
         if self.is_as_planned and not isinstance(phase, Excursion):

@@ -6,6 +6,7 @@ Pure: the same arguments give the same plan.
 from __future__ import annotations
 
 import dataclasses
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from tba_offload.config.policy import Objective, Placement
@@ -90,44 +91,41 @@ def _sound(
 ) -> Plan:
     """A plan that keeps to the budget however slow the drive is, if there is one.
 
-    Then too it leaves free what was never measured, if it can: what lies beside the layers may be more at
-    another moment than at the one that was measured, and that of the peak depends on the drive.
+    With a slow drive too, the plan leaves free what was never measured, if it can: the peak is at another
+    moment then, and more may lie beside the layers than at the one that was measured.
     """
     if task.limits.budget is None:
         return plan
     careful, found = task.careful_limits.budget or 0, []
-    for each in _for_ever_less(task, plan, within, profile, bandwidth):
-        narrowed = _narrowed_to(careful, each, profile, bandwidth)
-        if narrowed is not None:
-            return narrowed
-        found.append(each)
-    for each in found:
-        narrowed = _narrowed_to(task.limits.budget, each, profile, bandwidth)
-        if narrowed is not None:
-            return narrowed
-    return min(found, key=lambda each: worst_peak(profile, each, bandwidth))
+    for each, peak in _for_ever_less(task, plan, within, profile, bandwidth):
+        sound = _narrowed(each, peak - careful, profile, bandwidth)
+        if sound is not None:
+            return sound
+        found.append((each, peak))
+    narrowed = (_narrowed(each, peak - task.limits.budget, profile, bandwidth) for each, peak in found)
+    lowest, _ = min(found, key=itemgetter(1))
+    return next((each for each in narrowed if each is not None), lowest)
 
 
 def _for_ever_less(
     task: Task, plan: Plan, within: Callable[[Limits], Plan], profile: StepProfile, bandwidth: Bandwidth
-) -> Iterator[Plan]:
-    """A plan, then others that keep less: each for less by what a full window of the one before was over."""
+) -> Iterator[tuple[Plan, int]]:
+    """A plan, then others that keep less, with the worst peak of each: as much less as that was too high."""
     careful = budget = task.careful_limits.budget or 0
-    yield plan
+    yield plan, (peak := worst_peak(profile, plan, bandwidth))
     for _ in range(task.tuning.most_narrowed):
-        budget -= worst_peak(profile, plan, bandwidth) - careful
+        budget -= peak - careful
         if budget <= 0:
             return
         plan = within(Limits(budget, task.limits.window))
-        yield plan
+        yield plan, (peak := worst_peak(profile, plan, bandwidth))
 
 
-def _narrowed_to(budget: int, plan: Plan, profile: StepProfile, bandwidth: Bandwidth) -> Plan | None:
-    """A plan with so much less in flight that a full window keeps to the budget.
+def _narrowed(plan: Plan, excess: int, profile: StepProfile, bandwidth: Bandwidth) -> Plan | None:
+    """The plan, with a window that is smaller by the bytes by which its worst peak is too high.
 
-    That is possible as long as the largest activation has room there; ``None`` if it has not.
+    ``None`` if the largest activation would not fit into that window.
     """
-    excess = worst_peak(profile, plan, bandwidth) - budget
     if excess <= 0:
         return plan
     largest = max((saved.nbytes for kind in profile.kinds for saved in kind.activations), default=0)

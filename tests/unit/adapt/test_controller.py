@@ -20,11 +20,13 @@ from torch import nn
 
 import tba_offload as tba
 from tba_offload.adapt.controller import Controller
+from tba_offload.adapt.knowledge import Knowledge
 from tba_offload.adapt.needs import Needs
+from tba_offload.adapt.observation import StepObservation
 from tba_offload.adapt.pace import Pace
-from tba_offload.adapt.phases import Excursion, Moment, Settled
+from tba_offload.adapt.phases import Excursion, Moment, Settled, WarmUp
 from tba_offload.adapt.profiler import ComputeClock, profile_of
-from tba_offload.adapt.proposals import bare, best_plan, excursion, probing_plan
+from tba_offload.adapt.proposals import bare, best_plan, excursion, probing_plan, worst_peak
 from tba_offload.adapt.rates import Rates, drifted
 from tba_offload.adapt.task import Task
 from tba_offload.capture.scope import ActivationKey, ScopeKey
@@ -41,7 +43,7 @@ from tba_offload.plan.search import make_plan
 from tba_offload.plan.simulate import simulate
 from tba_offload.plan.sizes import Sizes, StepSize
 from tba_offload.plan.tuning import TUNING, Tuning
-from tba_offload.plan.what_if import Block, one_f_one_b, stretched
+from tba_offload.plan.what_if import Block, one_f_one_b, peak_of_keep, stretched
 from tba_offload.report.run_log import StepRecord, read_run_log
 from tba_offload.store.base import DriveLoad, Load
 from tba_offload.what_if import Situation, composition
@@ -50,7 +52,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-    from tba_offload.adapt.observation import StepObservation
     from tba_offload.session import Session
 
 KEEP, OFFLOAD, RECOMPUTE, AUTO = Placement.KEEP, Placement.OFFLOAD, Placement.RECOMPUTE, Placement.AUTO
@@ -267,6 +268,46 @@ def test_what_memory_holds_beside_layers_is_found_with_the_simulator_or_the_book
     found = needs.with_rest(profile, plan, bandwidth, record, 1000, is_first=True)
     assert found.rest_bytes == rest
     assert needs.with_rest(profile, plan, bandwidth, record, None, is_first=True) is profile
+
+
+def test_a_first_plan_counts_with_what_lay_beside_layers_at_a_peak_of_theirs() -> None:
+    """A meter that does not sample sees nothing around the loss, and the simulator may count too much."""
+    needs, bandwidth = Needs(task_of(2)), Bandwidth(100, 100)
+    profile = profile_by_hand(OFFLOAD, OFFLOAD)
+    needs.see_rest(0, mock.Mock(own_peak_bytes=100), 1000)
+    needs.see_rest(800, mock.Mock(own_peak_bytes=None), None)
+    record = mock.Mock(own_peak_bytes=100, fallback_kept_bytes=0)
+    rests = [
+        needs.with_rest(profile, Plan((KEEP, AUTO)), bandwidth, record, 1000, is_first=first).rest_bytes
+        for first in (True, False)
+    ]
+    assert rests[0] == 900 > rests[1]
+
+
+@pytest.mark.parametrize(("is_mixed", "rest"), [(False, 300), (True, 900)])
+def test_a_second_step_that_has_grown_on_the_way_lets_the_first_one_count(
+    *, is_mixed: bool, rest: int
+) -> None:
+    """Its peak is that of no plan, so it cannot show anew what lies beside layers."""
+    known, task = Knowledge(task_of(2)), task_of(2)
+    runs = [(1, 8)], [(1, 8), (1, 16)] if is_mixed else [(1, 8)]
+    for peak, sizes in zip((1000, 400), runs, strict=True):
+        known.sizes.begin_step()
+        for size in sizes:
+            known.sizes.note(0, size)
+        record = mock.Mock(
+            activation_peak_bytes=peak,
+            own_peak_bytes=100,
+            fallback_kept_bytes=0,
+            seconds=1.0,
+            stall_seconds=0.0,
+        )
+        step = StepObservation(StepTrace(), [], [], task.first(), record, began=0.0)
+        known.end_step(step)
+        known.note(step, WarmUp())
+    profile, record = profile_by_hand(OFFLOAD, OFFLOAD), mock.Mock(own_peak_bytes=0, fallback_kept_bytes=0)
+    found = known.needs.with_rest(profile, task.first(), Bandwidth(100, 100), record, 1, is_first=True)
+    assert found.rest_bytes == rest
 
 
 def test_what_is_not_rebuilt_any_longer_is_noticed() -> None:
@@ -675,6 +716,16 @@ def test_a_plan_takes_the_whole_budget_where_nothing_smaller_fits() -> None:
     assert plan.prediction is not None
     planned = task.limits.planned
     assert (1 - TUNING.unmeasured) * planned < plan.prediction.peak_bytes <= planned
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.7, 0.9])
+def test_plans_leave_free_what_was_never_measured_with_a_full_window_too(share: float) -> None:
+    """Where there is such a plan: the drive may become slower at any time."""
+    profile = steady_profile()
+    task = task_of(LAYERS, budget=int(share * peak_of_keep(profile, HALF)))
+    plan = best_plan(task, profile, HALF, policy=task.policy, not_recomputed=frozenset())
+    assert OFFLOAD in plan.placements or OFFLOAD_REMAT in plan.placements
+    assert worst_peak(profile, plan, HALF) <= (task.careful_limits.budget or 0)
 
 
 def steady_profile(layers: int = LAYERS) -> StepProfile:
