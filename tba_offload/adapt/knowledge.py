@@ -93,14 +93,16 @@ class Knowledge:
             Its peak in bytes, if that was measured.
         """
         record, plan = observation.record, observation.plan
+        # A step that has grown on the way ran layers under another plan before.
+        shows_rest = offloads_all(plan) and not self._size.is_mixed
         if self._has_warmed_up:
             self.rates.forget()
-            if offloads_all(plan) and not self._size.is_mixed:  # whose peak says nothing instead
+            if shows_rest:
                 self.needs.forget_first_step()
         if self.rates.note(observation.loads, fell_back=record.fallback_kept_bytes > 0):
             self.needs.forget_peaks()
-        if offloads_all(plan):
-            self.needs.see_rest(observation.rest_bytes, record, self._peak_in(record))
+        if shows_rest:
+            self.needs.see_rest(observation.rest_bytes)
         self.needs.note_peak(plan, self._peak_in(record), is_largest=self._size.is_largest)
         self.pace.end_last_step()
         if self.is_as_planned and not isinstance(phase, Excursion):

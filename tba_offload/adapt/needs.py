@@ -98,19 +98,9 @@ class Needs:
         fitting = [known for known, needed in self._peaks.items() if needed <= budget]
         return fitting[-1] if fitting else min(self._peaks, key=self._peaks.__getitem__)
 
-    def see_rest(self, seen: int, record: StepRecord, peak: int | None) -> None:
-        """Notes what lay beside the layers in a step in which all of them ran with hooks.
-
-        Of the peak, activations of layers are no more than their own peak: the rest lay beside them. Meters
-        that do not sample see it nowhere else.
-
-        Args:
-            seen: Most bytes that were seen beside them around the loss.
-            record: The figures of the step.
-            peak: Its peak in bytes, if that was measured and tells what the plan needs.
-        """
-        at_peak = 0 if peak is None else peak - (record.own_peak_bytes or 0)
-        self._seen_rest = max(self._seen_rest, seen, at_peak)
+    def see_rest(self, nbytes: int) -> None:
+        """Notes what was seen beside the layers in a step in which all of them ran with hooks."""
+        self._seen_rest = max(self._seen_rest, nbytes)
 
     def with_rest(
         self,

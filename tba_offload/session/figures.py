@@ -19,8 +19,6 @@ class StepMemory:
     Attributes:
         meter: As given.
         gradients_allocated: Whether every gradient existed when the step began.
-        rest_bytes: Most live bytes beside the activations of layers, seen around the loss; meant for steps in
-            which all layers run with hooks.
         state_bytes: By how much optimizers have let memory grow.
         reserved_bytes: Most bytes that the allocator held in the step; ``None`` if that is not known.
     """
@@ -28,7 +26,7 @@ class StepMemory:
     def __init__(self, meter: MemoryMeter | None) -> None:
         self.meter = meter
         self.gradients_allocated = False
-        self.rest_bytes = 0
+        self._seen_rest = 0
         self.state_bytes = 0
         self._base = 0
         self._live_at_pause: int | None = None
@@ -55,7 +53,20 @@ class StepMemory:
     def saw_rest(self, of_layers: int) -> None:
         """Notes what is live now beside ``of_layers`` bytes of activations of layers."""
         if self.meter is not None:
-            self.rest_bytes = max(self.rest_bytes, self.meter.live() - self._base - of_layers)
+            self._seen_rest = max(self._seen_rest, self.meter.live() - self._base - of_layers)
+
+    def rest_beside(self, own_peak: int) -> int:
+        """Most live bytes that were found beside the activations of layers; 0 if none were.
+
+        They are seen around the loss by a meter that samples. One that does not knows the peak alone, and of
+        that no more was of layers than their own peak.
+
+        Args:
+            own_peak: Most bytes of activations of layers in a step in which all layers ran with hooks.
+        """
+        if self.meter is None or self.meter.samples:
+            return self._seen_rest
+        return max((self.peak_bytes or 0) - own_peak, 0)
 
     def pause(self) -> None:
         """From now on an optimizer works: its memory is not that of activations."""

@@ -270,39 +270,19 @@ def test_what_memory_holds_beside_layers_is_found_with_the_simulator_or_the_book
     assert needs.with_rest(profile, plan, bandwidth, record, None, is_first=True) is profile
 
 
-def test_a_first_plan_counts_with_what_lay_beside_layers_at_a_peak_of_theirs() -> None:
-    """A meter that does not sample sees nothing around the loss, and the simulator may count too much."""
-    needs, bandwidth = Needs(task_of(2)), Bandwidth(100, 100)
-    profile = profile_by_hand(OFFLOAD, OFFLOAD)
-    needs.see_rest(0, mock.Mock(own_peak_bytes=100), 1000)
-    needs.see_rest(800, mock.Mock(own_peak_bytes=None), None)
-    record = mock.Mock(own_peak_bytes=100, fallback_kept_bytes=0)
-    rests = [
-        needs.with_rest(profile, Plan((KEEP, AUTO)), bandwidth, record, 1000, is_first=first).rest_bytes
-        for first in (True, False)
-    ]
-    assert rests[0] == 900 > rests[1]
-
-
 @pytest.mark.parametrize(("is_mixed", "rest"), [(False, 300), (True, 900)])
 def test_a_second_step_that_has_grown_on_the_way_lets_the_first_one_count(
     *, is_mixed: bool, rest: int
 ) -> None:
-    """Its peak is that of no plan, so it cannot show anew what lies beside layers."""
+    """It ran layers under two plans, so it cannot show anew what lies beside them."""
     known, task = Knowledge(task_of(2)), task_of(2)
     runs = [(1, 8)], [(1, 8), (1, 16)] if is_mixed else [(1, 8)]
-    for peak, sizes in zip((1000, 400), runs, strict=True):
+    for rest_seen, sizes in zip((900, 300), runs, strict=True):
         known.sizes.begin_step()
         for size in sizes:
             known.sizes.note(0, size)
-        record = mock.Mock(
-            activation_peak_bytes=peak,
-            own_peak_bytes=100,
-            fallback_kept_bytes=0,
-            seconds=1.0,
-            stall_seconds=0.0,
-        )
-        step = StepObservation(StepTrace(), [], [], task.first(), record, began=0.0)
+        record = mock.Mock(activation_peak_bytes=1, fallback_kept_bytes=0, seconds=1.0, stall_seconds=0.0)
+        step = StepObservation(StepTrace(), [], [], task.first(), record, 0.0, rest_seen)
         known.end_step(step)
         known.note(step, WarmUp())
     profile, record = profile_by_hand(OFFLOAD, OFFLOAD), mock.Mock(own_peak_bytes=0, fallback_kept_bytes=0)

@@ -11,6 +11,7 @@ import sys
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 import tba_offload as tba
 from tba_offload.device.memory import MallocMeter
 from tba_offload.report.run_log import read_run_log
+from tba_offload.session.figures import StepMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -883,3 +885,18 @@ def test_an_exception_outside_of_the_layers_that_is_kept(model: Model) -> None:
         one_step(model, optimizer)
         assert scopes_of(session) == [LAYERS]
     del kept
+
+
+@pytest.mark.parametrize(("samples", "beside"), [(True, 250), (False, 600)])
+def test_what_lies_beside_layers_is_seen_around_the_loss_or_told_by_the_peak(
+    *, samples: bool, beside: int
+) -> None:
+    """A meter that does not sample has nothing but the peak, of which layers had no more than their own."""
+    meter = mock.Mock(samples=samples, **{"live.return_value": 100, "peak.return_value": 1000})
+    memory = StepMemory(meter)
+    memory.begin(gradients_allocated=True)
+    meter.live.return_value = 400
+    memory.saw_rest(50)
+    memory.end()
+    assert memory.rest_beside(300) == beside
+    assert StepMemory(None).rest_beside(300) == 0
