@@ -31,6 +31,7 @@ from tba_offload.errors import (
     SavedTensorModifiedError,
     SessionError,
     ShortTransferError,
+    StatesAwayError,
     StoreError,
     StoreFullError,
     TbaError,
@@ -41,12 +42,13 @@ from tba_offload.renamed import find_old_modules
 
 if TYPE_CHECKING:
     from tba_offload.attachment import attach
-    from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig, load_config
+    from tba_offload.config import BudgetConfig, OffloadConfig, StatesConfig, StoreConfig, load_config
     from tba_offload.config.policy import LayerId, Placement, Policy, Rule
     from tba_offload.device.memory import keep_freed_pages
     from tba_offload.report.run_log import StepRecord, read_run_log
     from tba_offload.session import Session
     from tba_offload.session.step import Step
+    from tba_offload.states import OptimizerStates, StatesRecord, offload_optimizer
 
 __version__ = "0.1.0"
 
@@ -57,16 +59,20 @@ _HOMES = {
     "BudgetConfig": "tba_offload.config",
     "LayerId": "tba_offload.config.policy",
     "OffloadConfig": "tba_offload.config",
+    "OptimizerStates": "tba_offload.states",
     "Placement": "tba_offload.config.policy",
     "Policy": "tba_offload.config.policy",
     "Rule": "tba_offload.config.policy",
     "Session": "tba_offload.session",
     "Step": "tba_offload.session.step",
     "StepRecord": "tba_offload.report.run_log",
+    "StatesConfig": "tba_offload.config",
+    "StatesRecord": "tba_offload.states",
     "StoreConfig": "tba_offload.config",
     "attach": "tba_offload.attachment",
     "keep_freed_pages": "tba_offload.device.memory",
     "load_config": "tba_offload.config",
+    "offload_optimizer": "tba_offload.states",
     "read_run_log": "tba_offload.report.run_log",
 }
 
@@ -79,6 +85,7 @@ __all__ = [
     "NoEffectWarning",
     "NothingSavedWarning",
     "OffloadConfig",
+    "OptimizerStates",
     "PatchError",
     "Placement",
     "Policy",
@@ -90,6 +97,9 @@ __all__ = [
     "Session",
     "SessionError",
     "ShortTransferError",
+    "StatesAwayError",
+    "StatesConfig",
+    "StatesRecord",
     "Step",
     "StepRecord",
     "StoreConfig",
@@ -101,6 +111,7 @@ __all__ = [
     "attach",
     "keep_freed_pages",
     "load_config",
+    "offload_optimizer",
     "read_run_log",
 ]
 

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tba_offload import effects
-from tba_offload.config import ConfigLike, OffloadConfig, read_config
-from tba_offload.errors import ConfigError
+from tba_offload.config import ConfigLike, OffloadConfig, Paths, read_config, with_directories
+from tba_offload.errors import ConfigError, NoEffectWarning
 from tba_offload.layers.stack import LayerStack, explicit_layers, find_layers
 from tba_offload.session import Session
 
 if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
     from torch import nn
+    from torch.optim import Optimizer
 
     from tba_offload.session.boundaries import Tokens
-
-Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def attach(
@@ -29,6 +29,7 @@ def attach(
     *,
     layers: Sequence[nn.Module] | None = None,
     directories: Paths | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     tokens: Tokens | None = None,
     run_log: str | os.PathLike[str] | None = None,
     strategy: str | None = None,
@@ -48,6 +49,8 @@ def attach(
         layers: The layers, if they cannot be found or others are wanted.
         directories: Where offloaded bytes go, instead of where the policy says: one path, or one for each
             drive.
+        optimizer: The optimizer, or several, whose states are offloaded too, see
+            :func:`tba_offload.offload_optimizer`; by default none is.
         tokens: Tokens of one micro-batch, or a function that tells them from the arguments of the model's
             forward; by default the elements of ``input_ids``, where the model is given any.
         run_log: Path of the run log to write.
@@ -75,6 +78,10 @@ def attach(
         chosen = _configured(config, directories, stack)
         ids = [layer.id for layer in stack.layers]
         effects.warn(chosen, ids, on_cpu=_is_on_cpu(chunks), stacklevel=2)
+        optimizers = _several(optimizer)
+        if chosen.states is not None and not optimizers:
+            message = "states: is about the states of optimizers, and attach() was given no optimizer"
+            warnings.warn(message, NoEffectWarning, stacklevel=2)
         return Session(
             stack,
             chunks,
@@ -85,6 +92,7 @@ def attach(
             measure_memory=measure_memory,
             status=status,
             tokens=tokens,
+            optimizers=optimizers,
         )
     except ConfigError as error:
         raise error.with_traceback(None) from None  # the message says where; the way through here does not
@@ -98,14 +106,13 @@ def _named(chunks: list[nn.Module], layers: Sequence[nn.Module]) -> LayerStack:
 
 def _configured(config: ConfigLike, directories: Paths | None, stack: LayerStack) -> OffloadConfig:
     """The configuration, judged by the layers that it is for, with other directories if there are any."""
-    chosen = read_config(config, layers=[layer.id for layer in stack.layers])
-    if directories is None:
-        return chosen
-    paths = [directories] if isinstance(directories, str | os.PathLike) else list(directories)
-    if not paths:
-        raise ConfigError("directories=[] names none; name some, or leave directories out for the policy's")
-    store = replace(chosen.store, directories=tuple(Path(path) for path in paths))
-    return replace(chosen, store=store)
+    return with_directories(read_config(config, layers=[layer.id for layer in stack.layers]), directories)
+
+
+def _several(optimizer: Optimizer | Sequence[Optimizer] | None) -> Sequence[Optimizer]:
+    if optimizer is None:
+        return ()
+    return optimizer if isinstance(optimizer, Sequence) else (optimizer,)
 
 
 def _is_on_cpu(chunks: list[nn.Module]) -> bool:

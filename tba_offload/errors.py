@@ -9,6 +9,7 @@
     ├── SavedTensorModifiedError (RuntimeError)  a saved tensor was changed in place before backward
     ├── RecomputationError (RuntimeError)     a recomputed layer gave other numbers than before
     ├── TransferError (RuntimeError)          offloading of one activation failed; names layer and remedy
+    ├── StatesAwayError (RuntimeError)        an optimizer state was used that is not in memory
     ├── SessionError (RuntimeError)           the session was used out of order, closed, or after a fork
     ├── PatchError (RuntimeError)             a Megatron-LM checkout cannot be patched, and why
     ├── RunLogError (ValueError)              a run log cannot be read
@@ -117,6 +118,10 @@ class TransferError(TbaError, RuntimeError):
 
 class SessionError(TbaError, RuntimeError):
     """A session was used out of order, after it was closed, or in a forked child."""
+
+
+class StatesAwayError(TbaError, RuntimeError):
+    """An optimizer state was used between updates, when its bytes are in a store."""
 
 
 class PatchError(TbaError, RuntimeError):

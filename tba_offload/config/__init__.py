@@ -7,11 +7,14 @@ from tba_offload.config.options import (
     BudgetConfig,
     ConfigLike,
     OffloadConfig,
+    Paths,
+    StatesConfig,
     StoreConfig,
     format_size,
     load_config,
     parse_size,
     read_config,
+    with_directories,
 )
 
 __all__ = [
@@ -19,9 +22,12 @@ __all__ = [
     "BudgetConfig",
     "ConfigLike",
     "OffloadConfig",
+    "Paths",
+    "StatesConfig",
     "StoreConfig",
     "format_size",
     "load_config",
     "parse_size",
     "read_config",
+    "with_directories",
 ]

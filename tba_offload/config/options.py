@@ -18,7 +18,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from pathlib import Path
@@ -36,7 +36,7 @@ from tba_offload.formatting import quoted, shortened
 from tba_offload.reading import UnreadableError, read_regular
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
 
     from tba_offload.config.policy import LayerId
 
@@ -353,6 +353,25 @@ class StoreConfig:
 
 
 @_settings
+class StatesConfig:
+    """How the states of optimizers are offloaded.
+
+    Attributes:
+        sub_group_bytes: Bytes of states that travel as one; three times as many stay on the device. A state
+            of a parameter that cannot be cut may be larger.
+    """
+
+    sub_group_bytes: _Threshold = 64 * 2**20
+
+    @pydantic.field_validator("sub_group_bytes")
+    @classmethod
+    def _holds_a_block(cls, nbytes: int) -> int:
+        if nbytes < BLOCK:
+            raise ConfigError(f"{nbytes} bytes are less than one block; the least is {BLOCK} bytes")
+        return nbytes
+
+
+@_settings
 class OffloadConfig:
     """Everything that can be set.
 
@@ -361,6 +380,8 @@ class OffloadConfig:
         layers: Rules; the first that matches a layer decides.
         budget: Ceilings in bytes.
         store: Where offloaded bytes go.
+        states: How the states of optimizers that a session is given are offloaded; None means as
+            :class:`StatesConfig` says by default.
         on_full: When an activation cannot be written, to a full drive or one that fails: ``keep`` it in
             memory and count it, or raise an ``error``.
         on_slow: When the drive cannot follow: ``wait`` for it, or ``keep`` activations in memory while
@@ -375,6 +396,7 @@ class OffloadConfig:
     layers: tuple[Rule, ...] = ()
     budget: BudgetConfig = BudgetConfig()
     store: StoreConfig = StoreConfig()
+    states: StatesConfig | None = None
     on_full: Literal["keep", "error"] = "keep"
     on_slow: Literal["wait", "keep"] | None = None
     min_tensor_bytes: _Threshold = 64 * 2**10
@@ -464,6 +486,8 @@ class OffloadConfig:
             "on_slow": self.on_slow,
             "min_tensor_bytes": _size_word(self.min_tensor_bytes),
         }
+        if self.states is not None:
+            document["states"] = {"sub_group_bytes": _size_word(self.states.sub_group_bytes)}
         return yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
 
 
@@ -488,6 +512,29 @@ def read_config(config: ConfigLike, *, layers: Sequence[LayerId] | None = None) 
     if layers is not None and (problems := config.problems(layers)):
         raise ConfigError.joined(problems)
     return config
+
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""One directory, or one for each drive."""
+
+
+def with_directories(config: OffloadConfig, directories: Paths | None) -> OffloadConfig:
+    """A configuration whose store has other directories, if any are given.
+
+    Args:
+        config: The configuration.
+        directories: One path, or one for each drive.
+
+    Raises:
+        ConfigError: No directory is named, or one cannot be used.
+    """
+    if directories is None:
+        return config
+    paths = [directories] if isinstance(directories, str | os.PathLike) else list(directories)
+    if not paths:
+        raise ConfigError("directories=[] names none; name some, or leave directories out for the policy's")
+    store = replace(config.store, directories=tuple(Path(path) for path in paths))
+    return replace(config, store=store)
 
 
 MOST_TEXT = 2**20
@@ -646,7 +693,12 @@ def _is_empty(node: yaml.Node) -> bool:
 # ------------------------------------------------------------------------ from a document to a config
 
 _VALIDATOR = TypeAdapter(OffloadConfig)
-_PARTS: dict[str | int, type] = {"budget": BudgetConfig, "store": StoreConfig, "layers": Rule}
+_PARTS: dict[str | int, type] = {
+    "budget": BudgetConfig,
+    "store": StoreConfig,
+    "states": StatesConfig,
+    "layers": Rule,
+}
 _PROVENANCE = ("file", "line", "lines")  # filled in while reading, never written by the user
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -31,6 +32,7 @@ from tba_offload.session.parts import limits_of, make_parts
 from tba_offload.session.recording import header_of
 from tba_offload.session.steps import Steps
 from tba_offload.session.world import World
+from tba_offload.states import OptimizerStates, offload_optimizer
 from tba_offload.store import exit_status
 from tba_offload.store.base import close_after
 
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from torch import nn
+    from torch.optim import Optimizer
 
     from tba_offload.adapt.planning import Planning
     from tba_offload.capture.gradients import Gradients
@@ -72,6 +75,10 @@ class Session:
             forward; by default the elements of ``input_ids``, where the model is given any.
         status: Whether each step is told in a line; new plans always are: :mod:`tba_offload.session.notices`.
         steps_by_hand: Whether every step is a block of :meth:`step`, and none opens by itself.
+        optimizers: Those whose states are offloaded too.
+
+    Attributes:
+        states: Of each of these, the states.
 
     Raises:
         ConfigError: A rule of the policy takes no effect.
@@ -93,6 +100,7 @@ class Session:
         tokens: Tokens | None = None,
         status: bool = False,
         steps_by_hand: bool = False,
+        optimizers: Sequence[Optimizer] = (),
     ) -> None:
         check_disjoint(stack.layers)
         check_unattached(stack.layers)
@@ -132,6 +140,13 @@ class Session:
         resize.watch(self.capture)
         transforms.watch(self.capture)
         _open_sessions.add(self)
+        self.states: tuple[OptimizerStates, ...] = ()
+        try:
+            for optimizer in optimizers:
+                self.states += (offload_optimizer(optimizer, config),)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def store(self) -> ActivationStore:
@@ -232,8 +247,16 @@ class Session:
         if self not in _open_sessions:
             return
         if not self._ongoing.is_closed:
-            self._leave_step()
+            self._steps.finish()
+            if self._steps.open_step() is not None:
+                raise SessionError("a session cannot be closed inside one of its steps")
         self._ongoing.close()
+        with ExitStack() as at_last:
+            for states in self.states:
+                at_last.callback(states.close)
+            self._let_go()
+
+    def _let_go(self) -> None:
         for site in self._parts.sites:
             site.uninstall()
         if self._boundaries is not None:
@@ -244,11 +267,6 @@ class Session:
         if not self._ongoing.is_inert:
             self._shut_down()
         _open_sessions.discard(self)
-
-    def _leave_step(self) -> None:
-        self._steps.finish()
-        if self._steps.open_step() is not None:
-            raise SessionError("a session cannot be closed inside one of its steps")
 
     def _shut_down(self) -> None:
         self.planning.close()

@@ -1,0 +1,197 @@
+"""What an update costs whose optimizer states lie on a drive.
+
+    python benchmarks/states.py DIRECTORY
+
+Lanes take turns in one process, each with parameters and an optimizer of its own and the same gradients: the
+plain optimizer, the same once more as a control, and one whose states are offloaded. Printed are the seconds
+of an update and the ratio to the plain one, round by round; what malloc handed out more at the peak of an
+update than without any states; and the bound: the bytes that travelled over the rate at which the drive reads
+and writes at once, measured between the updates with transfers of the same size. After the last round the
+parameters and states of all lanes are compared, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+import tba_offload as tba
+from tba_offload.config import format_size, parse_size
+from tba_offload.device import READY, CpuDevice
+from tba_offload.device.memory import MallocMeter
+from tba_offload.states.home import PART, page_aligned
+from tba_offload.store import open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tba_offload.states import OptimizerStates
+    from tba_offload.store.base import ActivationStore
+
+MIB = 2**20
+PARTS = 16
+"""Parts that are read, and as many that are written, for one measurement of the drive."""
+
+
+@dataclass
+class Lane:
+    """One optimizer, and what its updates took.
+
+    Attributes:
+        name: For the table.
+        parameters: Its own.
+        optimizer: Likewise.
+        states: Those of the optimizer, if they are offloaded.
+        seconds: Of each update.
+        peaks: Bytes that malloc handed out at the peak of each update, above those before the first.
+    """
+
+    name: str
+    parameters: list[torch.nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    states: OptimizerStates | None = None
+    seconds: list[float] = field(default_factory=list)
+    peaks: list[int] = field(default_factory=list)
+
+    def update(self, gradients: Sequence[torch.Tensor], meter: MallocMeter) -> None:
+        """Makes one update."""
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        meter.reset()
+        before = meter.live()
+        began = time.perf_counter()
+        self.optimizer.step()
+        self.seconds.append(time.perf_counter() - began)
+        self.peaks.append(meter.peak() - before)
+        self.optimizer.zero_grad()
+
+
+def made(name: str, arguments: argparse.Namespace) -> Lane:
+    """A lane with parameters as all lanes have them."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (arguments.width, arguments.width)
+    parameters = [
+        torch.nn.Parameter(torch.randn(shape, generator=generator)) for _ in range(arguments.matrices)
+    ]
+    return Lane(name, parameters, torch.optim.AdamW(parameters, fused=True))
+
+
+def mixed_rate(store: ActivationStore) -> float:
+    """Bytes a second, both directions together, with transfers of the size that states travel in."""
+    memory = page_aligned(2 * PARTS * PART, CpuDevice(), store.alignment)
+    parts = [memory.part(number * PART, PART) for number in range(2 * PARTS)]
+    extents = [store.reserve(PART, part.address) for part in parts]
+    for future in [store.write(extent, part, READY) for extent, part in zip(extents, parts, strict=True)]:
+        future.wait()
+    pairs = list(zip(extents, parts, strict=True))
+    began = time.perf_counter()
+    writes = [store.write(extent, part, READY) for extent, part in pairs[:PARTS]]
+    reads = [store.read(extent, part, READY, padded=True) for extent, part in pairs[PARTS:]]
+    for future in (*writes, *reads):
+        future.wait()
+    seconds = time.perf_counter() - began
+    for extent in extents:
+        store.release(extent)
+    return 2 * PARTS * PART / seconds
+
+
+def quartiles(values: Sequence[float]) -> str:
+    """Median, and the quartiles around it."""
+    if len(values) < 2:
+        return f"{values[0]:.3f}"
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return f"{middle:.3f} ({low:.3f}-{high:.3f})"
+
+
+def differing(lanes: Sequence[Lane]) -> int:
+    """How many tensors of parameters and states differ by a bit from those of the first lane."""
+    first, *others = [[*lane.parameters, *_states_of(lane)] for lane in lanes]
+    return sum(
+        not torch.equal(a.detach().view(torch.int32), b.detach().view(torch.int32))
+        for other in others
+        for a, b in zip(first, other, strict=True)
+    )
+
+
+def _states_of(lane: Lane) -> list[torch.Tensor]:
+    entries = lane.optimizer.state_dict()["state"]
+    return [entries[number][key] for number in sorted(entries) for key in ("exp_avg", "exp_avg_sq")]
+
+
+def show(lanes: Sequence[Lane], rates: Sequence[float], warm_up: int) -> None:
+    """Prints the table."""
+    plain = lanes[0].seconds[warm_up:]
+    print(f"{'lane':10} {'seconds of an update':26} {'ratio to plain':24} {'peak':>10} {'first':>10}")
+    for lane in lanes:
+        ratios = [own / other for own, other in zip(lane.seconds[warm_up:], plain, strict=True)]
+        peaks = f"{max(lane.peaks[1:]) / MIB:7.1f} MiB {lane.peaks[0] / MIB:7.1f} MiB"
+        print(f"{lane.name:10} {quartiles(lane.seconds[warm_up:]):26} {quartiles(ratios):24} {peaks}")
+    states = next(lane.states for lane in lanes if lane.states is not None)
+    records = states.records[warm_up:]
+    rate = statistics.median(rates)
+    bounds = [(each.read_bytes + each.written_bytes) / rate for each in records]
+    bounded = [
+        record.seconds / max(update, bound)
+        for record, update, bound in zip(records, plain, bounds, strict=True)
+    ]
+    last = records[-1]
+    waits = quartiles([record.waited_seconds for record in records])
+    print(
+        f"states {last.states_bytes / MIB:.1f} MiB in {last.sub_groups} sub-groups, slots "
+        f"{last.slot_bytes / MIB:.1f} MiB; read {last.read_bytes / MIB:.1f}, written "
+        f"{last.written_bytes / MIB:.1f} MiB an update; waited {waits} s"
+    )
+    print(f"drive: {rate / 1e9:.2f} GB/s reading and writing at once")
+    print(f"update over max(plain update, bytes / drive's rate): {quartiles(bounded)}")
+
+
+def main() -> None:
+    """Runs the lanes and prints the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directory", type=Path, help="a directory on the drive")
+    parser.add_argument("--matrices", type=int, default=48, help="parameters (default %(default)s)")
+    parser.add_argument(
+        "--width", type=int, default=1024, help="rows and columns of each (default %(default)s)"
+    )
+    parser.add_argument(
+        "--sub-group", type=parse_size, default=32 * MIB, help="bytes of states that travel as one"
+    )
+    parser.add_argument("--rounds", type=int, default=9, help="updates of each lane (default %(default)s)")
+    arguments = parser.parse_args()
+    warm_up = min(2, arguments.rounds - 1)
+    generator = torch.Generator().manual_seed(2)
+    shape = (arguments.width, arguments.width)
+    gradients = [torch.randn(shape, generator=generator) for _ in range(arguments.matrices)]
+    lanes = [made(name, arguments) for name in ("plain", "again", "offload")]
+    policy = {
+        "states": {"sub_group_bytes": arguments.sub_group},
+        "store": {"kind": "file", "directories": [str(arguments.directory)]},
+    }
+    rates: list[float] = []
+    meter = MallocMeter()
+    store = open_store(kind="file", directories=[arguments.directory], device=CpuDevice())
+    print(
+        f"{arguments.matrices} matrices of {arguments.width} x {arguments.width}, fp32, fused AdamW, "
+        f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}; sub-groups of "
+        f"{format_size(arguments.sub_group)}"
+    )
+    with store, tba.offload_optimizer(lanes[-1].optimizer, policy) as lanes[-1].states:
+        for _ in range(arguments.rounds):
+            for lane in lanes:
+                lane.update(gradients, meter)
+            rates.append(mixed_rate(store))
+        meter.close()
+        show(lanes, rates, warm_up)
+        print(f"tensors that differ by a bit: {differing(lanes)}")
+
+
+if __name__ == "__main__":
+    main()

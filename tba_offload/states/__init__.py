@@ -1,0 +1,8 @@
+"""States of optimizers in a store between updates."""
+
+from __future__ import annotations
+
+from tba_offload.states.optimizer import OptimizerStates, offload_optimizer
+from tba_offload.states.stream import StatesRecord
+
+__all__ = ["OptimizerStates", "StatesRecord", "offload_optimizer"]

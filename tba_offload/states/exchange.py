@@ -1,0 +1,298 @@
+"""How states get from an optimizer into slots and back, and what ``optimizer.state`` shows meanwhile."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tba_offload.states.away import AwayTensor
+from tba_offload.states.incoming import Incoming
+from tba_offload.states.layout import travels
+from tba_offload.states.slots import SLOTS, Slots
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from tba_offload.states.home import Homes
+    from tba_offload.states.own_step import Entry
+    from tba_offload.states.pieces import Piece
+    from tba_offload.states.slots import Slot
+    from tba_offload.states.subgroup import SubGroup
+
+
+class Exchange:
+    """Moves states between ``optimizer.state`` and the slots.
+
+    Args:
+        optimizer: The optimizer.
+        homes: Where sub-groups live.
+        next_use: When a sub-group is needed again; the greater, the later.
+        name_of: Names a parameter, for messages.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        homes: Homes,
+        next_use: Callable[[SubGroup], int],
+        name_of: Callable[[torch.Tensor], str],
+    ) -> None:
+        self.slots = Slots(homes)
+        self._optimizer = optimizer
+        self._next_use = next_use
+        self._name_of = name_of
+        self._shared: dict[torch.Tensor, Entry] = {}
+
+    # ---- for an update ---------------------------------------------------------------------------
+
+    def load(self, group: SubGroup) -> Slot | None:
+        """The slot with the states of a sub-group, once they are there; ``None`` if it has none yet.
+
+        Raises:
+            TransferError: They cannot be read.
+        """
+        if group.layout is None:
+            return None
+        slot = self.slots.of(group)
+        if slot is None:
+            slot = self.slots.take(group.nbytes, self._next_use)
+            slot.read(group)
+        slot.settle()
+        return slot
+
+    def entry(self, piece: Piece) -> Entry:
+        """The states of a piece that are in memory; a slice gets copies, since others start from the same."""
+        entry = self._optimizer.state.get(piece.parameter, {})
+        resident = {key: value for key, value in entry.items() if not isinstance(value, AwayTensor)}
+        return resident if piece.is_whole else {key: _copy(value) for key, value in resident.items()}
+
+    def take(
+        self,
+        group: SubGroup,
+        bound: Mapping[Piece, Mapping[str, torch.Tensor]],
+        entries: Mapping[Piece, Entry],
+    ) -> None:
+        """Takes the states that an update left.
+
+        Args:
+            group: The sub-group that was updated.
+            bound: Its states as views of its slot, as the update got them.
+            entries: The states that there are now.
+        """
+        if _has_moved(bound, entries):
+            self._lay_out(group, bound, entries)
+        for piece, entry in entries.items():
+            self._show(group, piece, entry)
+
+    def end(self) -> None:
+        """Shows what the slices of a parameter have in common, such as its count of steps."""
+        for parameter, entry in self._shared.items():
+            self._optimizer.state[parameter].update(entry)
+        self._shared.clear()
+
+    # ---- between updates -------------------------------------------------------------------------
+
+    def is_current(self, group: SubGroup) -> bool:
+        """Whether ``optimizer.state`` still shows what is away: states may be loaded, assigned or cleared."""
+        state = self._optimizer.state
+        for place in group.places:
+            entry = state.get(place.piece.parameter)
+            if entry is None or type(entry.get(place.key)) is not AwayTensor:
+                return False
+        return True
+
+    def take_shown(self, groups: Iterable[SubGroup]) -> None:
+        """Takes the states that ``optimizer.state`` shows, and forgets those that it shows no more.
+
+        Args:
+            groups: Sub-groups; where a slice of a parameter is in one, all others with slices of it too.
+
+        Raises:
+            TransferError: States that are still away cannot be read.
+        """
+        groups = list(groups)
+        shown = {each: dict(self._optimizer.state.get(each, {})) for each in _parameters_of(groups)}
+        for group in groups:
+            self._take_shown(group, shown)
+            slot = self.slots.of(group)
+            if slot is not None:
+                slot.write()
+        self.end()
+
+    def _take_shown(self, group: SubGroup, shown: dict[torch.Tensor, Entry]) -> None:
+        entries = {
+            piece: {key: _of_piece(piece, value) for key, value in shown[piece.parameter].items()}
+            for piece in group.pieces
+        }
+        bound = self._bound(group, entries)
+        for piece, entry in entries.items():
+            entry.update({key: bound[piece][key] for key in entry if type(entry[key]) is AwayTensor})
+            if piece.is_whole:
+                del shown[piece.parameter]  # so that its memory is free before the next one's is taken
+        self._lay_out(group, bound, entries)
+        for piece, entry in entries.items():
+            self._show(group, piece, entry)
+
+    def _bound(
+        self, group: SubGroup, entries: Mapping[Piece, Entry]
+    ) -> Mapping[Piece, Mapping[str, torch.Tensor]]:
+        """The states of a sub-group as views of its slot, if any of these are still away."""
+        if not any(type(value) is AwayTensor for entry in entries.values() for value in entry.values()):
+            return {}
+        slot = self.load(group)
+        return {} if slot is None else group.views(slot.bytes)
+
+    def give_back(self, group: SubGroup) -> None:
+        """Puts the states of a sub-group back into ``optimizer.state``, in memory of their own.
+
+        Raises:
+            TransferError: They cannot be read.
+        """
+        slot = self.load(group)
+        if slot is None:
+            return
+        for place in group.places:
+            known = self._optimizer.state[place.piece.parameter]
+            view = place.view(slot.bytes)
+            if place.piece.is_whole:
+                known[place.key] = view.clone()
+                continue
+            shown = known[place.key]
+            if isinstance(shown, AwayTensor):
+                known[place.key] = torch.empty_strided(
+                    shown.shape, shown.stride(), dtype=shown.dtype, device=shown.device
+                )
+            place.piece.part_of(known[place.key]).copy_(view)
+        slot.clear()
+
+    def on_host(self, groups: Iterable[SubGroup]) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+        """Copies of states in host memory, read sub-group by sub-group.
+
+        Raises:
+            TransferError: They cannot be read.
+        """
+        found: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        for group in groups:
+            slot = self.slots.of(group)
+            if slot is not None:
+                slot.settle()
+            flat = group.home.on_host(group.nbytes) if slot is None else slot.bytes
+            for place in group.places:
+                self._copy_to_host(place.piece, place.key, place.view(flat), found)
+        return found
+
+    def _copy_to_host(
+        self,
+        piece: Piece,
+        key: str,
+        view: torch.Tensor,
+        found: dict[torch.Tensor, dict[str, torch.Tensor]],
+    ) -> None:
+        entry = found.setdefault(piece.parameter, {})
+        if piece.is_whole:
+            entry[key] = view.to("cpu", copy=True)
+            return
+        if key not in entry:
+            entry[key] = torch.empty(piece.parameter.shape, dtype=view.dtype)
+        piece.part_of(entry[key]).copy_(view)
+
+    # ---- the parts of it -------------------------------------------------------------------------
+
+    def _lay_out(
+        self,
+        group: SubGroup,
+        bound: Mapping[Piece, Mapping[str, torch.Tensor]],
+        entries: Mapping[Piece, Entry],
+    ) -> None:
+        """Gives the states of a sub-group places, and a slot."""
+        old = self.slots.of(group)
+        if old is not None:  # states in it are copied first, because their places change
+            for piece, entry in entries.items():
+                entry.update({key: _copy(entry[key]) for key in bound.get(piece, ()) if key in entry})
+            old.clear()
+        group.home.release()
+        if group.lay_out(entries):
+            slot = self.slots.take(group.nbytes, self._next_use, most=SLOTS - 1)
+            group.fill(slot.bytes, entries)
+            slot.give_to(group)
+
+    def _show(self, group: SubGroup, piece: Piece, entry: Entry) -> None:
+        """Shows in ``optimizer.state`` the states of a piece: what is away as such, all else as it is."""
+        if not entry:
+            return
+        away = group.keys_of(piece)
+        known = self._optimizer.state[piece.parameter]
+        resident = {key: value for key, value in entry.items() if key not in away}
+        if piece.is_whole:
+            for key in known.keys() - entry.keys():
+                del known[key]
+        else:
+            self._shared.setdefault(piece.parameter, {}).update(resident)
+        for key, value in entry.items():
+            if key in away:
+                self._show_away(known, piece, key, value)
+            elif piece.is_whole:
+                known[key] = value
+
+    def _show_away(self, known: Entry, piece: Piece, key: str, value: torch.Tensor) -> None:
+        like = value if piece.is_whole else piece.parameter
+        shown = known.get(key)
+        if isinstance(shown, AwayTensor) and shown.shape == like.shape and shown.dtype == value.dtype:
+            return
+        name = f"{key!r} of {self._name_of(piece.parameter)}"
+        known[key] = AwayTensor(like.shape, like.stride(), value.dtype, value.device, name)
+
+
+def _has_moved(bound: Mapping[Piece, Mapping[str, torch.Tensor]], entries: Mapping[Piece, Entry]) -> bool:
+    """Whether states came, went or changed their shape; one that was only replaced is copied back."""
+    moved = False
+    for piece, entry in entries.items():
+        views = bound.get(piece, {})
+        moved = moved or not views.keys() <= entry.keys()
+        for key, value in entry.items():
+            view = views.get(key)
+            if view is None:
+                moved = moved or travels(value, piece.parameter)
+            elif value is not view:
+                if _is_alike(value, view):
+                    view.copy_(value)
+                    entry[key] = view
+                else:
+                    moved = True
+    return moved
+
+
+def _is_alike(value: object, view: torch.Tensor) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and (value.shape, value.dtype, value.device) == (view.shape, view.dtype, view.device)
+        and value.stride() == view.stride()
+    )
+
+
+def _of_piece(piece: Piece, value: Any) -> Any:
+    """The part of a state that belongs to a piece; in memory of its own, but for the whole of a tensor."""
+    if piece.is_whole and not isinstance(value, Incoming):
+        return value
+    device = piece.parameter.device
+    if isinstance(value, Incoming):
+        part = value.value if piece.is_whole else _part(piece, value.value)
+        return part.to(device=device, dtype=value.dtype, copy=True)
+    if type(value) is AwayTensor:
+        return value
+    if isinstance(value, torch.Tensor) and travels(value, piece.parameter):
+        return _part(piece, value).clone()
+    return _copy(value)
+
+
+def _part(piece: Piece, value: torch.Tensor) -> torch.Tensor:
+    return piece.part_of(value) if value.shape == piece.parameter.shape else value
+
+
+def _parameters_of(groups: Iterable[SubGroup]) -> set[torch.Tensor]:
+    return {piece.parameter for group in groups for piece in group.pieces}
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

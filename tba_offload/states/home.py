@@ -1,0 +1,241 @@
+"""Where the states of one sub-group live between updates: extents of a store, or memory of the host."""
+
+from __future__ import annotations
+
+import errno
+import time
+from typing import TYPE_CHECKING
+
+from tba_offload.device.ranges import aligned_range
+from tba_offload.device.streams import CpuDevice
+from tba_offload.errors import StoreError, TransferError
+from tba_offload.states.layout import BLOCK
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from tba_offload.device import ByteRange, Device
+    from tba_offload.store.base import ActivationStore, Extent, IoFuture
+
+PART = 8 * 2**20
+"""Bytes that travel as one extent: a sub-group has some for each drive and each thread."""
+
+TRIES = 3
+"""Reads of one extent before its error counts."""
+
+
+class Homes:
+    """What the homes of all sub-groups share.
+
+    Args:
+        store: Where bytes go.
+        device: Where the optimizer updates.
+        stall_limit: Seconds that a transfer is waited for; ``None`` for no limit.
+        keep_when_full: Whether states that cannot be written live in host memory, or are an error.
+        tell: Called with a line when the first of them cannot be written.
+    """
+
+    def __init__(
+        self,
+        store: ActivationStore,
+        device: Device,
+        *,
+        stall_limit: float | None,
+        keep_when_full: bool,
+        tell: Callable[[str], object],
+    ) -> None:
+        self.store = store
+        self.device = device
+        self.keep_when_full = keep_when_full
+        self.read_bytes = self.written_bytes = 0
+        self.waited = 0.0
+        self._limit = stall_limit
+        self._tell = tell
+        self._has_told = False
+
+    def wait(self, transfer: IoFuture) -> None:
+        """Waits for a transfer, within the limit.
+
+        Raises:
+            StoreError: It failed, or its drive hangs (``errno.ETIMEDOUT``).
+        """
+        if transfer.is_done and transfer.error is None:
+            return
+        began = time.perf_counter()
+        try:
+            transfer.wait(self._limit)
+        except TimeoutError:
+            raise StoreError(
+                errno.ETIMEDOUT, f"the drive has not answered for {self._limit} s (store.stall_seconds)"
+            ) from None
+        finally:
+            self.waited += time.perf_counter() - began
+
+    def count(self, *, read: int = 0, written: int = 0) -> None:
+        """Counts bytes whose transfers begin."""
+        self.read_bytes += read
+        self.written_bytes += written
+
+    def tell_of(self, cause: BaseException) -> None:
+        """Says, the first time, that the states of a sub-group stay in host memory."""
+        if not self._has_told:
+            self._has_told = True
+            self._tell(
+                f"optimizer states stay in host memory, since they cannot be written: {cause}; they are "
+                "tried again at the next update"
+            )
+
+
+class Home:
+    """Where the states of one sub-group live.
+
+    Args:
+        homes: What all share.
+        name: Whose states they are, for messages.
+    """
+
+    def __init__(self, homes: Homes, name: str) -> None:
+        self._homes = homes
+        self._name = name
+        self._extents: tuple[Extent, ...] = ()
+        self._kept: torch.Tensor | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was written yet."""
+        return not self._extents and self._kept is None
+
+    def write(self, memory: ByteRange) -> list[IoFuture]:
+        """Begins to write all bytes of the sub-group; the caller waits for them with :meth:`settle_writes`.
+
+        Args:
+            memory: The bytes, page-aligned; as many each time.
+
+        Raises:
+            TransferError: There is no room, and the policy says that this is an error.
+        """
+        homes = self._homes
+        self._kept = None
+        try:
+            self._reserve(memory)
+            after = homes.device.event()
+            orders = [(extent, part, after, None) for extent, part in self._parts(memory)]
+            writes = homes.store.write_many(orders)
+        except StoreError as error:
+            self._keep(memory, error)
+            return []
+        homes.count(written=memory.nbytes)
+        return writes
+
+    def settle_writes(self, writes: list[IoFuture], memory: ByteRange) -> None:
+        """Waits for writes; what could not be written is kept in host memory.
+
+        Raises:
+            TransferError: A write failed, and the policy says that this is an error; or the drive hangs.
+        """
+        failed: StoreError | None = None
+        for write in writes:
+            try:
+                self._homes.wait(write)
+            except StoreError as error:
+                failed = error
+                if error.errno == errno.ETIMEDOUT:  # it may write yet, so that the bytes must not change
+                    raise self._unwritten(error, "check the drive, and load a checkpoint") from error
+        if failed is not None:
+            self._keep(memory, failed)
+
+    def read(self, memory: ByteRange) -> list[IoFuture]:
+        """Begins to read all bytes; the caller waits for them with :meth:`settle_reads`.
+
+        Raises:
+            StoreError: The store is closed.
+        """
+        homes = self._homes
+        if self._kept is not None:
+            memory.tensor().copy_(self._kept)
+            return []
+        after = homes.device.event()
+        orders = [(extent, part, after) for extent, part in self._parts(memory)]
+        homes.count(read=memory.nbytes)
+        return homes.store.read_many(orders, padded=True)
+
+    def settle_reads(self, reads: list[IoFuture], memory: ByteRange) -> None:
+        """Waits for reads; one that failed is tried again.
+
+        Raises:
+            TransferError: The bytes cannot be read.
+        """
+        for read, (extent, part) in zip(reads, self._parts(memory) if reads else (), strict=True):
+            self._settle(read, extent, part)
+
+    def _settle(self, read: IoFuture, extent: Extent, part: ByteRange) -> None:
+        homes = self._homes
+        for tries_left in reversed(range(TRIES)):
+            try:
+                homes.wait(read)
+            except StoreError as error:
+                if not tries_left or error.errno == errno.ETIMEDOUT:
+                    raise self._lost(extent, error) from error
+            else:
+                return
+            read = homes.store.read(extent, part, homes.device.event(), padded=True)
+
+    def _unwritten(self, error: StoreError, remedy: str) -> TransferError:
+        return TransferError(f"the optimizer states of {self._name} cannot be written: {error}; {remedy}")
+
+    def _lost(self, extent: Extent, error: StoreError) -> TransferError:
+        return TransferError(
+            f"the optimizer states of {self._name} cannot be read back from "
+            f"{self._homes.store.place(extent)}: {error}; check the drive, and load a checkpoint"
+        )
+
+    def on_host(self, nbytes: int) -> torch.Tensor:
+        """A copy of the bytes in new host memory, 1-D uint8; the slots are left alone.
+
+        Raises:
+            TransferError: They cannot be read.
+        """
+        target = page_aligned(nbytes, CpuDevice(), self._homes.store.alignment)
+        self.settle_reads(self.read(target), target)
+        return target.tensor()
+
+    def release(self) -> None:
+        """Gives the extents back, and forgets what is kept."""
+        extents, self._extents, self._kept = self._extents, (), None
+        for extent in extents:
+            self._homes.store.release(extent)
+
+    def _reserve(self, memory: ByteRange) -> None:
+        if sum(extent.nbytes for extent in self._extents) == memory.nbytes:
+            return
+        self.release()
+        taken: list[Extent] = []
+        try:
+            for start in range(0, memory.nbytes, PART):
+                nbytes = min(PART, memory.nbytes - start)
+                taken.append(self._homes.store.reserve(nbytes, memory.address + start))
+        except BaseException:
+            for extent in taken:
+                self._homes.store.release(extent)
+            raise
+        self._extents = tuple(taken)
+
+    def _parts(self, memory: ByteRange) -> list[tuple[Extent, ByteRange]]:
+        starts = range(0, memory.nbytes, PART)
+        return [
+            (extent, memory.part(start, extent.nbytes))
+            for start, extent in zip(starts, self._extents, strict=True)
+        ]
+
+    def _keep(self, memory: ByteRange, cause: StoreError) -> None:
+        if not self._homes.keep_when_full:
+            raise self._unwritten(cause, "make room, or set on_full: keep") from cause
+        self._kept = memory.tensor().to("cpu", copy=True)
+        self._homes.tell_of(cause)
+
+
+def page_aligned(nbytes: int, device: Device, alignment: int) -> ByteRange:
+    """New memory for the bytes of a sub-group: direct I/O fills and empties it without a copy."""
+    return aligned_range(nbytes, 0, max(alignment, BLOCK), device)

@@ -1,0 +1,107 @@
+"""Where each state of a sub-group lies in the bytes that travel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tba_offload.device.ranges import CACHE_LINE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tba_offload.states.pieces import Piece
+
+BLOCK = 4096
+"""Bytes that a sub-group is padded to: extents are cut at multiples of it, for direct I/O."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One state of one piece.
+
+    Attributes:
+        piece: Whose state it is.
+        key: Its name in ``state[parameter]``.
+        start: Where its first byte lies in the sub-group.
+        size: Of the state of the piece; of a slice it is 1-D.
+        stride: Likewise, elements.
+        dtype: Likewise.
+    """
+
+    piece: Piece
+    key: str
+    start: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state."""
+        return torch.Size(self.size).numel() * self.dtype.itemsize
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """The state, as a view of the bytes of its sub-group."""
+        part = flat[self.start : self.start + self.nbytes].view(self.dtype)
+        return part.as_strided(self.size, self.stride)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The states of one sub-group.
+
+    Attributes:
+        places: One for each state that travels.
+        nbytes: Bytes of all, padded to blocks.
+    """
+
+    places: tuple[Place, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, states: Mapping[Piece, Mapping[str, Any]]) -> Layout:
+        """The layout of the states that an update made, each at the alignment that PyTorch gives a tensor."""
+        places: list[Place] = []
+        at = 0
+        for piece, entry in states.items():
+            for key, value in entry.items():
+                if travels(value, piece.parameter):
+                    size, stride = tuple(value.shape), value.stride()
+                    places.append(Place(piece, key, at, size, stride, value.dtype))
+                    at = _up(at + value.nbytes, CACHE_LINE)
+        return cls(tuple(places), _up(at, BLOCK))
+
+
+def travels(value: object, parameter: torch.Tensor) -> bool:
+    """Whether a state can be away: a dense tensor of more than one element that owns its memory.
+
+    What is something else (a number, a step count, a tensor of a subclass, a view of memory that other
+    tensors share) stays where the optimizer put it.
+    """
+    return (
+        type(value) is torch.Tensor
+        and value.numel() > 1
+        and value.layout == torch.strided
+        and value.device == parameter.device
+        and value.untyped_storage().nbytes() == value.nbytes
+        and _is_dense(value)
+        and not (value.is_conj() or value.is_neg())
+    )
+
+
+def _is_dense(value: torch.Tensor) -> bool:
+    """Whether the elements fill a range of memory, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _up(nbytes: int, multiple: int) -> int:
+    return -(-nbytes // multiple) * multiple

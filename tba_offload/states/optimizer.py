@@ -1,0 +1,207 @@
+"""``offload_optimizer``: the states of an optimizer lie in a store between its updates."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from tba_offload.config import ConfigLike, OffloadConfig, Paths, read_config, with_directories
+from tba_offload.config.options import StatesConfig
+from tba_offload.device import device_of
+from tba_offload.errors import TransferError, UnsupportedError
+from tba_offload.states.checkpoints import Checkpoints
+from tba_offload.states.home import Homes
+from tba_offload.states.own_step import OwnStep
+from tba_offload.states.roster import Roster
+from tba_offload.states.stream import StatesRecord, Stream
+from tba_offload.states.takeover import Takeover, is_taken
+from tba_offload.store import open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from tba_offload.store.base import ActivationStore
+
+logger = logging.getLogger(__name__)
+
+
+class OptimizerStates:
+    """The offloaded states of one optimizer; made by :func:`offload_optimizer`.
+
+    They have a store of their own, of the kind and in the directories that the configuration says. The
+    optimizer stays the object that it was. Between updates ``optimizer.state`` shows tensors that have sizes
+    and no bytes; whatever reads them gets an error that says what to do.
+
+    Attributes:
+        optimizer: The optimizer.
+        records: What each update was like, the oldest first.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        config: OffloadConfig,
+        store: ActivationStore,
+    ) -> None:
+        states = config.states or StatesConfig()
+        self.optimizer = optimizer
+        self.records: list[StatesRecord] = []
+        self._store = store
+        self._is_open = True
+        homes = Homes(
+            store,
+            device_of(_device_of(optimizer)),
+            stall_limit=config.store.stall_seconds,
+            keep_when_full=config.on_full == "keep",
+            tell=logger.warning,
+        )
+        self._takeover = Takeover(optimizer)
+        self._roster = Roster(optimizer, homes, states.sub_group_bytes)
+        self._stream = Stream(optimizer, OwnStep(optimizer, self._takeover.kind), self._roster, homes)
+        self._stream.follow()
+        self._checkpoints = Checkpoints(optimizer, self._on_host, self._loaded)
+        self._takeover.begin(self._step)
+
+    def read(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """The states of a parameter, those that are away as copies in host memory.
+
+        Raises:
+            TransferError: They cannot be read.
+        """
+        entry: dict[str, Any] = self.optimizer.state.get(parameter, {})
+        return entry | self._on_host({parameter}).get(parameter, {})
+
+    def close(self) -> None:
+        """Brings the states back into memory: the optimizer is as it was. May be called twice.
+
+        Raises:
+            TransferError: They cannot be read.
+        """
+        if not self._is_open:
+            return
+        self._is_open = False
+        try:
+            self._stream.give_back()
+        finally:
+            self._checkpoints.remove()
+            self._takeover.end()
+            self._store.close()
+
+    def _step(self, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.records.append(self._stream.step(options))
+        return loss
+
+    def _on_host(self, parameters: set[torch.Tensor]) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+        return self._stream.exchange.on_host(self._roster.with_any(parameters))
+
+    def _loaded(self) -> None:
+        self._stream.forgive()
+        self._stream.follow()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except TransferError as failure:  # the error of the block says more
+            warnings.warn(str(failure), RuntimeWarning, stacklevel=2)
+
+    def __repr__(self) -> str:
+        state = "closed" if not self._is_open else f"{len(self.records)} updates"
+        return f"<OptimizerStates of {self._takeover.kind.__name__}: {state}>"
+
+
+def offload_optimizer(
+    optimizer: torch.optim.Optimizer,
+    config: ConfigLike = None,
+    *,
+    directories: Paths | None = None,
+) -> OptimizerStates:
+    """Keeps the states of an optimizer in a store between its updates.
+
+    An update goes through the parameters in sub-groups: while one is updated by the optimizer's own code, the
+    states of the next are read and those of the last are written. So at most three sub-groups are in memory,
+    however large the model is, and parameters and states get the bits that they would get without it.
+
+    Args:
+        optimizer: Any optimizer of ``torch.optim``, or one that treats each parameter by itself. It may have
+            made updates before.
+        config: As for :func:`tba_offload.attach`; its ``states``, ``store`` and ``on_full`` count.
+        directories: Where the bytes go, instead of where the policy says: one path, or one for each drive.
+
+    Returns:
+        The states. Close them, or use them as a context manager: states come back into memory then.
+
+    Raises:
+        ConfigError: The configuration is wrong.
+        UnsupportedError: The optimizer cannot be updated in parts.
+        StoreError: The store cannot be opened.
+    """
+    chosen = with_directories(read_config(config), directories)
+    optimizer = _innermost(optimizer)
+    _check(optimizer)
+    store = open_store(chosen.store.options(), device=device_of(_device_of(optimizer)))
+    try:
+        return OptimizerStates(optimizer, chosen, store)
+    except BaseException:
+        store.close()
+        raise
+
+
+def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer itself, out of wrappers such as that of Accelerate."""
+    inner = getattr(optimizer, "optimizer", None)
+    while isinstance(inner, torch.optim.Optimizer):
+        optimizer, inner = inner, getattr(inner, "optimizer", None)
+    return optimizer
+
+
+def _check(optimizer: torch.optim.Optimizer) -> None:
+    """Checks that an optimizer can be updated in parts.
+
+    Raises:
+        UnsupportedError: It cannot.
+    """
+    name = type(optimizer).__name__
+    if is_taken(optimizer):
+        raise UnsupportedError(f"the states of this {name} are offloaded already; close those first")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedError("LBFGS updates all parameters as one vector, so that nothing can be away")
+    for group in optimizer.param_groups:
+        for setting in ("capturable", "differentiable"):
+            if group.get(setting):
+                raise UnsupportedError(
+                    f"{name} with {setting}=True cannot be updated in parts; set it to False"
+                )
+
+
+def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
+    """The device of the parameters.
+
+    Raises:
+        UnsupportedError: They lie on several.
+    """
+    devices: set[torch.device] = {each.device for group in optimizer.param_groups for each in group["params"]}
+    if len(devices) != 1:
+        raise UnsupportedError(
+            f"the parameters of this {type(optimizer).__name__} lie on {len(devices)} devices; use an "
+            "optimizer for each"
+        )
+    return devices.pop()

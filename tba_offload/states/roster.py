@@ -1,0 +1,158 @@
+"""Which parameter belongs to which sub-group, kept up with the parameter groups of the optimizer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tba_offload.states.home import Home
+from tba_offload.states.incoming import Incoming
+from tba_offload.states.layout import travels
+from tba_offload.states.pieces import SLICE, Piece, gathered, is_elementwise, numbered, pieces_of
+from tba_offload.states.subgroup import SubGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import torch
+
+    from tba_offload.states.home import Homes
+
+USUAL = 2.0
+"""Bytes of states for one byte of a parameter, until an update has told: what Adam has."""
+
+
+class Roster:
+    """The sub-groups of one optimizer.
+
+    How many bytes of states a parameter has is known after its first update only. So in each parameter group
+    the first ones go alone, and tell how large the sub-groups of the others may be.
+
+    Args:
+        optimizer: The optimizer.
+        homes: What the homes of sub-groups share.
+        most: Bytes of states in a sub-group; one of a single piece may have more.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, homes: Homes, most: int) -> None:
+        self._optimizer = optimizer
+        self._homes = homes
+        self._most = most
+        self._sliced = is_elementwise(optimizer)
+        self._ratios: dict[int, float] = {}
+        self._members: dict[torch.Tensor, tuple[int, int]] = {}
+        self._numbers: dict[torch.Tensor, int] = {}
+        self.groups: list[SubGroup] = []
+
+    def outdated(self) -> list[SubGroup]:
+        """The sub-groups that hold a parameter which left its parameter group, or changed its size."""
+        now = self._now()
+        self._numbers = numbered(self._optimizer.param_groups)
+        gone = {each for each, place in self._members.items() if now.get(each) != place}
+        if not gone:
+            return []
+        return self.with_slices(
+            [group for group in self.groups if any(piece.parameter in gone for piece in group.pieces)]
+        )
+
+    def with_any(self, parameters: set[torch.Tensor]) -> list[SubGroup]:
+        """The sub-groups that hold any of some parameters."""
+        return [
+            group for group in self.groups if any(piece.parameter in parameters for piece in group.pieces)
+        ]
+
+    def with_slices(self, groups: Sequence[SubGroup]) -> list[SubGroup]:
+        """The same sub-groups, and all others with slices of parameters that have slices in these."""
+        found = set(groups)
+        while True:
+            cut = {piece.parameter for group in found for piece in group.pieces if not piece.is_whole}
+            more = {group for group in self.groups if any(piece.parameter in cut for piece in group.pieces)}
+            if more <= found:
+                return [group for group in self.groups if group in found]
+            found |= more
+
+    def remove(self, groups: Iterable[SubGroup]) -> None:
+        """Forgets sub-groups whose states are back in memory; their parameters count as new ones."""
+        for group in groups:
+            group.home.release()
+            self.groups.remove(group)
+            for piece in group.pieces:
+                self._members.pop(piece.parameter, None)
+
+    def newcomers(self) -> dict[int, list[torch.Tensor]]:
+        """The parameters that are in no sub-group yet, by the number of their parameter group."""
+        found: dict[int, list[torch.Tensor]] = {}
+        for parameter, (number, _) in self._now().items():
+            if parameter not in self._members:
+                found.setdefault(number, []).append(parameter)
+        return found
+
+    def without_group(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of some parameters that are in no sub-group yet."""
+        return [each for each in parameters if each not in self._members]
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """A parameter by its number, as ``state_dict`` counts them."""
+        return f"parameter {self._numbers.get(parameter)}"
+
+    def add_first(self, number: int, parameters: Sequence[torch.Tensor]) -> list[SubGroup]:
+        """Makes sub-groups of the first parameters only, or of all if the size of states is known."""
+        count = 0
+        for place, parameter in enumerate(parameters, 1):
+            count += parameter.numel()
+            if count >= SLICE and number not in self._ratios:
+                return self.add(number, parameters[:place])
+        return self.add(number, parameters)
+
+    def add(self, number: int, parameters: Sequence[torch.Tensor]) -> list[SubGroup]:
+        """Makes sub-groups of parameters.
+
+        Args:
+            number: The number of their parameter group.
+            parameters: The parameters, in its order.
+        """
+        most = max(int(self._most / self._ratios.get(number, USUAL)), 1)
+        pieces = [piece for each in parameters for piece in pieces_of(each, most, sliced=self._sliced)]
+        made = [
+            SubGroup(number, some, Home(self._homes, self._name(some))) for some in gathered(pieces, most)
+        ]
+        self._members.update({each: (number, each.numel()) for each in parameters})
+        self.groups += made
+        self.groups.sort(key=self._rank)
+        return made
+
+    def learn(self, group: SubGroup) -> None:
+        """Takes over how many bytes of states a byte of parameters has, from a sub-group that has them."""
+        nbytes = sum(piece.nbytes for piece in group.pieces)
+        if group.number not in self._ratios and nbytes:
+            states = sum(place.nbytes for place in group.layout.places) if group.layout else 0
+            self._ratios[group.number] = max(states / nbytes, 1 / 16)
+
+    def learn_of(self, number: int, parameters: Iterable[torch.Tensor]) -> None:
+        """Likewise, from states that lie in memory."""
+        having = [each for each in parameters if self._optimizer.state.get(each)]
+        nbytes = sum(each.nbytes for each in having)
+        if number in self._ratios or not nbytes:
+            return
+        states = sum(
+            value.nbytes
+            for each in having
+            for value in self._optimizer.state[each].values()
+            if isinstance(value, Incoming) or travels(value, each)
+        )
+        self._ratios[number] = max(states / nbytes, 1 / 16)
+
+    def _now(self) -> dict[torch.Tensor, tuple[int, int]]:
+        return {
+            parameter: (number, parameter.numel())
+            for number, group in enumerate(self._optimizer.param_groups)
+            for parameter in group["params"]
+        }
+
+    def _rank(self, group: SubGroup) -> tuple[int, int]:
+        first = group.pieces[0]
+        return self._numbers.get(first.parameter, len(self._numbers)), first.start
+
+    def _name(self, pieces: Sequence[Piece]) -> str:
+        numbers = self._numbers
+        first, last = numbers.get(pieces[0].parameter), numbers.get(pieces[-1].parameter)
+        return f"parameter {first}" if first == last else f"parameters {first} to {last}"

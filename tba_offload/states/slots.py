@@ -1,0 +1,191 @@
+"""Memory of the device for a few sub-groups at a time: what is updated, what is read, what is written."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from tba_offload.errors import TransferError
+from tba_offload.states.home import page_aligned
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from tba_offload.device import ByteRange
+    from tba_offload.states.home import Homes
+    from tba_offload.states.subgroup import SubGroup
+    from tba_offload.store.base import IoFuture
+
+SLOTS = 3
+"""Slots: one for the sub-group that is updated, one for the next, which is read, one for the last, which is
+written. More would not shorten a step whose drive is busy all the time."""
+
+
+class Slot:
+    """Memory for one sub-group.
+
+    Args:
+        nbytes: Its size.
+        homes: The store and the device.
+    """
+
+    def __init__(self, nbytes: int, homes: Homes) -> None:
+        self._homes = homes
+        self._allocate(nbytes)
+        self.holder: SubGroup | None = None
+        self._is_newer = False
+        self._reads: list[IoFuture] = []
+        self._writes: list[IoFuture] = []
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no transfer is under way."""
+        return all(transfer.is_done for transfer in (*self._reads, *self._writes))
+
+    @property
+    def is_newer(self) -> bool:
+        """Whether its bytes are not yet written."""
+        return self._is_newer
+
+    def give_to(self, group: SubGroup) -> None:
+        """Lets it hold a sub-group, whose bytes the caller puts there."""
+        self.holder, self._is_newer = group, True
+
+    def read(self, group: SubGroup) -> None:
+        """Begins to read a sub-group from where it lives."""
+        self._reads = group.home.read(self._part(group))
+        self.holder, self._is_newer = group, False
+
+    def write(self) -> None:
+        """Begins to write what it holds, if that is newer than what lies at home."""
+        if self.holder is not None and self._is_newer:
+            self.settle()
+            self._writes = self.holder.home.write(self._part(self.holder))
+            self._is_newer = False
+
+    def settle(self) -> None:
+        """Waits until no transfer is under way.
+
+        Raises:
+            TransferError: The bytes cannot be read, or not be written where the policy forbids to keep them.
+        """
+        self._settle_reads()
+        if self.holder is not None:
+            self.holder.home.settle_writes(self._writes, self._part(self.holder))
+            self._writes = []
+
+    def _settle_reads(self) -> None:
+        group = self.holder
+        if group is None:
+            return
+        try:
+            group.home.settle_reads(self._reads, self._part(group))
+        except BaseException:
+            self.holder, self._reads = None, []
+            self._allocate(self.memory.nbytes)  # a read that hangs may fill the old memory yet
+            raise
+        self._reads = []
+
+    def touch(self) -> None:
+        """Says that an update is about to change what it holds."""
+        self._is_newer = True
+
+    def clear(self) -> None:
+        """Lets go of what it holds, once no transfer is under way.
+
+        Raises:
+            TransferError: It could not be written, and the policy forbids to keep it.
+        """
+        with suppress(TransferError):  # what was read ahead and is not needed now may be read again
+            self._settle_reads()
+        self.settle()
+        self.holder, self._is_newer = None, False
+
+    def grow(self, nbytes: int) -> None:
+        """Gets larger memory, if it is smaller; it holds nothing."""
+        if self.memory.nbytes < nbytes:
+            del self.memory, self.bytes  # before there is more
+            self._allocate(nbytes)
+
+    def _allocate(self, nbytes: int) -> None:
+        self.memory: ByteRange = page_aligned(nbytes, self._homes.device, self._homes.store.alignment)
+        self.bytes: torch.Tensor = self.memory.tensor()
+
+    def _part(self, group: SubGroup) -> ByteRange:
+        return self.memory.part(0, group.nbytes)
+
+
+class Slots:
+    """The slots of one optimizer.
+
+    Args:
+        homes: The store and the device.
+    """
+
+    def __init__(self, homes: Homes) -> None:
+        self._homes = homes
+        self._slots: list[Slot] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(slot.memory.nbytes for slot in self._slots)
+
+    def of(self, group: SubGroup) -> Slot | None:
+        """The slot that holds a sub-group, or is about to."""
+        return next((slot for slot in self._slots if slot.holder is group), None)
+
+    def held(self) -> list[SubGroup]:
+        """The sub-groups that slots hold, or are about to."""
+        return [slot.holder for slot in self._slots if slot.holder is not None]
+
+    def take(self, nbytes: int, next_use: Callable[[SubGroup], int], most: int = SLOTS) -> Slot:
+        """A slot for other bytes; waits until there is one.
+
+        Args:
+            nbytes: How many.
+            next_use: When a sub-group is needed again; the greater, the later.
+            most: Slots that there may be.
+
+        Raises:
+            TransferError: What the slot held cannot be written where the policy forbids to keep it.
+        """
+        slot = self._unheld() or self._new(nbytes, most) or self._latest(next_use)
+        slot.write()
+        slot.clear()
+        slot.grow(nbytes)
+        return slot
+
+    def take_now(self, group: SubGroup, next_use: Callable[[SubGroup], int]) -> Slot | None:
+        """A slot for a sub-group, if there is one for which nothing has to be waited."""
+        slot = self._unheld() or self._new(group.nbytes, SLOTS)
+        if slot is None:
+            slot = self._latest(next_use)
+            is_free = slot.is_idle and not slot.is_newer
+            if not is_free or (slot.holder is not None and next_use(slot.holder) <= next_use(group)):
+                return None
+        slot.clear()
+        slot.grow(group.nbytes)
+        return slot
+
+    def clear(self) -> None:
+        """Lets go of everything, and frees the memory."""
+        for slot in self._slots:
+            slot.clear()
+        self._slots.clear()
+
+    def _unheld(self) -> Slot | None:
+        return next((slot for slot in self._slots if slot.holder is None), None)
+
+    def _new(self, nbytes: int, most: int) -> Slot | None:
+        if len(self._slots) >= most:
+            return None
+        slot = Slot(nbytes, self._homes)
+        self._slots.append(slot)
+        return slot
+
+    def _latest(self, next_use: Callable[[SubGroup], int]) -> Slot:
+        """The slot whose sub-group is needed last."""
+        return max(self._slots, key=lambda slot: -1 if slot.holder is None else next_use(slot.holder))

@@ -1,0 +1,242 @@
+"""One update of an optimizer whose states are away: sub-group after sub-group through the slots."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tba_offload.errors import SessionError, TransferError
+from tba_offload.states.exchange import Exchange
+from tba_offload.states.pieces import is_elementwise
+from tba_offload.states.slots import SLOTS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from tba_offload.states.home import Homes
+    from tba_offload.states.own_step import OwnStep
+    from tba_offload.states.roster import Roster
+    from tba_offload.states.subgroup import SubGroup
+
+_FAR = 2**62
+
+
+@dataclass(frozen=True, slots=True)
+class StatesRecord:
+    """What one update of an optimizer with offloaded states was like.
+
+    Attributes:
+        seconds: The whole update, without the closure and hooks.
+        waited_seconds: Of these, waiting for drives.
+        read_bytes: Bytes of states that were read.
+        written_bytes: Bytes of states that were written.
+        states_bytes: Bytes of all states that are away between updates.
+        slot_bytes: Bytes of the slots, which stay on the device.
+        sub_groups: Sub-groups that were updated.
+    """
+
+    seconds: float
+    waited_seconds: float
+    read_bytes: int
+    written_bytes: int
+    states_bytes: int
+    slot_bytes: int
+    sub_groups: int
+
+
+class Stream:
+    """Updates an optimizer's parameters sub-group by sub-group, while the next is read and the last written.
+
+    An optimizer that treats each element by itself is updated in one order and the next time in the reverse
+    one: what was updated last is still in its slot then, and needs neither be written nor read.
+
+    Args:
+        optimizer: The optimizer.
+        own: Its own update code.
+        roster: Its sub-groups.
+        homes: Where they live.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, own: OwnStep, roster: Roster, homes: Homes) -> None:
+        self._optimizer = optimizer
+        self._own = own
+        self._roster = roster
+        self._homes = homes
+        self.exchange = Exchange(optimizer, homes, self._next_use, roster.name_of)
+        self._turns = is_elementwise(optimizer)
+        self._is_reversed = False
+        self._line: list[SubGroup] = []
+        self._places: dict[SubGroup, int] = {}
+        self._at = 0
+        self._failure: TransferError | None = None
+
+    def step(self, options: Mapping[str, Any]) -> StatesRecord:
+        """Updates all parameters that have gradients.
+
+        Args:
+            options: Further arguments of the optimizer's ``step``.
+
+        Raises:
+            SessionError: An update before this one failed halfway.
+            TransferError: States cannot be read; the parameters of some sub-groups are updated, as after an
+                error inside any optimizer.
+        """
+        if self._failure is not None:
+            raise SessionError(
+                f"an update before this one failed halfway ({self._failure}); load a checkpoint of the model "
+                "and of the optimizer before the next"
+            )
+        homes = self._homes
+        began, waited = time.perf_counter(), homes.waited
+        read, written = homes.read_bytes, homes.written_bytes
+        try:
+            self.follow()
+            self._update_all(options)
+        except TransferError as error:
+            self._failure = error
+            raise
+        finally:
+            self._own.commit()
+            self.exchange.end()
+        return StatesRecord(
+            seconds=time.perf_counter() - began,
+            waited_seconds=homes.waited - waited,
+            read_bytes=homes.read_bytes - read,
+            written_bytes=homes.written_bytes - written,
+            states_bytes=sum(group.nbytes for group in self._roster.groups),
+            slot_bytes=self.exchange.slots.nbytes,
+            sub_groups=len(self._line),
+        )
+
+    def follow(self) -> None:
+        """Follows what was done to the optimizer since the last update: parameters and states may be others.
+
+        Raises:
+            TransferError: States cannot be read.
+        """
+        outdated = self._roster.outdated()
+        for group in outdated:
+            self.exchange.give_back(group)
+        self._roster.remove(outdated)
+        stale = [group for group in self._roster.groups if not self.exchange.is_current(group)]
+        self.exchange.take_shown(self._roster.with_slices(stale))
+        for number, parameters in self._roster.newcomers().items():
+            having = [each for each in parameters if self._optimizer.state.get(each)]
+            self._roster.learn_of(number, having)
+            self.exchange.take_shown(self._roster.add(number, having))
+
+    def give_back(self) -> None:
+        """Puts all states back into ``optimizer.state``, and frees slots and extents.
+
+        Raises:
+            TransferError: They cannot be read.
+        """
+        self.follow()
+        groups = list(self._roster.groups)
+        for group in groups:
+            self.exchange.give_back(group)
+        self._roster.remove(groups)
+        self.exchange.slots.clear()
+
+    def forgive(self) -> None:
+        """Forgets that an update failed: a checkpoint was loaded."""
+        self._failure = None
+
+    # ---- the order -------------------------------------------------------------------------------
+
+    def _update_all(self, options: Mapping[str, Any]) -> None:
+        groups = [group for group in self._roster.groups if group.has_gradient]
+        self._line = groups[::-1] if self._is_reversed else groups
+        self._places = {group: place for place, group in enumerate(self._line)}
+        newcomers = self._with_gradients()
+        for place, group in enumerate(tuple(self._line)):
+            self._at = place
+            self._read_ahead()
+            self._update(group, options)
+            self._read_ahead()
+            if newcomers or self._is_crowded():
+                self._write(group)
+        for number, parameters in newcomers.items():
+            self._update_newcomers(number, parameters, options)
+        if not self._turns:
+            self._update_empty(options)
+        self._is_reversed = self._turns and not self._is_reversed
+
+    def _with_gradients(self) -> dict[int, list[torch.Tensor]]:
+        found = self._roster.newcomers()
+        having = {number: [each for each in found[number] if each.grad is not None] for number in found}
+        return {number: parameters for number, parameters in having.items() if parameters}
+
+    def _update_newcomers(
+        self, number: int, parameters: list[torch.Tensor], options: Mapping[str, Any]
+    ) -> None:
+        """Makes sub-groups of parameters that are in none yet, and updates them."""
+        first = self._roster.add_first(number, parameters)
+        for group in first:
+            self._update_new(group, options)
+        for group in self._roster.add(number, self._roster.without_group(parameters)):
+            self._update_new(group, options)
+
+    def _update_new(self, group: SubGroup, options: Mapping[str, Any]) -> None:
+        self._at = self._places[group] = len(self._line)
+        self._line.append(group)
+        self._update(group, options)
+        self._write(group)
+
+    def _update_empty(self, options: Mapping[str, Any]) -> None:
+        """Runs the update for parameter groups without gradients: it may count steps all the same."""
+        for number in set(range(len(self._optimizer.param_groups))) - self._own.ran_for:
+            self._own.run(number, {}, options)
+
+    def _update(self, group: SubGroup, options: Mapping[str, Any]) -> None:
+        slot = self.exchange.load(group)
+        bound = {} if slot is None else group.views(slot.bytes)
+        tensors = {piece: piece.tensor() for piece in group.pieces}
+        entries = {
+            tensor: self.exchange.entry(piece) | bound.get(piece, {}) for piece, tensor in tensors.items()
+        }
+        if slot is not None:
+            slot.touch()
+        try:
+            self._own.run(group.number, entries, options)
+        finally:
+            states = self._own.states
+            now = {piece: states.get(tensor, entries[tensor]) for piece, tensor in tensors.items()}
+            self.exchange.take(group, bound, now)
+        self._roster.learn(group)
+
+    # ---- slots -----------------------------------------------------------------------------------
+
+    def _read_ahead(self) -> None:
+        """Begins to read what is updated next, as far as there are slots for it."""
+        slots = self.exchange.slots
+        for group in self._line[self._at + 1 : self._at + SLOTS]:
+            if group.layout is not None and slots.of(group) is None:
+                slot = slots.take_now(group, self._next_use)
+                if slot is None:
+                    return
+                slot.read(group)
+
+    def _write(self, group: SubGroup) -> None:
+        slot = self.exchange.slots.of(group)
+        if slot is not None:
+            slot.write()
+
+    def _is_crowded(self) -> bool:
+        """Whether a sub-group that is still to be updated has no slot."""
+        upcoming = len(self._line) - self._at - 1
+        return upcoming > sum(self._places.get(held, -1) > self._at for held in self.exchange.slots.held())
+
+    def _next_use(self, group: SubGroup) -> int:
+        """When a sub-group is needed again: in this update, or later, in the order of the next one."""
+        place = self._places.get(group)
+        if place is None:
+            return 2 * _FAR
+        if place > self._at:
+            return place
+        if place == self._at:
+            return -1  # it is being updated
+        return _FAR - place if self._turns else _FAR + place

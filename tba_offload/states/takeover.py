@@ -1,0 +1,90 @@
+"""How an optimizer's ``step`` comes here: the optimizer gets a class that derives from its own."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tba_offload.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Step = Callable[..., Any]
+
+_taken: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {}
+
+_STEP = "_tba_offload_step"
+"""Name of the attribute of an optimizer that holds what its step calls, so that this lives as long as it."""
+
+
+class Takeover:
+    """Has ``optimizer.step`` call another function, beneath the hooks of users.
+
+    It stays the same object, of its class by ``isinstance``, with a ``step`` that is a method: schedulers,
+    ``GradScaler`` and hooks work as before.
+
+    Args:
+        optimizer: The optimizer.
+
+    Raises:
+        UnsupportedError: Its ``step`` was replaced by something that is not known.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.kind = type(optimizer)
+        self._optimizer = optimizer
+        self._instance_step = vars(optimizer).get("step")
+        if self._instance_step is not None and not hasattr(self._instance_step, "_wrapped_by_lr_sched"):
+            raise UnsupportedError(
+                f"the step of this {self.kind.__name__} was replaced by {self._instance_step!r}; offload its "
+                "states first, and replace it afterwards"
+            )
+
+    def begin(self, step: Step) -> None:
+        """From now on ``optimizer.step(closure, **options)`` is ``step(closure, options)``.
+
+        Args:
+            step: The function.
+        """
+        optimizer = self._optimizer
+        vars(optimizer).pop("step", None)
+        vars(optimizer)[_STEP] = step
+        optimizer.__class__ = _class_for(self.kind)
+
+    def end(self) -> None:
+        """Gives the optimizer its own class and step back."""
+        optimizer = self._optimizer
+        vars(optimizer).pop(_STEP, None)
+        optimizer.__class__ = self.kind
+        if self._instance_step is not None:
+            vars(optimizer)["step"] = self._instance_step
+
+
+def is_taken(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's states are offloaded already."""
+    return _STEP in vars(optimizer)
+
+
+def _class_for(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    if kind not in _taken:
+        names = {"step": _hooked(kind), "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        _taken[kind] = type(kind.__name__, (kind,), names | {"__doc__": kind.__doc__})
+    return _taken[kind]
+
+
+def _hooked(kind: type[torch.optim.Optimizer]) -> Step:
+    """The step of a class: calls the user's hooks once, and what :meth:`Takeover.begin` was given between."""
+
+    @functools.wraps(kind.step)
+    def step(self: torch.optim.Optimizer, closure: Any = None, **options: Any) -> Any:
+        vars(self)["_opt_called"] = True  # as a scheduler's own wrapper notes it
+        return vars(self)[_STEP](closure, options)
+
+    hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
+    hooked.hooked = True  # so that PyTorch does not wrap it again
+    hooked._wrapped_by_lr_sched = True  # nor a scheduler
+    made: Step = hooked
+    return made

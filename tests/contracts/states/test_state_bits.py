@@ -1,0 +1,332 @@
+"""Offloaded states give the bits of the optimizer that has them in memory, whatever a training does to it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from covering import of_which, pairwise
+from models import same_bits
+from optimizers import MAKERS, Training, assert_same, assert_same_state_dicts, pair, policy
+from torch import nn, optim
+
+import tba_offload as tba
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+UNSTEADY = {"sgd-fused"}
+"""Optimizers that give other bits each time in 16 bits: PyTorch's fused SGD reads memory that is not set."""
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "threads", "kind"), pairwise(list(MAKERS), DTYPES, [1, 2], ["file", "host"])
+)
+def test_training(name: str, dtype: torch.dtype, threads: int, kind: str, tmp_path: Path) -> None:
+    found, expected = pair(name, torch.float32 if name in UNSTEADY else dtype)
+    store = {} if kind == "file" else {"kind": "host", "directories": []}
+    torch.set_num_threads(threads)
+    try:
+        with tba.offload_optimizer(found.optimizer, policy(tmp_path, store=store)) as states:
+            for seed in range(4):
+                found.step(seed)
+                expected.step(seed)
+            assert_same(found, expected)
+            record = states.records[-1]
+            assert record.states_bytes <= record.slot_bytes or record.read_bytes > 0 < record.written_bytes
+    finally:
+        torch.set_num_threads(1)
+    assert_same(found, expected)  # states came back into memory
+    found.step(9)
+    expected.step(9)
+    assert_same(found, expected)
+    assert type(found.optimizer) is type(expected.optimizer)
+
+
+@pytest.mark.parametrize("name", of_which(MAKERS, "adamw", "adagrad", "sgd-momentum"))
+def test_an_optimizer_that_has_trained_before(name: str, tmp_path: Path) -> None:
+    found, expected = pair(name)
+    for seed in range(2):
+        found.step(seed)
+        expected.step(seed)
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
+        for seed in range(2, 5):
+            found.step(seed)
+            expected.step(seed)
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_schedulers(before: bool, tmp_path: Path) -> None:
+    """One that is made before has replaced the optimizer's step on the instance."""
+
+    def schedule(training: Training) -> Any:
+        return optim.lr_scheduler.OneCycleLR(training.optimizer, 0.1, total_steps=9)
+
+    found, expected = pair("adamw")
+    schedulers = [schedule(expected)]
+    if before:
+        schedulers.append(schedule(found))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a scheduler warns where it is called before a step
+        with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
+            if not before:
+                schedulers.append(schedule(found))
+            for seed in range(5):
+                found.step(seed)
+                expected.step(seed)
+                for scheduler in schedulers:
+                    scheduler.step()
+            assert_same(found, expected)
+        found.step(7)
+        expected.step(7)
+        for scheduler in schedulers:
+            scheduler.step()
+    assert_same(found, expected)
+
+
+def test_accumulation_clipping_and_gradients_that_stay(tmp_path: Path) -> None:
+    found, expected = pair("adamw")
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
+        for seed in range(4):
+            for training in (found, expected):
+                training.backward(2 * seed)
+                training.backward(2 * seed + 1)
+                nn.utils.clip_grad_norm_(training.model.parameters(), 0.01)
+                training.optimizer.step()
+                training.optimizer.zero_grad(set_to_none=seed % 2 == 0)
+        assert_same(found, expected)
+
+
+def test_a_closure(tmp_path: Path) -> None:
+    found, expected = pair("adamw")
+    losses: list[list[Any]] = [[], []]
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
+        for seed in range(3):
+            for training, told in ((found, losses[0]), (expected, losses[1])):
+
+                def closure(training: Training = training, seed: int = seed) -> Any:
+                    assert torch.is_grad_enabled()
+                    training.optimizer.zero_grad()
+                    return training.backward(seed)
+
+                told.append(training.optimizer.step(closure))
+        assert_same(found, expected)
+    assert losses[0] == losses[1]
+
+
+def test_hooks_are_called_once_a_step(tmp_path: Path) -> None:
+    found, expected = pair("adamw")
+    calls: list[str] = []
+
+    def halve(optimizer: optim.Optimizer, *_: object) -> None:
+        calls.append("before")
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad /= 2
+
+    found.optimizer.register_step_pre_hook(halve)
+    expected.optimizer.register_step_pre_hook(halve)
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
+        found.optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+        for seed in range(3):
+            found.step(seed)
+            expected.step(seed)
+        assert_same(found, expected)
+    assert calls == ["before", "after", "before"] * 3
+
+
+def test_a_gradient_scaler_that_skips(tmp_path: Path) -> None:
+    found, expected = pair("adamw")
+    scalers = [torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2) for _ in range(2)]
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path)) as states:
+        for seed in range(5):
+            for training, scaler in zip((found, expected), scalers, strict=True):
+                training.optimizer.zero_grad()
+                loss = training.loss(seed)
+                scaler.scale(loss * (torch.inf if seed == 2 else 1)).backward()
+                scaler.step(training.optimizer)
+                scaler.update()
+        assert len(states.records) == 4  # one step had infinite gradients
+        assert_same(found, expected)
+    assert scalers[0].state_dict() == scalers[1].state_dict()
+
+
+def test_parameter_groups(tmp_path: Path) -> None:
+    """Each with settings of its own; one comes later, one is frozen for a while, and settings change."""
+
+    def in_groups(parameters: Any) -> optim.Optimizer:
+        parameters = list(parameters)
+        return optim.AdamW([{"params": parameters[:4], "lr": 0.1}, {"params": parameters[4:9]}], lr=1e-2)
+
+    found, expected = pair(in_groups)
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
+        for seed in range(6):
+            for training in (found, expected):
+                if seed == 2:
+                    late = {"params": list(training.model.parameters())[9:], "weight_decay": 0.3}
+                    training.optimizer.add_param_group(late)
+                if seed == 4:
+                    training.optimizer.param_groups[0]["lr"] /= 3
+                training.model.layers[1].requires_grad_(seed != 3)
+                training.step(seed)
+        assert_same(found, expected)
+
+
+def test_a_parameter_that_leaves_its_group(tmp_path: Path) -> None:
+    found, expected = pair("adamw")
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
+        for seed in range(5):
+            for training in (found, expected):
+                if seed == 2:
+                    group = training.optimizer.param_groups[0]
+                    group["params"] = [each for each in group["params"] if each.shape != (301, 48)]
+                training.step(seed)
+        assert {
+            key: value.sum().item()
+            for key, value in found.optimizer.state[found.model.embed.weight].items()
+            if key != "step"
+        } == {
+            key: value.sum().item()
+            for key, value in expected.optimizer.state[expected.model.embed.weight].items()
+            if key != "step"
+        }
+        for a, b in zip(found.model.parameters(), expected.model.parameters(), strict=True):
+            assert same_bits(a.detach(), b.detach())
+
+
+@pytest.mark.parametrize("reset", ["clear", "assign", "anew"])
+def test_states_that_a_training_sets_itself(reset: str, tmp_path: Path) -> None:
+    found, expected = pair("adamw")
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
+        for seed in range(5):
+            for training in (found, expected):
+                if seed == 2:
+                    _set_states(training, reset)
+                training.step(seed)
+        assert_same(found, expected)
+
+
+def _set_states(training: Training, how: str) -> None:
+    state, embedding = training.optimizer.state, training.model.embed.weight
+    if how == "clear":
+        state.clear()
+    elif how == "assign":
+        for parameter in (embedding, training.model.layers[0].weight):
+            state[parameter]["exp_avg"] = torch.full_like(parameter, 0.25, requires_grad=False)
+    else:
+        state[embedding] = {}
+
+
+class Counting(optim.SGD):
+    """An optimizer of a user: it counts steps in itself and in its groups, and draws random numbers."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=1e-2)
+        self.steps = 0
+        self.generator = torch.Generator().manual_seed(3)
+        for group in self.param_groups:
+            group["steps"] = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        self.steps += 1
+        for group in self.param_groups:
+            group["steps"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group["steps"])
+
+    def _update(self, parameter: torch.Tensor, steps: int) -> None:
+        state = self.state[parameter]
+        noise = torch.rand(parameter.shape, generator=self.generator)
+        # Replaced, not changed in place, and of another shape from the third step on.
+        state["mean"] = parameter.grad / steps + 0.9 * state.get("mean", torch.zeros_like(parameter))
+        if steps > 2:
+            state["row"] = state["mean"].reshape(-1)[:: 1 + steps % 2].clone()
+        parameter -= 1e-2 * state["mean"] + 1e-3 * noise
+
+
+def test_an_optimizer_of_a_user(tmp_path: Path) -> None:
+    found, expected = pair(Counting)
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path)) as states:
+        for seed in range(6):
+            found.step(seed)
+            expected.step(seed)
+        assert states.records[-1].states_bytes > 0
+        assert_same(found, expected)
+    assert found.optimizer.steps == expected.optimizer.steps == 6
+    assert found.optimizer.param_groups[0]["steps"] == 6
+
+
+@pytest.mark.parametrize("name", of_which(MAKERS, "adamw-foreach", "adafactor", "sgd-momentum"))
+def test_checkpoints_go_both_ways(name: str, tmp_path: Path) -> None:
+    found, expected = pair(name)
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
+        for seed in range(3):
+            found.step(seed)
+            expected.step(seed)
+        path = tmp_path / "checkpoint.pt"
+        torch.save(found.optimizer.state_dict(), path)
+        saved = torch.load(path)
+        assert_same_state_dicts(saved, expected.optimizer.state_dict())
+        plain, resumed = pair(name)
+        for training in (plain, resumed):
+            training.model.load_state_dict(expected.model.state_dict())
+        plain.optimizer.load_state_dict(torch.load(path))
+        with tba.offload_optimizer(resumed.optimizer, policy(tmp_path)):
+            resumed.optimizer.load_state_dict(saved)
+            for training in (found, expected, plain, resumed):
+                training.step(5)
+            for training in (found, plain, resumed):
+                assert_same(training, expected)
+
+
+def test_a_checkpoint_that_is_loaded_in_the_middle(tmp_path: Path) -> None:
+    found, expected = pair("adamw")
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
+        for seed in range(6):
+            for training in (found, expected):
+                training.step(seed)
+                if seed == 1:
+                    saved = training.optimizer.state_dict()
+                    training.kept = torch.save(saved, tmp_path / f"{training is found}")  # type: ignore[attr-defined]
+                if seed == 3:
+                    training.optimizer.load_state_dict(torch.load(tmp_path / f"{training is found}"))
+        assert_same(found, expected)
+
+
+def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    found, expected = pair("adamw")
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
+        found.step(0)
+        expected.step(0)
+        other = optim.AdamW([nn.Parameter(torch.ones(3))])
+        with pytest.raises(ValueError, match="size of optimizer's group"):
+            found.optimizer.load_state_dict(other.state_dict())
+        found.step(1)
+        expected.step(1)
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("placement", ["offload", "recompute"])
+def test_activations_and_states_together(placement: str, tmp_path: Path) -> None:
+    found, expected = pair("adamw")
+    settings = policy(tmp_path, default=placement, min_tensor_bytes=0)
+    layers = list(found.model.layers)
+    with tba.attach(found.model, settings, layers=layers, optimizer=found.optimizer) as session:
+        for seed in range(4):
+            found.step(seed)
+            expected.step(seed)
+        assert_same(found, expected)
+        assert session.states[0].records[-1].written_bytes > 0
+        assert len(session.report()) == 4
+    found.step(5)
+    expected.step(5)
+    assert_same(found, expected)

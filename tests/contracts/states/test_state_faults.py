@@ -1,0 +1,207 @@
+"""What a drive does to states never becomes wrong numbers: they stay in memory, or the error has a name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from covering import of_which
+from models import same_bits
+from optimizers import Training, assert_same, pair, policy
+from torch import optim
+
+import tba_offload as tba
+from tba_offload.errors import ChecksumError, SessionError, StoreError, TransferError
+from tba_offload.testing.faults import inject
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FULL = ["fail-write", "fail-write:n=2", "fail-write:chance=0.5,seed=3", "nothing-write"]
+
+
+@pytest.mark.parametrize("fault", of_which(FULL, "fail-write", "fail-write:chance=0.5,seed=3"))
+def test_states_that_cannot_be_written_stay_in_host_memory(
+    fault: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found, expected = pair("adamw")
+    with inject(fault) as faults, tba.offload_optimizer(found.optimizer, policy(tmp_path)):
+        for seed in range(4):
+            found.step(seed)
+            expected.step(seed)
+        assert_same(found, expected)
+    assert faults.fired
+    assert [
+        record.getMessage()[:45] for record in caplog.records if "optimizer states" in record.getMessage()
+    ] == ["optimizer states stay in host memory, since t"]
+
+
+def test_a_capacity_that_is_reached(tmp_path: Path) -> None:
+    found, expected = pair("adamw")
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path, store={"capacity": "64KiB"})):
+        for seed in range(3):
+            found.step(seed)
+            expected.step(seed)
+        assert_same(found, expected)
+
+
+def test_a_full_drive_is_an_error_where_the_policy_says_so(tmp_path: Path) -> None:
+    found, _ = pair("adamw")
+    settings = policy(tmp_path, store={"capacity": "64KiB"}, on_full="error")
+    with (
+        pytest.raises(TransferError, match=r"states of parameters? \d+.* cannot be written.*on_full: keep"),
+        tba.offload_optimizer(found.optimizer, settings),
+    ):
+        found.step(0)
+
+
+@pytest.mark.parametrize("fault", ["fail-read:n=2", "flip-read:n=3", "short-read"])
+def test_a_read_that_fails_once_is_tried_again(fault: str, tmp_path: Path) -> None:
+    found, expected = pair("adamw")
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path)), inject(fault) as faults:
+        for seed in range(4):
+            found.step(seed)
+            expected.step(seed)
+        assert faults.fired
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [("fail-read", StoreError), ("lost-write", ChecksumError), ("zeros-read", ChecksumError)],
+)
+def test_states_that_are_lost_are_an_error_until_a_checkpoint_is_loaded(
+    fault: str, cause: type[Exception], tmp_path: Path
+) -> None:
+    found, expected = pair("adamw")
+    found.step(0)
+    expected.step(0)
+    torch.save((found.model.state_dict(), found.optimizer.state_dict()), tmp_path / "checkpoint")
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
+        with inject(fault):
+            with pytest.raises(TransferError, match=r"parameters? \d+.*cannot be read back") as raised:
+                for seed in range(1, 4):
+                    found.step(seed)
+            assert isinstance(raised.value.__cause__, cause)
+            with pytest.raises(SessionError, match="failed halfway"):
+                found.step(4)
+        model, optimizer = torch.load(tmp_path / "checkpoint")
+        found.model.load_state_dict(model)
+        found.optimizer.load_state_dict(optimizer)
+        found.step(1)
+        expected.step(1)
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("verb", ["write", "read"])
+def test_a_drive_that_hangs(verb: str, tmp_path: Path) -> None:
+    """The error comes within the limit, and so does the end of the process."""
+    code = f"""
+import sys, time
+sys.path[:0] = {sys.path!r}
+import torch, tba_offload as tba
+from optimizers import pair, policy
+from pathlib import Path
+from tba_offload.testing.faults import inject
+found, _ = pair("adamw")
+tba.offload_optimizer(found.optimizer, policy(Path({str(tmp_path)!r}), store={{"stall_seconds": 1.5}}))
+found.step(0)
+with inject("hang-{verb}:after=2"):
+    began = time.monotonic()
+    try:
+        for seed in range(1, 4):
+            found.step(seed)
+    except tba.TransferError as error:
+        print(time.monotonic() - began, error)
+"""
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "store.stall_seconds" in done.stdout, done.stderr
+    assert float(done.stdout.split()[0]) < 6.5
+    assert time.monotonic() - began < 40
+
+
+class Failing(optim.AdamW):
+    """Fails in the update of one parameter, once."""
+
+    fails_at: Any = None
+
+    def step(self, closure: Any = None) -> Any:
+        if any(self.fails_at is each for group in self.param_groups for each in group["params"]):
+            type(self).fails_at = None
+            raise KeyboardInterrupt
+        return super().step(closure)
+
+
+def test_an_interrupt_inside_an_update_loses_no_state(tmp_path: Path) -> None:
+    """What was updated before it stays so, as without offloading; training goes on."""
+    found, _ = pair(Failing)
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
+        found.step(0)
+        before = found.optimizer.state_dict()["state"]
+        Failing.fails_at = found.model.layers[3].weight
+        with pytest.raises(KeyboardInterrupt):
+            found.step(1)
+        after = found.optimizer.state_dict()["state"]
+        assert after.keys() == before.keys()
+        changed = {n for n in after if not same_bits(after[n]["exp_avg"], before[n]["exp_avg"])}
+        assert changed != set(after)
+        found.step(2)
+
+
+def test_a_forked_child_cannot_use_them(tmp_path: Path) -> None:
+    found, expected = pair("adamw")
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
+        found.step(0)
+        expected.step(0)
+        child = os.fork()
+        if child == 0:
+            try:
+                found.optimizer.state_dict()
+            except tba.SessionError:
+                os._exit(7)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        found.step(1)
+        expected.step(1)
+        assert_same(found, expected)
+
+
+def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
+    code = f"""
+import os, sys
+sys.path[:0] = {sys.path!r}
+import tba_offload as tba
+from optimizers import pair, policy
+from pathlib import Path
+found, _ = pair("adamw")
+states = tba.offload_optimizer(found.optimizer, policy(Path({str(tmp_path)!r})))
+found.step(0)
+os.kill(os.getpid(), {signal.SIGKILL})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_session_whose_states_cannot_be_read_closes_all_the_same(tmp_path: Path) -> None:
+    found = Training(optim.AdamW)
+    session = tba.attach(
+        found.model, policy(tmp_path), layers=list(found.model.layers), optimizer=found.optimizer
+    )
+    found.step(0)
+    found.step(1)
+    with inject("fail-read"), pytest.raises(TransferError, match="cannot be read back"):
+        session.close()
+    assert type(found.optimizer) is optim.AdamW
+    with pytest.raises(SessionError):
+        session.store.reserve(1, 0)

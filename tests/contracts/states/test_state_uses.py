@@ -1,0 +1,129 @@
+"""Between updates a state that is away is an error to use, never a number."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from models import same_bits
+from optimizers import Training, pair, policy
+from torch import nn, optim
+
+import tba_offload as tba
+from tba_offload.errors import ConfigError, NoEffectWarning, StatesAwayError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+USES: dict[str, Callable[[Any], object]] = {
+    "sum": lambda state: state.sum(),
+    "add in place": lambda state: state.add_(1),
+    "in a list": lambda state: torch.stack([torch.zeros(301, 48), state]),
+    "item": lambda state: state[0, 0].item(),
+    "to another type": lambda state: state.to(torch.float64),
+    "copy to another": lambda state: torch.empty(301, 48).copy_(state),
+    "clone": lambda state: state.clone(),
+    "deepcopy": copy.deepcopy,
+    "pickle": pickle.dumps,
+    "save": lambda state: torch.save(state, io.BytesIO()),
+    "numpy": lambda state: state.numpy(),
+    "list": lambda state: state.tolist(),
+    "compare": lambda state: torch.equal(state, torch.zeros(301, 48)),
+}
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[Training]:
+    made = Training(optim.AdamW)
+    with tba.offload_optimizer(made.optimizer, policy(tmp_path)):
+        made.step(0)
+        made.step(1)
+        yield made
+
+
+@pytest.mark.parametrize("use", USES)
+def test_uses_are_errors(use: str, training: Training) -> None:
+    state = training.optimizer.state[training.model.embed.weight]["exp_avg"]
+    with pytest.raises(StatesAwayError, match=r"'exp_avg' of parameter \d+ is not in memory.*state_dict\(\)"):
+        USES[use](state)
+
+
+def test_it_tells_what_it_is_like(training: Training) -> None:
+    parameter = training.model.convolution.weight
+    state = training.optimizer.state[parameter]["exp_avg_sq"]
+    assert (state.shape, state.dtype, state.device) == (parameter.shape, parameter.dtype, parameter.device)
+    assert state.stride() == parameter.stride()
+    assert isinstance(state, torch.Tensor)
+    assert "'exp_avg_sq' of parameter" in repr(state)
+    assert repr(training.optimizer).startswith("AdamW (")
+
+
+def test_states_are_read_by_name(tmp_path: Path) -> None:
+    found, expected = pair("adamw")
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path)) as states:
+        found.step(0)
+        expected.step(0)
+        for a, b in zip(found.model.parameters(), expected.model.parameters(), strict=True):
+            entry = states.read(a)
+            assert entry.keys() == expected.optimizer.state[b].keys()
+            for key, value in expected.optimizer.state[b].items():
+                assert same_bits(entry[key], value)
+
+
+def test_the_whole_optimizer_is_not_copied(training: Training) -> None:
+    with pytest.raises(StatesAwayError):
+        copy.deepcopy(training.optimizer)
+
+
+def test_what_goes_around_the_update_is_an_error(tmp_path: Path) -> None:
+    """A step that was taken from the optimizer before."""
+    made = Training(optim.AdamW)
+    taken = made.optimizer.step
+    with tba.offload_optimizer(made.optimizer, policy(tmp_path)):
+        made.step(0)
+        made.backward(1)
+        with pytest.raises(StatesAwayError):
+            taken()
+
+
+def test_what_cannot_be_updated_in_parts_is_refused(tmp_path: Path) -> None:
+    parameters = [nn.Parameter(torch.ones(8))]
+    for optimizer, why in (
+        (optim.LBFGS(parameters), "as one vector"),
+        (optim.AdamW(parameters, differentiable=True), "differentiable=True"),
+    ):
+        with pytest.raises(UnsupportedError, match=why):
+            tba.offload_optimizer(optimizer, policy(tmp_path))
+
+
+def test_an_optimizer_is_offloaded_once(training: Training, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="offloaded already"):
+        tba.offload_optimizer(training.optimizer, policy(tmp_path))
+
+
+def test_a_step_that_is_replaced_is_told(tmp_path: Path) -> None:
+    made = Training(optim.AdamW)
+    made.optimizer.step = lambda: None  # type: ignore[method-assign]
+    with pytest.raises(UnsupportedError, match="was replaced by"):
+        tba.offload_optimizer(made.optimizer, policy(tmp_path))
+
+
+def test_settings(tmp_path: Path) -> None:
+    made = Training(optim.AdamW)
+    with pytest.raises(ConfigError, match="less than one block"):
+        tba.offload_optimizer(made.optimizer, {"states": {"sub_group_bytes": "4000B"}})
+    with pytest.raises(ConfigError, match=r"unknown key.*sub_group_bytes"):
+        tba.offload_optimizer(made.optimizer, {"states": {"sub_group": "1MiB"}})
+    settings = policy(tmp_path)
+    with (
+        pytest.warns(NoEffectWarning, match="was given no optimizer"),
+        tba.attach(made.model, settings, layers=list(made.model.layers)),
+    ):
+        pass
+    again = tba.OffloadConfig.from_yaml(tba.OffloadConfig.from_dict(settings).to_yaml())
+    assert again == tba.OffloadConfig.from_dict(settings)

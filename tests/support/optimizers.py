@@ -1,0 +1,135 @@
+"""Optimizers, a model for them, and two trainings that must give the same bits."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from models import same_bits
+from torch import Tensor, nn, optim
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    Make = Callable[[Iterable[Any]], optim.Optimizer]
+
+SUB_GROUP = "16KiB"
+"""So small that the model has ten sub-groups, and a parameter that is cut."""
+
+MAKERS: dict[str, Make] = {
+    "adam": lambda parameters: optim.Adam(parameters, lr=1e-2, weight_decay=0.1, foreach=False),
+    "adam-foreach": lambda parameters: optim.Adam(parameters, lr=1e-2, amsgrad=True, foreach=True),
+    "adamw": lambda parameters: optim.AdamW(parameters, lr=1e-2, foreach=False),
+    "adamw-foreach": lambda parameters: optim.AdamW(parameters, lr=1e-2, foreach=True),
+    "adamw-fused": lambda parameters: optim.AdamW(parameters, lr=1e-2, fused=True),
+    "sgd": lambda parameters: optim.SGD(parameters, lr=1e-3),
+    "sgd-momentum": lambda parameters: optim.SGD(parameters, lr=1e-3, momentum=0.9, nesterov=True),
+    "sgd-fused": lambda parameters: optim.SGD(parameters, lr=1e-3, momentum=0.9, fused=True),
+    "rmsprop": lambda parameters: optim.RMSprop(parameters, lr=1e-3, centered=True, momentum=0.5),
+    "adagrad": lambda parameters: optim.Adagrad(parameters, lr=1e-2),
+    "adagrad-fused": lambda parameters: optim.Adagrad(parameters, lr=1e-2, fused=True),
+    "adadelta": lambda parameters: optim.Adadelta(parameters, lr=1e-1),
+    "adamax": lambda parameters: optim.Adamax(parameters, lr=1e-2),
+    "nadam": lambda parameters: optim.NAdam(parameters, lr=1e-2),
+    "radam": lambda parameters: optim.RAdam(parameters, lr=1e-2),
+    "asgd": lambda parameters: optim.ASGD(parameters, lr=1e-3),
+    "rprop": lambda parameters: optim.Rprop(parameters, lr=1e-3),
+    "adafactor": lambda parameters: optim.Adafactor(parameters, lr=1e-2),
+}
+
+
+class Network(nn.Module):
+    """Parameters of many kinds: an embedding larger than a sub-group, vectors, a scalar, channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(301, 48)
+        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(6))
+        self.convolution = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.unused = nn.Parameter(torch.ones(40, 40))
+        self.head = nn.Linear(48, 5)
+
+    def forward(self, numbers: Tensor, image: Tensor) -> Tensor:
+        x = self.embed(numbers)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x)) * self.scale
+        return F.cross_entropy(self.head(x).float().flatten(0, -2), numbers.flatten() % 5) + (
+            self.convolution(image).float().square().mean()
+        )
+
+
+@dataclass
+class Training:
+    """A model and its optimizer."""
+
+    make: Make
+    dtype: torch.dtype = torch.float32
+    model: Network = field(init=False)
+    optimizer: optim.Optimizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            self.model = Network().to(self.dtype)
+        self.optimizer = self.make(self.model.parameters())
+
+    def loss(self, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        numbers = torch.randint(301, (3, 7), generator=generator)
+        image = torch.randn(2, 3, 6, 6, generator=generator).to(self.dtype)
+        loss: Tensor = self.model(numbers, image)
+        return loss
+
+    def backward(self, seed: int) -> Tensor:
+        loss = self.loss(seed)
+        loss.backward()
+        return loss.detach()
+
+    def step(self, seed: int) -> None:
+        self.optimizer.zero_grad()
+        self.backward(seed)
+        self.optimizer.step()
+
+
+def pair(make: Make | str, dtype: torch.dtype = torch.float32) -> tuple[Training, Training]:
+    """Two trainings that are alike."""
+    made = MAKERS[make] if isinstance(make, str) else make
+    return Training(made, dtype), Training(made, dtype)
+
+
+def policy(directory: Path, **settings: Any) -> dict[str, Any]:
+    """States in small sub-groups in a file."""
+    store = {"kind": "file", "directories": [str(directory)], **settings.pop("store", {})}
+    return {"states": {"sub_group_bytes": SUB_GROUP}, "store": store, **settings}
+
+
+def assert_same(found: Training, expected: Training) -> None:
+    """Parameters, states and settings are alike to the last bit."""
+    pairs = zip(found.model.named_parameters(), expected.model.parameters(), strict=True)
+    assert [name for (name, a), b in pairs if not same_bits(a.detach(), b.detach())] == []
+    assert_same_state_dicts(found.optimizer.state_dict(), expected.optimizer.state_dict())
+
+
+def assert_same_state_dicts(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Tensors by their bits, all else by its value."""
+    assert found["param_groups"] == expected["param_groups"]
+    assert found["state"].keys() == expected["state"].keys()
+    for number, entry in expected["state"].items():
+        assert found["state"][number].keys() == entry.keys()
+        for key, value in entry.items():
+            other = found["state"][number][key]
+            if isinstance(value, Tensor):
+                assert type(other) is Tensor
+                assert same_bits(other, value), (number, key)
+            else:
+                assert other == value, (number, key)
+
+
+def plain_copy(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint as it comes from a file: nothing in it is shared with an optimizer."""
+    return copy.deepcopy(state_dict)
