@@ -106,7 +106,7 @@ class Surroundings:
         )  # what a first run without gradients does not write to
         self._given = Contents(copies=False)  # of its arguments
         for key, value in arguments.items():
-            self._given.add(f"a tensor in the argument {_argument(key)}", value, saves_tuples=True)
+            self._given.add(f"a tensor in the argument {argument_name(key)}", value, saves_tuples=True)
         self._given.end()
         given = self._given.modules
         is_known = not given and known is not None and known.are_as_found()
@@ -141,7 +141,7 @@ class Surroundings:
     def changed_argument(self, arguments: Mapping[int | str, object]) -> str | None:
         """Which of the same arguments holds other tensors now, or changed ones; ``None`` for none of them."""
         changed = (key for key, value in arguments.items() if _seen_in(value) != self._arguments.get(key))
-        return next((_argument(key) for key in changed), None)
+        return next((argument_name(key) for key in changed), None)
 
     def large(self) -> dict[str, list[Digest]]:
         """Digests by name of what is too large to be copied, and may be changed past any version."""
@@ -296,7 +296,8 @@ def _too_late(what: str) -> str:
     )
 
 
-def _argument(key: int | str) -> str:
+def argument_name(key: int | str) -> str:
+    """What messages call an argument that is given by position or name."""
     return key if isinstance(key, str) else f"number {key}"
 
 

@@ -776,6 +776,37 @@ def test_caches_of_any_kind_are_found(placement: Placement) -> None:
         assert "argument number 1" in failure(UnsupportedError, lambda: train(net, session))
 
 
+class Statistics(nn.Module):
+    """Batch norm on running statistics of its caller; nothing counts what it does to them."""
+
+    def forward(self, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        return F.batch_norm(x, mean, variance, training=True).tanh()
+
+
+@pytest.mark.filterwarnings("ignore:the budget of .* cannot be met")
+@pytest.mark.parametrize("placement", [*RECOMPUTED, Placement.AUTO])
+def test_an_argument_that_changes_uncounted_is_changed_once(placement: Placement) -> None:
+    def step(layer: nn.Module, session: Session | None, statistics: list[Tensor]) -> None:
+        with session.step() if session is not None else nullcontext():
+            layer(torch.randn(8, 6, requires_grad=True), *statistics).sum().backward()
+
+    torch.manual_seed(0)
+    layer, statistics = Statistics(), [torch.zeros(6), torch.ones(6)]
+    before = [each.clone() for each in statistics]
+    settings = {} if placement in RECOMPUTED else {"activation": 1 << 10}
+    with session_for(layer, layers=[layer], default=placement, min_tensor_bytes=1, **settings) as session:
+        if placement in RECOMPUTED:
+            assert "argument number 1" in failure(UnsupportedError, lambda: step(layer, session, statistics))
+            return
+        state = torch.get_rng_state()
+        for _ in range(3):
+            step(layer, session, statistics)
+    torch.set_rng_state(state)
+    for _ in range(3):
+        step(layer, None, before)
+    assert_same(statistics, before)
+
+
 @pytest.mark.parametrize("placement", [*RECOMPUTED, Placement.OFFLOAD, Placement.AUTO])
 def test_functional_parameters_are_those_of_the_first_run(placement: Placement) -> None:
     """An average of earlier parameters, which the module itself does not hold when backward comes."""
