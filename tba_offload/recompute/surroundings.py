@@ -172,7 +172,7 @@ class Surroundings:
         """
         changed = self.changed_in_place()
         if changed is not None:
-            raise SavedTensorModifiedError(_too_late(changed))
+            raise SavedTensorModifiedError(too_late(changed))
         with contextlib.ExitStack() as undo:
             self.modules.put_back(undo.callback)
             self._cached.put_back(undo.callback)
@@ -218,7 +218,7 @@ class Surroundings:
                 self._tallies.add(found.place)
                 return
             _overwrite(found.tensor, before)
-            raise SavedTensorModifiedError(_too_late(self._full_name(found)))
+            raise SavedTensorModifiedError(too_late(self._full_name(found)))
         _overwrite(found.tensor, before)
 
     def are_static(self) -> bool:
@@ -289,7 +289,8 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and torch.equal(one, other)
 
 
-def _too_late(what: str) -> str:
+def too_late(what: str) -> str:
+    """The message of an error about what a second run would not find as the first one did."""
     return (
         f"{what} was changed in place between the forward of the layer and its backward, which computes the "
         "layer anew: change it after backward, or place the layer keep or offload"

@@ -728,6 +728,31 @@ def test_a_tensor_in_an_object_changed_before_backward_raises(placement: Placeme
         assert "the argument number 1 was changed in place" in failure(SavedTensorModifiedError, step)
 
 
+@pytest.mark.parametrize("placement", RECOMPUTED)
+def test_a_state_that_the_model_overwrites_before_backward_raises(placement: Placement) -> None:
+    """As that of xLSTM: the model gives it to a layer, and puts the next one in its place."""
+
+    class Stateful(Plain):
+        def forward(self, x: Tensor, state: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x) + state.sum()
+
+    net = make(Stateful)
+
+    def step() -> None:
+        with session.step():
+            state, x = torch.zeros(1 << 10), batch(0)
+            for layer in net.layers:
+                x = layer(x, state)
+                with torch.no_grad():
+                    state.copy_(x.flatten()[: 1 << 10])
+            x.pow(2).mean().backward()
+
+    with session_for(net, default=placement) as session:
+        said = failure(SavedTensorModifiedError, step)
+    assert "changed in place" in said
+    assert re.search(r"layer \d", said)
+
+
 def test_what_plain_training_may_change_before_backward_the_planner_may_not_forbid() -> None:
     """A bias is not needed by backward, so that autograd does not look at it."""
 
