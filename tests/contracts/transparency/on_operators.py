@@ -37,7 +37,7 @@ from torch.testing._internal.common_methods_invocations import op_db  # noqa: E4
 PLACEMENTS = ("offload", "recompute", "recompute-offload", "offload-remat", "auto")
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64)
 STEPS = 3
-SAMPLES = 6 if EVERYTHING else 3
+SAMPLES = 6 if EVERYTHING else 2
 """Most samples of an operator in one data type."""
 
 ALWAYS = (

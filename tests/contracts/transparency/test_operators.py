@@ -25,8 +25,11 @@ def test_operators_have_the_bits_of_plain_training(lane: str) -> None:
     variables["PYTHONPATH"] += f"{os.pathsep}{SUPPORT}"
     for name in ("FULL", "SAMPLE", "SEED"):
         variables.pop(name, None)
+    variables["OMP_NUM_THREADS"] = "1"  # the tensors are small
+    workers = 0
     if lane == "full":
-        variables["FULL"] = "1"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", str(TESTS)]
+        variables["FULL"], workers = "1", 2
+    options = ["-p", "no:cacheprovider", "-n", str(workers)]
+    command = [sys.executable, "-m", "pytest", "-q", *options, str(TESTS)]
     done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False, timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr
