@@ -102,7 +102,8 @@ class SavedAgain:
             except RuntimeError as error:
                 if not _is_change_in_place(error):
                     raise
-                raise SavedTensorModifiedError(too_late(f"a tensor that {self._name} is given")) from error
+                given = f"a tensor that {self._name} is given"
+                raise SavedTensorModifiedError(too_late(given)) from error
             check_version(tensor, self._versions[number], f"{self._name}, recomputed")
             return tensor
 
