@@ -10,7 +10,7 @@ from tba_offload.layers import settings
 from tba_offload.layers.context import Context
 from tba_offload.layers.randomness import RandomState
 from tba_offload.recompute.digest import digests, equal
-from tba_offload.recompute.surroundings import Surroundings
+from tba_offload.recompute.surroundings import Surroundings, argument_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,7 +49,10 @@ class Observation:
         TooManyError: The arguments hold more objects than can be looked through.
     """
 
-    __slots__ = ("_context", "_large", "_output", "_samples_only", "_settings", "found", "random")
+    __slots__ = (
+        *("_context", "_given", "_large", "_output", "_samples_only", "_settings"),
+        *("found", "random"),
+    )
 
     def __init__(
         self,
@@ -68,10 +71,17 @@ class Observation:
         self._output: list[Digest] | None = None
         self._samples_only = False
         self._large: dict[str, list[Digest]] | None = None
+        self._given: dict[int | str, list[Digest]] = {}
 
-    def look_at_large(self) -> None:
-        """Takes digests of what is too large to be copied, for :meth:`change` to see what the run changes."""
+    def look_closely(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Takes digests of what is not copied, for :meth:`change` to see changes that no version tells.
+
+        Args:
+            args: What forward is given by position.
+            kwargs: What forward is given by name.
+        """
         self._large = self.found.large()
+        self._given = {key: digests(value) for key, value in _by_name(args, kwargs).items()}
 
     def change(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
         """What the run, which is over, has changed of what a second one would find; ``None`` for nothing.
@@ -82,11 +92,21 @@ class Observation:
         """
         self.random = self.random.drawn()
         self.found.end_first_run()
-        argument = self.found.changed_argument(_by_name(args, kwargs))
+        arguments = _by_name(args, kwargs)
+        argument = self.found.changed_argument(arguments) or self._changed_argument(arguments)
         if argument is not None:
             return f"its forward changes the tensors in its argument {argument}, and would change them twice"
         state = self.found.changed_in_place() or self._changed_large()
         return None if state is None else f"its forward changes {state}, and would change it twice"
+
+    def _changed_argument(self, arguments: Mapping[int | str, Any]) -> str | None:
+        """Which argument has changed in a way that no version tells; looked for once.
+
+        Batch norm does not count what it does to the running statistics that it is given.
+        """
+        before, self._given = self._given, {}
+        changed = (key for key in before if not equal(before[key], digests(arguments[key])))
+        return next((argument_name(key) for key in changed), None)
 
     def _changed_large(self) -> str | None:
         """What has changed in a way that no version tells; looked for once."""

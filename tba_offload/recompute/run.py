@@ -70,7 +70,7 @@ class Run:
     def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         observed = self._look(args, kwargs)
         if self._compares:
-            observed.look_at_large()
+            observed.look_closely(args, kwargs)
         self._observed = observed  # from here on: forward may go backward through what it has done so far
         try:
             output = self._run_first(observed, args, kwargs)

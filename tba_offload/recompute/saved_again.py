@@ -9,16 +9,21 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError
 
+from tba_offload.errors import SavedTensorModifiedError, TbaError
 from tba_offload.layers.graph import check_version, hooks_on_top, latest_node
 from tba_offload.recompute.contents import address_of
+from tba_offload.recompute.surroundings import too_late
 from tba_offload.recompute.verdicts import OTHER_NUMBERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
     from contextlib import AbstractContextManager
 
-    from tba_offload.errors import TbaError
     from tba_offload.recompute.samples import Differences, Samples
+
+
+_CHANGE_IN_PLACE = "modified by an inplace operation"
+"""Words of autograd's error for a saved tensor; a checkpoint saves the layer's arguments by autograd."""
 
 
 class SavedAgain:
@@ -94,6 +99,11 @@ class SavedAgain:
                 tensor = unpack(packed)
             except CheckpointError as error:
                 raise self._failed(_without_tip(error)) from error
+            except RuntimeError as error:
+                if not _is_change_in_place(error):
+                    raise
+                given = f"a tensor that {self._name} is given"
+                raise SavedTensorModifiedError(too_late(given)) from error
             check_version(tensor, self._versions[number], f"{self._name}, recomputed")
             return tensor
 
@@ -129,6 +139,10 @@ class SavedAgain:
 
 def _nothing() -> None:
     pass
+
+
+def _is_change_in_place(error: RuntimeError) -> bool:
+    return not isinstance(error, TbaError) and _CHANGE_IN_PLACE in str(error)
 
 
 class _SecondRun:

@@ -106,7 +106,7 @@ class Surroundings:
         )  # what a first run without gradients does not write to
         self._given = Contents(copies=False)  # of its arguments
         for key, value in arguments.items():
-            self._given.add(f"a tensor in the argument {_argument(key)}", value, saves_tuples=True)
+            self._given.add(f"a tensor in the argument {argument_name(key)}", value, saves_tuples=True)
         self._given.end()
         given = self._given.modules
         is_known = not given and known is not None and known.are_as_found()
@@ -141,7 +141,7 @@ class Surroundings:
     def changed_argument(self, arguments: Mapping[int | str, object]) -> str | None:
         """Which of the same arguments holds other tensors now, or changed ones; ``None`` for none of them."""
         changed = (key for key, value in arguments.items() if _seen_in(value) != self._arguments.get(key))
-        return next((_argument(key) for key in changed), None)
+        return next((argument_name(key) for key in changed), None)
 
     def large(self) -> dict[str, list[Digest]]:
         """Digests by name of what is too large to be copied, and may be changed past any version."""
@@ -172,7 +172,7 @@ class Surroundings:
         """
         changed = self.changed_in_place()
         if changed is not None:
-            raise SavedTensorModifiedError(_too_late(changed))
+            raise SavedTensorModifiedError(too_late(changed))
         with contextlib.ExitStack() as undo:
             self.modules.put_back(undo.callback)
             self._cached.put_back(undo.callback)
@@ -218,7 +218,7 @@ class Surroundings:
                 self._tallies.add(found.place)
                 return
             _overwrite(found.tensor, before)
-            raise SavedTensorModifiedError(_too_late(self._full_name(found)))
+            raise SavedTensorModifiedError(too_late(self._full_name(found)))
         _overwrite(found.tensor, before)
 
     def are_static(self) -> bool:
@@ -289,14 +289,16 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and torch.equal(one, other)
 
 
-def _too_late(what: str) -> str:
+def too_late(what: str) -> str:
+    """The message of an error about what a second run would not find as the first one did."""
     return (
         f"{what} was changed in place between the forward of the layer and its backward, which computes the "
         "layer anew: change it after backward, or place the layer keep or offload"
     )
 
 
-def _argument(key: int | str) -> str:
+def argument_name(key: int | str) -> str:
+    """What messages call an argument that is given by position or name."""
     return key if isinstance(key, str) else f"number {key}"
 
 

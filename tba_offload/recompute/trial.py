@@ -118,7 +118,7 @@ class Trial(Watched):
         observed = self._look(args, kwargs)
         if observed is None:
             return self._forward(*args, **kwargs)
-        observed.look_at_large()
+        observed.look_closely(args, kwargs)
         output = self._forward(*args, **kwargs)
         fault = observed.change(args, kwargs) or _note_output(observed, output)
         tensor = first_differentiable(output)

@@ -57,6 +57,8 @@ class Conclusions:
         loads = parts.store.take_loads()
         record = record_of(step, times, number, loads, parts)
         self._recorded(record)
+        if number == 1 and record.gradient_bytes and not (record.scopes or record.left_alone_scopes):
+            parts.notices.no_layer_ran()
         if not step.state.skipped:
             self._learn(step, record, loads)
         return record

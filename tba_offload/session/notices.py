@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tba_offload.config import format_size
-from tba_offload.errors import NothingSavedWarning
+from tba_offload.errors import NoEffectWarning, NothingSavedWarning
 from tba_offload.formatting import readable_size, significant
 
 if TYPE_CHECKING:
@@ -33,6 +33,11 @@ _BACKWARD_OUTSIDE = (
 _OVERLAP = (
     "steps of two attached models are open at once: the activation peak of neither can "
     "be told and is left out of their records"
+)
+_NO_LAYER_RAN = (
+    "no attached layer has recorded a graph in its forward, though the model was trained: nothing is "
+    "offloaded or recomputed. reversible models run their layers without gradients; otherwise name the "
+    "layers that train: attach(model, config, layers=[...])"
 )
 _OTHER_RANKS = (
     "the planner recomputes no layer, because other ranks may run the same layers and would have to do the "
@@ -119,6 +124,10 @@ class Notices:
     def backward_outside(self) -> None:
         """Backward comes to a layer when its step is over."""
         self.warn_once("backward outside", _BACKWARD_OUTSIDE)
+
+    def no_layer_ran(self) -> None:
+        """The first step has trained the model, and none of its layers."""
+        self.warn_once("no layer", _NO_LAYER_RAN, NoEffectWarning)
 
     def overlap(self) -> None:
         """Another attached model trains on the same device at the same time."""

@@ -198,6 +198,10 @@ class Steps:
 
     def forget(self, step: Step) -> None:
         """Ends a step of which nothing is recorded."""
+        trace, is_first = self.trace, not self.ongoing.number
+        ran = trace.scopes or trace.left_alone
+        if is_first and step.updates and not ran and not step.state.failed:
+            self._parts.notices.no_layer_ran()
         step.state.leave()
         self.end(failed=True)
 

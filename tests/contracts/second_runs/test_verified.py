@@ -728,6 +728,31 @@ def test_a_tensor_in_an_object_changed_before_backward_raises(placement: Placeme
         assert "the argument number 1 was changed in place" in failure(SavedTensorModifiedError, step)
 
 
+@pytest.mark.parametrize("placement", RECOMPUTED)
+def test_a_state_that_the_model_overwrites_before_backward_raises(placement: Placement) -> None:
+    """As that of xLSTM: the model gives it to a layer, and puts the next one in its place."""
+
+    class Stateful(Plain):
+        def forward(self, x: Tensor, state: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x) + state.sum()
+
+    net = make(Stateful)
+
+    def step() -> None:
+        with session.step():
+            state, x = torch.zeros(1 << 10), batch(0)
+            for layer in net.layers:
+                x = layer(x, state)
+                with torch.no_grad():
+                    state.copy_(x.flatten()[: 1 << 10])
+            x.pow(2).mean().backward()
+
+    with session_for(net, default=placement) as session:
+        said = failure(SavedTensorModifiedError, step)
+    assert "changed in place" in said
+    assert re.search(r"layer \d", said)
+
+
 def test_what_plain_training_may_change_before_backward_the_planner_may_not_forbid() -> None:
     """A bias is not needed by backward, so that autograd does not look at it."""
 
@@ -774,6 +799,37 @@ def test_caches_of_any_kind_are_found(placement: Placement) -> None:
     net = CachingNet(Caching)
     with session_for(net, default=placement) as session:
         assert "argument number 1" in failure(UnsupportedError, lambda: train(net, session))
+
+
+class Statistics(nn.Module):
+    """Batch norm on running statistics of its caller; nothing counts what it does to them."""
+
+    def forward(self, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        return F.batch_norm(x, mean, variance, training=True).tanh()
+
+
+@pytest.mark.filterwarnings("ignore:the budget of .* cannot be met")
+@pytest.mark.parametrize("placement", [*RECOMPUTED, Placement.AUTO])
+def test_an_argument_that_changes_uncounted_is_changed_once(placement: Placement) -> None:
+    def step(layer: nn.Module, session: Session | None, statistics: list[Tensor]) -> None:
+        with session.step() if session is not None else nullcontext():
+            layer(torch.randn(8, 6, requires_grad=True), *statistics).sum().backward()
+
+    torch.manual_seed(0)
+    layer, statistics = Statistics(), [torch.zeros(6), torch.ones(6)]
+    before = [each.clone() for each in statistics]
+    settings = {} if placement in RECOMPUTED else {"activation": 1 << 10}
+    with session_for(layer, layers=[layer], default=placement, min_tensor_bytes=1, **settings) as session:
+        if placement in RECOMPUTED:
+            assert "argument number 1" in failure(UnsupportedError, lambda: step(layer, session, statistics))
+            return
+        state = torch.get_rng_state()
+        for _ in range(3):
+            step(layer, session, statistics)
+    torch.set_rng_state(state)
+    for _ in range(3):
+        step(layer, None, before)
+    assert_same(statistics, before)
 
 
 @pytest.mark.parametrize("placement", [*RECOMPUTED, Placement.OFFLOAD, Placement.AUTO])

@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 import warnings
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from children import environment
 from harness import KIB, MIB, config_for, session_for
 from models import loss_of, make_model, make_tokens
+from torch import nn
 
 import tba_offload as tba
 from tba_offload.report.run_log import StepRecord
@@ -119,6 +121,41 @@ def test_a_window_that_holds_most_of_a_step_is_told_with_a_better_one() -> None:
     with session_for(model, in_flight=256 * KIB), warnings.catch_warnings():
         warnings.simplefilter("error")
         train(model, 2)
+
+
+class Reversible(nn.Module):
+    """Runs its layers without gradients, as Reformer does; what is outside of them is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(8, 8)
+        self.runs_layers = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for layer in self.layers if self.runs_layers else ():
+                x = layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("runs_layers", [True, False])
+@pytest.mark.parametrize("explicit", [True, False])
+def test_layers_that_do_not_train_are_told_once(*, explicit: bool, runs_layers: bool) -> None:
+    model = Reversible()
+    model.runs_layers = runs_layers
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        with session.step() if explicit else nullcontext():
+            model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with session_for(model) as session:
+        with pytest.warns(tba.NoEffectWarning, match="no attached layer has recorded a graph"):
+            step()
+        step()
 
 
 def test_a_session_shows_what_it_does() -> None:
