@@ -133,7 +133,7 @@ def show(lanes: Sequence[Lane], rates: Sequence[float], warm_up: int) -> None:
         peaks = f"{max(lane.peaks[1:]) / MIB:7.1f} MiB {lane.peaks[0] / MIB:7.1f} MiB"
         print(f"{lane.name:10} {quartiles(lane.seconds[warm_up:]):26} {quartiles(ratios):24} {peaks}")
     states = next(lane.states for lane in lanes if lane.states is not None)
-    records = states.records[warm_up:]
+    records = list(states.records)[warm_up:]
     rate = statistics.median(rates)
     bounds = [(each.read_bytes + each.written_bytes) / rate for each in records]
     bounded = [

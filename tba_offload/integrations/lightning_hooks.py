@@ -23,7 +23,8 @@ class LightningHooks:
     The figures of each step, peak, bytes and stall, are logged by the module's own ``log_dict``.
 
     Args:
-        config: As for :func:`tba_offload.attach`.
+        config: As for :func:`tba_offload.attach`. Where it has ``states``, those of the trainer's optimizers
+            are offloaded too.
         module: Name of the attribute of the LightningModule that is the model, as ``"model"`` or
             ``"model.encoder"``; by default the LightningModule, or if it has no ``forward`` of its own, that
             one of its modules which holds all the layers.
@@ -52,7 +53,9 @@ class LightningHooks:
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
         """Attaches the model, which Lightning has moved, wrapped and checked by now."""
         model = _called(pl_module) if self._module is None else pl_module.get_submodule(self._module)
-        self._training.begin(model, rank=trainer.global_rank, ranks=trainer.world_size)
+        self._training.begin(
+            model, rank=trainer.global_rank, ranks=trainer.world_size, optimizers=trainer.optimizers
+        )
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: object) -> None:
         """Logs the figures of a step that has ended."""

@@ -6,14 +6,17 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.attachment import attach
+from tba_offload.config import read_config
 from tba_offload.report.curves import MAIN_CURVES, curves_of
 from tba_offload.report.ranks import first_free_number, numbered, path_of_rank
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Sequence
     from pathlib import Path
 
     from torch import nn
+    from torch.optim import Optimizer
 
     from tba_offload.config import ConfigLike
     from tba_offload.session import Session
@@ -45,15 +48,24 @@ class Training:
         self._options = options
         self._reported = 0
 
-    def begin(self, model: nn.Module, *, rank: int, ranks: int) -> None:
-        """Attaches the model; a session that an exception has left open is closed first."""
+    def begin(self, model: nn.Module, *, rank: int, ranks: int, optimizers: Sequence[Optimizer] = ()) -> None:
+        """Attaches the model; a session that an exception has left open is closed first.
+
+        Args:
+            model: The model.
+            rank: Of this process.
+            ranks: How many there are.
+            optimizers: Those that train it; where the configuration has ``states``, theirs are offloaded.
+        """
         self.end()
         for other in list(_open):  # of a callback that an exception has cut off, as in a notebook
             if other.session is not None and other.holds(model):
                 other.end()
         _open.add(self)
         self._reported = 0
-        self.session = attach(model, self._config, run_log=self._free_run_log(rank, ranks), **self._options)
+        config = read_config(self._config)
+        options = {"optimizer": optimizers if config.states is not None else None} | self._options
+        self.session = attach(model, config, run_log=self._free_run_log(rank, ranks), **options)
 
     def end(self) -> None:
         """Closes the session; may be called twice."""

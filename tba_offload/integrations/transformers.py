@@ -37,7 +37,8 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
     The figures of the last step, peak, bytes and stall, are added to what the trainer logs of its training.
 
     Args:
-        config: As for :func:`tba_offload.attach`.
+        config: As for :func:`tba_offload.attach`. Where it has ``states``, those of the trainer's optimizer
+            are offloaded too.
         run_log: Path of the run log. Where there are several processes, each writes its own,
             ``run.rank0.jsonl`` for ``run.jsonl``; a second training writes ``run.2.jsonl``.
         options: More arguments for :func:`tba_offload.attach`.
@@ -58,7 +59,13 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Attaches the model, which the trainer has moved, wrapped and set up by now."""
         self._come_first(sys._getframe(1).f_locals.get("self"))
-        self._training.begin(kwargs["model"], rank=args.process_index, ranks=args.world_size)
+        optimizer = kwargs.get("optimizer")
+        self._training.begin(
+            kwargs["model"],
+            rank=args.process_index,
+            ranks=args.world_size,
+            optimizers=() if optimizer is None else (optimizer,),
+        )
 
     def _come_first(self, handler: object) -> None:
         """Lets those that report, to TensorBoard and others, see the figures too.

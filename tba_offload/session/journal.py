@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from tba_offload.report.run_log import RunHeader, RunLogWriter
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     import os
 
     from tba_offload.report.run_log import StepRecord
+    from tba_offload.states import StatesRecord
 
 _REMEMBERED_STEPS = 10_000
 
@@ -35,6 +37,7 @@ class Journal:
         self.records: deque[StepRecord] = deque(maxlen=_REMEMBERED_STEPS)
         self._run_log = RunLogWriter(path, header) if path is not None else None
         self._tells = tells
+        self._steps = 0
 
     @property
     def is_written(self) -> bool:
@@ -44,6 +47,7 @@ class Journal:
     def record(self, record: StepRecord) -> None:
         """A step has ended well."""
         self.records.append(record)
+        self._steps = record.step
         if self._tells:
             tell(describe_step(record))
         if self._run_log is not None:
@@ -53,6 +57,16 @@ class Journal:
         """There is a new plan."""
         if self._run_log is not None:
             self._run_log.note("plan", news)
+
+    def note_states(self, number: int, record: StatesRecord) -> None:
+        """An optimizer has made an update.
+
+        Args:
+            number: Which of the session's optimizers.
+            record: What its update was like.
+        """
+        if self._run_log is not None:
+            self._run_log.note("states", {"optimizer": number, "step": self._steps, **asdict(record)})
 
     def close(self) -> None:
         """Closes the run log."""

@@ -7,6 +7,7 @@ import os
 import weakref
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -142,8 +143,9 @@ class Session:
         _open_sessions.add(self)
         self.states: tuple[OptimizerStates, ...] = ()
         try:
-            for optimizer in optimizers:
-                self.states += (offload_optimizer(optimizer, config),)
+            for number, optimizer in enumerate(optimizers):
+                updated = partial(journal.note_states, number)
+                self.states += (offload_optimizer(optimizer, config, updated=updated),)
         except BaseException:
             self.close()
             raise

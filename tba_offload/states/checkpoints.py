@@ -9,6 +9,7 @@ import torch
 from tba_offload.states.away import AwayTensor
 from tba_offload.states.incoming import Incoming
 from tba_offload.states.pieces import numbered
+from tba_offload.states.shards import is_distributed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,7 +78,7 @@ def _held_back(entry: Any, parameter: torch.Tensor) -> Any:
         return entry
     return {
         key: Incoming(value, _wanted(value, parameter))
-        if type(value) is torch.Tensor and value.numel() > 1
+        if (type(value) is torch.Tensor or is_distributed(value)) and value.numel() > 1
         else value
         for key, value in entry.items()
     }

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from tba_offload.states.home import Homes
+    from tba_offload.states.layout import Place
     from tba_offload.states.own_step import Entry
     from tba_offload.states.pieces import Piece
     from tba_offload.states.slots import Slot
@@ -88,7 +89,12 @@ class Exchange:
     def end(self) -> None:
         """Shows what the slices of a parameter have in common, such as its count of steps."""
         for parameter, entry in self._shared.items():
-            self._optimizer.state[parameter].update(entry)
+            known = self._optimizer.state[parameter]
+            in_order = {
+                key: known[key] if type(value) is AwayTensor else value for key, value in entry.items()
+            }
+            known.clear()
+            known.update(in_order)
         self._shared.clear()
 
     # ---- between updates -------------------------------------------------------------------------
@@ -156,7 +162,7 @@ class Exchange:
             known = self._optimizer.state[place.piece.parameter]
             view = place.view(slot.bytes)
             if place.piece.is_whole:
-                known[place.key] = view.clone()
+                known[place.key] = place.wrapped(view.clone())
                 continue
             shown = known[place.key]
             if isinstance(shown, AwayTensor):
@@ -179,19 +185,19 @@ class Exchange:
                 slot.settle()
             flat = group.home.on_host(group.nbytes) if slot is None else slot.bytes
             for place in group.places:
-                self._copy_to_host(place.piece, place.key, place.view(flat), found)
+                self._copy_to_host(place, place.view(flat), found)
         return found
 
     def _copy_to_host(
         self,
-        piece: Piece,
-        key: str,
+        place: Place,
         view: torch.Tensor,
         found: dict[torch.Tensor, dict[str, torch.Tensor]],
     ) -> None:
+        piece, key = place.piece, place.key
         entry = found.setdefault(piece.parameter, {})
         if piece.is_whole:
-            entry[key] = view.to("cpu", copy=True)
+            entry[key] = place.wrapped(view.to("cpu", copy=True))
             return
         if key not in entry:
             entry[key] = torch.empty(piece.parameter.shape, dtype=view.dtype)
@@ -223,17 +229,16 @@ class Exchange:
             return
         away = group.keys_of(piece)
         known = self._optimizer.state[piece.parameter]
-        resident = {key: value for key, value in entry.items() if key not in away}
         if piece.is_whole:
             for key in known.keys() - entry.keys():
                 del known[key]
-        else:
-            self._shared.setdefault(piece.parameter, {}).update(resident)
         for key, value in entry.items():
             if key in away:
                 self._show_away(known, piece, key, value)
             elif piece.is_whole:
                 known[key] = value
+        if not piece.is_whole:
+            self._shared[piece.parameter] = {key: known[key] if key in away else entry[key] for key in entry}
 
     def _show_away(self, known: Entry, piece: Piece, key: str, value: torch.Tensor) -> None:
         like = value if piece.is_whole else piece.parameter

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tba_offload.device.ranges import CACHE_LINE
+from tba_offload.states.shards import local, wrap_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from tba_offload.states.pieces import Piece
+    from tba_offload.states.shards import Wrap
 
 BLOCK = 4096
 """Bytes that a sub-group is padded to: extents are cut at multiples of it, for direct I/O."""
@@ -29,6 +31,7 @@ class Place:
         size: Of the state of the piece; of a slice it is 1-D.
         stride: Likewise, elements.
         dtype: Likewise.
+        wrap: Makes the state of its bytes, where that is a distributed tensor.
     """
 
     piece: Piece
@@ -37,14 +40,19 @@ class Place:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    wrap: Wrap | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the state."""
         return torch.Size(self.size).numel() * self.dtype.itemsize
 
+    def wrapped(self, value: torch.Tensor) -> torch.Tensor:
+        """The state whose local bytes these are."""
+        return value if self.wrap is None else self.wrap(value)
+
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """The state, as a view of the bytes of its sub-group."""
+        """The bytes of the state in those of its sub-group, with its size and data type."""
         part = flat[self.start : self.start + self.nbytes].view(self.dtype)
         return part.as_strided(self.size, self.stride)
 
@@ -69,18 +77,20 @@ class Layout:
         for piece, entry in states.items():
             for key, value in entry.items():
                 if travels(value, piece.parameter):
-                    size, stride = tuple(value.shape), value.stride()
-                    places.append(Place(piece, key, at, size, stride, value.dtype))
-                    at = _up(at + value.nbytes, CACHE_LINE)
+                    own = local(value)
+                    size, stride = tuple(own.shape), own.stride()
+                    places.append(Place(piece, key, at, size, stride, own.dtype, wrap_of(value)))
+                    at = _up(at + own.nbytes, CACHE_LINE)
         return cls(tuple(places), _up(at, BLOCK))
 
 
 def travels(value: object, parameter: torch.Tensor) -> bool:
-    """Whether a state can be away: a dense tensor of more than one element that owns its memory.
+    """Whether a state can be away: a dense tensor, or shard, of more than one element that owns its memory.
 
     What is something else (a number, a step count, a tensor of a subclass, a view of memory that other
     tensors share) stays where the optimizer put it.
     """
+    value = local(value)
     return (
         type(value) is torch.Tensor
         and value.numel() > 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections import deque
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
     from tba_offload.store.base import ActivationStore
 
+_REMEMBERED = 10_000
+
 logger = logging.getLogger(__name__)
 
 
@@ -38,7 +41,7 @@ class OptimizerStates:
 
     Attributes:
         optimizer: The optimizer.
-        records: What each update was like, the oldest first.
+        records: What the last 10,000 updates were like, the oldest first.
     """
 
     def __init__(
@@ -46,11 +49,13 @@ class OptimizerStates:
         optimizer: torch.optim.Optimizer,
         config: OffloadConfig,
         store: ActivationStore,
+        updated: Callable[[StatesRecord], object],
     ) -> None:
         states = config.states or StatesConfig()
         self.optimizer = optimizer
-        self.records: list[StatesRecord] = []
+        self.records: deque[StatesRecord] = deque(maxlen=_REMEMBERED)
         self._store = store
+        self._updated = updated
         self._is_open = True
         homes = Homes(
             store,
@@ -96,7 +101,9 @@ class OptimizerStates:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.records.append(self._stream.step(options))
+        record = self._stream.step(options)
+        self.records.append(record)
+        self._updated(record)
         return loss
 
     def _on_host(self, parameters: set[torch.Tensor]) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
@@ -133,6 +140,7 @@ def offload_optimizer(
     config: ConfigLike = None,
     *,
     directories: Paths | None = None,
+    updated: Callable[[StatesRecord], object] | None = None,
 ) -> OptimizerStates:
     """Keeps the states of an optimizer in a store between its updates.
 
@@ -145,6 +153,7 @@ def offload_optimizer(
             made updates before.
         config: As for :func:`tba_offload.attach`; its ``states``, ``store`` and ``on_full`` count.
         directories: Where the bytes go, instead of where the policy says: one path, or one for each drive.
+        updated: Called after each update with what it was like.
 
     Returns:
         The states. Close them, or use them as a context manager: states come back into memory then.
@@ -159,10 +168,14 @@ def offload_optimizer(
     _check(optimizer)
     store = open_store(chosen.store.options(), device=device_of(_device_of(optimizer)))
     try:
-        return OptimizerStates(optimizer, chosen, store)
+        return OptimizerStates(optimizer, chosen, store, updated or _nothing)
     except BaseException:
         store.close()
         raise
+
+
+def _nothing(_: StatesRecord) -> None:
+    """The record is kept, and nothing else is told."""
 
 
 def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

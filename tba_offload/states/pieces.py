@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tba_offload.states.shards import local
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -55,7 +57,9 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its part of the parameter."""
+        """Bytes of its part of the parameter, on this rank."""
+        if self.is_whole:
+            return local(self.parameter).nbytes  # type: ignore[no-any-return]
         return (self.stop - self.start) * self.parameter.element_size()
 
     def tensor(self) -> torch.Tensor:

@@ -8,6 +8,7 @@ from tba_offload.states.home import Home
 from tba_offload.states.incoming import Incoming
 from tba_offload.states.layout import travels
 from tba_offload.states.pieces import SLICE, Piece, gathered, is_elementwise, numbered, pieces_of
+from tba_offload.states.shards import local
 from tba_offload.states.subgroup import SubGroup
 
 if TYPE_CHECKING:
@@ -130,11 +131,11 @@ class Roster:
     def learn_of(self, number: int, parameters: Iterable[torch.Tensor]) -> None:
         """Likewise, from states that lie in memory."""
         having = [each for each in parameters if self._optimizer.state.get(each)]
-        nbytes = sum(each.nbytes for each in having)
+        nbytes = sum(local(each).nbytes for each in having)
         if number in self._ratios or not nbytes:
             return
         states = sum(
-            value.nbytes
+            local(value).nbytes
             for each in having
             for value in self._optimizer.state[each].values()
             if isinstance(value, Incoming) or travels(value, each)

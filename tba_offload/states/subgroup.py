@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.states.layout import Layout
+from tba_offload.states.shards import local
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -59,7 +60,7 @@ class SubGroup:
         """Its states as views of its bytes, piece by piece."""
         found: dict[Piece, dict[str, torch.Tensor]] = {}
         for place in self.places:
-            found.setdefault(place.piece, {})[place.key] = place.view(flat)
+            found.setdefault(place.piece, {})[place.key] = place.wrapped(place.view(flat))
         return found
 
     def lay_out(self, states: Mapping[Piece, Mapping[str, Any]]) -> bool:
@@ -74,4 +75,4 @@ class SubGroup:
     def fill(self, flat: torch.Tensor, states: Mapping[Piece, Mapping[str, Any]]) -> None:
         """Copies all states to their places."""
         for place in self.places:
-            place.view(flat).copy_(states[place.piece][place.key])
+            place.view(flat).copy_(local(states[place.piece][place.key]))

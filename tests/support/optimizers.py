@@ -120,7 +120,7 @@ def assert_same_state_dicts(found: dict[str, Any], expected: dict[str, Any]) -> 
     assert found["param_groups"] == expected["param_groups"]
     assert found["state"].keys() == expected["state"].keys()
     for number, entry in expected["state"].items():
-        assert found["state"][number].keys() == entry.keys()
+        assert list(found["state"][number]) == list(entry)
         for key, value in entry.items():
             other = found["state"][number][key]
             if isinstance(value, Tensor):

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ import torch
 from covering import of_which
 from harness import KIB, config_for
 from models import VOCAB, History, assert_same_history, loss_of, make_model, make_tokens
+from optimizers import assert_same_state_dicts
 from places import EXAMPLES
 from torch import Tensor, nn
 
@@ -178,6 +180,29 @@ def test_a_trainer(tmp_path: Path) -> None:
         assert all(entry.keys() >= FIGURES for entry in found)
         assert [entry | figures for entry, figures in zip(found, expected, strict=True)] == found
         assert not any(entry.keys() & FIGURES for entry in logs if "loss" not in entry)
+
+
+def test_a_trainer_whose_optimizer_states_are_offloaded(tmp_path: Path) -> None:
+    """It saves and resumes as plain training does, and each loads the other's checkpoints."""
+    saving = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "cosine"}
+    policy = {"states": {"sub_group_bytes": "64KiB"}, "store": {"directories": [str(tmp_path)]}}
+    trainers = []
+    for name, callbacks in (("plain", []), ("offload", [OffloadCallback(policy)])):
+        trainer = trainer_of(tmp_path / name, tiny_llama(), callbacks, settings=saving)
+        trainer.train()
+        trainers.append(trainer)
+    plain, trainer = trainers
+    assert_same_history(history_of(trainer), history_of(plain))
+    files = [torch.load(tmp_path / name / "checkpoint-4" / "optimizer.pt") for name in ("plain", "offload")]
+    assert_same_state_dicts(files[1], files[0])
+    for name, callbacks in (("plain", [OffloadCallback(policy)]), ("offload", [])):
+        again = trainer_of(tmp_path / name, tiny_llama(), callbacks, settings=saving)
+        again.train(resume_from_checkpoint=str(tmp_path / name / "checkpoint-2"))
+        assert_same_history(history_of(again), history_of(plain))
+        if callbacks:
+            [states] = callbacks[0].session.states
+            assert len(states.records) == 2
+            assert states.records[-1].written_bytes > 0
 
 
 class Failing(TrainerCallback):
@@ -374,6 +399,16 @@ def test_lightning(package: types.ModuleType, callback: Any) -> None:
     assert trainer.callback_metrics.keys() >= FIGURES
     assert trainer.callback_metrics["tba-offload/offloaded_bytes"] == report[-1].offloaded_bytes
     assert is_given_back(module)
+
+
+@each_lightning
+def test_lightning_with_offloaded_optimizer_states(package: types.ModuleType, callback: Any) -> None:
+    plain, module = module_of(package), module_of(package)
+    fit(package, plain, gradient_clip_val=1.0)
+    offload = callback(replace(config(), states=tba.StatesConfig(sub_group_bytes=16 * KIB)))
+    fit(package, module, offload, gradient_clip_val=1.0)
+    assert_same_history(lightning_history(module), lightning_history(plain))
+    assert all(record.states_bytes for record in offload.session.states[0].records)
 
 
 class Slow(torch.optim.SGD):

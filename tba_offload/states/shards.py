@@ -1,0 +1,42 @@
+"""Distributed tensors: what travels is the part that lies on this rank."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Wrap = Callable[[torch.Tensor], torch.Tensor]
+
+
+def is_distributed(value: object) -> bool:
+    """Whether a value is a ``DTensor``; none is before PyTorch's module of them was imported."""
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def local(value: Any) -> Any:
+    """The part of a distributed tensor that lies on this rank; anything else is itself."""
+    if not is_distributed(value):
+        return value
+    with torch.no_grad():  # where gradients are recorded this would be a node of the graph
+        return value.to_local()
+
+
+def wrap_of(value: Any) -> Wrap | None:
+    """Makes a tensor with other local bytes of them; ``None`` for a value that is no distributed tensor."""
+    if not is_distributed(value):
+        return None
+    return partial(
+        type(value).from_local,
+        device_mesh=value.device_mesh,
+        placements=value.placements,
+        run_check=False,
+        shape=value.shape,
+        stride=value.stride(),
+    )
