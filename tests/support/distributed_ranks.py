@@ -7,6 +7,7 @@ Each rank trains under every case and leaves what came out in ``DIRECTORY/RANK.j
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -386,6 +387,8 @@ def run_rank(rank: int, directory: Path, names: list[str]) -> None:
 def main() -> None:
     directory, names = Path(sys.argv[1]), sys.argv[2:]
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # or each collection in a rank would copy all pages
     fork = multiprocessing.get_context("fork")
     ranks = [fork.Process(target=run_rank, args=(rank, directory, names)) for rank in range(RANKS)]
     for process in ranks:
