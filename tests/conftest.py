@@ -63,6 +63,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def what_was_there_before_is_not_collected_again() -> None:
+    """Modules that tests import late make each collection, which many tests call, take tenths of a second."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def python_with_torch() -> Iterator[Warm]:
     """Runs programs as the interpreter does, but that torch has been imported."""

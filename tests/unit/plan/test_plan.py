@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
-from covering import of_which, pairwise
+from covering import EVERYTHING, of_which, pairwise
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from profiles import (
@@ -55,7 +55,7 @@ CONDENSING = Tuning(many_items=1000, few_items=300)
 """Steps are condensed that are searched as a whole by default."""
 
 
-quick = settings(max_examples=60)
+quick = settings(max_examples=60 if EVERYTHING else 30)
 
 
 def compute_seconds(profile: StepProfile, plan: Plan) -> float:
