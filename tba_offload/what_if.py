@@ -160,8 +160,6 @@ class Situation:
             )
         old = len(self.names)
         count = old if layers is None else layers
-        likes = [layer * old // count for layer in range(count)]  # as the profile is stretched
-        names = self.names if count == old else renumbered(self.names, likes)
         profile = self.profile
         passes = (
             max(slot.micro_batch for slot in profile.slots) + 1 if micro_batches is None else micro_batches
@@ -171,6 +169,8 @@ class Situation:
                 f"a step of {count} layers and {passes} micro-batches is too large to plan; the most are "
                 f"{_MOST_SCOPES} executions of layers"
             )
+        likes = [layer * old // count for layer in range(count)]  # as the profile is stretched
+        names = self.names if count == old else renumbered(self.names, likes)
         if (layers, micro_batches) != (None, None):
             profile = stretched(profile, layers=layers, micro_batches=micro_batches)
         window = self.window if window is None else window or None

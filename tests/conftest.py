@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import types
     from collections.abc import Iterator
 
+    from warm import Warm
+
 
 # Where an assertion of a module that tests import fails, pytest shows the values too, if it knows the module
 # before it is imported: here ``lanes`` is, and ``compiled`` by the plugin ``lagging``.
@@ -59,6 +61,23 @@ def pytest_collection_finish() -> None:
     # What was imported and collected stays to the end; the collector, which many tests call, may skip it.
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_was_there_before_is_not_collected_again() -> None:
+    """Modules that tests import late make each collection, which many tests call, take tenths of a second."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def python_with_torch() -> Iterator[Warm]:
+    """Runs programs as the interpreter does, but that torch has been imported."""
+    from children import environment
+    from warm import warm
+
+    with warm("torch", env=environment()) as found:
+        yield found
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ if ! cmp -s "$packages" "$kvikio/installed"; then
     saying "installing kvikio" .venv/bin/pip install --quiet --no-deps --target "$kvikio" -r "$packages"
     cp "$packages" "$kvikio/installed"
 fi
+# Processes that tests start, and pytest itself, find compiled what the run before has compiled.
+unset PYTHONDONTWRITEBYTECODE
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy

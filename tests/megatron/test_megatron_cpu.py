@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ from tba_lab.gpt import GptShape, build_gpt, gpt_loss, random_batch
 from tba_lab.megatron_cpu import install, seed_all, single_process, training_device
 from tba_offload.errors import MissingDependencyError, UnsupportedError
 from tba_offload.megatron import require_core
+
+if TYPE_CHECKING:
+    from warm import Warm
 
 pytestmark = pytest.mark.megatron
 
@@ -178,12 +182,15 @@ class TestInstall:
 
 
 class TestWithoutMegatron:
-    def test_the_package_imports_without_importing_it(self) -> None:
-        run_python(
+    def test_the_package_imports_without_importing_it(self, python_with_torch: Warm) -> None:
+        done = python_with_torch.run(
+            "-c",
             "import sys, tba_lab.megatron_cpu, tba_lab.gpt, tba_offload.megatron.layers\n"
             "import tba_lab.demo.text\n"
-            "assert not any(name.partition('.')[0] == 'megatron' for name in sys.modules)"
+            "assert not any(name.partition('.')[0] == 'megatron' for name in sys.modules)",
+            is_strict=True,
         )
+        assert done.returncode == 0, done.stderr
 
     def test_what_needs_it_says_what_to_install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "megatron.core", None)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import subprocess
-import sys
 import warnings
 import weakref
 from types import SimpleNamespace
@@ -38,6 +36,8 @@ from tba_offload.session import Session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from warm import Warm
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 
@@ -644,7 +644,7 @@ class TestIsMegatron:
         assert is_megatron([nn.Linear(2, 2), model])
         assert not is_megatron([])
 
-    def test_does_not_import_megatron(self) -> None:
+    def test_does_not_import_megatron(self, python_with_torch: Warm) -> None:
         code = (
             "import sys\n"
             "from torch import nn\n"
@@ -652,7 +652,8 @@ class TestIsMegatron:
             "assert not is_megatron(nn.Linear(2, 2)) and find_layers(nn.Linear(2, 2)) == []\n"
             "assert not any(name.partition('.')[0] == 'megatron' for name in sys.modules)"
         )
-        subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+        done = python_with_torch.run("-c", code, is_strict=True)
+        assert done.returncode == 0, done.stderr
 
 
 def build_t5() -> nn.Module:

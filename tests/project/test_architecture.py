@@ -18,6 +18,8 @@ import tba_offload
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator
 
+    from warm import Warm
+
 ROOT = Path(tba_offload.__file__).parent
 MODULES = sorted(ROOT.rglob("*.py"))
 LAB = ROOT.parent / "tba_lab"
@@ -226,9 +228,9 @@ class _WithoutStrings(ast.NodeTransformer):
         return ast.Constant("") if isinstance(node.value, str) else node
 
 
-def test_every_public_name_is_there_without_optional_packages() -> None:
+def test_every_public_name_is_there_without_optional_packages(python_with_torch: Warm) -> None:
     code = "import tba_offload as t\nfor name in t.__all__: getattr(t, name)\nassert not t.attach is None"
-    done = run_without(OPTIONAL, code)
+    done = run_without(OPTIONAL, code, python=python_with_torch)
     assert done.returncode == 0, done.stderr
 
 
@@ -284,8 +286,8 @@ open_store(kind="gds", directories=["/tmp"], device=device_of("cpu"))
         ),
     ],
 )
-def test_a_missing_package_is_named_with_its_remedy(code: str, remedy: str) -> None:
-    done = run_without(OPTIONAL, code)
+def test_a_missing_package_is_named_with_its_remedy(code: str, remedy: str, python_with_torch: Warm) -> None:
+    done = run_without(OPTIONAL, code, python=python_with_torch)
     assert done.returncode == 1
     assert "MissingDependencyError" in done.stderr
     assert remedy in done.stderr

@@ -66,7 +66,8 @@ def used_in(tree: ast.AST) -> Iterator[str]:
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            if not re.match(r"(self|cls|super\(\)|torch(\..*)?)$", ast.unparse(node.value)):
+            is_private = re.fullmatch(PRIVATE, node.attr)
+            if is_private and not re.match(r"(self|cls|super\(\)|torch(\..*)?)$", ast.unparse(node.value)):
                 yield node.attr
         elif isinstance(node, ast.ImportFrom):
             yield from (alias.name for alias in node.names)

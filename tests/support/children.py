@@ -6,8 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tba_offload
+
+if TYPE_CHECKING:
+    from warm import Warm
 
 FRAMEWORKS = {"transformers", "accelerate", "lightning", "pytorch_lightning"}
 OPTIONAL = {"kvikio", "cupy", "megatron", "transformer_engine", "matplotlib", "cuda", *FRAMEWORKS}
@@ -28,9 +32,19 @@ sys.meta_path.insert(0, Missing())
 """
 
 
-def run_without(missing: set[str], code: str) -> subprocess.CompletedProcess[str]:
-    """Runs code in a process in which some packages cannot be imported."""
+def run_without(
+    missing: set[str], code: str, *, python: Warm | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs code in a process in which some packages cannot be imported.
+
+    Args:
+        missing: Names of the packages.
+        code: What is run.
+        python: What runs it, if not a new interpreter; it has not imported any of the packages.
+    """
     script = BLOCK.format(missing=missing) + code
+    if python is not None:
+        return python.run("-c", script, is_strict=True)
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, check=False
     )

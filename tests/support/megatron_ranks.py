@@ -12,6 +12,7 @@ import argparse
 import copy
 import dataclasses
 import functools
+import gc
 import importlib
 import inspect
 import itertools
@@ -193,6 +194,8 @@ def serve() -> None:
     install_for_scripts()
     for module in PRELOADED:
         importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # or each collection in a rank would copy all pages
     for line in sys.stdin:
         answers.write(json.dumps(run_ranks(Job.load(line.strip()))) + "\n")
         answers.flush()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -27,6 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
+    from warm import Warm
 
     from tba_offload.testing.faults import Faults
 
@@ -97,9 +96,9 @@ with tba.attach(model, policy) as session:
 }
 
 
-def run(script: str) -> tuple[int, str, float]:
+def run(python: Warm, script: str) -> tuple[int, str, float]:
     """Exit code, error output, and seconds from the moment that the drive hung to the very end."""
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE)
+    ended = python.run("-c", script, timeout=PATIENCE)
     last = ended.stderr.splitlines()[-1]
     assert last.startswith("ended after "), ended.stderr
     return ended.returncode, ended.stderr, float(last.split()[2])
@@ -127,8 +126,10 @@ def told(directories: list[Path], fault: str) -> str:
         pytest.param("hang-read", "with", marks=full),
     ],
 )
-def test_a_script_ends_with_the_named_error(tmp_path: Path, fault: str, end: str) -> None:
-    code, errors, seconds = run(told([tmp_path / "drive"], fault) + ENDS[end])
+def test_a_script_ends_with_the_named_error(
+    tmp_path: Path, python_with_torch: Warm, fault: str, end: str
+) -> None:
+    code, errors, seconds = run(python_with_torch, told([tmp_path / "drive"], fault) + ENDS[end])
     assert code == 1
     assert f"TransferError: nothing has moved for {LIMIT:g} s" in errors
     assert str(tmp_path / "drive") in errors
@@ -137,9 +138,9 @@ def test_a_script_ends_with_the_named_error(tmp_path: Path, fault: str, end: str
 
 
 @pytest.mark.full
-def test_a_file_system_that_hangs_while_a_file_grows(tmp_path: Path) -> None:
+def test_a_file_system_that_hangs_while_a_file_grows(tmp_path: Path, python_with_torch: Warm) -> None:
     script = told([tmp_path / "drive"], "hang-grow") + GROWING + ENDS["with"].replace("train(2)", "")
-    code, errors, seconds = run(script)
+    code, errors, seconds = run(python_with_torch, script)
     assert code == 1
     assert f"nothing has moved for {LIMIT:g} s: the file in {tmp_path / 'drive'} does not grow" in errors
     assert "the attempts to grow the file have not ended" in errors
@@ -147,7 +148,7 @@ def test_a_file_system_that_hangs_while_a_file_grows(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_loop_that_catches_the_error_goes_on(tmp_path: Path) -> None:
+def test_a_loop_that_catches_the_error_goes_on(tmp_path: Path, python_with_torch: Warm) -> None:
     script = (
         told([tmp_path / "drive"], "hang-write")
         + """
@@ -163,12 +164,12 @@ for _ in range(20):
 print(f"{errors} of 20 steps failed", file=sys.stderr)
 """
     )
-    code, errors, _ = run(script)
+    code, errors, _ = run(python_with_torch, script)
     assert code == 120
     assert "1 of 20 steps failed" in errors
 
 
-def test_a_session_that_was_never_closed(tmp_path: Path) -> None:
+def test_a_session_that_was_never_closed(tmp_path: Path, python_with_torch: Warm) -> None:
     """The process has a status of its own for it, and callbacks of others run: one of them says how long."""
     script = (
         told([tmp_path / "drive"], "hang-write")
@@ -182,16 +183,16 @@ while not faults.fired:  # what no thread has taken up yet is dropped at the end
     time.sleep(0.01)
 """
     )
-    code, errors, seconds = run(script)
+    code, errors, seconds = run(python_with_torch, script)
     assert code == 120
     assert errors.count("are given up") == 1
     assert seconds < LIMIT + 5 + 20
 
 
 @pytest.mark.full
-def test_one_of_two_drives_hangs(tmp_path: Path) -> None:
+def test_one_of_two_drives_hangs(tmp_path: Path, python_with_torch: Warm) -> None:
     script = told([tmp_path / "a", tmp_path / "b"], "hang-write:drive=1") + ENDS["with"]
-    code, errors, seconds = run(script)
+    code, errors, seconds = run(python_with_torch, script)
     assert code == 1
     given_up = next(line for line in errors.splitlines() if "are given up" in line)
     assert str(tmp_path / "b") in given_up
@@ -209,9 +210,9 @@ began.append(time.monotonic())
 
 
 @pytest.mark.parametrize("call", of_which(["fallocate", "pwrite", "file_system_magic"], "fallocate"))
-def test_a_drive_that_hangs_while_a_store_opens(tmp_path: Path, call: str) -> None:
+def test_a_drive_that_hangs_while_a_store_opens(tmp_path: Path, python_with_torch: Warm, call: str) -> None:
     script = told([tmp_path / "drive"], "hang-grow") + OPENING.replace("CALL", call) + ENDS["with"]
-    code, errors, seconds = run(script)
+    code, errors, seconds = run(python_with_torch, script)
     assert code == 1
     assert f"no answer for {LIMIT:g} s; check the drive and the system log" in errors
     assert str(tmp_path / "drive") in errors
@@ -240,9 +241,11 @@ while not faults.fired:
         pytest.param("with store: pass", 1, marks=full),
     ],
 )
-def test_a_write_that_hangs_at_the_end_is_told(tmp_path: Path, end: str, expected: int) -> None:
+def test_a_write_that_hangs_at_the_end_is_told(
+    tmp_path: Path, python_with_torch: Warm, end: str, expected: int
+) -> None:
     """120 is the exit code of an interpreter that met an error when it ended."""
-    code, errors, seconds = run(told([tmp_path / "drive"], "hang-write") + STORE + end)
+    code, errors, seconds = run(python_with_torch, told([tmp_path / "drive"], "hang-write") + STORE + end)
     assert code == expected
     assert f"{1 << 20} bytes of 1 transfers have not moved for {LIMIT:g} s and are given up" in errors
     assert str(tmp_path / "drive") in errors

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,32 +15,31 @@ from children import environment
 from covering import of_which
 from harness import MIB
 from places import SUPPORT
+from warm import warm
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
-WARM_UP = 2
+    from warm import Warm
+
+MODELS = ("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama")
 
 
 @pytest.fixture(scope="module")
-def observer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
+    """Runs programs under the observer, which have Hugging Face's models imported."""
     library = tmp_path_factory.mktemp("observer") / "observer.so"
     command = ["cc", "-O2", "-shared", "-fPIC", "-o", library, SUPPORT / "observer.c", "-ldl"]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
-    return library
+    with warm("torch", *MODELS, env=environment() | {"LD_PRELOAD": str(library)}) as found:
+        yield found
 
 
-def run(observer: Path, kind: str, policy: str, directory: Path, *, steps: int) -> dict[str, Any]:
+def run(observed: Warm, kind: str, policy: str, directory: Path, *, steps: int) -> dict[str, Any]:
     file = directory / "policy.yaml"
     file.write_text(policy)
-    done = subprocess.run(
-        [sys.executable, SUPPORT / "observed_loop.py", kind, file, str(steps)],
-        check=False,
-        capture_output=True,
-        text=True,
-        env={**environment(), "LD_PRELOAD": str(observer)},
-        timeout=250,
-    )
+    done = observed.run(str(SUPPORT / "observed_loop.py"), kind, str(file), str(steps), timeout=250)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert len(found["reported"]) == len(found["observed"]) == len(found["printed"]) == steps
@@ -53,23 +51,23 @@ def run(observer: Path, kind: str, policy: str, directory: Path, *, steps: int) 
 
 @pytest.mark.parametrize("kind", of_which(["llama", "gpt2"], "llama"))
 def test_the_loop_of_the_readme_reports_the_peak_that_an_observer_sees(
-    observer: Path, tmp_path: Path, kind: str
+    observed: Warm, tmp_path: Path, kind: str
 ) -> None:
     peaks = {}
     for placement, window in (("keep", ""), ("offload", "budget: {in_flight_bytes: 16MiB}\n")):
-        found = run(observer, kind, f"default: {placement}\n{window}", tmp_path, steps=5)
-        reported, observed = found["reported"], found["observed"]
-        assert all(ours < 1.05 * theirs for ours, theirs in zip(reported, observed, strict=True)), found
+        found = run(observed, kind, f"default: {placement}\n{window}", tmp_path, steps=5)
+        reported, seen = found["reported"], found["observed"]
+        assert all(ours < 1.05 * theirs for ours, theirs in zip(reported, seen, strict=True)), found
         # Of several steps alike the highest: samples of a busy machine may miss a peak of less than 1 ms. The
         # first one peaks higher, because what is kept elsewhere anyway is not yet known, and so travels.
-        assert max(reported[1:]) > 0.95 * max(observed[1:]), found
-        peaks[placement] = max(observed)
+        assert max(reported[1:]) > 0.95 * max(seen[1:]), found
+        peaks[placement] = max(seen)
     assert peaks["offload"] < 0.3 * peaks["keep"]
 
 
 @pytest.mark.parametrize("kind", of_which(["llama", "gpt2"], "gpt2"))
-def test_a_budget_holds_for_an_observer_too(observer: Path, tmp_path: Path, kind: str) -> None:
+def test_a_budget_holds_for_an_observer_too(observed: Warm, tmp_path: Path, kind: str) -> None:
     budget = {"llama": 160, "gpt2": 240}[kind] * MIB
     policy = f"default: auto\nbudget: {{activation_bytes: {budget // MIB}MiB}}\n"
-    found = run(observer, kind, policy, tmp_path, steps=8)
+    found = run(observed, kind, policy, tmp_path, steps=8)
     assert max(found["observed"]) <= budget, found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -43,7 +44,7 @@ from tba_offload.plan.search import make_plan
 from tba_offload.plan.simulate import simulate
 from tba_offload.plan.sizes import Sizes, StepSize
 from tba_offload.plan.tuning import TUNING, Tuning
-from tba_offload.plan.what_if import Block, one_f_one_b, peak_of_keep, stretched
+from tba_offload.plan.what_if import Block, frontier, one_f_one_b, peak_of_keep, stretched
 from tba_offload.report.run_log import StepRecord, read_run_log
 from tba_offload.store.base import DriveLoad, Load
 from tba_offload.what_if import Situation, composition
@@ -909,7 +910,7 @@ def test_the_policy_file_asks_for_the_host_memory(run_log: Path, host_log: Path,
     for options, expected in (((), 2 * MIB), (("--host", "5MiB"), 5 * MIB), (("--host", "0"), None)):
         run_plan(host_log, *options, "-o", policy)
         assert load_config(policy).store.host_capacity == expected
-    result = CliRunner().invoke(main, ["plan", str(run_log), "--host", "1GiB", "-o", str(policy)])
+    result = invoke_plan(run_log, "--host", "1GiB", "-o", policy)
     assert result.exit_code == 1
     assert "host_capacity: this is memory beside drives" in result.output
 
@@ -917,8 +918,7 @@ def test_the_policy_file_asks_for_the_host_memory(run_log: Path, host_log: Path,
 def test_a_policy_that_was_not_planned_is_not_replaced(run_log: Path, tmp_path: Path) -> None:
     policy = tmp_path / "policy.yaml"
     policy.write_text("default: keep  # by hand\n")
-    arguments = ["plan", str(run_log), "-o", str(policy)]
-    result = CliRunner().invoke(main, arguments)
+    result = invoke_plan(run_log, "-o", policy)
     assert result.exit_code == 1
     assert "policy.yaml: was not written by this command" in result.output
     assert policy.read_text() == "default: keep  # by hand\n"
@@ -942,14 +942,21 @@ def run_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run_plan(*arguments: object) -> Any:
-    result = CliRunner().invoke(main, ["plan", *map(str, arguments)])
+def invoke_plan(*arguments: object, whole_sweep: bool = False) -> Any:
+    """What the command prints; of the budgets of its sweep two, unless the test is about the sweep."""
+    sweep = frontier if whole_sweep else functools.partial(frontier, shares=(0.25, 1.05))
+    with mock.patch("tba_offload.what_if.frontier", sweep):
+        return CliRunner().invoke(main, ["plan", *map(str, arguments)])
+
+
+def run_plan(*arguments: object, whole_sweep: bool = False) -> Any:
+    result = invoke_plan(*arguments, whole_sweep=whole_sweep)
     assert result.exit_code == 0, result.output
     return result
 
 
 def test_a_run_that_was_not_auto_can_be_planned_from(run_log: Path) -> None:
-    found = json.loads(run_plan(run_log, "--json").output)
+    found = json.loads(run_plan(run_log, "--json", whole_sweep=True).output)
     assert len(found["frontier"]) >= 8
     assert found["names"] == [f"layers.{layer}" for layer in range(LAYERS)]
     fitting = [row for row in found["frontier"] if row["fits"]]
@@ -991,7 +998,7 @@ def test_the_policy_of_one_stage_leaves_the_others_as_they_were(run_log: Path, t
 def test_of_several_ranks_one_has_to_be_named(run_log: Path, tmp_path: Path) -> None:
     for rank in range(2):
         (tmp_path / f"run.rank{rank}.jsonl").write_text(run_log.read_text())
-    result = CliRunner().invoke(main, ["plan", str(tmp_path / "run.jsonl")])
+    result = invoke_plan(tmp_path / "run.jsonl")
     assert result.exit_code == 1
     assert "each of the 2 ranks has a log of its own" in " ".join(result.output.split())
     assert "run.rank0.jsonl" in result.output
@@ -999,7 +1006,7 @@ def test_of_several_ranks_one_has_to_be_named(run_log: Path, tmp_path: Path) -> 
 
 def test_the_table_says_why(run_log: Path, tmp_path: Path) -> None:
     picture = tmp_path / "frontier.svg"
-    output = run_plan(run_log, "--budget", "3MiB", "--picture", picture).output
+    output = run_plan(run_log, "--budget", "3MiB", "--picture", picture, whole_sweep=True).output
     assert "8 layers; the drives write" in output
     assert re.search(r"measured: the store wrote [\d.]+ [MG]B/s \(± \d+%\) and read \d", output)
     place = r"(back|for)ward of layer \d \(layers\.\d\), micro-batch \d"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
-from covering import of_which, pairwise
+from covering import EVERYTHING, of_which, pairwise
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from profiles import (
@@ -55,7 +55,7 @@ CONDENSING = Tuning(many_items=1000, few_items=300)
 """Steps are condensed that are searched as a whole by default."""
 
 
-quick = settings(max_examples=60)
+quick = settings(max_examples=60 if EVERYTHING else 30)
 
 
 def compute_seconds(profile: StepProfile, plan: Plan) -> float:
@@ -1078,7 +1078,7 @@ def test_layers_that_do_not_run_in_one_go_are_not_put_together() -> None:
 def test_a_plan_of_a_condensed_step_is_nearly_as_good(
     which: tuple[bool, ...], rate: float, share: float
 ) -> None:
-    profile = make_profile(24, sizes=(MIB,) * 20, micro_batches=4, warm_up=2)
+    profile = make_profile(16, sizes=(MIB,) * 20, micro_batches=4, warm_up=2)
     profile = rebuilding(profile, which, seconds=0.002 * any(which))
     bandwidth = Bandwidth(rate * 20 * MIB / 0.03, rate * 20 * MIB / 0.03)
     budget = int(share * peak_of_keep(profile))

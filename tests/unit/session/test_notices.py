@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 import warnings
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from children import environment
 from harness import KIB, MIB, config_for, session_for
 from models import loss_of, make_model, make_tokens
 from torch import nn
@@ -22,6 +19,7 @@ from tba_offload.session.notices import describe_step
 
 if TYPE_CHECKING:
     from models import Model
+    from warm import Warm
 
 
 def train(model: Model, steps: int) -> None:
@@ -74,16 +72,11 @@ with tba.attach(model, tba.OffloadConfig(min_tensor_bytes=0), status=True):
 
 
 @pytest.mark.parametrize(("logging_is", "prefix"), [("default", "tba-offload: "), ("configured", "MINE ")])
-def test_a_program_without_logging_sees_it_on_stderr(logging_is: str, prefix: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, logging_is],
-        check=True,
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=120,
-    )
-    assert done.stdout == ""
+def test_a_program_without_logging_sees_it_on_stderr(
+    logging_is: str, prefix: str, python_with_torch: Warm
+) -> None:
+    done = python_with_torch.run("-c", SCRIPT, logging_is)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
     lines = [line for line in done.stderr.splitlines() if "step 1" in line]
     assert len(lines) == 1
     assert lines[0].startswith(f"{prefix}step 1; activation peak ")
@@ -182,15 +175,10 @@ with tba.attach(model, policy):
 
 
 @pytest.mark.parametrize("placement", ["recompute", pytest.param("auto", marks=pytest.mark.full)])
-def test_what_recomputation_needs_is_loaded_before_the_first_step(placement: str) -> None:
+def test_what_recomputation_needs_is_loaded_before_the_first_step(
+    placement: str, python_with_torch: Warm
+) -> None:
     """Checkpoints of torch load some 800 modules when the first of them is called."""
-    done = subprocess.run(
-        [sys.executable, "-c", LOADING, placement],
-        check=True,
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=120,
-    )
-    assert done.stdout.split() == []
+    done = python_with_torch.run("-c", LOADING, placement)
+    assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
     assert "loading torch._dynamo" in done.stderr

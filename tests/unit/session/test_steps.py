@@ -6,8 +6,6 @@ import contextlib
 import copy
 import gc
 import pickle
-import subprocess
-import sys
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,7 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-from children import environment
 from covering import of_which
 from harness import KIB, Drive, config_for, session_for, wait_until
 from models import loss_of, make_model, make_tokens, same_bits
@@ -31,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from models import Model
+    from warm import Warm
 
 LAYERS = 3
 
@@ -696,16 +694,9 @@ for _ in range(3):
 """
 
 
-def test_a_session_that_is_never_closed_has_a_whole_run_log(tmp_path: Path) -> None:
+def test_a_session_that_is_never_closed_has_a_whole_run_log(tmp_path: Path, python_with_torch: Warm) -> None:
     log = tmp_path / "run.jsonl"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", NEVER_CLOSED, str(log)],
-        check=False,
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=120,
-    )
+    done = python_with_torch.run("-c", NEVER_CLOSED, str(log), is_strict=True)
     assert (done.returncode, done.stderr) == (0, "")
     read = read_run_log(log)
     assert not read.truncated
