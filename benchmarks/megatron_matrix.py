@@ -235,6 +235,9 @@ class Run:
 
 # Running
 
+STATES = "\nstates:\n  sub_group_bytes: 64KiB\n"
+"""Part of a policy: sub-groups so small that those of the tiny models do not all fit into the slots."""
+
 
 class Matrix:
     """Runs layouts of one checkout.
@@ -244,10 +247,14 @@ class Matrix:
         place: Where everything temporary goes.
         iterations: Length of every training.
         timeout: Seconds after which a run has failed.
+        states: Whether the states of optimizers are offloaded too.
     """
 
-    def __init__(self, checkout: Path, place: Path, *, iterations: int, timeout: float) -> None:
+    def __init__(
+        self, checkout: Path, place: Path, *, iterations: int, timeout: float, states: bool = False
+    ) -> None:
         self._place, self._iterations, self._timeout = place, iterations, timeout
+        self._states = states
         self._untouched = _copy(checkout, place / "untouched")
         self._patched = _copy(checkout, place / "patched")
         calculator = self._untouched / "megatron/core/num_microbatches_calculator.py"
@@ -271,7 +278,7 @@ class Matrix:
     def through(self, door: str, layout: Layout) -> Run:
         """With offloading."""
         policy = self._place / "policy.yaml"
-        policy.write_text(layout.policy)
+        policy.write_text(layout.policy + (STATES if self._states else ""))
         store = self._place / "store"
         store.mkdir(exist_ok=True)
         flags = ["--tba-policy", str(policy), "--tba-directory", str(store)]
@@ -284,6 +291,8 @@ class Matrix:
         for figure in layout.proof:
             if not run.total(figure):
                 raise RunFailedError(f"{figure} is 0: the policy took no effect")
+        if self._states and not all(map(_bytes_of_states, run.logs)):
+            raise RunFailedError("no optimizer states were written")
         return run
 
     def _launched(self, layout: Layout, flags: Sequence[str]) -> Run:
@@ -583,6 +592,11 @@ def run_layout(matrix: Matrix, layout: Layout, doors: Sequence[str]) -> dict[str
     return runs
 
 
+def _bytes_of_states(log: RunLog) -> int:
+    events = [event for event in log.others if event["event"] == "states"]
+    return sum(int(str(event["written_bytes"])) for event in events)
+
+
 @click.command()
 @click.argument("checkout", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option(
@@ -594,6 +608,7 @@ def run_layout(matrix: Matrix, layout: Layout, doors: Sequence[str]) -> dict[str
 )
 @click.option("--iterations", type=click.IntRange(min=len(RAMP_UP)), default=5, show_default=True)
 @click.option("--door", type=click.Choice([*DOORS, "both"]), default="both", show_default=True)
+@click.option("--states", is_flag=True, help="Offload the states of the optimizer too.")
 @click.option("--timeout", default=300.0, show_default=True, help="Seconds for each run.")
 @click.option(
     "--markdown", "markdown_file", type=click.Path(path_type=Path), help="Also write the tables here."
@@ -604,6 +619,7 @@ def main(
     names: Sequence[str],
     iterations: int,
     door: str,
+    states: bool,
     timeout: float,
     markdown_file: Path | None,
 ) -> None:
@@ -614,7 +630,7 @@ def main(
     doors = DOORS if door == "both" else (door,)
     wanted = [layout for layout in (*LAYOUTS, *LARGE) if layout.name in names] or list(LAYOUTS)
     with tempfile.TemporaryDirectory(prefix="tba-matrix-") as place:
-        matrix = Matrix(checkout, Path(place), iterations=iterations, timeout=timeout)
+        matrix = Matrix(checkout, Path(place), iterations=iterations, timeout=timeout, states=states)
         try:
             if "patch" in doors:
                 matrix.patch()

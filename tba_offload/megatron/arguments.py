@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tba_offload.config import OffloadConfig, load_config, parse_size
+from tba_offload.config import OffloadConfig, StatesConfig, load_config, parse_size
 from tba_offload.config.policy import Objective, Placement
 from tba_offload.config.store import kinds
 from tba_offload.errors import ConfigError, StoreError
@@ -91,6 +91,25 @@ CONFLICTS = (
     Conflict("use_torch_fsdp2", bool, "--use-torch-fsdp2", "it is not supported yet"),
 )
 
+STATES_CONFLICTS = (
+    Conflict(
+        "use_precision_aware_optimizer",
+        bool,
+        "--use-precision-aware-optimizer",
+        "it keeps states in a form of its own",
+    ),
+    Conflict("optimizer_cpu_offload", bool, "--optimizer-cpu-offload", "it moves the same states"),
+    Conflict("offload_optimizer_states", bool, "--offload-optimizer-states", "it moves the same states"),
+    Conflict("optimizer_cuda_graph", bool, "--optimizer-cuda-graph", "a graph fixes the addresses of states"),
+    Conflict(
+        "optimizer",
+        lambda value: value not in {None, "adam", "sgd"},
+        "--optimizer",
+        "states of adam and sgd alone are offloaded",
+    ),
+)
+"""Settings that do not go together with offloaded optimizer states."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds the flags to Megatron's parser, which from then on refuses what does not go together with them.
@@ -138,6 +157,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Compare bytes that are read from drives with those written; on unless told otherwise.",
     )
     group.add_argument(
+        "--tba-optimizer-states",
+        choices=("keep", "offload"),
+        help="Whether the states of the optimizer lie in the store between updates.",
+    )
+    group.add_argument(
         "--tba-run-log",
         metavar="FILE",
         help="Run log, such as run.jsonl; of several ranks each has its own, run.rank0.jsonl and so on. A "
@@ -178,7 +202,15 @@ def config_of(arguments: argparse.Namespace) -> OffloadConfig:
         lines=None if budget else config.lines,  # what a flag says stands in no line of the file
         budget=dataclasses.replace(config.budget, **budget),
         store=dataclasses.replace(config.store, **store),
+        states=_states(config, arguments.tba_optimizer_states),
     )
+
+
+def _states(config: OffloadConfig, wanted: str | None) -> StatesConfig | None:
+    """How states are offloaded: as the policy says, or the flag."""
+    if wanted is None:
+        return config.states
+    return None if wanted == "keep" else config.states or StatesConfig()
 
 
 def check_directories(config: OffloadConfig) -> None:
@@ -192,13 +224,17 @@ def check_directories(config: OffloadConfig) -> None:
         ask(partial(check_directory, place), place, config.store.stall_seconds)
 
 
-def refuse_conflicts(arguments: argparse.Namespace) -> None:
+def refuse_conflicts(arguments: argparse.Namespace, config: OffloadConfig) -> None:
     """Checks Megatron's own settings.
+
+    Args:
+        arguments: All arguments.
+        config: What was made of ours.
 
     Raises:
         ConfigError: One of them does not go together with offloading; the message names its flag.
     """
-    for conflict in CONFLICTS:
+    for conflict in (*CONFLICTS, *(() if config.states is None else STATES_CONFLICTS)):
         if conflict.taken(getattr(arguments, conflict.name, None)):
             raise ConfigError(
                 f"activation offloading does not go together with {conflict.flag}: {conflict.why}; remove "
@@ -225,8 +261,9 @@ def _check_when_read(parser: argparse.ArgumentParser) -> None:
         arguments, rest = parse(*args, **kwargs)
         if is_on(arguments):
             try:
-                check_directories(config_of(arguments))
-                refuse_conflicts(arguments)
+                config = config_of(arguments)
+                check_directories(config)
+                refuse_conflicts(arguments, config)
             except (ConfigError, StoreError) as error:
                 # Not error(), which prints a usage of thousands of lines first.
                 parser.exit(2, f"{parser.prog}: error: {error}\n")

@@ -30,6 +30,7 @@ from tba_offload.errors import ConfigError, TbaError, UnsupportedError
 from tba_offload.formatting import grouped
 from tba_offload.megatron.arguments import add_arguments, config_of, is_on
 from tba_offload.megatron.layers import find_stack
+from tba_offload.megatron.optimizer import children_of, keep_checkpoints
 from tba_offload.renamed import names_of
 from tba_offload.report.curves import curves_of
 from tba_offload.report.ranks import first_free_number, numbered, path_of_rank
@@ -67,11 +68,12 @@ def install() -> None:
     _wrap(training, "get_forward_backward_func", lambda get: lambda *a, **k: stepping(get(*a, **k)))
 
 
-def attach_model(model: nn.Module | Sequence[nn.Module]) -> None:
+def attach_model(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) -> None:
     """Attaches the session of this process, if a flag asks for one; once for each model.
 
     Args:
         model: The chunks of this rank, as ``setup_model_and_optimizer`` returns them.
+        optimizer: What it returns too; its states are offloaded if a flag or the policy says so.
 
     Raises:
         SystemExit: It cannot be attached on this rank or on another one; carries the message, so that the
@@ -87,7 +89,7 @@ def attach_model(model: nn.Module | Sequence[nn.Module]) -> None:
         atexit.unregister(_close_at_exit)
         _session.close()
     try:
-        _session, _chunks = open_session(chunks, arguments), chunks
+        _session, _chunks = open_session(chunks, arguments, optimizer), chunks
     except TbaError as error:
         raise SystemExit(f"tba-offload: rank {_rank()} on {socket.gethostname()}: {error}") from None
     atexit.register(_close_at_exit)
@@ -131,7 +133,7 @@ _chunks: list[nn.Module] = []
 def _attaching(setup: Callable[..., Any]) -> Callable[..., Any]:
     def setup_and_attach(*args: Any, **kwargs: Any) -> Any:
         made = setup(*args, **kwargs)
-        attach_model(made[0])
+        attach_model(made[0], made[1])
         return made
 
     return setup_and_attach
@@ -142,12 +144,15 @@ def _wrap(module: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
     setattr(module, name, functools.wraps(original)(wrapper(original)))
 
 
-def open_session(model: nn.Module | Sequence[nn.Module], arguments: argparse.Namespace) -> Session:
+def open_session(
+    model: nn.Module | Sequence[nn.Module], arguments: argparse.Namespace, optimizer: Any = None
+) -> Session:
     """Attaches to the model chunks of this rank, as the flags say; all ranks must do it, or none.
 
     Args:
         model: What Megatron built on this rank.
         arguments: Megatron's arguments.
+        optimizer: That of Megatron, or ``None``.
 
     Raises:
         ConfigError: A rule takes no effect on any rank, or the ranks were given different policies.
@@ -169,6 +174,7 @@ def open_session(model: nn.Module | Sequence[nn.Module], arguments: argparse.Nam
     run_log = _free_run_log(arguments.tba_run_log)
     with contextlib.ExitStack() as undo:
         with _failing_together():
+            children = [] if own.states is None or optimizer is None else children_of(optimizer)
             session = undo.enter_context(
                 Session(
                     stack,
@@ -178,8 +184,11 @@ def open_session(model: nn.Module | Sequence[nn.Module], arguments: argparse.Nam
                     model_info=_model_info(arguments),
                     world=world,
                     steps_by_hand=True,
+                    optimizers=[child.optimizer for child in children],
                 )
             )
+            for child, states in zip(children, session.states, strict=True):
+                keep_checkpoints(child, states)
         undo.pop_all()
     if world.rank == 0:
         _print_plan(config.policy, world.layers)

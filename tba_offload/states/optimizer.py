@@ -13,6 +13,7 @@ from tba_offload.config import ConfigLike, OffloadConfig, Paths, read_config, wi
 from tba_offload.config.options import StatesConfig
 from tba_offload.device import device_of
 from tba_offload.errors import TransferError, UnsupportedError
+from tba_offload.states.away import AwayTensor
 from tba_offload.states.checkpoints import Checkpoints
 from tba_offload.states.home import Homes
 from tba_offload.states.own_step import OwnStep
@@ -57,6 +58,9 @@ class OptimizerStates:
         self._store = store
         self._updated = updated
         self._is_open = True
+        self._copies: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        self._sub_group_bytes = states.sub_group_bytes
+        self._shown = 0
         homes = Homes(
             store,
             device_of(_device_of(optimizer)),
@@ -78,7 +82,30 @@ class OptimizerStates:
             TransferError: They cannot be read.
         """
         entry: dict[str, Any] = self.optimizer.state.get(parameter, {})
-        return entry | self._on_host({parameter}).get(parameter, {})
+        if not any(isinstance(value, AwayTensor) for value in entry.values()):
+            return dict(entry)
+        if parameter not in self._copies:  # others of its sub-group are likely to be asked for next
+            self._copies = self._on_host({parameter})
+        return entry | self._copies.pop(parameter)
+
+    def take(self, parameter: torch.Tensor) -> None:
+        """Takes the states that a program has put into ``optimizer.state[parameter]`` itself.
+
+        The next update would do so too; until then they would be in memory. They are taken when there are as
+        many of them as a sub-group has.
+
+        Raises:
+            TransferError: States of other parameters, which travel together with these, cannot be read.
+        """
+        self._copies.clear()
+        self._shown += sum(
+            value.nbytes
+            for value in self.optimizer.state[parameter].values()
+            if isinstance(value, torch.Tensor) and not isinstance(value, AwayTensor)
+        )
+        if self._shown >= self._sub_group_bytes:
+            self._shown = 0
+            self._stream.follow()
 
     def close(self) -> None:
         """Brings the states back into memory: the optimizer is as it was. May be called twice.
@@ -101,6 +128,7 @@ class OptimizerStates:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._copies.clear()
         record = self._stream.step(options)
         self.records.append(record)
         self._updated(record)
@@ -110,6 +138,7 @@ class OptimizerStates:
         return self._stream.exchange.on_host(self._roster.with_any(parameters))
 
     def _loaded(self) -> None:
+        self._copies.clear()
         self._stream.forgive()
         self._stream.follow()
 

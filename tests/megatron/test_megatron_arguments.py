@@ -7,10 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig
+from tba_offload.config import BudgetConfig, OffloadConfig, StatesConfig, StoreConfig
 from tba_offload.config.policy import Objective, Placement, Rule
 from tba_offload.errors import ConfigError
-from tba_offload.megatron.arguments import CONFLICTS, add_arguments, config_of, is_on, refuse_conflicts
+from tba_offload.megatron.arguments import (
+    CONFLICTS,
+    STATES_CONFLICTS,
+    Conflict,
+    add_arguments,
+    config_of,
+    is_on,
+    refuse_conflicts,
+)
 
 GIB = 2**30
 
@@ -125,12 +133,33 @@ def test_selective_recomputation_and_graphs_that_are_off_are_welcome() -> None:
 
 @pytest.mark.parametrize("conflict", CONFLICTS, ids=lambda conflict: conflict.name)
 def test_each_conflict_names_the_flag_to_change(conflict: object) -> None:
-    refuse_conflicts(argparse.Namespace())  # a release that knows none of them
+    plain = OffloadConfig()
+    refuse_conflicts(argparse.Namespace(), plain)  # a release that knows none of them
     in_the_way: dict[str, object] = {"recompute_granularity": "full", "cuda_graph_impl": "local"}
     name, flag = conflict.name, conflict.flag  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=flag):
-        refuse_conflicts(argparse.Namespace(**{name: in_the_way.get(name, True)}))
-    refuse_conflicts(argparse.Namespace(**{name: None}))
+        refuse_conflicts(argparse.Namespace(**{name: in_the_way.get(name, True)}), plain)
+    refuse_conflicts(argparse.Namespace(**{name: None}), plain)
+
+
+@pytest.mark.parametrize("conflict", STATES_CONFLICTS, ids=lambda conflict: conflict.name)
+def test_what_is_in_the_way_of_offloaded_states_is_refused_with_these_alone(conflict: Conflict) -> None:
+    taken = argparse.Namespace(**{conflict.name: "muon" if conflict.name == "optimizer" else True})
+    refuse_conflicts(taken, OffloadConfig())
+    with pytest.raises(ConfigError, match=conflict.flag):
+        refuse_conflicts(taken, OffloadConfig(states=StatesConfig()))
+    refuse_conflicts(argparse.Namespace(**{conflict.name: None}), OffloadConfig(states=StatesConfig()))
+
+
+def test_states_are_offloaded_as_the_policy_or_the_flag_says(tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("states: {sub_group_bytes: 1MiB}\n")
+    small = StatesConfig(sub_group_bytes=2**20)
+    assert config_of(read("--tba-placement", "keep")).states is None
+    assert config_of(read("--tba-optimizer-states", "offload")).states == StatesConfig()
+    assert config_of(read("--tba-policy", str(policy))).states == small
+    assert config_of(read("--tba-policy", str(policy), "--tba-optimizer-states", "offload")).states == small
+    assert config_of(read("--tba-policy", str(policy), "--tba-optimizer-states", "keep")).states is None
 
 
 def test_the_group_is_in_the_help() -> None:

@@ -58,7 +58,7 @@ ALLOWED = {
         "transfer",
     },
     "states": {"config", "device", "store"},
-    "megatron": {"capture", "config", "effects", "layers", "report", "session", "store"},
+    "megatron": {"capture", "config", "effects", "layers", "report", "session", "states", "store"},
     "adapt": {"capture", "config", "plan", "report", "store", "transfer"},
     "what_if": {"config", "plan", "report"},
     "effects": {"config", "store"},
