@@ -359,9 +359,12 @@ class StatesConfig:
     Attributes:
         sub_group_bytes: Bytes of states that travel as one; three times as many stay on the device. A state
             of a parameter that cannot be cut may be larger.
+        trust: Whether an optimizer of a class that is not known updates each parameter by itself. One that
+            computes something over all of them, as a norm or an estimate of the step's size, would be wrong.
     """
 
     sub_group_bytes: _Threshold = 64 * 2**20
+    trust: Annotated[bool, Strict()] = False
 
     @pydantic.field_validator("sub_group_bytes")
     @classmethod
@@ -487,7 +490,10 @@ class OffloadConfig:
             "min_tensor_bytes": _size_word(self.min_tensor_bytes),
         }
         if self.states is not None:
-            document["states"] = {"sub_group_bytes": _size_word(self.states.sub_group_bytes)}
+            document["states"] = {
+                "sub_group_bytes": _size_word(self.states.sub_group_bytes),
+                "trust": self.states.trust,
+            }
         return yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
 
 

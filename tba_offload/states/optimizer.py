@@ -17,6 +17,7 @@ from tba_offload.states.away import AwayTensor
 from tba_offload.states.checkpoints import Checkpoints
 from tba_offload.states.home import Homes
 from tba_offload.states.own_step import OwnStep
+from tba_offload.states.pieces import is_known
 from tba_offload.states.roster import Roster
 from tba_offload.states.stream import StatesRecord, Stream
 from tba_offload.states.takeover import Takeover, is_taken
@@ -178,8 +179,8 @@ def offload_optimizer(
     however large the model is, and parameters and states get the bits that they would get without it.
 
     Args:
-        optimizer: Any optimizer of ``torch.optim``, or one that treats each parameter by itself. It may have
-            made updates before.
+        optimizer: Any optimizer of ``torch.optim`` but LBFGS; another one that updates each parameter by
+            itself where ``states.trust`` is set. It may have made updates before.
         config: As for :func:`tba_offload.attach`; its ``states``, ``store`` and ``on_full`` count.
         directories: Where the bytes go, instead of where the policy says: one path, or one for each drive.
         updated: Called after each update with what it was like.
@@ -194,7 +195,7 @@ def offload_optimizer(
     """
     chosen = with_directories(read_config(config), directories)
     optimizer = _innermost(optimizer)
-    _check(optimizer)
+    _check(optimizer, trusted=chosen.states is not None and chosen.states.trust)
     store = open_store(chosen.store.options(), device=device_of(_device_of(optimizer)))
     try:
         return OptimizerStates(optimizer, chosen, store, updated or _nothing)
@@ -215,8 +216,12 @@ def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _check(optimizer: torch.optim.Optimizer) -> None:
+def _check(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
     """Checks that an optimizer can be updated in parts.
+
+    Args:
+        optimizer: The optimizer.
+        trusted: Whether the user says so of a class that is not known.
 
     Raises:
         UnsupportedError: It cannot.
@@ -226,6 +231,11 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
         raise UnsupportedError(f"the states of this {name} are offloaded already; close those first")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError("LBFGS updates all parameters as one vector, so that nothing can be away")
+    if not trusted and not is_known(optimizer):
+        raise UnsupportedError(
+            f"whether {name} updates each parameter by itself is not known; if it computes nothing over all "
+            "of them, set states.trust to true"
+        )
     for group in optimizer.param_groups:
         for setting in ("capturable", "differentiable"):
             if group.get(setting):

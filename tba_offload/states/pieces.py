@@ -76,6 +76,23 @@ class Piece:
         return value.reshape(-1)[self.start : self.stop]
 
 
+_FUSED = frozenset(
+    (
+        "apex.optimizers.fused_adam.FusedAdam",
+        "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam",
+    )
+)
+"""Optimizers of other packages that update each parameter by itself."""
+
+
+def is_known(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is known to update each parameter by itself: PyTorch's do, but for LBFGS."""
+    kind = type(optimizer)
+    return (
+        f"{kind.__module__}.".startswith("torch.optim.") or f"{kind.__module__}.{kind.__qualname__}" in _FUSED
+    )
+
+
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer treats each element of a parameter by itself, and draws no random numbers."""
     kind = type(optimizer)

@@ -255,7 +255,11 @@ class Counting(optim.SGD):
 
 def test_an_optimizer_of_a_user(tmp_path: Path) -> None:
     found, expected = pair(Counting)
-    with tba.offload_optimizer(found.optimizer, policy(tmp_path)) as states:
+    settings = policy(tmp_path)
+    with pytest.raises(tba.UnsupportedError, match="whether Counting updates each parameter by itself"):
+        tba.offload_optimizer(found.optimizer, settings)
+    settings["states"]["trust"] = True
+    with tba.offload_optimizer(found.optimizer, settings) as states:
         for seed in range(6):
             found.step(seed)
             expected.step(seed)
