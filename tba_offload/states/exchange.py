@@ -12,7 +12,7 @@ from tba_offload.states.layout import travels
 from tba_offload.states.slots import SLOTS, Slots
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from tba_offload.states.home import Homes
     from tba_offload.states.layout import Place
@@ -101,12 +101,10 @@ class Exchange:
 
     def is_current(self, group: SubGroup) -> bool:
         """Whether ``optimizer.state`` still shows what is away: states may be loaded, assigned or cleared."""
-        state = self._optimizer.state
-        for place in group.places:
-            entry = state.get(place.piece.parameter)
-            if entry is None or type(entry.get(place.key)) is not AwayTensor:
-                return False
-        return True
+        if not all(self._is_away(place) for place in group.places):
+            return False
+        entries = [self._optimizer.state.get(piece.parameter, {}) for piece in group.pieces]
+        return not any(isinstance(value, Incoming) for entry in entries for value in entry.values())
 
     def take_shown(self, groups: Iterable[SubGroup]) -> None:
         """Takes the states that ``optimizer.state`` shows, and forgets those that it shows no more.
@@ -149,16 +147,25 @@ class Exchange:
         slot = self.load(group)
         return {} if slot is None else group.views(slot.bytes)
 
-    def give_back(self, group: SubGroup) -> None:
-        """Puts the states of a sub-group back into ``optimizer.state``, in memory of their own.
+    def give_back(self, groups: Sequence[SubGroup]) -> None:
+        """Puts states back into ``optimizer.state``, in memory of their own; not those that were cleared.
+
+        Args:
+            groups: Sub-groups; where a slice of a parameter is in one, all others with slices of it too.
 
         Raises:
             TransferError: They cannot be read.
         """
-        slot = self.load(group)
-        if slot is None:
-            return
-        for place in group.places:
+        away = {place for group in groups for place in group.places if self._is_away(place)}
+        for group in groups:
+            places = [place for place in group.places if place in away]
+            slot = self.load(group) if places else self.slots.of(group)
+            if slot is not None:
+                self._put_back(places, slot)
+                slot.clear()
+
+    def _put_back(self, places: Iterable[Place], slot: Slot) -> None:
+        for place in places:
             known = self._optimizer.state[place.piece.parameter]
             view = place.view(slot.bytes)
             if place.piece.is_whole:
@@ -170,7 +177,6 @@ class Exchange:
                     shown.shape, shown.stride(), dtype=shown.dtype, device=shown.device
                 )
             place.piece.part_of(known[place.key]).copy_(view)
-        slot.clear()
 
     def on_host(self, groups: Iterable[SubGroup]) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
         """Copies of states in host memory, read sub-group by sub-group.
@@ -204,6 +210,10 @@ class Exchange:
         piece.part_of(entry[key]).copy_(view)
 
     # ---- the parts of it -------------------------------------------------------------------------
+
+    def _is_away(self, place: Place) -> bool:
+        """Whether ``optimizer.state`` shows that a state is away."""
+        return type(self._optimizer.state.get(place.piece.parameter, {}).get(place.key)) is AwayTensor
 
     def _lay_out(
         self,

@@ -99,6 +99,20 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     return f"{kind.__module__}.{kind.__qualname__}" in _SLICED
 
 
+def can_be_cut(parameter: torch.Tensor) -> bool:
+    """Whether slices of a parameter are views of it, and an update of them gives the bits of the whole.
+
+    A sparse gradient has no slices.
+    """
+    return (
+        type(parameter.data) is torch.Tensor
+        and parameter.layout == torch.strided
+        and parameter.is_contiguous()
+        and parameter.dtype in _EXACT
+        and (parameter.grad is None or parameter.grad.layout == torch.strided)
+    )
+
+
 def pieces_of(parameter: torch.Tensor, most: int, *, sliced: bool) -> Iterator[Piece]:
     """A parameter as pieces.
 
@@ -109,9 +123,7 @@ def pieces_of(parameter: torch.Tensor, most: int, *, sliced: bool) -> Iterator[P
     """
     count = parameter.numel()
     step = max(most // parameter.element_size() // SLICE, 1) * SLICE
-    is_plain = type(parameter.data) is torch.Tensor and parameter.layout == torch.strided
-    may_cut = sliced and is_plain and parameter.is_contiguous() and parameter.dtype in _EXACT
-    if not may_cut or count <= step:
+    if not sliced or count <= step or not can_be_cut(parameter):
         yield Piece(parameter, 0, count)
         return
     for start in range(0, count, step):

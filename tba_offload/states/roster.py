@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from tba_offload.states.home import Home
 from tba_offload.states.incoming import Incoming
 from tba_offload.states.layout import travels
-from tba_offload.states.pieces import SLICE, Piece, gathered, is_elementwise, numbered, pieces_of
+from tba_offload.states.pieces import SLICE, Piece, can_be_cut, gathered, is_elementwise, numbered, pieces_of
 from tba_offload.states.shards import local
 from tba_offload.states.subgroup import SubGroup
 
@@ -45,10 +45,16 @@ class Roster:
         self.groups: list[SubGroup] = []
 
     def outdated(self) -> list[SubGroup]:
-        """The sub-groups that hold a parameter which left its parameter group, or changed its size."""
+        """The sub-groups that hold a parameter which left its parameter group or can be cut no more."""
         now = self._now()
         self._numbers = numbered(self._optimizer.param_groups)
         gone = {each for each, place in self._members.items() if now.get(each) != place}
+        gone |= {
+            piece.parameter
+            for group in self.groups
+            for piece in group.pieces
+            if not piece.is_whole and not can_be_cut(piece.parameter)
+        }
         if not gone:
             return []
         return self.with_slices(

@@ -118,8 +118,7 @@ class Stream:
             TransferError: States cannot be read.
         """
         outdated = self._roster.outdated()
-        for group in outdated:
-            self.exchange.give_back(group)
+        self.exchange.give_back(outdated)
         self._roster.remove(outdated)
         stale = [group for group in self._roster.groups if not self.exchange.is_current(group)]
         self.exchange.take_shown(self._roster.with_slices(stale))
@@ -136,8 +135,7 @@ class Stream:
         """
         self.follow()
         groups = list(self._roster.groups)
-        for group in groups:
-            self.exchange.give_back(group)
+        self.exchange.give_back(groups)
         self._roster.remove(groups)
         self.exchange.slots.clear()
 

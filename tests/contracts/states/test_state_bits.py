@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -334,3 +335,61 @@ def test_activations_and_states_together(placement: str, tmp_path: Path) -> None
     found.step(5)
     expected.step(5)
     assert_same(found, expected)
+
+
+def test_a_cut_parameter_whose_memory_gets_another_order(tmp_path: Path) -> None:
+    """Its slices are views no more: an update of copies would be lost."""
+    found, expected = pair("adamw")
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
+        for seed in range(5):
+            for training in (found, expected):
+                if seed == 2:
+                    weight = training.model.embed.weight
+                    weight.data = weight.data.t().contiguous().t()
+                training.step(seed)
+        assert_same(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("sparse_from", [0, 2])
+def test_sparse_gradients(sparse_from: int, tmp_path: Path) -> None:
+    found, expected = pair("adagrad")
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
+        for seed in range(5):
+            for training in (found, expected):
+                training.model.embed.sparse = seed >= sparse_from
+                training.step(seed)
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("then", ["leaves", "moves"])
+def test_states_that_were_cleared_do_not_come_back(then: str, tmp_path: Path) -> None:
+    """Of a parameter that leaves its group, or moves to another."""
+    found, expected = pair("adamw")
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path)) as states:
+        for seed in range(4):
+            for training in (found, expected):
+                if seed == 2:
+                    embedding, optimizer = training.model.embed.weight, training.optimizer
+                    group = optimizer.param_groups[0]
+                    group["params"] = [each for each in group["params"] if each is not embedding]
+                    del optimizer.state[embedding]
+                    if then == "moves":
+                        optimizer.add_param_group({"params": [embedding], "lr": 0.1})
+                training.step(seed)
+        assert_same(found, expected)
+        assert (found.model.embed.weight in found.optimizer.state) is (then == "moves")
+        assert states.records[-1].states_bytes > 0
+    assert_same(found, expected)
+
+
+def test_a_checkpoint_with_states_where_there_were_none(tmp_path: Path) -> None:
+    found, expected = pair("sgd")
+    other = pair("sgd-momentum")[0]
+    other.step(0)
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
+        for training in (found, expected):
+            training.step(0)
+            training.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))
+            training.step(1)
+        assert_same(found, expected)
