@@ -26,15 +26,22 @@ class Checkpoints:
     Args:
         optimizer: The optimizer.
         on_host: Copies states of parameters to host memory.
+        follow: Called before a checkpoint is made: states that an interrupted load left are taken first.
         loaded: Called when a checkpoint was loaded: ``optimizer.state`` shows it.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, on_host: OnHost, loaded: Callable[[], object]
+        self,
+        optimizer: torch.optim.Optimizer,
+        on_host: OnHost,
+        follow: Callable[[], object],
+        loaded: Callable[[], object],
     ) -> None:
         self._on_host = on_host
+        self._follow = follow
         self._loaded = loaded
         self._handles: list[RemovableHandle] = [
+            optimizer.register_state_dict_pre_hook(self._before_save),
             optimizer.register_state_dict_post_hook(self._fill, prepend=True),
             optimizer.register_load_state_dict_pre_hook(_hold_back),
             optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True),
@@ -44,6 +51,9 @@ class Checkpoints:
         """Takes the hooks away."""
         for handle in self._handles:
             handle.remove()
+
+    def _before_save(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: ARG002 - as torch calls it
+        self._follow()
 
     def _fill(self, optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
         """A state dict in which each state is a tensor in host memory."""

@@ -151,8 +151,14 @@ class Home:
 
         Raises:
             StoreError: The store is closed.
+            TransferError: There are none: what was to bring them here was interrupted.
         """
         homes = self._homes
+        if self.is_empty:
+            raise TransferError(
+                f"the optimizer states of {self._name} are lost, since an update or the loading of a "
+                "checkpoint was interrupted; load a checkpoint"
+            )
         if self._kept is not None:
             memory.tensor().copy_(self._kept)
             return []

@@ -73,7 +73,7 @@ class OptimizerStates:
         self._roster = Roster(optimizer, homes, states.sub_group_bytes)
         self._stream = Stream(optimizer, OwnStep(optimizer, self._takeover.kind), self._roster, homes)
         self._stream.follow()
-        self._checkpoints = Checkpoints(optimizer, self._on_host, self._loaded)
+        self._checkpoints = Checkpoints(optimizer, self._on_host, self._stream.follow, self._loaded)
         self._takeover.begin(self._step)
 
     def read(self, parameter: torch.Tensor) -> dict[str, Any]:

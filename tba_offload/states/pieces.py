@@ -126,8 +126,9 @@ def pieces_of(parameter: torch.Tensor, most: int, *, sliced: bool) -> Iterator[P
     if not sliced or count <= step or not can_be_cut(parameter):
         yield Piece(parameter, 0, count)
         return
-    for start in range(0, count, step):
-        yield Piece(parameter, start, min(start + step, count))
+    starts = range(0, count - 1, step)  # the last has two elements at least: a state of one never travels
+    for start in starts:
+        yield Piece(parameter, start, count if start == starts[-1] else start + step)
 
 
 def gathered(pieces: Sequence[Piece], most: int) -> Iterator[tuple[Piece, ...]]:

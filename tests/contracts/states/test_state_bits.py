@@ -14,6 +14,7 @@ from optimizers import MAKERS, Training, assert_same, assert_same_state_dicts, p
 from torch import nn, optim
 
 import tba_offload as tba
+from tba_offload.states.pieces import SLICE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -348,6 +349,21 @@ def test_a_cut_parameter_whose_memory_gets_another_order(tmp_path: Path) -> None
                     weight.data = weight.data.t().contiguous().t()
                 training.step(seed)
         assert_same(found, expected)
+
+
+@pytest.mark.parametrize("more", [0, 1, 2])
+def test_a_slice_of_one_element(more: int, tmp_path: Path) -> None:
+    """What is left of a parameter after slices of as many elements as a sub-group has."""
+    weights = [nn.Parameter(torch.ones(4 * SLICE + more)) for _ in range(2)]
+    found, expected = [optim.Adadelta([weight]) for weight in weights]
+    with tba.offload_optimizer(found, policy(tmp_path)):
+        for seed in range(4):
+            for weight, optimizer in zip(weights, (found, expected), strict=True):
+                weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
+                optimizer.step()
+        assert same_bits(weights[0].detach(), weights[1].detach())
+        assert_same_state_dicts(found.state_dict(), expected.state_dict())
+    assert_same_state_dicts(found.state_dict(), expected.state_dict())
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")

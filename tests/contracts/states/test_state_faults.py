@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from torch import optim
 
 import tba_offload as tba
 from tba_offload.errors import ChecksumError, SessionError, StoreError, TransferError
+from tba_offload.states.subgroup import SubGroup
 from tba_offload.testing.faults import inject
 
 if TYPE_CHECKING:
@@ -157,6 +159,53 @@ def test_an_interrupt_inside_an_update_loses_no_state(tmp_path: Path) -> None:
         changed = {n for n in after if not same_bits(after[n]["exp_avg"], before[n]["exp_avg"])}
         assert changed != set(after)
         found.step(2)
+
+
+def _interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt_inside_the_loading_of_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch has taken all of it by then; so has the next checkpoint."""
+    found, expected = pair("adamw")
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
+        found.step(0)
+        expected.step(0)
+        found.step(1)
+        with monkeypatch.context() as patched:
+            patched.setattr(SubGroup, "fill", _interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                found.optimizer.load_state_dict(copy.deepcopy(expected.optimizer.state_dict()))
+        found.model.load_state_dict(expected.model.state_dict())
+        assert_same(found, expected)
+        found.step(1)
+        expected.step(1)
+        assert_same(found, expected)
+
+
+def test_states_that_an_interrupt_lost_are_an_error_with_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, expected = pair("adamw")
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
+        found.step(0)
+        expected.step(0)
+        saved = copy.deepcopy(expected.optimizer.state_dict())
+        weight = found.model.layers[0].weight
+        found.optimizer.state[weight]["exp_avg"] = torch.zeros_like(weight, requires_grad=False)
+        with monkeypatch.context() as patched:
+            patched.setattr(SubGroup, "fill", _interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                found.step(1)
+        with pytest.raises(TransferError, match=r"are lost, since .* interrupted; load a checkpoint"):
+            found.optimizer.state_dict()
+        found.model.load_state_dict(expected.model.state_dict())
+        found.optimizer.load_state_dict(saved)
+        found.step(1)
+        expected.step(1)
+        assert_same(found, expected)
 
 
 def test_a_forked_child_cannot_use_them(tmp_path: Path) -> None:
