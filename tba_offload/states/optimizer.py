@@ -237,11 +237,21 @@ def _check(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
             "of them, set states.trust to true"
         )
     for group in optimizer.param_groups:
+        if isinstance(optimizer, torch.optim.Adafactor) and _takes_eps_from_the_first(group):
+            raise UnsupportedError(
+                "Adafactor with parameters of several data types in one group cannot be updated in parts; "
+                "give each data type a group of its own, or set eps"
+            )
         for setting in ("capturable", "differentiable"):
             if group.get(setting):
                 raise UnsupportedError(
                     f"{name} with {setting}=True cannot be updated in parts; set it to False"
                 )
+
+
+def _takes_eps_from_the_first(group: dict[str, Any]) -> bool:
+    """Whether PyTorch's Adafactor gives all parameters of a group an eps that depends on the first one."""
+    return group["eps"][0] is None and len({each.dtype for each in group["params"]}) > 1
 
 
 def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:

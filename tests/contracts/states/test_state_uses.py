@@ -101,6 +101,17 @@ def test_what_cannot_be_updated_in_parts_is_refused(tmp_path: Path) -> None:
             tba.offload_optimizer(optimizer, policy(tmp_path))
 
 
+def test_an_adafactor_whose_parts_would_differ_is_refused(tmp_path: Path) -> None:
+    parameters = [nn.Parameter(torch.ones(8, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)]
+    with pytest.raises(UnsupportedError, match="several data types in one group"):
+        tba.offload_optimizer(optim.Adafactor(parameters), policy(tmp_path))
+    for optimizer in (
+        optim.Adafactor(parameters, eps=(1e-8, 1e-3)),
+        optim.Adafactor([{"params": [each]} for each in parameters]),
+    ):
+        tba.offload_optimizer(optimizer, policy(tmp_path)).close()
+
+
 def test_an_optimizer_is_offloaded_once(training: Training, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="offloaded already"):
         tba.offload_optimizer(training.optimizer, policy(tmp_path))
