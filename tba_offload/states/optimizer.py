@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections import deque
 from typing import TYPE_CHECKING, Any, Self
 
@@ -12,7 +11,7 @@ import torch
 from tba_offload.config import ConfigLike, OffloadConfig, Paths, read_config, with_directories
 from tba_offload.config.options import StatesConfig
 from tba_offload.device import device_of
-from tba_offload.errors import TransferError, UnsupportedError
+from tba_offload.errors import UnsupportedError
 from tba_offload.states.away import AwayTensor
 from tba_offload.states.checkpoints import Checkpoints
 from tba_offload.states.home import Homes
@@ -22,6 +21,7 @@ from tba_offload.states.roster import Roster
 from tba_offload.states.stream import StatesRecord, Stream
 from tba_offload.states.takeover import Takeover, is_taken
 from tba_offload.store import open_store
+from tba_offload.store.base import close_after
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -152,13 +152,7 @@ class OptimizerStates:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is None:
-            self.close()
-            return
-        try:
-            self.close()
-        except TransferError as failure:  # the error of the block says more
-            warnings.warn(str(failure), RuntimeWarning, stacklevel=2)
+        close_after(error, self.close)
 
     def __repr__(self) -> str:
         state = "closed" if not self._is_open else f"{len(self.records)} updates"

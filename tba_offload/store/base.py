@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from tba_offload import interrupts
 from tba_offload.config.store import STALL_SECONDS
-from tba_offload.errors import StoreError
+from tba_offload.errors import StoreError, TransferError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -485,18 +485,19 @@ class ActivationStore(ABC):
 
 
 def close_after(error: BaseException | None, close: Callable[[], None]) -> None:
-    """Closes a store at the end of a block; after an error of the block its own is only a warning.
+    """Closes what uses a store at the end of a block; after an error of the block its own is only a warning.
 
     Args:
         error: What the block raised.
-        close: Closes the store.
+        close: Closes the store, and what it held.
 
     Raises:
         StoreError: The store says so, and the block raised nothing.
+        TransferError: Bytes cannot be brought back from it, likewise.
     """
     try:
         close()
-    except StoreError as failure:
+    except (StoreError, TransferError) as failure:
         if error is None:
             raise
         warnings.warn(str(failure), RuntimeWarning, stacklevel=3)

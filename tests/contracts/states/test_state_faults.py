@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from tba_offload.states.subgroup import SubGroup
 from tba_offload.testing.faults import inject
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 FULL = ["fail-write", "fail-write:n=2", "fail-write:chance=0.5,seed=3", "nothing-write"]
@@ -161,23 +164,22 @@ def test_an_interrupt_inside_an_update_loses_no_state(tmp_path: Path) -> None:
         found.step(2)
 
 
-def _interrupted(*_: object) -> None:
-    raise KeyboardInterrupt
+@contextmanager
+def interrupted_on_the_way_to_a_slot() -> Iterator[None]:
+    """An interrupt while states are put in their places, which comes out of the block."""
+    with mock.patch.object(SubGroup, "fill", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        yield
 
 
-def test_an_interrupt_inside_the_loading_of_a_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_inside_the_loading_of_a_checkpoint(tmp_path: Path) -> None:
     """PyTorch has taken all of it by then; so has the next checkpoint."""
     found, expected = pair("adamw")
     with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
         found.step(0)
         expected.step(0)
         found.step(1)
-        with monkeypatch.context() as patched:
-            patched.setattr(SubGroup, "fill", _interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                found.optimizer.load_state_dict(copy.deepcopy(expected.optimizer.state_dict()))
+        with interrupted_on_the_way_to_a_slot():
+            found.optimizer.load_state_dict(copy.deepcopy(expected.optimizer.state_dict()))
         found.model.load_state_dict(expected.model.state_dict())
         assert_same(found, expected)
         found.step(1)
@@ -185,9 +187,7 @@ def test_an_interrupt_inside_the_loading_of_a_checkpoint(
         assert_same(found, expected)
 
 
-def test_states_that_an_interrupt_lost_are_an_error_with_a_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_states_that_an_interrupt_lost_are_an_error_with_a_name(tmp_path: Path) -> None:
     found, expected = pair("adamw")
     with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
         found.step(0)
@@ -195,10 +195,8 @@ def test_states_that_an_interrupt_lost_are_an_error_with_a_name(
         saved = copy.deepcopy(expected.optimizer.state_dict())
         weight = found.model.layers[0].weight
         found.optimizer.state[weight]["exp_avg"] = torch.zeros_like(weight, requires_grad=False)
-        with monkeypatch.context() as patched:
-            patched.setattr(SubGroup, "fill", _interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                found.step(1)
+        with interrupted_on_the_way_to_a_slot():
+            found.step(1)
         with pytest.raises(TransferError, match=r"are lost, since .* interrupted; load a checkpoint"):
             found.optimizer.state_dict()
         found.model.load_state_dict(expected.model.state_dict())
@@ -242,6 +240,20 @@ os.kill(os.getpid(), {signal.SIGKILL})
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_block_raises_is_not_hidden_by_states_that_cannot_be_read(tmp_path: Path) -> None:
+    found = Training(optim.AdamW)
+    settings, layers = policy(tmp_path), list(found.model.layers)
+
+    def program() -> None:
+        with tba.attach(found.model, settings, layers=layers, optimizer=found.optimizer):
+            found.step(0)
+            raise KeyError("the program's own")
+
+    with inject("fail-read"), pytest.warns(RuntimeWarning, match="cannot be read back"):
+        with pytest.raises(KeyError, match="the program's own"):
+            program()
 
 
 def test_a_session_whose_states_cannot_be_read_closes_all_the_same(tmp_path: Path) -> None:
