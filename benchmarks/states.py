@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import tba_offload as tba
+from tba_lab.demo.race import Spread
 from tba_offload.config import format_size, parse_size
 from tba_offload.device import READY, CpuDevice
 from tba_offload.device.memory import MallocMeter
@@ -101,14 +102,6 @@ def mixed_rate(store: ActivationStore) -> float:
     return 2 * PARTS * PART / seconds
 
 
-def quartiles(values: Sequence[float]) -> str:
-    """Median, and the quartiles around it."""
-    if len(values) < 2:
-        return f"{values[0]:.3f}"
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return f"{middle:.3f} ({low:.3f}-{high:.3f})"
-
-
 def differing(lanes: Sequence[Lane]) -> int:
     """How many tensors of parameters and states differ by a bit from those of the first lane."""
     first, *others = [[*lane.parameters, *_states_of(lane)] for lane in lanes]
@@ -131,7 +124,7 @@ def show(lanes: Sequence[Lane], rates: Sequence[float], warm_up: int) -> None:
     for lane in lanes:
         ratios = [own / other for own, other in zip(lane.seconds[warm_up:], plain, strict=True)]
         peaks = f"{max(lane.peaks[1:]) / MIB:7.1f} MiB {lane.peaks[0] / MIB:7.1f} MiB"
-        print(f"{lane.name:10} {quartiles(lane.seconds[warm_up:]):26} {quartiles(ratios):24} {peaks}")
+        print(f"{lane.name:10} {Spread.of(lane.seconds[warm_up:])!s:26} {Spread.of(ratios)!s:24} {peaks}")
     states = next(lane.states for lane in lanes if lane.states is not None)
     records = list(states.records)[warm_up:]
     rate = statistics.median(rates)
@@ -141,14 +134,14 @@ def show(lanes: Sequence[Lane], rates: Sequence[float], warm_up: int) -> None:
         for record, update, bound in zip(records, plain, bounds, strict=True)
     ]
     last = records[-1]
-    waits = quartiles([record.waited_seconds for record in records])
+    waits = Spread.of([record.waited_seconds for record in records])
     print(
         f"states {last.states_bytes / MIB:.1f} MiB in {last.sub_groups} sub-groups, slots "
         f"{last.slot_bytes / MIB:.1f} MiB; read {last.read_bytes / MIB:.1f}, written "
         f"{last.written_bytes / MIB:.1f} MiB an update; waited {waits} s"
     )
     print(f"drive: {rate / 1e9:.2f} GB/s reading and writing at once")
-    print(f"update over max(plain update, bytes / drive's rate): {quartiles(bounded)}")
+    print(f"update over max(plain update, bytes / drive's rate): {Spread.of(bounded)}")
 
 
 def main() -> None:

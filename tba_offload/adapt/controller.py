@@ -187,7 +187,7 @@ class Controller:
         (thinking, moment), self._thinking = self._thinking, None
         try:
             self._phase, plan = thinking.answer()
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:  # noqa: BLE001 - a plan is advice: training goes on with the one it has
             self._warn(_failed(error, moment.step))
             return self._undecided(plan)
         for forget in moment.forgets:

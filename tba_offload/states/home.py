@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tba_offload.device.ranges import aligned_range
 from tba_offload.device.streams import CpuDevice
 from tba_offload.errors import StoreError, TransferError
-from tba_offload.states.layout import BLOCK
+from tba_offload.store.extents import BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,15 +9,13 @@ import torch
 
 from tba_offload.device.ranges import CACHE_LINE
 from tba_offload.states.shards import local, wrap_of
+from tba_offload.store.extents import BLOCK, round_up
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from tba_offload.states.pieces import Piece
     from tba_offload.states.shards import Wrap
-
-BLOCK = 4096
-"""Bytes that a sub-group is padded to: extents are cut at multiples of it, for direct I/O."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +61,7 @@ class Layout:
 
     Attributes:
         places: One for each state that travels.
-        nbytes: Bytes of all, padded to blocks.
+        nbytes: Bytes of all, padded to blocks: extents are cut at multiples of them, for direct I/O.
     """
 
     places: tuple[Place, ...]
@@ -80,8 +78,8 @@ class Layout:
                     own = local(value)
                     size, stride = tuple(own.shape), own.stride()
                     places.append(Place(piece, key, at, size, stride, own.dtype, wrap_of(value)))
-                    at = _up(at + own.nbytes, CACHE_LINE)
-        return cls(tuple(places), _up(at, BLOCK))
+                    at = round_up(at + own.nbytes, CACHE_LINE)
+        return cls(tuple(places), round_up(at, BLOCK))
 
 
 def travels(value: object, parameter: torch.Tensor) -> bool:
@@ -111,7 +109,3 @@ def _is_dense(value: torch.Tensor) -> bool:
                 return False
             expected *= size
     return True
-
-
-def _up(nbytes: int, multiple: int) -> int:
-    return -(-nbytes // multiple) * multiple

@@ -72,6 +72,8 @@ class Roster:
         found = set(groups)
         while True:
             cut = {piece.parameter for group in found for piece in group.pieces if not piece.is_whole}
+            if not cut:
+                return list(groups)
             more = {group for group in self.groups if any(piece.parameter in cut for piece in group.pieces)}
             if more <= found:
                 return [group for group in self.groups if group in found]

@@ -22,6 +22,30 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(Path(tba_offload.__file__).parents[1])}
 
 
+def run_tests(
+    path: Path, lane: str, *options: str, timeout: float, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a file of tests by a pytest of its own: what it imports or sets would stay in this process.
+
+    Args:
+        path: The file.
+        lane: "main", or "full" for what is marked so too.
+        options: Of pytest.
+        timeout: Seconds that it may take.
+        variables: Of its environment.
+    """
+    own = environment()
+    own["PYTHONPATH"] += f"{os.pathsep}{Path(__file__).parent}"
+    for name in ("FULL", "SAMPLE", "SEED"):
+        own.pop(name, None)
+    if lane == "full":
+        own["FULL"] = "1"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, str(path)]
+    return subprocess.run(
+        command, capture_output=True, text=True, env=own | variables, check=False, timeout=timeout
+    )
+
+
 BLOCK = """
 import sys
 class Missing:

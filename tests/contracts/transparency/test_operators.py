@@ -6,14 +6,10 @@ forbids the process to choose its kernels.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from children import environment
-from places import SUPPORT
+from children import run_tests
 
 TESTS = Path(__file__).with_name("on_operators.py")
 
@@ -21,15 +17,6 @@ TESTS = Path(__file__).with_name("on_operators.py")
 @pytest.mark.timeout(1900)
 @pytest.mark.parametrize("lane", ["main", pytest.param("full", marks=pytest.mark.full)])
 def test_operators_have_the_bits_of_plain_training(lane: str) -> None:
-    variables = environment()
-    variables["PYTHONPATH"] += f"{os.pathsep}{SUPPORT}"
-    for name in ("FULL", "SAMPLE", "SEED"):
-        variables.pop(name, None)
-    variables["OMP_NUM_THREADS"] = "1"  # the tensors are small
-    workers = 0
-    if lane == "full":
-        variables["FULL"], workers = "1", 2
-    options = ["-p", "no:cacheprovider", "-n", str(workers)]
-    command = [sys.executable, "-m", "pytest", "-q", *options, str(TESTS)]
-    done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False, timeout=1800)
+    workers = "2" if lane == "full" else "0"
+    done = run_tests(TESTS, lane, "-n", workers, timeout=1800, OMP_NUM_THREADS="1")  # the tensors are small
     assert done.returncode == 0, done.stdout + done.stderr
