@@ -82,7 +82,7 @@ class Roster:
     def remove(self, groups: Iterable[SubGroup]) -> None:
         """Forgets sub-groups whose states are back in memory; their parameters count as new ones."""
         for group in groups:
-            group.home.release()
+            group.release()
             self.groups.remove(group)
             for piece in group.pieces:
                 self._members.pop(piece.parameter, None)
