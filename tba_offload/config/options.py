@@ -507,6 +507,8 @@ class OffloadConfig:
             document["states"] = {
                 "sub_group_bytes": _size_word(self.states.sub_group_bytes),
                 "trust": self.states.trust,
+                "when": self.states.when,
+                "gradients": self.states.gradients,
             }
         return yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
 

@@ -24,7 +24,38 @@ _BUFFERS = 2
 """Parameters of one sub-group are copied while those of the last are written."""
 
 
-class Journal:
+class NoJournal:
+    """Updates are made in place, and cannot be taken back."""
+
+    is_kept = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return 0
+
+    @property
+    def noted(self) -> Sequence[SubGroup]:
+        """The sub-groups whose update can be taken back."""
+        return ()
+
+    def note(self, group: SubGroup) -> None:
+        """Its update is about to begin."""
+
+    def accept(self) -> None:
+        """The update is done."""
+
+    def take_back(self) -> None:
+        """There is nothing to be taken back."""
+
+    def forget(self, groups: Sequence[SubGroup]) -> None:
+        """These sub-groups are no more."""
+
+    def clear(self) -> None:
+        """There is nothing to be freed."""
+
+
+class Journal(NoJournal):
     """Keeps what sub-groups had before the update that is under way.
 
     States are not overwritten: an updated sub-group is written beside what it was. The parameters, which the
@@ -43,6 +74,8 @@ class Journal:
         self._noted: dict[SubGroup, dict[torch.Tensor, Entry | None]] = {}
         self._undo: dict[SubGroup, _Undo] = {}
         self._count = 0
+
+    is_kept = True
 
     @property
     def nbytes(self) -> int:
@@ -66,7 +99,10 @@ class Journal:
             slot.settle()
         undo = self._undo.setdefault(group, _Undo(group))
         self._count += 1
-        undo.number = self._count
+        undo.begin(self._count)
+        held = self._buffers.of(undo)
+        if held is not None:  # since its last update
+            held.clear()
         buffer = self._buffers.take(undo.nbytes, _Undo.age, most=_BUFFERS)
         buffer.give_to(undo)
         undo.save(buffer.bytes)
@@ -164,12 +200,11 @@ class _Undo:
 
     Attributes:
         home: Where they live.
-        number: A number that grows with each update.
     """
 
     def __init__(self, group: SubGroup) -> None:
         self.home = group.home.another()
-        self.number = 0
+        self._number = 0
         self._places: list[tuple[Piece, int]] = []
         at = 0
         for piece in group.pieces:
@@ -177,9 +212,13 @@ class _Undo:
             at = round_up(at + piece.nbytes, CACHE_LINE)
         self.nbytes = max(round_up(at, BLOCK), BLOCK)
 
+    def begin(self, number: int) -> None:
+        """An update begins, whose number is greater than those before."""
+        self._number = number
+
     def age(self) -> int:
         """The greater, the older."""
-        return -self.number
+        return -self._number
 
     def save(self, flat: torch.Tensor) -> None:
         """Copies the parameters there."""

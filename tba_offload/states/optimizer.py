@@ -12,16 +12,16 @@ import torch
 from tba_offload.config import ConfigLike, OffloadConfig, Paths, read_config, with_directories
 from tba_offload.config.options import StatesConfig
 from tba_offload.device import device_of
+from tba_offload.device.peers import has_peers
 from tba_offload.errors import UnsupportedError
-from tba_offload.recompute.trial import has_peers
-from tba_offload.states.away import AwayTensor
+from tba_offload.states.by_parameter import ByParameter
 from tba_offload.states.checkpoints import Checkpoints
 from tba_offload.states.early import Early
 from tba_offload.states.home import Homes
 from tba_offload.states.own_step import OwnStep
 from tba_offload.states.pieces import is_known
 from tba_offload.states.roster import Roster
-from tba_offload.states.stream import StatesRecord, Stream
+from tba_offload.states.stream import Stream
 from tba_offload.states.takeover import Takeover, is_taken
 from tba_offload.store import open_store
 from tba_offload.store.base import close_after
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from tba_offload.states.figures import StatesRecord
     from tba_offload.store.base import ActivationStore
 
 _REMEMBERED = 10_000
@@ -66,9 +67,6 @@ class OptimizerStates:
         self._store = store
         self._updated = updated
         self._is_open = True
-        self._copies: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-        self._sub_group_bytes = states.sub_group_bytes
-        self._shown = 0
         homes = Homes(
             store,
             device_of(_device_of(optimizer)),
@@ -85,6 +83,8 @@ class OptimizerStates:
             frees = states.gradients == "free"
             self._early = Early(optimizer, self._stream, self._roster, modules, frees=frees)
         self._follow()
+        follow = self._stream.follow
+        self._by_parameter = ByParameter(optimizer, self._on_host, follow, states.sub_group_bytes)
         self._checkpoints = Checkpoints(optimizer, self._on_host, self._is_saved, self._loaded)
         self._takeover.begin(self._step, None if self._early is None else self._early.zero_grad)
 
@@ -94,12 +94,7 @@ class OptimizerStates:
         Raises:
             TransferError: They cannot be read.
         """
-        entry: dict[str, Any] = self.optimizer.state.get(parameter, {})
-        if not any(isinstance(value, AwayTensor) for value in entry.values()):
-            return dict(entry)
-        if parameter not in self._copies:  # others of its sub-group are likely to be asked for next
-            self._copies = self._on_host({parameter})
-        return entry | self._copies.pop(parameter)
+        return self._by_parameter.read(parameter)
 
     def take(self, parameter: torch.Tensor) -> None:
         """Takes the states that a program has put into ``optimizer.state[parameter]`` itself.
@@ -110,15 +105,7 @@ class OptimizerStates:
         Raises:
             TransferError: States of other parameters, which travel together with these, cannot be read.
         """
-        self._copies.clear()
-        self._shown += sum(
-            value.nbytes
-            for value in self.optimizer.state[parameter].values()
-            if isinstance(value, torch.Tensor) and not isinstance(value, AwayTensor)
-        )
-        if self._shown >= self._sub_group_bytes:
-            self._shown = 0
-            self._stream.follow()
+        self._by_parameter.take(parameter)
 
     def close(self) -> None:
         """Brings the states back into memory: the optimizer is as it was. May be called twice.
@@ -144,7 +131,7 @@ class OptimizerStates:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._copies.clear()
+        self._by_parameter.forget()
         if self._early is not None:
             self._early.step_begins(options)
         record = self._stream.step(options)
@@ -168,7 +155,7 @@ class OptimizerStates:
         self._stream.follow()
 
     def _loaded(self) -> None:
-        self._copies.clear()
+        self._by_parameter.forget()
         self._stream.forgive()
         self._follow()
 

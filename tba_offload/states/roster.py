@@ -87,11 +87,15 @@ class Roster:
             for piece in group.pieces:
                 self._members.pop(piece.parameter, None)
 
-    def newcomers(self) -> dict[int, list[torch.Tensor]]:
-        """The parameters that are in no sub-group yet, by the number of their parameter group."""
+    def newcomers(self, *, with_gradients: bool = False) -> dict[int, list[torch.Tensor]]:
+        """The parameters that are in no sub-group yet, by the number of their parameter group.
+
+        Args:
+            with_gradients: Only those that have one.
+        """
         found: dict[int, list[torch.Tensor]] = {}
         for parameter, (number, _) in self._now().items():
-            if parameter not in self._members:
+            if parameter not in self._members and not (with_gradients and parameter.grad is None):
                 found.setdefault(number, []).append(parameter)
         return found
 

@@ -26,7 +26,7 @@ class Traveller(Protocol):
     """What a slot can hold: a sub-group."""
 
     home: Home
-    """Where its bytes live."""
+    """Home of its bytes."""
 
     @property
     def nbytes(self) -> int:
