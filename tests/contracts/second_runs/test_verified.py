@@ -40,9 +40,10 @@ from torch.nn.utils import parametrize
 
 import tba_offload as tba
 from tba_offload.config.policy import Placement
+from tba_offload.device.digest import Digest
 from tba_offload.errors import RecomputationError, SavedTensorModifiedError, UnsupportedError
 from tba_offload.layers.randomness import Generator, RandomState, generators_of
-from tba_offload.recompute.digest import Digest, digests, equal
+from tba_offload.recompute.digest import digests, equal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
