@@ -135,6 +135,10 @@ def _nothing() -> int:
     return 0
 
 
+def _ignore(_: int) -> None:
+    """Of what a meter sees most is of no use to others."""
+
+
 class MemoryMeter(ABC):
     """The most bytes that were live on the device since the last :meth:`reset`.
 
@@ -150,6 +154,11 @@ class MemoryMeter(ABC):
 
     def __init__(self, static: Callable[[], int] = _nothing) -> None:
         self._static = static
+        self._seen: Callable[[int], object] = _ignore
+
+    def tell(self, seen: Callable[[int], object]) -> None:
+        """Has a function told of the live bytes that the meter sees, on whatever thread."""
+        self._seen = seen
 
     @abstractmethod
     def live(self) -> int:
@@ -170,6 +179,10 @@ class MemoryMeter(ABC):
     @abstractmethod
     def sample(self, grows_by: int = 0) -> None:
         """Notes what is live, where it may be much, or before ``grows_by`` bytes more are left out."""
+
+    def cut(self) -> None:
+        """What was seen until now was seen before what comes, however coarsely the meter looks."""
+        self.sample()
 
     @abstractmethod
     def peak(self) -> int:
@@ -231,6 +244,12 @@ class AllocatorMeter(MemoryMeter):
             self._end_stretch()
             self._begin_stretch(grows_by)
 
+    def cut(self) -> None:
+        """Ends a stretch, and begins the next."""
+        if not self._paused:
+            self._end_stretch()
+            self._begin_stretch()
+
     def peak(self) -> int:
         """The highest peak of a stretch."""
         self._end_stretch()
@@ -250,7 +269,9 @@ class AllocatorMeter(MemoryMeter):
     def _end_stretch(self) -> None:
         if not self._paused:
             static = min(self._static_before, self._static())
-            self._peak = max(self._peak, self._module.max_memory_allocated(self._device) - static)
+            most = self._module.max_memory_allocated(self._device) - static
+            self._peak = max(self._peak, most)
+            self._seen(most)
             self._reserved = max(self._reserved, self._module.max_memory_reserved(self._device))
 
 
@@ -330,7 +351,9 @@ class MallocMeter(MemoryMeter):
     def _sample(self) -> None:
         with self._lock:  # or a sample from before a reset could come after it
             if self._watching.is_set():
-                self._peak = max(self._peak, self.live())
+                live = self.live()
+                self._peak = max(self._peak, live)
+                self._seen(live)
 
 
 def _watch(

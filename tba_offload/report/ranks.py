@@ -136,6 +136,7 @@ def _how(name: str) -> Callable[[list[Any]], Any]:
         "skipped": any,
         "gradient_bytes": max,  # like peaks, of the device that has most of them
         "state_bytes": max,
+        "base_bytes": max,
     }
     if name in special:
         return special[name]

@@ -6,6 +6,7 @@ r"""The run log: JSON lines, one header and then one record for every step.
     {"event": "step", "step": 0, "seconds": 1.25, "loss": 10.4, ...}
     {"event": "step", "step": 1, "seconds": 1.12, "loss": 10.1, ...}
     {"event": "plan", "step": 1, "profile": {...}, "drive": {...}, "layers": {...}, ...}
+    {"event": "memory", "step": 1, "phases": {...}, "layers": [...], "static": {...}, ...}
     {"event": "gap", "missing_steps": 12, "missing_events": 0, "reason": "No space left on device"}
 
 A finite float survives bit for bit: JSON gets its shortest exact decimal form. JSON has no word for the
@@ -45,6 +46,9 @@ SCHEMA = 1
 
 PLAN = "plan"
 """The event that holds a new plan and what it was made from."""
+
+MEMORY = "memory"
+"""The event that tells where in a step memory was at its peak, and what held it."""
 
 GAP = "gap"
 """The event that stands where steps are missing because the log could not be written."""
@@ -124,6 +128,8 @@ class StepRecord:
         state_bytes: By how much optimizers let memory grow in the step, in bytes: their states, made in the
             first one.
         peak_source: How ``activation_peak_bytes`` was measured, such as ``"cuda allocator"``.
+        base_bytes: Bytes that were live in the allocator when the step began, gradients left out: parameters,
+            states of optimizers, and whatever else outlives steps. On a CPU all of the process count.
         reserved_peak_bytes: Most memory that the allocator of a GPU had taken from it: of the whole process,
             with what it holds ready for later. None on a CPU.
         own_peak_bytes: Peak of the resident activations of captured layers by our own ledger. Layers that
@@ -172,6 +178,7 @@ class StepRecord:
     gradient_bytes: int | None = None
     state_bytes: int | None = None
     peak_source: str | None = None
+    base_bytes: int | None = None
     reserved_peak_bytes: int | None = None
     own_peak_bytes: int | None = None
     resident_peak_bytes: int | None = None
@@ -543,6 +550,10 @@ class _Reader:
             from tba_offload.report.plan_event import checked_plan
 
             checked_plan(event)
+        elif event["event"] == MEMORY:
+            from tba_offload.report.memory_event import checked_memory
+
+            checked_memory(event)
         self._others.append(event)
 
     def _first(self, number: int, event: Json) -> RunHeader:

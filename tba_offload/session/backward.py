@@ -71,6 +71,7 @@ class BackwardWatch:
             to.site.come_back()
         self.note_gone()
         is_first = trace.backward_reached(scope)
+        self._parts.memory_watch.backward_reached(to.site.index)
         if is_retained():
             trace.retained(scope, life_of_layer(to.before, trace.gone.append))
         if is_first:
@@ -82,6 +83,7 @@ class BackwardWatch:
 
     def _pass_ended(self, trace: StepTrace) -> None:
         trace.backward_ended()
+        self._parts.memory_watch.backward_ended()
         self._ended()
 
 

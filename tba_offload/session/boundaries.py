@@ -222,6 +222,7 @@ class Boundaries:
             return
         # With optimizers that can do so themselves a scaler leaves it to their step to skip the update.
         overflow = getattr(optimizer, "found_inf", None)
+        self._steps.saw_optimizer(optimizer)
         step.updates.add(
             began,
             time.perf_counter(),

@@ -8,6 +8,7 @@ from tba_offload.capture.trace import DeviceTimes
 from tba_offload.config.policy import Placement
 from tba_offload.session.notices import tell
 from tba_offload.session.recording import record_of
+from tba_offload.session.static_memory import static_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ class Conclusions:
         parts: What worked in them.
         recorded: Is given the record of each.
         planned: Is given what there is to tell of a new plan, for the run log.
+        looked: Is given what holds memory in a step that was looked at, for the run log.
     """
 
     def __init__(
@@ -37,10 +39,12 @@ class Conclusions:
         *,
         recorded: Callable[[StepRecord], object],
         planned: Callable[[dict[str, object]], object],
+        looked: Callable[[dict[str, object]], object],
     ) -> None:
         self._parts = parts
         self._recorded = recorded
         self._planned = planned
+        self._looked = looked
 
     def draw(self, step: Step, times: Times, number: int) -> StepRecord:
         """Records a step that has ended, and has the next one planned by what it was like.
@@ -57,11 +61,28 @@ class Conclusions:
         loads = parts.store.take_loads()
         record = record_of(step, times, number, loads, parts)
         self._recorded(record)
+        self._look_at_memory(number)
         if number == 1 and record.gradient_bytes and not (record.scopes or record.left_alone_scopes):
             parts.notices.no_layer_ran()
         if not step.state.skipped:
             self._learn(step, record, loads)
         return record
+
+    def _look_at_memory(self, number: int) -> None:
+        parts, figures = self._parts, self._parts.memory_watch.figures()
+        if figures is None:
+            return
+        device, plan = parts.device.torch_device, parts.planning.plan
+        self._looked(
+            {
+                "step": number,
+                "names": [site.layer.id.name for site in parts.sites],
+                "placements": [str(placement) for placement in plan.placements],
+                "window": parts.offloader.ledger.window.nbytes,
+                "static": static_bytes(parts.modules, parts.optimizers, device),
+                **figures,
+            }
+        )
 
     def _warn_if_full(self, number: int) -> None:
         parts, stats = self._parts, self._parts.offloader.stats

@@ -19,6 +19,7 @@ class StepMemory:
     Attributes:
         meter: As given.
         gradients_allocated: Whether every gradient existed when the step began.
+        base_bytes: Bytes that were live when the step began, gradients left out; ``None`` if not measured.
         state_bytes: By how much optimizers have let memory grow.
         reserved_bytes: Most bytes that the allocator held in the step; ``None`` if that is not known.
     """
@@ -28,7 +29,7 @@ class StepMemory:
         self.gradients_allocated = False
         self._seen_rest = 0
         self.state_bytes = 0
-        self._base = 0
+        self.base_bytes: int | None = None
         self._live_at_pause: int | None = None
         self.reserved_bytes: int | None = None
         self._peak: int | None = None
@@ -39,7 +40,7 @@ class StepMemory:
         self.gradients_allocated = gradients_allocated
         if self.meter is not None:
             self.meter.reset()
-            self._base = self.meter.live()
+            self.base_bytes = self.meter.live()
 
     def overlapped(self) -> None:
         """A step of another session is open at the same time: the memory of neither can be told."""
@@ -53,7 +54,7 @@ class StepMemory:
     def saw_rest(self, of_layers: int) -> None:
         """Notes what is live now beside ``of_layers`` bytes of activations of layers."""
         if self.meter is not None:
-            self._seen_rest = max(self._seen_rest, self.meter.live() - self._base - of_layers)
+            self._seen_rest = max(self._seen_rest, self.meter.live() - (self.base_bytes or 0) - of_layers)
 
     def rest_beside(self, own_peak: int) -> int:
         """Most live bytes that were found beside the activations of layers; 0 if none were.
@@ -84,7 +85,7 @@ class StepMemory:
         """The step has ended."""
         if self.meter is not None:
             self._count_states()
-            self._peak = max(self.meter.peak() - self._base, 0)
+            self._peak = max(self.meter.peak() - (self.base_bytes or 0), 0)
             self.reserved_bytes = self.meter.reserved()
 
     @property

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tba_offload.report.run_log import RunHeader, RunLogWriter
+from tba_offload.report.run_log import MEMORY, RunLog, RunLogWriter
 from tba_offload.session.notices import describe_step, tell
 
 if TYPE_CHECKING:
     import os
 
-    from tba_offload.report.run_log import StepRecord
+    from tba_offload.report.run_log import RunHeader, StepRecord
     from tba_offload.states import StatesRecord
 
 _REMEMBERED_STEPS = 10_000
+
+_REMEMBERED_LOOKS = 16
+"""Steps whose memory was looked at: as many as there are in the first 8,192."""
 
 
 class Journal:
@@ -38,6 +42,8 @@ class Journal:
         self._run_log = RunLogWriter(path, header) if path is not None else None
         self._tells = tells
         self._steps = 0
+        self._header = header
+        self._looks: deque[dict[str, object]] = deque(maxlen=_REMEMBERED_LOOKS)
 
     @property
     def is_written(self) -> bool:
@@ -57,6 +63,17 @@ class Journal:
         """There is a new plan."""
         if self._run_log is not None:
             self._run_log.note("plan", news)
+
+    def note_memory(self, figures: dict[str, object]) -> None:
+        """A step was looked at: what holds memory in it."""
+        self._looks.append({"event": MEMORY, **figures})
+        if self._run_log is not None:
+            self._run_log.note(MEMORY, figures)
+
+    def log(self) -> RunLog:
+        """What is remembered, as a log that was read."""
+        path = Path("this session") if self._run_log is None else self._run_log.path
+        return RunLog(header=self._header, steps=tuple(self.records), path=path, others=tuple(self._looks))
 
     def note_states(self, number: int, record: StatesRecord) -> None:
         """An optimizer has made an update.

@@ -99,7 +99,8 @@ class LayerRuns:
         self._watch.note_gone()
         before, trace = latest_node() - 1, self._parts.capture.trace
         way, inputs = way_of(placement, site.index), self._inputs(args, kwargs)
-        scope = trace.begin_scope(self._scope_key(site), way, inputs=inputs)
+        scope, memory = trace.begin_scope(self._scope_key(site), way, inputs=inputs), self._parts.memory_watch
+        memory.layer_begins(site.index)
         try:
             call = Call(self._parts, self._config, self._stack, site, placement, scope, args, kwargs)
             output = placement.take(call)
@@ -108,6 +109,7 @@ class LayerRuns:
                 self._ongoing.step.state.fail()
             raise
         trace.end_scope(scope)
+        memory.layer_ended(site.index, way)
         self._ongoing.look_at_memory()
         self._watch.watch(site, output, scope, before)
         return output

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tba_offload.device.memory import MemoryMeter, ResidentPeak, meter_of
 from tba_offload.errors import UnsupportedError
@@ -11,6 +11,7 @@ from tba_offload.errors import UnsupportedError
 if TYPE_CHECKING:
     from tba_offload.device.memory import LiveBytes
     from tba_offload.device.streams import Device
+    from tba_offload.session.memory_watch import MemoryWatch
     from tba_offload.session.notices import Notices
     from tba_offload.session.ongoing import Ongoing
 
@@ -38,7 +39,17 @@ class Meters:
         self._gradients = gradients
         self._notices = notices
         self._wanted = wanted
+        self._watch: weakref.ref[MemoryWatch] | None = None
         self._meter = self._meter_if_possible() if wanted else None
+
+    def tell(self, watch: MemoryWatch) -> None:
+        """Has a watch told of what a meter sees."""
+        self._watch = weakref.ref(watch)
+
+    def _saw(self, live: int) -> None:
+        watch = self._watch() if self._watch is not None else None
+        if watch is not None:
+            watch.seen(live)
 
     def of_step(self, *, wanted: bool | None, may_help: bool) -> MemoryMeter | None:
         """The meter of a step that begins.
@@ -76,7 +87,9 @@ class Meters:
             ongoing = own()
             return gradients.nbytes + ongoing.state_bytes if ongoing is not None else 0
 
-        return meter_of(self._device, static)
+        meter, saw = meter_of(self._device, static), weakref.WeakMethod(self._saw)
+        meter.tell(lambda live: _call(saw, live))
+        return meter
 
     def _meter_if_possible(self) -> MemoryMeter | None:
         """Training goes on where memory cannot be measured; the run log has no figure then."""
@@ -85,3 +98,9 @@ class Meters:
         except UnsupportedError as error:
             self._notices.warn_once("meter", f"the activation peak is not measured: {error}")
             return None
+
+
+def _call(saw: weakref.WeakMethod[Any], live: int) -> None:
+    told = saw()
+    if told is not None:
+        told(live)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,10 @@ from tba_offload.capture.site import Site
 from tba_offload.device.streams import device_of
 from tba_offload.plan.model import Limits
 from tba_offload.recompute.verdicts import Verifier
+from tba_offload.session.memory_watch import MemoryWatch
 from tba_offload.session.meters import Meters
 from tba_offload.session.notices import Notices, tell
+from tba_offload.session.static_memory import ModuleTensors
 from tba_offload.store import open_store
 from tba_offload.transfer.offloader import Offloader
 
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import nn
+    from torch.optim import Optimizer
 
     from tba_offload.config import OffloadConfig
     from tba_offload.device.streams import Device
@@ -41,6 +45,7 @@ class Parts:
     Attributes:
         modules: The model or its chunks.
         sites: Where the session stands in front of layers.
+        optimizers: Those that were seen to update parameters of the model.
         limits: Budget and window of the configuration.
     """
 
@@ -55,6 +60,8 @@ class Parts:
     rebuilds: Rebuilds
     planning: Planning
     meters: Meters
+    memory_watch: MemoryWatch
+    optimizers: weakref.WeakSet[Optimizer]
     notices: Notices
     world: World
     limits: Limits
@@ -106,6 +113,8 @@ def make_parts(
         min_tensor_bytes=config.min_tensor_bytes,
         budget_bytes=config.budget.activation_bytes,
     )
+    memory_watch = MemoryWatch(gradients.live, offloader, capture, ModuleTensors(modules), len(stack.layers))
+    meters.tell(memory_watch)
     return Parts(
         modules=tuple(modules),
         sites=[Site(layer, index) for index, layer in enumerate(stack.layers)],
@@ -118,6 +127,8 @@ def make_parts(
         rebuilds=Rebuilds(capture, stack.functions),
         planning=Planning(plan, [layer.id.number for layer in stack.layers], capture, offloader),
         meters=meters,
+        memory_watch=memory_watch,
+        optimizers=weakref.WeakSet(),
         notices=notices,
         world=world,
         limits=limits_of(config),

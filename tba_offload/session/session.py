@@ -23,6 +23,7 @@ from tba_offload.formatting import layers_by_placement
 from tba_offload.layers.stack import LayerStack, check_disjoint
 from tba_offload.plan.goals import default_objective
 from tba_offload.plan.model import Plan
+from tba_offload.report.why import Diagnosis
 from tba_offload.session.backward import BackwardWatch, TailWatch
 from tba_offload.session.boundaries import Boundaries, Tokens, token_counter
 from tba_offload.session.conclusions import Conclusions
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from tba_offload.adapt.planning import Planning
     from tba_offload.capture.gradients import Gradients
     from tba_offload.capture.hooks import Capture
+    from tba_offload.layers.stack import Layer
     from tba_offload.report.run_log import StepRecord
     from tba_offload.session.boundaries import TokenCounter
     from tba_offload.session.parts import Parts
@@ -110,7 +112,7 @@ class Session:
         self.layers = stack.layers
         self._world = world or World(layers=tuple(layer.id for layer in stack.layers))
         self._ongoing = Ongoing()
-        plan = self._plan_of(config)
+        plan = _plan_of(config, self.layers, self._world)
         parts = make_parts(
             stack,
             modules,
@@ -130,7 +132,9 @@ class Session:
             raise
         self._parts = parts
         journal = self._journal
-        conclusions = Conclusions(parts, recorded=journal.record, planned=journal.note_plan)
+        conclusions = Conclusions(
+            parts, recorded=journal.record, planned=journal.note_plan, looked=journal.note_memory
+        )
         self._steps = Steps(self._ongoing, parts, conclusions)
         self._boundaries = None if steps_by_hand else _boundaries_of(self._steps, parts, count_tokens)
         backward_ended = _nothing if self._boundaries is None else self._boundaries.backward_ended
@@ -225,7 +229,7 @@ class Session:
                 "store and budget are those that the session was opened with; close it and attach anew",
                 file=wanted.file,
             )
-        plan = self._plan_of(wanted)
+        plan = _plan_of(wanted, self.layers, self._world)
         controller = self._controller_of(wanted, plan)
         self.config = wanted
         self.planning.start(plan, controller, self._world.agree)
@@ -237,6 +241,15 @@ class Session:
         """The records of the steps so far, oldest first; of the last 10,000, the run log has all."""
         self._steps.settle()
         return list(self._journal.records)
+
+    def why(self) -> Diagnosis:
+        """Why memory is where it is, and the one change that would help most: ``print(session.why())``.
+
+        Raises:
+            RunLogError: No step has ended yet.
+        """
+        self._steps.settle()
+        return Diagnosis.of(self._journal.log())
 
     def close(self) -> None:
         """Gives the model back as it was, closes the store and the run log. May be called twice.
@@ -310,10 +323,6 @@ class Session:
 
     # ---- the plan --------------------------------------------------------------------------------
 
-    def _plan_of(self, config: OffloadConfig) -> Plan:
-        ids = [layer.id for layer in self.layers]
-        return Plan.from_policy(config.policy, ids, self._world.layers, window=config.budget.window)
-
     def _controller_of(self, config: OffloadConfig, plan: Plan) -> Controller | None:
         """Learns what steps are like, and decides on the layers that are placed ``auto``.
 
@@ -334,6 +343,11 @@ class Session:
             is_shared=is_auto and self._world.agree is not None,
         )
         return Controller(task, think=InSlices)
+
+
+def _plan_of(config: OffloadConfig, layers: Sequence[Layer], world: World) -> Plan:
+    ids = [layer.id for layer in layers]
+    return Plan.from_policy(config.policy, ids, world.layers, window=config.budget.window)
 
 
 def _boundaries_of(steps: Steps, parts: Parts, count_tokens: TokenCounter) -> Boundaries:

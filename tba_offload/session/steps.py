@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
+    from torch.optim import Optimizer
 
     from tba_offload.capture.trace import StepTrace
     from tba_offload.report.run_log import StepRecord
@@ -94,6 +95,10 @@ class Steps:
         if not self.ongoing.is_inert:
             self._finish()
 
+    def saw_optimizer(self, optimizer: Optimizer) -> None:
+        """An optimizer has updated parameters of the model."""
+        self._parts.optimizers.add(optimizer)
+
     # ---- begin -----------------------------------------------------------------------------------
 
     def begin(self, step: Step) -> None:
@@ -127,6 +132,7 @@ class Steps:
         self._mark_times()
         step.start(gradients_allocated=all(map(_has_gradient, parts.gradients.parameters())))
         self.ongoing.opened(step)
+        parts.memory_watch.started()
 
     def _begin_parts(self, step: Step) -> None:
         parts = self._parts
@@ -141,6 +147,7 @@ class Steps:
         parts.offloader.reset_stats()
         parts.store.take_loads()  # those of a failed step belong to none
         parts.gradients.begin_step()
+        parts.memory_watch.begin_step(meter, self.ongoing.number)
 
     def _note_overlap(self, step: Step) -> None:
         """Live bytes are those of the process: of two steps at once none can tell its own."""
@@ -185,6 +192,7 @@ class Steps:
             TransferError: One of its transfers failed.
         """
         step = self.ongoing.ended()
+        self._parts.memory_watch.end_step(failed=failed)
         try:
             self._parts.capture.end_step(failed=failed)
             self._parts.rebuilds.end_step(failed=failed)

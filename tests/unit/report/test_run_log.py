@@ -48,6 +48,7 @@ RECORD = StepRecord(
     gradient_bytes=2**20,
     state_bytes=2**21,
     peak_source="cuda allocator",
+    base_bytes=2**32,
     reserved_peak_bytes=44 * 2**30,
     own_peak_bytes=2**31 - 5,
     resident_peak_bytes=2**33,

@@ -1,0 +1,339 @@
+"""Causes of a high peak of memory, each a rule that looks at the evidence, and what to do about each.
+
+A rule tells by how many bytes the peak would be lower without its cause. For that it takes the cause's bytes
+away from every phase of the step, because under the highest peak there may be a second one hardly lower.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from tba_offload.formatting import readable_size
+from tba_offload.report.evidence import stored_in_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tba_offload.report.evidence import Evidence, Phase
+
+_WORTH = 1 / 32
+"""Share of the peak that a change has to save to be told."""
+
+_MOST = 1 / 2
+"""Share of what layers save, or of their runs, from which on a cause leaves the policy without effect."""
+
+_HUGE = 2.0
+"""A layer is huge that takes so many times what the median layer takes."""
+
+_WINDOW_SHARE = 8
+"""A window of this part of what a step saves has most of it leave memory, and drives work beside compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A cause, and the change that takes it away.
+
+    Attributes:
+        cause: A word for it, for programs.
+        saves: Bytes by which the peak would be lower.
+        what: What is the case, in a sentence.
+        change: What to do about it, in a sentence.
+        blocks: Whether the policy has no effect because of it, so that it is to be changed before all else.
+    """
+
+    cause: str
+    saves: int
+    what: str
+    change: str
+    blocks: bool = False
+
+
+def findings(evidence: Evidence) -> list[Finding]:
+    """All causes that are worth a change, the one first whose change would help most."""
+    found = [finding for rule in _RULES for finding in rule(evidence)]
+    least = _WORTH * evidence.peak.nbytes
+    worth = [each for each in found if each.saves > least]
+    return sorted(worth, key=lambda each: (each.blocks, each.saves), reverse=True)
+
+
+# Causes that stand in the way of the policy
+
+
+def _left_alone(evidence: Evidence) -> Iterator[Finding]:
+    step = evidence.step
+    if not step.left_alone_scopes:
+        return
+    runs = max(step.scopes, step.left_alone_scopes)
+    share = step.left_alone_scopes / runs
+    yield Finding(
+        "framework checkpointing",
+        evidence.without(lambda phase: int(share * phase.of("kept"))),
+        f"{step.left_alone_scopes} of {runs} runs of layers take place inside a checkpoint or other "
+        "saved-tensor hooks of the framework, where tba-offload cannot see what they save",
+        "switch the framework's own activation checkpointing off (as by "
+        "model.gradient_checkpointing_disable()) and let the policy place the layers: recompute-offload "
+        "recomputes as it does, and frees the inputs as well",
+        blocks=share >= _MOST,
+    )
+
+
+def _wide_window(evidence: Evidence) -> Iterator[Finding]:
+    step, saved = evidence.step, evidence.saved_bytes
+    wanted = max(saved // _WINDOW_SHARE >> 20, 1) << 20
+    if step.in_flight_peak_bytes <= wanted or not saved:
+        return
+    yield Finding(
+        "window",
+        evidence.without(lambda phase: max(phase.of("in_flight", "read_ahead") - wanted, 0)),
+        f"up to {readable_size(step.in_flight_peak_bytes)} of the {readable_size(saved)} that the layers "
+        f"save in a step are in flight at a time, and so in memory, as the window {_window(evidence)} allows",
+        f"set budget.in_flight_bytes: {wanted >> 20}MiB, an eighth of what a step saves",
+        blocks=step.in_flight_peak_bytes >= _MOST * saved,
+    )
+
+
+def _window(evidence: Evidence) -> str:
+    memory = evidence.memory
+    if memory is None:
+        return "(budget.in_flight_bytes)"
+    size = "no limit" if memory.window is None else readable_size(memory.window)
+    return f"(budget.in_flight_bytes: {size})"
+
+
+def _refused(evidence: Evidence) -> Iterator[Finding]:
+    step = evidence.step
+    refused = step.fallback_kept_bytes
+    if not refused:
+        return
+    is_full = step.drives_out_of_service > 0
+    reason = (
+        f"{step.drives_out_of_service} of the drives took no more, being full or failing"
+        if is_full
+        else "the store had no room, or did not follow"
+    )
+    yield Finding(
+        "full drive" if is_full else "store did not take all",
+        evidence.without(lambda phase: min(phase.of("settled", "small"), refused)),
+        f"{readable_size(refused)} stayed in memory although the plan was to offload them, because {reason}",
+        "make room where store.directories are, or name another drive there; raise store.capacity if it is "
+        "set; where drives are too slow, add one, or place some layers recompute",
+        blocks=refused >= _MOST * max(evidence.saved_bytes, refused),
+    )
+
+
+def _stored_in_memory(evidence: Evidence) -> Iterator[Finding]:
+    kind, written = stored_in_memory(evidence.log), evidence.step.offloaded_bytes
+    if kind is None or not evidence.is_cpu or not written:
+        return
+    holder = "store" if kind == "files" else "outputs"
+    place = "a file system in memory (tmpfs)" if kind == "files" else "host memory (store.kind: host)"
+    yield Finding(
+        "memory file system" if kind == "files" else "host store",
+        evidence.without(lambda phase: min(phase.of(holder), written)),
+        f"the store is in {place}, and so are the activations: the {readable_size(written)} that a step "
+        "writes leave one part of memory for another",
+        "name directories on a drive in store.directories; `tba-offload doctor DIR` says what each one is",
+        blocks=True,
+    )
+
+
+# Causes in what layers save
+
+
+def _held_elsewhere(evidence: Evidence) -> Iterator[Finding]:
+    memory = evidence.memory
+    named = {name: size for name, size, _ in memory.held} if memory is not None else {}
+    held = max([sum(named.values()), *(step.held_bytes for step in evidence.log.steps)])
+    if not held:
+        return
+    holder = ", ".join(f"{name} ({readable_size(size)})" for name, size in list(named.items())[:3])
+    yield Finding(
+        "held elsewhere",
+        evidence.without(lambda phase: min(held, phase.of("tables", "small", "outputs", "beside"))),
+        f"{readable_size(held)} that layers save stay in memory whatever the policy says, because something "
+        f"else holds them: {holder or 'no attribute of a module, so perhaps a list of outputs'}",
+        "make what is held a buffer of its module if it is a table; otherwise let go of it: use_cache=False, "
+        "output_hidden_states=False, no list of hidden states",
+    )
+
+
+def _kept(evidence: Evidence) -> Iterator[Finding]:
+    memory = evidence.memory
+    if memory is None or evidence.step.left_alone_scopes:
+        return
+    kept = [index for index, placement in enumerate(memory.placements) if placement == "keep"]
+    if not kept:
+        return
+    largest = max(memory.layers[index][0] for index in kept)
+    yield Finding(
+        "layers that keep",
+        evidence.without(lambda phase: max(phase.of("kept") - largest, 0)),
+        f"{len(kept)} of {len(memory.names)} layers are placed keep, so that all that they save stays in "
+        "memory",
+        "place them offload, or auto with a budget: `tba-offload plan` says what that would take",
+    )
+
+
+def _small(evidence: Evidence) -> Iterator[Finding]:
+    yield Finding(
+        "small tensors",
+        evidence.without(lambda phase: phase.of("small")),
+        f"{readable_size(evidence.peak.of('small'))} are in tensors that stay because they are smaller than "
+        "min_tensor_bytes, or of a kind that is not understood",
+        "set min_tensor_bytes lower",
+    )
+
+
+def _inputs(evidence: Evidence) -> Iterator[Finding]:
+    yield Finding(
+        "inputs of recomputed layers",
+        evidence.without(lambda phase: phase.of("inputs")),
+        f"layers that are recomputed keep their inputs: {readable_size(evidence.peak.of('inputs'))}",
+        "place these layers recompute-offload, which writes the inputs too",
+    )
+
+
+def _huge_layer(evidence: Evidence) -> Iterator[Finding]:
+    memory = evidence.memory
+    if memory is None or len(memory.layers) < 2:
+        return
+    takes = [max(forward, backward) for _, forward, backward in memory.layers]
+    largest = max(range(len(takes)), key=takes.__getitem__)
+    others = [size for index, size in enumerate(takes) if index != largest]
+    if takes[largest] < _HUGE * statistics.median(others):
+        return
+    excess = takes[largest] - max(others)
+
+    def freed(phase: Phase) -> int:
+        is_there = phase.layer == largest and phase.name in {"forward", "backward"}
+        return min(excess, phase.of("running", "in_flight", "read_ahead", "settled")) if is_there else 0
+
+    yield Finding(
+        "one huge layer",
+        evidence.without(freed),
+        f"{evidence.layer(largest)} alone takes {readable_size(takes[largest])} while it runs, and the "
+        f"median of the other layers {readable_size(statistics.median(others))}; no window is smaller than "
+        "one layer",
+        "split it, or run it on parts of its tokens in turn; or name its parts as layers of their own: "
+        "attach(model, policy, layers=[...])",
+    )
+
+
+# Causes beside the layers
+
+
+def _loss(evidence: Evidence) -> Iterator[Finding]:
+    def freed(phase: Phase) -> int:
+        return phase.of("running") if phase.name == "loss" else 0
+
+    loss = next((phase for phase in evidence.phases if phase.name == "loss"), None)
+    if loss is not None:
+        yield Finding(
+            "logits and loss",
+            evidence.without(freed),
+            f"logits and loss take {readable_size(loss.of('running'))} after the last layer, where no "
+            "placement of a layer reaches",
+            "compute the loss in chunks of tokens (or with a fused linear cross-entropy), or take smaller "
+            "micro-batches",
+        )
+
+
+def _beside(evidence: Evidence) -> Iterator[Finding]:
+    yield Finding(
+        "made beside layers",
+        evidence.without(lambda phase: phase.of("beside")),
+        f"{readable_size(evidence.peak.of('beside'))} are made in the step before, between or after the "
+        "layers, such as embeddings and masks",
+        "name the modules that make them as layers too: attach(model, policy, layers=[...])",
+    )
+
+
+def _gradients(evidence: Evidence) -> Iterator[Finding]:
+    born = evidence.step.gradient_bytes or 0
+    how = "are allocated in backward, beside the activations" if born else "are there in every phase"
+    nbytes = max(phase.of("gradients") for phase in evidence.phases)
+    yield Finding(
+        "gradients",
+        evidence.without(lambda phase: phase.of("gradients")),
+        f"gradients take {readable_size(nbytes)} and {how}: they grow with the model, and no placement of a "
+        "layer makes them fewer",
+        "have updates made in backward, where gradients are freed at once: states.when: backward and "
+        "states.gradients: free, with attach(..., optimizer=optimizer)",
+    )
+
+
+def _states(evidence: Evidence) -> Iterator[Finding]:
+    nbytes = max(phase.of("states") for phase in evidence.phases)
+    yield Finding(
+        "optimizer states",
+        evidence.without(lambda phase: phase.of("states")),
+        f"states of optimizers take {readable_size(nbytes)} in every phase, and are used in the update alone",
+        "offload them too: attach(..., optimizer=optimizer)",
+    )
+
+
+def _graph_held(evidence: Evidence) -> Iterator[Finding]:
+    """What outlives steps grows from step to step; states of optimizers, born in the first, do not count."""
+    bases = [step.base_bytes for step in evidence.log.steps[2:] if step.base_bytes is not None]
+    grown = [after - before for before, after in pairwise(bases)]
+    if len(grown) < 2:
+        return
+    each = int(statistics.median(grown))
+    least = _WORTH * (evidence.step.activation_peak_bytes or 0)
+    if each <= least or sum(size > least for size in grown) < _MOST * len(grown):
+        return
+    yield Finding(
+        "graphs of earlier steps",
+        max(bases[-1] - bases[0], 0),
+        f"what outlives steps grows by {readable_size(each)} a step, from {readable_size(bases[0])} to "
+        f"{readable_size(bases[-1])}: the program keeps graphs, or tensors, of earlier steps",
+        "keep no loss and no output of a step with its graph: loss.item() or loss.detach(), no "
+        "retain_graph=True, torch.no_grad() in evaluations",
+        blocks=True,
+    )
+
+
+def _working_set(evidence: Evidence) -> Iterator[Finding]:
+    """The last resort: half a micro-batch has half the working set."""
+    if evidence.memory is None:
+        yield Finding(
+            "beside the layers",
+            evidence.without(lambda phase: phase.of("running") // 2),
+            f"{readable_size(evidence.peak.of('running'))} of the peak are none that the offloader knows of: "
+            "layers that keep or recompute, logits and loss, what one layer works with",
+            "run it again with this version, whose log tells more; or take smaller micro-batches",
+        )
+        return
+
+    def freed(phase: Phase) -> int:
+        return phase.of("running") // 2 if phase.name in {"forward", "backward"} else 0
+
+    yield Finding(
+        "working set of a layer",
+        evidence.without(freed),
+        f"{evidence.where(evidence.peak)} needs {readable_size(evidence.peak.of('running'))} at once, which "
+        "no placement makes less",
+        "take micro-batches of half the size, and twice as many of them",
+    )
+
+
+_RULES: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
+    _left_alone,
+    _wide_window,
+    _refused,
+    _stored_in_memory,
+    _graph_held,
+    _held_elsewhere,
+    _kept,
+    _small,
+    _inputs,
+    _huge_layer,
+    _loss,
+    _beside,
+    _gradients,
+    _states,
+    _working_set,
+)

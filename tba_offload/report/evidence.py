@@ -1,0 +1,195 @@
+"""What a run log tells of memory: how much there was in each phase of a step, and what held it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tba_offload.errors import RunLogError
+from tba_offload.report.memory_event import MemoryEvent, checked_memory
+from tba_offload.report.run_log import MEMORY
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from tba_offload.report.memory_event import PhasePeak
+    from tba_offload.report.run_log import RunLog, StepRecord
+
+HOLDERS = {
+    "parameters": "parameters of the model",
+    "buffers": "buffers of the model",
+    "tables": "held by attributes of modules, and saved by layers",
+    "gradients": "gradients",
+    "states": "states of optimizers",
+    "kept": "activations of layers that keep them",
+    "in_flight": "activations on their way to the store",
+    "read_ahead": "activations read back, not yet used",
+    "settled": "activations in use by backward, or refused by a drive",
+    "small": "activations kept as small, or held elsewhere",
+    "inputs": "inputs of layers that are recomputed",
+    "outputs": "left by layers whose activations travel",
+    "beside": "made before, between or after layers",
+    "running": "working set",
+    "store": "store files, which lie in memory",
+}
+"""Words for what holds memory."""
+
+_CPU = ("mallinfo2", "jemalloc", "tcmalloc")
+"""Beginnings of the sources of figures where activations lie in host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """The fullest moment of one phase of a step.
+
+    Attributes:
+        name: The phase: forward, loss, backward, update; ``step`` where the log does not tell which.
+        layer: Index of the layer that ran, or had run last; ``None`` if it is of no importance.
+        held: Bytes by holder, those of :data:`HOLDERS`.
+    """
+
+    name: str
+    layer: int | None
+    held: Mapping[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return sum(self.held.values())
+
+    def of(self, *holders: str) -> int:
+        """Bytes of some holders."""
+        return sum(self.held.get(holder, 0) for holder in holders)
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """All that is asked to find out what memory is for.
+
+    Attributes:
+        log: The run.
+        step: The step that is looked at.
+        memory: What was seen of its memory; ``None`` where the log does not tell.
+        phases: Its phases.
+    """
+
+    log: RunLog
+    step: StepRecord
+    memory: MemoryEvent | None
+    phases: tuple[Phase, ...] = field(default=())
+
+    @classmethod
+    def of(cls, log: RunLog) -> Evidence:
+        """What a log tells, by the fullest step that was looked at; the first one counts only if it is alone.
+
+        Raises:
+            RunLogError: It has no step.
+        """
+        if not log.steps:
+            raise RunLogError(f"{log.path}: no step is in it, so there is nothing to explain; train some")
+        steps = {step.step: step for step in log.steps}
+        events = [checked_memory(event) for event in log.others if event["event"] == MEMORY]
+        events = [event for event in events if event.step in steps and event.phases]
+        late = [event for event in events if event.step > 1] or events
+        memory = max(late, key=lambda event: _peak(steps[event.step]), default=None)
+        step = steps[memory.step] if memory is not None else _fullest(log)
+        stored = step.offloaded_bytes if stored_in_memory(log) == "files" else 0
+        phases = (_unknown(step),) if memory is None else tuple(_phases(memory, stored))
+        return cls(log, step, memory, phases)
+
+    @property
+    def peak(self) -> Phase:
+        """The phase in which memory is at its peak."""
+        return max(self.phases, key=lambda phase: phase.nbytes)
+
+    def without(self, freed: Callable[[Phase], int]) -> int:
+        """By how much the peak would be lower, if each phase had so many bytes less."""
+        return self.peak.nbytes - max(phase.nbytes - freed(phase) for phase in self.phases)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that layers with hooks have saved and backward has used."""
+        step = self.step
+        return max(step.forwarded_bytes + step.read_bytes, step.offloaded_bytes, step.in_flight_peak_bytes)
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether activations lie in host memory."""
+        return (self.step.peak_source or "").startswith(_CPU)
+
+    def where(self, phase: Phase) -> str:
+        """A phase in words."""
+        if phase.name == "update":
+            return "the optimizer's update"
+        if phase.name == "step":
+            return "a step"
+        if phase.name == "loss":
+            return "the loss, after the last layer"
+        return f"the {phase.name} of {self.layer(phase.layer or 0)}"
+
+    def layer(self, index: int) -> str:
+        """A layer by number and name."""
+        names = self.memory.names if self.memory is not None else []
+        return f"layer {index} ({names[index]})" if index < len(names) else f"layer {index}"
+
+
+def stored_in_memory(log: RunLog) -> str | None:
+    """``files`` if the store is in files on a file system in memory, ``host`` if it is host memory."""
+    found = list(_stores(log.header.store))
+    if any("lies in memory" in str(store.get("reason")) for store in found):
+        return "files"
+    kinds = {store.get("kind") for store in found if "stores" not in store and "drives" not in store}
+    return "host" if kinds == {"host"} else None
+
+
+def _stores(told: Mapping[str, Any], depth: int = 0) -> Iterator[Mapping[str, Any]]:
+    yield told
+    inner = [told.get("drives"), told.get("host"), *(told.get("stores") or ())] if depth < 3 else []
+    for each in inner:
+        if isinstance(each, dict):
+            yield from _stores(each, depth + 1)
+
+
+def _peak(step: StepRecord) -> int:
+    return step.activation_peak_bytes or 0
+
+
+def _fullest(log: RunLog) -> StepRecord:
+    return max(log.steps[1:] or log.steps, key=_peak)
+
+
+def _phases(memory: MemoryEvent, stored: int) -> Iterator[Phase]:
+    static = memory.static
+    lasting = {
+        "parameters": static.parameters,
+        "buffers": static.buffers,
+        "states": static.optimizer_states,
+        "tables": sum(size for _, size, lasts in memory.held if lasts),
+    }
+    for name, peak in memory.phases.items():
+        yield Phase(name, peak.layer, {**lasting, **_held(peak), "store": stored})
+    yield Phase("update", None, {**lasting, "gradients": static.gradients})
+
+
+def _held(peak: PhasePeak) -> dict[str, int]:
+    """What is told of a peak; no more than was live, as books may count what is not there any more."""
+    left, held = peak.nbytes, {"gradients": peak.gradients}
+    for name, nbytes in [*peak.held.model_dump().items(), ("beside", peak.beside)]:
+        held[name] = min(nbytes, left)
+        left -= held[name]
+    return held | {"running": left}
+
+
+def _unknown(step: StepRecord) -> Phase:
+    """What a record tells alone: peaks that need not have been at one time."""
+    peak, own = step.activation_peak_bytes or 0, step.own_peak_bytes or 0
+    own = min(own, peak) if step.activation_peak_bytes is not None else own
+    in_flight = min(step.in_flight_peak_bytes, own)
+    held = {
+        "states": step.state_bytes or 0,
+        "gradients": step.gradient_bytes or 0,
+        "in_flight": in_flight,
+        "settled": own - in_flight,
+        "running": max(peak - own, 0),
+    }
+    return Phase("step", None, held)

@@ -1,0 +1,102 @@
+"""The ``memory`` event of a run log: where in a step memory was at its peak, and what held it.
+
+It is checked before anything is computed from it, as the ``plan`` event is: the bounds are far beyond any
+machine, and what lies outside of them is damage.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal, Self
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from tba_offload.errors import RunLogError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Bytes = Annotated[int, Field(strict=True, ge=0, le=2**50)]
+_Word = Annotated[str, Field(max_length=1000)]
+_Number = Annotated[int, Field(strict=True, ge=0, lt=2**53)]
+
+
+class HeldBytes(BaseModel):
+    """Bytes by what held them at one moment; see :class:`tba_offload.session.memory_watch.Held`."""
+
+    in_flight: Bytes
+    read_ahead: Bytes
+    settled: Bytes
+    small: Bytes
+    kept: Bytes
+    inputs: Bytes
+    outputs: Bytes
+
+
+class PhasePeak(BaseModel):
+    """The peak of one phase; see :class:`tba_offload.session.memory_watch.Peak`."""
+
+    nbytes: Bytes
+    layer: _Number
+    held: HeldBytes
+    beside: Bytes
+    gradients: Bytes
+
+
+class StaticBytes(BaseModel):
+    """Bytes that last from step to step."""
+
+    parameters: Bytes
+    gradients: Bytes
+    buffers: Bytes
+    optimizer_states: Bytes
+
+
+class MemoryEvent(BaseModel):
+    """What a step that was looked at has shown.
+
+    Attributes:
+        step: Its number.
+        source: How live bytes were measured.
+        names: Module names of the layers.
+        placements: Their placements.
+        window: Most bytes in flight; ``None`` for no limit.
+        static: What lasts from step to step.
+        held: What layers have saved and an attribute of a module holds: its name, its bytes, and whether it
+            was there before the step.
+        phases: The peak of each phase.
+        layers: Of each layer, in bytes: what a forward leaves in memory, and the most that a forward and a
+            backward take beyond what was there before.
+    """
+
+    step: _Number
+    source: _Word
+    names: Annotated[list[_Word], Field(max_length=10_000)]
+    placements: Annotated[list[_Word], Field(max_length=10_000)]
+    window: Bytes | None
+    static: StaticBytes
+    held: Annotated[list[tuple[_Word, Bytes, bool]], Field(max_length=10_000)]
+    phases: dict[Literal["forward", "loss", "backward"], PhasePeak]
+    layers: Annotated[list[tuple[Bytes, Bytes, Bytes]], Field(max_length=10_000)]
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if not len(self.names) == len(self.placements) == len(self.layers):
+            raise ValueError("there are not as many names as layers")
+        if any(peak.layer >= max(len(self.names), 1) for peak in self.phases.values()):
+            raise ValueError("a peak is in no layer")
+        return self
+
+
+def checked_memory(event: Mapping[str, object]) -> MemoryEvent:
+    """The event with its types.
+
+    Raises:
+        RunLogError: A part is missing, of another type or beyond all bounds; says which.
+    """
+    try:
+        return MemoryEvent.model_validate(event)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        said = ": ".join(part for part in (where, first["msg"].removeprefix("Value error, ")) if part)
+        raise RunLogError(f"the memory event is damaged: {said}") from None

@@ -1,0 +1,197 @@
+"""Why memory is where it is, in plain words: the engine of ``tba-offload why``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from tba_offload.formatting import readable_size, significant, visible
+from tba_offload.report import tables
+from tba_offload.report.causes import Finding, findings
+from tba_offload.report.evidence import HOLDERS, Evidence
+from tba_offload.report.ranks import paths_of_ranks
+from tba_offload.report.run_log import read_run_log
+from tba_offload.report.tables import Column, FittedTable
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterator
+
+    from tba_offload.report.evidence import Phase
+    from tba_offload.report.run_log import RunLog
+
+_OTHERS = 2
+
+_PHASES = {
+    "forward": "forward",
+    "loss": "loss",
+    "backward": "backward",
+    "update": "optimizer's update",
+    "step": "somewhere in the step",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Where memory is at its peak, what holds it, and what would help.
+
+    ``str`` gives it in words.
+
+    Attributes:
+        evidence: All that it is based on.
+        findings: Causes, the one first whose change would help most.
+    """
+
+    evidence: Evidence
+    findings: tuple[Finding, ...]
+
+    @classmethod
+    def of(cls, log: RunLog) -> Diagnosis:
+        """The diagnosis of a run.
+
+        Raises:
+            RunLogError: It has no step.
+        """
+        evidence = Evidence.of(log)
+        return cls(evidence, tuple(findings(evidence)))
+
+    @property
+    def cause(self) -> str | None:
+        """The cause whose change would help most; ``None`` if none is worth one."""
+        return self.findings[0].cause if self.findings else None
+
+    def __str__(self) -> str:
+        return "\n".join(_plain(part) for part in self.parts())
+
+    def parts(self) -> list[FittedTable | str]:
+        """What there is to say, as lines and tables."""
+        return [
+            _summary(self.evidence),
+            holders_table(self.evidence),
+            phases_table(self.evidence),
+            *_planned(self.evidence),
+            *self.advice(),
+        ]
+
+    def advice(self) -> list[str]:
+        """What to do, the change first that would help most; a sentence or two for each."""
+        if not self.findings:
+            return ["Nothing that is worth a change stands out."]
+        first, *others = self.findings
+        said = [
+            f"Cause: {first.what}.",
+            f"The one change that would help most: {first.change}.{self._then(first)}",
+        ]
+        return said + [f"Next: {each.what}; {each.change}." for each in others[:_OTHERS]]
+
+    def _then(self, finding: Finding) -> str:
+        peak = self.evidence.peak.nbytes
+        if not 0 < finding.saves < peak:
+            return ""
+        return f" The peak would be about {readable_size(peak - finding.saves)}, not {readable_size(peak)}."
+
+    def as_json(self) -> dict[str, Any]:
+        """The same for programs."""
+        evidence = self.evidence
+        return {
+            "step": evidence.step.step,
+            "peak_bytes": evidence.peak.nbytes,
+            "peak_in": evidence.where(evidence.peak),
+            "phases": [
+                {"phase": phase.name, "layer": phase.layer, "bytes": phase.nbytes, "held": dict(phase.held)}
+                for phase in evidence.phases
+            ],
+            "activation_peak_bytes": evidence.step.activation_peak_bytes,
+            "predicted_peak_bytes": evidence.step.predicted_peak_bytes,
+            "cause": self.cause,
+            "findings": [asdict(finding) for finding in self.findings],
+        }
+
+
+def why(path: str | os.PathLike[str], *, left_out: Callable[[str], object] | None = None) -> Diagnosis:
+    """The diagnosis of a run by its log; of several ranks that of the fullest.
+
+    Args:
+        path: The run log.
+        left_out: Called with a sentence for each damaged line.
+
+    Raises:
+        RunLogError: It cannot be read, or has no step.
+    """
+    logs = [read_run_log(found) for found in paths_of_ranks(path)]
+    for complaint in (complaint for log in logs for complaint in log.complaints):
+        if left_out is not None:
+            left_out(complaint)
+    diagnoses = [Diagnosis.of(log) for log in logs]
+    return max(diagnoses, key=lambda each: each.evidence.peak.nbytes)
+
+
+def show(diagnosis: Diagnosis) -> None:
+    """Prints it."""
+    tables.show(*diagnosis.parts())
+
+
+def _plain(part: FittedTable | str) -> str:
+    return visible(part) if isinstance(part, str) else f"\n{part.markdown()}"
+
+
+def _summary(evidence: Evidence) -> str:
+    peak, step = evidence.peak, evidence.step
+    rank = f" of rank {evidence.log.header.rank}" if evidence.log.header.ranks > 1 else ""
+    measured = step.activation_peak_bytes
+    activations = "" if measured is None else f"; the activation peak is {readable_size(measured)}"
+    return (
+        f"In step {step.step}{rank} memory is at its peak in {evidence.where(peak)}: "
+        f"{readable_size(peak.nbytes)}{activations}."
+    )
+
+
+def holders_table(evidence: Evidence) -> FittedTable:
+    """What holds memory at the peak, the largest first."""
+    peak = evidence.peak
+    held = sorted(((size, name) for name, size in peak.held.items() if size), reverse=True)
+    total = max(peak.nbytes, 1)
+    return FittedTable(
+        (
+            Column("Held by", tuple(_holder(name, peak) for _, name in held), "left", gives_way="wrapped"),
+            Column("Size", tuple(readable_size(size) for size, _ in held)),
+            Column("Share", tuple(f"{size / total:.0%}" for size, _ in held), rank=1),
+        ),
+        title="What holds it",
+    )
+
+
+def _holder(name: str, phase: Phase) -> str:
+    if name == "running" and phase.name == "loss":
+        return "logits, loss and their gradients"
+    if name == "running" and phase.name == "step":
+        return "not known to the offloader"
+    return HOLDERS[name]
+
+
+def phases_table(evidence: Evidence) -> FittedTable:
+    """The peak of each phase."""
+    phases = evidence.phases
+    return FittedTable(
+        (
+            Column("Phase", tuple(_PHASES[phase.name] for phase in phases), "left"),
+            Column("Peak", tuple(readable_size(phase.nbytes) for phase in phases)),
+            Column("At", tuple(map(evidence.where, phases)), "left", rank=1, gives_way="wrapped"),
+        ),
+        title="Phases of the step",
+    )
+
+
+def _planned(evidence: Evidence) -> Iterator[str]:
+    step = evidence.step
+    planned, measured = step.predicted_peak_bytes, step.activation_peak_bytes
+    if measured is None:
+        yield "The activation peak was not measured: attach(..., measure_memory=True)."
+    elif planned is None:
+        yield f"No plan predicted the activation peak; {readable_size(measured)} were measured."
+    else:
+        ratio = significant(measured / planned) if planned else "many"
+        yield (
+            f"Planned was an activation peak of {readable_size(planned)}, measured were "
+            f"{readable_size(measured)}, {ratio} times that."
+        )

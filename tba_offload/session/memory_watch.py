@@ -1,0 +1,344 @@
+"""Where in a step memory is at its peak, and what holds it then.
+
+Live bytes come from the meter of the step. What of them the offloader holds it tells by its ledger; what a
+layer leaves in memory beside that shows when the layer returns. The rest is of what runs at the time.
+
+Looking costs a reading of the allocator before and after each run of a layer, so that few steps are looked
+at: the first three, and then those whose number is a power of two.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from tba_offload.config.policy import Placement
+
+if TYPE_CHECKING:
+    from tba_offload.capture.hooks import Capture
+    from tba_offload.device.memory import LiveBytes, MemoryMeter
+    from tba_offload.session.static_memory import ModuleTensors
+    from tba_offload.transfer.offloader import Offloader
+
+FORWARD, LOSS, BACKWARD = "forward", "loss", "backward"
+
+_ALL = 3
+"""Steps that are looked at from the first on: states come in the first, and the second is as all others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What holds memory at one moment, in bytes.
+
+    Attributes:
+        in_flight: Packed by layers and not yet written.
+        read_ahead: Read back and not yet used.
+        settled: Kept by the offloader: in use by backward, or refused by a drive.
+        small: Saved by layers with hooks, and kept: small, not understood, or held elsewhere.
+        kept: Left in memory by layers that are placed ``keep``, or were left alone.
+        inputs: Left in memory by layers that are recomputed.
+        outputs: Left in memory by layers whose activations travel, beside all that the offloader knows of.
+    """
+
+    in_flight: int = 0
+    read_ahead: int = 0
+    settled: int = 0
+    small: int = 0
+    kept: int = 0
+    inputs: int = 0
+    outputs: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return (
+            self.in_flight
+            + self.read_ahead
+            + self.settled
+            + self.small
+            + self.kept
+            + self.inputs
+            + self.outputs
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The peak of one phase.
+
+    Attributes:
+        nbytes: Live bytes, without those that were there before the step, gradients and states of optimizers.
+        layer: Index of the layer that ran, or had run last.
+        held: What held them.
+        beside: Those of nothing in ``held`` that were there when the layer began.
+        gradients: Bytes of gradients at the time.
+    """
+
+    nbytes: int
+    layer: int
+    held: Held
+    beside: int
+    gradients: int
+
+
+@dataclass(slots=True)
+class LayerMemory:
+    """What the runs of one layer did, the largest of each, in bytes.
+
+    Attributes:
+        leaves: Left in memory by a forward, what the offloader holds left out.
+        forward: Most live bytes in a forward beyond those before it.
+        backward: The same in a backward.
+    """
+
+    leaves: int = 0
+    forward: int = 0
+    backward: int = 0
+
+    def left(self, nbytes: int) -> None:
+        """A forward has left so much in memory."""
+        self.leaves = max(self.leaves, nbytes)
+
+    def took(self, phase: str, nbytes: int) -> None:
+        """A phase had so many more bytes live at its peak than at its begin."""
+        if phase == FORWARD:
+            self.forward = max(self.forward, nbytes)
+        elif phase == BACKWARD:
+            self.backward = max(self.backward, nbytes)
+
+
+@dataclass(slots=True)
+class _Run:
+    """A run of a layer that waits for its backward: how it ran, and bytes that it has left in memory."""
+
+    way: str
+    left: int
+    small: int
+
+
+class _Runs:
+    """The runs of layers that wait for their backward, and what they have left in memory, by holder."""
+
+    def __init__(self) -> None:
+        self.left = {"kept": 0, "inputs": 0, "outputs": 0, "small": 0}
+        self._waiting: dict[int, list[_Run]] = defaultdict(list)
+        self._leaving: _Run | None = None
+
+    def wait(self, index: int, run: _Run) -> None:
+        """A run begins to wait."""
+        self._waiting[index].append(run)
+        self._change(run, 1)
+
+    def reach(self, index: int) -> None:
+        """Backward comes to the latest run of a layer, so that it is done with the one before."""
+        self.let_go()
+        runs = self._waiting[index]
+        self._leaving = runs.pop() if runs else None
+
+    def let_go(self) -> None:
+        """Backward is done with the run that it had come to."""
+        if self._leaving is not None:
+            self._change(self._leaving, -1)
+            self._leaving = None
+
+    def _change(self, run: _Run, sign: int) -> None:
+        self.left[run.way] += sign * run.left
+        self.left["small"] += sign * run.small
+
+
+class MemoryWatch:
+    """Looks at the memory of some steps.
+
+    Args:
+        gradients: Bytes of gradients.
+        offloader: Knows what is on its way.
+        capture: Knows what layers have saved.
+        attributes: Know what of that modules hold.
+        layers: How many there are.
+
+    Attributes:
+        is_on: Whether the step that is open is looked at.
+        peaks: Of each phase.
+        layers: What each layer did.
+    """
+
+    def __init__(
+        self,
+        gradients: LiveBytes,
+        offloader: Offloader,
+        capture: Capture,
+        attributes: ModuleTensors,
+        layers: int,
+    ) -> None:
+        self.is_on = False
+        self.peaks: dict[str, Peak] = {}
+        self.layers = [LayerMemory() for _ in range(layers)]
+        self._gradients = gradients
+        self._offloader = offloader
+        self._capture = capture
+        self._meter: MemoryMeter | None = None
+        self._base = 0
+        self._now = _Moment(FORWARD, 0)
+        self._attributes = attributes
+        self._found: list[tuple[str, int, bool]] = []
+        self._runs = _Runs()
+        self._last: tuple[str, _Moment] | None = None  # its forward has ended, and the next has not begun
+
+    def begin_step(self, meter: MemoryMeter | None, number: int) -> None:
+        """A step begins.
+
+        Args:
+            meter: Its meter; ``None`` if its memory is not measured.
+            number: How many ended before it.
+        """
+        self._meter = meter if number < _ALL or (number + 1).bit_count() == 1 else None
+        self.is_on = False  # until the meter has forgotten the step before
+        self.peaks.clear()
+        self.layers = [LayerMemory() for _ in self.layers]
+        self._runs, self._last = _Runs(), None
+        if self._meter is not None:
+            self._attributes.begin_step()
+
+    def started(self) -> None:
+        """What is live from here on is of the step."""
+        if self._meter is not None:
+            self._base = self._meter.live()
+            self.is_on = True
+            self._enter(FORWARD, 0)
+
+    def end_step(self, *, failed: bool) -> None:
+        """The step ends: nothing is looked at any more. What it has saved is known still."""
+        if self.is_on and not failed:
+            self._found = self._attributes.saved(self._capture.registry)
+        self.is_on = False
+
+    # ---- what the step is at ---------------------------------------------------------------------
+
+    def layer_begins(self, index: int) -> None:
+        """A layer's forward begins."""
+        if self.is_on:
+            self._count_last(self._look())
+            self._enter(FORWARD, index)
+
+    def layer_ended(self, index: int, way: str) -> None:
+        """A layer's forward has ended.
+
+        What it leaves in memory is known when the caller has let go of what the layer was given: when the
+        next one begins.
+
+        Args:
+            index: Of the layer.
+            way: How it ran: a placement of the package.
+        """
+        if not self.is_on:
+            return
+        live, before = self._close(), self._now
+        self._last = _holder(way), before
+        if is_last := index == len(self.layers) - 1:
+            self._count_last(live)
+        self._enter(LOSS if is_last else FORWARD, index)
+
+    def _count_last(self, live: int) -> None:
+        if self._last is None:
+            return
+        (way, before), self._last = self._last, None
+        left = max(live - before.live - (self._offloader.own_bytes - before.known), 0)
+        small = min(self._capture.trace.kept_bytes - before.small, left)
+        self.layers[before.layer].left(left)
+        self._runs.wait(before.layer, _Run(way, left - small, small))
+
+    def backward_reached(self, index: int) -> None:
+        """Backward comes to a run of a layer, so that it is done with the one before."""
+        if not self.is_on:
+            return
+        self._count_last(self._close())
+        self._runs.reach(index)
+        self._enter(BACKWARD, index)
+
+    def backward_ended(self) -> None:
+        """A backward pass is over."""
+        if self.is_on:
+            self._close()
+            self._runs.let_go()
+            self._enter(FORWARD, 0)
+
+    def seen(self, live: int) -> None:
+        """The meter has seen so many live bytes."""
+        if not self.is_on:
+            return
+        now, nbytes = self._now, live - self._base
+        if now.grows_to(live):
+            best = self.peaks.get(now.phase)
+            if best is None or nbytes > best.nbytes:
+                gradients = self._gradients.nbytes
+                self.peaks[now.phase] = Peak(max(nbytes, 0), now.layer, self._held(), now.beside, gradients)
+
+    # ---- sums ------------------------------------------------------------------------------------
+
+    def _enter(self, phase: str, index: int) -> None:
+        live = self._look()
+        beside = max(live - self._base - self._held().nbytes, 0)
+        self._now = _Moment(
+            phase, index, live, self._offloader.own_bytes, self._capture.trace.kept_bytes, beside
+        )
+        self.seen(live)
+
+    def _close(self) -> int:
+        """Ends what the step is at; returns the live bytes."""
+        live, now = self._look(), self._now
+        if self.layers:
+            self.layers[now.layer].took(now.phase, max(now.most, live) - now.live)
+        return live
+
+    def _look(self) -> int:
+        if self._meter is None:
+            return 0
+        self._meter.cut()
+        return self._meter.live()
+
+    def _held(self) -> Held:
+        ledger = self._offloader.ledger
+        return Held(
+            in_flight=max(ledger.in_flight - ledger.read_ahead, 0),
+            read_ahead=ledger.read_ahead,
+            settled=ledger.settled,
+            **self._runs.left,
+        )
+
+    def figures(self) -> dict[str, object] | None:
+        """All of it, for the run log; ``None`` of a step that was not looked at."""
+        if self._meter is None or not self.peaks:
+            return None
+        return {
+            "source": self._meter.source,
+            "held": self._found,
+            "phases": {phase: asdict(peak) for phase, peak in self.peaks.items()},
+            "layers": [[layer.leaves, layer.forward, layer.backward] for layer in self.layers],
+        }
+
+
+@dataclass(slots=True)
+class _Moment:
+    """Since when the step is at something, and what there was then, in bytes."""
+
+    phase: str
+    layer: int
+    live: int = 0
+    known: int = 0
+    small: int = 0
+    beside: int = 0
+    most: int = 0
+
+    def grows_to(self, live: int) -> bool:
+        """Whether so many live bytes are more than there were since it began."""
+        grows = live > self.most
+        self.most = max(self.most, live)
+        return grows
+
+
+def _holder(way: str) -> str:
+    placement = Placement(way)
+    if placement is Placement.KEEP:
+        return "kept"
+    return "inputs" if placement.recomputes else "outputs"

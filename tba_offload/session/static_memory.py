@@ -1,0 +1,122 @@
+"""Memory that lasts from step to step: parameters, gradients, states, and what attributes of modules hold."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from tba_offload.capture.registry import Registry
+
+_MOST_ITEMS = 1024
+"""Entries of a list or a mapping that are looked at: a table of a model has a few, a data set millions."""
+
+
+def static_bytes(
+    modules: Iterable[nn.Module], optimizers: Iterable[Optimizer], device: torch.device
+) -> dict[str, int]:
+    """Bytes of a device by what holds them, each storage once.
+
+    Args:
+        modules: The model or its chunks.
+        optimizers: Those that update it.
+        device: The device.
+    """
+    modules = list(modules)
+    groups: dict[str, Iterable[object]] = {
+        "parameters": chain.from_iterable(map(torch.nn.Module.parameters, modules)),
+        "gradients": chain.from_iterable(map(_gradients, modules)),
+        "buffers": chain.from_iterable(map(torch.nn.Module.buffers, modules)),
+        "optimizer_states": chain.from_iterable(map(_states, optimizers)),
+    }
+    seen: set[int] = set()
+    return {name: sum(_new_bytes(found, device, seen)) for name, found in groups.items()}
+
+
+def _new_bytes(found: Iterable[object], device: torch.device, seen: set[int]) -> Iterator[int]:
+    for tensor in found:
+        storage = _storage(tensor)
+        if storage is not None and storage.device == device and storage._cdata not in seen:
+            seen.add(storage._cdata)
+            yield storage.nbytes()
+
+
+def _gradients(module: nn.Module) -> Iterator[object]:
+    for parameter in torch.nn.Module.parameters(module):
+        yield from (parameter.grad, getattr(parameter, "main_grad", None))
+
+
+def _states(optimizer: Optimizer) -> Iterator[object]:
+    for state in optimizer.state.values():
+        yield from state.values() if isinstance(state, dict) else ()
+
+
+def _storage(tensor: object) -> torch.UntypedStorage | None:
+    """The storage of a plain tensor; others are made of several, and have none of their own."""
+    if not isinstance(tensor, torch.Tensor) or type(tensor) not in {torch.Tensor, torch.nn.Parameter}:
+        return None
+    return tensor.untyped_storage() if tensor.layout is torch.strided else None
+
+
+class ModuleTensors:
+    """Tensors that attributes of modules hold, beside parameters and buffers: tables, caches, outputs.
+
+    Args:
+        modules: The model or its chunks.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = modules
+        self._before: set[int] = set()
+
+    def begin_step(self) -> None:
+        """Notes what is there before a step."""
+        self._before = {storage._cdata for _, storage in self._all()}
+
+    def saved(self, registry: Registry) -> list[tuple[str, int, bool]]:
+        """Those that layers have saved in this step: name, bytes, and whether it was there before the step.
+
+        Args:
+            registry: What was saved.
+        """
+        found: dict[int, tuple[str, int, bool]] = {}
+        for name, storage in self._all():
+            if _is_saved(registry, storage):
+                key = storage._cdata
+                found.setdefault(key, (name, storage.nbytes(), key in self._before))
+        return list(found.values())
+
+    def _all(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
+        for module in self._modules:
+            for name, inner in module.named_modules():
+                for attribute, tensor in _attributes(inner):
+                    storage = _storage(tensor)
+                    if storage is not None:
+                        yield f"{name}.{attribute}".lstrip("."), storage
+
+
+def _is_saved(registry: Registry, storage: torch.UntypedStorage) -> bool:
+    return registry.is_kept(storage) or registry.record_of(storage) is not None
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
+    """What a module has beside parameters, buffers and modules, and what its lists and mappings hold."""
+    for name, value in list(vars(module).items()):
+        if name.startswith("_") and isinstance(value, dict) and name in _OF_TORCH:
+            continue
+        if isinstance(value, dict):
+            items: Iterable[object] = value.values() if len(value) <= _MOST_ITEMS else ()
+        else:
+            items = value if isinstance(value, list | tuple) and len(value) <= _MOST_ITEMS else (value,)
+        yield from ((name, item) for item in items)
+
+
+_OF_TORCH = frozenset(vars(torch.nn.Module()))
+"""Attributes that every module has."""

@@ -1,0 +1,226 @@
+"""``why`` names the true cause, where what memory is for is known because the test has made it so."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from harness import MIB
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import tba_offload as tba
+from tba_offload.report.why import Diagnosis, why
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+WIDTH, TOKENS, LAYERS = 128, 1024, 6
+LAYER_BYTES = 5 * MIB
+"""What a layer of :class:`Model` saves."""
+
+
+class Block(nn.Module):
+    """Saves ten times its input: the input twice, and the wide part."""
+
+    def __init__(self, width: int, wide: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, wide), nn.Linear(wide, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, *, width: int = WIDTH, vocabulary: int = 8, wide: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(width, each) for each in wide or LAYERS * (4 * width,))
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Checkpointed(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.head(x)
+
+
+class Rotated(Block):
+    """Makes a table once, and keeps it where it is no buffer; saves it if its input needs a gradient."""
+
+    def __init__(self, width: int, wide: int) -> None:
+        super().__init__(width, wide)
+        self.table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.rand(8 * x.shape[0], x.shape[1])
+        return super().forward(x) + x * self.table[: x.shape[0]]
+
+
+def losses(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: int = TOKENS) -> Iterator[Tensor]:
+    width = next(model.parameters()).shape[-1]
+    for number in range(5):
+        x = torch.randn(tokens, width, generator=torch.Generator().manual_seed(number))
+        yield model(x).logsumexp(-1).mean()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for loss in losses(model, optimizer):
+        loss.backward()
+
+
+def few_tokens(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for loss in losses(model, optimizer, tokens=16):
+        loss.backward()
+
+
+def keeping_graphs(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    kept = []
+    for loss in losses(model, optimizer):
+        kept.append(loss)
+        loss.backward(retain_graph=True)
+
+
+def trained(
+    tmp_path: Path,
+    model: nn.Module,
+    *,
+    loop: Callable[[nn.Module, torch.optim.Optimizer], object] = plain,
+    optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
+    directory: str | None = None,
+    layers: list[nn.Module] | None = None,
+    **policy: Any,
+) -> Diagnosis:
+    """Trains a model some steps; both by the log and by the session it is explained alike."""
+    settings: dict[str, Any] = {
+        "default": "offload",
+        "budget": {"in_flight_bytes": "2MiB"},
+        "store": {"kind": "file"},
+    }
+    log = tmp_path / "run.jsonl"
+    with tba.attach(
+        model, settings | policy, run_log=log, directories=directory or str(tmp_path), layers=layers
+    ) as session:
+        loop(model, optimizer(model.parameters(), lr=1e-3))
+        told = session.why()
+    found = why(log)
+    assert told.as_json() == found.as_json()
+    assert str(told) == str(found)
+    return found
+
+
+def test_gradients_that_are_born_inside(tmp_path: Path) -> None:
+    found = trained(tmp_path, Model(width=384), loop=few_tokens)
+    assert found.cause == "gradients"
+    assert "allocated in backward" in found.findings[0].what
+    nbytes = sum(parameter.nbytes for parameter in Model(width=384).parameters())
+    assert 0.8 * nbytes < found.findings[0].saves < nbytes  # each was a temporary before it was in place
+
+
+def test_logits(tmp_path: Path) -> None:
+    found = trained(tmp_path, Model(vocabulary=10_000))
+    assert found.cause == "logits and loss"
+    assert found.evidence.peak.name == "loss"
+    assert found.evidence.peak.of("running") > 2 * TOKENS * 10_000 * 4  # logits and their gradient
+
+
+def test_states_of_the_optimizer(tmp_path: Path) -> None:
+    found = trained(tmp_path, Model(width=384), loop=few_tokens, optimizer=torch.optim.AdamW)
+    assert found.cause == "optimizer states"
+    nbytes = 2 * sum(parameter.nbytes for parameter in Model(width=384).parameters())
+    assert abs(found.evidence.peak.of("states") - nbytes) < nbytes / 100
+
+
+def test_a_table_that_modules_hold(tmp_path: Path) -> None:
+    model = Model()
+    model.layers = nn.ModuleList(Rotated(WIDTH, 4 * WIDTH) for _ in range(LAYERS))
+    found = trained(tmp_path, model)
+    assert (
+        found.cause == "held elsewhere"
+    )  # the first layer is given what needs no gradient, and saves no table
+    assert "layers.1.table (4.00 MiB)" in found.findings[0].what
+    assert found.evidence.peak.of("tables") == (LAYERS - 1) * 8 * TOKENS * WIDTH * 4
+
+
+@pytest.mark.filterwarnings("ignore:layer 0 .* runs inside saved-tensor hooks")
+def test_checkpointing_of_the_framework(tmp_path: Path) -> None:
+    found = trained(tmp_path, Checkpointed())
+    assert found.cause == "framework checkpointing"
+    assert found.findings[0].blocks
+
+
+@pytest.mark.filterwarnings("ignore:.*lies in host memory")
+def test_a_file_system_in_memory(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        found = trained(tmp_path, Model(), directory=directory)
+    assert found.cause == "memory file system"
+    assert found.evidence.peak.of("store") > (LAYERS - 1) * LAYER_BYTES
+
+
+@pytest.mark.filterwarnings("ignore:the store is full")
+def test_a_full_drive(tmp_path: Path) -> None:
+    found = trained(tmp_path, Model(), store={"kind": "file", "capacity": "2MiB"})
+    assert found.cause == "store did not take all"
+    assert found.findings[0].blocks
+    assert found.findings[0].saves > LAYERS * LAYER_BYTES / 2
+
+
+def test_one_huge_layer(tmp_path: Path) -> None:
+    model = Model(wide=(128, 128, 4096, 128, 128, 128))
+    found = trained(tmp_path, model, layers=list(model.layers))
+    assert found.cause == "one huge layer"
+    assert "layer 2 (layers.2) alone takes" in found.findings[0].what
+
+
+def test_graphs_that_the_program_keeps(tmp_path: Path) -> None:
+    found = trained(tmp_path, Model(), loop=keeping_graphs, default="keep")
+    assert found.cause == "graphs of earlier steps"
+    assert found.findings[0].saves > 2 * (LAYERS - 1) * LAYER_BYTES
+
+
+def test_a_window_that_is_too_wide(tmp_path: Path) -> None:
+    found = trained(tmp_path, Model(), budget={"in_flight_bytes": "1GiB"})
+    assert found.cause == "window"
+    assert found.findings[0].blocks
+    assert "budget.in_flight_bytes: 1.00 GiB" in found.findings[0].what
+    assert found.evidence.peak.of("in_flight") > (LAYERS - 1) * LAYER_BYTES
+
+
+# And some more
+
+
+def test_layers_that_keep(tmp_path: Path) -> None:
+    found = trained(tmp_path, Model(), default="keep")
+    assert found.cause == "layers that keep"
+    assert abs(found.evidence.peak.of("kept") - LAYERS * LAYER_BYTES) < LAYERS * LAYER_BYTES / 20
+
+
+@pytest.mark.full
+def test_inputs_of_layers_that_are_recomputed(tmp_path: Path) -> None:
+    model = Model(wide=24 * (WIDTH,))
+    found = trained(tmp_path, model, default="recompute")
+    assert found.cause == "inputs of recomputed layers"
+    assert abs(found.evidence.peak.of("inputs") - 12 * MIB) < 2 * MIB
+
+
+@pytest.mark.full
+def test_tensors_that_are_too_small_to_travel(tmp_path: Path) -> None:
+    found = trained(tmp_path, Model(), min_tensor_bytes="64MiB")
+    assert found.cause == "small tensors"
+
+
+def test_a_run_as_it_should_be_has_its_working_set_left(tmp_path: Path) -> None:
+    found = trained(tmp_path, Model())
+    assert found.cause == "working set of a layer"
+    assert found.evidence.peak.of("in_flight", "read_ahead") <= 2 * MIB
