@@ -17,6 +17,7 @@ from tba_offload.cli.demo import demo
 from tba_offload.cli.doctor import doctor
 from tba_offload.cli.megatron import launch, patch
 from tba_offload.cli.plan import plan
+from tba_offload.cli.report import report
 from tba_offload.cli.rok import rok
 from tba_offload.cli.why import why
 from tba_offload.errors import ConfigError, TbaError
@@ -58,5 +59,5 @@ def main(modules: tuple[str, ...]) -> None:
             ) from error
 
 
-for command in (check, rok, plan, why, demo, doctor, patch, launch):
+for command in (check, rok, plan, why, report, demo, doctor, patch, launch):
     main.add_command(command)

@@ -34,6 +34,9 @@ HOLDERS = {
 }
 """Words for what holds memory."""
 
+_CLEARLY = 5 / 4
+"""Peak of a step, in peaks of the one that is looked at, from which on it is clearly higher."""
+
 _CPU = ("mallinfo2", "jemalloc", "tcmalloc")
 """Beginnings of the sources of figures where activations lie in host memory."""
 
@@ -90,7 +93,9 @@ class Evidence:
         steps = {step.step: step for step in log.steps}
         events = [checked_memory(event) for event in log.others if event["event"] == MEMORY]
         events = [event for event in events if event.step in steps and event.phases]
-        late = [event for event in events if event.step > 1] or events
+        # A planner tries other placements in the first steps, and states are made in the very first.
+        late = [event for event in events if event.step > 1 or len(events) == 1]
+        late = [event for event in late if event.placements == late[-1].placements]
         memory = max(late, key=lambda event: _peak(steps[event.step]), default=None)
         step = steps[memory.step] if memory is not None else _fullest(log)
         stored = step.offloaded_bytes if stored_in_memory(log) == "files" else 0
@@ -105,6 +110,12 @@ class Evidence:
     def without(self, freed: Callable[[Phase], int]) -> int:
         """By how much the peak would be lower, if each phase had so many bytes less."""
         return self.peak.nbytes - max(phase.nbytes - freed(phase) for phase in self.phases)
+
+    @property
+    def fuller(self) -> StepRecord | None:
+        """A step with a clearly higher activation peak, of which is not known what held it."""
+        fullest = max(self.log.steps[1:], key=_peak, default=self.step)
+        return fullest if _peak(fullest) > _CLEARLY * _peak(self.step) else None
 
     @property
     def saved_bytes(self) -> int:

@@ -182,8 +182,12 @@ def picture_kind(path: str | os.PathLike[str]) -> Literal["svg", "png"]:
     raise ConfigError(f"{path}: a picture's name must end in .svg or .png")
 
 
-def require_matplotlib() -> None:
+def require_matplotlib(purpose: str = "drawing a ROK curve", extra: str = "plots") -> None:
     """Checks that pictures can be drawn, for commands that tell before they work for hours.
+
+    Args:
+        purpose: What needs it.
+        extra: The extra of tba-offload that installs it.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -193,7 +197,7 @@ def require_matplotlib() -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
-        raise MissingDependencyError("matplotlib", "drawing a ROK curve", extra="plots") from error
+        raise MissingDependencyError("matplotlib", purpose, extra=extra) from error
 
 
 if not TYPE_CHECKING:

@@ -137,6 +137,11 @@ class FittedTable:
     caption: str | None = None
     elsewhere: str = "--json"
 
+    @property
+    def rows(self) -> tuple[tuple[str, ...], ...]:
+        """Its cells, row by row."""
+        return tuple(zip(*(column.cells for column in self.columns), strict=True))
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         """What rich asks a renderable for."""
         from rich import box

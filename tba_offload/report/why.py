@@ -70,6 +70,7 @@ class Diagnosis:
             holders_table(self.evidence),
             phases_table(self.evidence),
             *_planned(self.evidence),
+            *_fuller(self.evidence),
             *self.advice(),
         ]
 
@@ -180,6 +181,16 @@ def phases_table(evidence: Evidence) -> FittedTable:
         ),
         title="Phases of the step",
     )
+
+
+def _fuller(evidence: Evidence) -> Iterator[str]:
+    fuller = evidence.fuller
+    if fuller is not None:
+        yield (
+            f"The activation peak was highest in step {fuller.step}, at "
+            f"{readable_size(fuller.activation_peak_bytes or 0)}; what held it is not in the log, or was so "
+            "under another plan."
+        )
 
 
 def _planned(evidence: Evidence) -> Iterator[str]:

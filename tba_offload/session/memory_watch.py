@@ -3,15 +3,16 @@
 Live bytes come from the meter of the step. What of them the offloader holds it tells by its ledger; what a
 layer leaves in memory beside that shows when the layer returns. The rest is of what runs at the time.
 
-Looking costs a reading of the allocator before and after each run of a layer, so that few steps are looked
-at: the first three, and then those whose number is a power of two.
+Looking costs a reading of the allocator before and after each run of a layer. Where that takes long, on an
+accelerator, few steps are looked at: the first three, and then those whose number is a power of two. Those
+are told, and of the others each whose peak is clearly higher than that of the one that was told last.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tba_offload.config.policy import Placement
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from tba_offload.transfer.offloader import Offloader
 
 FORWARD, LOSS, BACKWARD = "forward", "loss", "backward"
+
+_NEWS = 9 / 8
+"""Peak of a step, in peaks of the one that was told last, from which on it is told as well."""
 
 _ALL = 3
 """Steps that are looked at from the first on: states come in the first, and the second is as all others."""
@@ -147,15 +151,28 @@ class _Runs:
         self.left["small"] += sign * run.small
 
 
-class MemoryWatch:
-    """Looks at the memory of some steps.
+class Sources(NamedTuple):
+    """What knows of memory.
 
-    Args:
+    Attributes:
         gradients: Bytes of gradients.
         offloader: Knows what is on its way.
         capture: Knows what layers have saved.
         attributes: Know what of that modules hold.
-        layers: How many there are.
+    """
+
+    gradients: LiveBytes
+    offloader: Offloader
+    capture: Capture
+    attributes: ModuleTensors
+
+
+class MemoryWatch:
+    """Looks at the memory of some steps.
+
+    Args:
+        sources: What knows of memory.
+        layers: How many layers there are.
 
     Attributes:
         is_on: Whether the step that is open is looked at.
@@ -163,24 +180,16 @@ class MemoryWatch:
         layers: What each layer did.
     """
 
-    def __init__(
-        self,
-        gradients: LiveBytes,
-        offloader: Offloader,
-        capture: Capture,
-        attributes: ModuleTensors,
-        layers: int,
-    ) -> None:
+    def __init__(self, sources: Sources, layers: int) -> None:
         self.is_on = False
         self.peaks: dict[str, Peak] = {}
         self.layers = [LayerMemory() for _ in range(layers)]
-        self._gradients = gradients
-        self._offloader = offloader
-        self._capture = capture
+        self._sources = sources
         self._meter: MemoryMeter | None = None
         self._base = 0
         self._now = _Moment(FORWARD, 0)
-        self._attributes = attributes
+        self._is_due = False
+        self._told = 0
         self._found: list[tuple[str, int, bool]] = []
         self._runs = _Runs()
         self._last: tuple[str, _Moment] | None = None  # its forward has ended, and the next has not begun
@@ -192,13 +201,15 @@ class MemoryWatch:
             meter: Its meter; ``None`` if its memory is not measured.
             number: How many ended before it.
         """
-        self._meter = meter if number < _ALL or (number + 1).bit_count() == 1 else None
+        self._is_due = number < _ALL or (number + 1).bit_count() == 1
+        # A meter that samples looks at every tensor anyway.
+        self._meter = meter if meter is not None and (self._is_due or meter.samples) else None
         self.is_on = False  # until the meter has forgotten the step before
         self.peaks.clear()
         self.layers = [LayerMemory() for _ in self.layers]
         self._runs, self._last = _Runs(), None
-        if self._meter is not None:
-            self._attributes.begin_step()
+        if self._meter is not None and self._is_due:
+            self._sources.attributes.begin_step()
 
     def started(self) -> None:
         """What is live from here on is of the step."""
@@ -209,8 +220,8 @@ class MemoryWatch:
 
     def end_step(self, *, failed: bool) -> None:
         """The step ends: nothing is looked at any more. What it has saved is known still."""
-        if self.is_on and not failed:
-            self._found = self._attributes.saved(self._capture.registry)
+        if self.is_on and self._is_due and not failed:
+            self._found = self._sources.attributes.saved(self._sources.capture.registry)
         self.is_on = False
 
     # ---- what the step is at ---------------------------------------------------------------------
@@ -243,8 +254,8 @@ class MemoryWatch:
         if self._last is None:
             return
         (way, before), self._last = self._last, None
-        left = max(live - before.live - (self._offloader.own_bytes - before.known), 0)
-        small = min(self._capture.trace.kept_bytes - before.small, left)
+        left = max(live - before.live - (self._sources.offloader.own_bytes - before.known), 0)
+        small = min(self._sources.capture.trace.kept_bytes - before.small, left)
         self.layers[before.layer].left(left)
         self._runs.wait(before.layer, _Run(way, left - small, small))
 
@@ -271,7 +282,7 @@ class MemoryWatch:
         if now.grows_to(live):
             best = self.peaks.get(now.phase)
             if best is None or nbytes > best.nbytes:
-                gradients = self._gradients.nbytes
+                gradients = self._sources.gradients.nbytes
                 self.peaks[now.phase] = Peak(max(nbytes, 0), now.layer, self._held(), now.beside, gradients)
 
     # ---- sums ------------------------------------------------------------------------------------
@@ -280,7 +291,12 @@ class MemoryWatch:
         live = self._look()
         beside = max(live - self._base - self._held().nbytes, 0)
         self._now = _Moment(
-            phase, index, live, self._offloader.own_bytes, self._capture.trace.kept_bytes, beside
+            phase,
+            index,
+            live,
+            self._sources.offloader.own_bytes,
+            self._sources.capture.trace.kept_bytes,
+            beside,
         )
         self.seen(live)
 
@@ -298,7 +314,7 @@ class MemoryWatch:
         return self._meter.live()
 
     def _held(self) -> Held:
-        ledger = self._offloader.ledger
+        ledger = self._sources.offloader.ledger
         return Held(
             in_flight=max(ledger.in_flight - ledger.read_ahead, 0),
             read_ahead=ledger.read_ahead,
@@ -307,9 +323,11 @@ class MemoryWatch:
         )
 
     def figures(self) -> dict[str, object] | None:
-        """All of it, for the run log; ``None`` of a step that was not looked at."""
-        if self._meter is None or not self.peaks:
+        """All of it, for the run log; ``None`` of a step that was not looked at, or has no news."""
+        most = max((peak.nbytes for peak in self.peaks.values()), default=0)
+        if self._meter is None or not (self._is_due or most > _NEWS * self._told):
             return None
+        self._told = most
         return {
             "source": self._meter.source,
             "held": self._found,

@@ -16,7 +16,7 @@ from tba_offload.capture.site import Site
 from tba_offload.device.streams import device_of
 from tba_offload.plan.model import Limits
 from tba_offload.recompute.verdicts import Verifier
-from tba_offload.session.memory_watch import MemoryWatch
+from tba_offload.session.memory_watch import MemoryWatch, Sources
 from tba_offload.session.meters import Meters
 from tba_offload.session.notices import Notices, tell
 from tba_offload.session.static_memory import ModuleTensors
@@ -113,7 +113,9 @@ def make_parts(
         min_tensor_bytes=config.min_tensor_bytes,
         budget_bytes=config.budget.activation_bytes,
     )
-    memory_watch = MemoryWatch(gradients.live, offloader, capture, ModuleTensors(modules), len(stack.layers))
+    memory_watch = MemoryWatch(
+        Sources(gradients.live, offloader, capture, ModuleTensors(modules)), len(stack.layers)
+    )
     meters.tell(memory_watch)
     return Parts(
         modules=tuple(modules),

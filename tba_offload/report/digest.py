@@ -1,0 +1,210 @@
+"""A run in figures: what a page and its tables say of all steps together."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tba_offload.formatting import readable_size, significant
+from tba_offload.report.run_log import GAP
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from tba_offload.report.run_log import RunLog, StepRecord
+
+_DAY = 86_400
+
+_AT_MOST = 10**18
+"""Days of life that are told; of a drive that is hardly written there would be no end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """Figures of a run.
+
+    Attributes:
+        log: The run.
+        steps: The steps that count for figures of speed: without warm-up, and without those whose gradients
+            were dropped.
+    """
+
+    log: RunLog
+    steps: Sequence[StepRecord]
+
+    @classmethod
+    def of(cls, log: RunLog) -> Digest:
+        """The figures of a run: two steps of more than four are warm-up, and the first of fewer."""
+        count = len(log.steps)
+        late = log.steps[2 if count > 4 else min(count - 1, 1) :]
+        return cls(log, [step for step in late if not step.skipped] or late)
+
+    def median(self, value: Callable[[StepRecord], float | None]) -> float | None:
+        """The median over the steps of which a value is known."""
+        known = [found for step in self.steps if (found := value(step)) is not None]
+        return statistics.median(known) if known else None
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The largest activation peak."""
+        return max((p for s in self.steps if (p := s.activation_peak_bytes) is not None), default=None)
+
+    @property
+    def seconds(self) -> float:
+        """The median time of a step, that of optimizers included."""
+        return self.median(lambda step: step.seconds + (step.optimizer_seconds or 0)) or 0.0
+
+    @property
+    def waits(self) -> float | None:
+        """The median share of steps that training waited for I/O."""
+        return self.median(_waits)
+
+    @property
+    def written_bytes(self) -> int:
+        """The median of the bytes that a step writes to drives: activations, and states of optimizers."""
+        activations = self.median(lambda step: step.offloaded_bytes - step.host_offloaded_bytes) or 0
+        states = [
+            _whole(event.get("written_bytes")) for event in self.log.others if event["event"] == "states"
+        ]
+        return int(activations + (statistics.median(states) if states else 0))
+
+    @property
+    def read_bytes(self) -> int:
+        """The median of the bytes that a step reads back."""
+        return int(self.median(lambda step: step.read_bytes) or 0)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The throughput, where tokens are known."""
+        tokens = self.median(lambda step: step.tokens)
+        return tokens / self.seconds if tokens and self.seconds else None
+
+
+def _waits(step: StepRecord) -> float | None:
+    return step.stall_seconds / step.seconds if step.stall_seconds is not None and step.seconds else None
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) else 0
+
+
+# Faults
+
+
+def faults(log: RunLog) -> list[tuple[str, str, str]]:
+    """What went wrong in a run: what, how much of it, and when first; empty if nothing did."""
+    return [*_of_steps(log.steps), *_of_log(log)]
+
+
+_FAULTS: dict[str, tuple[str, bool]] = {
+    "reread_bytes": ("read again, because the first read failed", True),
+    "rescued_bytes": ("lost by a drive, and made again by repeating a layer's forward", True),
+    "fallback_kept_bytes": ("kept in memory, because drives were full, failed or slow", True),
+    "held_bytes": ("offloaded in vain, because something else held them", True),
+    "left_alone_scopes": ("runs of layers inside hooks of other code, not captured", False),
+}
+"""Fields of a step that tell of a fault: what they tell, and whether they are bytes."""
+
+
+def _of_steps(steps: Sequence[StepRecord]) -> Iterator[tuple[str, str, str]]:
+    for name, (what, is_bytes) in _FAULTS.items():
+        hit = [(step.step, getattr(step, name)) for step in steps if getattr(step, name)]
+        if hit:
+            total = sum(amount for _, amount in hit)
+            yield what, readable_size(total) if is_bytes else str(total), _when(number for number, _ in hit)
+    down = [step.step for step in steps if step.drives_out_of_service]
+    if down:
+        yield "drives out of service", str(max(step.drives_out_of_service for step in steps)), _when(down)
+    skipped = [step.step for step in steps if step.skipped]
+    if skipped:
+        yield "steps without an update, as a gradient scaler skips them", str(len(skipped)), _when(skipped)
+
+
+def _when(numbers: Iterable[int]) -> str:
+    found = list(numbers)
+    return f"step {found[0]}" if len(found) == 1 else f"{len(found)} steps, the first of them {found[0]}"
+
+
+def _of_log(log: RunLog) -> Iterator[tuple[str, str, str]]:
+    for event in log.others:
+        if event["event"] == GAP:
+            missing = _whole(event.get("missing_steps"))
+            yield (
+                "steps missing from the log, which could not be written",
+                str(missing),
+                str(event.get("reason")),
+            )
+    if log.truncated:
+        yield "last line of the log cut off, as by a crash", "1", "at the end"
+    if log.skipped:
+        yield "damaged lines of the log, left out", str(log.skipped), "; ".join(log.bad_lines[:3])
+
+
+# Endurance
+
+
+def endurance(digest: Digest, rated: int | None) -> list[str]:
+    """What the run does to drives, in sentences.
+
+    Args:
+        digest: The run.
+        rated: Bytes that the drives together may be written in their life, by their maker; ``None`` if that
+            is not known.
+    """
+    written, seconds = digest.written_bytes, digest.seconds
+    if not written:
+        return ["Steps write nothing to drives."]
+    if not seconds:
+        return [f"A step writes {readable_size(written)} to drives."]
+    day = written / seconds * _DAY
+    told = (
+        f"A step writes {readable_size(written)} to drives in {significant(seconds)} s. Day and night that "
+        f"would be {_terabytes(day)} a day, on all drives of this log together."
+    )
+    return [told, _life(day, rated)]
+
+
+def _life(day: float, rated: int | None) -> str:
+    if rated is None:
+        return (
+            "How long drives last follows from the bytes that their maker allows to be written (TBW): "
+            "tba-offload report --rated 600TB takes their sum."
+        )
+    days = min(rated / day, _AT_MOST)
+    span = f"{significant(days)} days" if days < 730 else f"{significant(days / 365)} years"
+    return f"Drives that are rated for {_terabytes(rated)} together would have reached that after {span}."
+
+
+def _terabytes(nbytes: float) -> str:
+    return f"{significant(nbytes / 1e12)} TB"
+
+
+# Settings
+
+
+def settings(log: RunLog) -> list[tuple[str, str]]:
+    """What was set, and on what, as far as the header tells."""
+    header = log.header
+    ranks = f"{header.rank} of {header.ranks}" if header.ranks > 1 else ""
+    rows = [
+        ("Log", str(log.path)),
+        ("Strategy", header.strategy),
+        ("Started", header.started),
+        ("Rank", ranks),
+        *((f"Model: {key}", _in_words(value)) for key, value in header.model.items()),
+        *((f"Machine: {key}", _in_words(value)) for key, value in header.hardware.items()),
+        *((f"Version: {key}", _in_words(value)) for key, value in header.versions.items()),
+        *((f"Store: {key}", _in_words(value)) for key, value in header.store.items()),
+    ]
+    return [(name, value) for name, value in rows if value]
+
+
+def _in_words(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, list):
+        return "; ".join(map(_in_words, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_in_words(each)}" for key, each in value.items() if each is not None)
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)

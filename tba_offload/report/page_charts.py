@@ -1,0 +1,142 @@
+"""The charts of a run's page. Imports matplotlib, so import this module only to draw."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tba_offload.report.charts import MOST_POINTS, Series, Stack, over_steps, stacked
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from tba_offload.report.evidence import Evidence, Phase
+    from tba_offload.report.run_log import RunLog
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A picture of a page.
+
+    Attributes:
+        title: What it shows, in some words.
+        caption: What is to be known of it.
+        svg: The picture.
+    """
+
+    title: str
+    caption: str
+    svg: str
+
+
+def charts(log: RunLog, salt: str) -> Iterator[Chart]:
+    """Memory, traffic, time and loss over the steps of a run.
+
+    Args:
+        log: The run.
+        salt: Makes names in the pictures unique on the page.
+    """
+    yield _memory(log, f"{salt} memory")
+    yield _traffic(log, f"{salt} traffic")
+    yield _time(log, f"{salt} time")
+    if any(step.loss is not None for step in log.steps):
+        yield _loss(log, f"{salt} loss")
+
+
+def _values(log: RunLog, name: str) -> list[float | None]:
+    return [getattr(step, name) for step in log.steps]
+
+
+def _numbers(log: RunLog) -> list[int]:
+    return [step.step for step in log.steps]
+
+
+def _binned(log: RunLog, what: str) -> str:
+    """What a point stands for, where there are fewer points than steps."""
+    return f" A point is the {what} of several steps." if len(log.steps) > MOST_POINTS else ""
+
+
+def _memory(log: RunLog, salt: str) -> Chart:
+    series = [
+        Series("measured peak", _values(log, "activation_peak_bytes"), 0),
+        Series("predicted peak", _values(log, "predicted_peak_bytes"), 1, 1),
+        Series("known to the offloader", _values(log, "own_peak_bytes"), 2, 2),
+        Series("in flight at most", _values(log, "in_flight_peak_bytes"), 3, 3),
+    ]
+    title = "Activations in memory over steps"
+    caption = (
+        "Peaks in each step. Between the measured peak and what the offloader knows of lie layers that keep "
+        "or recompute, logits and loss, and what one layer works with." + _binned(log, "largest")
+    )
+    return Chart(title, caption, over_steps(_numbers(log), series, salt=salt, label=title))
+
+
+def _traffic(log: RunLog, salt: str) -> Chart:
+    series = [
+        Series("written", _values(log, "offloaded_bytes"), 1),
+        Series("read", _values(log, "read_bytes"), 0, 1),
+        Series("used without a read", _values(log, "forwarded_bytes"), 2, 2),
+        Series("kept, not as planned", _values(log, "fallback_kept_bytes"), 3, 3),
+    ]
+    title = "Traffic over steps"
+    caption = "Bytes of activations in each step. Lines that are zero throughout are left out." + _binned(
+        log, "largest"
+    )
+    return Chart(title, caption, over_steps(_numbers(log), series, salt=salt, label=title))
+
+
+def _time(log: RunLog, salt: str) -> Chart:
+    series = [
+        Series("step", _values(log, "seconds"), 0),
+        Series("predicted", _values(log, "predicted_seconds"), 1, 1),
+        Series("of it waits for I/O", _values(log, "stall_seconds"), 3, 2),
+        Series("optimizer", _values(log, "optimizer_seconds"), 2, 3),
+    ]
+    title = "Time over steps"
+    caption = "Seconds by the host's clock. The optimizer's time is not part of the step's." + _binned(
+        log, "median"
+    )
+    picture = over_steps(_numbers(log), series, salt=salt, label=title, unit="s", of_bin=statistics.median)
+    return Chart(title, caption, picture)
+
+
+def _loss(log: RunLog, salt: str) -> Chart:
+    title = "Loss over steps"
+    series = [Series("loss", _values(log, "loss"), 0)]
+    picture = over_steps(
+        _numbers(log), series, salt=salt, label=title, unit="loss", of_bin=statistics.median, from_zero=False
+    )
+    return Chart(
+        title, "As the program told it; the axis need not begin at zero." + _binned(log, "median"), picture
+    )
+
+
+# Memory by holder
+
+_PARTS: dict[str, tuple[str, ...]] = {
+    "model": ("parameters", "buffers", "tables"),
+    "gradients": ("gradients",),
+    "optimizer states": ("states",),
+    "in flight": ("in_flight", "read_ahead"),
+    "kept activations": ("settled", "small", "kept"),
+    "inputs and outputs": ("inputs", "outputs", "beside"),
+    "working set, logits": ("running",),
+    "store in memory": ("store",),
+}
+"""Parts of a bar, and the holders that each is made of."""
+
+
+def holders(evidence: Evidence, salt: str) -> Chart:
+    """The peak of each phase by what holds it."""
+    parts = [name for name, of in _PARTS.items() if any(phase.of(*of) for phase in evidence.phases)]
+    stacks = [Stack(phase.name, _sizes(phase, parts)) for phase in evidence.phases]
+    title = f"Memory at the peak of each phase of step {evidence.step.step}"
+    caption = (
+        "Working set is what the layer that runs needs at once; after the last layer it is logits and loss."
+    )
+    return Chart(title, caption, stacked(stacks, parts, salt=salt, label=title))
+
+
+def _sizes(phase: Phase, parts: Sequence[str]) -> list[float]:
+    return [float(phase.of(*_PARTS[name])) for name in parts]

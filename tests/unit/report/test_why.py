@@ -1,0 +1,172 @@
+"""What is concluded from a log; whether it is true, ``tests/contracts/figures/test_causes.py`` asks."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from click.testing import CliRunner, Result
+from run_logs import HELD, MIB, memory_event, peak, write_run
+
+from tba_offload import cli
+from tba_offload.errors import RunLogError
+from tba_offload.report.ranks import path_of_rank
+from tba_offload.report.run_log import read_run_log
+from tba_offload.report.why import why
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NAMES = ["layers.0", "layers.1"]
+
+
+def event(step: int = 2, **more: Any) -> dict[str, Any]:
+    phases = {
+        "forward": peak(30, layer=1, in_flight=4),
+        "loss": peak(100, layer=1, beside=2),
+        "backward": peak(40, layer=1, read_ahead=4, gradients=10),
+    }
+    return memory_event(step, NAMES, **phases) | more
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(cli.main, list(map(str, arguments)))
+
+
+def test_the_peak_is_that_of_the_fullest_phase_by_holder(tmp_path: Path) -> None:
+    found = why(write_run(tmp_path / "run.jsonl", event()))
+    assert found.evidence.peak.name == "loss"
+    assert found.evidence.peak.nbytes == 110 * MIB  # with the parameters
+    assert {name: size // MIB for name, size in found.evidence.peak.held.items() if size} == {
+        "parameters": 10,
+        "beside": 2,
+        "running": 98,
+    }
+    assert found.cause == "logits and loss"
+
+
+def test_what_would_be_saved_ends_at_the_second_peak(tmp_path: Path) -> None:
+    """Without logits the peak is that of backward: 40 MiB, and 10 each of gradients and parameters."""
+    found = why(write_run(tmp_path / "run.jsonl", event()))
+    assert found.findings[0].saves == (110 - 60) * MIB
+    assert "The peak would be about 60.0 MiB, not 110 MiB." in str(found)
+
+
+def test_books_that_count_more_than_was_live_are_cut(tmp_path: Path) -> None:
+    found = why(write_run(tmp_path / "run.jsonl", event(phases={"forward": peak(5, in_flight=4, outputs=9)})))
+    assert found.evidence.phases[0].nbytes == 15 * MIB
+    assert found.evidence.phases[0].of("outputs") == MIB
+
+
+def test_the_first_step_counts_only_if_it_is_alone(tmp_path: Path) -> None:
+    assert why(write_run(tmp_path / "1.jsonl", event(1))).evidence.step.step == 1
+    assert why(write_run(tmp_path / "2.jsonl", event(1), event(2), event(4))).evidence.step.step == 2
+
+
+def test_steps_of_another_plan_do_not_count(tmp_path: Path) -> None:
+    tried = event(2, placements=["keep", "keep"])
+    assert why(write_run(tmp_path / "run.jsonl", tried, event(4))).evidence.step.step == 4
+
+
+def test_a_log_without_memory_events_tells_what_its_steps_do(tmp_path: Path) -> None:
+    found = why(write_run(tmp_path / "run.jsonl"))
+    assert found.evidence.peak.name == "step"
+    assert found.evidence.peak.of("running") == 92 * MIB
+    assert found.cause == "beside the layers"
+    assert "in a step: 100 MiB" in str(found)
+
+
+def test_a_fuller_step_is_named(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run.jsonl", event(), steps=3)
+    with path.open("a") as file:
+        file.write(
+            json.dumps({"event": "step", "step": 4, "seconds": 1.0, "activation_peak_bytes": 400 * MIB})
+            + "\n"
+        )
+    assert "The activation peak was highest in step 4, at 400 MiB" in str(why(path))
+
+
+def test_prediction_and_measurement_stand_side_by_side(tmp_path: Path) -> None:
+    told = str(why(write_run(tmp_path / "run.jsonl", event(), predicted_peak_bytes=50 * MIB)))
+    assert "Planned was an activation peak of 50.0 MiB, measured were 100 MiB, 2.00 times that." in told
+
+
+def test_nothing_stands_out_where_the_model_alone_takes_memory(tmp_path: Path) -> None:
+    calm = event(phases={"forward": peak(1)}, static=event()["static"] | {"parameters": 999 * MIB})
+    found = why(write_run(tmp_path / "run.jsonl", calm))
+    assert found.cause is None
+    assert "Nothing that is worth a change stands out." in str(found)
+
+
+def test_of_several_ranks_the_fullest_is_explained(tmp_path: Path) -> None:
+    for rank, mib in enumerate((50, 400, 60)):
+        name = path_of_rank(tmp_path / "run.jsonl", rank)
+        fuller = event(phases={"loss": peak(mib)})
+        write_run(name, fuller, header={"run": "one", "rank": rank, "ranks": 3})
+    assert "In step 2 of rank 1 memory is at its peak" in str(why(tmp_path / "run.jsonl"))
+
+
+def test_a_log_without_steps_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RunLogError, match="no step is in it"):
+        why(write_run(tmp_path / "run.jsonl", steps=0))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ({"names": ["one"]}, "there are not as many names as layers"),
+        ({"phases": {"forward": peak(1, layer=2)}}, "a peak is in no layer"),
+        ({"phases": {"forward": peak(1) | {"nbytes": -1}}}, "phases.forward.nbytes: Input should be greater"),
+        ({"phases": {"forward": peak(1) | {"nbytes": 2**60}}}, "phases.forward.nbytes: Input should be less"),
+        ({"phases": {"forward": peak(1) | {"held": HELD | {"kept": "all"}}}}, "phases.forward.held.kept"),
+        ({"phases": {"never": peak(1)}}, "phases.never"),
+        ({"static": None}, "static"),
+        ({"held": [["name", 1]]}, "held.0"),
+    ],
+)
+def test_a_damaged_event_is_named_and_left_out(tmp_path: Path, damage: dict[str, Any], said: str) -> None:
+    log = read_run_log(write_run(tmp_path / "run.jsonl", event(), event(3) | damage))
+    assert [found["step"] for found in log.others] == [2]
+    assert len(log.complaints) == 2
+    assert "the memory event is damaged: " in log.complaints[0]
+    assert said in log.complaints[0]
+
+
+# The command
+
+
+def test_the_command_prints_tables_and_advice(tmp_path: Path) -> None:
+    result = call("why", write_run(tmp_path / "run.jsonl", event()))
+    assert (result.exit_code, result.stderr) == (0, "")
+    first, *rest = result.stdout.splitlines()
+    assert first == (
+        "In step 2 memory is at its peak in the loss, after the last layer: 110 MiB; the activation peak is "
+        "100 MiB."
+    )
+    assert any(line.startswith("| logits, loss and their gradients") for line in rest)
+    assert any(
+        line.startswith("The one change that would help most: compute the loss in chunks") for line in rest
+    )
+
+
+def test_the_command_tells_programs_in_json(tmp_path: Path) -> None:
+    result = call("why", "--json", write_run(tmp_path / "run.jsonl", event()))
+    told = json.loads(result.stdout)
+    assert told["cause"] == told["findings"][0]["cause"] == "logits and loss"
+    assert told["peak_bytes"] == 110 * MIB
+    assert {phase["phase"] for phase in told["phases"]} == {"forward", "loss", "backward", "update"}
+
+
+def test_names_that_would_move_the_cursor_are_spelt_out(tmp_path: Path) -> None:
+    odd = event(names=["layers.\x1b[2J", "layers.\u202e1"], phases={"forward": peak(60, layer=0)})
+    result = call("why", write_run(tmp_path / "run.jsonl", odd))
+    assert result.exit_code == 0
+    assert "\x1b" not in result.stdout
+    assert r"layers.\x1b[2J" in result.stdout
+
+
+def test_a_missing_log_is_one_line_on_stderr(tmp_path: Path) -> None:
+    result = call("why", tmp_path / "none.jsonl")
+    assert result.exit_code == 1
+    assert "the run log cannot be read: No such file or directory" in result.stderr
