@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tba_offload as tba
 from tba_offload.report.why import Diagnosis, why
+from tba_offload.testing.faults import inject
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -168,8 +169,17 @@ def test_a_file_system_in_memory(tmp_path: Path) -> None:
     assert found.evidence.peak.of("store") > (LAYERS - 1) * LAYER_BYTES
 
 
-@pytest.mark.filterwarnings("ignore:the store is full")
+@pytest.mark.filterwarnings("ignore:the store is full", "ignore:.*left alone")
 def test_a_full_drive(tmp_path: Path) -> None:
+    with inject("fail-write:errno=ENOSPC,after=5"):
+        found = trained(tmp_path, Model())
+    assert found.cause == "full drive"
+    assert found.findings[0].blocks
+    assert "1 of the drives took no more" in found.findings[0].what
+
+
+@pytest.mark.filterwarnings("ignore:the store is full")
+def test_a_store_at_its_capacity(tmp_path: Path) -> None:
     found = trained(tmp_path, Model(), store={"kind": "file", "capacity": "2MiB"})
     assert found.cause == "store did not take all"
     assert found.findings[0].blocks
