@@ -180,9 +180,9 @@ class MemoryMeter(ABC):
     def sample(self, grows_by: int = 0) -> None:
         """Notes what is live, where it may be much, or before ``grows_by`` bytes more are left out."""
 
-    def cut(self) -> None:
-        """What was seen until now was seen before what comes, however coarsely the meter looks."""
-        self.sample()
+    @abstractmethod
+    def cut(self) -> int:
+        """What was seen until now was before what comes, however coarsely it looks; returns live bytes."""
 
     @abstractmethod
     def peak(self) -> int:
@@ -244,11 +244,12 @@ class AllocatorMeter(MemoryMeter):
             self._end_stretch()
             self._begin_stretch(grows_by)
 
-    def cut(self) -> None:
-        """Ends a stretch, and begins the next."""
+    def cut(self) -> int:
+        """Ends a stretch, and begins the next; returns live bytes."""
         if not self._paused:
             self._end_stretch()
             self._begin_stretch()
+        return self.live()
 
     def peak(self) -> int:
         """The highest peak of a stretch."""
@@ -335,6 +336,10 @@ class MallocMeter(MemoryMeter):
         """Takes a sample: on a busy machine the thread may get no turn for long."""
         self._sample()
 
+    def cut(self) -> int:
+        """Takes a sample, and returns it."""
+        return self._sample()
+
     def peak(self) -> int:
         """The largest sample; takes a last one unless it is paused."""
         self.pause()
@@ -348,12 +353,13 @@ class MallocMeter(MemoryMeter):
             self._thread.join()
             self._thread = None
 
-    def _sample(self) -> None:
+    def _sample(self) -> int:
         with self._lock:  # or a sample from before a reset could come after it
+            live = self.live()
             if self._watching.is_set():
-                live = self.live()
                 self._peak = max(self._peak, live)
                 self._seen(live)
+            return live
 
 
 def _watch(

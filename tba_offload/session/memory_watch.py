@@ -11,7 +11,7 @@ are told, and of the others each whose peak is clearly higher than that of the o
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from tba_offload.config.policy import Placement
@@ -31,8 +31,7 @@ _ALL = 3
 """Steps that are looked at from the first on: states come in the first, and the second is as all others."""
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(NamedTuple):
     """What holds memory at one moment, in bytes.
 
     Attributes:
@@ -56,19 +55,10 @@ class Held:
     @property
     def nbytes(self) -> int:
         """All of it."""
-        return (
-            self.in_flight
-            + self.read_ahead
-            + self.settled
-            + self.small
-            + self.kept
-            + self.inputs
-            + self.outputs
-        )
+        return sum(self)
 
 
-@dataclass(frozen=True, slots=True)
-class Peak:
+class Peak(NamedTuple):
     """The peak of one phase.
 
     Attributes:
@@ -84,6 +74,10 @@ class Peak:
     held: Held
     beside: int
     gradients: int
+
+    def figures(self) -> dict[str, object]:
+        """The same for a log."""
+        return {**self._asdict(), "held": self.held._asdict()}
 
 
 @dataclass(slots=True)
@@ -214,9 +208,9 @@ class MemoryWatch:
     def started(self) -> None:
         """What is live from here on is of the step."""
         if self._meter is not None:
-            self._base = self._meter.live()
+            self._base = live = self._meter.live()
             self.is_on = True
-            self._enter(FORWARD, 0)
+            self._enter(FORWARD, 0, live)
 
     def end_step(self, *, failed: bool) -> None:
         """The step ends: nothing is looked at any more. What it has saved is known still."""
@@ -229,8 +223,9 @@ class MemoryWatch:
     def layer_begins(self, index: int) -> None:
         """A layer's forward begins."""
         if self.is_on:
-            self._count_last(self._look())
-            self._enter(FORWARD, index)
+            live = self._look()
+            self._count_last(live)
+            self._enter(FORWARD, index, live)
 
     def layer_ended(self, index: int, way: str) -> None:
         """A layer's forward has ended.
@@ -248,7 +243,7 @@ class MemoryWatch:
         self._last = _holder(way), before
         if is_last := index == len(self.layers) - 1:
             self._count_last(live)
-        self._enter(LOSS if is_last else FORWARD, index)
+        self._enter(LOSS if is_last else FORWARD, index, live)
 
     def _count_last(self, live: int) -> None:
         if self._last is None:
@@ -263,16 +258,17 @@ class MemoryWatch:
         """Backward comes to a run of a layer, so that it is done with the one before."""
         if not self.is_on:
             return
-        self._count_last(self._close())
+        live = self._close()
+        self._count_last(live)
         self._runs.reach(index)
-        self._enter(BACKWARD, index)
+        self._enter(BACKWARD, index, live)
 
     def backward_ended(self) -> None:
         """A backward pass is over."""
         if self.is_on:
-            self._close()
+            live = self._close()
             self._runs.let_go()
-            self._enter(FORWARD, 0)
+            self._enter(FORWARD, 0, live)
 
     def seen(self, live: int) -> None:
         """The meter has seen so many live bytes."""
@@ -287,8 +283,7 @@ class MemoryWatch:
 
     # ---- sums ------------------------------------------------------------------------------------
 
-    def _enter(self, phase: str, index: int) -> None:
-        live = self._look()
+    def _enter(self, phase: str, index: int, live: int) -> None:
         beside = max(live - self._base - self._held().nbytes, 0)
         self._now = _Moment(
             phase,
@@ -308,10 +303,7 @@ class MemoryWatch:
         return live
 
     def _look(self) -> int:
-        if self._meter is None:
-            return 0
-        self._meter.cut()
-        return self._meter.live()
+        return 0 if self._meter is None else self._meter.cut()
 
     def _held(self) -> Held:
         ledger = self._sources.offloader.ledger
@@ -331,7 +323,7 @@ class MemoryWatch:
         return {
             "source": self._meter.source,
             "held": self._found,
-            "phases": {phase: asdict(peak) for phase, peak in self.peaks.items()},
+            "phases": {phase: peak.figures() for phase, peak in self.peaks.items()},
             "layers": [[layer.leaves, layer.forward, layer.backward] for layer in self.layers],
         }
 
