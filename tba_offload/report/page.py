@@ -100,7 +100,7 @@ def _resource(name: str) -> str:
 def _title(logs: Sequence[RunLog]) -> str:
     if len(logs) > 1:
         return f"{len(logs)} runs compared"
-    return visible(f"a run of {logs[0].header.strategy}, {len(logs[0].steps)} steps")
+    return visible(f"A run of {logs[0].header.strategy}, {len(logs[0].steps)} steps")
 
 
 def _run(log: RunLog, number: int, rated: int | None) -> RunOnPage:
@@ -227,7 +227,7 @@ def _predicted(digest: Digest, what: str, predicted: str, measured: str) -> tupl
 
 
 def _comparison(logs: Sequence[RunLog]) -> FittedTable | None:
-    headings = ("Run", "Strategy", "Steps", "Activation peak", "Step", "Waits", "Written", "What would help")
+    headings = ("Run", "Strategy", "Steps", "Activation peak", "Step", "Waits", "Written", "Cause")
     return _table(headings, [_compared(log) for log in logs], right=(2, 3, 4, 5, 6))
 
 

@@ -188,8 +188,8 @@ def _fuller(evidence: Evidence) -> Iterator[str]:
     if fuller is not None:
         yield (
             f"The activation peak was highest in step {fuller.step}, at "
-            f"{readable_size(fuller.activation_peak_bytes or 0)}; what held it is not in the log, or was so "
-            "under another plan."
+            f"{readable_size(fuller.activation_peak_bytes or 0)}; what held it then is not in the log, or "
+            "belongs to another plan."
         )
 
 

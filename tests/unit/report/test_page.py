@@ -226,7 +226,7 @@ def test_a_browser_shows_it_without_an_error_or_a_request(
         (tmp_path / "page.html").write_text(text_of(log))
         shown = opened(browser, tmp_path) if browser else (tmp_path / "page.html").read_text()
         assert asked == []
-    assert "<title>tba-offload: a run of " in shown
+    assert "<title>tba-offload: A run of " in shown
     assert "<title>owned" not in shown
 
 
