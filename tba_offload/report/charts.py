@@ -28,33 +28,42 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-_INK, _GRID, _PAPER = "#0a0b01", "#0a0b02", "#0a0b03"
-_COLOURS = tuple(f"#0a0b1{number:x}" for number in range(8))
+INK, _GRID, PAPER = "#0a0b01", "#0a0b02", "#0a0b03"
+COLOURS = tuple(f"#0a0b1{number:x}" for number in range(8))
 """Colours that nothing else has: in the picture each becomes a variable of the page's style."""
 
-_VARIABLES = {_INK: "var(--ink)", _GRID: "var(--grid)", _PAPER: "var(--paper)"} | {
-    colour: f"var(--c{number})" for number, colour in enumerate(_COLOURS)
+_PLAIN = {INK: "#1c1e21", _GRID: "#d9dce0", PAPER: "#ffffff"} | dict(
+    zip(
+        COLOURS,
+        ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b58900", "#3b9fd6", "#7a5195", "#6b7178"),
+        strict=True,
+    )
+)
+"""What they are in a picture without a page."""
+
+_VARIABLES = {INK: "var(--ink)", _GRID: "var(--grid)", PAPER: "var(--paper)"} | {
+    colour: f"var(--c{number})" for number, colour in enumerate(COLOURS)
 }
 
 _STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
-    "axes.edgecolor": _INK,
+    "axes.edgecolor": INK,
     "axes.facecolor": "none",
     "axes.grid": True,
-    "axes.labelcolor": _INK,
+    "axes.labelcolor": INK,
     "axes.spines.right": False,
     "axes.spines.top": False,
     "figure.facecolor": "none",
     "font.size": 11,
     "grid.color": _GRID,
     "legend.frameon": False,
-    "legend.labelcolor": _INK,
+    "legend.labelcolor": INK,
     "savefig.facecolor": "none",
     "svg.fonttype": "none",
-    "text.color": _INK,
+    "text.color": INK,
     "text.parse_math": False,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
 }
 
 _SIZE = (4.9, 3.1)
@@ -112,13 +121,13 @@ def over_steps(
     known = [each for each in series if each.is_drawn]
     largest = max((value for each in known for value in each.values if value is not None), default=0)
     name, size = byte_scale(largest) if unit is None else (unit, 1.0)
-    with _style(salt):
+    with chart_style(salt):
         figure, axes = _figure()
         for each in known:
             x, y = _points(steps, [None if v is None else v / size for v in each.values], of_bin)
             alone: dict[str, Any] = {"marker": "o", "markersize": 4} if len(x) < 3 * len(_LINES) else {}
             line: dict[str, Any] = {
-                "color": _COLOURS[each.colour],
+                "color": COLOURS[each.colour],
                 "linestyle": _LINES[each.line],
                 "linewidth": 1.8,
             }
@@ -128,7 +137,7 @@ def over_steps(
             axes.set_ylim(0, 1.08 * largest / size or 1.0)
         if known:
             figure.legend(loc="outside upper left", ncols=2, fontsize="small", handlelength=2.2)
-        return _svg(figure, label)
+        return page_svg(figure, label)
 
 
 def _finish(axes: Axes, steps: Sequence[int], unit: str) -> None:
@@ -181,16 +190,16 @@ def stacked(stacks: Sequence[Stack], parts: Sequence[str], *, salt: str, label: 
         label: What the picture shows, for those who cannot see it.
     """
     name, size = byte_scale(max((sum(stack.parts) for stack in stacks), default=0))
-    with _style(salt):
+    with chart_style(salt):
         figure, axes = _figure()
         left = [0.0] * len(stacks)
         for number, part in enumerate(parts):
             widths = [stack.parts[number] / size for stack in stacks]
             look: dict[str, Any] = {
-                "color": _COLOURS[number % len(_COLOURS)],
+                "color": COLOURS[number % len(COLOURS)],
                 "hatch": "//" if number % 2 else None,
             }
-            axes.barh(range(len(stacks)), widths, left=left, height=0.6, label=part, edgecolor=_PAPER, **look)
+            axes.barh(range(len(stacks)), widths, left=left, height=0.6, label=part, edgecolor=PAPER, **look)
             left = [a + b for a, b in zip(left, widths, strict=True)]
         axes.set_yticks(range(len(stacks)), [stack.name for stack in stacks])
         axes.invert_yaxis()
@@ -198,7 +207,7 @@ def stacked(stacks: Sequence[Stack], parts: Sequence[str], *, salt: str, label: 
         axes.set_xlim(left=0)
         axes.grid(visible=False, axis="y")
         figure.legend(loc="outside upper left", ncols=2, fontsize="small", handlelength=1.4)
-        return _svg(figure, label)
+        return page_svg(figure, label)
 
 
 def _figure() -> tuple[Figure, Axes]:
@@ -208,14 +217,14 @@ def _figure() -> tuple[Figure, Axes]:
 
 
 @contextlib.contextmanager
-def _style(salt: str) -> Iterator[None]:
+def chart_style(salt: str) -> Iterator[None]:
     """The style of charts, and no other, whatever a user has set."""
     settings = _STYLE | {"svg.hashsalt": f"tba-offload {salt}"}
     with matplotlib.style.context("default"), mpl.rc_context(settings):
         yield
 
 
-def _svg(figure: Figure, label: str) -> str:
+def page_svg(figure: Figure, label: str) -> str:
     """The picture, to be put into a page."""
     file = io.BytesIO()
     figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
@@ -225,3 +234,13 @@ def _svg(figure: Figure, label: str) -> str:
     text = re.sub(r'<g id="[^"]*"', "<g", text)  # other pictures have the same ids, and nothing uses them
     text = re.sub(r"#0a0b[0-9a-f]{2}", lambda found: _VARIABLES[found[0]], text)
     return text.replace("<svg", f'<svg role="img" aria-label="{html.escape(label)}"', 1)
+
+
+def plain_svg(svg: str) -> bytes:
+    """A picture of a page as a file of its own, on white."""
+    text = svg
+    for colour, variable in _VARIABLES.items():
+        text = text.replace(variable, _PLAIN[colour])
+    ground = f'<rect width="100%" height="100%" fill="{_PLAIN[PAPER]}"/>'
+    head = text.index(">") + 1
+    return f'<?xml version="1.0" encoding="utf-8"?>\n{text[:head]}{ground}{text[head:]}'.encode()

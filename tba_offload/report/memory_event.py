@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, model_validator
 
-from tba_offload.errors import RunLogError
+from tba_offload.report.damage import checked
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -93,10 +93,4 @@ def checked_memory(event: Mapping[str, object]) -> MemoryEvent:
     Raises:
         RunLogError: A part is missing, of another type or beyond all bounds; says which.
     """
-    try:
-        return MemoryEvent.model_validate(event)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        said = ": ".join(part for part in (where, first["msg"].removeprefix("Value error, ")) if part)
-        raise RunLogError(f"the memory event is damaged: {said}") from None
+    return checked(MemoryEvent, event)

@@ -38,7 +38,8 @@ class RunOnPage:
     cards: list[tuple[str, str, str]]
     advice: list[str]
     charts: list[Chart]
-    memory: MemoryOnPage | None
+    memory: MemoryOnPage
+    step: Chart | None
     layers: FittedTable | None
     prediction: FittedTable | None
     faults: FittedTable | None
@@ -104,7 +105,7 @@ def _title(logs: Sequence[RunLog]) -> str:
 
 
 def _run(log: RunLog, number: int, rated: int | None) -> RunOnPage:
-    from tba_offload.report.page_charts import charts, holders
+    from tba_offload.report.page_charts import charts, holders, step_over_time
 
     diagnosis, digest, salt = Diagnosis.of(log), Digest.of(log), f"run {number}"
     evidence = diagnosis.evidence
@@ -118,6 +119,7 @@ def _run(log: RunLog, number: int, rated: int | None) -> RunOnPage:
         memory=MemoryOnPage(
             visible(str(first)), holders(evidence, f"{salt} holders"), holders_table(evidence)
         ),
+        step=step_over_time(log, f"{salt} step"),
         layers=layers_table(evidence),
         prediction=prediction_table(digest),
         faults=_table(("What", "How much", "When"), faults(log), right=(1,)),

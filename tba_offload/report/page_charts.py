@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tba_offload.report.charts import MOST_POINTS, Series, Stack, over_steps, stacked
+from tba_offload.report.timeline import timelines
+from tba_offload.report.timeline_chart import timeline_svg
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -110,6 +112,20 @@ def _loss(log: RunLog, salt: str) -> Chart:
     return Chart(
         title, "As the program told it; the axis need not begin at zero." + _binned(log, "median"), picture
     )
+
+
+def step_over_time(log: RunLog, salt: str) -> Chart | None:
+    """The last step that the log tells over time; ``None`` if there is none."""
+    told = timelines(log)[-1:]
+    if not told:
+        return None
+    title = f"Step {told[0].step} over time"
+    caption = (
+        "Above, live bytes beyond those before the step, and what of them is in flight; then what moved; then "
+        "the runs of layers, with their numbers, and when training waited for I/O. By the host's clock: a "
+        "device that runs behind it works later. tba-offload timeline writes the same as a trace."
+    )
+    return Chart(title, caption, timeline_svg(told[0], salt=salt))
 
 
 # Memory by holder

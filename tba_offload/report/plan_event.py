@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, model_validator
 
-from tba_offload.errors import RunLogError
+from tba_offload.report.damage import checked
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -112,11 +112,4 @@ def checked_plan(event: Mapping[str, object]) -> None:
     Raises:
         RunLogError: A part is missing, of another type or beyond all bounds; says which.
     """
-    try:
-        _Plan.model_validate(event)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-        said = ": ".join(part for part in (where, first["msg"].removeprefix("Value error, ")) if part)
-        raise RunLogError(f"the plan event is damaged: {said}{more}") from None
+    checked(_Plan, event)

@@ -7,6 +7,7 @@ r"""The run log: JSON lines, one header and then one record for every step.
     {"event": "step", "step": 1, "seconds": 1.12, "loss": 10.1, ...}
     {"event": "plan", "step": 1, "profile": {...}, "drive": {...}, "layers": {...}, ...}
     {"event": "memory", "step": 1, "phases": {...}, "layers": [...], "static": {...}, ...}
+    {"event": "timeline", "step": 3, "scopes": [...], "stalls": [...], "points": [...], ...}
     {"event": "gap", "missing_steps": 12, "missing_events": 0, "reason": "No space left on device"}
 
 A finite float survives bit for bit: JSON gets its shortest exact decimal form. JSON has no word for the
@@ -49,6 +50,9 @@ PLAN = "plan"
 
 MEMORY = "memory"
 """The event that tells where in a step memory was at its peak, and what held it."""
+
+TIMELINE = "timeline"
+"""The event that tells of one step over time."""
 
 GAP = "gap"
 """The event that stands where steps are missing because the log could not be written."""
@@ -554,6 +558,10 @@ class _Reader:
             from tba_offload.report.memory_event import checked_memory
 
             checked_memory(event)
+        elif event["event"] == TIMELINE:
+            from tba_offload.report.timeline_event import checked_timeline
+
+            checked_timeline(event)
         self._others.append(event)
 
     def _first(self, number: int, event: Json) -> RunHeader:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from tba_offload.capture.trace import DeviceTimes
 from tba_offload.config.policy import Placement
+from tba_offload.report.run_log import MEMORY, TIMELINE
 from tba_offload.session.notices import tell
 from tba_offload.session.recording import record_of
 from tba_offload.session.static_memory import static_bytes
@@ -30,7 +31,8 @@ class Conclusions:
         parts: What worked in them.
         recorded: Is given the record of each.
         planned: Is given what there is to tell of a new plan, for the run log.
-        looked: Is given what holds memory in a step that was looked at, for the run log.
+        looked: Is given what was seen of a step that was looked at, for the run log: the event, and what it
+            holds.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class Conclusions:
         *,
         recorded: Callable[[StepRecord], object],
         planned: Callable[[dict[str, object]], object],
-        looked: Callable[[dict[str, object]], object],
+        looked: Callable[[str, dict[str, object]], object],
     ) -> None:
         self._parts = parts
         self._recorded = recorded
@@ -62,6 +64,7 @@ class Conclusions:
         record = record_of(step, times, number, loads, parts)
         self._recorded(record)
         self._look_at_memory(number)
+        self._look_at_times(step, number)
         if number == 1 and record.gradient_bytes and not (record.scopes or record.left_alone_scopes):
             parts.notices.no_layer_ran()
         if not step.state.skipped:
@@ -74,6 +77,7 @@ class Conclusions:
             return
         device, plan = parts.device.torch_device, parts.planning.plan
         self._looked(
+            MEMORY,
             {
                 "step": number,
                 "names": [site.layer.id.name for site in parts.sites],
@@ -81,8 +85,17 @@ class Conclusions:
                 "window": parts.offloader.ledger.window.nbytes,
                 "static": static_bytes(parts.modules, parts.optimizers, device),
                 **figures,
-            }
+            },
         )
+
+    def _look_at_times(self, step: Step, number: int) -> None:
+        parts, base = self._parts, step.memory.base_bytes
+        names = [site.layer.id.name for site in parts.sites]
+        figures = parts.curve.figures(
+            parts.capture.trace, parts.offloader.stats, names, began=step.began, base=base or 0
+        )
+        if figures is not None:
+            self._looked(TIMELINE, {"step": number, **figures})
 
     def _warn_if_full(self, number: int) -> None:
         parts, stats = self._parts, self._parts.offloader.stats

@@ -64,11 +64,17 @@ class Journal:
         if self._run_log is not None:
             self._run_log.note("plan", news)
 
-    def note_memory(self, figures: dict[str, object]) -> None:
-        """A step was looked at: what holds memory in it."""
-        self._looks.append({"event": MEMORY, **figures})
+    def note_look(self, event: str, figures: dict[str, object]) -> None:
+        """A step was looked at.
+
+        Args:
+            event: At what of it.
+            figures: What was seen.
+        """
+        if event == MEMORY:
+            self._looks.append({"event": MEMORY, **figures})
         if self._run_log is not None:
-            self._run_log.note(MEMORY, figures)
+            self._run_log.note(event, figures)
 
     def log(self) -> RunLog:
         """What is remembered, as a log that was read."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tba_offload.session.memory_watch import MemoryWatch
     from tba_offload.session.notices import Notices
     from tba_offload.session.ongoing import Ongoing
+    from tba_offload.session.step_curve import StepCurve
 
 
 class Meters:
@@ -39,17 +40,18 @@ class Meters:
         self._gradients = gradients
         self._notices = notices
         self._wanted = wanted
-        self._watch: weakref.ref[MemoryWatch] | None = None
+        self._told: tuple[weakref.ref[MemoryWatch] | weakref.ref[StepCurve], ...] = ()
         self._meter = self._meter_if_possible() if wanted else None
 
-    def tell(self, watch: MemoryWatch) -> None:
-        """Has a watch told of what a meter sees."""
-        self._watch = weakref.ref(watch)
+    def tell(self, watch: MemoryWatch, curve: StepCurve) -> None:
+        """Has a watch and a curve told of what a meter sees."""
+        self._told = weakref.ref(watch), weakref.ref(curve)
 
     def _saw(self, live: int) -> None:
-        watch = self._watch() if self._watch is not None else None
-        if watch is not None:
-            watch.seen(live)
+        for found in self._told:
+            told = found()
+            if told is not None:
+                told.seen(live)
 
     def of_step(self, *, wanted: bool | None, may_help: bool) -> MemoryMeter | None:
         """The meter of a step that begins.

@@ -20,6 +20,7 @@ from tba_offload.session.memory_watch import MemoryWatch, Sources
 from tba_offload.session.meters import Meters
 from tba_offload.session.notices import Notices, tell
 from tba_offload.session.static_memory import ModuleTensors
+from tba_offload.session.step_curve import StepCurve
 from tba_offload.store import open_store
 from tba_offload.transfer.offloader import Offloader
 
@@ -61,6 +62,7 @@ class Parts:
     planning: Planning
     meters: Meters
     memory_watch: MemoryWatch
+    curve: StepCurve
     optimizers: weakref.WeakSet[Optimizer]
     notices: Notices
     world: World
@@ -116,7 +118,8 @@ def make_parts(
     memory_watch = MemoryWatch(
         Sources(gradients.live, offloader, capture, ModuleTensors(modules)), len(stack.layers)
     )
-    meters.tell(memory_watch)
+    curve = StepCurve(offloader)
+    meters.tell(memory_watch, curve)
     return Parts(
         modules=tuple(modules),
         sites=[Site(layer, index) for index, layer in enumerate(stack.layers)],
@@ -130,6 +133,7 @@ def make_parts(
         planning=Planning(plan, [layer.id.number for layer in stack.layers], capture, offloader),
         meters=meters,
         memory_watch=memory_watch,
+        curve=curve,
         optimizers=weakref.WeakSet(),
         notices=notices,
         world=world,

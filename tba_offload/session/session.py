@@ -133,7 +133,7 @@ class Session:
         self._parts = parts
         journal = self._journal
         conclusions = Conclusions(
-            parts, recorded=journal.record, planned=journal.note_plan, looked=journal.note_memory
+            parts, recorded=journal.record, planned=journal.note_plan, looked=journal.note_look
         )
         self._steps = Steps(self._ongoing, parts, conclusions)
         self._boundaries = None if steps_by_hand else _boundaries_of(self._steps, parts, count_tokens)

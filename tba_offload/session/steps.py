@@ -148,6 +148,7 @@ class Steps:
         parts.store.take_loads()  # those of a failed step belong to none
         parts.gradients.begin_step()
         parts.memory_watch.begin_step(meter, self.ongoing.number)
+        parts.curve.begin_step(meter, self.ongoing.number)
 
     def _note_overlap(self, step: Step) -> None:
         """Live bytes are those of the process: of two steps at once none can tell its own."""
@@ -193,6 +194,7 @@ class Steps:
         """
         step = self.ongoing.ended()
         self._parts.memory_watch.end_step(failed=failed)
+        self._parts.curve.end_step()
         try:
             self._parts.capture.end_step(failed=failed)
             self._parts.rebuilds.end_step(failed=failed)

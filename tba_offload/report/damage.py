@@ -1,0 +1,34 @@
+"""Events of a run log are checked before anything is computed from them, and damage is named."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from tba_offload.errors import RunLogError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def checked(model: type[_Model], event: Mapping[str, object]) -> _Model:
+    """An event with its types.
+
+    Args:
+        model: What it must look like.
+        event: The event.
+
+    Raises:
+        RunLogError: A part is missing, of another type or beyond all bounds; says which.
+    """
+    try:
+        return model.model_validate(event)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+        said = ": ".join(part for part in (where, first["msg"].removeprefix("Value error, ")) if part)
+        raise RunLogError(f"the {event.get('event')} event is damaged: {said}{more}") from None
