@@ -39,7 +39,7 @@ _PLAIN = {INK: "#1c1e21", _GRID: "#d9dce0", PAPER: "#ffffff"} | dict(
         strict=True,
     )
 )
-"""What they are in a picture without a page."""
+"""Colours in their place in a picture without a page."""
 
 _VARIABLES = {INK: "var(--ink)", _GRID: "var(--grid)", PAPER: "var(--paper)"} | {
     colour: f"var(--c{number})" for number, colour in enumerate(COLOURS)

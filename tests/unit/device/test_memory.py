@@ -485,6 +485,37 @@ def test_gradients_are_left_out_of_the_peak_of_a_gpu(
     assert cuda.now - base == 1040
 
 
+def test_a_gpu_tells_the_peak_of_each_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, seen = FakeCuda(monkeypatch), []
+    meter = AllocatorMeter(torch.device("cuda", 0))
+    meter.tell(seen.append)
+    meter.reset()
+    cuda.allocate(500)
+    cuda.allocate(-300)
+    assert meter.cut() == 200
+    cuda.allocate(50)
+    assert meter.cut() == 250
+    meter.pause()
+    cuda.allocate(1000)
+    assert meter.cut() == 1250
+    assert seen == [500, 250, 250]
+    assert meter.peak() == 500
+
+
+def test_a_cpu_tells_of_every_sample(still: Observed) -> None:
+    seen: list[int] = []
+    still.tell(seen.append)
+    before = still.live()
+    tensor = allocate()
+    assert abs(still.cut() - before - SIZE) < SLACK
+    assert abs(seen[-1] - before - SIZE) < SLACK
+    still.pause()
+    count = len(seen)
+    del tensor
+    assert abs(still.cut() - before) < SLACK
+    assert len(seen) == count
+
+
 def test_the_statistics_of_a_gpu_are_not_read_for_every_small_gradient(
     monkeypatch: pytest.MonkeyPatch, static: dict[str, int]
 ) -> None:

@@ -1,0 +1,218 @@
+"""What holds memory, told from an allocator's figures and the offloader's books, without a training."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tba_offload.capture.registry import Registry
+from tba_offload.device.memory import MemoryMeter
+from tba_offload.session.memory_watch import MemoryWatch, Sources
+from tba_offload.session.static_memory import ModuleTensors, static_bytes
+
+CPU = torch.device("cpu")
+
+
+class Counted(MemoryMeter):
+    """A meter of bytes that a test allocates; it sees what it is asked to look at."""
+
+    source = "counted"
+
+    def __init__(self, *, samples: bool) -> None:
+        super().__init__()
+        self.samples = samples
+        self.now = 1000  # before the step
+
+    def live(self) -> int:
+        return self.now
+
+    def cut(self) -> int:
+        self.sample()
+        return self.now
+
+    def sample(self, grows_by: int = 0) -> None:
+        self._seen(self.now)
+
+    def reset(self) -> None: ...
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+    def close(self) -> None: ...
+    def peak(self) -> int:
+        return self.now
+
+
+class Bench:
+    """A watch over two layers, and what a test has them do."""
+
+    def __init__(self, *, samples: bool = True, number: int = 1) -> None:
+        self.ledger = SimpleNamespace(in_flight=0, read_ahead=0, settled=0)
+        self.trace = SimpleNamespace(kept_bytes=0)
+        self.meter = Counted(samples=samples)
+        offloader: Any = SimpleNamespace(ledger=self.ledger, own_bytes=0)
+        self.offloader = offloader
+        capture: Any = SimpleNamespace(trace=self.trace, registry=Registry())
+        gradients: Any = SimpleNamespace(nbytes=7)
+        self.watch = MemoryWatch(Sources(gradients, offloader, capture, ModuleTensors([])), 2)
+        self.meter.tell(self.watch.seen)
+        self.begin(number)
+
+    def begin(self, number: int) -> None:
+        self.watch.begin_step(self.meter, number)
+        self.watch.started()
+
+    def grow(self, nbytes: int, **books: int) -> None:
+        """Bytes are allocated or freed, and the offloader's books change."""
+        self.meter.now += nbytes
+        for name, change in books.items():
+            setattr(self.ledger, name, getattr(self.ledger, name) + change)
+        self.offloader.own_bytes = self.ledger.in_flight + self.ledger.settled
+        self.meter.sample()
+
+    def forward(self, way: str, *, nbytes: int = 10) -> None:
+        for index in range(2):
+            self.watch.layer_begins(index)
+            self.grow(nbytes + 5)
+            self.grow(-5)
+            self.watch.layer_ended(index, way)
+
+    @property
+    def held(self) -> dict[str, dict[str, int]]:
+        return {phase: peak.held._asdict() for phase, peak in self.watch.peaks.items()}
+
+
+@pytest.mark.parametrize(
+    ("way", "holder"), [("keep", "kept"), ("recompute", "inputs"), ("offload", "outputs")]
+)
+def test_what_layers_leave_is_told_by_how_they_ran(way: str, holder: str) -> None:
+    bench = Bench()
+    bench.forward(way)
+    bench.grow(30)
+    assert bench.watch.peaks["loss"].nbytes == 50
+    assert bench.held["loss"][holder] == 20
+    assert sum(bench.held["loss"].values()) == 20
+    assert [(layer.leaves, layer.forward) for layer in bench.watch.layers] == [(10, 15), (10, 15)]
+
+
+def test_what_the_offloader_holds_is_left_by_no_layer() -> None:
+    bench = Bench()
+    bench.watch.layer_begins(0)
+    bench.grow(10, in_flight=8)
+    bench.watch.layer_ended(0, "offload")
+    bench.watch.layer_begins(1)
+    assert bench.watch.layers[0].leaves == 2
+    assert bench.held["forward"]["in_flight"] == 8
+    assert bench.held["forward"]["outputs"] == 0  # not yet known when memory was at its peak
+
+
+def test_what_is_read_ahead_is_not_in_flight_twice() -> None:
+    bench = Bench()
+    bench.watch.backward_reached(1)
+    bench.grow(10, in_flight=10, read_ahead=6)
+    assert (bench.held["backward"]["in_flight"], bench.held["backward"]["read_ahead"]) == (4, 6)
+
+
+def test_backward_lets_go_of_a_run_when_it_comes_to_the_next() -> None:
+    bench = Bench()
+    for _ in range(2):
+        bench.forward("keep")
+    bench.watch.backward_reached(1)
+    bench.grow(100)
+    assert bench.held["backward"]["kept"] == 40
+    bench.watch.backward_reached(0)
+    bench.grow(100)
+    assert bench.held["backward"]["kept"] == 30
+    assert bench.watch.peaks["backward"].layer == 0
+    assert bench.watch.layers[1].backward == 100
+    bench.watch.backward_ended()
+    bench.watch.layer_begins(0)
+    bench.grow(1000)
+    assert bench.held["forward"]["kept"] == 20
+
+
+def test_small_tensors_are_told_apart_from_what_else_a_layer_leaves() -> None:
+    bench = Bench()
+    bench.watch.layer_begins(1)
+    bench.trace.kept_bytes = 4
+    bench.grow(10)
+    bench.watch.layer_ended(1, "offload")
+    bench.grow(5)
+    assert (bench.held["loss"]["small"], bench.held["loss"]["outputs"]) == (4, 6)
+
+
+def test_what_was_there_when_a_layer_began_lies_beside_it() -> None:
+    bench = Bench()
+    bench.grow(12)
+    bench.watch.layer_begins(0)
+    bench.grow(8)
+    peak = bench.watch.peaks["forward"]
+    assert (peak.nbytes, peak.beside, peak.gradients) == (20, 12, 7)
+
+
+@pytest.mark.parametrize(("samples", "steps"), [(True, range(1, 20)), (False, (1, 2, 3, 4, 8, 16))])
+def test_where_looking_takes_long_few_steps_are_looked_at(samples: bool, steps: Any) -> None:
+    bench = Bench(samples=samples)
+    looked = []
+    for number in range(1, 20):
+        bench.begin(number - 1)
+        if bench.watch.is_on:
+            looked.append(number)
+        bench.watch.end_step(failed=False)
+        assert not bench.watch.is_on
+    assert looked == list(steps)
+
+
+def test_steps_without_news_are_not_told() -> None:
+    bench = Bench()
+    told = []
+    for number, nbytes in enumerate([100, 50, 50, 50, 110, 120, 50, 50], start=1):
+        bench.begin(number - 1)
+        bench.grow(nbytes)
+        bench.grow(-nbytes)
+        bench.watch.end_step(failed=False)
+        if bench.watch.figures() is not None:
+            told.append(number)
+    assert told == [1, 2, 3, 4, 5, 8]
+
+
+def test_a_step_that_is_not_measured_has_no_figures() -> None:
+    bench = Bench()
+    bench.watch.begin_step(None, 0)
+    bench.watch.started()
+    bench.grow(10)
+    assert not bench.watch.is_on
+    assert bench.watch.figures() is None
+
+
+# What lasts
+
+
+def test_each_storage_counts_once_for_what_holds_it_first() -> None:
+    model = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 10, bias=False))
+    model[1].weight = model[0].weight
+    model.register_buffer("table", torch.zeros(50))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 10)).sum().backward()
+    optimizer.step()
+    assert static_bytes([model], [optimizer], CPU) == {
+        "parameters": 400,
+        "gradients": 400,
+        "buffers": 200,
+        "optimizer_states": 804,
+    }
+    assert set(static_bytes([model], [optimizer], torch.device("meta")).values()) == {0}
+
+
+def test_attributes_of_modules_that_layers_have_saved_are_named() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    kept, made, other = torch.zeros(10), torch.zeros(20), torch.zeros(30)
+    model[0].table, model[0].unused = kept, other  # type: ignore[assignment]
+    tensors, registry = ModuleTensors([model]), Registry()
+    tensors.begin_step()
+    model[0].outputs = [made]  # type: ignore[assignment]
+    for tensor in (kept, made):
+        registry.note_kept(tensor.untyped_storage())
+    assert tensors.saved(registry) == [("0.table", 40, True), ("0.outputs", 80, False)]
