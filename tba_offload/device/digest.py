@@ -59,7 +59,7 @@ def _sums(plain: torch.Tensor) -> torch.Tensor:
 
     A sum of shorter integers takes twenty times as long on a CPU.
     """
-    flat = plain.view(-1)
+    flat = plain.as_strided((plain.numel(),), (1,))  # also of a single element whose stride is 0
     if plain.data_ptr() % 8 or plain.storage_offset() * plain.itemsize % 8:
         flat = flat.clone()
     count = flat.numel() * flat.itemsize // 8 * 8 // flat.itemsize
