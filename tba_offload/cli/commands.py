@@ -19,6 +19,7 @@ from tba_offload.cli.megatron import launch, patch
 from tba_offload.cli.plan import plan
 from tba_offload.cli.report import report
 from tba_offload.cli.rok import rok
+from tba_offload.cli.schema import schema
 from tba_offload.cli.timeline import timeline
 from tba_offload.cli.why import why
 from tba_offload.errors import ConfigError, TbaError
@@ -60,5 +61,5 @@ def main(modules: tuple[str, ...]) -> None:
             ) from error
 
 
-for command in (check, rok, plan, why, report, timeline, demo, doctor, patch, launch):
+for command in (check, schema, rok, plan, why, timeline, report, demo, doctor, patch, launch):
     main.add_command(command)
