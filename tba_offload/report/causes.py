@@ -168,13 +168,21 @@ def _kept(evidence: Evidence) -> Iterator[Finding]:
     if not kept:
         return
     largest = max(memory.layers[index][0] for index in kept)
+    planned = all(_is_auto(evidence, memory.names[index]) for index in kept)
     yield Finding(
         "layers that keep",
         evidence.without(lambda phase: max(phase.of("kept") - largest, 0)),
         f"{len(kept)} of {len(memory.names)} layers are placed keep, so that all that they save stays in "
         "memory",
-        "place them offload, or auto with a budget: `tba-offload plan` says what that would take",
+        "give the planner, which keeps them, a lower budget.activation_bytes"
+        if planned
+        else "place them offload, or auto with a budget: `tba-offload plan` says what that would take",
     )
+
+
+def _is_auto(evidence: Evidence, name: str) -> bool:
+    entry = evidence.log.header.plan.get(name)
+    return isinstance(entry, dict) and entry.get("placement") == "auto"
 
 
 def _small(evidence: Evidence) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from tba_offload.report.tables import Column, FittedTable
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from tba_offload.report.evidence import Phase
     from tba_offload.report.run_log import RunLog
@@ -61,7 +61,7 @@ class Diagnosis:
         return self.findings[0].cause if self.findings else None
 
     def __str__(self) -> str:
-        return "\n".join(_plain(part) for part in self.parts())
+        return "\n".join(_lines(self.parts()))
 
     def parts(self) -> list[FittedTable | str]:
         """What there is to say, as lines and tables."""
@@ -132,8 +132,12 @@ def show(diagnosis: Diagnosis) -> None:
     tables.show(*diagnosis.parts())
 
 
-def _plain(part: FittedTable | str) -> str:
-    return visible(part) if isinstance(part, str) else f"\n{part.markdown()}"
+def _lines(parts: Sequence[FittedTable | str]) -> Iterator[str]:
+    """Tables between empty lines, as they are printed."""
+    for place, part in enumerate(parts):
+        if place and not (isinstance(part, str) and isinstance(parts[place - 1], str)):
+            yield ""
+        yield visible(part) if isinstance(part, str) else part.markdown().rstrip("\n")
 
 
 def _summary(evidence: Evidence) -> str:

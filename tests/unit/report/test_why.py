@@ -69,6 +69,17 @@ def test_steps_of_another_plan_do_not_count(tmp_path: Path) -> None:
     assert why(write_run(tmp_path / "run.jsonl", tried, event(4))).evidence.step.step == 4
 
 
+@pytest.mark.parametrize(
+    ("placed", "change"), [("keep", "place them offload"), ("auto", "a lower budget.activation_bytes")]
+)
+def test_layers_that_the_planner_keeps_are_its_business(tmp_path: Path, placed: str, change: str) -> None:
+    keeping = event(placements=["keep", "keep"], phases={"loss": peak(100, layer=1, kept=80)})
+    plan = {name: {"layer": 0, "placement": placed, "why": "default"} for name in NAMES}
+    found = why(write_run(tmp_path / "run.jsonl", keeping, header={"plan": plan}))
+    assert found.cause == "layers that keep"
+    assert change in found.findings[0].change
+
+
 def test_a_log_without_memory_events_tells_what_its_steps_do(tmp_path: Path) -> None:
     found = why(write_run(tmp_path / "run.jsonl"))
     assert found.evidence.peak.name == "step"
