@@ -12,8 +12,9 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.errors import MissingDependencyError
-from tba_offload.formatting import grouped, readable_size, significant, visible
+from tba_offload.formatting import readable_size, significant, visible
 from tba_offload.report.digest import Digest, endurance, faults, settings
+from tba_offload.report.page_layers import layers_table
 from tba_offload.report.plans import title_of
 from tba_offload.report.rok import require_matplotlib
 from tba_offload.report.tables import Column, FittedTable
@@ -22,11 +23,12 @@ from tba_offload.report.why import Diagnosis, holders_table
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tba_offload.report.evidence import Evidence
     from tba_offload.report.page_charts import Chart
     from tba_offload.report.run_log import RunLog
 
 _UNKNOWN = "not known"
+
+_TIMES = "predicted_seconds", "seconds"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,51 +168,10 @@ def _table(
 # Tables
 
 
-def layers_table(evidence: Evidence) -> FittedTable | None:
-    """The placement of each layer, why it has it, and what it takes; equal neighbours are one row."""
-    placed = {name: entry for name, entry in evidence.log.header.plan.items() if isinstance(entry, dict)}
-    if not placed:
-        return None
-    names, memory = list(placed), evidence.memory
-    now = dict(zip(memory.names, memory.placements, strict=True)) if memory is not None else {}
-    takes = dict(zip(memory.names, memory.layers, strict=True)) if memory is not None else {}
-    words = [(str(placed[name].get("placement")), str(placed[name].get("why"))) for name in names]
-    alike = [(*said, now.get(name)) for said, name in zip(words, names, strict=True)]
-    groups = grouped(names, alike)
-    members = [names[group.first : group.first + group.size] for group in groups]
-
-    def largest(place: int) -> tuple[str, ...]:
-        found = [[takes[name][place] for name in group if name in takes] for group in members]
-        return tuple(readable_size(max(sizes)) if sizes else "" for sizes in found)
-
-    columns = [
-        Column("Layers", tuple(group.numbers for group in groups), "left"),
-        Column("Name", tuple(group.name for group in groups), "left"),
-        Column("Placement", tuple(words[group.first][0] for group in groups), "left"),
-        Column("Runs as", tuple(now.get(names[group.first], "") for group in groups), "left"),
-        Column("Why", tuple(words[group.first][1] for group in groups), "left"),
-        Column("Leaves in memory", largest(0)),
-        Column("Forward takes", largest(1)),
-        Column("Backward takes", largest(2)),
-    ]
-    return FittedTable(
-        tuple(column for column in columns if any(column.cells)),
-        caption="Sizes are those of the layer of each row that takes most, in one run of it: what its "
-        "forward leaves in memory beside what the offloader holds, and the most that forward and backward "
-        "need at once.",
-    )
-
-
 def prediction_table(digest: Digest) -> FittedTable | None:
     """What plans predicted beside what was measured."""
-    rows = [
-        row
-        for row in (
-            _predicted(digest, "Activation peak", "predicted_peak_bytes", "activation_peak_bytes"),
-            _predicted(digest, "Time of a step", "predicted_seconds", "seconds"),
-        )
-        if row is not None
-    ]
+    peak = _predicted(digest, "Activation peak", "predicted_peak_bytes", "activation_peak_bytes")
+    rows = [row for row in (peak, _predicted(digest, "Time of a step", *_TIMES)) if row is not None]
     headings = ("Median of", "Steps", "Predicted", "Measured", "Measured / predicted", "Farthest off")
     return _table(headings, rows, right=(1, 2, 3, 4, 5))
 

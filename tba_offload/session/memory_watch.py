@@ -212,10 +212,13 @@ class MemoryWatch:
             self.is_on = True
             self._enter(FORWARD, 0, live)
 
-    def end_step(self, *, failed: bool) -> None:
-        """The step ends: nothing is looked at any more. What it has saved is known still."""
-        if self.is_on and self._is_due and not failed:
+    def look_back(self) -> None:
+        """The step is about to end; what it has saved is known still."""
+        if self.is_on and self._is_due:
             self._found = self._sources.attributes.saved(self._sources.capture.registry)
+
+    def stop(self) -> None:
+        """Nothing is looked at any more."""
         self.is_on = False
 
     # ---- what the step is at ---------------------------------------------------------------------

@@ -94,6 +94,8 @@ class Step:
             if kind is None and not self.opened_itself:
                 steps.trace.end_step()
             self.memory.end()
+            if kind is None:
+                steps.look_back()
         except BaseException:
             steps.end(failed=True)
             raise

@@ -95,7 +95,7 @@ class StepCurve:
             self._points = [max(pair, key=_live) for pair in pairs]
             self._each *= 2
 
-    def end_step(self) -> None:
+    def stop(self) -> None:
         """Nothing is recorded any more."""
         self._is_on = False
 

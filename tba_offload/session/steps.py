@@ -186,6 +186,10 @@ class Steps:
 
     # ---- end -------------------------------------------------------------------------------------
 
+    def look_back(self) -> None:
+        """The step that is open is about to end well: notes what of its activations something else holds."""
+        self._parts.memory_watch.look_back()
+
     def end(self, *, failed: bool) -> None:
         """The step that is open is over.
 
@@ -193,8 +197,8 @@ class Steps:
             TransferError: One of its transfers failed.
         """
         step = self.ongoing.ended()
-        self._parts.memory_watch.end_step(failed=failed)
-        self._parts.curve.end_step()
+        self._parts.memory_watch.stop()
+        self._parts.curve.stop()
         try:
             self._parts.capture.end_step(failed=failed)
             self._parts.rebuilds.end_step(failed=failed)

@@ -20,7 +20,9 @@ from tba_offload import cli
 from tba_offload.errors import MissingDependencyError
 from tba_offload.report.charts import Series, Stack, over_steps, stacked
 from tba_offload.report.digest import Digest, endurance, faults
+from tba_offload.report.evidence import Evidence
 from tba_offload.report.page import page
+from tba_offload.report.page_layers import layers_table
 from tba_offload.report.run_log import read_run_log
 
 if TYPE_CHECKING:
@@ -139,6 +141,23 @@ def test_prediction_stands_beside_measurement(tmp_path: Path) -> None:
     said = re.sub(r"\s+", " ", " ".join(Strict(text_of(path)).text))
     assert "Activation peak 4 80.0 MiB 100 MiB 1.25 1.25" in said
     assert "Time of a step 4 0.400 s 0.500 s 1.25 1.25" in said
+
+
+def test_layers_are_rows_by_placement_and_by_how_they_run(tmp_path: Path) -> None:
+    plan = {
+        name: {"layer": number, "placement": "auto", "why": "default"} for number, name in enumerate(NAMES)
+    }
+    told = event() | {
+        "placements": ["offload", "offload", "keep"],
+        "layers": [[1, 2, 3], [4, 2, 3], [9, 8, 7]],
+    }
+    path = write_run(tmp_path / "run.jsonl", told, header={"plan": plan})
+    table = layers_table(Evidence.of(read_run_log(path)))
+    assert table is not None
+    assert table.rows == (
+        ("0-1", "layers.0-1", "auto", "offload", "default", "4.00 B", "2.00 B", "3.00 B"),
+        ("2", "layers.2", "auto", "keep", "default", "9.00 B", "8.00 B", "7.00 B"),
+    )
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5])

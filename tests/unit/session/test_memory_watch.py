@@ -160,7 +160,7 @@ def test_where_looking_takes_long_few_steps_are_looked_at(samples: bool, steps: 
         bench.begin(number - 1)
         if bench.watch.is_on:
             looked.append(number)
-        bench.watch.end_step(failed=False)
+        bench.watch.stop()
         assert not bench.watch.is_on
     assert looked == list(steps)
 
@@ -172,7 +172,7 @@ def test_steps_without_news_are_not_told() -> None:
         bench.begin(number - 1)
         bench.grow(nbytes)
         bench.grow(-nbytes)
-        bench.watch.end_step(failed=False)
+        bench.watch.stop()
         if bench.watch.figures() is not None:
             told.append(number)
     assert told == [1, 2, 3, 4, 5, 8]
