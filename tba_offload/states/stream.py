@@ -72,7 +72,9 @@ class Stream:
             with self._tally.counted(), self._whole():
                 self.follow()
                 self._update_all(early, options)
-                self._journal.accept()
+                self._own.commit()
+                self.exchange.end()
+                self._journal.accept()  # the last: from here on nothing can be taken back
         finally:
             self._own.commit()
             self.exchange.end()
@@ -118,6 +120,11 @@ class Stream:
     # ---- between updates -------------------------------------------------------------------------
 
     @property
+    def is_ahead(self) -> bool:
+        """Whether something was updated for a step that has not come yet."""
+        return bool(self._journal.noted)
+
+    @property
     def is_current(self) -> bool:
         """Whether ``optimizer.state`` shows what is away, and nothing that others have put there."""
         return all(map(self.exchange.is_current, self._roster.groups))
@@ -137,6 +144,14 @@ class Stream:
             having = [each for each in parameters if self._optimizer.state.get(each)]
             self._roster.learn_of(number, having)
             self.exchange.take_shown(self._roster.add(number, having))
+
+    def on_host(self, parameters: set[torch.Tensor]) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+        """Copies of states of parameters in host memory, and of others that travel with them.
+
+        Raises:
+            TransferError: They cannot be read.
+        """
+        return self.exchange.on_host(self._roster.with_any(parameters))
 
     def give_back(self) -> None:
         """Puts all states back into ``optimizer.state``, and frees slots and extents.
