@@ -27,16 +27,21 @@ _REASON = (
 )
 
 
-def not_traced(function: Function) -> Function:
+def not_traced(function: Function, *, nor_what_it_calls: bool = False) -> Function:
     """Marks a function that the compiler has to leave alone, as ``torch.compiler.disable`` does.
 
     That would import the compiler, which takes seconds, for everybody. Where PyTorch has no such strategies
     the function is traced, as any other.
+
+    Args:
+        function: The function.
+        nor_what_it_calls: Whether the compiler has to leave alone what this calls, too.
     """
     if not hasattr(eval_frame, "_FrameExecStrategy"):
         return function
     skip, as_ever = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
-    strategy = eval_frame._FrameExecStrategy(skip, as_ever)  # of the function, and of those that it calls
+    called = skip if nor_what_it_calls else as_ever
+    strategy = eval_frame._FrameExecStrategy(skip, called)  # of the function, and of those that it calls
     eval_frame.set_code_exec_strategy(function.__code__, strategy)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
