@@ -9,6 +9,12 @@ import torch
 _SAMPLES = 64
 """Elements that are compared one by one; more cost memory, and the sum sees what they miss."""
 
+_OF_64_BITS = (1, 8)
+"""Sizes of elements that may be numbers of 64 bits, or parts of them."""
+
+_CHUNK = 2**20
+"""Words of 64 bits of which the upper halves are in memory at a time."""
+
 _COLUMNS = 1021
 """Words are summed in so many columns, a prime number, so that moving them changes the sums."""
 
@@ -25,7 +31,7 @@ class Digest(NamedTuple):
     Attributes:
         shape: Its shape.
         dtype: Its type.
-        bits: Some of its bits as integers, at equal distances, and a number made of all, on its device.
+        bits: Some of its bits as integers, at equal distances, and the sum of all, on its device.
     """
 
     shape: torch.Size
@@ -49,7 +55,7 @@ class Digest(NamedTuple):
         samples = plain.as_strided((count,), (step,)).clone().view(_WORDS[plain.itemsize])
         if samples_only:
             return cls(tensor.shape, tensor.dtype, samples)
-        return cls(tensor.shape, tensor.dtype, torch.cat((samples.to(torch.int64), _hash(plain))))
+        return cls(tensor.shape, tensor.dtype, torch.cat((samples.to(torch.int64), _sums(plain))))
 
     def equals(self, other: Digest) -> bool:
         """Whether both tensors have the same bits, as far as digests tell; waits for the device."""
@@ -60,20 +66,30 @@ class Digest(NamedTuple):
         )
 
 
-def _hash(plain: torch.Tensor) -> torch.Tensor:
-    """A number that other bits of a contiguous tensor, or the same in another order, are unlikely to have.
+def _sums(plain: torch.Tensor) -> torch.Tensor:
+    """Numbers that other bits of a contiguous tensor, or the same in another order, are unlikely to have.
 
-    A sum alone would not do: it stays as it is if the sign of two elements is changed, which is the highest
-    bit of a word, or if words change places. Sums of integers shorter than 64 bits take twenty times as long
-    on a CPU.
+    One sum of all would stay as it is if the sign of two elements is changed, which is the highest bit of a
+    word, or if words change places: columns are summed, and mixed. Sums of integers shorter than 64 bits take
+    twenty times as long on a CPU. But the lower half of a round number in 64 bits is zero, and of a few
+    thousand such numbers that are alike the sum is zero too: upper halves are added apart.
     """
-    flat = plain.view(-1)
-    if plain.data_ptr() % 8 or plain.storage_offset() * plain.itemsize % 8:
+    flat = plain.as_strided((plain.numel(),), (1,))  # also of a single element whose stride is 0
+    if plain.storage_offset() * plain.itemsize % 8:
         flat = flat.clone()
     count = flat.numel() * flat.itemsize // 8 * 8 // flat.itemsize
     words, rest = flat[:count].view(torch.int64), flat[count:].view(_WORDS[plain.itemsize])
+    sums = [_mixed(words, rest)]
+    if plain.itemsize in _OF_64_BITS:
+        starts = range(0, words.numel(), _CHUNK)
+        sums += [(words[start : start + _CHUNK] >> 32).sum() for start in starts]
+    return torch.stack(sums)
+
+
+def _mixed(words: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+    """A number that depends on each column of words, and on each word and element that is in none."""
     rows = words.numel() // _COLUMNS
     columns = words[: rows * _COLUMNS].view(rows, _COLUMNS).sum(0)
     parts = torch.cat((columns, words[rows * _COLUMNS :], rest.to(torch.int64)))
     factors = torch.arange(1, 2 * parts.numel(), 2, device=parts.device) * _FACTOR
-    return ((parts ^ (parts >> 29)) * factors).sum().reshape(1)
+    return ((parts ^ (parts >> 29)) * factors).sum()
