@@ -128,10 +128,7 @@ def _settings(
     refuse_run_logs(output)
     chosen = choose_dtype(dtype, device=training_device())
     say(str(chosen))
-    sizes, strategies = (
-        tuple(sorted(set(batch_sizes))),
-        strategies_of(policy, states=states != "keep", control=control),
-    )
+    sizes, strategies = tuple(sorted(set(batch_sizes))), strategies_of(policy, states=states != "keep", control=control)
     wish = Wish(hidden, sequence, steps, sizes, strategies, {**model, "dtype": chosen.dtype})
     seconds = min(TARGET_SECONDS, progress.time_limit)
     found = fitted(wish, directories or (output,), seconds=seconds, threads=threads, watch=progress)
