@@ -180,7 +180,7 @@ class Early:
             SessionError: Gradients are freed, so that the step cannot be made any more.
             TransferError: It cannot be read back.
         """
-        was_pending = self._stream.is_ahead
+        was_pending = bool(self._stream.journal.noted)
         self._undo()
         if was_pending and self._frees:
             raise SessionError(
@@ -208,7 +208,7 @@ class Early:
         Raises:
             SessionError: Something has; what was before is there again.
         """
-        if not self._stream.is_ahead:
+        if not self._stream.journal.noted:
             return
         parameter = self._basis.changed_since()
         if parameter is None and self._stream.is_current:

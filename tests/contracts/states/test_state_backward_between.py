@@ -15,11 +15,11 @@ import torch
 from models import same_bits
 from optimizers import MAKERS, Training, assert_same, pair, plain_copy, policy
 from torch import nn, optim
-from torch.nn.modules import module as modules_of_torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 import tba_offload as tba
 from tba_offload.errors import SessionError, TransferError
-from tba_offload.states.early import Early
+from tba_offload.states.basis import Basis
 from tba_offload.states.figures import Tally
 from tba_offload.states.journal import Journal
 from tba_offload.states.stream import Stream
@@ -237,7 +237,10 @@ def test_a_closed_model_is_freed_at_once(is_pending: bool, tmp_path: Path) -> No
         found.optimizer.zero_grad()
         found.backward(1)
     states.close()
-    assert not modules_of_torch._global_forward_pre_hooks
+    handle = register_module_forward_pre_hook(lambda *_: None)
+    hooks = handle.hooks_dict_ref()
+    handle.remove()
+    assert not hooks
     left = [weakref.ref(each) for each in (found.optimizer, found.model, found.model.head.weight, states)]
     gc.collect()
     gc.disable()
@@ -316,7 +319,7 @@ class Interrupt:
 
 
 INTERRUPTED: dict[str, Any] = {
-    "Early._update": Early._update,
+    "Basis.note": Basis.note,
     "Journal.accept": Journal.accept,
     "Journal.note": Journal.note,
     "Journal.take_back": Journal.take_back,
