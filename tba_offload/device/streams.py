@@ -146,6 +146,14 @@ class Device(ABC):
             A 1-D uint8 tensor of ``nbytes``; the memory is freed with it.
         """
 
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copies a small tensor to host memory.
+
+        Returns:
+            Its numbers, which are there when the work up to :meth:`event` is done.
+        """
+        return tensor.detach().to("cpu", copy=True)
+
     def give_back_host_memory(self) -> None:  # noqa: B027 - most have none to give
         """Gives host memory that was freed back to the system, where an allocator keeps it for later."""
 
@@ -311,6 +319,16 @@ class Accelerator(Device):
         if self.torch_device.type == "cuda":
             return pinned_memory(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copies on the calling thread's stream, into pinned memory of PyTorch's own, and waits for nothing.
+
+        PyTorch keeps such memory for the next tensor of the size, so it is pinned in a first step only.
+        """
+        if tensor.is_cpu:
+            return super().to_host(tensor)
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        return copy.copy_(tensor.detach(), non_blocking=True)
 
     def give_back_host_memory(self) -> None:
         """Empties PyTorch's cache of pinned memory: what lies there is of use to this process only."""

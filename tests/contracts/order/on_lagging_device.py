@@ -28,6 +28,8 @@ import tba_offload as tba
 from tba_offload.device import READY, Accelerator, ByteRange, device_of
 from tba_offload.device.ranges import aligned_range
 from tba_offload.errors import DeviceError, TransferError, UnsupportedError
+from tba_offload.megatron.loss import report_loss
+from tba_offload.report.run_log import read_run_log
 from tba_offload.store.file import FileStore
 from tba_offload.store.host import HostStore
 from tba_offload.testing import store_contract
@@ -426,6 +428,66 @@ def test_no_thread_spins_while_it_waits(tmp_path: Path) -> None:
     with tba.attach(model, config_for(in_flight=WINDOW, directory=tmp_path)) as session:
         history_of(model, session)
     assert lagging.Event.spinning == before
+
+
+# Figures
+
+
+def late_loss(step: tba.Step, loss: Tensor, way: str) -> None:
+    """Gives a step its loss, by the end of which the host is done long before the device."""
+    lagging.sleep(0.05)
+    if way == "Megatron's":  # sums, with the numbers of tokens in them
+        reported = torch.stack([loss.detach() * 8, torch.full_like(loss, 8)])
+        report_loss(step, [{"lm loss": reported}, {"lm loss": (reported[0], reported[1])}])
+    else:
+        step.loss = loss.detach()
+
+
+@pytest.mark.parametrize("way", ["a tensor", "Megatron's"])
+def test_nothing_waits_for_the_loss_of_a_step(way: str) -> None:
+    model, losses = made(), []
+    with tba.attach(model, config_for(default="keep")) as session:
+        for number in range(3):
+            before = lagging.count("host_waits")
+            with session.step() as step:
+                loss = loss_on_lagging(model, number)
+                loss.backward()
+                late_loss(step, loss, way)
+            assert step.record is not None
+            assert (step.record.loss, session.report()[-1].loss) == (None, None)
+            assert lagging.count("host_waits") == before
+            losses.append(loss.item())
+            assert [record.loss for record in session.report()] == losses
+
+
+@pytest.mark.parametrize("way", ["a tensor", "Megatron's"])
+def test_the_run_log_has_the_loss_and_the_time_of_the_device(way: str, tmp_path: Path) -> None:
+    """Also of a last step that ends when the host has long closed the session."""
+    model, losses, log = made(), [], tmp_path / "run.jsonl"
+    with tba.attach(model, config_for(default="keep"), run_log=log) as session:
+        for number in range(3):
+            lagging.sleep(0.2)  # this is no part of the step
+            with session.step() as step:
+                loss = loss_on_lagging(model, number)
+                loss.backward()
+                late_loss(step, loss, way)
+            losses.append(loss.detach())
+    steps = read_run_log(log).steps
+    assert [step.step for step in steps] == [1, 2, 3]
+    assert [step.loss for step in steps] == [loss.item() for loss in losses]
+    assert all(0.05 < step.seconds < 0.2 for step in steps)
+    assert all(0.05 < record.seconds < 0.2 for record in session.report())
+
+
+def test_a_loss_of_several_numbers_is_refused() -> None:
+    model = made()
+    with tba.attach(model, config_for(default="keep")) as session:
+        with (
+            pytest.raises(ValueError, match="the loss of a step is one number, not 2"),
+            session.step() as step,
+        ):
+            loss_on_lagging(model, 0).backward()
+            step.loss = torch.ones(2, device=LAG)
 
 
 # The contract of stores, for bytes that go through slabs
