@@ -100,13 +100,13 @@ class Journal:
     def _write(self, record: StepRecord, late: LateFigures | None) -> None:
         if late is not None:
             known, record = record, late.complete(record)
-            self._replace(known, record)
+            self._put_in_place_of(known, record)
         if self._tells:
             tell(describe_step(record))
         if self._run_log is not None:
             self._run_log.write(record)
 
-    def _replace(self, known: StepRecord, complete: StepRecord) -> None:
+    def _put_in_place_of(self, known: StepRecord, complete: StepRecord) -> None:
         records = self.records
         for index in range(len(records) - 1, -1, -1):
             if records[index] is known:

@@ -347,7 +347,6 @@ FOREIGN = {
     "errors.py": ("error", "an alternative constructor"),
     "megatron/arguments.py": ("action parser", "argparse; Megatron's parser is extended"),
     "megatron/script.py": ("sys", "the script sees its own command line"),
-    "megatron/training.py": ("step", "the public way to tell a step its loss"),
     "placements/builtin.py": ("Placement", "the class offers the placements that derive from it"),
     "plan/traffic.py": ("item", "items are many, and their transitions are this file's business"),
     "recompute/parametrized.py": ("cache", "the cache of torch.nn.utils.parametrize"),
