@@ -80,14 +80,14 @@ class Journal:
         """Writes what waits for nothing any more."""
         waiting = self._waiting
         while waiting and (waiting[0][0] is None or waiting[0][0].are_there()):
-            waiting[0][1]()
-            waiting.popleft()
+            _, write = waiting.popleft()
+            write()
 
     def write_all(self) -> None:
         """Writes everything; waits for the device."""
         while self._waiting:
-            self._waiting[0][1]()
-            self._waiting.popleft()
+            _, write = self._waiting.popleft()
+            write()
 
     def _note(self, event: str, document: dict[str, object]) -> None:
         if self._run_log is not None:
