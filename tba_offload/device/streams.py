@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import inspect
 import mmap
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -160,6 +161,14 @@ class Device(ABC):
     def is_capturing(self) -> bool:
         """Whether the calling thread's work is recorded into a graph instead of being done."""
         return False
+
+    def compiled_graph(self) -> object:
+        """What ``torch.compile`` has run last as a graph of this device; another object after each run.
+
+        Returns:
+            ``None`` if it has run none.
+        """
+        return None
 
 
 class CpuDevice(Device):
@@ -343,6 +352,14 @@ class Accelerator(Device):
         told = getattr(self._module, "is_current_stream_capturing", None)
         return told is not None and bool(told())
 
+    def compiled_graph(self) -> object:
+        """The node that Inductor's trees of CUDA graphs are at, which are imported where it makes such."""
+        trees = sys.modules.get("torch._inductor.cudagraph_trees")
+        if trees is None:
+            return None
+        manager = trees.get_manager(self.torch_device.index, create_if_none_exists=False)
+        return None if manager is None else manager.current_node
+
     def _copy_stream(self, *, to_host: bool) -> Any:
         stream = self._copy_streams.get(to_host)
         if stream is None:  # of two threads that come at once, both get the stream of the first
@@ -404,6 +421,19 @@ def device_of(device: torch.device | str) -> Device:
 def is_device_failure(error: BaseException) -> bool:
     """Whether an error tells of work that failed on a device, perhaps long before anything waited for it."""
     return isinstance(error, getattr(torch, "AcceleratorError", ()))
+
+
+def check_not_captured(device: Device) -> None:
+    """Checks that bytes which are about to travel are there, or will be.
+
+    Raises:
+        UnsupportedError: A CUDA graph is captured, so what computes them is only recorded.
+    """
+    if device.is_capturing():
+        raise UnsupportedError(
+            "activations are to travel while a CUDA graph is captured: a graph fixes their addresses, so they "
+            "cannot. capture no graph in attached layers, or place them keep"
+        )
 
 
 def never_freed(memory: Iterable[torch.Tensor]) -> None:

@@ -88,12 +88,7 @@ class LayerRuns:
             return site.forward(*args, **kwargs)
         self._note_size(site, (*args, *kwargs.values()))
         placement = self._placement_here(site)
-        if placement is not Placement.KEEP and self._parts.device.is_capturing():
-            raise UnsupportedError(
-                f"layer {site.layer.id.number} ({site.layer.id.name}) is placed {placement.value} and runs "
-                "while a CUDA graph is captured: a graph fixes the addresses of activations, so they cannot "
-                "travel. capture no graph around attached layers, or place them keep"
-            )
+        graph = self._graph_before(site, placement)
         if placement is not Placement.KEEP and _appends_to_cache(site, args, kwargs):
             placement = self._with_cache(site, placement)
         self._watch.note_gone()
@@ -103,6 +98,7 @@ class LayerRuns:
         try:
             call = Call(self._parts, self._config, self._stack, site, placement, scope, args, kwargs)
             output = placement.take(call)
+            self._check_graphs(site, placement, graph)
         except BaseException:
             if self._ongoing.step is not None:
                 self._ongoing.step.state.fail()
@@ -111,6 +107,33 @@ class LayerRuns:
         self._ongoing.look_at_memory()
         self._watch.watch(site, output, scope, before)
         return output
+
+    def _graph_before(self, site: Site, placement: Placement) -> object:
+        """What the device ran last as a graph before a layer.
+
+        Raises:
+            UnsupportedError: A graph is captured, and the layer is not kept.
+        """
+        device = self._parts.device
+        if placement is not Placement.KEEP and device.is_capturing():
+            raise _fixed_addresses(
+                site, placement, "while a CUDA graph is captured", "capture no graph around attached layers"
+            )
+        return device.compiled_graph()
+
+    def _check_graphs(self, site: Site, placement: Placement, before: object) -> None:
+        """Checks that a layer that has run was not compiled to graphs.
+
+        Raises:
+            UnsupportedError: It was, and is not kept.
+        """
+        if placement is not Placement.KEEP and self._parts.device.compiled_graph() is not before:
+            raise _fixed_addresses(
+                site,
+                placement,
+                "as CUDA graphs",
+                "compile it with mode='default' or 'max-autotune-no-cudagraphs'",
+            )
 
     def _opens_step(self, site: Site) -> bool:
         """Whether a step is open now: the layer was called without its model, or outside of any step."""
@@ -185,6 +208,14 @@ class LayerRuns:
         return ScopeKey(
             site.layer.id.number, count if number is None else number, site.layer.chunk, site.layer.id.name
         )
+
+
+def _fixed_addresses(site: Site, placement: Placement, how: str, remedy: str) -> UnsupportedError:
+    """What to raise where CUDA's graphs have to do with a layer."""
+    return UnsupportedError(
+        f"layer {site.layer.id.number} ({site.layer.id.name}) is placed {placement.value} and runs {how}: a "
+        f"graph fixes the addresses of activations, so they cannot travel. {remedy}, or place them keep"
+    )
 
 
 def _appends_to_cache(site: Site, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
+import types
 import warnings
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -421,6 +423,68 @@ def test_a_graph_that_is_captured_is_noticed(placement: str, monkeypatch: pytest
         noticed = pytest.raises(UnsupportedError, match="while a CUDA graph is captured")
         with nullcontext() if placement == "keep" else noticed, session.step():
             loss_on_lagging(model, 0).backward()
+
+
+class Capturing(nn.Module):
+    """A layer that captures a graph inside of its forward, or of its backward."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.layer, self.where = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8))), where
+
+    def forward(self, x: Tensor) -> Tensor:
+        module = torch.get_device_module(LAG)
+        module.is_capturing = self.where == "forward"
+        y = self.layer(x)
+        module.is_capturing = False
+        if self.where == "backward":
+            y.register_hook(lambda gradient: setattr(module, "is_capturing", True))
+        return y
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_graph_that_is_captured_inside_a_layer_is_noticed(where: str) -> None:
+    layer, x = Capturing(where).to(LAG), torch.randn(ROWS, WIDTH).to(LAG)
+    module = torch.get_device_module(LAG)
+    with tba.attach(layer, config_for(in_flight=4 * ONE), layers=[layer]) as session:
+        try:
+            with pytest.raises(UnsupportedError, match="capture no graph in attached layers"), session.step():
+                y = layer(x)
+                session.offloader.quiesce()
+                y.sum().backward()
+        finally:
+            module.is_capturing = False
+
+
+class Replaying(nn.Module):
+    """A layer that is compiled to CUDA graphs: each call runs another node of Inductor's tree of them."""
+
+    def __init__(self, manager: types.SimpleNamespace) -> None:
+        super().__init__()
+        self.layer, self.manager = nn.Linear(WIDTH, WIDTH), manager
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.manager.current_node = object()
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_layer_that_is_compiled_to_graphs_is_noticed(
+    placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What runs as a graph beside attached layers is nothing to them."""
+    manager = types.SimpleNamespace(current_node=None)
+    trees = types.SimpleNamespace(get_manager=lambda index, create_if_none_exists: manager)
+    plain, graphed = nn.Linear(WIDTH, WIDTH), Replaying(manager)
+    x = torch.randn(ROWS, WIDTH).to(LAG)
+    model = nn.Sequential(graphed, plain).to(LAG)
+    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)
+    with tba.attach(model, config_for(default=placement), layers=[plain]) as session, session.step():
+        model(x).sum().backward()
+    with tba.attach(model, config_for(default=placement), layers=[graphed]) as session:
+        noticed = pytest.raises(UnsupportedError, match=r"runs as CUDA graphs: .* mode='default'")
+        with nullcontext() if placement == "keep" else noticed, session.step():
+            model(x).sum().backward()
 
 
 def test_no_thread_spins_while_it_waits(tmp_path: Path) -> None:
