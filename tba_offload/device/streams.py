@@ -431,8 +431,8 @@ def check_not_captured(device: Device) -> None:
     """
     if device.is_capturing():
         raise UnsupportedError(
-            "activations are to travel while a CUDA graph is captured: a graph fixes their addresses, so they "
-            "cannot. capture no graph in attached layers, or place them keep"
+            "activations are to travel while a CUDA graph is captured: a graph fixes their addresses, so "
+            "they cannot. capture no graph in attached layers, or place them keep"
         )
 
 

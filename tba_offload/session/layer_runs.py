@@ -116,8 +116,10 @@ class LayerRuns:
         """
         device = self._parts.device
         if placement is not Placement.KEEP and device.is_capturing():
-            raise _fixed_addresses(
-                site, placement, "while a CUDA graph is captured", "capture no graph around attached layers"
+            raise UnsupportedError(
+                f"{_named(site)} is placed {placement.value} and runs while a CUDA graph is captured: "
+                "a graph fixes the addresses of activations, so they cannot travel. capture no graph "
+                "around attached layers, or place them keep"
             )
         return device.compiled_graph()
 
@@ -128,11 +130,10 @@ class LayerRuns:
             UnsupportedError: It was, and is not kept.
         """
         if placement is not Placement.KEEP and self._parts.device.compiled_graph() is not before:
-            raise _fixed_addresses(
-                site,
-                placement,
-                "as CUDA graphs",
-                "compile it with mode='default' or 'max-autotune-no-cudagraphs'",
+            raise UnsupportedError(
+                f"{_named(site)} is placed {placement.value} and runs as CUDA graphs, which fix the "
+                "addresses of activations, so they cannot travel. compile it with mode='default' or "
+                "'max-autotune-no-cudagraphs', or place it keep"
             )
 
     def _opens_step(self, site: Site) -> bool:
@@ -183,9 +184,9 @@ class LayerRuns:
         is_recomputed = way_of(placement, site.index).recomputes
         if is_recomputed and site.index not in self._parts.planning.chosen:
             raise UnsupportedError(
-                f"layer {site.layer.id.number} ({site.layer.id.name}) is placed {placement.value}, but its "
-                "forward appends to a cache of keys and values, so that a second one would find other keys: "
-                "switch the cache off (use_cache=False, to the model or in its config), or place it otherwise"
+                f"{_named(site)} is placed {placement.value}, but its forward appends to a cache of "
+                "keys and values, so that a second one would find other keys: switch the cache off "
+                "(use_cache=False, to the model or in its config), or place it otherwise"
             )
         self._parts.notices.warn_once("cache", cache_warning())
         return Placement.OFFLOAD if is_recomputed else placement
@@ -210,12 +211,8 @@ class LayerRuns:
         )
 
 
-def _fixed_addresses(site: Site, placement: Placement, how: str, remedy: str) -> UnsupportedError:
-    """What to raise where CUDA's graphs have to do with a layer."""
-    return UnsupportedError(
-        f"layer {site.layer.id.number} ({site.layer.id.name}) is placed {placement.value} and runs {how}: a "
-        f"graph fixes the addresses of activations, so they cannot travel. {remedy}, or place them keep"
-    )
+def _named(site: Site) -> str:
+    return f"layer {site.layer.id.number} ({site.layer.id.name})"
 
 
 def _appends_to_cache(site: Site, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
