@@ -308,7 +308,7 @@ class Accelerator(Device):
             stream = self._local.stream = self._module.Stream(self.torch_device)
         with self._module.stream(stream):
             yield
-            done = self.event()
+            done = self._own_event()
         done.synchronize()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> None:
@@ -320,7 +320,7 @@ class Accelerator(Device):
             return
         with self._module.stream(self._copy_stream(to_host=target.is_cpu)):
             target.copy_(source, non_blocking=True)
-            done = self.event()
+            done = self._own_event()
         done.synchronize()
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
@@ -359,6 +359,14 @@ class Accelerator(Device):
             return None
         manager = trees.get_manager(self.torch_device.index, create_if_none_exists=False)
         return None if manager is None else manager.current_node
+
+    def _own_event(self) -> Event:
+        """The one event of the calling thread, which waits for it before it needs it again."""
+        event: Event | None = getattr(self._local, "event", None)
+        if event is None:
+            event = self._local.event = self._new_event()
+        event.record(self.stream())  # type: ignore[attr-defined]
+        return event
 
     def _copy_stream(self, *, to_host: bool) -> Any:
         stream = self._copy_streams.get(to_host)

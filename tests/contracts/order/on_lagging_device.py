@@ -32,8 +32,10 @@ from tba_offload.device.ranges import aligned_range
 from tba_offload.errors import DeviceError, TransferError, UnsupportedError
 from tba_offload.megatron.loss import report_loss
 from tba_offload.report.run_log import read_run_log
+from tba_offload.store import open_store
 from tba_offload.store.file import FileStore
 from tba_offload.store.host import HostStore
+from tba_offload.store.tiered import TieredStore
 from tba_offload.testing import store_contract
 from tba_offload.testing.store_contract import StoreContract
 from tba_offload.transfer import reads
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
 
     from models import History
 
-    from tba_offload.store.base import ActivationStore, Extent
+    from tba_offload.store.base import ActivationStore, Extent, IoFuture
 
 LAG = torch.device(lagging.LAG, 0)
 STORES = ("file", "host")
@@ -355,9 +357,58 @@ def test_copies_of_both_directions_go_at_once() -> None:
     out.join()
 
 
-def test_no_slab_is_pinned_inside_a_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("writes", [True, False])
+def test_the_link_to_host_memory_beside_drives_has_the_next_copy_at_hand(
+    writes: bool, tmp_path: Path
+) -> None:
+    device = device_of(LAG)
+    with open_store(device=device, directories=(tmp_path,), host_capacity=8 * MIB) as store:
+        assert isinstance(store, TieredStore)
+        data = [ByteRange.of(torch.zeros(MIB, dtype=torch.uint8, device=LAG)) for _ in range(3)]
+        extents = [store.host.reserve(each.nbytes, each.address) for each in data]
+
+        def transfers(*, writes: bool) -> list[IoFuture]:
+            after = device.event()
+            if writes:
+                return store.host.write_many(
+                    [(*each, after, None) for each in zip(extents, data, strict=True)]
+                )
+            return store.host.read_many(
+                [(*each, after) for each in zip(extents, data, strict=True)], padded=False
+            )
+
+        if not writes:
+            for future in transfers(writes=True):
+                future.wait()
+        before = lagging.count("copies")
+        with lagging.late(copies=0.2):
+            futures = transfers(writes=writes)
+            wait_until(lambda: lagging.count("copies") > before + 1, "two copies are given")
+            assert not any(future.done() for future in futures)
+        for future in futures:
+            future.wait()
+
+
+def test_copies_make_no_events(tmp_path: Path) -> None:
+    """A thread has one, which it waits for before the next copy."""
+    device = device_of(LAG)
+    there, here = torch.zeros(MIB, dtype=torch.uint8, device=LAG), device.host_memory(MIB)
+    after = device.event()
+    before = lagging.Event.made
+    for _ in range(5):
+        device.copy(here, there, after)
+        device.copy(there, here, after)
+    assert lagging.Event.made <= before + 1
+
+
+@pytest.mark.parametrize("store", [*STORES, "tiered"])
+def test_no_slab_is_pinned_inside_a_step(store: str, tmp_path: Path) -> None:
+    """Host memory that has a limit is pinned when the store opens; without one it grows as it is needed."""
     model = made()
-    with tba.attach(model, config_for(in_flight=WINDOW, directory=tmp_path)) as session:
+    where = {"directory": tmp_path} if store != "host" else {"capacity": 64 * MIB}
+    if store == "tiered":
+        where["host_capacity"] = 4 * MIB
+    with tba.attach(model, config_for(in_flight=WINDOW, **where)) as session:
         before = lagging.count("pinned_bytes")
         history_of(model, session)
         assert lagging.count("pinned_bytes") == before
