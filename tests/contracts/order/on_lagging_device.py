@@ -8,6 +8,7 @@ dispatcher, allocator and streams are at work.
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import sys
@@ -24,7 +25,12 @@ import torch
 from covering import full, of_which, pairwise
 from harness import KIB, MIB, config_for, wait_until
 from models import assert_same_history, loss_of, make_model, make_tokens, same_bits, train
+from places import BENCHMARKS
 from torch import Tensor, nn
+
+sys.path.append(str(BENCHMARKS))  # behind all others: it has an io.py
+
+import link
 
 import tba_offload as tba
 from tba_offload.device import READY, Accelerator, ByteRange, device_of
@@ -355,6 +361,30 @@ def test_copies_of_both_directions_go_at_once() -> None:
     device.copy(there[1], here[1], after)
     assert out.is_alive()
     out.join()
+
+
+def test_transfers_of_a_store_end_in_order(tmp_path: Path) -> None:
+    """By the benchmark of the link. Of two threads one may overtake the other before it gives its copy."""
+    settings = link.Settings(
+        device=device_of(LAG),
+        stores=link.STORES,
+        threads=(1, 2),
+        sizes=(MIB,),
+        amount=4 * MIB,
+        rounds=1,
+        width=32,
+        directory=tmp_path,
+    )
+    told: list[int] = []
+    with lagging.late(copies=0.02):
+        document = link.run(settings, lambda found: told.append(len(found["rows"])))
+    assert told == [3, 6, 9, 12]
+    for row in document["rows"]:
+        assert row["places"] <= row["threads"] - 1
+        assert 0 < row["of_bound"] < 1.5
+        assert row["reserved_bytes"] >= row["allocated_bytes"] >= 5 * MIB
+    assert json.dumps(document)
+    assert link.table_of(document).row_count == 12
 
 
 @pytest.mark.parametrize("writes", [True, False])
