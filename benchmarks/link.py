@@ -32,6 +32,7 @@ from rich.table import Table
 
 from tba_offload.config import parse_size
 from tba_offload.device import ByteRange, device_of
+from tba_offload.errors import StoreError
 from tba_offload.store import open_store
 
 if TYPE_CHECKING:
@@ -334,12 +335,15 @@ def run(settings: Settings, tell: Callable[[dict[str, Any]], object]) -> dict[st
         "product_seconds": compute.alone,
         "amount_bytes": settings.amount,
         "rows": [],
+        "left_out": {},
     }
     for kind in settings.stores:
         for threads in settings.threads:
             for nbytes in settings.sizes:
-                rows = measure(kind, threads, nbytes, settings, bound, compute)
-                document["rows"] += map(asdict, rows)
+                try:
+                    document["rows"] += map(asdict, measure(kind, threads, nbytes, settings, bound, compute))
+                except StoreError as error:  # memory is short, or the file system is small
+                    document["left_out"][f"{kind}, {threads} threads, {nbytes} bytes"] = str(error)
                 tell(document)
     return document
 

@@ -10,12 +10,13 @@ import inspect
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from children import environment
 from harness import config_for
-from places import ROOT
+from places import ROOT, TESTS
 from torch import nn
 
 import tba_offload as tba
@@ -58,13 +59,58 @@ def test_every_module_can_be_imported_and_none_warns() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_tests_for_a_gpu_are_collected() -> None:
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", "-p", "no:xdist"]
+def collected(*chosen: str) -> list[str]:
+    """The tests for a GPU that a pytest of its own finds."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", "-p", "no:xdist", *chosen]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment())
     assert done.returncode == 0, done.stdout + done.stderr
-    found = re.findall(r"^(tests/\S+\.py)::", done.stdout, re.MULTILINE)
-    assert len(found) > 100
-    assert {"tests/gpu/test_gpu.py", "tests/unit/device/test_streams.py"} <= set(found)
+    return re.findall(r"^tests/\S+::\S.*$", done.stdout, re.MULTILINE)
+
+
+SCRIPT = (ROOT / "tests" / "gpu.sh").read_text()
+PLACES = re.findall(r"tests/[\w/.]+", re.findall(r"^TESTS=\(.*?\)", SCRIPT, re.MULTILINE | re.DOTALL)[0])
+
+
+def test_the_script_for_a_gpu_knows_where_its_tests_are() -> None:
+    marked = [path for path in TESTS.rglob("test_*.py") if "pytest.mark.gpu" in path.read_text()]
+    assert len(marked) > 5
+    assert all(any(path.is_relative_to(ROOT / place) for place in PLACES) for path in marked)
+    assert len(collected(*PLACES)) > 100
+
+
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [
+        (
+            "SMOKE",
+            {
+                "test_gpu.py",
+                "test_store_file.py",
+                "test_store_gds.py",
+                "test_store_host.py",
+                "test_streams.py",
+            },
+        ),
+        ("APART", {"test_gpu.py"}),
+        (
+            "ORDERLY",
+            {
+                "test_gpu.py",
+                "test_store_file.py",
+                "test_store_gds.py",
+                "test_store_host.py",
+                "test_streams.py",
+            },
+        ),
+    ],
+)
+def test_the_script_for_a_gpu_chooses_tests_that_there_are(name: str, files: set[str]) -> None:
+    (chosen,) = re.findall(rf"^{name}='(.*)'$", SCRIPT, re.MULTILINE)
+    found = collected(*PLACES, "-k", chosen)
+    assert {Path(test.partition("::")[0]).name for test in found} == files
+    assert len(found) < 60
+    for part in re.findall(r"\w{5,}", chosen):
+        assert any(part in test for test in found), part
 
 
 # Names and arguments
