@@ -33,14 +33,29 @@ def not_traced(function: Function) -> Function:
     That would import the compiler, which takes seconds, for everybody. Where PyTorch has no such strategies
     the function is traced, as any other.
     """
-    if not hasattr(eval_frame, "_FrameExecStrategy"):
-        return function
-    skip, as_ever = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
-    strategy = eval_frame._FrameExecStrategy(skip, as_ever)  # of the function, and of those that it calls
-    eval_frame.set_code_exec_strategy(function.__code__, strategy)
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
+    if _leave_alone(function, "DEFAULT"):
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]
+        function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
     return function
+
+
+def hook(function: Function) -> Function:
+    """Marks a function that autograd calls while a graph runs: neither it nor what it calls is traced.
+
+    Before 2.13 PyTorch leaves its hook into the interpreter on there.
+    """
+    _leave_alone(function, "SKIP")
+    return function
+
+
+def _leave_alone(function: Callable[..., Any], those_it_calls: str) -> bool:
+    """Has the compiler skip a function; whether PyTorch has such strategies."""
+    if not hasattr(eval_frame, "_FrameExecStrategy"):
+        return False
+    action = eval_frame._FrameAction
+    strategy = eval_frame._FrameExecStrategy(action.SKIP, getattr(action, those_it_calls))
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return True
 
 
 switch: Callable[[Tracer], Tracer] = eval_frame.set_eval_frame

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from tba_offload.capture import compiling
 from tba_offload.capture.identity import (
     StaticStorages,
     View,
@@ -368,6 +369,7 @@ class LayerHooks:
 
     # ---- pack ------------------------------------------------------------------------------------
 
+    @compiling.hook
     def pack(self, tensor: torch.Tensor) -> Kept | Packed:
         """Decides what becomes of a saved tensor and queues its write."""
         capture = self.capture

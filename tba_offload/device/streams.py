@@ -344,7 +344,7 @@ class Accelerator(Device):
         empty_cache = getattr(torch.accelerator, "empty_host_cache", None)
         if empty_cache is not None:
             empty_cache()
-        elif self.torch_device.type == "cuda":  # before 2.10
+        elif self.torch_device.type == "cuda":  # as in 2.11
             torch._C._host_emptyCache()
 
     def is_capturing(self) -> bool:

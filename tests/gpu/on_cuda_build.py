@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from children import environment
-from harness import config_for
+from harness import COMPILER_LOOKS, config_for
 from places import ROOT, TESTS
 from torch import nn
 
@@ -36,14 +36,15 @@ def test_it_is_the_cuda_build() -> None:
 
 IMPORTING = """
 import importlib, pkgutil, sys
-import torch, tba_offload.errors
+import torch
 for package in ("tba_offload", "tba_lab"):
     for module in pkgutil.walk_packages(importlib.import_module(package).__path__, package + "."):
         if not module.name.endswith("__main__"):
             try:
                 importlib.import_module(module.name)
-            except tba_offload.errors.MissingDependencyError as error:  # of an optional framework
-                assert error.package in {"lightning", "pytorch_lightning", "transformers"}, error
+            except ImportError as error:  # of something optional
+                missing = getattr(error, "package", error.name)
+                assert missing in {"lightning", "matplotlib", "pytorch_lightning", "transformers"}, error
 """
 
 
@@ -140,7 +141,7 @@ def test_a_thread_can_wait_asleep_for_an_event() -> None:
 
 
 def test_the_cache_of_pinned_memory_can_be_emptied() -> None:
-    assert callable(torch.accelerator.empty_host_cache)
+    assert callable(getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache)
     assert issubclass(torch.AcceleratorError, RuntimeError)
 
 
@@ -157,13 +158,16 @@ def test_the_trees_of_cuda_graphs_tell_where_they_are() -> None:
 # The compiler
 
 
-def test_the_compiler_warns_of_nothing_and_its_layers_are_offloaded() -> None:
-    """Its import raises warnings, which are errors in tests: the first compiled test on a GPU would fail."""
-
-    layer = nn.Sequential(nn.Linear(8, 8), nn.GELU())
-    layer.compile()
-    with tba.attach(layer, config_for(in_flight=None, min_tensor_bytes=64), layers=[layer]) as session:
-        with session.step() as step:
-            layer(torch.ones(8, 8)).sum().backward()
+@COMPILER_LOOKS
+def test_layers_that_inductor_compiles_can_be_tested() -> None:
+    """What the compiler warns of is an error in tests: the first compiled test on a GPU would have failed."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)))
+    for layer in model:
+        layer.compile()
+    with (
+        tba.attach(model, config_for(in_flight=None, min_tensor_bytes=64), layers=list(model)) as session,
+        session.step() as step,
+    ):
+        model(torch.ones(8, 8)).sum().backward()
     assert step.record is not None
     assert step.record.forwarded_bytes + step.record.offloaded_bytes > 0

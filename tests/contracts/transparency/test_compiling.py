@@ -142,6 +142,25 @@ def test_layers_that_were_compiled_before(how: str, default: str, compiler: Comp
         assert not torch._dynamo.utils.counters["graph_break"]
 
 
+@pytest.mark.parametrize("default", PLACEMENTS)
+def test_what_saves_tensors_is_not_traced(default: str) -> None:
+    """A compiler of PyTorch's own leaves its hook on while autograd saves what its graph has made."""
+
+    def compiled() -> Net:
+        model = make()
+        for layer in model.layers:
+            layer.compile(backend="aot_eager")  # type: ignore[operator]
+        return model
+
+    expected = train(compiled())
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = compiled()
+    with attach(model, default) as session:
+        assert_same(train(model, session), expected)
+    assert torch._dynamo.utils.counters["frames"]["total"] <= LAYERS
+
+
 @pytest.mark.parametrize("default", ["offload", "recompute"])
 def test_one_graph_of_all_layers_is_refused_by_name(default: str, compiler: Compiler) -> None:
     model = make()
@@ -153,7 +172,6 @@ def test_one_graph_of_all_layers_is_refused_by_name(default: str, compiler: Comp
 
 
 inductor = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),
     pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here"),
     pytest.mark.full,
 ]
