@@ -8,14 +8,16 @@ it is off, because it belongs to a thread and a call, and the operations one by 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from torch._C._dynamo import eval_frame
+
+from tba_offload.layers.untraced import leave_alone
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-Function = TypeVar("Function", bound="Callable[..., Any]")
+    from tba_offload.layers.untraced import Function
 
 Tracer = Any
 """The compiler's hook into the interpreter, which is shown each call; ``None`` where nothing is compiled."""
@@ -30,32 +32,12 @@ _REASON = (
 def not_traced(function: Function) -> Function:
     """Marks a function that the compiler has to leave alone, as ``torch.compiler.disable`` does.
 
-    That would import the compiler, which takes seconds, for everybody. Where PyTorch has no such strategies
-    the function is traced, as any other.
+    What it calls may be traced.
     """
-    if _leave_alone(function, "DEFAULT"):
+    if leave_alone(function, with_calls=False):
         function._torchdynamo_disable = True  # type: ignore[attr-defined]
         function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
     return function
-
-
-def hook(function: Function) -> Function:
-    """Marks a function that autograd calls while a graph runs: neither it nor what it calls is traced.
-
-    Before 2.13 PyTorch leaves its hook into the interpreter on there.
-    """
-    _leave_alone(function, "SKIP")
-    return function
-
-
-def _leave_alone(function: Callable[..., Any], those_it_calls: str) -> bool:
-    """Has the compiler skip a function; whether PyTorch has such strategies."""
-    if not hasattr(eval_frame, "_FrameExecStrategy"):
-        return False
-    action = eval_frame._FrameAction
-    strategy = eval_frame._FrameExecStrategy(action.SKIP, getattr(action, those_it_calls))
-    eval_frame.set_code_exec_strategy(function.__code__, strategy)
-    return True
 
 
 switch: Callable[[Tracer], Tracer] = eval_frame.set_eval_frame

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from tba_offload.capture import compiling
 from tba_offload.capture.identity import (
     StaticStorages,
     View,
@@ -40,6 +39,7 @@ from tba_offload.capture.scope import ActivationKey, Lookahead, ScopeKey
 from tba_offload.capture.trace import ActivationTrace, StepTrace, Treatment
 from tba_offload.device.ranges import aligned_range
 from tba_offload.errors import TransferError
+from tba_offload.layers import untraced
 from tba_offload.layers.graph import check_version, hooks_on_top, keeps_graph, latest_node
 from tba_offload.renamed import names_of
 from tba_offload.transfer.storage import Handle, Record, State
@@ -369,7 +369,7 @@ class LayerHooks:
 
     # ---- pack ------------------------------------------------------------------------------------
 
-    @compiling.hook
+    @untraced.hook
     def pack(self, tensor: torch.Tensor) -> Kept | Packed:
         """Decides what becomes of a saved tensor and queues its write."""
         capture = self.capture

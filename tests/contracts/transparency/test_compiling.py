@@ -144,21 +144,27 @@ def test_layers_that_were_compiled_before(how: str, default: str, compiler: Comp
 
 @pytest.mark.parametrize("default", PLACEMENTS)
 def test_what_saves_tensors_is_not_traced(default: str) -> None:
-    """A compiler of PyTorch's own leaves its hook on while autograd saves what its graph has made."""
+    """Of a layer that is one of PyTorch's containers the operations run one by one, seen by the compiler."""
 
-    def compiled() -> Net:
-        model = make()
-        for layer in model.layers:
-            layer.compile(backend="aot_eager")  # type: ignore[operator]
+    def compiled() -> nn.Sequential:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)))
+        for layer in model:
+            layer.compile(backend="aot_eager")
         return model
 
-    expected = train(compiled())
+    expected, plain = train(compiled()), traced()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = compiled()
-    with attach(model, default) as session:
+    with session_for(model, layers=list(model), default=default, in_flight=128 * KIB) as session:
         assert_same(train(model, session), expected)
-    assert torch._dynamo.utils.counters["frames"]["total"] <= LAYERS
+    assert traced() <= plain
+
+
+def traced() -> int:
+    """Functions that the compiler looked at."""
+    return int(torch._dynamo.utils.counters["frames"]["total"])
 
 
 @pytest.mark.parametrize("default", ["offload", "recompute"])
