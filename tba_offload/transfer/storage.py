@@ -28,6 +28,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from tba_offload.device.ranges import blank
+from tba_offload.store.extents import BLOCK, round_up
 
 if TYPE_CHECKING:
     from _thread import LockType
@@ -339,6 +340,26 @@ class Record:
         self.spans = [span for span in self.spans if span not in touched]
         self.spans.append(Span(sorted(old + missing, key=lambda piece: piece.lo)))
         return missing
+
+    def split(self, piece: Piece, most: int) -> list[Piece]:
+        """Has a piece that was not handed to the store travel as several of about the same size.
+
+        Args:
+            piece: The piece.
+            most: Bytes of each at most.
+        """
+        count = -(-piece.nbytes // most)
+        size = round_up(-(-piece.nbytes // count), BLOCK)
+        parts = [
+            Piece(lo, min(lo + size, piece.hi), piece.stream, 0) for lo in range(piece.lo, piece.hi, size)
+        ]
+        parts[0].weight = piece.weight
+        for span in self.spans:
+            if piece in span.pieces:
+                at = span.pieces.index(piece)
+                span.pieces[at : at + 1] = parts
+                self.writes += len(parts) - 1
+        return parts
 
     def written(self, piece: Piece) -> None:
         """A piece is in the store."""

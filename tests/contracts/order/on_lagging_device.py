@@ -33,16 +33,18 @@ sys.path.append(str(BENCHMARKS))  # behind all others: it has an io.py
 import link
 
 import tba_offload as tba
+from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig
 from tba_offload.device import READY, Accelerator, ByteRange, device_of
 from tba_offload.device.ranges import aligned_range
 from tba_offload.errors import DeviceError, TransferError, UnsupportedError
 from tba_offload.megatron.loss import report_loss
 from tba_offload.report.run_log import read_run_log
-from tba_offload.store import open_store
+from tba_offload.store import open_store, striped
 from tba_offload.store.file import FileStore
 from tba_offload.store.host import HostStore
 from tba_offload.store.tiered import TieredStore
 from tba_offload.testing import store_contract
+from tba_offload.testing.around import put_around
 from tba_offload.testing.store_contract import StoreContract
 from tba_offload.transfer import reads
 from tba_offload.transfer.offloader import Offloader
@@ -217,6 +219,37 @@ def test_a_read_comes_after_the_last_work_with_the_memory_that_it_fills(
         storage, shift = offloader.reader.fetch(handle)
         found = ByteRange(storage, shift, expected.nbytes).tensor().cpu()
         assert same_bits(found, ByteRange.of(expected).tensor().cpu())
+
+
+@pytest.mark.parametrize("placement", ["offload", "recompute-offload"])
+def test_same_bits_of_activations_that_lie_on_several_drives(
+    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(striped, "EXTENT_BYTES", 8 * KIB)
+    monkeypatch.setattr(striped, "TOGETHER_BYTES", 8 * KIB)
+    drives = tuple(tmp_path / name for name in "abc")
+    for drive in drives:
+        drive.mkdir()
+    expected, model = history_of(made()), made()
+    config = OffloadConfig(
+        default=placement,
+        min_tensor_bytes=KIB,
+        budget=BudgetConfig(in_flight_bytes=WINDOW // 8),
+        store=StoreConfig(kind="file", directories=drives),
+    )
+    with lagging.late(copies=0.0003), tba.attach(model, config) as session:
+        written = [[] for _ in drives]  # type: list[list[int]]
+        for store, sizes in zip(session.store.stores, written, strict=True):  # type: ignore[attr-defined]
+            put_around(store, lambda verb, extent, sizes=sizes: noted(sizes, verb, extent))
+        found = history_of(model, session)
+    assert_same_history(found, expected)
+    assert all(written)
+    assert max(max(sizes) for sizes in written) <= 8 * KIB
+
+
+def noted(sizes: list[int], verb: str, extent: Extent) -> Any:
+    sizes += [extent.nbytes] if verb == "write" else []
+    return nullcontext()
 
 
 # Memory
