@@ -1,6 +1,7 @@
 """What an update costs whose optimizer states lie on a drive.
 
-    python benchmarks/states.py DIRECTORY
+    python benchmarks/states.py DIRECTORY                 # updates alone, with gradients that are there
+    python benchmarks/states.py DIRECTORY --rows 1024     # steps: forward, backward and update
 
 Lanes take turns in one process, each with parameters and an optimizer of its own and the same gradients: the
 plain optimizer, the same once more as a control, and one whose states are offloaded. Printed are the seconds
@@ -8,13 +9,18 @@ of an update and the ratio to the plain one, round by round; what malloc handed 
 update than without any states; and the bound: the bytes that travelled over the rate at which the drive reads
 and writes at once, measured between the updates with transfers of the same size. After the last round the
 parameters and states of all lanes are compared, bit for bit.
+
+With rows the matrices are the layers of a model that is given so many at once, and what is timed are whole
+steps. Two more lanes update in backward: one keeps gradients until the step, one frees them at once.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +36,7 @@ from tba_offload.states.home import PART, page_aligned
 from tba_offload.store import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from tba_offload.states import OptimizerStates
     from tba_offload.store.base import ActivationStore
@@ -46,7 +52,7 @@ class Lane:
 
     Attributes:
         name: For the table.
-        parameters: Its own.
+        model: Its own.
         optimizer: Likewise.
         states: Those of the optimizer, if they are offloaded.
         seconds: Of each update.
@@ -54,33 +60,59 @@ class Lane:
     """
 
     name: str
-    parameters: list[torch.nn.Parameter]
+    model: torch.nn.Sequential
     optimizer: torch.optim.Optimizer
     states: OptimizerStates | None = None
     seconds: list[float] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
 
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Those of the model."""
+        return list(self.model.parameters())
+
     def update(self, gradients: Sequence[torch.Tensor], meter: MallocMeter) -> None:
         """Makes one update."""
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
+        with self._measured(meter):
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(self, rows: torch.Tensor, meter: MallocMeter) -> None:
+        """Makes one step of training."""
+        with self._measured(meter):
+            self.model(rows).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    @contextmanager
+    def _measured(self, meter: MallocMeter) -> Iterator[None]:
         meter.reset()
         before = meter.live()
         began = time.perf_counter()
-        self.optimizer.step()
+        yield
         self.seconds.append(time.perf_counter() - began)
         self.peaks.append(meter.peak() - before)
-        self.optimizer.zero_grad()
 
 
 def made(name: str, arguments: argparse.Namespace) -> Lane:
     """A lane with parameters as all lanes have them."""
-    generator = torch.Generator().manual_seed(1)
-    shape = (arguments.width, arguments.width)
-    parameters = [
-        torch.nn.Parameter(torch.randn(shape, generator=generator)) for _ in range(arguments.matrices)
-    ]
-    return Lane(name, parameters, torch.optim.AdamW(parameters, fused=True))
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        width = arguments.width
+        layers = [torch.nn.Linear(width, width, bias=False) for _ in range(arguments.matrices)]
+    model = torch.nn.Sequential(*layers)
+    return Lane(name, model, torch.optim.AdamW(model.parameters(), fused=True))
+
+
+def offloaded(lane: Lane, arguments: argparse.Namespace, **states: str) -> OptimizerStates:
+    """Has the states of a lane offloaded."""
+    policy = {
+        "states": {"sub_group_bytes": arguments.sub_group, **states},
+        "store": {"kind": "file", "directories": [str(arguments.directory)]},
+    }
+    return tba.offload_optimizer(lane.optimizer, policy, model=lane.model)
 
 
 def mixed_rate(store: ActivationStore) -> float:
@@ -120,28 +152,36 @@ def _states_of(lane: Lane) -> list[torch.Tensor]:
 def show(lanes: Sequence[Lane], rates: Sequence[float], warm_up: int) -> None:
     """Prints the table."""
     plain = lanes[0].seconds[warm_up:]
-    print(f"{'lane':10} {'seconds of an update':26} {'ratio to plain':24} {'peak':>10} {'first':>10}")
+    print(f"{'lane':10} {'seconds':26} {'ratio to plain':24} {'peak':>10} {'first':>10}")
     for lane in lanes:
         ratios = [own / other for own, other in zip(lane.seconds[warm_up:], plain, strict=True)]
         peaks = f"{max(lane.peaks[1:]) / MIB:7.1f} MiB {lane.peaks[0] / MIB:7.1f} MiB"
         print(f"{lane.name:10} {Spread.of(lane.seconds[warm_up:])!s:26} {Spread.of(ratios)!s:24} {peaks}")
-    states = next(lane.states for lane in lanes if lane.states is not None)
-    records = list(states.records)[warm_up:]
     rate = statistics.median(rates)
+    print(f"drive: {rate / 1e9:.2f} GB/s reading and writing at once")
+    for lane in lanes:
+        if lane.states is not None:
+            show_states(lane, plain, rate, warm_up)
+
+
+def show_states(lane: Lane, plain: Sequence[float], rate: float, warm_up: int) -> None:
+    """Prints what travelled, and what the lane took beside the least that it could have taken."""
+    assert lane.states is not None
+    records = list(lane.states.records)[warm_up:]
     bounds = [(each.read_bytes + each.written_bytes) / rate for each in records]
     bounded = [
-        record.seconds / max(update, bound)
-        for record, update, bound in zip(records, plain, bounds, strict=True)
+        seconds / max(update, bound)
+        for seconds, update, bound in zip(lane.seconds[warm_up:], plain, bounds, strict=True)
     ]
     last = records[-1]
     waits = Spread.of([record.waited_seconds for record in records])
     print(
-        f"states {last.states_bytes / MIB:.1f} MiB in {last.sub_groups} sub-groups, slots "
+        f"{lane.name}: states {last.states_bytes / MIB:.1f} MiB in {last.sub_groups} sub-groups, slots "
         f"{last.slot_bytes / MIB:.1f} MiB; read {last.read_bytes / MIB:.1f}, written "
-        f"{last.written_bytes / MIB:.1f} MiB an update; waited {waits} s"
+        f"{last.written_bytes / MIB:.1f} MiB an update; waited {waits} s; {last.in_backward} sub-groups in "
+        "backward"
     )
-    print(f"drive: {rate / 1e9:.2f} GB/s reading and writing at once")
-    print(f"update over max(plain update, bytes / drive's rate): {Spread.of(bounded)}")
+    print(f"{lane.name}: time over max(plain, bytes / drive's rate): {Spread.of(bounded)}")
 
 
 def main() -> None:
@@ -157,17 +197,17 @@ def main() -> None:
     parser.add_argument(
         "--sub-group", type=parse_size, default=32 * MIB, help="bytes of states that travel as one"
     )
+    parser.add_argument("--rows", type=int, default=0, help="train the matrices on so many rows a step")
     parser.add_argument("--rounds", type=int, default=9, help="updates of each lane (default %(default)s)")
     arguments = parser.parse_args()
     warm_up = min(2, arguments.rounds - 1)
     generator = torch.Generator().manual_seed(2)
     shape = (arguments.width, arguments.width)
     gradients = [torch.randn(shape, generator=generator) for _ in range(arguments.matrices)]
+    rows = torch.randn((arguments.rows, arguments.width), generator=generator)
     lanes = [made(name, arguments) for name in ("plain", "again", "offload")]
-    policy = {
-        "states": {"sub_group_bytes": arguments.sub_group},
-        "store": {"kind": "file", "directories": [str(arguments.directory)]},
-    }
+    if arguments.rows:
+        lanes += [made(name, arguments) for name in ("backward", "free")]
     rates: list[float] = []
     meter = MallocMeter()
     store = open_store(kind="file", directories=[arguments.directory], device=CpuDevice())
@@ -176,10 +216,17 @@ def main() -> None:
         f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}; sub-groups of "
         f"{format_size(arguments.sub_group)}"
     )
-    with store, tba.offload_optimizer(lanes[-1].optimizer, policy) as lanes[-1].states:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(store)
+        settings = ({}, {"when": "backward"}, {"when": "backward", "gradients": "free"})
+        for lane, states in zip(lanes[2:], settings, strict=False):
+            lane.states = stack.enter_context(offloaded(lane, arguments, **states))
         for _ in range(arguments.rounds):
             for lane in lanes:
-                lane.update(gradients, meter)
+                if arguments.rows:
+                    lane.step(rows, meter)
+                else:
+                    lane.update(gradients, meter)
             rates.append(mixed_rate(store))
         meter.close()
         show(lanes, rates, warm_up)

@@ -81,7 +81,7 @@ class Situation:
 
         Raises:
             RunLogError: It cannot be read, stands for those of several ranks, or nothing in it was captured:
-                no layer was offloaded in its first steps.
+                no layer was offloaded in its first steps, or all that was saved stayed in the window.
         """
         first, *others = paths_of_ranks(path)
         if others:
@@ -98,7 +98,7 @@ class Situation:
         if not events:
             raise RunLogError(
                 f"{log.path}: nothing to plan from: log at least three steps in which layers are placed "
-                "offload or auto"
+                "offload or auto, and save more than budget.in_flight_bytes, so that drives are measured"
             )
         event: dict[str, Any] = events[-1]
         try:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from tba_lab.demo.progress import Progress, shown
 from tba_offload.config import parse_size
+from tba_offload.config.options import StatesConfig
 from tba_offload.errors import ConfigError, TbaError
 from tba_offload.formatting import readable_size
 from tba_offload.megatron import require_core
@@ -24,13 +25,18 @@ if TYPE_CHECKING:
     from tba_lab.demo.run import DemoSettings
 
 _HEADS = (
-    *("batch", "strategy", "peak MiB", "step s", "tokens/s"),
+    *("batch", "strategy", "peak MiB", "device MiB", "step s", "tokens/s"),
     *("written MiB", "read MiB", "forwarded MiB", "dedup MiB", "kept MiB", "stall s", "last loss"),
 )
 _REMEDY = (
     "give fewer --steps, a shorter --sequence, a smaller --hidden, --layers or --batch-size, or leave them "
     "out to have them fitted to this machine; take --dtype auto; or allow more minutes by --time-limit"
 )
+_STATES = {
+    "keep": None,
+    "offload": StatesConfig(),
+    "backward": StatesConfig(when="backward", gradients="free"),
+}
 _WIDTH = 150  # of the table where the output is not a terminal
 
 
@@ -57,7 +63,7 @@ def run_on_console(*, as_json: bool, time_limit: float, **options: Any) -> None:
         with shown(**limits) as progress:
             summary, settings = _run(progress, click.echo, **options)
         _print(summary, settings)
-    if not summary["identical_losses"]:
+    if not (summary["identical_losses"] and summary["identical_parameters"]):
         raise TbaError(_why_losses_differ(summary))
 
 
@@ -99,6 +105,7 @@ def _settings(
     batch_sizes: tuple[int, ...],
     control: bool,
     faults: tuple[str, ...],
+    states: str,
     output: Path,
     directories: tuple[Path, ...],
     policy: Path | None,
@@ -121,7 +128,7 @@ def _settings(
     refuse_run_logs(output)
     chosen = choose_dtype(dtype, device=training_device())
     say(str(chosen))
-    sizes, strategies = tuple(sorted(set(batch_sizes))), strategies_of(policy, control=control)
+    sizes, strategies = tuple(sorted(set(batch_sizes))), strategies_of(policy, states=states != "keep", control=control)
     wish = Wish(hidden, sequence, steps, sizes, strategies, {**model, "dtype": chosen.dtype})
     seconds = min(TARGET_SECONDS, progress.time_limit)
     found = fitted(wish, directories or (output,), seconds=seconds, threads=threads, watch=progress)
@@ -138,6 +145,7 @@ def _settings(
         threads=threads,
         control=control,
         faults=tuple(str(Fault.parse(fault)) for fault in faults),
+        states=_STATES[states],
     )
 
 
@@ -174,10 +182,13 @@ def _print(summary: dict[str, Any], settings: DemoSettings) -> None:
             f"{ratios[f'time_{ours}_over_recompute']:.3f} x that of recompute"
         )
         _print_prediction(summary["batch_sizes"][size][ours])
+        if settings.states is not None:
+            _print_states(summary, size)
         if settings.control:
             _print_control(summary["spread"][size])
-    same = "identical to the last bit" if summary["identical_losses"] else "DIFFERENT"
-    click.echo(f"losses of the {len(settings.strategies)} strategies over {settings.steps} steps: {same}")
+    for what in ("losses", "parameters"):
+        same = "identical to the last bit" if summary[f"identical_{what}"] else "DIFFERENT"
+        click.echo(f"{what} of the {len(settings.strategies)} strategies over {settings.steps} steps: {same}")
     for size, faults in summary.get("faults", {}).items():
         lines = _fault_lines(faults, identical=summary["identical_losses"])
         click.echo("\n".join([f"batch size {size}: {lines[0]}", *lines[1:]]))
@@ -198,6 +209,18 @@ def _fault_lines(faults: dict[str, Any], *, identical: bool) -> list[str]:
         harmless = "nothing to notice: no byte that was needed was wrong or missing"
         lines.append(f"  {harmless if identical else 'nothing was noticed'}")
     return lines
+
+
+def _print_states(summary: dict[str, Any], size: str) -> None:
+    ratios, spread = summary["ratios"][size], summary["spread"][size]["time_states_over_keep"]
+    figures = summary["batch_sizes"][size]["states"]
+    click.echo(
+        f"  with optimizer states offloaded too: {ratios['device_peak_states_over_keep']:.3f} x the device peak "
+        f"of keep (weights, gradients, states and activations), {spread['median']:.3f} x its step time "
+        f"(quartiles {spread['low']:.3f} to {spread['high']:.3f}); of states "
+        f"{readable_size(figures['states_read_bytes'])} are read in a step and "
+        f"{readable_size(figures['states_written_bytes'])} written"
+    )
 
 
 def _print_control(spreads: dict[str, dict[str, float]]) -> None:
@@ -239,6 +262,7 @@ def _cells(strategy: str, figures: dict[str, Any]) -> list[str]:
 
     return [
         mib("activation_peak_bytes"),
+        f"{figures['device_peak_bytes'] / 2**20:.0f}",
         f"{figures['step_seconds_median']:.3f}",
         f"{figures['tokens_per_second']:.0f}",
         *(mib(f"{what}_bytes") for what in ("offloaded", "read", "forwarded", "deduplicated", "kept")),

@@ -41,9 +41,10 @@ for what estimates miss, and for others."""
 PROCESS_BYTES = 500 * 2**20
 """Resident memory of a process that has imported torch and megatron-core, and some for their kernels."""
 
-STRATEGY_COSTS = {"keep": 1.0, "recompute": 4 / 3, "offload": 1.1, "auto": 4 / 3, "control": 1.0}
+STRATEGY_COSTS = {"keep": 1.0, "recompute": 4 / 3, "offload": 1.1, "auto": 4 / 3, "states": 3.0, "control": 1.0}
 """Forward and backward, relative to keep: recomputation repeats the forward, a third of both; offloading is
-given a tenth. What auto does is unknown, recomputation the most."""
+given a tenth. What auto does is unknown, recomputation the most. Optimizer states take the drive twice as long
+as forward and backward of a small batch."""
 
 _STATES = 4
 """Of each parameter there is itself, its gradient and two moments of Adam, all in its dtype."""
@@ -127,6 +128,12 @@ class Job:
         return len(self.strategies) * (PROCESS_BYTES + states + self.activation_bytes)
 
     @property
+    def disk_bytes(self) -> int:
+        """What all strategies write; of optimizer states, where they are offloaded, at most two versions."""
+        states = 6 * ITEM_BYTES[self.shape.dtype] * parameters_of(self.shape)
+        return self.activation_bytes + (self.activation_bytes + states) * ("states" in self.strategies)
+
+    @property
     def activation_bytes(self) -> int:
         """What keep holds, and offload writes, in a step of the largest batch size, generously.
 
@@ -146,7 +153,7 @@ class Job:
             found.append(f"{duration(seconds)} (at most {duration(limits.seconds)})")
         for what, needed, limit in (
             ("memory", self.memory_bytes, limits.memory_bytes),
-            ("disk", self.activation_bytes, limits.disk_bytes),
+            ("disk", self.disk_bytes, limits.disk_bytes),
         ):
             if needed > limit:
                 found.append(f"{_size(needed)} of {what} (at most {_size(limit)})")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tba_lab.demo.dtype import instruction_set
-from tba_lab.demo.fit import ITEM_BYTES, STRATEGY_COSTS
+from tba_lab.demo.fit import ITEM_BYTES, STRATEGY_COSTS, parameters_of
 from tba_lab.demo.progress import PlannedStep
 from tba_lab.demo.race import (
     MEASURE_EVERY,
@@ -28,6 +28,7 @@ from tba_lab.demo.race import (
 from tba_lab.demo.text import write_text
 from tba_lab.demo.trainer import Trainer
 from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig, format_size, load_config
+from tba_offload.config.options import StatesConfig
 from tba_offload.config.policy import LayerId, Placement
 from tba_offload.device.memory import FAST_ALLOCATOR
 from tba_offload.errors import ConfigError
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
 CONTROL = "control"
 """Keep once more, in a process of its own: how far it is from keep is what the machine's noise can do."""
 
+STATES = "states"
+"""Offloads activations as the offload strategy does, and the optimizer's states too."""
+
 AUTO = "auto"
 """The policy that is no file: the planner decides."""
 
@@ -52,6 +56,9 @@ _MOVED = ("offloaded", "read", "forwarded", "deduplicated", "kept", "given_up", 
 WINDOW_STATES = 32 / 3
 """The window by default, in hidden states of a micro-batch, of which a layer saves some 25: as many
 activations are in flight whatever their size. In whole MiB; 10 of them at width 1536, 320 tokens and bf16."""
+
+_SUB_GROUPS = 20
+"""Of the default size, at width 1536 in bf16."""
 
 _STALL_SECONDS = 10.0
 """Seconds that a drive may stand still where faults are injected."""
@@ -83,6 +90,7 @@ class DemoSettings:
         control: Whether keep races twice, as :data:`CONTROL` too.
         faults: What goes wrong in the drives of the offload strategy, as
             :class:`~tba_offload.testing.faults.Fault` reads it.
+        states: How the optimizer's states are offloaded in :data:`STATES`; without it that does not race.
     """
 
     shape: GptShape
@@ -96,6 +104,7 @@ class DemoSettings:
     threads: int | None = None
     control: bool = False
     faults: tuple[str, ...] = ()
+    states: StatesConfig | None = None
 
     def __post_init__(self) -> None:
         if len({measures_memory(round_) for round_ in range(WARM_UP, self.steps)}) < 2:
@@ -121,7 +130,7 @@ class DemoSettings:
     @property
     def strategies(self) -> tuple[str, ...]:
         """What races."""
-        return strategies_of(self.policy, control=self.control)
+        return strategies_of(self.policy, states=self.states is not None, control=self.control)
 
     @property
     def window(self) -> int:
@@ -151,10 +160,10 @@ class DemoSettings:
                 yield PlannedStep(f"{name}, batch size {size}", size * STRATEGY_COSTS[name], opens=opens)
 
 
-def strategies_of(policy: Path | None, *, control: bool) -> tuple[str, ...]:
+def strategies_of(policy: Path | None, *, states: bool, control: bool) -> tuple[str, ...]:
     """What races under a policy file, :data:`AUTO` or none."""
     ours = AUTO if policy == Path(AUTO) else "offload"
-    return "keep", "recompute", ours, *((CONTROL,) if control else ())
+    return "keep", "recompute", ours, *([STATES] * states), *([CONTROL] * control)
 
 
 def run_demo(settings: DemoSettings, *, watch: Watch | None = None) -> Figures:
@@ -224,7 +233,8 @@ def _race_all(
             if isinstance(settings.budget, float):
                 watch.phase(f"starting keep alone, to measure its peak at batch size {size}")
                 peak = _peak_of_keep(settings, configs["keep"], size, text, watch)
-                configs[AUTO] = _with_budget(configs[AUTO], int(settings.budget * peak))
+                for name in configs.keys() & {AUTO, STATES}:
+                    configs[name] = _with_budget(configs[name], int(settings.budget * peak))
             watch.phase(f"starting {len(configs)} processes at batch size {size}: {', '.join(configs)}")
             races[size] = race(_entrants(settings, configs, size, text, logs), settings.steps, watch=watch)
         return races
@@ -279,6 +289,11 @@ def summarize(races: Mapping[int, Mapping[str, Sequence[Figures]]], ours: str = 
             for lanes in races.values()
             for name in lanes
         ),
+        "identical_parameters": all(
+            lanes[name][-1]["parameters"] == lanes["keep"][-1]["parameters"]
+            for lanes in races.values()
+            for name in lanes
+        ),
         "measured": {
             "activation_peak_bytes": _measured(next(iter(races.values()))["keep"])[0]["peak_source"],
             "activation_peak_steps": f"every {MEASURE_EVERY}th, whose time does not count",
@@ -315,6 +330,7 @@ def _strategy(steps: Sequence[Figures]) -> Figures:
     peaks = [step[_PEAK] for step in _measured(steps)]
     figures: Figures = {
         "activation_peak_bytes": max(peaks),
+        "device_peak_bytes": max(step["device_peak_bytes"] or 0 for step in counted),
         "activation_peak_bytes_median": int(statistics.median(peaks)),
         "resident_peak_bytes": max(step["resident_peak_bytes"] or 0 for step in counted),
         "step_seconds_median": _median(timed, "whole_step_seconds"),
@@ -328,6 +344,9 @@ def _strategy(steps: Sequence[Figures]) -> Figures:
         figures[name] = known[-1] if known else None  # as where nothing was captured
     figures["predicted_peak_error"] = prediction_error(counted, "predicted_peak_bytes", _PEAK)
     figures["predicted_seconds_error"] = prediction_error(timed, "predicted_seconds", "seconds")
+    for name in ("read_bytes", "written_bytes"):
+        moved = [sum(states[name] for states in step["states"]) for step in counted]
+        figures[f"states_{name}"] = int(statistics.median(moved))
     for name in _MOVED:
         figures[f"{name}_bytes"] = int(_median(counted, f"{name}_bytes"))
     return figures
@@ -352,15 +371,27 @@ def _ratios(lanes: Mapping[str, Sequence[Figures]], ours: str) -> dict[str, floa
     return {
         f"peak_{ours}_over_keep": peaks[ours] / peaks["keep"],
         f"peak_{ours}_over_recompute": peaks[ours] / peaks["recompute"],
+        **{
+            f"device_peak_{name}_over_keep": _device_peak(lanes[name]) / _device_peak(lanes["keep"])
+            for name in (ours, STATES)
+            if name in lanes
+        },
         **{name: spread["median"] for name, spread in _spreads(lanes, ours).items()},
     }
+
+
+def _device_peak(steps: Sequence[Figures]) -> int:
+    """The most bytes of weights, gradients, states and activations together, in steps that count."""
+    peak: int = _strategy(steps)["device_peak_bytes"]
+    return peak
 
 
 def _spreads(lanes: Mapping[str, Sequence[Figures]], ours: str) -> dict[str, dict[str, float]]:
     def spread(one: str, other: str) -> dict[str, float]:
         return dataclasses.asdict(ratio_of(_timed(lanes[one], lanes[other]), "whole_step_seconds"))
 
-    pairs = [(ours, "keep"), (ours, "recompute"), *([(CONTROL, "keep")] if CONTROL in lanes else [])]
+    others = [(name, "keep") for name in (STATES, CONTROL) if name in lanes]
+    pairs = [(ours, "keep"), (ours, "recompute"), *others]
     return {f"time_{one}_over_{other}": spread(one, other) for one, other in pairs}
 
 
@@ -419,6 +450,9 @@ def _entrants(
 def _config(
     settings: DemoSettings, policy: OffloadConfig | None, name: str, size: int, scratch: Path
 ) -> OffloadConfig:
+    if name == STATES:
+        like = _config(settings, policy, settings.ours, size, scratch)
+        return dataclasses.replace(like, states=_in_proportion(settings))
     if name == "offload" and policy is not None:
         directories = settings.directories or policy.store.directories
         if not directories and policy.store.kind != "host":
@@ -431,6 +465,13 @@ def _config(
         store=StoreConfig(kind="file", directories=settings.directories or (scratch,)),
     )
     return _with_budget(own, settings.budget) if name == AUTO and isinstance(settings.budget, int) else own
+
+
+def _in_proportion(settings: DemoSettings) -> StatesConfig:
+    """Optimizer states in sub-groups of a twentieth of them: a small model stands for a large one."""
+    shape, states = settings.shape, settings.states or StatesConfig()
+    nbytes = 2 * ITEM_BYTES[shape.dtype] * parameters_of(shape) // _SUB_GROUPS
+    return dataclasses.replace(states, sub_group_bytes=min(max(nbytes, 2**18), states.sub_group_bytes))
 
 
 def _impatient(config: OffloadConfig, settings: DemoSettings) -> OffloadConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from tba_lab.demo.race import measures_memory
 from tba_lab.demo.text import batches
 from tba_lab.gpt import Batch, GptShape, build_gpt, gpt_loss, model_flops
 from tba_lab.megatron_cpu import random_state, single_process
-from tba_offload.device.memory import keep_freed_pages
+from tba_offload.device.memory import MallocMeter, keep_freed_pages
 from tba_offload.errors import TbaError
 from tba_offload.testing.faults import inject
 
@@ -35,7 +36,7 @@ class Trainer:
         config: The policy as YAML text.
         strategy: Label of the run.
         batch_size: Sequences in a step.
-        steps: Steps that are going to be asked for.
+        steps: Steps that are going to be asked for. The figures of the last hold a digest of the parameters.
         run_log: Where to write the run log.
         threads: Compute threads; ``None`` for PyTorch's own choice.
         faults: What goes wrong in the drives, as :class:`~tba_offload.testing.faults.Fault` reads it. A step
@@ -60,6 +61,8 @@ class Trainer:
         keep_freed_pages()
         if threads is not None:
             torch.set_num_threads(threads)
+        self._steps = steps
+        self._meter = MallocMeter()
         self._flops = model_flops(shape, batch_size)
         self._tokens = shape.sequence * batch_size
         self._round = 0
@@ -74,10 +77,12 @@ class Trainer:
         self._schedule = torch.optim.lr_scheduler.LinearLR(
             self._optimizer, start_factor=1 / _LR_WARM_UP, total_iters=_LR_WARM_UP
         )
+        policy = tba.OffloadConfig.from_yaml(config)
         self.session = self._stack.enter_context(
             tba.attach(
                 self.model,
-                tba.OffloadConfig.from_yaml(config),
+                policy,
+                optimizer=None if policy.states is None else self._optimizer,
                 run_log=run_log,
                 strategy=strategy,
                 model_info={
@@ -88,10 +93,15 @@ class Trainer:
             )
         )
 
+        weights = sum(parameter.nbytes for parameter in self.model.parameters())
+        self._beside = self._meter.live() - weights  # what Python and its libraries have
+
     def step(self) -> dict[str, Any]:
         """Forward, backward and update; the figures of the step record, and the time of all three."""
         batch = next(self._batches)
         measure_memory, self._round = measures_memory(self._round), self._round + 1
+        if measure_memory:
+            self._meter.reset()
         began = time.perf_counter()
         noticed = self._train(batch, measure_memory=measure_memory)
         self._optimizer.step()
@@ -99,9 +109,19 @@ class Trainer:
         self._optimizer.zero_grad()
         seconds = time.perf_counter() - began
         figures = {**dataclasses.asdict(self.session.report()[-1]), "whole_step_seconds": seconds}
+        figures["device_peak_bytes"] = self._meter.peak() - self._beside if measure_memory else None
+        figures["states"] = [dataclasses.asdict(states.records[-1]) for states in self.session.states]
+        figures["parameters"] = self._digest() if self._round == self._steps else None
         if self._faults is not None:
             figures |= {"struck": self._faults.counts(), "noticed": noticed}
         return figures
+
+    def _digest(self) -> str:
+        """A digest of all bits of all parameters."""
+        digest = hashlib.sha256()
+        for parameter in self.model.parameters():
+            digest.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
 
     def _train(self, batch: Batch, *, measure_memory: bool) -> str | None:
         """Forward and backward, once more after a fault; what was noticed of it."""
@@ -130,4 +150,5 @@ class Trainer:
 
     def close(self) -> None:
         """Closes the session and the process group."""
+        self._meter.close()
         self._stack.close()

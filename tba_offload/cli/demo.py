@@ -77,6 +77,13 @@ class _PolicyType(click.Path):
 @click.option(
     "--budget", metavar="SIZE|SHARE", help="Activation peak for auto: 64MiB, or 35% of keep's peak."
 )
+@click.option(
+    "--states",
+    type=click.Choice(["keep", "offload", "backward"]),
+    default="keep",
+    show_default=True,
+    help="One more lane, whose optimizer states are offloaded too, and updated in its step or in backward.",
+)
 @click.option("--threads", type=click.IntRange(min=1), help="Compute threads of each process.")
 @click.option(
     "--fault",
@@ -104,10 +111,11 @@ class _PolicyType(click.Path):
 def demo(*, as_json: bool, time_limit: float, **options: Any) -> None:
     """Train a small Megatron GPT on real text three ways at once and compare them.
 
-    keep, recompute and offload (or auto) alternate step by step, each in a process of its own. Prints the
-    table, and writes run logs, rok.svg, rok.png and summary.json to the output directory. Width, sequence and
-    steps that are not given are chosen so that it takes some four minutes at most and fits memory and disk.
-    Needs megatron-core and matplotlib: pip install 'tba-offload[megatron,plots]'.
+    keep, recompute and offload (or auto) alternate step by step, each in a process of its own; with --states
+    a fourth one that offloads the optimizer's states as well. Prints the table, and writes run logs, rok.svg,
+    rok.png and summary.json to the output directory. Width, sequence and steps that are not given are chosen
+    so that it takes some four minutes at most and fits memory and disk. Needs megatron-core and matplotlib:
+    pip install 'tba-offload[megatron,plots]'.
     """
     from tba_lab.demo.console import run_on_console
 

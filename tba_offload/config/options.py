@@ -361,10 +361,24 @@ class StatesConfig:
             of a parameter that cannot be cut may be larger.
         trust: Whether an optimizer of a class that is not known updates each parameter by itself. One that
             computes something over all of them, as a norm or an estimate of the step's size, would be wrong.
+        when: In the optimizer's ``step``, or in ``backward``, as soon as the gradients of a sub-group are
+            there. What ``step`` then finds changed, as gradients that were clipped, is updated again from
+            what there was before.
+        gradients: With ``when: backward``, whether they are kept until ``step``, as clipping needs it, or
+            ``free``, at once.
     """
 
     sub_group_bytes: _Threshold = 64 * 2**20
     trust: Annotated[bool, Strict()] = False
+    when: Literal["step", "backward"] = "step"
+    gradients: Literal["keep", "free"] = "keep"
+
+    @pydantic.field_validator("gradients")
+    @classmethod
+    def _are_used_before_step(cls, gradients: str, others: pydantic.ValidationInfo) -> str:
+        if gradients == "free" and others.data.get("when") == "step":
+            raise ConfigError("gradients are free before step() with when: backward only")
+        return gradients
 
     @pydantic.field_validator("sub_group_bytes")
     @classmethod
@@ -493,6 +507,8 @@ class OffloadConfig:
             document["states"] = {
                 "sub_group_bytes": _size_word(self.states.sub_group_bytes),
                 "trust": self.states.trust,
+                "when": self.states.when,
+                "gradients": self.states.gradients,
             }
         return yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
 

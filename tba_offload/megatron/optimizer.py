@@ -12,18 +12,25 @@ from tba_offload.states.away import AwayTensor
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tba_offload.config.options import StatesConfig
     from tba_offload.states import OptimizerStates
 
 _KINDS = frozenset(("DistributedOptimizer", "Float16OptimizerWithFloat16Params", "FP32Optimizer"))
 """Classes of Megatron whose states are known to be in ``optimizer.optimizer.state`` and nowhere else."""
 
 
-def children_of(optimizer: Any) -> list[Any]:
+def children_of(optimizer: Any, config: StatesConfig) -> list[Any]:
     """The optimizers of Megatron that update something on this rank.
 
     Raises:
-        UnsupportedError: One of them keeps its states in a way of its own.
+        UnsupportedError: One of them keeps its states in a way of its own; or the configuration asks for
+            updates in backward.
     """
+    if config.when == "backward":
+        raise UnsupportedError(
+            "states.when: backward cannot be had under Megatron, which reduces gradients after backward and "
+            "updates copies of parameters; set it to step"
+        )
     children = [
         each for each in getattr(optimizer, "chained_optimizers", [optimizer]) if _has_parameters(each)
     ]

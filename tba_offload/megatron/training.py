@@ -174,7 +174,7 @@ def open_session(
     run_log = _free_run_log(arguments.tba_run_log)
     with contextlib.ExitStack() as undo:
         with _failing_together():
-            children = [] if own.states is None or optimizer is None else children_of(optimizer)
+            children = [] if own.states is None or optimizer is None else children_of(optimizer, own.states)
             session = undo.enter_context(
                 Session(
                     stack,

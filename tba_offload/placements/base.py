@@ -74,7 +74,8 @@ class _ByName(type):
 class Placement(str, metaclass=_ByName):
     """Where the activations of a layer spend the time between forward and backward.
 
-    The text of a placement is its name.
+    A placement is a ``str``, its name. A class of placements that takes parameters makes the name of them in
+    ``__new__``.
 
     Args:
         name: The word for it in policies, tables and run logs.

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from tba_offload.device.digest import Digest
     from tba_offload.layers.randomness import Generator
-    from tba_offload.recompute.digest import Digest
     from tba_offload.recompute.modules import Modules
     from tba_offload.recompute.tallies import Tallies
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from tba_offload.device.peers import has_peers
 from tba_offload.errors import RecomputationError, TbaError, UnsupportedError
 from tba_offload.layers.guards import is_scripted
 from tba_offload.layers.nested import TooManyError
 from tba_offload.recompute.observation import TOO_MANY
 from tba_offload.recompute.samples import Samples
 from tba_offload.recompute.saved_again import SavedAgain
-from tba_offload.recompute.trial import fault_of, has_peers
+from tba_offload.recompute.trial import fault_of
 from tba_offload.recompute.verdicts import OTHER_NUMBERS, SCRIPTED
 
 if TYPE_CHECKING:

@@ -33,8 +33,8 @@ from tba_offload.recompute.tallies import Tallies, place_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
+    from tba_offload.device.digest import Digest
     from tba_offload.layers.randomness import Generator
-    from tba_offload.recompute.digest import Digest
     from tba_offload.recompute.tallies import Place
 
 _GRADIENTS = ("grad", "main_grad")

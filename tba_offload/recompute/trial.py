@@ -10,9 +10,9 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 
+from tba_offload.device.peers import has_peers
 from tba_offload.errors import SavedTensorModifiedError, TbaError
 from tba_offload.layers import untraced
 from tba_offload.layers.checkpoint import with_tensors, without_tensors
@@ -206,11 +206,6 @@ def fault_of(
     if count is not None and again.saved != count:
         return f"its first run saves {count} tensors for backward and its second one {again.saved}"
     return None if observed.is_output(output) else OTHER_NUMBERS
-
-
-def has_peers() -> bool:
-    """Whether other ranks may be running the same layer, and its collective operations."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _note_output(observed: Observation, output: object) -> str | None:

@@ -149,7 +149,8 @@ class StepRecord:
         given_up_bytes: Prefetches given up, to be read on demand instead.
         held_bytes: Bytes offloaded in vain, because something else kept their storage alive.
         fallback_kept_bytes: Bytes kept although the plan said offload: store full, drive failed or too slow.
-        drives_out_of_service: Drives that take no writes at the end of the step, because they failed.
+        drives_out_of_service: Drives that take no writes at the end of the step: a write to them failed, or
+            found no room.
         left_alone_scopes: Executions of layers inside saved-tensor hooks of other code, not captured.
         planning_seconds: How long training waited for the planner before the step; None if there is none.
         predicted_peak_bytes: What the plan predicted for the activation peak; None before there is a plan.

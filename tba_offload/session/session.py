@@ -145,7 +145,7 @@ class Session:
         try:
             for number, optimizer in enumerate(optimizers):
                 updated = partial(journal.note_states, number)
-                self.states += (offload_optimizer(optimizer, config, updated=updated),)
+                self.states += (offload_optimizer(optimizer, config, model=modules, updated=updated),)
         except BaseException:
             self.close()
             raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
+from tba_offload.states.figures import StatesRecord
 from tba_offload.states.optimizer import OptimizerStates, offload_optimizer
-from tba_offload.states.stream import StatesRecord
 
 __all__ = ["OptimizerStates", "StatesRecord", "offload_optimizer"]

@@ -52,32 +52,44 @@ class AwayTensor(torch.Tensor):
         values = [*args, *(kwargs or {}).values()]
         flat = [each for value in values for each in (value if isinstance(value, list | tuple) else [value])]
         away = next((each for each in flat if isinstance(each, AwayTensor)), None)
-        raise _error(away._name if away is not None else "a state", f"{func} was called with it")
+        used = cls if away is None else type(away)
+        raise used._error(away._name if away is not None else "a state", f"{func} was called with it")
+
+    @staticmethod
+    def _error(name: str, use: str) -> StatesAwayError:
+        return StatesAwayError(
+            f"the optimizer state {name} is not in memory between updates, and {use}; read states with "
+            "optimizer.state_dict() or OptimizerStates.read(parameter), or close the OptimizerStates first"
+        )
 
     def numpy(self, **_: Any) -> NoReturn:
         """Raises, as every use does."""
-        raise _error(self._name, "numpy() was called")
+        raise self._error(self._name, "numpy() was called")
 
     def data_ptr(self) -> NoReturn:
         """Likewise."""
-        raise _error(self._name, "data_ptr() was called")
+        raise self._error(self._name, "data_ptr() was called")
 
     def tolist(self) -> NoReturn:
         """Likewise."""
-        raise _error(self._name, "tolist() was called")
+        raise self._error(self._name, "tolist() was called")
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise _error(self._name, "it was pickled")
+        raise self._error(self._name, "it was pickled")
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        raise _error(self._name, "it was copied")
+        raise self._error(self._name, "it was copied")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # untyped there
         return f"<{self._name}, away: {tuple(self.shape)}, {self.dtype}>"
 
 
-def _error(name: str, use: str) -> StatesAwayError:
-    return StatesAwayError(
-        f"the optimizer state {name} is not in memory between updates, and {use}; read states with "
-        "optimizer.state_dict() or OptimizerStates.read(parameter), or close the OptimizerStates first"
-    )
+class FreedGradient(AwayTensor):
+    """A gradient that was used in backward and is freed."""
+
+    @staticmethod
+    def _error(name: str, use: str) -> StatesAwayError:
+        return StatesAwayError(
+            f"{name} was used for an update in backward and freed, and {use}; what needs it, as clipping "
+            "does, needs states.gradients: keep"
+        )

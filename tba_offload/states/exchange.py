@@ -39,7 +39,7 @@ class Exchange:
         next_use: Callable[[SubGroup], int],
         name_of: Callable[[torch.Tensor], str],
     ) -> None:
-        self.slots = Slots(homes)
+        self.slots: Slots[SubGroup] = Slots(homes)
         self._optimizer = optimizer
         self._next_use = next_use
         self._name_of = name_of
@@ -47,7 +47,7 @@ class Exchange:
 
     # ---- for an update ---------------------------------------------------------------------------
 
-    def load(self, group: SubGroup) -> Slot | None:
+    def load(self, group: SubGroup) -> Slot[SubGroup] | None:
         """The slot with the states of a sub-group, once they are there; ``None`` if it has none yet.
 
         Raises:
@@ -97,6 +97,10 @@ class Exchange:
             known.update(in_order)
         self._shared.clear()
 
+    def forget(self) -> None:
+        """Forgets what slices have in common: their update was taken back."""
+        self._shared.clear()
+
     # ---- between updates -------------------------------------------------------------------------
 
     def is_current(self, group: SubGroup) -> bool:
@@ -116,6 +120,8 @@ class Exchange:
             TransferError: States that are still away cannot be read.
         """
         groups = list(groups)
+        if not groups:
+            return  # what slices have in common is shown when all of them are updated
         shown = {each: dict(self._optimizer.state.get(each, {})) for each in _parameters_of(groups)}
         for group in groups:
             self._take_shown(group, shown)
@@ -164,7 +170,7 @@ class Exchange:
                 self._put_back(places, slot)
                 slot.clear()
 
-    def _put_back(self, places: Iterable[Place], slot: Slot) -> None:
+    def _put_back(self, places: Iterable[Place], slot: Slot[SubGroup]) -> None:
         for place in places:
             known = self._optimizer.state[place.piece.parameter]
             view = place.view(slot.bytes)

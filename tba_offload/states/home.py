@@ -102,6 +102,10 @@ class Home:
         self._extents: tuple[Extent, ...] = ()
         self._kept: torch.Tensor | None = None
 
+    def another(self) -> Home:
+        """An empty home for the same states."""
+        return Home(self._homes, self._name)
+
     @property
     def is_empty(self) -> bool:
         """Whether nothing was written yet."""

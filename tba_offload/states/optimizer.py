@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -11,14 +12,16 @@ import torch
 from tba_offload.config import ConfigLike, OffloadConfig, Paths, read_config, with_directories
 from tba_offload.config.options import StatesConfig
 from tba_offload.device import device_of
+from tba_offload.device.peers import has_peers
 from tba_offload.errors import UnsupportedError
-from tba_offload.states.away import AwayTensor
+from tba_offload.states.by_parameter import ByParameter
 from tba_offload.states.checkpoints import Checkpoints
+from tba_offload.states.early import Early
 from tba_offload.states.home import Homes
 from tba_offload.states.own_step import OwnStep
 from tba_offload.states.pieces import is_known
 from tba_offload.states.roster import Roster
-from tba_offload.states.stream import StatesRecord, Stream
+from tba_offload.states.stream import Stream
 from tba_offload.states.takeover import Takeover, is_taken
 from tba_offload.store import open_store
 from tba_offload.store.base import close_after
@@ -27,6 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
+    from torch import nn
+
+    from tba_offload.states.figures import StatesRecord
     from tba_offload.store.base import ActivationStore
 
 _REMEMBERED = 10_000
@@ -52,16 +58,15 @@ class OptimizerStates:
         config: OffloadConfig,
         store: ActivationStore,
         updated: Callable[[StatesRecord], object],
+        modules: Sequence[nn.Module] = (),
     ) -> None:
         states = config.states or StatesConfig()
+        in_backward = states.when == "backward"
         self.optimizer = optimizer
         self.records: deque[StatesRecord] = deque(maxlen=_REMEMBERED)
         self._store = store
         self._updated = updated
         self._is_open = True
-        self._copies: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-        self._sub_group_bytes = states.sub_group_bytes
-        self._shown = 0
         homes = Homes(
             store,
             device_of(_device_of(optimizer)),
@@ -71,10 +76,17 @@ class OptimizerStates:
         )
         self._takeover = Takeover(optimizer)
         self._roster = Roster(optimizer, homes, states.sub_group_bytes)
-        self._stream = Stream(optimizer, OwnStep(optimizer, self._takeover.kind), self._roster, homes)
-        self._stream.follow()
-        self._checkpoints = Checkpoints(optimizer, self._on_host, self._stream.follow, self._loaded)
-        self._takeover.begin(self._step)
+        own = OwnStep(optimizer, self._takeover.kind)
+        self._stream = Stream(optimizer, own, self._roster, homes, in_backward=in_backward)
+        self._early: Early | None = None
+        if in_backward:
+            frees = states.gradients == "free"
+            self._early = Early(optimizer, self._stream, self._roster, modules, frees=frees)
+        self._follow()
+        follow = self._stream.follow
+        self._by_parameter = ByParameter(optimizer, self._on_host, follow, states.sub_group_bytes)
+        self._checkpoints = Checkpoints(optimizer, self._on_host, self._is_saved, self._loaded)
+        self._takeover.begin(self._step, None if self._early is None else self._early.zero_grad)
 
     def read(self, parameter: torch.Tensor) -> dict[str, Any]:
         """The states of a parameter, those that are away as copies in host memory.
@@ -82,12 +94,7 @@ class OptimizerStates:
         Raises:
             TransferError: They cannot be read.
         """
-        entry: dict[str, Any] = self.optimizer.state.get(parameter, {})
-        if not any(isinstance(value, AwayTensor) for value in entry.values()):
-            return dict(entry)
-        if parameter not in self._copies:  # others of its sub-group are likely to be asked for next
-            self._copies = self._on_host({parameter})
-        return entry | self._copies.pop(parameter)
+        return self._by_parameter.read(parameter)
 
     def take(self, parameter: torch.Tensor) -> None:
         """Takes the states that a program has put into ``optimizer.state[parameter]`` itself.
@@ -98,15 +105,7 @@ class OptimizerStates:
         Raises:
             TransferError: States of other parameters, which travel together with these, cannot be read.
         """
-        self._copies.clear()
-        self._shown += sum(
-            value.nbytes
-            for value in self.optimizer.state[parameter].values()
-            if isinstance(value, torch.Tensor) and not isinstance(value, AwayTensor)
-        )
-        if self._shown >= self._sub_group_bytes:
-            self._shown = 0
-            self._stream.follow()
+        self._by_parameter.take(parameter)
 
     def close(self) -> None:
         """Brings the states back into memory: the optimizer is as it was. May be called twice.
@@ -118,8 +117,11 @@ class OptimizerStates:
             return
         self._is_open = False
         try:
+            self._stream.take_back()
             self._stream.give_back()
         finally:
+            if self._early is not None:
+                self._early.close()
             self._checkpoints.remove()
             self._takeover.end()
             self._store.close()
@@ -129,8 +131,12 @@ class OptimizerStates:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._copies.clear()
+        self._by_parameter.forget()
+        if self._early is not None:
+            self._early.step_begins(options)
         record = self._stream.step(options)
+        if self._early is not None:
+            self._early.follow()
         self.records.append(record)
         self._updated(record)
         return loss
@@ -138,10 +144,20 @@ class OptimizerStates:
     def _on_host(self, parameters: set[torch.Tensor]) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
         return self._stream.exchange.on_host(self._roster.with_any(parameters))
 
-    def _loaded(self) -> None:
-        self._copies.clear()
-        self._stream.forgive()
+    def _follow(self) -> None:
         self._stream.follow()
+        if self._early is not None:
+            self._early.follow()
+
+    def _is_saved(self) -> None:
+        if self._early is not None:
+            self._early.take_back("a checkpoint of the optimizer")
+        self._stream.follow()
+
+    def _loaded(self) -> None:
+        self._by_parameter.forget()
+        self._stream.forgive()
+        self._follow()
 
     def __enter__(self) -> Self:
         return self
@@ -163,6 +179,7 @@ def offload_optimizer(
     optimizer: torch.optim.Optimizer,
     config: ConfigLike = None,
     *,
+    model: nn.Module | Sequence[nn.Module] = (),
     directories: Paths | None = None,
     updated: Callable[[StatesRecord], object] | None = None,
 ) -> OptimizerStates:
@@ -176,6 +193,8 @@ def offload_optimizer(
         optimizer: Any optimizer of ``torch.optim`` but LBFGS; another one that updates each parameter by
             itself where ``states.trust`` is set. It may have made updates before.
         config: As for :func:`tba_offload.attach`; its ``states``, ``store`` and ``on_full`` count.
+        model: The model that it trains, or its chunks, which ``when: backward`` needs: if a forward begins
+            before the step comes, what was updated in backward is taken back.
         directories: Where the bytes go, instead of where the policy says: one path, or one for each drive.
         updated: Called after each update with what it was like.
 
@@ -190,9 +209,12 @@ def offload_optimizer(
     chosen = with_directories(read_config(config), directories)
     optimizer = _innermost(optimizer)
     _check(optimizer, trusted=chosen.states is not None and chosen.states.trust)
+    modules = model if isinstance(model, Sequence) else (model,)
+    if chosen.states is not None and chosen.states.when == "backward":
+        _check_backward(optimizer, modules)
     store = open_store(chosen.store.options(), device=device_of(_device_of(optimizer)))
     try:
-        return OptimizerStates(optimizer, chosen, store, updated or _nothing)
+        return OptimizerStates(optimizer, chosen, store, updated or _nothing, modules)
     except BaseException:
         store.close()
         raise
@@ -241,6 +263,23 @@ def _check(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
                 raise UnsupportedError(
                     f"{name} with {setting}=True cannot be updated in parts; set it to False"
                 )
+
+
+def _check_backward(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module]) -> None:
+    """Checks that an optimizer can be updated in backward.
+
+    Raises:
+        UnsupportedError: It cannot.
+    """
+    if not modules:
+        raise UnsupportedError("states.when: backward needs the model; give it to offload_optimizer()")
+    if has_peers():
+        raise UnsupportedError(
+            "with several processes gradients are final only when they are reduced, which is after backward "
+            "has made them; set states.when to step"
+        )
+    if not is_known(optimizer):
+        raise UnsupportedError(f"whether {type(optimizer).__name__} can be updated in any order is not known")
 
 
 def _takes_eps_from_the_first(group: dict[str, Any]) -> bool:

@@ -67,6 +67,10 @@ class OwnStep:
             self._optimizer.param_groups[number].update(changed)
         changed = {name: value for name, value in self._attributes.items() if name not in _APART}
         vars(self._optimizer).update(changed)
+        self.discard()
+
+    def discard(self) -> None:
+        """Forgets what the update changed there."""
         self._groups, self._attributes, self.states = {}, {}, {}
 
 

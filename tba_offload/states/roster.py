@@ -82,16 +82,20 @@ class Roster:
     def remove(self, groups: Iterable[SubGroup]) -> None:
         """Forgets sub-groups whose states are back in memory; their parameters count as new ones."""
         for group in groups:
-            group.home.release()
+            group.release()
             self.groups.remove(group)
             for piece in group.pieces:
                 self._members.pop(piece.parameter, None)
 
-    def newcomers(self) -> dict[int, list[torch.Tensor]]:
-        """The parameters that are in no sub-group yet, by the number of their parameter group."""
+    def newcomers(self, *, with_gradients: bool = False) -> dict[int, list[torch.Tensor]]:
+        """The parameters that are in no sub-group yet, by the number of their parameter group.
+
+        Args:
+            with_gradients: Only those that have one.
+        """
         found: dict[int, list[torch.Tensor]] = {}
         for parameter, (number, _) in self._now().items():
-            if parameter not in self._members:
+            if parameter not in self._members and not (with_gradients and parameter.grad is None):
                 found.setdefault(number, []).append(parameter)
         return found
 

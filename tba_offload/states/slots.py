@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from tba_offload.errors import TransferError
 from tba_offload.states.home import page_aligned
@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from tba_offload.device import ByteRange
-    from tba_offload.states.home import Homes
-    from tba_offload.states.subgroup import SubGroup
+    from tba_offload.states.home import Home, Homes
     from tba_offload.store.base import IoFuture
 
 SLOTS = 3
@@ -23,7 +22,21 @@ SLOTS = 3
 written. More would not shorten a step whose drive is busy all the time."""
 
 
-class Slot:
+class Traveller(Protocol):
+    """What a slot can hold: a sub-group."""
+
+    home: Home
+    """Home of its bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        """How many there are."""
+
+
+T = TypeVar("T", bound=Traveller)
+
+
+class Slot(Generic[T]):
     """Memory for one sub-group.
 
     Args:
@@ -34,7 +47,7 @@ class Slot:
     def __init__(self, nbytes: int, homes: Homes) -> None:
         self._homes = homes
         self._allocate(nbytes)
-        self.holder: SubGroup | None = None
+        self.holder: T | None = None
         self._is_newer = False
         self._reads: list[IoFuture] = []
         self._writes: list[IoFuture] = []
@@ -49,11 +62,11 @@ class Slot:
         """Whether its bytes are not yet written."""
         return self._is_newer
 
-    def give_to(self, group: SubGroup) -> None:
+    def give_to(self, group: T) -> None:
         """Lets it hold a sub-group, whose bytes the caller puts there."""
         self.holder, self._is_newer = group, True
 
-    def read(self, group: SubGroup) -> None:
+    def read(self, group: T) -> None:
         """Begins to read a sub-group from where it lives."""
         self._reads = group.home.read(self._part(group))
         self.holder, self._is_newer = group, False
@@ -103,6 +116,14 @@ class Slot:
         self.settle()
         self.holder, self._is_newer = None, False
 
+    def drop(self) -> None:
+        """Gives up what it holds, written or not."""
+        try:
+            self.clear()
+        except TransferError:
+            self.holder, self._is_newer, self._writes = None, False, []
+            self._allocate(self.memory.nbytes)  # a write that hangs may take from the old memory yet
+
     def grow(self, nbytes: int) -> None:
         """Gets larger memory, if it is smaller; it holds nothing."""
         if self.memory.nbytes < nbytes:
@@ -113,11 +134,11 @@ class Slot:
         self.memory: ByteRange = page_aligned(nbytes, self._homes.device, self._homes.store.alignment)
         self.bytes: torch.Tensor = self.memory.tensor()
 
-    def _part(self, group: SubGroup) -> ByteRange:
+    def _part(self, group: T) -> ByteRange:
         return self.memory.part(0, group.nbytes)
 
 
-class Slots:
+class Slots(Generic[T]):
     """The slots of one optimizer.
 
     Args:
@@ -126,22 +147,22 @@ class Slots:
 
     def __init__(self, homes: Homes) -> None:
         self._homes = homes
-        self._slots: list[Slot] = []
+        self._slots: list[Slot[T]] = []
 
     @property
     def nbytes(self) -> int:
         """Bytes of all slots."""
         return sum(slot.memory.nbytes for slot in self._slots)
 
-    def of(self, group: SubGroup) -> Slot | None:
+    def of(self, group: T) -> Slot[T] | None:
         """The slot that holds a sub-group, or is about to."""
         return next((slot for slot in self._slots if slot.holder is group), None)
 
-    def held(self) -> list[SubGroup]:
+    def held(self) -> list[T]:
         """The sub-groups that slots hold, or are about to."""
         return [slot.holder for slot in self._slots if slot.holder is not None]
 
-    def take(self, nbytes: int, next_use: Callable[[SubGroup], int], most: int = SLOTS) -> Slot:
+    def take(self, nbytes: int, next_use: Callable[[T], int], most: int = SLOTS) -> Slot[T]:
         """A slot for other bytes; waits until there is one.
 
         Args:
@@ -158,7 +179,7 @@ class Slots:
         slot.grow(nbytes)
         return slot
 
-    def take_now(self, group: SubGroup, next_use: Callable[[SubGroup], int]) -> Slot | None:
+    def take_now(self, group: T, next_use: Callable[[T], int]) -> Slot[T] | None:
         """A slot for a sub-group, if there is one for which nothing has to be waited."""
         slot = self._unheld() or self._new(group.nbytes, SLOTS)
         if slot is None:
@@ -176,16 +197,16 @@ class Slots:
             slot.clear()
         self._slots.clear()
 
-    def _unheld(self) -> Slot | None:
+    def _unheld(self) -> Slot[T] | None:
         return next((slot for slot in self._slots if slot.holder is None), None)
 
-    def _new(self, nbytes: int, most: int) -> Slot | None:
+    def _new(self, nbytes: int, most: int) -> Slot[T] | None:
         if len(self._slots) >= most:
             return None
-        slot = Slot(nbytes, self._homes)
+        slot: Slot[T] = Slot(nbytes, self._homes)
         self._slots.append(slot)
         return slot
 
-    def _latest(self, next_use: Callable[[SubGroup], int]) -> Slot:
+    def _latest(self, next_use: Callable[[T], int]) -> Slot[T]:
         """The slot whose sub-group is needed last."""
         return max(self._slots, key=lambda slot: -1 if slot.holder is None else next_use(slot.holder))

@@ -2,75 +2,57 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.errors import SessionError, TransferError
 from tba_offload.states.exchange import Exchange
+from tba_offload.states.figures import Tally
+from tba_offload.states.journal import Journal, NoJournal
+from tba_offload.states.line import Line
 from tba_offload.states.pieces import is_elementwise
 from tba_offload.states.slots import SLOTS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     import torch
 
+    from tba_offload.states.figures import StatesRecord
     from tba_offload.states.home import Homes
     from tba_offload.states.own_step import OwnStep
     from tba_offload.states.roster import Roster
     from tba_offload.states.subgroup import SubGroup
 
-_FAR = 2**62
-
-
-@dataclass(frozen=True, slots=True)
-class StatesRecord:
-    """What one update of an optimizer with offloaded states was like.
-
-    Attributes:
-        seconds: The whole update, without the closure and hooks.
-        waited_seconds: Of these, waiting for drives.
-        read_bytes: Bytes of states that were read.
-        written_bytes: Bytes of states that were written.
-        states_bytes: Bytes of all states that are away between updates.
-        slot_bytes: Bytes of the slots, which stay on the device.
-        sub_groups: Sub-groups that were updated.
-    """
-
-    seconds: float
-    waited_seconds: float
-    read_bytes: int
-    written_bytes: int
-    states_bytes: int
-    slot_bytes: int
-    sub_groups: int
-
 
 class Stream:
     """Updates an optimizer's parameters sub-group by sub-group, while the next is read and the last written.
-
-    An optimizer that treats each element by itself is updated in one order and the next time in the reverse
-    one: what was updated last is still in its slot then, and needs neither be written nor read.
 
     Args:
         optimizer: The optimizer.
         own: Its own update code.
         roster: Its sub-groups.
         homes: Where they live.
+        in_backward: Whether sub-groups may be updated before the step; then an update is all or nothing.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, own: OwnStep, roster: Roster, homes: Homes) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        own: OwnStep,
+        roster: Roster,
+        homes: Homes,
+        *,
+        in_backward: bool = False,
+    ) -> None:
         self._optimizer = optimizer
         self._own = own
         self._roster = roster
-        self._homes = homes
-        self.exchange = Exchange(optimizer, homes, self._next_use, roster.name_of)
-        self._turns = is_elementwise(optimizer)
-        self._is_reversed = False
-        self._line: list[SubGroup] = []
-        self._places: dict[SubGroup, int] = {}
-        self._at = 0
+        self._is_elementwise = is_elementwise(optimizer)
+        self._line = Line(turns=self._is_elementwise and not in_backward)
+        self.exchange = Exchange(optimizer, homes, self._line.next_use, roster.name_of)
+        self._journal = Journal(optimizer, homes, self.exchange.slots) if in_backward else NoJournal()
+        self._tally = Tally(homes)
         self._failure: TransferError | None = None
 
     def step(self, options: Mapping[str, Any]) -> StatesRecord:
@@ -81,35 +63,64 @@ class Stream:
 
         Raises:
             SessionError: An update before this one failed halfway.
-            TransferError: States cannot be read; the parameters of some sub-groups are updated, as after an
-                error inside any optimizer.
+            TransferError: States cannot be read. The parameters of some sub-groups are updated, as after an
+                error inside any optimizer; none are where updates are all or nothing.
         """
-        if self._failure is not None:
-            raise SessionError(
-                f"an update before this one failed halfway ({self._failure}); load a checkpoint of the model "
-                "and of the optimizer before the next"
-            )
-        homes = self._homes
-        began, waited = time.perf_counter(), homes.waited
-        read, written = homes.read_bytes, homes.written_bytes
+        self._refuse_after_failure()
+        early = self._journal.noted
         try:
-            self.follow()
-            self._update_all(options)
+            with self._tally.counted(), self._whole():
+                self.follow()
+                self._update_all(early, options)
+                self._journal.accept()
+        finally:
+            self._own.commit()
+            self.exchange.end()
+        return self._tally.record(self._sizes() | {"in_backward": len(early)})
+
+    def update_in_backward(self, group: SubGroup) -> None:
+        """Updates one sub-group before the step.
+
+        Raises:
+            TransferError: States cannot be read; nothing is changed by this update and those before it.
+        """
+        self._refuse_after_failure()
+        with self._tally.counted(), self._whole():
+            self._line.reach(group)
+            self._read_ahead()
+            self._update(group, {})
+            self._write(group)
+            self._read_ahead()
+
+    def prefetch(self) -> None:
+        """Begins to read what is updated next, as far as there are slots for it."""
+        with self._tally.counted():
+            self._read_ahead()
+
+    def take_back(self) -> None:
+        """Undoes what was updated in backward, or in a step that failed.
+
+        Raises:
+            TransferError: It cannot be read back.
+        """
+        if not self._journal.noted:
+            return
+        self._tally.took_back(len(self._journal.noted))
+        try:
+            self._journal.take_back()
         except TransferError as error:
             self._failure = error
             raise
         finally:
-            self._own.commit()
-            self.exchange.end()
-        return StatesRecord(
-            seconds=time.perf_counter() - began,
-            waited_seconds=homes.waited - waited,
-            read_bytes=homes.read_bytes - read,
-            written_bytes=homes.written_bytes - written,
-            states_bytes=sum(group.nbytes for group in self._roster.groups),
-            slot_bytes=self.exchange.slots.nbytes,
-            sub_groups=len(self._line),
-        )
+            self._own.discard()
+            self.exchange.forget()
+
+    # ---- between updates -------------------------------------------------------------------------
+
+    @property
+    def is_current(self) -> bool:
+        """Whether ``optimizer.state`` shows what is away, and nothing that others have put there."""
+        return all(map(self.exchange.is_current, self._roster.groups))
 
     def follow(self) -> None:
         """Follows what was done to the optimizer since the last update: parameters and states may be others.
@@ -119,7 +130,7 @@ class Stream:
         """
         outdated = self._roster.outdated()
         self.exchange.give_back(outdated)
-        self._roster.remove(outdated)
+        self._remove(outdated)
         stale = [group for group in self._roster.groups if not self.exchange.is_current(group)]
         self.exchange.take_shown(self._roster.with_slices(stale))
         for number, parameters in self._roster.newcomers().items():
@@ -136,37 +147,58 @@ class Stream:
         self.follow()
         groups = list(self._roster.groups)
         self.exchange.give_back(groups)
-        self._roster.remove(groups)
+        self._remove(groups)
         self.exchange.slots.clear()
+        self._journal.clear()
 
     def forgive(self) -> None:
         """Forgets that an update failed: a checkpoint was loaded."""
         self._failure = None
 
-    # ---- the order -------------------------------------------------------------------------------
+    def _remove(self, groups: Sequence[SubGroup]) -> None:
+        self._roster.remove(groups)
+        self._line.remove(groups)
+        self._journal.forget(groups)
 
-    def _update_all(self, options: Mapping[str, Any]) -> None:
-        groups = [group for group in self._roster.groups if group.has_gradient]
-        self._line = groups[::-1] if self._is_reversed else groups
-        self._places = {group: place for place, group in enumerate(self._line)}
-        newcomers = self._with_gradients()
-        for place, group in enumerate(tuple(self._line)):
-            self._at = place
+    # ---- all or nothing --------------------------------------------------------------------------
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """What fails within is undone where that is possible; else further updates are refused."""
+        try:
+            yield
+        except BaseException as error:
+            if self._journal.is_kept:
+                self.take_back()
+            elif isinstance(error, TransferError):
+                self._failure = error
+            raise
+
+    def _refuse_after_failure(self) -> None:
+        if self._failure is not None:
+            raise SessionError(
+                f"an update before this one failed halfway ({self._failure}); load a checkpoint of the model "
+                "and of the optimizer before the next"
+            )
+
+    # ---- the update ------------------------------------------------------------------------------
+
+    def _update_all(self, early: Sequence[SubGroup], options: Mapping[str, Any]) -> None:
+        """Updates all but those that were updated in backward."""
+        done = set(early)
+        groups = [group for group in self._roster.groups if group.has_gradient and group not in done]
+        newcomers = self._roster.newcomers(with_gradients=True)
+        for group in self._line.begin(early, groups):
             self._read_ahead()
             self._update(group, options)
             self._read_ahead()
-            if newcomers or self._is_crowded():
+            if newcomers or self._journal.is_kept or self._line.needs_more_than(self.exchange.slots.held()):
                 self._write(group)
         for number, parameters in newcomers.items():
             self._update_newcomers(number, parameters, options)
-        if not self._turns:
+        if not self._is_elementwise:
             self._update_empty(options)
-        self._is_reversed = self._turns and not self._is_reversed
-
-    def _with_gradients(self) -> dict[int, list[torch.Tensor]]:
-        found = self._roster.newcomers()
-        having = {number: [each for each in found[number] if each.grad is not None] for number in found}
-        return {number: parameters for number, parameters in having.items() if parameters}
+        self._line.end()
 
     def _update_newcomers(
         self, number: int, parameters: list[torch.Tensor], options: Mapping[str, Any]
@@ -179,8 +211,7 @@ class Stream:
             self._update_new(group, options)
 
     def _update_new(self, group: SubGroup, options: Mapping[str, Any]) -> None:
-        self._at = self._places[group] = len(self._line)
-        self._line.append(group)
+        self._line.reach(group)
         self._update(group, options)
         self._write(group)
 
@@ -191,6 +222,7 @@ class Stream:
 
     def _update(self, group: SubGroup, options: Mapping[str, Any]) -> None:
         slot = self.exchange.load(group)
+        self._journal.note(group)
         bound = {} if slot is None else group.views(slot.bytes)
         tensors = {piece: piece.tensor() for piece in group.pieces}
         entries = {
@@ -211,9 +243,9 @@ class Stream:
     def _read_ahead(self) -> None:
         """Begins to read what is updated next, as far as there are slots for it."""
         slots = self.exchange.slots
-        for group in self._line[self._at + 1 : self._at + SLOTS]:
+        for group in self._line.next(SLOTS - 1):
             if group.layout is not None and slots.of(group) is None:
-                slot = slots.take_now(group, self._next_use)
+                slot = slots.take_now(group, self._line.next_use)
                 if slot is None:
                     return
                 slot.read(group)
@@ -223,18 +255,9 @@ class Stream:
         if slot is not None:
             slot.write()
 
-    def _is_crowded(self) -> bool:
-        """Whether a sub-group that is still to be updated has no slot."""
-        upcoming = len(self._line) - self._at - 1
-        return upcoming > sum(self._places.get(held, -1) > self._at for held in self.exchange.slots.held())
-
-    def _next_use(self, group: SubGroup) -> int:
-        """When a sub-group is needed again: in this update, or later, in the order of the next one."""
-        place = self._places.get(group)
-        if place is None:
-            return 2 * _FAR
-        if place > self._at:
-            return place
-        if place == self._at:
-            return -1  # it is being updated
-        return _FAR - place if self._turns else _FAR + place
+    def _sizes(self) -> dict[str, int]:
+        return {
+            "states_bytes": sum(group.nbytes for group in self._roster.groups),
+            "slot_bytes": self.exchange.slots.nbytes + self._journal.nbytes,
+            "sub_groups": len(self._line),
+        }

@@ -36,6 +36,8 @@ class SubGroup:
         self.home = home
         self.layout: Layout | None = None
         self._keys: dict[Piece, set[str]] = {}
+        self._before: tuple[Layout | None, dict[Piece, set[str]], Home] | None = None
+        self._spare: Home | None = None
 
     @property
     def nbytes(self) -> int:
@@ -55,6 +57,36 @@ class SubGroup:
     def places(self) -> tuple[Place, ...]:
         """Where its states lie in the bytes that travel; empty before the first update."""
         return () if self.layout is None else self.layout.places
+
+    @property
+    def is_between_versions(self) -> bool:
+        """Whether the states before the last update are still there."""
+        return self._before is not None
+
+    def begin_version(self) -> None:
+        """Has what is written from now on go elsewhere, so that the states that there are stay."""
+        self._before = (self.layout, self._keys, self.home)
+        self.home = self._spare or self.home.another()
+
+    def end_version(self) -> None:
+        """The new states count, and the extents of the old ones are for the next."""
+        if self._before is not None:
+            self._spare = self._before[2]
+        self._before = None
+
+    def take_back(self) -> None:
+        """The states before :meth:`begin_version` count again."""
+        if self._before is not None:
+            self.home.release()
+            self.layout, self._keys, self.home = self._before
+        self._before = None
+
+    def release(self) -> None:
+        """Gives all extents back."""
+        before = None if self._before is None else self._before[2]
+        for home in (self.home, self._spare, before):
+            if home is not None:
+                home.release()
 
     def views(self, flat: torch.Tensor) -> dict[Piece, dict[str, torch.Tensor]]:
         """Its states as views of its bytes, piece by piece."""

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 _taken: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {}
 
-_STEP = "_tba_offload_step"
-"""Name of the attribute of an optimizer that holds what its step calls, so that this lives as long as it."""
+_STEP, _ZERO_GRAD = "_tba_offload_step", "_tba_offload_zero_grad"
+"""Attributes of an optimizer that hold what its methods call, so that this lives as long as it."""
 
 
 class Takeover:
@@ -43,21 +43,24 @@ class Takeover:
                 "states first, and replace it afterwards"
             )
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: Step, zero_grad: Step | None = None) -> None:
         """From now on ``optimizer.step(closure, **options)`` is ``step(closure, options)``.
 
         Args:
             step: The function.
+            zero_grad: Called before gradients are cleared, with ``set_to_none``.
         """
         optimizer = self._optimizer
         vars(optimizer).pop("step", None)
         vars(optimizer)[_STEP] = step
+        vars(optimizer)[_ZERO_GRAD] = zero_grad or _nothing
         optimizer.__class__ = _class_for(self.kind)
 
     def end(self) -> None:
         """Gives the optimizer its own class and step back."""
         optimizer = self._optimizer
         vars(optimizer).pop(_STEP, None)
+        vars(optimizer).pop(_ZERO_GRAD, None)
         optimizer.__class__ = self.kind
         if self._instance_step is not None:
             vars(optimizer)["step"] = self._instance_step
@@ -70,8 +73,9 @@ def is_taken(optimizer: torch.optim.Optimizer) -> bool:
 
 def _class_for(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     if kind not in _taken:
-        names = {"step": _hooked(kind), "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        _taken[kind] = type(kind.__name__, (kind,), names | {"__doc__": kind.__doc__})
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+        methods = {"step": _hooked(kind), "zero_grad": _clearing(kind)}
+        _taken[kind] = type(kind.__name__, (kind,), names | methods)
     return _taken[kind]
 
 
@@ -88,3 +92,18 @@ def _hooked(kind: type[torch.optim.Optimizer]) -> Step:
     hooked._wrapped_by_lr_sched = True  # nor a scheduler
     made: Step = hooked
     return made
+
+
+def _clearing(kind: type[torch.optim.Optimizer]) -> Step:
+    """The ``zero_grad`` of a class, which calls what :meth:`Takeover.begin` was given first."""
+
+    @functools.wraps(kind.zero_grad)
+    def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - as torch has it
+        vars(self)[_ZERO_GRAD](set_to_none=set_to_none)
+        kind.zero_grad(self, set_to_none)
+
+    return zero_grad
+
+
+def _nothing(*, set_to_none: bool) -> None:
+    """Gradients may go."""

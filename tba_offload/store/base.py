@@ -243,7 +243,7 @@ class ActivationStore(ABC):
     closed there and every use raises ``SessionError``.
 
     Attributes:
-        kind: "file", "host", "gds", "striped" or "tiered".
+        kind: "file", "host", "gds", "striped", "tiered", or the word of a kind that was registered.
         alignment: What addresses must match for a transfer without a copy, bytes; 1 where nothing is needed.
         capacity_bytes: The most bytes that extents may take; ``None`` if only the drive sets a limit.
         extent_bytes: More bytes of one activation should come as several extents, which move at once;

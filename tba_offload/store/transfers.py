@@ -340,7 +340,9 @@ def store_error(failure: BaseException, what: str) -> StoreError:
         error.__cause__ = failure
         return error
     text = f"could not {what}: {failure!r}"
-    # Memory that is short is no fault of the program, whether a system call or Python says so.
-    error = StoreError(errno.ENOMEM, text) if isinstance(failure, MemoryError) else StoreError(text)
+    number = failure.errno if isinstance(failure, OSError) else None
+    if isinstance(failure, MemoryError):
+        number = errno.ENOMEM  # no fault of the program, whether a system call or Python says so
+    error = StoreError(text) if number is None else StoreError(number, text)
     error.__cause__ = failure
     return error

@@ -115,7 +115,10 @@ class StoreContract:
     """Python that makes the same store in another process; ``directory`` and ``CPU`` are defined there."""
 
     imports = ""
-    """Python that :attr:`expression` needs first, if the store is not one of the package's own."""
+    """Python that :attr:`expression` needs first, if the store is not one of the package's own.
+
+    The other process finds the modules that the tests find: it is given their ``sys.path``.
+    """
 
     splits_alike = True
     """Whether equal steps put the same extents into the same places."""
@@ -745,6 +748,7 @@ class StoreContract:
             check=False,
             capture_output=True,
             text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
         assert list(tmp_path.iterdir()) == []

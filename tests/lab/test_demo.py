@@ -62,13 +62,17 @@ store:
 min_tensor_bytes: 1KiB
 """
 MOVED = ("offloaded", "read", "forwarded", "deduplicated", "kept", "given_up", "held", "fallback_kept")
-RATIOS = {f"{what}_offload_over_{other}" for what in ("peak", "time") for other in ("keep", "recompute")}
+RATIOS = {
+    "device_peak_offload_over_keep",
+    *(f"{what}_offload_over_{other}" for what in ("peak", "time") for other in ("keep", "recompute")),
+}
 TIMES = {"time_offload_over_keep", "time_offload_over_recompute"}
 FIGURES = {
     *("activation_peak_bytes", "activation_peak_bytes_median", "resident_peak_bytes"),
     *("step_seconds_median", "forward_backward_seconds_median", "stall_seconds_median"),
     *("tokens_per_second", "losses", "predicted_peak_bytes", "predicted_seconds"),
-    *("predicted_peak_error", "predicted_seconds_error"),
+    *("predicted_peak_error", "predicted_seconds_error", "device_peak_bytes"),
+    *("states_read_bytes", "states_written_bytes"),
     *(f"{name}_bytes" for name in MOVED),
 }
 
@@ -79,7 +83,10 @@ def call(*arguments: str) -> Result:
 
 def assert_structure(summary: dict[str, Any], *sizes: str) -> None:
     """Every figure that is promised, and no other."""
-    assert set(summary) - {"trained"} == {"batch_sizes", "ratios", "spread", "identical_losses", "measured"}
+    assert set(summary) - {"trained"} == {
+        *("batch_sizes", "ratios", "spread", "measured"),
+        *("identical_losses", "identical_parameters"),
+    }
     assert list(summary["batch_sizes"]) == list(summary["ratios"]) == list(summary["spread"]) == list(sizes)
     for size in sizes:
         assert tuple(summary["batch_sizes"][size]) == STRATEGIES
@@ -267,6 +274,9 @@ def figures(seconds: float, peak: int | None, loss: float = 1.0, **others: Any) 
         "activation_peak_bytes": peak,
         "peak_source": "nowhere",
         "resident_peak_bytes": None,
+        "device_peak_bytes": None if peak is None else peak + 1000,
+        "states": [],
+        "parameters": None,
         "whole_step_seconds": seconds,
         "seconds": seconds / 2,
         "stall_seconds": 0.0,
@@ -344,6 +354,7 @@ def test_summary_by_hand() -> None:
     assert summary["ratios"]["2"] == {
         "peak_offload_over_keep": 20 / 400,
         "peak_offload_over_recompute": 20 / 50,
+        "device_peak_offload_over_keep": 1020 / 1400,
         "time_offload_over_keep": 2.0,  # of 2, 1.5 and 4
         "time_offload_over_recompute": 1.0,  # of 1, 0.75 and 2
     }
@@ -571,6 +582,34 @@ def test_one_line_says_what_is_trained(tmp_path: Path) -> None:
     )
 
 
+# Optimizer states
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("states", ["offload", "backward"])
+def test_a_lane_that_offloads_optimizer_states_too(states: str, tmp_path: Path) -> None:
+    larger = ("--hidden", "512", "--batch-size", "2")  # or all states fit the slots
+    result = call("demo", *TINY, *larger, "--output", str(tmp_path), "--states", states)
+    assert result.exit_code == 0, result.output
+    assert "parameters of the 4 strategies over 5 steps: identical to the last bit" in result.stdout
+    assert "with optimizer states offloaded too: 0." in result.stdout
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert tuple(summary["batch_sizes"]["2"]) == (*STRATEGIES, "states")
+    assert summary["ratios"]["2"]["device_peak_states_over_keep"] < 1
+    figures = summary["batch_sizes"]["2"]["states"]
+    assert figures["states_read_bytes"] > 2**20 < figures["states_written_bytes"]
+    assert [event["event"] for event in read_run_log(tmp_path / "states-b2.jsonl").others].count(
+        "states"
+    ) == 5
+
+
+def test_parameters_that_differ_are_found() -> None:
+    lanes = {name: [*PLAYED[:-1], {**PLAYED[-1], "parameters": "1f"}] for name in STRATEGIES}
+    assert summarize({2: lanes})["identical_parameters"] is True
+    lanes["offload"][-1]["parameters"] = "2f"
+    assert summarize({2: lanes})["identical_parameters"] is False
+
+
 # Auto
 
 
@@ -588,6 +627,7 @@ def test_auto_plans_within_a_share_of_keeps_peak(tmp_path: Path) -> None:
         assert lanes["auto"]["predicted_peak_bytes"] > 0
         assert lanes["keep"]["predicted_seconds"] is None
     ratios = {f"{what}_auto_over_{other}" for what in ("peak", "time") for other in ("keep", "recompute")}
+    ratios.add("device_peak_auto_over_keep")
     assert all(set(found) == ratios for found in summary["ratios"].values())
     log = read_run_log(next(tmp_path.glob("auto-*.jsonl")))
     assert "activation_bytes" in (log.header.policy or "")

@@ -64,7 +64,7 @@ ALLOWED = {
     "effects": {"config", "store"},
     "attachment": {"config", "effects", "layers", "megatron", "session"},
     "integrations": {"attachment", "config", "layers", "report", "session"},
-    "recompute": {"layers"},
+    "recompute": {"device", "layers"},
 }
 ON_TOP = {"cli", "testing", "__init__", "__main__"}
 
@@ -372,6 +372,7 @@ FOREIGN = {
         "error failure lease leases transfer",
         "exceptions; and counters under the store's lock, which is held once for a transfer",
     ),
+    "states/early.py": ("parameter", "frees its gradient, which autograd has put there"),
     "testing/around.py": ("store.mover", "puts faults between a store and its bytes, and takes them away"),
     "testing/faults.py": ("byte posix", "ctypes; stands in for calls of the system"),
     "transfer/failures.py": ("error", "the cause of an exception"),

@@ -41,8 +41,15 @@ SAMPLES = 6 if EVERYTHING else 2
 """Most samples of an operator in one data type."""
 
 ALWAYS = (
-    *("__getitem__", "addmm", "as_strided", "cat", "cumprod", "einsum", "expand", "gather", "index_put"),
-    *("mul", "nn.functional.batch_norm", "nn.functional.conv2d", "nn.functional.dropout", "softmax"),
+    *("__getitem__", "addmm", "as_strided", "cat", "cumprod", "einsum", "expand", "expand_as", "gather"),
+    *(
+        "index_put",
+        "mul",
+        "nn.functional.batch_norm",
+        "nn.functional.conv2d",
+        "nn.functional.dropout",
+        "softmax",
+    ),
     *("nn.functional.instance_norm", "nn.functional.layer_norm", "nn.functional.rrelu", "sort", "split"),
     *("nn.functional.scaled_dot_product_attention", "nn.functional.gelu", "svd", "tanh", "unfold", "where"),
 )

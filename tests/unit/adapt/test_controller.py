@@ -1103,12 +1103,17 @@ def test_what_if_the_drives_were_faster(run_log: Path) -> None:
     assert all(slow >= (1 - 1e-9) * fast for slow, fast in pairwise(times))
 
 
-def test_a_log_that_captured_nothing_is_told(tmp_path: Path) -> None:
-    path = tmp_path / "keep.jsonl"
+@pytest.mark.parametrize(
+    "config",
+    [config_for(default=KEEP), config_for(default=OFFLOAD, in_flight=256 * MIB)],
+    ids=["nothing is offloaded", "all stays in the window"],
+)
+def test_a_log_that_captured_nothing_is_told(tmp_path: Path, config: tba.OffloadConfig) -> None:
+    path = tmp_path / "run.jsonl"
     model = make_model(layers=2)
-    with tba.attach(model, config_for(default=KEEP), run_log=path, measure_memory=False) as session:
+    with tba.attach(model, config, run_log=path, measure_memory=False) as session:
         train(model, session, steps=4)
-    with pytest.raises(RunLogError, match="nothing to plan from: log at least three steps"):
+    with pytest.raises(RunLogError, match=r"log at least three steps .* save more than budget.in_flight"):
         Situation.of(path)
 
 

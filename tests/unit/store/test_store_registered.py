@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 from harness import KIB, MIB, assert_all_given_back
 from models import assert_same_history, make_model, train
 
 import tba_offload as tba
 from tba_offload.cli import main
+from tba_offload.config.store import StoreOptions
 from tba_offload.store import register_kind, unregister_kind
+from tba_offload.store.engine import QueuedStore
 from tba_offload.store.host import HostStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tba_offload.config.store import StoreOptions
-    from tba_offload.device import Device
+    from tba_offload.device import ByteRange, Device, Event
+    from tba_offload.store.base import Extent
 
 POLICY = f"""
 store: {{kind: mine, capacity: 64MiB}}
@@ -31,6 +35,52 @@ min_tensor_bytes: 1KiB
 
 class Mine(HostStore):
     kind = "mine"
+
+
+class Shelf:
+    """A backend that keeps tensors, and fails with what a test puts into ``failures``, as it stands."""
+
+    name, alignment, size = "shelf", 1, 0
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.held: dict[int, torch.Tensor] = {}
+        self.failures: dict[str, list[BaseException]] = {"write": [], "read": []}
+
+    def grow(self, size: int) -> None:
+        self.size = size
+
+    def move_out(self, extent: Extent, source: ByteRange, after: Event) -> None:
+        self._fail("write")
+        kept = torch.empty(extent.nbytes, dtype=torch.uint8)
+        self.device.copy(kept, source.tensor(), after)
+        self.held[extent.offset] = kept
+
+    def move_in(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> None:
+        self._fail("read")
+        self.device.copy(target.tensor(), self.held[extent.offset], after)
+
+    def _fail(self, verb: str) -> None:
+        if self.failures[verb]:
+            raise self.failures[verb].pop()
+
+    def digest(self, data: torch.Tensor) -> None: ...
+
+    def close(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+
+class ShelfStore(QueuedStore):
+    kind = "shelf"
+
+    def __init__(self, *, device: Device) -> None:
+        self.shelf = Shelf(device)
+        super().__init__(self.shelf, StoreOptions(readers=1, writers=1), drive=0)
+
+    @property
+    def description(self) -> dict[str, object]:
+        return {"kind": self.kind}
 
 
 @pytest.fixture
@@ -58,6 +108,56 @@ def test_a_session_trains_through_it(opened: list[StoreOptions], tmp_path: Path)
         assert_all_given_back(session)
     (options,) = opened
     assert (options.kind, options.capacity) == ("mine", 64 * MIB)
+
+
+@pytest.fixture
+def shelf() -> Iterator[dict[str, object]]:
+    """A policy whose store has no errors of its own but those of the system."""
+    register_kind("shelf", lambda _options, *, device: ShelfStore(device=device))
+    yield {
+        "store": {"kind": "shelf"},
+        "budget": {"in_flight_bytes": f"{16 * KIB}B"},
+        "min_tensor_bytes": "1KiB",
+    }
+    unregister_kind("shelf")
+
+
+@pytest.mark.parametrize("failure", [OSError(errno.EIO, "Input/output error"), MemoryError()], ids=repr)
+def test_a_read_that_fails_with_an_error_of_the_system_is_made_again(
+    shelf: dict[str, object], failure: BaseException
+) -> None:
+    expected, model = train(make_model()), make_model()
+    with tba.attach(model, shelf, measure_memory=False) as session:
+        assert isinstance(session.store, ShelfStore)
+        session.store.shelf.failures["read"].append(failure)
+        assert_same_history(train(model, session), expected)
+        assert not session.store.shelf.failures["read"]
+        assert session.report()[-1].fallback_kept_bytes == 0
+        assert_all_given_back(session)
+
+
+@pytest.mark.parametrize("failure", [OSError(errno.EIO, "Input/output error"), MemoryError()], ids=repr)
+def test_what_the_system_does_not_write_stays_in_memory(
+    shelf: dict[str, object], failure: BaseException
+) -> None:
+    expected, model = train(make_model()), make_model()
+    with tba.attach(model, shelf, measure_memory=False) as session:
+        assert isinstance(session.store, ShelfStore)
+        session.store.shelf.failures["write"].append(failure)
+        with pytest.warns(RuntimeWarning, match="a drive failed and is left alone"):
+            assert_same_history(train(model, session), expected)
+        assert session.report()[0].fallback_kept_bytes > 0
+        assert_all_given_back(session)
+
+
+def test_a_fault_of_the_program_is_no_fault_of_a_drive(shelf: dict[str, object]) -> None:
+    model = make_model()
+    with tba.attach(model, shelf, measure_memory=False) as session:
+        assert isinstance(session.store, ShelfStore)
+        session.store.shelf.failures["write"].append(KeyError("shelf"))
+        with pytest.raises(tba.TransferError, match="KeyError"):
+            train(model, session)
+        assert session.store.take_outages() == []
 
 
 def test_host_memory_stands_beside_it(opened: list[StoreOptions]) -> None:

@@ -1,0 +1,217 @@
+"""Updates in backward: a sub-group is updated as soon as the gradients of all its parameters are there.
+
+Gradients are final in the last backward pass before the optimizer's step. Which one that is, the steps before
+tell; a step that has fewer passes is updated as a whole in ``step``. Until ``step`` comes nothing of it is
+final: if it would be made with something else than what was used, as gradients that were clipped, or if
+something comes instead of it (``zero_grad``, another forward), all is taken back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tba_offload.errors import SessionError
+from tba_offload.states.away import FreedGradient
+from tba_offload.states.basis import Basis, is_plain
+from tba_offload.states.passes import Passes, Waiting
+from tba_offload.states.watch import Watch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import nn
+
+    from tba_offload.states.roster import Roster
+    from tba_offload.states.stream import Stream
+    from tba_offload.states.subgroup import SubGroup
+
+_RECENT = 20
+_VAIN = 2
+"""Of so many recent steps at most so many may have been updated in vain; with more, the update waits for
+``step``. One that is in vain costs another reading of states and parameters."""
+
+
+class Early:
+    """Sees gradients come, and has sub-groups updated.
+
+    Args:
+        optimizer: The optimizer.
+        stream: Updates sub-groups.
+        roster: Which there are.
+        modules: The model or its chunks: before their forward parameters are those of the last whole update.
+        frees: Whether gradients are freed that were used.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        stream: Stream,
+        roster: Roster,
+        modules: Sequence[nn.Module],
+        *,
+        frees: bool,
+    ) -> None:
+        self._optimizer = optimizer
+        self._stream = stream
+        self._roster = roster
+        self._frees = frees
+        self._passes = Passes()
+        self._waiting = Waiting()
+        self._basis = Basis(optimizer, has_gradients=not frees)
+        self._is_pending = False
+        self._vain: deque[bool] = deque(maxlen=_RECENT)
+        self._watch = Watch(
+            modules,
+            optimizer,
+            came=self._gradient_came,
+            forward=self._forward_begins,
+            saved=self._model_is_saved,
+            loaded=self._undo,
+        )
+
+    def follow(self) -> None:
+        """Watches the parameters that the optimizer has now."""
+        self._watch.follow(each for group in self._optimizer.param_groups for each in group["params"])
+
+    def close(self) -> None:
+        """Takes all hooks off."""
+        self._watch.close()
+
+    # ---- backward --------------------------------------------------------------------------------
+
+    def _gradient_came(self, parameter: torch.Tensor) -> None:
+        if self._passes.has_begun():
+            self._pass_begins()
+        self._stream.prefetch()
+        for group in self._waiting.came(parameter):
+            if all(is_plain(piece.parameter.grad) for piece in group.pieces):
+                self._update(group)
+
+    def _pass_begins(self) -> None:
+        self.take_back("another backward pass")
+        self._waiting.clear()
+        if self._passes.is_last:
+            self._stream.follow()
+            self._waiting.begin(self._roster.groups)
+
+    def _update(self, group: SubGroup) -> None:
+        """Updates a sub-group whose gradients are final; at rest it only notes what that would use."""
+        rests = sum(self._vain) > _VAIN
+        if not rests:
+            self._is_pending = True
+            try:
+                self._stream.update_in_backward(group)
+            except BaseException:
+                self._forget()
+                raise
+        self._basis.note(group)
+        for parameter in self._waiting.is_done(group):
+            if self._frees and not rests:
+                self._free(parameter)
+
+    def _free(self, parameter: torch.Tensor) -> None:
+        gradient: Any = parameter.grad
+        name = f"the gradient of {self._roster.name_of(parameter)}"
+        parameter.grad = FreedGradient(
+            gradient.shape, gradient.stride(), gradient.dtype, gradient.device, name
+        )
+
+    # ---- what comes of it ------------------------------------------------------------------------
+
+    def step_begins(self, options: Mapping[str, Any]) -> None:
+        """The optimizer's step has begun: what was updated with something else is taken back.
+
+        Args:
+            options: Arguments of the step.
+
+        Raises:
+            SessionError: Parameters or states were changed since; or gradients are freed, so that they
+                cannot be used once more.
+            TransferError: It cannot be read back.
+        """
+        self._passes.step_ends()
+        if self._basis.is_empty:
+            return
+        differs = "arguments of step()" if any(options.values()) else self._basis.what_differs()
+        if differs is None and self._roster.outdated():
+            differs = "other parameters of the optimizer"
+        if differs is not None:
+            self.take_back(differs)
+            return
+        self._check_untouched()
+        self._vain.append(False)
+        self._forget()
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        """Gradients go, and with them what was done with them.
+
+        Raises:
+            SessionError: Gradients would stay that are freed.
+            TransferError: It cannot be read back.
+        """
+        if not set_to_none and self._frees:
+            raise SessionError(
+                "zero_grad(set_to_none=False) would keep gradients that states.gradients: free has freed"
+            )
+        self._passes.start_again()
+        self._undo()
+
+    def take_back(self, reason: str) -> None:
+        """Takes back what a step that has not come would have made final; that one is made as a whole then.
+
+        Args:
+            reason: What came instead.
+
+        Raises:
+            SessionError: Gradients are freed, so that the step cannot be made any more.
+            TransferError: It cannot be read back.
+        """
+        was_pending = self._is_pending
+        self._undo()
+        if was_pending and self._frees:
+            raise SessionError(
+                f"{reason} came after gradients were used in backward and freed, so that they cannot be used "
+                "again; call optimizer.zero_grad() and repeat the step, or set states.gradients to keep"
+            )
+
+    def _forward_begins(self) -> None:
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1:
+            self.take_back("another forward")
+
+    def _model_is_saved(self) -> None:
+        self.take_back("a checkpoint of the model")
+
+    def _undo(self) -> None:
+        if not self._basis.is_empty:
+            self._vain.append(True)
+        if self._is_pending:
+            self._check_untouched()
+            self._stream.take_back()
+        self._forget()
+
+    def _check_untouched(self) -> None:
+        """Checks that nothing else has changed what was updated.
+
+        Raises:
+            SessionError: Something has; what was before is there again.
+        """
+        if not self._is_pending:
+            return
+        parameter = self._basis.changed_since()
+        if parameter is None and self._stream.is_current:
+            return
+        what = "a state" if parameter is None else self._roster.name_of(parameter)
+        self._stream.take_back()
+        self._forget()
+        raise SessionError(
+            f"{what} was changed between backward and step(), after its update; change it after step(), or "
+            "set states.when to step"
+        )
+
+    def _forget(self) -> None:
+        self._is_pending = False
+        self._basis.clear()
+        self._waiting.clear()

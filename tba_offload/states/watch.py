@@ -1,0 +1,92 @@
+"""Hooks that tell when gradients come, and when something comes instead of the optimizer's step."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    import torch
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+
+class Watch:
+    """Hooks on parameters and modules.
+
+    Args:
+        modules: The model or its chunks.
+        came: Called in backward with a parameter whose gradient is there.
+        forward: Called before a forward of the model.
+        saved: Called before a checkpoint of the model is made.
+        loaded: Called before one is loaded, into the model or into the optimizer.
+        optimizer: The optimizer.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer,
+        *,
+        came: Callable[[torch.Tensor], None],
+        forward: Callable[[], None],
+        saved: Callable[[], None],
+        loaded: Callable[[], None],
+    ) -> None:
+        self._came = _Hook(came, takes=1)
+        self._on_parameters: dict[torch.Tensor, RemovableHandle] = {}
+        self._handles: list[RemovableHandle] = [optimizer.register_load_state_dict_pre_hook(_Hook(loaded))]
+        module: Any  # whose methods for hooks on checkpoints have no types
+        for module in modules:
+            self._handles += [
+                module.register_forward_pre_hook(_Hook(forward)),
+                module.register_state_dict_pre_hook(_Hook(saved)),
+                module.register_load_state_dict_pre_hook(_Hook(loaded)),
+            ]
+
+    def follow(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Watches these parameters from now on, as far as they are trained."""
+        wanted = {each for each in parameters if each.is_leaf and each.requires_grad}
+        for parameter in self._on_parameters.keys() - wanted:
+            self._on_parameters.pop(parameter).remove()
+        for parameter in wanted - self._on_parameters.keys():
+            register: Any = parameter.register_post_accumulate_grad_hook
+            self._on_parameters[parameter] = register(self._came)
+
+    def close(self) -> None:
+        """Takes all hooks off."""
+        for handle in (*self._handles, *self._on_parameters.values()):
+            handle.remove()
+        self._handles.clear()
+        self._on_parameters.clear()
+
+
+class _Hook:
+    """A hook that keeps nothing alive; copies and pickles of what it is on get one that does nothing.
+
+    Args:
+        method: The bound method to call.
+        takes: How many of the hook's arguments it gets.
+    """
+
+    def __init__(self, method: Callable[..., None], *, takes: int = 0) -> None:
+        self._method = weakref.WeakMethod(method)
+        self._takes = takes
+
+    def __call__(self, *arguments: object) -> None:
+        method = self._method()
+        if method is not None:
+            method(*arguments[: self._takes])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _nothing
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+def _nothing(*_: object) -> None:
+    """What a copy of a hook does."""

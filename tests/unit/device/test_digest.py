@@ -1,0 +1,64 @@
+"""A digest tells whether two tensors have the same bits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from tba_offload.device.digest import Digest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64]
+CASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "as it is": lambda tensor: tensor,
+    "from the second element on": lambda tensor: tensor[1:],
+    "all but the last element": lambda tensor: tensor[:-1],
+    "transposed": lambda tensor: tensor.reshape(-1, 1).expand(-1, 3).t(),
+    "one element of stride 0": lambda tensor: (
+        tensor[:1].reshape(1, 1).expand(1, 1).as_strided((1, 1), (0, 0))
+    ),
+    "every other element": lambda tensor: tensor[::2],
+    "a scalar": lambda tensor: tensor[0],
+}
+
+
+def made(dtype: torch.dtype, count: int) -> torch.Tensor:
+    return torch.randint(0, 2, (count,), generator=torch.Generator().manual_seed(count)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("count", [2, 3, 7, 65, 1000])
+@pytest.mark.parametrize("samples_only", [False, True])
+def test_the_same_bits_are_equal(dtype: torch.dtype, case: str, count: int, *, samples_only: bool) -> None:
+    tensor = CASES[case](made(dtype, count))
+    digest = Digest.of(tensor, samples_only=samples_only)
+    assert digest.equals(Digest.of(tensor.clone(), samples_only=samples_only))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 9, 3000])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_digest_sees_every_bit(dtype: torch.dtype, count: int) -> None:
+    torch.manual_seed(0)
+    tensor = torch.randn(count).mul(3).to(dtype).reshape(-1, 30 if count == 3000 else 1)
+    assert Digest.of(tensor).equals(Digest.of(tensor.clone()))
+    assert Digest.of(tensor).equals(Digest.of(tensor.t().contiguous().t()))
+    raw = tensor.clone().reshape(-1).view(torch.uint8)
+    for place in {0, raw.numel() // 4, raw.numel() - 1}:
+        flipped = raw.clone()
+        flipped[place] ^= 1
+        changed = flipped.view(dtype).reshape(tensor.shape)
+        assert not Digest.of(tensor).equals(Digest.of(changed))
+
+
+def test_zeros_differ_by_their_sign() -> None:
+    assert not Digest.of(torch.zeros(100)).equals(Digest.of(-torch.zeros(100)))
+
+
+def test_no_elements() -> None:
+    assert Digest.of(torch.empty(0, 3)).equals(Digest.of(torch.empty(0, 3)))
+    assert not Digest.of(torch.empty(0, 3)).equals(Digest.of(torch.empty(3, 0)))
