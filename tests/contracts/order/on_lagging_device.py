@@ -611,9 +611,13 @@ def test_no_thread_spins_while_it_waits(tmp_path: Path) -> None:
 # Figures
 
 
+FAR_BEHIND = 0.5
+"""Seconds by which the device ends a step later than the host."""
+
+
 def late_loss(step: tba.Step, loss: Tensor, way: str) -> None:
     """Gives a step its loss, by the end of which the host is done long before the device."""
-    lagging.sleep(0.05)
+    lagging.sleep(FAR_BEHIND)
     if way == "Megatron's":  # sums, with the numbers of tokens in them
         reported = torch.stack([loss.detach() * 8, torch.full_like(loss, 8)])
         report_loss(step, [{"lm loss": reported}, {"lm loss": (reported[0], reported[1])}])
@@ -644,7 +648,6 @@ def test_the_run_log_has_the_loss_and_the_time_of_the_device(way: str, tmp_path:
     model, losses, log = made(), [], tmp_path / "run.jsonl"
     with tba.attach(model, config_for(default="keep"), run_log=log) as session:
         for number in range(3):
-            lagging.sleep(0.2)  # this is no part of the step
             with session.step() as step:
                 loss = loss_on_lagging(model, number)
                 loss.backward()
@@ -653,8 +656,8 @@ def test_the_run_log_has_the_loss_and_the_time_of_the_device(way: str, tmp_path:
     steps = read_run_log(log).steps
     assert [step.step for step in steps] == [1, 2, 3]
     assert [step.loss for step in steps] == [loss.item() for loss in losses]
-    assert all(0.05 < step.seconds < 0.2 for step in steps)
-    assert all(0.05 < record.seconds < 0.2 for record in session.report())
+    assert all(step.seconds > FAR_BEHIND for step in steps)
+    assert session.report() == list(steps)
 
 
 def test_a_loss_of_several_numbers_is_refused() -> None:
