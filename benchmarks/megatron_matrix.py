@@ -7,6 +7,9 @@ with offloading through each door, the launcher and the patch. All must print th
 same tensors (parameters, optimizer, random numbers), bit for bit. Without a GPU they train on the CPU, with
 gloo.
 
+With ``--resume`` each training ends after some iterations, and is resumed in another process: plain from
+plain, with offloading from plain, and plain from a checkpoint of a run with offloading.
+
 The checkout is copied, and stays as it is. Times are those that Megatron prints; since the ways do not
 alternate, their ratio is rough.
 """
@@ -26,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,7 +46,7 @@ from tba_offload.report.ranks import paths_of_ranks
 from tba_offload.report.run_log import RunLog, read_run_log
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 OFFLOAD_ALL = "budget:\n  in_flight_bytes: 512KiB\nmin_tensor_bytes: 1KiB\n"
 MIXED = (
@@ -235,8 +239,34 @@ class Run:
 
 # Running
 
+FIRST_PART = 3
+"""Iterations before the end of the process, in trainings that are resumed."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one process does of a training that is resumed.
+
+    Attributes:
+        saved: Where its checkpoint goes.
+        loaded: That of the part before; ``None`` in the first.
+    """
+
+    saved: Path
+    loaded: Path | None = None
+
+    @property
+    def flags(self) -> list[str]:
+        """Megatron's."""
+        return ["--exit-interval", str(FIRST_PART)] if self.loaded is None else ["--load", str(self.loaded)]
+
+
 STATES = "\nstates:\n  sub_group_bytes: 64KiB\n"
 """Part of a policy: sub-groups so small that those of the tiny models do not all fit into the slots."""
+
+
+Way = Callable[[Layout, Part], Run]
+"""Trains a part."""
 
 
 class Matrix:
@@ -267,15 +297,31 @@ class Matrix:
         if done.returncode:
             raise RunFailedError(f"tba-offload patch: {done.stderr.strip()}")
 
-    def plain(self, layout: Layout) -> Run:
+    def plain(self, layout: Layout, part: Part | None = None) -> Run:
         """The untouched script, without our flags."""
-        return self._run(layout, self._untouched, CPU_SCRIPTS)
+        return self._run(layout, self._untouched, CPU_SCRIPTS, part=part)
 
     def keep(self, layout: Layout) -> Run:
         """Nothing is offloaded, but a run log is written."""
         return self._launched(layout, ["--tba-placement", "keep"])
 
-    def through(self, door: str, layout: Layout) -> Run:
+    def resumed(self, first: Way, second: Way, layout: Layout) -> Run:
+        """A training in two processes.
+
+        Args:
+            first: How the first one trains.
+            second: How the second one does.
+            layout: The layout.
+
+        Returns:
+            What the second one left behind.
+        """
+        with tempfile.TemporaryDirectory(dir=self._place) as directory:
+            half = Path(directory) / "half"
+            first(layout, Part(half))
+            return second(layout, Part(Path(directory) / "saved", half))
+
+    def through(self, door: str, layout: Layout, part: Part | None = None) -> Run:
         """With offloading."""
         policy = self._place / "policy.yaml"
         policy.write_text(layout.policy + (STATES if self._states else ""))
@@ -283,9 +329,9 @@ class Matrix:
         store.mkdir(exist_ok=True)
         flags = ["--tba-policy", str(policy), "--tba-directory", str(store)]
         if door == "launch":
-            run = self._launched(layout, flags)
+            run = self._launched(layout, flags, part)
         else:
-            run = self._run(layout, self._patched, CPU_SCRIPTS, flags=flags)
+            run = self._run(layout, self._patched, CPU_SCRIPTS, flags=flags, part=part)
         if any(store.iterdir()):
             raise RunFailedError(f"files were left in the store: {sorted(store.iterdir())}")
         for figure in layout.proof:
@@ -295,9 +341,9 @@ class Matrix:
             raise RunFailedError("no optimizer states were written")
         return run
 
-    def _launched(self, layout: Layout, flags: Sequence[str]) -> Run:
-        options = ["--cpu"] if ON_CPU else []
-        return self._run(layout, self._untouched, "tba_offload.megatron.launch", options, flags=flags)
+    def _launched(self, layout: Layout, flags: Sequence[str], part: Part | None = None) -> Run:
+        options, door = ["--cpu"] if ON_CPU else [], "tba_offload.megatron.launch"
+        return self._run(layout, self._untouched, door, options, flags=flags, part=part)
 
     def _run(
         self,
@@ -307,10 +353,12 @@ class Matrix:
         options: Sequence[str] = (),
         *,
         flags: Sequence[str] = (),
+        part: Part | None = None,
     ) -> Run:
         """Trains: the checkout's script, run by a module or as it is."""
         with tempfile.TemporaryDirectory(dir=self._place) as directory:
             saved, log = Path(directory) / "saved", Path(directory) / "run.jsonl"
+            saved = saved if part is None else part.saved
             command = [
                 *_python(layout.ranks),
                 *([] if module is None else ["-m", module]),
@@ -318,6 +366,7 @@ class Matrix:
                 str(checkout / "pretrain_gpt.py"),
                 *layout.command_line(self._iterations, has_schedules=self._has_schedules),
                 *("--save", str(saved)),
+                *([] if part is None else part.flags),
                 *flags,
                 *(["--tba-run-log", str(log)] if flags else []),
             ]
@@ -325,14 +374,18 @@ class Matrix:
             logs = [read_run_log(path) for path in paths_of_ranks(log)] if flags else []
             state, size = _state_in(saved)
         run = Run(*_iterations_in(output), _VALIDATION.findall(output), state, size, logs)
-        self._check_complete(run, layout)
+        self._check_complete(run, layout, part)
         return run
 
-    def _check_complete(self, run: Run, layout: Layout) -> None:
-        wanted = self._iterations
+    def _check_complete(self, run: Run, layout: Layout, part: Part | None) -> None:
+        wanted, validations = self._iterations, layout.validations
+        if part is not None and part.loaded is None:  # evaluations come at the end of a training
+            wanted, validations = FIRST_PART, 0
+        elif part is not None:
+            wanted, validations = wanted - FIRST_PART, 2
         if len(run.iterations) != wanted:
             raise RunFailedError(f"printed {len(run.iterations)} iterations instead of {wanted}")
-        if len(run.validations) < layout.validations:
+        if len(run.validations) < validations:
             raise RunFailedError(f"printed {len(run.validations)} losses of evaluations, too few")
         if not run.state:
             raise RunFailedError("saved no checkpoint")
@@ -503,7 +556,7 @@ def differences_of(runs: dict[str, Run]) -> dict[str, list[str]]:
     """For each way what differs from the run without flags."""
     found = {way: differences(run, runs["plain"]) for way, run in runs.items()}
     for way, run in runs.items():
-        if run.logs and run.logged_losses != runs["keep"].logged_losses:
+        if run.logs and "keep" in runs and run.logged_losses != runs["keep"].logged_losses:
             found[way].append("the losses in the run logs differ from those with keep in their last bits")
     return {way: each for way, each in found.items() if each}
 
@@ -524,7 +577,8 @@ LOSS_HEADS = ("layout", "way", "losses as Megatron prints them")
 
 def cells(layout: Layout, runs: dict[str, Run]) -> list[str]:
     """A row of the table of figures; where the doors differ, a value for each."""
-    plain, doors = runs["plain"], [run for way, run in runs.items() if way in DOORS]
+    plain, others = runs["plain"], [run for way, run in runs.items() if way not in ("plain", "keep")]
+    doors = [run for run in others if run.logs]
     different = differences_of(runs)
     compared = f"{_many(len(plain.validations), 'evaluation')}, {_mib(plain.state_bytes)} MiB saved"
     peaks = [max(each) for each in zip(*(run.peaks for run in doors), strict=True)]
@@ -533,7 +587,7 @@ def cells(layout: Layout, runs: dict[str, Run]) -> list[str]:
         str(layout.ranks),
         f"NO: {', '.join(different)}" if different else f"yes: {len(plain.losses)} iterations, {compared}",
         " / ".join(f"{run.seconds / plain.seconds:.2f}" for run in doors),
-        ", ".join(_mib(peak) for peak in runs["keep"].peaks),
+        ", ".join(_mib(peak) for peak in runs["keep"].peaks) if "keep" in runs else "",
         ", ".join(_mib(peak) for peak in peaks),
         " / ".join(_mib(run.total("offloaded_bytes")) for run in doors),
     ]
@@ -572,10 +626,21 @@ def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def run_layout(matrix: Matrix, layout: Layout, doors: Sequence[str]) -> dict[str, Run] | str:
+def ways_of(matrix: Matrix, doors: Sequence[str], *, resume: bool) -> dict[str, Callable[[Layout], Run]]:
+    """How a layout is trained; the first way is what the others are compared with."""
+    offloading = {door: functools.partial(matrix.through, door) for door in doors}
+    if not resume:
+        return {"plain": matrix.plain, "keep": matrix.keep, **offloading}
+    ways = {"plain": functools.partial(matrix.resumed, matrix.plain, matrix.plain)}
+    for door, way in offloading.items():
+        ways[f"plain, then {door}"] = functools.partial(matrix.resumed, matrix.plain, way)
+        ways[f"{door}, then plain"] = functools.partial(matrix.resumed, way, matrix.plain)
+    return ways
+
+
+def run_layout(matrix: Matrix, layout: Layout, doors: Sequence[str], *, resume: bool) -> dict[str, Run] | str:
     """All runs of one layout, or what went wrong."""
-    ways: dict[str, Callable[[Layout], Run]] = {"plain": matrix.plain, "keep": matrix.keep}
-    ways |= {door: functools.partial(matrix.through, door) for door in doors}
+    ways = ways_of(matrix, doors, resume=resume)
     runs = {}
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -606,9 +671,10 @@ def _bytes_of_states(log: RunLog) -> int:
     type=click.Choice([layout.name for layout in (*LAYOUTS, *LARGE)]),
     help="Only this layout; may be repeated.  [default: all but the large ones]",
 )
-@click.option("--iterations", type=click.IntRange(min=len(RAMP_UP)), default=5, show_default=True)
+@click.option("--iterations", type=click.IntRange(min=FIRST_PART + 1), default=5, show_default=True)
 @click.option("--door", type=click.Choice([*DOORS, "both"]), default="both", show_default=True)
 @click.option("--states", is_flag=True, help="Offload the states of the optimizer too.")
+@click.option("--resume", is_flag=True, help="Resume trainings in another process, in the other mode.")
 @click.option("--timeout", default=300.0, show_default=True, help="Seconds for each run.")
 @click.option(
     "--markdown", "markdown_file", type=click.Path(path_type=Path), help="Also write the tables here."
@@ -620,6 +686,7 @@ def main(
     iterations: int,
     door: str,
     states: bool,
+    resume: bool,
     timeout: float,
     markdown_file: Path | None,
 ) -> None:
@@ -636,7 +703,7 @@ def main(
                 matrix.patch()
         except RunFailedError as error:
             raise click.ClickException(str(error)) from None
-        results = [(layout, run_layout(matrix, layout, doors)) for layout in wanted]
+        results = [(layout, run_layout(matrix, layout, doors, resume=resume)) for layout in wanted]
     sys.exit(report(_release(checkout), results, markdown_file))
 
 

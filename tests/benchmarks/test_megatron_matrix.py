@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
+from unittest import mock
 
 import pytest
 from places import BENCHMARKS
@@ -52,3 +54,25 @@ def test_a_single_process_shows_its_own_last_lines(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "print(1); raise SystemExit('no such policy')"]
     with pytest.raises(megatron_matrix.RunFailedError, match="exit status 1\n1\nno such policy"):
         megatron_matrix._output_of(command, cwd=tmp_path, timeout=300)
+
+
+def test_a_training_is_resumed_in_the_other_mode(tmp_path: Path) -> None:
+    """By way of a checkpoint, which the second process loads and the first one wrote."""
+    parts = []
+
+    def way(name: str) -> megatron_matrix.Way:
+        return lambda _layout, part: parts.append((name, part)) or name
+
+    matrix = mock.Mock(plain=way("plain"), through=lambda _door, *call: way("offloading")(*call))
+    matrix.resumed = partial(megatron_matrix.Matrix.resumed, mock.Mock(_place=tmp_path))
+    ways = megatron_matrix.ways_of(matrix, ["launch"], resume=True)
+    assert {name: train(megatron_matrix.LAYOUTS[0]) for name, train in ways.items()} == {
+        "plain": "plain",
+        "plain, then launch": "offloading",
+        "launch, then plain": "plain",
+    }
+    assert [name for name, _ in parts] == ["plain", "plain", "plain", "offloading", "offloading", "plain"]
+    for (_, first), (_, second) in zip(parts[::2], parts[1::2], strict=True):
+        assert second.loaded == first.saved != second.saved
+        assert first.flags == ["--exit-interval", "3"]
+        assert second.flags == ["--load", str(first.saved)]
