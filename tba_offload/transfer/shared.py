@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tba_offload.errors import TransferError
 from tba_offload.transfer.extents import Extents
 from tba_offload.transfer.ledger import Ledger
-from tba_offload.transfer.storage import Drops, Piece, State, forget
+from tba_offload.transfer.storage import Drops, Piece, State, forget, split
 
 if TYPE_CHECKING:
     from _thread import LockType
@@ -84,7 +84,7 @@ class Outbox:
             if piece.nbytes <= self._most:
                 pieces.append((record, piece))
             else:
-                pieces += [(record, part) for part in record.split(piece, self._most)]
+                pieces += [(record, part) for part in split(record, piece, self._most)]
         return pieces
 
     def discard(self, item: Record | Piece) -> bool:

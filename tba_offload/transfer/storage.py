@@ -172,6 +172,12 @@ class Span:
                 return False
         return True
 
+    def cut(self, piece: Piece, parts: list[Piece]) -> None:
+        """A piece of it, if it is one, travels as these."""
+        if piece in self.pieces:
+            at = self.pieces.index(piece)
+            self.pieces[at : at + 1] = parts
+
     def forget(self) -> None:
         """Drop the buffer; the bytes have to be read again."""
         self.buffer = self.weak = None
@@ -341,26 +347,6 @@ class Record:
         self.spans.append(Span(sorted(old + missing, key=lambda piece: piece.lo)))
         return missing
 
-    def split(self, piece: Piece, most: int) -> list[Piece]:
-        """Has a piece that was not handed to the store travel as several of about the same size.
-
-        Args:
-            piece: The piece.
-            most: Bytes of each at most.
-        """
-        count = -(-piece.nbytes // most)
-        size = round_up(-(-piece.nbytes // count), BLOCK)
-        parts = [
-            Piece(lo, min(lo + size, piece.hi), piece.stream, 0) for lo in range(piece.lo, piece.hi, size)
-        ]
-        parts[0].weight = piece.weight
-        for span in self.spans:
-            if piece in span.pieces:
-                at = span.pieces.index(piece)
-                span.pieces[at : at + 1] = parts
-                self.writes += len(parts) - 1
-        return parts
-
     def written(self, piece: Piece) -> None:
         """A piece is in the store."""
         piece.write_ended()
@@ -480,8 +466,28 @@ class Record:
         return extents
 
     def recount(self) -> None:
-        """Counts its writes anew, after an interrupt."""
+        """Counts its writes anew: after an interrupt, and where one became several."""
         self.writes = sum(piece.pending for piece in self.pieces())
+
+
+def split(record: Record, piece: Piece, most: int) -> list[Piece]:
+    """Has a piece that was not handed to the store travel as several of about the same size.
+
+    Args:
+        record: What it is of.
+        piece: The piece.
+        most: Bytes of each at most.
+    """
+    count = -(-piece.nbytes // most)
+    size = round_up(-(-piece.nbytes // count), BLOCK)
+    parts = [
+        Piece(lo, min(lo + size, piece.hi), piece.stream, piece.weight if lo == piece.lo else 0)
+        for lo in range(piece.lo, piece.hi, size)
+    ]
+    for span in record.spans:
+        span.cut(piece, parts)
+    record.recount()
+    return parts
 
 
 class Drops:
