@@ -18,6 +18,7 @@ from tba_offload.cli.doctor import doctor
 from tba_offload.cli.megatron import launch, patch
 from tba_offload.cli.plan import plan
 from tba_offload.cli.rok import rok
+from tba_offload.cli.schema import schema
 from tba_offload.errors import ConfigError, TbaError
 from tba_offload.formatting import quoted, visible
 
@@ -57,5 +58,5 @@ def main(modules: tuple[str, ...]) -> None:
             ) from error
 
 
-for command in (check, rok, plan, demo, doctor, patch, launch):
+for command in (check, schema, rok, plan, demo, doctor, patch, launch):
     main.add_command(command)

@@ -27,7 +27,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, 
 import pydantic
 import pydantic.dataclasses
 import yaml
-from pydantic import BeforeValidator, ConfigDict, Strict, TypeAdapter, ValidationError, ValidationInfo
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Strict,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+)
 
 from tba_offload.config.policy import Objective, Placement, Policy, Rule
 from tba_offload.config.store import BLOCK, STALL_SECONDS, StoreOptions, kinds, threads_per_direction
@@ -138,9 +146,21 @@ def _seconds(value: object) -> float | None:
     return float(number) or None
 
 
-_Seconds = Annotated[float | None, BeforeValidator(_seconds)]
-_Limit = Annotated[int | None, BeforeValidator(_limit)]
-_Threshold = Annotated[int, BeforeValidator(_bytes)]
+# What a policy file may say, for its JSON Schema.
+_TIME_TEXT = {"type": "number", "minimum": 0, "maximum": _LONGEST}
+_SIZE_TEXT = {
+    "anyOf": [
+        {"type": "string", "pattern": rf"^\s*[0-9]+(\.[0-9]+)?\s*({'|'.join(_UNITS)})\s*$"},
+        {"enum": [0, "0"]},
+    ]
+}
+_NONE_TEXT = {"type": "null"}
+
+_Seconds = Annotated[
+    float | None, BeforeValidator(_seconds), WithJsonSchema({"anyOf": [_TIME_TEXT, _NONE_TEXT]})
+]
+_Limit = Annotated[int | None, BeforeValidator(_limit), WithJsonSchema({"anyOf": [_SIZE_TEXT, _NONE_TEXT]})]
+_Threshold = Annotated[int, BeforeValidator(_bytes), WithJsonSchema(_SIZE_TEXT)]
 
 
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([^}]*)\})")
@@ -203,9 +223,14 @@ def _kind(value: object) -> object:
     return value
 
 
+_PATH_TEXT = {"type": ["string", "integer"], "minLength": 1}
+_PATHS_TEXT = {"anyOf": [_PATH_TEXT, {"type": "array", "items": _PATH_TEXT, "uniqueItems": True}]}
+
 _Kind = Annotated[str, BeforeValidator(_kind)]
 _Directory = Annotated[Path | str, BeforeValidator(_directory)]
-_Directories = Annotated[tuple[_Directory, ...], BeforeValidator(_one_or_several)]
+_Directories = Annotated[
+    tuple[_Directory, ...], BeforeValidator(_one_or_several), WithJsonSchema(_PATHS_TEXT)
+]
 
 # -------------------------------------------------------------------------------------- dataclasses
 

@@ -93,7 +93,8 @@ class Rule:
     """Gives a placement to the layers that it matches.
 
     Attributes:
-        match: Numbers, numbers within a stack, or a name; see the module's description.
+        match: Numbers (``3``, ``0-3``, ``0,2,8-11``, ``last 2``), numbers in a stack (``encoder:0-3``), or
+            a name, with globs.
         placement: What these layers get; the word itself (``"keep"``) will do.
         line: The line of the file that it was read from. It does not count when rules are compared.
 

@@ -131,6 +131,10 @@ class Placement(str, metaclass=_ByName):
 
         return core_schema.no_info_plain_validator_function(_read)
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, _schema: object, _handler: object) -> dict[str, object]:
+        return {"enum": list(_known)}
+
     def __str__(self) -> str:
         return str.__str__(self)
 

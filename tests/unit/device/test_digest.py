@@ -55,6 +55,16 @@ def test_a_digest_sees_every_bit(dtype: torch.dtype, count: int) -> None:
         assert not Digest.of(tensor).equals(Digest.of(changed))
 
 
+@pytest.mark.parametrize("count", [2**12, 2**16, 2**22])
+def test_round_numbers_in_64_bits_count(count: int) -> None:
+    """The sum of so many of them has no bit left of 64."""
+    zeros = torch.zeros(count, dtype=torch.float64)
+    ones = torch.ones_like(zeros)
+    assert not Digest.of(zeros[1:]).equals(Digest.of(ones[1:]))
+    for one, other in ((zeros, ones), (zeros.view(torch.uint8), ones.view(torch.uint8))):
+        assert not torch.equal(Digest.of(one).bits[64:], Digest.of(other).bits[64:])
+
+
 def test_zeros_differ_by_their_sign() -> None:
     assert not Digest.of(torch.zeros(100)).equals(Digest.of(-torch.zeros(100)))
 
