@@ -258,7 +258,10 @@ class Part:
     @property
     def flags(self) -> list[str]:
         """Megatron's."""
-        return ["--exit-interval", str(FIRST_PART)] if self.loaded is None else ["--load", str(self.loaded)]
+        flags = ["--ckpt-format", "torch_dist"]
+        if self.loaded is None:
+            return [*flags, "--exit-interval", str(FIRST_PART)]
+        return [*flags, "--load", str(self.loaded), "--auto-detect-ckpt-format"]
 
 
 STATES = "\nstates:\n  sub_group_bytes: 64KiB\n"
@@ -517,9 +520,12 @@ def _state_in(saved: Path) -> tuple[dict[str, str], int]:
     """Digests of all tensors in the checkpoints, and their size.
 
     Checkpoints are zip files with a record for the bytes of each tensor. What else is in them, such as the
-    command line, may differ.
+    command line, may differ. In the distributed format the tensors of a rank are in files of their own.
     """
     digests, size = {}, 0
+    for file in sorted(saved.rglob("*.distcp")):
+        digests[str(file.relative_to(saved))] = hashlib.sha256(file.read_bytes()).hexdigest()
+        size += file.stat().st_size
     for file in sorted(saved.rglob("*.pt")):
         with zipfile.ZipFile(file) as records:
             for record in records.infolist():

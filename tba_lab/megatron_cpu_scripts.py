@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 import torch.distributed as dist
 
+from tba_lab.fused_adam import FusedAdam
 from tba_lab.megatron_cpu import CPU, install, replace
 
 if TYPE_CHECKING:
@@ -189,6 +190,16 @@ def _no_fused_kernels() -> None:
         replace(kernels, "load", _nothing_named("load"))
 
 
+def _fused_adam() -> None:
+    """What a distributed optimizer saves of PyTorch's Adam it cannot load."""
+    optimizers = importlib.import_module("megatron.core.optimizer")
+    distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    replace(optimizers, "Adam", FusedAdam)
+    replace(optimizers, "USING_PYTORCH_OPTIMIZER", value=False)
+    replace(distributed, "Adam", FusedAdam)
+    replace(distributed, "HAVE_APEX_OR_TE", value=True)
+
+
 def _substituting_children() -> None:
     """Checkpoints are written by processes that start anew: they need all of this, but not the script."""
     prepare = multiprocessing.spawn.get_preparation_data
@@ -211,6 +222,7 @@ _SUBSTITUTIONS: tuple[Callable[[], None], ...] = (
     _host_splits,
     _prebuilt_helpers,
     _no_fused_kernels,
+    _fused_adam,
     _substituting_children,
 )
 

@@ -74,5 +74,5 @@ def test_a_training_is_resumed_in_the_other_mode(tmp_path: Path) -> None:
     assert [name for name, _ in parts] == ["plain", "plain", "plain", "offloading", "offloading", "plain"]
     for (_, first), (_, second) in zip(parts[::2], parts[1::2], strict=True):
         assert second.loaded == first.saved != second.saved
-        assert first.flags == ["--exit-interval", "3"]
-        assert second.flags == ["--load", str(first.saved)]
+        assert first.flags[2:] == ["--exit-interval", "3"]
+        assert second.flags[2:4] == ["--load", str(first.saved)]
