@@ -82,7 +82,7 @@ ACTIVATIONS = 16
 """A layer's smaller activations are this part of what it saves."""
 
 SIZES = ("4096x8x4096x2", "6144x6x4096x2", "8192x4x8192x1", "8192x4x1024x4", "8192x4x1024x8")
-QUICK = ("4096x4x4096x1",)
+QUICK = ("8192x4x4096x1",)
 QUICK_MINUTES = 3.0
 GB, GIB = 1e9, 2**30
 

@@ -1,6 +1,7 @@
 # Sourced by the scripts that a newcomer runs: makes .venv in the checkout and installs the package there.
 #
-# Without an NVIDIA GPU a CPU build of torch is installed, which spares gigabytes of CUDA libraries.
+# Without an NVIDIA GPU a CPU build of torch is installed, which spares gigabytes of CUDA libraries, unless
+# TORCH_BUILD=cuda.
 # PYTHON picks the interpreter (3.11 or later), TORCH_VERSION the version of torch.
 
 VENV=.venv
@@ -45,6 +46,8 @@ install_torch() {
     fi
     if nvidia-smi >/dev/null 2>&1; then
         $pip "torch>=$TORCH_VERSION"
+    elif [ "${TORCH_BUILD:-}" = cuda ]; then
+        $pip "torch==$TORCH_VERSION"
     else
         $pip "torch==$TORCH_VERSION+cpu" 2>/dev/null ||
             $pip "torch==$TORCH_VERSION+cpu" --index-url "$TORCH_CPU_INDEX" 2>/dev/null ||

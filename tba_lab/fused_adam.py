@@ -1,4 +1,4 @@
-"""What Megatron-LM takes for Adam on a GPU, on a CPU: Apex's class, as far as training and checkpoints see it.
+"""Megatron-LM's Adam on a GPU, on a CPU: Apex's class, as far as training and checkpoints see it.
 
 It counts steps once in a parameter group, where PyTorch's own counts them for each parameter: a distributed
 optimizer of Megatron-LM saves the states of PyTorch's Adam in a form that it cannot load.

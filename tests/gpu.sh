@@ -12,17 +12,21 @@
 #
 #     step       limit  what
 #     doctor      45 s  versions, which way bytes take to a drive and to memory, and how fast
-#     tests      270 s  all that is marked gpu but the two below
-#     compiled   240 s  compiled layers, and other allocators: processes and compilers of their own
-#     sanitizer  240 s  the tests of orderly access once more, under compute-sanitizer if that is there
+#     smoke      125 s  device, memory and a few models with every placement, up to the first failure
 #     quick      255 s  benchmarks/gpu.py --quick; everything that it wrote is RESULTS/quick.tar.gz
+#     tests      270 s  all that is marked gpu but what compiled has
+#     link       150 s  benchmarks/link.py; likewise
+#     compiled   190 s  compiled layers, and other allocators: processes and compilers of their own
+#     sanitizer  190 s  the tests of orderly access once more, under compute-sanitizer if that is there
 #     benchmark  560 s  benchmarks/gpu.py; likewise
 #
-# Runbook for a machine that runs commands of ten minutes, thirty in all, and gets what is in a folder:
+# Runbook for a machine that runs commands of ten minutes, thirty in all with the two that each start takes, and
+# gets what is in a folder. Results are written as they come, also those of a step that is cut off.
 #     1. here:  bash tests/gpu.sh download WHEELS
-#     2. there: bash tests/gpu.sh run WHEELS RESULTS doctor tests quick       within 9:30 min
-#     3. there: bash tests/gpu.sh run WHEELS RESULTS compiled sanitizer       within 8 min
-#     4. there: bash tests/gpu.sh run WHEELS RESULTS benchmark                within 9:20 min
+#     2. there: bash tests/gpu.sh run WHEELS RESULTS doctor smoke               within 2:50 min
+#     3. there: bash tests/gpu.sh run WHEELS RESULTS quick tests                within 8:45 min
+#     4. there: bash tests/gpu.sh run WHEELS RESULTS link compiled sanitizer    within 8:50 min
+#     5. there, another time: bash tests/gpu.sh run WHEELS RESULTS benchmark    within 9:20 min
 # Mend what the second step found before going on; LIMIT=seconds replaces the limit of every step, and ARGUMENTS go
 # to pytest, or to the benchmark: ARGUMENTS='-x -k host', ARGUMENTS='--size 8192x4x4096x1 --model torch'.
 #
@@ -39,23 +43,16 @@ usage() {
     exit 2
 }
 
-# download_wheels FOLDER: without dependencies, since each of them is named here or is on the machine
+# download_wheels FOLDER: without dependencies, since each is named, or is on the machine; the versions are those
+# that were installed together on such a Python
 download_wheels() {
-    local platforms=() name
+    local platforms=(--platform manylinux2014_x86_64) name
     for name in 2_28 2_27 2_24 2_17; do
         platforms+=(--platform "manylinux_${name}_x86_64")
     done
     "$PYTHON" -m pip download --quiet --dest "$1" --no-deps --only-binary :all: --implementation cp \
-        --python-version "$TARGET" "${platforms[@]}" --platform manylinux2014_x86_64 \
-        "kvikio-cu$CUDA" "libkvikio-cu$CUDA" rapids-logger cuda-pathfinder \
-        click pydantic annotated-types typing-inspection typing-extensions \
-        pyyaml rich markdown-it-py mdurl pygments xxhash megatron-core trl \
-        pytest pluggy iniconfig packaging pytest-timeout hypothesis sortedcontainers || return
-    # The core is released for one version of the rest.
-    local core
-    core=$(unzip -p "$1"/pydantic-*.whl '*/METADATA' | sed -n 's/^Requires-Dist: \(pydantic[-_]core==[^ ;]*\).*/\1/p')
-    "$PYTHON" -m pip download --quiet --dest "$1" --no-deps --only-binary :all: --implementation cp \
-        --python-version "$TARGET" "${platforms[@]}" --platform manylinux2014_x86_64 "$core"
+        --python-version "$TARGET" "${platforms[@]}" -r tests/gpu/requirements.txt \
+        -r <(sed "s/cu13/cu$CUDA/" tests/support/stub_driver/requirements.txt)
 }
 
 install_wheels() {
@@ -73,7 +70,28 @@ limited() {
     timeout --signal=INT --kill-after=15 "${LIMIT:-$seconds}" "$@"
 }
 
+TESTS=("$PYTHON" -m pytest -m gpu tests/gpu tests/unit/device tests/unit/store
+    tests/contracts/transparency/test_transformer_engine.py) # there are no others
 APART='compiled or another_allocator'
+SMOKE='TestAccelerator or slabs or gpu_memory or (test_same_bits and gpt and dtype0)'
+ORDERLY='TestAccelerator or gpu_memory or stream'
+
+# packing FOLDER ARCHIVE COMMAND...: what it writes into the folder is in the archive every ten seconds
+packing() {
+    local folder=$1 archive=$2 status=0 packer
+    shift 2
+    while sleep 10; do pack "$folder" "$archive"; done >/dev/null 2>&1 & # or tee would wait for a sleep
+    packer=$!
+    "$@" || status=$?
+    kill "$packer" 2>/dev/null
+    wait "$packer" 2>/dev/null
+    pack "$folder" "$archive"
+    return "$status"
+}
+
+pack() {
+    tar -C "$1" -czf "$2.new" . 2>/dev/null && mv "$2.new" "$2"
+}
 
 do_step() {
     local results=$2 arguments=() folder
@@ -83,11 +101,24 @@ do_step() {
         nvidia-smi
         limited 45 "$PYTHON" -m tba_offload doctor "${DRIVE:-.}" /dev/shm
         ;;
+    smoke)
+        limited 125 "${TESTS[@]}" -x -W default -k "($SMOKE) and not ($APART)" "${arguments[@]}"
+        ;;
+    quick)
+        folder=$(mktemp -d)
+        packing "$folder" "$results/$1.tar.gz" limited 255 "$PYTHON" benchmarks/gpu.py \
+            --drive "${DRIVE:-.}" --output "$folder" --quick "${arguments[@]}"
+        ;;
     tests)
-        limited 270 "$PYTHON" -m pytest -m gpu -k "not ($APART)" --durations=10 "${arguments[@]}"
+        limited 270 "${TESTS[@]}" -k "not ($APART)" --durations=10 "${arguments[@]}"
+        ;;
+    link)
+        folder=$(mktemp -d)
+        packing "$folder" "$results/$1.tar.gz" limited 150 "$PYTHON" benchmarks/link.py \
+            --output "$folder/link.json" "${arguments[@]}"
         ;;
     compiled)
-        limited 240 "$PYTHON" -m pytest -m gpu -k "$APART" --durations=10 "${arguments[@]}"
+        limited 190 "${TESTS[@]}" -k "$APART" --durations=10 "${arguments[@]}"
         ;;
     sanitizer)
         if ! command -v compute-sanitizer >/dev/null; then
@@ -95,23 +126,14 @@ do_step() {
             return
         fi
         # Without the caching allocator every tensor is an allocation of its own, whose bounds are known.
-        PYTORCH_NO_CUDA_MEMORY_CACHING=1 limited 240 \
+        PYTORCH_NO_CUDA_MEMORY_CACHING=1 limited 190 \
             compute-sanitizer --tool memcheck --target-processes all --error-exitcode 9 --print-limit 20 \
-            "$PYTHON" -m pytest -m gpu -k "TestCudaDevice or gpu_memory or stream" --timeout 200 "${arguments[@]}"
+            "${TESTS[@]}" -k "($ORDERLY) and not ($APART)" --timeout 170 "${arguments[@]}"
         ;;
-    quick | benchmark)
+    benchmark)
         folder=$(mktemp -d)
-        if [ "$1" = quick ]; then
-            limited 255 "$PYTHON" benchmarks/gpu.py --drive "${DRIVE:-.}" --output "$folder" --quick \
-                "${arguments[@]}"
-        else
-            limited 560 "$PYTHON" benchmarks/gpu.py --drive "${DRIVE:-.}" --output "$folder" --minutes 1.2 \
-                "${arguments[@]}"
-        fi
-        local status=$?
-        tar -C "$folder" -czf "$results/$1.tar.gz" .
-        rm -r "$folder"
-        return $status
+        packing "$folder" "$results/$1.tar.gz" limited 560 "$PYTHON" benchmarks/gpu.py \
+            --drive "${DRIVE:-.}" --output "$folder" --minutes 1.2 "${arguments[@]}"
         ;;
     *)
         echo "there is no step $1" >&2

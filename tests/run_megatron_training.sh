@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests of Megatron's own training loop in .venv312, which it makes. Arguments go to pytest: -n 0 for a
-# single process.
+# single process. With TORCH_BUILD=cuda it gets PyTorch's CUDA build also where there is no GPU, for the tests of
+# that.
 #
 # megatron-core carries megatron.training from 0.19, for which it asks for Python 3.12. It is found on PATH, among
 # the versions of pyenv, or by uv; PYTHON names another.
@@ -19,4 +20,8 @@ fi
 PYTHON=$(find_python 12 "${pythons[@]}")
 
 setup_venv dev,scripts megatron-core==0.19.2
-.venv312/bin/python -m pytest -n 2 --dist worksteal tests/megatron tests/benchmarks/test_megatron_matrix.py "$@"
+tests=(tests/megatron tests/benchmarks/test_megatron_matrix.py)
+if .venv312/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then
+    tests+=(tests/gpu/on_cuda_build.py)
+fi
+.venv312/bin/python -m pytest -n 2 --dist worksteal "${tests[@]}" "$@"

@@ -128,7 +128,10 @@ def _settings(
     refuse_run_logs(output)
     chosen = choose_dtype(dtype, device=training_device())
     say(str(chosen))
-    sizes, strategies = tuple(sorted(set(batch_sizes))), strategies_of(policy, states=states != "keep", control=control)
+    sizes, strategies = (
+        tuple(sorted(set(batch_sizes))),
+        strategies_of(policy, states=states != "keep", control=control),
+    )
     wish = Wish(hidden, sequence, steps, sizes, strategies, {**model, "dtype": chosen.dtype})
     seconds = min(TARGET_SECONDS, progress.time_limit)
     found = fitted(wish, directories or (output,), seconds=seconds, threads=threads, watch=progress)
@@ -215,8 +218,8 @@ def _print_states(summary: dict[str, Any], size: str) -> None:
     ratios, spread = summary["ratios"][size], summary["spread"][size]["time_states_over_keep"]
     figures = summary["batch_sizes"][size]["states"]
     click.echo(
-        f"  with optimizer states offloaded too: {ratios['device_peak_states_over_keep']:.3f} x the device peak "
-        f"of keep (weights, gradients, states and activations), {spread['median']:.3f} x its step time "
+        f"  with optimizer states offloaded too: {ratios['device_peak_states_over_keep']:.3f} x the device "
+        f"peak of keep (weights, gradients, states and activations), {spread['median']:.3f} x its step time "
         f"(quartiles {spread['low']:.3f} to {spread['high']:.3f}); of states "
         f"{readable_size(figures['states_read_bytes'])} are read in a step and "
         f"{readable_size(figures['states_written_bytes'])} written"

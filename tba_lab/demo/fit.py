@@ -41,10 +41,17 @@ for what estimates miss, and for others."""
 PROCESS_BYTES = 500 * 2**20
 """Resident memory of a process that has imported torch and megatron-core, and some for their kernels."""
 
-STRATEGY_COSTS = {"keep": 1.0, "recompute": 4 / 3, "offload": 1.1, "auto": 4 / 3, "states": 3.0, "control": 1.0}
+STRATEGY_COSTS = {
+    "keep": 1.0,
+    "recompute": 4 / 3,
+    "offload": 1.1,
+    "auto": 4 / 3,
+    "states": 3.0,
+    "control": 1.0,
+}
 """Forward and backward, relative to keep: recomputation repeats the forward, a third of both; offloading is
-given a tenth. What auto does is unknown, recomputation the most. Optimizer states take the drive twice as long
-as forward and backward of a small batch."""
+given a tenth. What auto does is unknown, recomputation the most. Optimizer states take the drive twice as
+long as forward and backward of a small batch."""
 
 _STATES = 4
 """Of each parameter there is itself, its gradient and two moments of Adam, all in its dtype."""

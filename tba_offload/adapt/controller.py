@@ -176,7 +176,11 @@ class Controller:
         if profile is None or bandwidth is None:
             return
         moment = dataclasses.replace(
-            moment, skips=known.skips, needs=copy.copy(known.needs), pace=copy.copy(known.pace)
+            moment,
+            seconds=known.seconds,
+            skips=known.skips,
+            needs=copy.copy(known.needs),
+            pace=copy.copy(known.pace),
         )
         self._thinking = self._think(partial(self._phase.decide, moment, profile, bandwidth)), moment
 

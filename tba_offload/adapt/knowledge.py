@@ -34,6 +34,7 @@ class Knowledge:
         sizes: How large the runs of layers are.
         needs: What steps were seen to need of memory.
         pace: How long they took.
+        seconds: How long the step took that was last looked at closely, by the clock of its device.
     """
 
     def __init__(self, task: Task) -> None:
@@ -41,6 +42,7 @@ class Knowledge:
         self.sizes = Sizes(task.tuning)
         self.needs = Needs(task)
         self.pace = Pace(task.tuning)
+        self.seconds = 0.0
         self._task = task
         self._steps = 0
         self._size = StepSize()
@@ -133,7 +135,9 @@ class Knowledge:
         """
         on_device = observation.on_device
         times = on_device.read() if on_device is not None else None
+        self.seconds = observation.record.seconds
         if times is not None:
+            self.seconds = times.ended - times.began
             self.pace.read(times, is_planned=phase.settled is not None)
         profile = profile_of(
             observation.trace,

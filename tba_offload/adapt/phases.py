@@ -57,7 +57,7 @@ class Moment:
         plan: The plan that was in force.
         bandwidth: The rates of the drives now; ``None`` if nothing ever moved.
         room: Bytes that they hold at most.
-        seconds: How long the step took by the host's clock.
+        seconds: How long the step took by the host's clock; one that was looked at, by that of its device.
         peak: The peak of the step in bytes; ``None`` if it was not measured, or is that of no plan.
         size: How large the step was.
         skips: Whether there were steps without layers that plans must hold for.

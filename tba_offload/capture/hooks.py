@@ -39,6 +39,7 @@ from tba_offload.capture.scope import ActivationKey, Lookahead, ScopeKey
 from tba_offload.capture.trace import ActivationTrace, StepTrace, Treatment
 from tba_offload.device.ranges import aligned_range
 from tba_offload.errors import TransferError
+from tba_offload.layers import untraced
 from tba_offload.layers.graph import check_version, hooks_on_top, keeps_graph, latest_node
 from tba_offload.renamed import names_of
 from tba_offload.transfer.storage import Handle, Record, State
@@ -368,6 +369,7 @@ class LayerHooks:
 
     # ---- pack ------------------------------------------------------------------------------------
 
+    @untraced.hook
     def pack(self, tensor: torch.Tensor) -> Kept | Packed:
         """Decides what becomes of a saved tensor and queues its write."""
         capture = self.capture

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tba_offload.capture import compiling
+from tba_offload import compiling
 from tba_offload.errors import SessionError
 from tba_offload.layers.checkpoint import is_recomputation
 

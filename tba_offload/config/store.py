@@ -82,10 +82,18 @@ class StoreOptions:
         """The options for one of the drives alone."""
         return replace(self, directories=(directory,), capacity=self.share, host_capacity=None)
 
-    def of_host_memory(self) -> StoreOptions:
-        """The options for the host memory beside drives, with one thread for each direction."""
+    def of_host_memory(self, threads: int) -> StoreOptions:
+        """The options for the host memory beside drives.
+
+        Args:
+            threads: For each direction.
+        """
         return StoreOptions(
-            kind="host", capacity=self.host_capacity, stall_seconds=self.stall_seconds, readers=1, writers=1
+            kind="host",
+            capacity=self.host_capacity,
+            stall_seconds=self.stall_seconds,
+            readers=threads,
+            writers=threads,
         )
 
 

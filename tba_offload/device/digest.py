@@ -15,6 +15,12 @@ _OF_64_BITS = (1, 8)
 _CHUNK = 2**20
 """Words of 64 bits of which the upper halves are in memory at a time."""
 
+_COLUMNS = 1021
+"""Words are summed in so many columns, a prime number, so that moving them changes the sums."""
+
+_FACTOR = 0x9E3779B97F4A7C15 - 2**64
+"""Odd, and without a pattern in its bits: each word of the sums counts with another multiple of it."""
+
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by their size in bytes."""
 
@@ -61,19 +67,29 @@ class Digest(NamedTuple):
 
 
 def _sums(plain: torch.Tensor) -> torch.Tensor:
-    """Sums of the bits of a contiguous tensor as 64-bit integers, and the sum of what is left at its end.
+    """Numbers that other bits of a contiguous tensor, or the same in another order, are unlikely to have.
 
-    A sum of shorter integers takes twenty times as long on a CPU. But the lower half of a round number in 64
-    bits is zero, and of a few thousand such numbers that are alike the sum is zero too: upper halves are
-    added apart.
+    One sum of all would stay as it is if the sign of two elements is changed, which is the highest bit of a
+    word, or if words change places: columns are summed, and mixed. Sums of integers shorter than 64 bits take
+    twenty times as long on a CPU. But the lower half of a round number in 64 bits is zero, and of a few
+    thousand such numbers that are alike the sum is zero too: upper halves are added apart.
     """
     flat = plain.as_strided((plain.numel(),), (1,))  # also of a single element whose stride is 0
     if plain.storage_offset() * plain.itemsize % 8:
         flat = flat.clone()
     count = flat.numel() * flat.itemsize // 8 * 8 // flat.itemsize
     words, rest = flat[:count].view(torch.int64), flat[count:].view(_WORDS[plain.itemsize])
-    sums = [words.sum(), rest.sum(dtype=torch.int64)]
+    sums = [_mixed(words, rest)]
     if plain.itemsize in _OF_64_BITS:
         starts = range(0, words.numel(), _CHUNK)
         sums += [(words[start : start + _CHUNK] >> 32).sum() for start in starts]
     return torch.stack(sums)
+
+
+def _mixed(words: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+    """A number that depends on each column of words, and on each word and element that is in none."""
+    rows = words.numel() // _COLUMNS
+    columns = words[: rows * _COLUMNS].view(rows, _COLUMNS).sum(0)
+    parts = torch.cat((columns, words[rows * _COLUMNS :], rest.to(torch.int64)))
+    factors = torch.arange(1, 2 * parts.numel(), 2, device=parts.device) * _FACTOR
+    return ((parts ^ (parts >> 29)) * factors).sum()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import inspect
 import mmap
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -146,12 +147,28 @@ class Device(ABC):
             A 1-D uint8 tensor of ``nbytes``; the memory is freed with it.
         """
 
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copies a small tensor to host memory.
+
+        Returns:
+            Its numbers, which are there when the work up to :meth:`event` is done.
+        """
+        return tensor.detach().to("cpu", copy=True)
+
     def give_back_host_memory(self) -> None:  # noqa: B027 - most have none to give
         """Gives host memory that was freed back to the system, where an allocator keeps it for later."""
 
     def is_capturing(self) -> bool:
         """Whether the calling thread's work is recorded into a graph instead of being done."""
         return False
+
+    def compiled_graph(self) -> object:
+        """What ``torch.compile`` has run last as a graph of this device; another object after each run.
+
+        Returns:
+            ``None`` if it has run none.
+        """
+        return None
 
 
 class CpuDevice(Device):
@@ -291,7 +308,7 @@ class Accelerator(Device):
             stream = self._local.stream = self._module.Stream(self.torch_device)
         with self._module.stream(stream):
             yield
-            done = self.event()
+            done = self._own_event()
         done.synchronize()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> None:
@@ -303,7 +320,7 @@ class Accelerator(Device):
             return
         with self._module.stream(self._copy_stream(to_host=target.is_cpu)):
             target.copy_(source, non_blocking=True)
-            done = self.event()
+            done = self._own_event()
         done.synchronize()
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
@@ -312,18 +329,44 @@ class Accelerator(Device):
             return pinned_memory(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copies on the calling thread's stream, into pinned memory of PyTorch's own, and waits for nothing.
+
+        PyTorch keeps such memory for the next tensor of the size, so it is pinned in a first step only.
+        """
+        if tensor.is_cpu:
+            return super().to_host(tensor)
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        return copy.copy_(tensor.detach(), non_blocking=True)
+
     def give_back_host_memory(self) -> None:
         """Empties PyTorch's cache of pinned memory: what lies there is of use to this process only."""
         empty_cache = getattr(torch.accelerator, "empty_host_cache", None)
         if empty_cache is not None:
             empty_cache()
-        elif self.torch_device.type == "cuda":  # before 2.10
+        elif self.torch_device.type == "cuda":  # as in 2.11
             torch._C._host_emptyCache()
 
     def is_capturing(self) -> bool:
         """Whether a CUDA graph is captured on the current stream."""
         told = getattr(self._module, "is_current_stream_capturing", None)
         return told is not None and bool(told())
+
+    def compiled_graph(self) -> object:
+        """The node that Inductor's trees of CUDA graphs are at, which are imported where it makes such."""
+        trees = sys.modules.get("torch._inductor.cudagraph_trees")
+        if trees is None:
+            return None
+        manager = trees.get_manager(self.torch_device.index, create_if_none_exists=False)
+        return None if manager is None else manager.current_node
+
+    def _own_event(self) -> Event:
+        """The one event of the calling thread, which waits for it before it needs it again."""
+        event: Event | None = getattr(self._local, "event", None)
+        if event is None:
+            event = self._local.event = self._new_event()
+        event.record(self.stream())  # type: ignore[attr-defined]
+        return event
 
     def _copy_stream(self, *, to_host: bool) -> Any:
         stream = self._copy_streams.get(to_host)
@@ -386,6 +429,19 @@ def device_of(device: torch.device | str) -> Device:
 def is_device_failure(error: BaseException) -> bool:
     """Whether an error tells of work that failed on a device, perhaps long before anything waited for it."""
     return isinstance(error, getattr(torch, "AcceleratorError", ()))
+
+
+def check_not_captured(device: Device) -> None:
+    """Checks that bytes which are about to travel are there, or will be.
+
+    Raises:
+        UnsupportedError: A CUDA graph is captured, so what computes them is only recorded.
+    """
+    if device.is_capturing():
+        raise UnsupportedError(
+            "activations are to travel while a CUDA graph is captured: a graph fixes their addresses, so "
+            "they cannot. capture no graph in attached layers, or place them keep"
+        )
 
 
 def never_freed(memory: Iterable[torch.Tensor]) -> None:

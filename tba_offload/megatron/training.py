@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from rich.console import Console
 
@@ -30,6 +29,7 @@ from tba_offload.errors import ConfigError, TbaError, UnsupportedError
 from tba_offload.formatting import grouped
 from tba_offload.megatron.arguments import add_arguments, config_of, is_on
 from tba_offload.megatron.layers import find_stack
+from tba_offload.megatron.loss import report_loss
 from tba_offload.megatron.optimizer import children_of, keep_checkpoints
 from tba_offload.renamed import names_of
 from tba_offload.report.curves import curves_of
@@ -116,7 +116,7 @@ def stepping(schedule: Callable[..., Any]) -> Callable[..., Any]:
             return schedule(*args, **kwargs)
         with _session.step(**_work_of_a_step()) as step:
             losses = schedule(*args, **kwargs)
-            step.loss = _mean_loss(losses)
+            report_loss(step, losses)
         if step.record is not None:
             draw_curves(step.record)
         return losses
@@ -329,28 +329,6 @@ def _work_of_a_step() -> dict[str, Any]:
         "tokens": round(batch * arguments.seq_length / share),
         "model_flops": float(training.num_floating_point_operations(arguments, batch)) / share,
     }
-
-
-def _mean_loss(losses: Any) -> float | None:
-    """The loss of a step as Megatron counts it, of the micro-batches of this rank.
-
-    A loss function reports a mean, or a sum and the number of tokens in it. None where the stage has no loss,
-    or no token counts.
-    """
-    reported = [_numbers(each) for each in losses if each] if isinstance(losses, list) else []
-    if not reported:
-        return None
-    if len(reported[0]) == 1:
-        return sum(mean for (mean,) in reported) / len(reported)
-    total, tokens = (sum(column) for column in zip(*reported, strict=True))
-    return total / tokens if tokens else None
-
-
-def _numbers(reported: dict[str, Any]) -> list[float]:
-    """What a loss function reports first."""
-    value = next(iter(reported.values()))
-    parts = value if isinstance(value, (tuple, list)) else [value]
-    return [number for part in parts for number in torch.as_tensor(part).detach().flatten().tolist()]
 
 
 def _model_info(arguments: argparse.Namespace) -> dict[str, object]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from tba_offload.layers import untraced
 from tba_offload.layers.nested import TooManyError
 from tba_offload.recompute.trial import Arguments, Watched, refuse_unpack
 
@@ -108,6 +109,7 @@ class _Wanted:
         self._number = number
         self._count = 0
 
+    @untraced.hook
     def pack(self, tensor: Tensor) -> None:
         self._count += 1
         if self._count == self._number:

@@ -10,6 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError
 
 from tba_offload.errors import SavedTensorModifiedError, TbaError
+from tba_offload.layers import untraced
 from tba_offload.layers.graph import check_version, hooks_on_top, latest_node
 from tba_offload.recompute.contents import address_of
 from tba_offload.recompute.surroundings import too_late
@@ -85,6 +86,7 @@ class SavedAgain:
         unpack: Callable[[Any], torch.Tensor],
         restorable: Collection[int],
     ) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+        @untraced.hook
         def number(tensor: torch.Tensor) -> tuple[int, Any]:
             self._count += 1
             if restorable and address_of(tensor) in restorable:
@@ -182,6 +184,7 @@ class _SecondRun:
         self._copies: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         self._node = -1  # number of the latest operation that has saved what it may fill afterwards
 
+    @untraced.hook
     def note(self, tensor: torch.Tensor) -> object:
         """Has the checkpoint save a tensor.
 

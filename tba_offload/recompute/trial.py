@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tba_offload.device.peers import has_peers
 from tba_offload.errors import SavedTensorModifiedError, TbaError
+from tba_offload.layers import untraced
 from tba_offload.layers.checkpoint import with_tensors, without_tensors
 from tba_offload.layers.graph import first_differentiable
 from tba_offload.layers.nested import TooManyError
@@ -222,6 +223,7 @@ class _Count:
     def __init__(self) -> None:
         self.saved = 0
 
+    @untraced.hook
     def pack(self, saved: Tensor) -> None:
         """Takes note of a tensor.
 

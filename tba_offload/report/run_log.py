@@ -113,9 +113,10 @@ class StepRecord:
     Attributes:
         step: Number of the step within the session, from 1.
         seconds: Wall-clock time of the whole ``with session.step()`` block, or from the first forward to the
-            end of the last backward of a step that opened by itself, without optimizers, by the host's clock.
-            On a GPU, which runs behind the host, that is how long the work took only if the block ends with
-            something that waits for the device, as ``loss.item()`` does.
+            end of the last backward of a step that opened by itself, without optimizers. On a GPU, which runs
+            behind the host, it is by the GPU's clock where there is a run log or a layer is placed ``auto``,
+            unless an optimizer worked within; else it is the host's, which is how long the work took only if
+            the block ends with something that waits for the device, as ``loss.item()`` does.
         optimizer_seconds: Wall-clock time of the steps of the optimizers, as far as they were in the step.
         skipped: Whether its gradients were dropped without an update, as a gradient scaler does after an
             overflow. Nothing is planned from such a step.
@@ -124,7 +125,8 @@ class StepRecord:
         stall_seconds: Time that the training thread waited for I/O; a GPU may have had work meanwhile.
         tokens: Tokens trained on.
         model_flops: Algorithmic floating point operations of the step; recomputation is not counted.
-        loss: The loss, exactly as the caller gave it; may be NaN or infinite.
+        loss: The loss, exactly as the caller gave it; may be NaN or infinite. None until the device has come
+            to it, if it was given as a tensor.
         activation_peak_bytes: Peak device memory minus the base, read from the allocator, without gradients
             and optimizer states that were allocated in the step. A gradient counts as an activation while it
             is computed, until autograd has put it in place.

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from tba_offload.capture.trace import DeviceTimes
 from tba_offload.config.policy import Placement
 from tba_offload.report.run_log import MEMORY, TIMELINE
+from tba_offload.session.late import LateFigures, LateLoss, of_one_element
 from tba_offload.session.notices import tell
 from tba_offload.session.recording import record_of
 from tba_offload.session.static_memory import static_bytes
@@ -29,7 +32,7 @@ class Conclusions:
 
     Args:
         parts: What worked in them.
-        recorded: Is given the record of each.
+        recorded: Is given the record of each, and what it is to be completed by if its device lags.
         planned: Is given what there is to tell of a new plan, for the run log.
         looked: Is given what was seen of a step that was looked at, for the run log: the event, and what it
             holds.
@@ -39,7 +42,7 @@ class Conclusions:
         self,
         parts: Parts,
         *,
-        recorded: Callable[[StepRecord], object],
+        recorded: Callable[[StepRecord, LateFigures | None], object],
         planned: Callable[[dict[str, object]], object],
         looked: Callable[[str, dict[str, object]], object],
     ) -> None:
@@ -61,8 +64,9 @@ class Conclusions:
         self._warn_if_full(number)
         self._warn_of_wide_window(number)
         loads = parts.store.take_loads()
-        record = record_of(step, times, number, loads, parts)
-        self._recorded(record)
+        loss, late = self._figures_of(step, times)
+        record = record_of(step, times, number, loads, parts, loss=loss)
+        self._recorded(record, late)
         self._look_at_memory(number)
         self._look_at_times(step, number)
         if number == 1 and record.gradient_bytes and not (record.scopes or record.left_alone_scopes):
@@ -96,6 +100,19 @@ class Conclusions:
         )
         if figures is not None:
             self._looked(TIMELINE, {"step": number, **figures})
+
+    def _figures_of(self, step: Step, times: Times) -> tuple[float | None, LateFigures | None]:
+        """The loss if it is known by now, and what is not."""
+        device, marks, loss = self._parts.device, self._parts.capture.trace.marks, step.loss
+        if isinstance(loss, torch.Tensor):
+            loss = of_one_element(device, loss)
+        if isinstance(loss, LateLoss) and loss.is_there():
+            loss = loss.read()
+        if marks is not None and (marks.ended is None or times.had_optimizer):
+            marks = None  # the time of optimizers, which is none of the step, is the host's
+        if isinstance(loss, LateLoss):
+            return None, LateFigures(loss, marks)
+        return loss, None if marks is None else LateFigures(None, marks)
 
     def _warn_if_full(self, number: int) -> None:
         parts, stats = self._parts, self._parts.offloader.stats

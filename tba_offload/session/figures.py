@@ -148,10 +148,12 @@ class Times(NamedTuple):
         seconds: Duration of the step less that of optimizers in it, by the host's clock; a step that opened
             by itself ends with its last backward pass. Nothing waits for the device at its end.
         optimizer_seconds: Duration of the steps of optimizers; ``None`` if none was seen.
+        had_optimizer: Whether optimizers worked between the step's begin and its end.
     """
 
     seconds: float
     optimizer_seconds: float | None
+    had_optimizer: bool
 
     @classmethod
     def of(cls, began: float, ended: float, updates: Sequence[tuple[float, float]]) -> Times:
@@ -162,9 +164,9 @@ class Times(NamedTuple):
             ended: When it ended.
             updates: When optimizers worked.
         """
-        within = (min(until, ended) - since for since, until in updates)
-        seconds = ended - began - sum(max(part, 0.0) for part in within)
-        return cls(seconds, sum(until - since for since, until in updates) if updates else None)
+        within = sum(max(min(until, ended) - since, 0.0) for since, until in updates)
+        seconds = sum(until - since for since, until in updates) if updates else None
+        return cls(ended - began - within, seconds, within > 0)
 
 
 def _own_part(began: float, ended: float, backward_ends: Sequence[float]) -> tuple[float, float]:

@@ -1,9 +1,14 @@
-"""The records of a session's steps: remembered, told, and written to the run log."""
+"""The records of a session's steps: remembered, told, and written to the run log.
+
+Some figures are known only when the device has come to the end of the step, mostly within the next one. A
+record that lacks them is told and written when they are there, and what comes after it waits for it.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,8 +17,10 @@ from tba_offload.session.notices import describe_step, tell
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable, Sequence
 
     from tba_offload.report.run_log import RunHeader, StepRecord
+    from tba_offload.session.late import LateFigures
     from tba_offload.states import StatesRecord
 
 _REMEMBERED_STEPS = 10_000
@@ -44,25 +51,27 @@ class Journal:
         self._steps = 0
         self._header = header
         self._looks: deque[dict[str, object]] = deque(maxlen=_REMEMBERED_LOOKS)
+        self._waiting: deque[tuple[LateFigures | None, Callable[[], object]]] = deque()
 
     @property
     def is_written(self) -> bool:
         """Whether there is a run log."""
         return self._run_log is not None
 
-    def record(self, record: StepRecord) -> None:
-        """A step has ended well."""
+    def record(self, record: StepRecord, late: LateFigures | None = None) -> None:
+        """A step has ended well.
+
+        Args:
+            record: What is known of it.
+            late: What it is to be completed by.
+        """
         self.records.append(record)
         self._steps = record.step
-        if self._tells:
-            tell(describe_step(record))
-        if self._run_log is not None:
-            self._run_log.write(record)
+        self._in_order(partial(self._write, record, late), late)
 
     def note_plan(self, news: dict[str, object]) -> None:
         """There is a new plan."""
-        if self._run_log is not None:
-            self._run_log.note("plan", news)
+        self._note("plan", news)
 
     def note_look(self, event: str, figures: dict[str, object]) -> None:
         """A step was looked at.
@@ -73,13 +82,16 @@ class Journal:
         """
         if event == MEMORY:
             self._looks.append({"event": MEMORY, **figures})
-        if self._run_log is not None:
-            self._run_log.note(event, figures)
+        self._note(event, figures)
 
-    def log(self) -> RunLog:
-        """What is remembered, as a log that was read."""
+    def log(self, records: Sequence[StepRecord]) -> RunLog:
+        """What is remembered, as a log that was read.
+
+        Args:
+            records: The records.
+        """
         path = Path("this session") if self._run_log is None else self._run_log.path
-        return RunLog(header=self._header, steps=tuple(self.records), path=path, others=tuple(self._looks))
+        return RunLog(header=self._header, steps=tuple(records), path=path, others=tuple(self._looks))
 
     def note_states(self, number: int, record: StatesRecord) -> None:
         """An optimizer has made an update.
@@ -88,10 +100,49 @@ class Journal:
             number: Which of the session's optimizers.
             record: What its update was like.
         """
+        self._note("states", {"optimizer": number, "step": self._steps, **asdict(record)})
+
+    def write_known(self) -> None:
+        """Writes what waits for nothing any more."""
+        waiting = self._waiting
+        while waiting and (waiting[0][0] is None or waiting[0][0].are_there()):
+            _, write = waiting.popleft()
+            write()
+
+    def write_all(self) -> None:
+        """Writes everything; waits for the device."""
+        while self._waiting:
+            _, write = self._waiting.popleft()
+            write()
+
+    def _note(self, event: str, document: dict[str, object]) -> None:
         if self._run_log is not None:
-            self._run_log.note("states", {"optimizer": number, "step": self._steps, **asdict(record)})
+            self._in_order(partial(self._run_log.note, event, document))
+
+    def _in_order(self, write: Callable[[], object], late: LateFigures | None = None) -> None:
+        self._waiting.append((late, write))
+        self.write_known()
+
+    def _write(self, record: StepRecord, late: LateFigures | None) -> None:
+        if late is not None:
+            known, record = record, late.complete(record)
+            self._put_in_place_of(known, record)
+        if self._tells:
+            tell(describe_step(record))
+        if self._run_log is not None:
+            self._run_log.write(record)
+
+    def _put_in_place_of(self, known: StepRecord, complete: StepRecord) -> None:
+        records = self.records
+        for index in range(len(records) - 1, -1, -1):
+            if records[index] is known:
+                records[index] = complete
+                return
 
     def close(self) -> None:
-        """Closes the run log."""
-        if self._run_log is not None:
-            self._run_log.close()
+        """Writes what is missing, for which it waits, and closes the run log."""
+        try:
+            self.write_all()
+        finally:
+            if self._run_log is not None:
+                self._run_log.close()

@@ -88,12 +88,7 @@ class LayerRuns:
             return site.forward(*args, **kwargs)
         self._note_size(site, (*args, *kwargs.values()))
         placement = self._placement_here(site)
-        if placement is not Placement.KEEP and self._parts.device.is_capturing():
-            raise UnsupportedError(
-                f"layer {site.layer.id.number} ({site.layer.id.name}) is placed {placement.value} and runs "
-                "while a CUDA graph is captured: a graph fixes the addresses of activations, so they cannot "
-                "travel. capture no graph around attached layers, or place them keep"
-            )
+        graph = self._graph_before(site, placement)
         if placement is not Placement.KEEP and _appends_to_cache(site, args, kwargs):
             placement = self._with_cache(site, placement)
         self._watch.note_gone()
@@ -104,6 +99,7 @@ class LayerRuns:
         try:
             call = Call(self._parts, self._config, self._stack, site, placement, scope, args, kwargs)
             output = placement.take(call)
+            self._check_graphs(site, placement, graph)
         except BaseException:
             if self._ongoing.step is not None:
                 self._ongoing.step.state.fail()
@@ -113,6 +109,34 @@ class LayerRuns:
         self._ongoing.look_at_memory()
         self._watch.watch(site, output, scope, before)
         return output
+
+    def _graph_before(self, site: Site, placement: Placement) -> object:
+        """What the device ran last as a graph before a layer.
+
+        Raises:
+            UnsupportedError: A graph is captured, and the layer is not kept.
+        """
+        device = self._parts.device
+        if placement is not Placement.KEEP and device.is_capturing():
+            raise UnsupportedError(
+                f"{_named(site)} is placed {placement.value} and runs while a CUDA graph is captured: "
+                "a graph fixes the addresses of activations, so they cannot travel. capture no graph "
+                "around attached layers, or place them keep"
+            )
+        return device.compiled_graph()
+
+    def _check_graphs(self, site: Site, placement: Placement, before: object) -> None:
+        """Checks that a layer that has run was not compiled to graphs.
+
+        Raises:
+            UnsupportedError: It was, and is not kept.
+        """
+        if placement is not Placement.KEEP and self._parts.device.compiled_graph() is not before:
+            raise UnsupportedError(
+                f"{_named(site)} is placed {placement.value} and runs as CUDA graphs, which fix the "
+                "addresses of activations, so they cannot travel. compile it with mode='default' or "
+                "'max-autotune-no-cudagraphs', or place it keep"
+            )
 
     def _opens_step(self, site: Site) -> bool:
         """Whether a step is open now: the layer was called without its model, or outside of any step."""
@@ -162,9 +186,9 @@ class LayerRuns:
         is_recomputed = way_of(placement, site.index).recomputes
         if is_recomputed and site.index not in self._parts.planning.chosen:
             raise UnsupportedError(
-                f"layer {site.layer.id.number} ({site.layer.id.name}) is placed {placement.value}, but its "
-                "forward appends to a cache of keys and values, so that a second one would find other keys: "
-                "switch the cache off (use_cache=False, to the model or in its config), or place it otherwise"
+                f"{_named(site)} is placed {placement.value}, but its forward appends to a cache of "
+                "keys and values, so that a second one would find other keys: switch the cache off "
+                "(use_cache=False, to the model or in its config), or place it otherwise"
             )
         self._parts.notices.warn_once("cache", cache_warning())
         return Placement.OFFLOAD if is_recomputed else placement
@@ -187,6 +211,10 @@ class LayerRuns:
         return ScopeKey(
             site.layer.id.number, count if number is None else number, site.layer.chunk, site.layer.id.name
         )
+
+
+def _named(site: Site) -> str:
+    return f"layer {site.layer.id.number} ({site.layer.id.name})"
 
 
 def _appends_to_cache(site: Site, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:

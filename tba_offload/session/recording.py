@@ -24,7 +24,15 @@ if TYPE_CHECKING:
     from tba_offload.store.base import DriveLoad
 
 
-def record_of(step: Step, times: Times, number: int, loads: Sequence[DriveLoad], parts: Parts) -> StepRecord:
+def record_of(
+    step: Step,
+    times: Times,
+    number: int,
+    loads: Sequence[DriveLoad],
+    parts: Parts,
+    *,
+    loss: float | None,
+) -> StepRecord:
     """What a step was like.
 
     Args:
@@ -33,6 +41,7 @@ def record_of(step: Step, times: Times, number: int, loads: Sequence[DriveLoad],
         number: Of the step.
         loads: What drives and host memory moved in it.
         parts: What worked in it.
+        loss: Its loss, if that is known by now.
     """
     # How long it took to give a device its work is not how long the work took.
     computed_in_time = not parts.device.runs_behind
@@ -50,7 +59,7 @@ def record_of(step: Step, times: Times, number: int, loads: Sequence[DriveLoad],
         stall_seconds=stats.stall_seconds,
         tokens=step.all_tokens,
         model_flops=step.model_flops,
-        loss=step.loss,
+        loss=loss,
         activation_peak_bytes=memory.peak_bytes,
         base_bytes=memory.base_bytes,
         peak_source=meter.source if meter is not None and memory.peak_bytes is not None else None,

@@ -238,8 +238,13 @@ class Session:
         self.offloader.failures.resolve(keep_when_full=wanted.on_full == "keep")
 
     def report(self) -> list[StepRecord]:
-        """The records of the steps so far, oldest first; of the last 10,000, the run log has all."""
+        """The records of the steps so far, oldest first; of the last 10,000, the run log has all.
+
+        Nothing waits for a device: of steps that it has not come to the end of, the loss is missing if it was
+        given as a tensor, and ``seconds`` are the host's.
+        """
         self._steps.settle()
+        self._journal.write_known()
         return list(self._journal.records)
 
     def why(self) -> Diagnosis:
@@ -248,8 +253,7 @@ class Session:
         Raises:
             RunLogError: No step has ended yet.
         """
-        self._steps.settle()
-        return Diagnosis.of(self._journal.log())
+        return Diagnosis.of(self._journal.log(self.report()))
 
     def close(self) -> None:
         """Gives the model back as it was, closes the store and the run log. May be called twice.
@@ -313,8 +317,10 @@ class Session:
         close_after(error, self.close)
 
     def finish_step(self) -> None:
-        """Ends a step that opened by itself: no more of it will come."""
+        """Ends a step that opened by itself: no more of it will come. The run log is complete then."""
         self._steps.finish()
+        if not self._ongoing.is_inert:
+            self._journal.write_all()
 
     def become_inert(self) -> None:
         """In a forked child: its locks, threads and descriptors are those of the parent."""

@@ -7,11 +7,14 @@ from collections import deque
 from typing import TYPE_CHECKING, Self
 
 from tba_offload.session.figures import StepMemory, Times, Updates
+from tba_offload.session.late import LateLoss
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from types import TracebackType
     from weakref import ref
+
+    import torch
 
     from tba_offload.device.memory import MemoryMeter
     from tba_offload.report.run_log import StepRecord
@@ -22,11 +25,12 @@ class Step:
     """One step of a session; see :meth:`Session.step`.
 
     Attributes:
-        loss: Set it to have it in the run log.
+        loss: Set it to have it in the run log: a number, or a tensor of one element, for which nothing waits.
         tokens: As given to :meth:`Session.step`; may be set inside the block. If it is ``None``, the tokens
             that the model was seen to take count.
         model_flops: As given to :meth:`Session.step`; may be set inside the block.
-        record: The :class:`StepRecord`, once the step has ended without an exception.
+        record: The :class:`StepRecord`, once the step has ended without an exception. Of a device that runs
+            behind the host it has the figures that are known by then; :meth:`Session.report` completes them.
         memory: Its memory.
         updates: What optimizers did in it.
         state: What has become of it.
@@ -48,7 +52,7 @@ class Step:
         self.tokens = tokens
         self.model_flops = model_flops
         self.opened_itself = opened_itself
-        self.loss: float | None = None
+        self.loss: float | torch.Tensor | LateLoss | None = None
         self.record: StepRecord | None = None
         self.memory = StepMemory(meter)
         self.updates = Updates()
@@ -69,6 +73,19 @@ class Step:
         """
         self.memory.begin(gradients_allocated=gradients_allocated)
         self.began = time.perf_counter()
+
+    def will_have_loss(
+        self,
+        groups: Sequence[Sequence[torch.Tensor]],
+        loss: Callable[[list[list[float]]], float | None],
+    ) -> None:
+        """Has :attr:`loss` made of small tensors when the device has come to them; nothing waits for that.
+
+        Args:
+            groups: The tensors.
+            loss: Makes it of their numbers, a list for each group.
+        """
+        self.loss = LateLoss(self._steps.device, groups, loss)
 
     def saw_tokens(self, count: int) -> None:
         """Counts the tokens of a micro-batch."""

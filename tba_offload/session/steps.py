@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from tba_offload.capture.trace import StepTrace
+    from tba_offload.device import Device
     from tba_offload.report.run_log import StepRecord
     from tba_offload.session.conclusions import Conclusions
     from tba_offload.session.figures import Times
@@ -53,6 +54,11 @@ class Steps:
             finish: Ends it.
         """
         self._settle, self._finish = settle, finish
+
+    @property
+    def device(self) -> Device:
+        """What the steps run on."""
+        return self._parts.device
 
     @property
     def trace(self) -> StepTrace:
@@ -153,7 +159,7 @@ class Steps:
     def _note_overlap(self, step: Step) -> None:
         """Live bytes are those of the process: of two steps at once none can tell its own."""
         for steps in _all:
-            if steps is self or steps._torch_device != self._torch_device:
+            if steps is self or steps.device.torch_device != self.device.torch_device:
                 continue
             steps.settle()
             other = steps.ongoing.step
@@ -161,10 +167,6 @@ class Steps:
                 step.memory.overlapped()
                 other.memory.overlapped()
                 self._parts.notices.overlap()
-
-    @property
-    def _torch_device(self) -> torch.device:
-        return self._parts.device.torch_device
 
     def _mark_times(self) -> None:
         """Has times marked in the work of a device that runs behind the host, if a planner watches."""

@@ -11,17 +11,16 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from tba_offload.errors import SessionError
 from tba_offload.states.away import FreedGradient
-from tba_offload.states.basis import Basis, is_plain
+from tba_offload.states.basis import Basis, are_finite, is_plain
 from tba_offload.states.passes import Passes, Waiting
 from tba_offload.states.watch import Watch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import torch
     from torch import nn
 
     from tba_offload.states.roster import Roster
@@ -41,7 +40,8 @@ class Early:
         optimizer: The optimizer.
         stream: Updates sub-groups.
         roster: Which there are.
-        modules: The model or its chunks: before their forward parameters are those of the last whole update.
+        modules: The model or its chunks: before a forward of any part of them parameters are those
+            of the last whole update.
         frees: Whether gradients are freed that were used.
     """
 
@@ -60,8 +60,7 @@ class Early:
         self._frees = frees
         self._passes = Passes()
         self._waiting = Waiting()
-        self._basis = Basis(optimizer, has_gradients=not frees)
-        self._is_pending = False
+        self._basis = Basis(optimizer)
         self._vain: deque[bool] = deque(maxlen=_RECENT)
         self._watch = Watch(
             modules,
@@ -87,8 +86,22 @@ class Early:
             self._pass_begins()
         self._stream.prefetch()
         for group in self._waiting.came(parameter):
-            if all(is_plain(piece.parameter.grad) for piece in group.pieces):
+            if not all(is_plain(piece.parameter.grad) for piece in group.pieces):
+                continue
+            if not are_finite(group.pieces):
+                self._waits_for_step()
+                return
+            try:
                 self._update(group)
+            except BaseException:
+                self._basis.clear()  # it lacks what was updated last
+                raise
+
+    def _waits_for_step(self) -> None:
+        """A loop may leave the step out, since a gradient is not finite, and read parameters as they were."""
+        self._waiting.clear()
+        if not self._frees:
+            self._undo()
 
     def _pass_begins(self) -> None:
         self.take_back("another backward pass")
@@ -100,17 +113,14 @@ class Early:
     def _update(self, group: SubGroup) -> None:
         """Updates a sub-group whose gradients are final; at rest it only notes what that would use."""
         rests = sum(self._vain) > _VAIN
+        self._watch.forwards()
         if not rests:
-            self._is_pending = True
-            try:
-                self._stream.update_in_backward(group)
-            except BaseException:
-                self._forget()
-                raise
-        self._basis.note(group)
-        for parameter in self._waiting.is_done(group):
-            if self._frees and not rests:
-                self._free(parameter)
+            self._stream.update_in_backward(group)
+        done = self._waiting.is_done(group)
+        freed = done if self._frees and not rests else set()
+        self._basis.note(group, freed)
+        for parameter in freed:
+            self._free(parameter)
 
     def _free(self, parameter: torch.Tensor) -> None:
         gradient: Any = parameter.grad
@@ -134,6 +144,7 @@ class Early:
         """
         self._passes.step_ends()
         if self._basis.is_empty:
+            self.take_back("an interrupt of backward")
             return
         differs = "arguments of step()" if any(options.values()) else self._basis.what_differs()
         if differs is None and self._roster.outdated():
@@ -145,7 +156,7 @@ class Early:
         self._vain.append(False)
         self._forget()
 
-    def zero_grad(self, *, set_to_none: bool) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - as torch has it
         """Gradients go, and with them what was done with them.
 
         Raises:
@@ -169,7 +180,7 @@ class Early:
             SessionError: Gradients are freed, so that the step cannot be made any more.
             TransferError: It cannot be read back.
         """
-        was_pending = self._is_pending
+        was_pending = bool(self._stream.journal.noted)
         self._undo()
         if was_pending and self._frees:
             raise SessionError(
@@ -178,8 +189,7 @@ class Early:
             )
 
     def _forward_begins(self) -> None:
-        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1:
-            self.take_back("another forward")
+        self.take_back("another forward")
 
     def _model_is_saved(self) -> None:
         self.take_back("a checkpoint of the model")
@@ -187,9 +197,9 @@ class Early:
     def _undo(self) -> None:
         if not self._basis.is_empty:
             self._vain.append(True)
-        if self._is_pending:
-            self._check_untouched()
-            self._stream.take_back()
+        self._check_untouched()
+        self._basis.clear()
+        self._stream.take_back()
         self._forget()
 
     def _check_untouched(self) -> None:
@@ -198,7 +208,7 @@ class Early:
         Raises:
             SessionError: Something has; what was before is there again.
         """
-        if not self._is_pending:
+        if not self._stream.journal.noted:
             return
         parameter = self._basis.changed_since()
         if parameter is None and self._stream.is_current:
@@ -212,6 +222,6 @@ class Early:
         )
 
     def _forget(self) -> None:
-        self._is_pending = False
+        self._watch.no_forwards()
         self._basis.clear()
         self._waiting.clear()

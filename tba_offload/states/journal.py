@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from tba_offload.device.ranges import CACHE_LINE
+from tba_offload.errors import TransferError
 from tba_offload.states.away import AwayTensor
 from tba_offload.states.shards import local
 from tba_offload.states.slots import Slots
@@ -112,25 +113,37 @@ class Journal(NoJournal):
 
     def accept(self) -> None:
         """The update is done as a whole."""
-        for group in self._noted:
+        noted, self._noted = self._noted, {}
+        for group in noted:
             group.end_version()
-        self._noted.clear()
 
     def take_back(self) -> None:
         """Puts back what was noted, the latest first.
 
         Raises:
-            TransferError: Parameters cannot be read back.
+            TransferError: Parameters of some sub-groups cannot be read back; all else was put back.
         """
+        failed: TransferError | None = None
         while self._noted:
             group = next(reversed(self._noted))
-            self._take_back(group)
+            self._take_states_back(group)
+            try:
+                self._take_parameters_back(group)
+            except TransferError as error:
+                failed = error
             del self._noted[group]
+        if failed is not None:
+            raise failed
 
-    def _take_back(self, group: SubGroup) -> None:
+    def _take_states_back(self, group: SubGroup) -> None:
         slot = self._slots.of(group)
         if slot is not None:
             slot.drop()
+        for parameter, entry in self._noted[group].items():
+            self._put_back(parameter, entry)
+        group.take_back()
+
+    def _take_parameters_back(self, group: SubGroup) -> None:
         undo = self._undo[group]
         buffer = self._buffers.of(undo)
         if buffer is None:
@@ -138,9 +151,6 @@ class Journal(NoJournal):
             buffer.read(undo)
         buffer.settle()
         undo.restore(buffer.bytes)
-        for parameter, entry in self._noted[group].items():
-            self._put_back(parameter, entry)
-        group.take_back()
 
     def forget(self, groups: Sequence[SubGroup]) -> None:
         """Gives up what belongs to sub-groups that are no more."""
@@ -169,9 +179,7 @@ class Journal(NoJournal):
         if entry is None:
             self._optimizer.state.pop(parameter, None)
             return
-        known = self._optimizer.state[parameter]
-        known.clear()
-        known.update({key: value.as_it_was() for key, value in entry.items()})
+        self._optimizer.state[parameter] = {key: value.as_it_was() for key, value in entry.items()}
 
 
 class _Value(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from tba_offload.states.exchange import Exchange
     from tba_offload.states.figures import StatesRecord
     from tba_offload.store.base import ActivationStore
 
@@ -83,9 +85,10 @@ class OptimizerStates:
             frees = states.gradients == "free"
             self._early = Early(optimizer, self._stream, self._roster, modules, frees=frees)
         self._follow()
+        on_host = partial(_on_host, self._roster, self._stream.exchange)
         follow = self._stream.follow
-        self._by_parameter = ByParameter(optimizer, self._on_host, follow, states.sub_group_bytes)
-        self._checkpoints = Checkpoints(optimizer, self._on_host, self._is_saved, self._loaded)
+        self._by_parameter = ByParameter(optimizer, on_host, follow, states.sub_group_bytes)
+        self._checkpoints = Checkpoints(optimizer, on_host, self._is_saved, self._loaded)
         self._takeover.begin(self._step, None if self._early is None else self._early.zero_grad)
 
     def read(self, parameter: torch.Tensor) -> dict[str, Any]:
@@ -94,6 +97,7 @@ class OptimizerStates:
         Raises:
             TransferError: They cannot be read.
         """
+        self._take_back("reading states")
         return self._by_parameter.read(parameter)
 
     def take(self, parameter: torch.Tensor) -> None:
@@ -105,6 +109,7 @@ class OptimizerStates:
         Raises:
             TransferError: States of other parameters, which travel together with these, cannot be read.
         """
+        self._take_back("setting states")
         self._by_parameter.take(parameter)
 
     def close(self) -> None:
@@ -123,6 +128,7 @@ class OptimizerStates:
             if self._early is not None:
                 self._early.close()
             self._checkpoints.remove()
+            del self._checkpoints  # it knows our methods: the model would live until garbage is collected
             self._takeover.end()
             self._store.close()
 
@@ -141,17 +147,17 @@ class OptimizerStates:
         self._updated(record)
         return loss
 
-    def _on_host(self, parameters: set[torch.Tensor]) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        return self._stream.exchange.on_host(self._roster.with_any(parameters))
-
     def _follow(self) -> None:
         self._stream.follow()
         if self._early is not None:
             self._early.follow()
 
+    def _take_back(self, reason: str) -> None:
+        if self._early is not None and self._is_open:
+            self._early.take_back(reason)
+
     def _is_saved(self) -> None:
-        if self._early is not None:
-            self._early.take_back("a checkpoint of the optimizer")
+        self._take_back("a checkpoint of the optimizer")
         self._stream.follow()
 
     def _loaded(self) -> None:
@@ -173,6 +179,13 @@ class OptimizerStates:
     def __repr__(self) -> str:
         state = "closed" if not self._is_open else f"{len(self.records)} updates"
         return f"<OptimizerStates of {self._takeover.kind.__name__}: {state}>"
+
+
+def _on_host(
+    roster: Roster, exchange: Exchange, parameters: set[torch.Tensor]
+) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+    """Copies of states of parameters in host memory, and of others that travel with them."""
+    return exchange.on_host(roster.with_any(parameters))
 
 
 def offload_optimizer(

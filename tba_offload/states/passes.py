@@ -26,8 +26,9 @@ class Passes:
 
     @property
     def is_last(self) -> bool:
-        """Whether no other pass is to be expected before the step."""
-        return self._count == max(self._of_steps, default=0)
+        """Whether no other pass is to be expected before the step; none that keeps its graph is the last."""
+        keeps_graph: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+        return self._count == max(self._of_steps, default=0) and not keeps_graph
 
     def has_begun(self) -> bool:
         """Whether the pass that runs is another one than the last time that this was asked."""
@@ -72,7 +73,7 @@ class Waiting:
             self._missing[group].discard(parameter)
         return [group for group in groups if not self._missing[group]]
 
-    def is_done(self, group: SubGroup) -> list[torch.Tensor]:
+    def is_done(self, group: SubGroup) -> set[torch.Tensor]:
         """A sub-group is updated.
 
         Returns:
@@ -81,7 +82,7 @@ class Waiting:
         parameters = {piece.parameter for piece in group.pieces}
         for parameter in parameters:
             self._groups[parameter].remove(group)
-        return [parameter for parameter in parameters if not self._groups[parameter]]
+        return {parameter for parameter in parameters if not self._groups[parameter]}
 
     def clear(self) -> None:
         """Nothing is waited for."""

@@ -51,7 +51,7 @@ class Stream:
         self._is_elementwise = is_elementwise(optimizer)
         self._line = Line(turns=self._is_elementwise and not in_backward)
         self.exchange = Exchange(optimizer, homes, self._line.next_use, roster.name_of)
-        self._journal = Journal(optimizer, homes, self.exchange.slots) if in_backward else NoJournal()
+        self.journal = Journal(optimizer, homes, self.exchange.slots) if in_backward else NoJournal()
         self._tally = Tally(homes)
         self._failure: TransferError | None = None
 
@@ -67,12 +67,14 @@ class Stream:
                 error inside any optimizer; none are where updates are all or nothing.
         """
         self._refuse_after_failure()
-        early = self._journal.noted
+        early = self.journal.noted
         try:
             with self._tally.counted(), self._whole():
                 self.follow()
                 self._update_all(early, options)
-                self._journal.accept()
+                self._own.commit()
+                self.exchange.end()
+                self.journal.accept()  # the last: from here on nothing can be taken back
         finally:
             self._own.commit()
             self.exchange.end()
@@ -103,11 +105,11 @@ class Stream:
         Raises:
             TransferError: It cannot be read back.
         """
-        if not self._journal.noted:
+        if not self.journal.noted:
             return
-        self._tally.took_back(len(self._journal.noted))
+        self._tally.took_back(len(self.journal.noted))
         try:
-            self._journal.take_back()
+            self.journal.take_back()
         except TransferError as error:
             self._failure = error
             raise
@@ -149,7 +151,7 @@ class Stream:
         self.exchange.give_back(groups)
         self._remove(groups)
         self.exchange.slots.clear()
-        self._journal.clear()
+        self.journal.clear()
 
     def forgive(self) -> None:
         """Forgets that an update failed: a checkpoint was loaded."""
@@ -158,7 +160,7 @@ class Stream:
     def _remove(self, groups: Sequence[SubGroup]) -> None:
         self._roster.remove(groups)
         self._line.remove(groups)
-        self._journal.forget(groups)
+        self.journal.forget(groups)
 
     # ---- all or nothing --------------------------------------------------------------------------
 
@@ -168,7 +170,7 @@ class Stream:
         try:
             yield
         except BaseException as error:
-            if self._journal.is_kept:
+            if self.journal.is_kept:
                 self.take_back()
             elif isinstance(error, TransferError):
                 self._failure = error
@@ -192,7 +194,7 @@ class Stream:
             self._read_ahead()
             self._update(group, options)
             self._read_ahead()
-            if newcomers or self._journal.is_kept or self._line.needs_more_than(self.exchange.slots.held()):
+            if newcomers or self.journal.is_kept or self._line.needs_more_than(self.exchange.slots.held()):
                 self._write(group)
         for number, parameters in newcomers.items():
             self._update_newcomers(number, parameters, options)
@@ -222,7 +224,7 @@ class Stream:
 
     def _update(self, group: SubGroup, options: Mapping[str, Any]) -> None:
         slot = self.exchange.load(group)
-        self._journal.note(group)
+        self.journal.note(group)
         bound = {} if slot is None else group.views(slot.bytes)
         tensors = {piece: piece.tensor() for piece in group.pieces}
         entries = {
@@ -258,6 +260,6 @@ class Stream:
     def _sizes(self) -> dict[str, int]:
         return {
             "states_bytes": sum(group.nbytes for group in self._roster.groups),
-            "slot_bytes": self.exchange.slots.nbytes + self._journal.nbytes,
+            "slot_bytes": self.exchange.slots.nbytes + self.journal.nbytes,
             "sub_groups": len(self._line),
         }

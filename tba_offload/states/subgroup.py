@@ -65,6 +65,7 @@ class SubGroup:
 
     def begin_version(self) -> None:
         """Has what is written from now on go elsewhere, so that the states that there are stay."""
+        self.end_version()  # an interrupt may have come before the last one was
         self._before = (self.layout, self._keys, self.home)
         self.home = self._spare or self.home.another()
 
@@ -77,7 +78,8 @@ class SubGroup:
     def take_back(self) -> None:
         """The states before :meth:`begin_version` count again."""
         if self._before is not None:
-            self.home.release()
+            if self.home is not self._before[2]:
+                self.home.release()
             self.layout, self._keys, self.home = self._before
         self._before = None
 

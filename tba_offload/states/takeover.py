@@ -48,7 +48,7 @@ class Takeover:
 
         Args:
             step: The function.
-            zero_grad: Called before gradients are cleared, with ``set_to_none``.
+            zero_grad: Called before gradients are cleared, with the arguments of that.
         """
         optimizer = self._optimizer
         vars(optimizer).pop("step", None)
@@ -98,12 +98,12 @@ def _clearing(kind: type[torch.optim.Optimizer]) -> Step:
     """The ``zero_grad`` of a class, which calls what :meth:`Takeover.begin` was given first."""
 
     @functools.wraps(kind.zero_grad)
-    def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - as torch has it
-        vars(self)[_ZERO_GRAD](set_to_none=set_to_none)
-        kind.zero_grad(self, set_to_none)
+    def zero_grad(self: torch.optim.Optimizer, *arguments: Any, **options: Any) -> None:
+        vars(self)[_ZERO_GRAD](*arguments, **options)
+        kind.zero_grad(self, *arguments, **options)
 
     return zero_grad
 
 
-def _nothing(*, set_to_none: bool) -> None:
+def _nothing(*_: object, **__: object) -> None:
     """Gradients may go."""

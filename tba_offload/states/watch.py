@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from tba_offload.compiling import not_traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    import torch
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
@@ -20,8 +25,9 @@ class Watch:
     Args:
         modules: The model or its chunks.
         came: Called in backward with a parameter whose gradient is there.
-        forward: Called before a forward of the model.
-        saved: Called before a checkpoint of the model is made.
+        forward: Called before a forward of any part of the model, between :meth:`forwards` and
+            :meth:`no_forwards`.
+        saved: Called before a checkpoint of any part of the model is made.
         loaded: Called before one is loaded, into the model or into the optimizer.
         optimizer: The optimizer.
     """
@@ -36,13 +42,15 @@ class Watch:
         saved: Callable[[], None],
         loaded: Callable[[], None],
     ) -> None:
+        self._modules = tuple(modules)
         self._came = _Hook(came, takes=1)
+        self._forward = _Hook(forward)
+        self._on_forwards: RemovableHandle | None = None
         self._on_parameters: dict[torch.Tensor, RemovableHandle] = {}
         self._handles: list[RemovableHandle] = [optimizer.register_load_state_dict_pre_hook(_Hook(loaded))]
         module: Any  # whose methods for hooks on checkpoints have no types
-        for module in modules:
+        for module in self._all_modules():
             self._handles += [
-                module.register_forward_pre_hook(_Hook(forward)),
                 module.register_state_dict_pre_hook(_Hook(saved)),
                 module.register_load_state_dict_pre_hook(_Hook(loaded)),
             ]
@@ -56,8 +64,32 @@ class Watch:
             register: Any = parameter.register_post_accumulate_grad_hook
             self._on_parameters[parameter] = register(self._came)
 
+    def forwards(self) -> None:
+        """Watches all forwards from now on: a hook on the model alone would not see those of its parts."""
+        if self._on_forwards is None:
+            self._on_forwards = register_module_forward_pre_hook(_Hook(self._forward_begins, takes=1))
+
+    def __del__(self) -> None:
+        """The hook on all forwards goes too."""
+        self.no_forwards()
+
+    def no_forwards(self) -> None:
+        """Watches them no more."""
+        if self._on_forwards is not None:
+            self._on_forwards.remove()
+            self._on_forwards = None
+
+    def _forward_begins(self, module: nn.Module) -> None:
+        is_in_backward = torch._C._current_graph_task_id() != -1  # which may run part of the model again
+        if not is_in_backward and any(module is each for each in self._all_modules()):
+            self._forward()
+
+    def _all_modules(self) -> dict[nn.Module, None]:
+        return dict.fromkeys(each for module in self._modules for each in module.modules())
+
     def close(self) -> None:
         """Takes all hooks off."""
+        self.no_forwards()
         for handle in (*self._handles, *self._on_parameters.values()):
             handle.remove()
         self._handles.clear()
@@ -76,6 +108,7 @@ class _Hook:
         self._method = weakref.WeakMethod(method)
         self._takes = takes
 
+    @partial(not_traced, nor_what_it_calls=True)
     def __call__(self, *arguments: object) -> None:
         method = self._method()
         if method is not None:

@@ -246,11 +246,14 @@ class ActivationStore(ABC):
         kind: "file", "host", "gds", "striped", "tiered", or the word of a kind that was registered.
         alignment: What addresses must match for a transfer without a copy, bytes; 1 where nothing is needed.
         capacity_bytes: The most bytes that extents may take; ``None`` if only the drive sets a limit.
+        extent_bytes: More bytes of one activation should come as several extents, which move at once;
+            ``None`` where that is of no use.
     """
 
     kind: str
     alignment: int
     capacity_bytes: int | None
+    extent_bytes: int | None = None
 
     @property
     @abstractmethod

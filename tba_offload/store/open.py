@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LINK_THREADS = 2
+"""Threads for each direction of the link to a device, so that the next copy is enqueued when one ends. A copy
+within host memory takes all the bandwidth that there is."""
+
 
 def open_store(
     options: StoreOptions | None = None,
@@ -110,7 +114,7 @@ def _with_host_memory(drives: ActivationStore, options: StoreOptions, device: De
         device=device,
         drive=len(options.directories),
         setting="store.host_capacity",
-        options=options.of_host_memory(),
+        options=options.of_host_memory(_LINK_THREADS if device.pins_memory else 1),
     )
     return TieredStore(drives, host)
 

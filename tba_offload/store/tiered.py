@@ -39,6 +39,7 @@ class TieredStore(CombinedStore):
 
     def __init__(self, drives: ActivationStore, host: HostStore, *, spill_bytes: int | None = None) -> None:
         super().__init__((drives, host))
+        self.extent_bytes = drives.extent_bytes
         self.drives = drives
         self.host = host
         self.spill_bytes = Window().spills_above if spill_bytes is None else spill_bytes

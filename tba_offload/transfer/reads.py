@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tba_offload.device.ranges import aligned_range
+from tba_offload.device.streams import check_not_captured
 from tba_offload.store.base import take_back
 from tba_offload.transfer.extents import extent_of
 
@@ -49,6 +50,7 @@ class Reads:
     def _submit(self, spans: Sequence[Span], *, padded: bool) -> None:
         """Submits the reads of spans, into a new buffer each; ``padded`` if each has one piece."""
         store, device = self._store, self._device
+        check_not_captured(device)
         alignment = store.alignment
         rooms = [aligned_range(span.nbytes, span.pieces[0].address, alignment, device) for span in spans]
         # Not before: the last work with the memory that the allocator gives may have been given meanwhile.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 from tba_offload.errors import TransferError
 from tba_offload.transfer.extents import Extents
 from tba_offload.transfer.ledger import Ledger
-from tba_offload.transfer.storage import Drops, Piece, State, forget
+from tba_offload.transfer.storage import Drops, Piece, State, forget, split
 
 if TYPE_CHECKING:
     from _thread import LockType
@@ -35,14 +36,18 @@ _PAST = {"read": "read", "write": "written"}
 class Outbox:
     """What was saved and not handed to the store, oldest first: records that wait, and pieces of others.
 
+    Args:
+        most: Bytes of an extent; a larger piece is taken out as several. ``None`` for any.
+
     Attributes:
         items: Records that wait for their batch, and pieces, each with its weight: bytes of memory.
         nbytes: Memory that they hold.
     """
 
-    __slots__ = ("items", "nbytes")
+    __slots__ = ("_most", "items", "nbytes")
 
-    def __init__(self) -> None:
+    def __init__(self, most: int | None = None) -> None:
+        self._most = sys.maxsize if most is None else most
         self.items: dict[Record | Piece, tuple[Record, int]] = {}
         self.nbytes = 0
 
@@ -74,8 +79,12 @@ class Outbox:
         for record, item in taken:
             del self.items[item]
             piece = item if isinstance(item, Piece) else record.join()
-            if piece is not None:
+            if piece is None:
+                continue
+            if piece.nbytes <= self._most:
                 pieces.append((record, piece))
+            else:
+                pieces += [(record, part) for part in split(record, piece, self._most)]
         return pieces
 
     def discard(self, item: Record | Piece) -> bool:
@@ -123,7 +132,7 @@ class Shared:
         self.failures = failures
         self.watchdog = watchdog
         self.extents = Extents(store, failures)
-        self.outbox = Outbox()
+        self.outbox = Outbox(store.extent_bytes)
         self.records: dict[Record, None] = {}
         self.ahead: dict[Span, None] = {}
         self.drops = Drops(self.lock)

@@ -28,6 +28,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from tba_offload.device.ranges import blank
+from tba_offload.store.extents import BLOCK, round_up
 
 if TYPE_CHECKING:
     from _thread import LockType
@@ -170,6 +171,12 @@ class Span:
             if read.error is not None or not read.is_done:
                 return False
         return True
+
+    def cut(self, piece: Piece, parts: list[Piece]) -> None:
+        """A piece of it, if it is one, travels as these."""
+        if piece in self.pieces:
+            at = self.pieces.index(piece)
+            self.pieces[at : at + 1] = parts
 
     def forget(self) -> None:
         """Drop the buffer; the bytes have to be read again."""
@@ -459,8 +466,28 @@ class Record:
         return extents
 
     def recount(self) -> None:
-        """Counts its writes anew, after an interrupt."""
+        """Counts its writes anew: after an interrupt, and where one became several."""
         self.writes = sum(piece.pending for piece in self.pieces())
+
+
+def split(record: Record, piece: Piece, most: int) -> list[Piece]:
+    """Has a piece that was not handed to the store travel as several of about the same size.
+
+    Args:
+        record: What it is of.
+        piece: The piece.
+        most: Bytes of each at most.
+    """
+    count = -(-piece.nbytes // most)
+    size = round_up(-(-piece.nbytes // count), BLOCK)
+    parts = [
+        Piece(lo, min(lo + size, piece.hi), piece.stream, piece.weight if lo == piece.lo else 0)
+        for lo in range(piece.lo, piece.hi, size)
+    ]
+    for span in record.spans:
+        span.cut(piece, parts)
+    record.recount()
+    return parts
 
 
 class Drops:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tba_offload.device.ranges import ByteRange
+from tba_offload.device.streams import check_not_captured
 from tba_offload.errors import StoreError, is_of_drive
 from tba_offload.transfer.failures import is_full
 from tba_offload.transfer.storage import State, handed_over
@@ -221,6 +222,7 @@ class Writer:
 
     def _send(self, batch: list[tuple[Record, Piece]]) -> None:
         """Writes pieces, each after the work of the stream that produced its bytes."""
+        check_not_captured(self._device)
         saved: list[tuple[Record, Piece]] = []
         sources: list[ByteRange] = []
         for record, piece in batch:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from fake_kvikio import HAS_KVIKIO
+from harness import COMPILER_LOOKS
 from models import HIDDEN, SEQUENCE, GptBlock, assert_same_history, loss_of, make_model, make_tokens, train
 from places import ROOT, SUPPORT
 from torch import Tensor, nn
@@ -127,6 +128,7 @@ def test_same_bits_on_a_stream_of_the_users(store: str, tmp_path: Path) -> None:
     assert_same_history(found, expected)
 
 
+@COMPILER_LOOKS
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # the compiler's advice to be less precise
 @pytest.mark.parametrize("store", STORES)
 def test_same_bits_with_compiled_layers(store: str, tmp_path: Path) -> None:

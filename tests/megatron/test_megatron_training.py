@@ -12,10 +12,12 @@ import pytest
 import torch
 from children import environment
 
+import tba_offload as tba
 from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig
 from tba_offload.config.policy import LayerId, Placement, Policy, Rule
 from tba_offload.errors import ConfigError, StoreError, TbaError, UnsupportedError
 from tba_offload.megatron import training
+from tba_offload.megatron.loss import report_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -210,7 +212,13 @@ def test_a_run_that_goes_on_gets_a_run_log_of_its_own(as_rank: Callable[..., Non
     ],
 )
 def test_the_loss_of_a_step(losses: object, mean: float | None) -> None:
-    assert training._mean_loss(losses) == mean
+    layer = torch.nn.Linear(2, 2)
+    with tba.attach(layer, {"default": "keep"}, layers=[layer]) as session:
+        with session.step() as step:
+            layer(torch.ones(2)).sum().backward()
+            report_loss(step, losses)
+    assert step.record is not None
+    assert step.record.loss == mean
 
 
 FAILING = """

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from unittest import mock
 
+import pytest
+
 import tba_offload as tba
 from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig
 from tba_offload.device import CpuDevice
@@ -34,6 +36,9 @@ Result = TypeVar("Result")
 CPU = CpuDevice()
 KIB = 1 << 10
 MIB = 1 << 20
+COMPILER_LOOKS = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+"""For tests that compile layers which are given activations: the compiler looks for gradients of those."""
+
 PATIENCE = 120.0
 """Seconds after which a test stops waiting and fails; a busy machine may take tens of them for nothing."""
 

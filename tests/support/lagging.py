@@ -26,11 +26,13 @@ _CYCLES = 1500
 
 
 class Event:
-    """Makes events of the device, and counts those for which a thread would spin."""
+    """Makes events of the device, and counts them, and those for which a thread would spin."""
 
+    made = 0
     spinning = 0
 
     def __new__(cls, enable_timing: bool = False, blocking: bool = False) -> torch.Event:  # type: ignore[misc]
+        Event.made += 1
         Event.spinning += not (blocking or enable_timing)
         return torch.Event(LAG, enable_timing=enable_timing)
 

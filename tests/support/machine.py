@@ -10,7 +10,14 @@ from tba_offload.adapt.controller import Controller
 from tba_offload.adapt.observation import StepObservation
 from tba_offload.adapt.task import Task
 from tba_offload.capture.scope import ActivationKey, ScopeKey
-from tba_offload.capture.trace import ActivationTrace, ScopeTrace, StepTrace, Treatment
+from tba_offload.capture.trace import (
+    ActivationTrace,
+    DeviceTimes,
+    ScopeTrace,
+    StepTimes,
+    StepTrace,
+    Treatment,
+)
 from tba_offload.config.policy import Objective, Placement
 from tba_offload.plan.model import Limits
 from tba_offload.plan.profile import computed_as
@@ -36,6 +43,9 @@ class Machine:
         profile: What the steps are like.
         bandwidth: How fast the drive is.
         agree: Asks the other ranks, if the layers are shared.
+
+    Attributes:
+        is_behind: Whether it computes on a device that has done next to nothing when the host is done.
     """
 
     def __init__(
@@ -46,6 +56,7 @@ class Machine:
         self.bandwidth = bandwidth
         self.plan = controller.task.first()
         self.steps = 0
+        self.is_behind = False
         self._observer = controller if agree is None else Agreement(controller, agree)
 
     def run(self, steps: int, **options: float) -> list[Plan]:
@@ -79,7 +90,7 @@ class Machine:
         stall = found.stall_seconds + waits * ended
         record = StepRecord(
             step=self.steps,
-            seconds=ended + stall,
+            seconds=(ended + stall) / (1000 if self.is_behind else 1),
             stall_seconds=stall,
             activation_peak_bytes=None if peak is None else int(peak * found.peak_bytes),
             own_peak_bytes=found.peak_bytes - self.profile.rest_bytes,
@@ -88,8 +99,11 @@ class Machine:
         load = DriveLoad(
             Load(found.written_bytes, found.write_seconds), Load(found.read_bytes, found.read_seconds)
         )
+        stalls = [(ended, ended + stall)] if stall else []
+        times = trace.host_times(stalls, began=0.0, ended=ended + stall)
+        on_device = OnDevice(times) if self.is_behind else None
         self.plan = self._observer.observe(
-            StepObservation(trace, [(ended, ended + stall)] if stall else [], [load], plan, record, began=0.0)
+            StepObservation(trace, stalls, [load], plan, record, began=0.0, on_device=on_device)
         )
         return plan
 
@@ -102,6 +116,22 @@ class Machine:
                 if not slot.backward and not self.controller.fits(slot.layer, size):
                     plan = self._observer.least(self.plan)
         return plan
+
+
+class OnDevice(DeviceTimes):
+    """The times of a step by the clock of its device."""
+
+    def __init__(self, times: StepTimes) -> None:
+        self._times = times
+
+    def are_known(self) -> bool:
+        return True
+
+    def step_seconds(self) -> float:
+        return self._times.ended - self._times.began
+
+    def read(self) -> StepTimes:
+        return self._times
 
 
 def trace_of_step(profile: StepProfile, plan: Plan, slower: float = 1.0) -> tuple[StepTrace, float]:

@@ -8,9 +8,12 @@ dispatcher, allocator and streams are at work.
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
+import sys
 import threading
+import types
 import warnings
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -22,15 +25,26 @@ import torch
 from covering import full, of_which, pairwise
 from harness import KIB, MIB, config_for, wait_until
 from models import assert_same_history, loss_of, make_model, make_tokens, same_bits, train
+from places import BENCHMARKS
 from torch import Tensor, nn
 
+sys.path.append(str(BENCHMARKS))  # behind all others: it has an io.py
+
+import link
+
 import tba_offload as tba
+from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig
 from tba_offload.device import READY, Accelerator, ByteRange, device_of
 from tba_offload.device.ranges import aligned_range
 from tba_offload.errors import DeviceError, TransferError, UnsupportedError
+from tba_offload.megatron.loss import report_loss
+from tba_offload.report.run_log import read_run_log
+from tba_offload.store import open_store, striped
 from tba_offload.store.file import FileStore
 from tba_offload.store.host import HostStore
+from tba_offload.store.tiered import TieredStore
 from tba_offload.testing import store_contract
+from tba_offload.testing.around import put_around
 from tba_offload.testing.store_contract import StoreContract
 from tba_offload.transfer import reads
 from tba_offload.transfer.offloader import Offloader
@@ -41,7 +55,7 @@ if TYPE_CHECKING:
 
     from models import History
 
-    from tba_offload.store.base import ActivationStore, Extent
+    from tba_offload.store.base import ActivationStore, Extent, IoFuture
 
 LAG = torch.device(lagging.LAG, 0)
 STORES = ("file", "host")
@@ -207,6 +221,37 @@ def test_a_read_comes_after_the_last_work_with_the_memory_that_it_fills(
         assert same_bits(found, ByteRange.of(expected).tensor().cpu())
 
 
+@pytest.mark.parametrize("placement", ["offload", "recompute-offload"])
+def test_same_bits_of_activations_that_lie_on_several_drives(
+    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(striped, "EXTENT_BYTES", 8 * KIB)
+    monkeypatch.setattr(striped, "TOGETHER_BYTES", 8 * KIB)
+    drives = tuple(tmp_path / name for name in "abc")
+    for drive in drives:
+        drive.mkdir()
+    expected, model = history_of(made()), made()
+    config = OffloadConfig(
+        default=placement,
+        min_tensor_bytes=KIB,
+        budget=BudgetConfig(in_flight_bytes=WINDOW // 8),
+        store=StoreConfig(kind="file", directories=drives),
+    )
+    with lagging.late(copies=0.0003), tba.attach(model, config) as session:
+        written = [[] for _ in drives]  # type: list[list[int]]
+        for store, sizes in zip(session.store.stores, written, strict=True):  # type: ignore[attr-defined]
+            put_around(store, lambda verb, extent, sizes=sizes: noted(sizes, verb, extent))
+        found = history_of(model, session)
+    assert_same_history(found, expected)
+    assert all(written)
+    assert max(max(sizes) for sizes in written) <= 8 * KIB
+
+
+def noted(sizes: list[int], verb: str, extent: Extent) -> Any:
+    sizes += [extent.nbytes] if verb == "write" else []
+    return nullcontext()
+
+
 # Memory
 
 
@@ -351,9 +396,82 @@ def test_copies_of_both_directions_go_at_once() -> None:
     out.join()
 
 
-def test_no_slab_is_pinned_inside_a_step(tmp_path: Path) -> None:
+def test_transfers_of_a_store_end_in_order(tmp_path: Path) -> None:
+    """By the benchmark of the link. Of two threads one may overtake the other before it gives its copy."""
+    settings = link.Settings(
+        device=device_of(LAG),
+        stores=link.STORES,
+        threads=(1, 2),
+        sizes=(MIB,),
+        amount=4 * MIB,
+        rounds=1,
+        width=32,
+        directory=tmp_path,
+    )
+    told: list[int] = []
+    with lagging.late(copies=0.02):
+        document = link.run(settings, lambda found: told.append(len(found["rows"])))
+    assert told == [3, 6, 9, 12]
+    for row in document["rows"]:
+        assert row["places"] <= row["threads"] - 1
+        assert 0 < row["of_bound"] < 1.5
+        assert row["reserved_bytes"] >= row["allocated_bytes"] >= 5 * MIB
+    assert json.dumps(document)
+    assert link.table_of(document).row_count == 12
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_the_link_to_host_memory_beside_drives_has_the_next_copy_at_hand(
+    writes: bool, tmp_path: Path
+) -> None:
+    device = device_of(LAG)
+    with open_store(device=device, directories=(tmp_path,), host_capacity=8 * MIB) as store:
+        assert isinstance(store, TieredStore)
+        data = [ByteRange.of(torch.zeros(MIB, dtype=torch.uint8, device=LAG)) for _ in range(3)]
+        extents = [store.host.reserve(each.nbytes, each.address) for each in data]
+
+        def transfers(*, writes: bool) -> list[IoFuture]:
+            after = device.event()
+            if writes:
+                return store.host.write_many(
+                    [(*each, after, None) for each in zip(extents, data, strict=True)]
+                )
+            return store.host.read_many(
+                [(*each, after) for each in zip(extents, data, strict=True)], padded=False
+            )
+
+        if not writes:
+            for future in transfers(writes=True):
+                future.wait()
+        before = lagging.count("copies")
+        with lagging.late(copies=0.2):
+            futures = transfers(writes=writes)
+            wait_until(lambda: lagging.count("copies") > before + 1, "two copies are given")
+            assert not any(future.done() for future in futures)
+        for future in futures:
+            future.wait()
+
+
+def test_copies_make_no_events(tmp_path: Path) -> None:
+    """A thread has one, which it waits for before the next copy."""
+    device = device_of(LAG)
+    there, here = torch.zeros(MIB, dtype=torch.uint8, device=LAG), device.host_memory(MIB)
+    after = device.event()
+    before = lagging.Event.made
+    for _ in range(5):
+        device.copy(here, there, after)
+        device.copy(there, here, after)
+    assert lagging.Event.made <= before + 1
+
+
+@pytest.mark.parametrize("store", [*STORES, "tiered"])
+def test_no_slab_is_pinned_inside_a_step(store: str, tmp_path: Path) -> None:
+    """Host memory that has a limit is pinned when the store opens; without one it grows as it is needed."""
     model = made()
-    with tba.attach(model, config_for(in_flight=WINDOW, directory=tmp_path)) as session:
+    where = {"directory": tmp_path} if store != "host" else {"capacity": 64 * MIB}
+    if store == "tiered":
+        where["host_capacity"] = 4 * MIB
+    with tba.attach(model, config_for(in_flight=WINDOW, **where)) as session:
         before = lagging.count("pinned_bytes")
         history_of(model, session)
         assert lagging.count("pinned_bytes") == before
@@ -421,11 +539,136 @@ def test_a_graph_that_is_captured_is_noticed(placement: str, monkeypatch: pytest
             loss_on_lagging(model, 0).backward()
 
 
+class Capturing(nn.Module):
+    """A layer that captures a graph inside of its forward, or of its backward."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.layer, self.where = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8))), where
+
+    def forward(self, x: Tensor) -> Tensor:
+        module = torch.get_device_module(LAG)
+        module.is_capturing = self.where == "forward"
+        y = self.layer(x)
+        module.is_capturing = False
+        if self.where == "backward":
+            y.register_hook(lambda gradient: setattr(module, "is_capturing", True))
+        return y
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_graph_that_is_captured_inside_a_layer_is_noticed(where: str) -> None:
+    layer, x = Capturing(where).to(LAG), torch.randn(ROWS, WIDTH).to(LAG)
+    module = torch.get_device_module(LAG)
+    with tba.attach(layer, config_for(in_flight=4 * ONE), layers=[layer]) as session:
+        try:
+            with pytest.raises(UnsupportedError, match="capture no graph in attached layers"), session.step():
+                y = layer(x)
+                session.offloader.quiesce()
+                y.sum().backward()
+        finally:
+            module.is_capturing = False
+
+
+class Replaying(nn.Module):
+    """A layer that is compiled to CUDA graphs: each call runs another node of Inductor's tree of them."""
+
+    def __init__(self, manager: types.SimpleNamespace) -> None:
+        super().__init__()
+        self.layer, self.manager = nn.Linear(WIDTH, WIDTH), manager
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.manager.current_node = object()
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_layer_that_is_compiled_to_graphs_is_noticed(
+    placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What runs as a graph beside attached layers is nothing to them."""
+    manager = types.SimpleNamespace(current_node=None)
+    trees = types.SimpleNamespace(get_manager=lambda index, create_if_none_exists: manager)
+    plain, graphed = nn.Linear(WIDTH, WIDTH), Replaying(manager)
+    x = torch.randn(ROWS, WIDTH).to(LAG)
+    model = nn.Sequential(graphed, plain).to(LAG)
+    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)
+    with tba.attach(model, config_for(default=placement), layers=[plain]) as session, session.step():
+        model(x).sum().backward()
+    with tba.attach(model, config_for(default=placement), layers=[graphed]) as session:
+        noticed = pytest.raises(UnsupportedError, match=r"runs as CUDA graphs, .* mode='default'")
+        with nullcontext() if placement == "keep" else noticed, session.step():
+            model(x).sum().backward()
+
+
 def test_no_thread_spins_while_it_waits(tmp_path: Path) -> None:
     before, model = lagging.Event.spinning, made()
     with tba.attach(model, config_for(in_flight=WINDOW, directory=tmp_path)) as session:
         history_of(model, session)
     assert lagging.Event.spinning == before
+
+
+# Figures
+
+
+FAR_BEHIND = 0.5
+"""Seconds by which the device ends a step later than the host."""
+
+
+def late_loss(step: tba.Step, loss: Tensor, way: str) -> None:
+    """Gives a step its loss, by the end of which the host is done long before the device."""
+    lagging.sleep(FAR_BEHIND)
+    if way == "Megatron's":  # sums, with the numbers of tokens in them
+        reported = torch.stack([loss.detach() * 8, torch.full_like(loss, 8)])
+        report_loss(step, [{"lm loss": reported}, {"lm loss": (reported[0], reported[1])}])
+    else:
+        step.loss = loss.detach()
+
+
+@pytest.mark.parametrize("way", ["a tensor", "Megatron's"])
+def test_nothing_waits_for_the_loss_of_a_step(way: str) -> None:
+    model, losses = made(), []
+    with tba.attach(model, config_for(default="keep")) as session:
+        for number in range(3):
+            before = lagging.count("host_waits")
+            with session.step() as step:
+                loss = loss_on_lagging(model, number)
+                loss.backward()
+                late_loss(step, loss, way)
+            assert step.record is not None
+            assert (step.record.loss, session.report()[-1].loss) == (None, None)
+            assert lagging.count("host_waits") == before
+            losses.append(loss.item())
+            assert [record.loss for record in session.report()] == losses
+
+
+@pytest.mark.parametrize("way", ["a tensor", "Megatron's"])
+def test_the_run_log_has_the_loss_and_the_time_of_the_device(way: str, tmp_path: Path) -> None:
+    """Also of a last step that ends when the host has long closed the session."""
+    model, losses, log = made(), [], tmp_path / "run.jsonl"
+    with tba.attach(model, config_for(default="keep"), run_log=log) as session:
+        for number in range(3):
+            with session.step() as step:
+                loss = loss_on_lagging(model, number)
+                loss.backward()
+                late_loss(step, loss, way)
+            losses.append(loss.detach())
+    steps = read_run_log(log).steps
+    assert [step.step for step in steps] == [1, 2, 3]
+    assert [step.loss for step in steps] == [loss.item() for loss in losses]
+    assert all(step.seconds > FAR_BEHIND for step in steps)
+    assert session.report() == list(steps)
+
+
+def test_a_loss_of_several_numbers_is_refused() -> None:
+    model = made()
+    with tba.attach(model, config_for(default="keep")) as session:
+        with (
+            pytest.raises(ValueError, match="the loss of a step is one number, not 2"),
+            session.step() as step,
+        ):
+            loss_on_lagging(model, 0).backward()
+            step.loss = torch.ones(2, device=LAG)
 
 
 # The contract of stores, for bytes that go through slabs

@@ -142,6 +142,31 @@ def test_layers_that_were_compiled_before(how: str, default: str, compiler: Comp
         assert not torch._dynamo.utils.counters["graph_break"]
 
 
+@pytest.mark.parametrize("default", PLACEMENTS)
+def test_what_saves_tensors_is_not_traced(default: str) -> None:
+    """Of a layer that is one of PyTorch's containers the operations run one by one, seen by the compiler."""
+
+    def compiled() -> nn.Sequential:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)))
+        for layer in model:
+            layer.compile(backend="aot_eager")
+        return model
+
+    expected, plain = train(compiled()), traced()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = compiled()
+    with session_for(model, layers=list(model), default=default, in_flight=128 * KIB) as session:
+        assert_same(train(model, session), expected)
+    assert traced() <= plain
+
+
+def traced() -> int:
+    """Functions that the compiler looked at."""
+    return int(torch._dynamo.utils.counters["frames"]["total"])
+
+
 @pytest.mark.parametrize("default", ["offload", "recompute"])
 def test_one_graph_of_all_layers_is_refused_by_name(default: str, compiler: Compiler) -> None:
     model = make()
@@ -153,7 +178,6 @@ def test_one_graph_of_all_layers_is_refused_by_name(default: str, compiler: Comp
 
 
 inductor = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),
     pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here"),
     pytest.mark.full,
 ]

@@ -72,3 +72,42 @@ def test_zeros_differ_by_their_sign() -> None:
 def test_no_elements() -> None:
     assert Digest.of(torch.empty(0, 3)).equals(Digest.of(torch.empty(0, 3)))
     assert not Digest.of(torch.empty(0, 3)).equals(Digest.of(torch.empty(3, 0)))
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "all signs": torch.neg,
+    "signs of the odd ones": lambda flat: flat.index_fill(0, _odd(flat), 0) - flat * _is_odd(flat),
+    "two signs": lambda flat: torch.cat((flat[:3], -flat[3:5], flat[5:])),
+    "two that change places": lambda flat: torch.cat((flat[:3], flat[5:6], flat[4:5], flat[3:4], flat[6:])),
+    "one bit": lambda flat: torch.cat((flat[:9], flat[9:10].abs() + 1, flat[10:])),
+}
+
+
+def _is_odd(flat: torch.Tensor) -> torch.Tensor:
+    return (torch.arange(flat.numel()) % 2).to(flat.dtype)
+
+
+def _odd(flat: torch.Tensor) -> torch.Tensor:
+    return torch.arange(1, flat.numel(), 2)
+
+
+@pytest.mark.parametrize("change", list(CHANGES))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("count", [16, 2304, 50_001])
+def test_other_bits_give_another_digest(change: str, dtype: torch.dtype, count: int) -> None:
+    torch.manual_seed(count)
+    flat = torch.randn(count).to(dtype)
+    flat[:16] = torch.arange(1, 17)
+    digest = Digest.of(flat)
+    assert Digest.of(flat.clone()).equals(digest)
+    assert not Digest.of(CHANGES[change](flat)).equals(digest)
+
+
+def test_rows_that_change_places_give_another_digest() -> None:
+    table = torch.randn(300, 64)
+    assert not Digest.of(table[torch.randperm(300)]).equals(Digest.of(table))
+
+
+def test_conjugates_give_another_digest() -> None:
+    value = torch.randn(64, 64, dtype=torch.complex64)
+    assert not Digest.of(value.conj()).equals(Digest.of(value))

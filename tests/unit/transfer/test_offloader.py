@@ -156,8 +156,10 @@ def make(drive: Drive) -> Iterator[Callable[..., Bench]]:
         capacity: int | None = None,
         keep: bool = True,
         stall_limit: float | None = None,
+        extent: int | None = None,
     ) -> Bench:
         stores.append(host_store(drive, capacity=capacity))
+        stores[-1].extent_bytes = extent
         return Bench(drive, stores[-1], window, keep=keep, stall_limit=stall_limit)
 
     yield make_bench
@@ -270,6 +272,35 @@ def test_a_later_view_writes_only_what_is_missing(bench: Bench) -> None:
     for index in range(3):
         bench.fetch(saved, index)
     assert bench.offloader.stats.read == 10_000
+    bench.drop(saved)
+    bench.assert_idle()
+
+
+def test_what_is_large_travels_in_parts(make: Callable[..., Bench]) -> None:
+    bench = make(extent=20_000)
+    saved = bench.save((0, SIZE), (5, SIZE))
+    bench.offloader.quiesce()
+    sizes = [piece.nbytes for piece in saved.record.pieces()]
+    assert sizes == [16_384] * 4
+    assert saved.memory() is None
+    assert bench.offloader.stats.offloaded == SIZE
+    for index in range(2):
+        bench.fetch(saved, index)
+    assert bench.offloader.stats.read == SIZE
+    bench.drop(saved)
+    bench.assert_idle()
+
+
+def test_a_part_that_is_not_written_keeps_the_memory(make: Callable[..., Bench], drive: Drive) -> None:
+    bench = make(extent=SIZE // 4)
+    bench.eager = False
+    saved = bench.save()
+    drive.writes.fail(StoreFullError(errno.ENOSPC, "told to"), at=3)
+    bench.offloader.writer.flush()
+    bench.offloader.quiesce()
+    assert saved.memory() is not None
+    bench.fetch(saved)
+    assert bench.offloader.stats.read == 0
     bench.drop(saved)
     bench.assert_idle()
 
@@ -1520,12 +1551,13 @@ def test_a_batch_that_is_cut_short_leaves_nothing_to_wait_for(
 # Anything, in any order
 
 
+@pytest.mark.parametrize("extent", [None, SIZE // 5])
 @pytest.mark.parametrize("seed", range(4))
 def test_any_order_of_events_gives_the_same_bytes(
-    make: Callable[..., Bench], drive: Drive, seed: int
+    make: Callable[..., Bench], drive: Drive, seed: int, extent: int | None
 ) -> None:
     chance = random.Random(seed)
-    bench = make(4 * SIZE, capacity=MIB if seed % 2 else None)
+    bench = make(4 * SIZE, capacity=MIB if seed % 2 else None, extent=extent)
     drive.writes.seconds = drive.reads.seconds = 0.0005
     alive: list[Saved] = []
 

@@ -8,14 +8,16 @@ it is off, because it belongs to a thread and a call, and the operations one by 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from torch._C._dynamo import eval_frame
+
+from tba_offload.layers.untraced import leave_alone
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-Function = TypeVar("Function", bound="Callable[..., Any]")
+    from tba_offload.layers.untraced import Function
 
 Tracer = Any
 """The compiler's hook into the interpreter, which is shown each call; ``None`` where nothing is compiled."""
@@ -27,19 +29,16 @@ _REASON = (
 )
 
 
-def not_traced(function: Function) -> Function:
+def not_traced(function: Function, *, nor_what_it_calls: bool = False) -> Function:
     """Marks a function that the compiler has to leave alone, as ``torch.compiler.disable`` does.
 
-    That would import the compiler, which takes seconds, for everybody. Where PyTorch has no such strategies
-    the function is traced, as any other.
+    Args:
+        function: The function.
+        nor_what_it_calls: Whether it has to leave alone what this calls, too; else that may be traced.
     """
-    if not hasattr(eval_frame, "_FrameExecStrategy"):
-        return function
-    skip, as_ever = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
-    strategy = eval_frame._FrameExecStrategy(skip, as_ever)  # of the function, and of those that it calls
-    eval_frame.set_code_exec_strategy(function.__code__, strategy)
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
+    if leave_alone(function, with_calls=nor_what_it_calls):
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]
+        function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
     return function
 
 
