@@ -58,6 +58,7 @@ class Boundaries:
         modules: The model or its chunks.
         count_tokens: Tells the tokens of a micro-batch; see :func:`token_counter`.
         forward_ended: Is given what the model's forward put out.
+        optimizers: Takes up those that are seen to update parameters of the model.
     """
 
     def __init__(
@@ -69,12 +70,14 @@ class Boundaries:
         *,
         count_tokens: TokenCounter,
         forward_ended: Callable[[object], object],
+        optimizers: weakref.WeakSet[Optimizer],
     ) -> None:
         self._steps = steps
         self._ongoing = steps.ongoing
         self._gradients = gradients
         self._count_tokens = count_tokens
         self._forward_ended = forward_ended
+        self._optimizers = optimizers
         self._running: list[tuple[Optimizer, float]] = []  # the optimizers whose step has begun, and when
         self._closures = 0  # of optimizers, that are running
         # How many parameters an optimizer has, and the ids of them if some are the model's.
@@ -222,7 +225,7 @@ class Boundaries:
             return
         # With optimizers that can do so themselves a scaler leaves it to their step to skip the update.
         overflow = getattr(optimizer, "found_inf", None)
-        self._steps.saw_optimizer(optimizer)
+        self._optimizers.add(optimizer)
         step.updates.add(
             began,
             time.perf_counter(),

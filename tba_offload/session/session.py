@@ -366,6 +366,7 @@ def _boundaries_of(steps: Steps, parts: Parts, count_tokens: TokenCounter) -> Bo
         parts.modules,
         count_tokens=count_tokens,
         forward_ended=tail.watch,
+        optimizers=parts.optimizers,
     )
     steps.end_by(settle=boundaries.settle, finish=boundaries.finish)
     return boundaries

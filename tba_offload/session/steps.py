@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
-    from torch.optim import Optimizer
 
     from tba_offload.capture.trace import StepTrace
     from tba_offload.device import Device
@@ -100,10 +99,6 @@ class Steps:
         """Ends a step that opened by itself: no more of it will come."""
         if not self.ongoing.is_inert:
             self._finish()
-
-    def saw_optimizer(self, optimizer: Optimizer) -> None:
-        """An optimizer has updated parameters of the model."""
-        self._parts.optimizers.add(optimizer)
 
     # ---- begin -----------------------------------------------------------------------------------
 
