@@ -11,7 +11,7 @@ from tba_offload.device.digest import Digest
 from tba_offload.states.away import FreedGradient
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterator, Sequence
     from collections.abc import Set as AbstractSet
 
     from tba_offload.states.pieces import Piece
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 _SCALER = ("grad_scale", "found_inf")
 """Attributes of an optimizer by which a gradient scaler has its update divide gradients, or leave it out."""
+
+_SMALL = 64 * 2**10
+"""Bytes of a piece that is joined with others: copying it takes less time than a digest of its own."""
 
 
 class Basis:
@@ -30,7 +33,7 @@ class Basis:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._used: dict[Piece, _Used] = {}
+        self._used: dict[SubGroup, _Used] = {}
         self._versions: dict[torch.Tensor, int] = {}
         self._freed: set[torch.Tensor] = set()
         self._settings: dict[int, dict[str, Any]] = {}
@@ -50,11 +53,11 @@ class Basis:
         if group.number not in self._settings:
             self._settings[group.number] = deepcopy(self._settings_of(group.number))
         self._freed |= freed
-        for piece in group.pieces:
-            parameter = piece.parameter
-            gradient = None if parameter in freed else Digest.of(_own(piece, parameter.grad))
-            self._used[piece] = _Used(gradient, Digest.of(_own(piece, parameter)))
-            self._versions[parameter] = parameter._version
+        kept = [piece for piece in group.pieces if piece.parameter not in freed]
+        self._used[group] = _Used(
+            kept, [*map(_digest_of_gradients, _joined(kept))], _digests_of_parameters(group.pieces)
+        )
+        self._versions.update({piece.parameter: piece.parameter._version for piece in group.pieces})
 
     def what_differs(self) -> str | None:
         """What a step would be made with now that is not what the updates were made with."""
@@ -64,19 +67,23 @@ class Basis:
             not _are_same(settings, self._settings_of(number)) for number, settings in self._settings.items()
         ):
             return "another setting of the optimizer"
-        if any(not self._has_gradient(piece, used) for piece, used in self._used.items()):
+        if any(type(parameter.grad) is not FreedGradient for parameter in self._freed):
+            return "other gradients"
+        if not all(used.has_its_gradients(self._freed) for used in self._used.values()):
             return "other gradients"
         return None
 
-    def changed_since(self) -> torch.Tensor | None:
-        """A parameter that is not as its update left it, if there is one."""
+    def changed_since(self) -> Sequence[torch.Tensor]:
+        """Parameters of which one at least is not as its update left it; none if all are."""
         for parameter, version in self._versions.items():
             if parameter._version != version:
-                return parameter
-        for piece, used in self._used.items():
-            if not Digest.of(_own(piece, piece.parameter)).equals(used.parameter):
-                return piece.parameter
-        return None
+                return [parameter]
+        for group, used in self._used.items():
+            found = zip(used.parameters, _digests_of_parameters(group.pieces), strict=True)
+            for place, (before, now) in enumerate(found):
+                if not now.equals(before):
+                    return [piece.parameter for piece in [*_joined(group.pieces)][place]]
+        return []
 
     def clear(self) -> None:
         """Forgets all."""
@@ -85,31 +92,60 @@ class Basis:
         self._freed.clear()
         self._settings.clear()
 
-    def _has_gradient(self, piece: Piece, used: _Used) -> bool:
-        """Whether a piece has the gradient that was used, or one that says that it was freed."""
-        gradient = piece.parameter.grad
-        if piece.parameter in self._freed:
-            return type(gradient) is FreedGradient
-        if used.gradient is None or not is_plain(gradient):
-            return False
-        return Digest.of(_own(piece, gradient)).equals(used.gradient)
-
     def _settings_of(self, number: int) -> dict[str, Any]:
         group = self._optimizer.param_groups[number]
         return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 class _Used(NamedTuple):
-    """A gradient that an update was made with, and the parameter after it.
+    """What the update of a sub-group was made with, and what it made.
 
     Attributes:
-        gradient: Tells whether another gradient has the same bits; its version does not tell whether it was
-            changed, since a gradient scaler changes it and leaves that alone. ``None`` if it is freed.
-        parameter: Likewise of the parameter, which ``.data`` changes without another version.
+        kept: Its pieces whose gradients were not freed at once.
+        gradients: Tell whether their gradients have the same bits; versions do not tell it, since a gradient
+            scaler changes gradients and leaves these alone.
+        parameters: Likewise of all its parameters, which ``.data`` changes without another version.
     """
 
-    gradient: Digest | None
-    parameter: Digest
+    kept: Sequence[Piece]
+    gradients: list[Digest]
+    parameters: list[Digest]
+
+    def has_its_gradients(self, freed: AbstractSet[torch.Tensor]) -> bool:
+        """Whether gradients have the bits of those that were used, but for those that were freed since."""
+        found = zip(_joined(self.kept), self.gradients, strict=True)
+        return all(
+            all(is_plain(piece.parameter.grad) for piece in some)
+            and _digest_of_gradients(some).equals(before)
+            for some, before in found
+            if some[0].parameter not in freed
+        )
+
+
+def _digest_of_gradients(pieces: Sequence[Piece]) -> Digest:
+    return Digest.of(_join([_own(piece, piece.parameter.grad) for piece in pieces]))
+
+
+def _digests_of_parameters(pieces: Sequence[Piece]) -> list[Digest]:
+    return [Digest.of(_join([_own(piece, piece.parameter) for piece in some])) for some in _joined(pieces)]
+
+
+def _joined(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
+    """Small pieces of a data type together, since their digests take as long as one; others one by one.
+
+    So are slices: the gradient of their parameter may be freed with another sub-group.
+    """
+    small: dict[torch.dtype, list[Piece]] = {}
+    for piece in pieces:
+        if piece.nbytes > _SMALL or not piece.is_whole:
+            yield [piece]
+        else:
+            small.setdefault(piece.parameter.dtype, []).append(piece)
+    yield from small.values()
+
+
+def _join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat([each.reshape(-1) for each in tensors])
 
 
 def is_plain(gradient: torch.Tensor | None) -> bool:
@@ -117,9 +153,9 @@ def is_plain(gradient: torch.Tensor | None) -> bool:
     return gradient is not None and type(gradient) is torch.Tensor and gradient.layout is torch.strided
 
 
-def are_finite(pieces: Iterable[Piece]) -> bool:
+def are_finite(pieces: Sequence[Piece]) -> bool:
     """Whether plain gradients have neither infinite elements nor NaN; waits for the device, once."""
-    gradients = [_own(piece, piece.parameter.grad) for piece in pieces]
+    gradients = [_join([_own(piece, piece.parameter.grad) for piece in some]) for some in _joined(pieces)]
     values = [torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for each in gradients]
     bounds = [torch.stack(torch.aminmax(each)) for each in values if each.numel()]
     return not bounds or bool(torch.stack([each.isfinite().all() for each in bounds]).all())

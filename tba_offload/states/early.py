@@ -210,16 +210,20 @@ class Early:
         """
         if not self._stream.journal.noted:
             return
-        parameter = self._basis.changed_since()
-        if parameter is None and self._stream.is_current:
+        changed = self._basis.changed_since()
+        if not changed and self._stream.is_current:
             return
-        what = "a state" if parameter is None else self._roster.name_of(parameter)
+        what = self._names_of(changed) if changed else "a state"
         self._stream.take_back()
         self._forget()
         raise SessionError(
             f"{what} was changed between backward and step(), after its update; change it after step(), or "
             "set states.when to step"
         )
+
+    def _names_of(self, parameters: Sequence[torch.Tensor]) -> str:
+        first, last = (self._roster.name_of(parameters[place]) for place in (0, -1))
+        return first if len(parameters) == 1 else f"one of {len(parameters)} from {first} to {last}"
 
     def _forget(self) -> None:
         self._watch.no_forwards()
