@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.adam import adam
 
+from tba_offload.errors import UnsupportedError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -27,6 +29,7 @@ class FusedAdam(torch.optim.Optimizer):
         eps: Added to the denominator.
         adam_w_mode: Whether weights decay by themselves and not through their gradients.
         weight_decay: By how much.
+        capturable: Whether CUDA graphs may hold the update; there are none.
     """
 
     def __init__(
@@ -38,7 +41,10 @@ class FusedAdam(torch.optim.Optimizer):
         *,
         adam_w_mode: bool = True,
         weight_decay: float = 0.0,
+        capturable: bool = False,
     ) -> None:
+        if capturable:
+            raise UnsupportedError("there are no CUDA graphs on a CPU")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.adam_w_mode = adam_w_mode
 
