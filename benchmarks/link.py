@@ -110,7 +110,7 @@ class Compute:
 
 
 def _after(calls: int) -> Callable[[], bool]:
-    """Is over after so many calls."""
+    """A function that is true from its call number ``calls`` + 1 on."""
     left = iter(range(calls))
     return lambda: next(left, None) is None
 
@@ -225,7 +225,7 @@ class Mover:
 
 
 def bare(device: Device, nbytes: int) -> dict[str, float]:
-    """Bytes a second of a copy of so many to pinned memory, and from it."""
+    """Bytes a second of copying `nbytes` to pinned memory, and from it."""
     there = torch.zeros(nbytes, dtype=torch.uint8, device=device.torch_device)
     here = device.host_memory(nbytes)
     found = {}

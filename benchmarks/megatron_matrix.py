@@ -317,7 +317,7 @@ class Matrix:
             layout: The layout.
 
         Returns:
-            What the second one left behind.
+            What the second process printed and saved.
         """
         with tempfile.TemporaryDirectory(dir=self._place) as directory:
             half = Path(directory) / "half"

@@ -10,8 +10,8 @@ update than without any states; and the bound: the bytes that travelled over the
 and writes at once, measured between the updates with transfers of the same size. After the last round the
 parameters and states of all lanes are compared, bit for bit.
 
-With rows the matrices are the layers of a model that is given so many at once, and what is timed are whole
-steps. Two more lanes update in backward: one keeps gradients until the step, one frees them at once.
+With ``--rows`` the matrices are the layers of a model, each step trains it on that number of rows, and whole
+steps are timed. Two more lanes update in backward: one keeps gradients until the step, one frees them at once.
 """
 
 from __future__ import annotations
@@ -197,7 +197,9 @@ def main() -> None:
     parser.add_argument(
         "--sub-group", type=parse_size, default=32 * MIB, help="bytes of states that travel as one"
     )
-    parser.add_argument("--rows", type=int, default=0, help="train the matrices on so many rows a step")
+    parser.add_argument(
+        "--rows", type=int, default=0, help="rows that a step trains the matrices on; 0 for updates alone"
+    )
     parser.add_argument("--rounds", type=int, default=9, help="updates of each lane (default %(default)s)")
     arguments = parser.parse_args()
     warm_up = min(2, arguments.rounds - 1)

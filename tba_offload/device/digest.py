@@ -16,7 +16,7 @@ _CHUNK = 2**20
 """Words of 64 bits of which the upper halves are in memory at a time."""
 
 _COLUMNS = 1021
-"""Words are summed in so many columns, a prime number, so that moving them changes the sums."""
+"""Columns in which words are summed: a prime number, so that moving words changes the sums."""
 
 _FACTOR = 0x9E3779B97F4A7C15 - 2**64
 """Odd, and without a pattern in its bits: each word of the sums counts with another multiple of it."""

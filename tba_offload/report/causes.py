@@ -26,7 +26,7 @@ _MOST = 1 / 2
 """Share of what layers save, or of their runs, from which on a cause leaves the policy without effect."""
 
 _HUGE = 2.0
-"""A layer is huge that takes so many times what the median layer takes."""
+"""Bytes of a huge layer, in those of the median layer, from which on it is named."""
 
 _WINDOW_SHARE = 8
 """A window of this part of what a step saves has most of it leave memory, and drives work beside compute."""

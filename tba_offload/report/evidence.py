@@ -108,7 +108,7 @@ class Evidence:
         return max(self.phases, key=lambda phase: phase.nbytes)
 
     def without(self, freed: Callable[[Phase], int]) -> int:
-        """By how much the peak would be lower, if each phase had so many bytes less."""
+        """By how much the peak would be lower without the bytes that ``freed`` tells for each phase."""
         return self.peak.nbytes - max(phase.nbytes - freed(phase) for phase in self.phases)
 
     @property

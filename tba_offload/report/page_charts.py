@@ -122,8 +122,8 @@ def step_over_time(log: RunLog, salt: str) -> Chart | None:
     title = f"Step {told[0].step} over time"
     caption = (
         "Above, live bytes beyond those before the step, and those in flight; then what moved; then "
-        "the runs of layers, with their numbers, and when training waited for I/O. By the host's clock: a "
-        "device that runs behind it works later. tba-offload timeline writes the same as a trace."
+        "the runs of layers, with their numbers, and when training waited for I/O. By the host's clock: "
+        "the device may do the same work later. tba-offload timeline writes the same as a trace."
     )
     return Chart(title, caption, timeline_svg(told[0], salt=salt))
 

@@ -95,11 +95,11 @@ class LayerMemory:
     backward: int = 0
 
     def left(self, nbytes: int) -> None:
-        """A forward has left so much in memory."""
+        """A forward has left ``nbytes`` in memory."""
         self.leaves = max(self.leaves, nbytes)
 
     def took(self, phase: str, nbytes: int) -> None:
-        """A phase had so many more bytes live at its peak than at its begin."""
+        """At its peak a phase had ``nbytes`` more live than at its begin."""
         if phase == FORWARD:
             self.forward = max(self.forward, nbytes)
         elif phase == BACKWARD:
@@ -274,7 +274,7 @@ class MemoryWatch:
             self._enter(FORWARD, 0, live)
 
     def seen(self, live: int) -> None:
-        """The meter has seen so many live bytes."""
+        """The meter has seen ``live`` bytes that are in use."""
         if not self.is_on:
             return
         now, nbytes = self._now, live - self._base
@@ -344,7 +344,7 @@ class _Moment:
     most: int = 0
 
     def grows_to(self, live: int) -> bool:
-        """Whether so many live bytes are more than there were since it began."""
+        """Whether ``live`` bytes are more than there were since it began."""
         grows = live > self.most
         self.most = max(self.most, live)
         return grows

@@ -29,8 +29,8 @@ class Step:
         tokens: As given to :meth:`Session.step`; may be set inside the block. If it is ``None``, the tokens
             that the model was seen to take count.
         model_flops: As given to :meth:`Session.step`; may be set inside the block.
-        record: The :class:`StepRecord`, once the step has ended without an exception. Of a device that runs
-            behind the host it has the figures that are known by then; :meth:`Session.report` completes them.
+        record: The :class:`StepRecord`, once the step has ended without an exception. Of a device that works
+            later than the host it has the figures that are known by then; :meth:`Session.report` completes them.
         memory: Its memory.
         updates: What optimizers did in it.
         state: What has become of it.

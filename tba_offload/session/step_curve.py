@@ -74,7 +74,7 @@ class StepCurve:
         self._source = meter.source if meter is not None else ""
 
     def seen(self, live: int) -> None:
-        """The meter has seen so many live bytes. Of several moments the one with most of them stays."""
+        """The meter has seen ``live`` bytes in use. Of several moments the one with most of them stays."""
         if not self._is_on:
             return
         ledger, highest = self._ledger, self._highest

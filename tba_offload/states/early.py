@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 _RECENT = 20
 _VAIN = 2
-"""Of so many recent steps at most so many may have been updated in vain; with more, the update waits for
-``step``. One that is in vain costs another reading of states and parameters."""
+"""If more than ``_VAIN`` of the ``_RECENT`` last steps were updated in vain, updates wait for ``step``. One in
+vain costs another reading of states and parameters."""
 
 
 class Early:

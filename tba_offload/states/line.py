@@ -57,7 +57,7 @@ class Line:
         self._line_up([group for group in self._groups if group not in gone])
 
     def next(self, count: int) -> Sequence[SubGroup]:
-        """Those that are updated next, so many at most."""
+        """Those that are updated next, ``count`` at most."""
         return self._groups[self._at + 1 : self._at + 1 + count]
 
     def needs_more_than(self, held: Iterable[SubGroup]) -> bool:
