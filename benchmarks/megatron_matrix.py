@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import io
 import os
 import re
 import shutil
@@ -39,6 +40,8 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tba_offload.errors import PatchError, RunLogError
 from tba_offload.megatron.patch import Checkout
@@ -520,12 +523,13 @@ def _state_in(saved: Path) -> tuple[dict[str, str], int]:
     """Digests of all tensors in the checkpoints, and their size.
 
     Checkpoints are zip files with a record for the bytes of each tensor. What else is in them, such as the
-    command line, may differ. In the distributed format the tensors of a rank are in files of their own.
+    command line, may differ.
     """
     digests, size = {}, 0
-    for file in sorted(saved.rglob("*.distcp")):
-        digests[str(file.relative_to(saved))] = hashlib.sha256(file.read_bytes()).hexdigest()
-        size += file.stat().st_size
+    for metadata in sorted(saved.rglob(".metadata")):
+        for name, tensor in _distributed_tensors(metadata.parent):
+            digests[f"{metadata.parent.name}: {name}"] = hashlib.sha256(_bytes_of(tensor)).hexdigest()
+            size += tensor.nbytes
     for file in sorted(saved.rglob("*.pt")):
         with zipfile.ZipFile(file) as records:
             for record in records.infolist():
@@ -534,6 +538,24 @@ def _state_in(saved: Path) -> tuple[dict[str, str], int]:
                     digests[name] = hashlib.sha256(records.read(record)).hexdigest()
                     size += record.file_size
     return digests, size
+
+
+def _distributed_tensors(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a checkpoint in the distributed format, by name and place.
+
+    In which order they lie in the files of the ranks may differ.
+    """
+    metadata = FileSystemReader(checkpoint).read_metadata()
+    for index, place in metadata.storage_data.items():
+        if isinstance(metadata.state_dict_metadata[index.fqn], TensorStorageMetadata):
+            with (checkpoint / place.relative_path).open("rb") as file:
+                file.seek(place.offset)
+                data = io.BytesIO(file.read(place.length))
+            yield f"{index.fqn} {index.offset}", torch.load(data, weights_only=True)
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 # Comparing
