@@ -10,8 +10,9 @@ update than without any states; and the bound: the bytes that travelled over the
 and writes at once, measured between the updates with transfers of the same size. After the last round the
 parameters and states of all lanes are compared, bit for bit.
 
-With ``--rows`` the matrices are the layers of a model, each step trains it on that number of rows, and whole
-steps are timed. Two more lanes update in backward: one keeps gradients until the step, one frees them at once.
+With ``--rows`` the matrices are the layers of a model, each step trains it on that number of rows, and
+whole steps are timed. Two more lanes update in backward: one keeps gradients until the step, one
+frees them at once.
 """
 
 from __future__ import annotations

@@ -367,23 +367,19 @@ def _median(steps: Sequence[Mapping[str, Any]], name: str) -> float:
 
 
 def _ratios(lanes: Mapping[str, Sequence[Figures]], ours: str) -> dict[str, float]:
-    peaks = {name: _strategy(steps)["activation_peak_bytes"] for name, steps in lanes.items()}
+    figures = {name: _strategy(steps) for name, steps in lanes.items()}
+    peaks = {name: each["activation_peak_bytes"] for name, each in figures.items()}
+    device = {name: each["device_peak_bytes"] for name, each in figures.items()}
     return {
         f"peak_{ours}_over_keep": peaks[ours] / peaks["keep"],
         f"peak_{ours}_over_recompute": peaks[ours] / peaks["recompute"],
         **{
-            f"device_peak_{name}_over_keep": _device_peak(lanes[name]) / _device_peak(lanes["keep"])
+            f"device_peak_{name}_over_keep": device[name] / device["keep"]
             for name in (ours, STATES)
             if name in lanes
         },
         **{name: spread["median"] for name, spread in _spreads(lanes, ours).items()},
     }
-
-
-def _device_peak(steps: Sequence[Figures]) -> int:
-    """The most bytes of weights, gradients, states and activations together, in steps that count."""
-    peak: int = _strategy(steps)["device_peak_bytes"]
-    return peak
 
 
 def _spreads(lanes: Mapping[str, Sequence[Figures]], ours: str) -> dict[str, dict[str, float]]:

@@ -113,10 +113,10 @@ class StepRecord:
     Attributes:
         step: Number of the step within the session, from 1.
         seconds: Wall-clock time of the whole ``with session.step()`` block, or from the first forward to the
-            end of the last backward of a step that opened by itself, without optimizers. On a GPU, which works
-            later than the host, it is by the GPU's clock where there is a run log or a layer is placed ``auto``,
-            unless an optimizer worked within; else it is the host's, which is how long the work took only if
-            the block ends with something that waits for the device, as ``loss.item()`` does.
+            end of the last backward of a step that opened by itself, without optimizers. On a GPU, which
+            works later than the host, it is by the GPU's clock where there is a run log or a layer is placed
+            ``auto``, unless an optimizer worked within; else it is the host's, which is how long the work
+            took only if the block ends with something that waits for the device, as ``loss.item()`` does.
         optimizer_seconds: Wall-clock time of the steps of the optimizers, as far as they were in the step.
         skipped: Whether its gradients were dropped without an update, as a gradient scaler does after an
             overflow. Nothing is planned from such a step.

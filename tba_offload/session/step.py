@@ -30,7 +30,8 @@ class Step:
             that the model was seen to take count.
         model_flops: As given to :meth:`Session.step`; may be set inside the block.
         record: The :class:`StepRecord`, once the step has ended without an exception. Of a device that works
-            later than the host it has the figures that are known by then; :meth:`Session.report` completes them.
+            later than the host it has the figures that are known by then; :meth:`Session.report` completes
+            them.
         memory: Its memory.
         updates: What optimizers did in it.
         state: What has become of it.

@@ -123,11 +123,11 @@ class _Used(NamedTuple):
 
 
 def _digest_of_gradients(pieces: Sequence[Piece]) -> Digest:
-    return Digest.of(_join([_own(piece, piece.parameter.grad) for piece in pieces]))
+    return Digest.of(_join([piece.own(piece.parameter.grad) for piece in pieces]))
 
 
 def _digests_of_parameters(pieces: Sequence[Piece]) -> list[Digest]:
-    return [Digest.of(_join([_own(piece, piece.parameter) for piece in some])) for some in _joined(pieces)]
+    return [Digest.of(_join([piece.own(piece.parameter) for piece in some])) for some in _joined(pieces)]
 
 
 def _joined(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
@@ -155,16 +155,10 @@ def is_plain(gradient: torch.Tensor | None) -> bool:
 
 def are_finite(pieces: Sequence[Piece]) -> bool:
     """Whether plain gradients have neither infinite elements nor NaN; waits for the device, once."""
-    gradients = [_join([_own(piece, piece.parameter.grad) for piece in some]) for some in _joined(pieces)]
+    gradients = [_join([piece.own(piece.parameter.grad) for piece in some]) for some in _joined(pieces)]
     values = [torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for each in gradients]
     bounds = [torch.stack(torch.aminmax(each)) for each in values if each.numel()]
     return not bounds or bool(torch.stack([each.isfinite().all() for each in bounds]).all())
-
-
-def _own(piece: Piece, value: Any) -> torch.Tensor:
-    """The part of a parameter or gradient that belongs to a piece."""
-    plain: torch.Tensor = value.detach()
-    return plain if piece.is_whole else piece.part_of(plain)
 
 
 def _are_same(settings: dict[str, Any], others: dict[str, Any]) -> bool:

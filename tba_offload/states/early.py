@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 _RECENT = 20
 _VAIN = 2
-"""If more than ``_VAIN`` of the ``_RECENT`` last steps were updated in vain, updates wait for ``step``. One in
-vain costs another reading of states and parameters."""
+"""If more than ``_VAIN`` of the ``_RECENT`` last steps were updated in vain, updates wait for ``step``. One
+in vain costs another reading of states and parameters."""
 
 
 class Early:

@@ -40,6 +40,28 @@ class StatesRecord:
     taken_back: int = 0
 
 
+@dataclass(slots=True)
+class _Sums:
+    """What was done since the last record."""
+
+    seconds: float = 0.0
+    waited: float = 0.0
+    read: int = 0
+    written: int = 0
+    taken_back: int = 0
+
+    def add(self, seconds: float, waited: float, read: int, written: int) -> None:
+        """Counts what was done for a time."""
+        self.seconds += seconds
+        self.waited += waited
+        self.read += read
+        self.written += written
+
+    def took_back(self, sub_groups: int) -> None:
+        """Updates were in vain."""
+        self.taken_back += sub_groups
+
+
 class Tally:
     """Counts what is done for one update, whenever that is.
 
@@ -49,8 +71,7 @@ class Tally:
 
     def __init__(self, homes: Homes) -> None:
         self._homes = homes
-        self._seconds = self._waited = 0.0
-        self._read = self._written = self._taken_back = 0
+        self._sums = _Sums()
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -61,14 +82,16 @@ class Tally:
         try:
             yield
         finally:
-            self._seconds += time.perf_counter() - began
-            self._waited += homes.waited - waited
-            self._read += homes.read_bytes - read
-            self._written += homes.written_bytes - written
+            self._sums.add(
+                time.perf_counter() - began,
+                homes.waited - waited,
+                homes.read_bytes - read,
+                homes.written_bytes - written,
+            )
 
     def took_back(self, sub_groups: int) -> None:
         """Updates were in vain."""
-        self._taken_back += sub_groups
+        self._sums.took_back(sub_groups)
 
     def record(self, sizes: Mapping[str, int]) -> StatesRecord:
         """The update is done; counting begins anew.
@@ -76,13 +99,12 @@ class Tally:
         Args:
             sizes: What else the record says.
         """
-        record = StatesRecord(
-            seconds=self._seconds,
-            waited_seconds=self._waited,
-            read_bytes=self._read,
-            written_bytes=self._written,
-            taken_back=self._taken_back,
+        sums, self._sums = self._sums, _Sums()
+        return StatesRecord(
+            seconds=sums.seconds,
+            waited_seconds=sums.waited,
+            read_bytes=sums.read,
+            written_bytes=sums.written,
+            taken_back=sums.taken_back,
             **sizes,
         )
-        self.__init__(self._homes)  # type: ignore[misc]
-        return record

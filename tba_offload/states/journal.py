@@ -9,7 +9,6 @@ import torch
 from tba_offload.device.ranges import CACHE_LINE
 from tba_offload.errors import TransferError
 from tba_offload.states.away import AwayTensor
-from tba_offload.states.shards import local
 from tba_offload.states.slots import Slots
 from tba_offload.store.extents import BLOCK, round_up
 
@@ -231,20 +230,14 @@ class _Undo:
     def save(self, flat: torch.Tensor) -> None:
         """Copies the parameters there."""
         for piece, start in self._places:
-            own = _own(piece)
+            own = piece.own(piece.parameter)
             _view(flat, start, own).copy_(own)
 
     def restore(self, flat: torch.Tensor) -> None:
         """Copies them back."""
         for piece, start in self._places:
-            own = _own(piece)
+            own = piece.own(piece.parameter)
             own.copy_(_view(flat, start, own))
-
-
-def _own(piece: Piece) -> torch.Tensor:
-    """The elements of a piece on this rank, as a view without a gradient."""
-    parameter = local(piece.parameter.detach())
-    return parameter if piece.is_whole else piece.part_of(parameter)
 
 
 def _view(flat: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:

@@ -71,6 +71,11 @@ class Piece:
             view.grad = self.part_of(self.parameter.grad)
         return view
 
+    def own(self, value: Any) -> torch.Tensor:
+        """Its part of the parameter or of a tensor like that, on this rank and without a gradient."""
+        plain: torch.Tensor = local(value.detach())
+        return plain if self.is_whole else self.part_of(plain)
+
     def part_of(self, value: torch.Tensor) -> torch.Tensor:
         """The slice of a tensor of the parameter's shape, 1-D; a copy where that one is not contiguous."""
         return value.reshape(-1)[self.start : self.stop]
