@@ -163,6 +163,28 @@ _Limit = Annotated[int | None, BeforeValidator(_limit), WithJsonSchema({"anyOf":
 _Threshold = Annotated[int, BeforeValidator(_bytes), WithJsonSchema(_SIZE_TEXT)]
 
 
+_MOST_THREADS = 256
+
+
+def _threads(value: object) -> int | None:
+    """A number of threads; ``None`` for what suits the machine."""
+    if value is None:
+        return None
+    number = int(value) if isinstance(value, str) and value.isdecimal() else value
+    if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= _MOST_THREADS:
+        raise ConfigError(
+            f"{quoted(value)} is no number of threads; write one from 1 to {_MOST_THREADS}, or remove "
+            "the line for what suits the machine"
+        )
+    return number
+
+
+_Threads = Annotated[
+    int | None,
+    BeforeValidator(_threads),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1, "maximum": _MOST_THREADS}, _NONE_TEXT]}),
+]
+
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([^}]*)\})")
 
 
@@ -311,6 +333,9 @@ class StoreConfig:
         stall_seconds: A wait for the drive during which nothing moves is named in a warning after a tenth of
             this time and is an error at its end; 0 and None mean never. Collective operations of other ranks
             time out after ten minutes unless told otherwise, so it should be less.
+        readers: Threads that read, for each directory; None for what suits the machine: few on a CPU, whose
+            cores compute, and with ``kind: auto`` on a GPU as many as move more bytes, which is measured.
+        writers: Threads that write, likewise.
     """
 
     kind: _Kind = "auto"
@@ -319,6 +344,8 @@ class StoreConfig:
     host_capacity: _Limit = None
     checksum: Annotated[bool, Strict()] = True
     stall_seconds: _Seconds = STALL_SECONDS
+    readers: _Threads = None
+    writers: _Threads = None
 
     @pydantic.field_validator("directories")
     @classmethod
@@ -354,13 +381,8 @@ class StoreConfig:
             raise ConfigError(f"{capacity} bytes hold no extent; the least is 4 KiB")
         return capacity
 
-    def options(self, *, readers: int | None = None, writers: int | None = None) -> StoreOptions:
-        """What a store is opened with.
-
-        Args:
-            readers: Threads that read, for each directory; ``None`` for what suits the machine.
-            writers: Threads that write, likewise.
-        """
+    def options(self) -> StoreOptions:
+        """What a store is opened with."""
         usual = threads_per_direction()
         directories = tuple(map(str, self.directories))
         if not directories and self.kind != "host":
@@ -372,8 +394,9 @@ class StoreConfig:
             host_capacity=self.host_capacity,
             checksum=self.checksum,
             stall_seconds=self.stall_seconds,
-            readers=usual if readers is None else readers,
-            writers=usual if writers is None else writers,
+            readers=self.readers or usual,
+            writers=self.writers or usual,
+            more_threads=self.readers is None and self.writers is None and usual > 1,
         )
 
 
@@ -523,6 +546,8 @@ class OffloadConfig:
                 "host_capacity": _size_word(self.store.host_capacity),
                 "checksum": self.store.checksum,
                 "stall_seconds": self.store.stall_seconds or 0,
+                "readers": self.store.readers,
+                "writers": self.store.writers,
             },
             "on_full": self.on_full,
             "on_slow": self.on_slow,

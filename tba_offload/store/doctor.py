@@ -6,10 +6,12 @@ import os
 import platform
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tba_offload.config import StoreConfig
 from tba_offload.errors import MissingDependencyError, StoreError
 from tba_offload.formatting import readable_rate, visible
 from tba_offload.store import gds
@@ -18,6 +20,7 @@ from tba_offload.store.gds import GdsStore
 from tba_offload.store.hanging import ask, opened
 from tba_offload.store.probe import TRANSFER_SECONDS, choose, end, measure
 from tba_offload.store.run_file import open_directory
+from tba_offload.store.thread_count import threads_that_pay
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -88,9 +91,12 @@ def _examine_directory(directory: str, device: Device) -> Findings:
     if "error" in ways["file"]:
         return found | {"auto": None, "advice": []}
     choice = choose(directory, device)
+    options = StoreConfig(directories=(Path(directory),)).options()
+    threads = threads_that_pay(choice.kind, directory, device, options)
     advice = [_REMEDIES[way["path"]] for way in ways.values() if way.get("path") in _REMEDIES]
     advice += [way["remedy"] for way in ways.values() if "remedy" in way]
-    return found | {"auto": {"kind": choice.kind, **choice.as_json()}, "advice": advice}
+    auto = {"kind": choice.kind, **choice.as_json(), **threads._asdict()}
+    return found | {"auto": auto, "advice": advice}
 
 
 def _try(make: Callable[[], QueuedStore], directory: str, device: Device) -> Findings:
@@ -127,7 +133,9 @@ def lines(findings: Findings) -> list[str]:
         said.append(each["directory"])
         said += [f"  {kind:5} {_in_words(way)}" for kind, way in each["ways"].items()]
         if each["auto"] is not None:
-            said.append(f"  auto  takes {each['auto']['kind']}, because {each['auto']['why']}")
+            auto = each["auto"]
+            threads = f"{auto['readers']} readers and {auto['writers']} writers"
+            said.append(f"  auto  takes {auto['kind']} with {threads}, because {auto['why']}")
         said += [f"  - {sentence}" for sentence in each["advice"]]
     return [visible(line) for line in said]
 

@@ -12,11 +12,12 @@ from tba_offload.config import StoreConfig
 from tba_offload.config.store import opener_of
 from tba_offload.errors import ConfigError, UnsupportedError
 from tba_offload.store.file import FileStore
-from tba_offload.store.gds import GdsStore, import_kvikio
+from tba_offload.store.gds import import_kvikio
 from tba_offload.store.hanging import ask, opened
 from tba_offload.store.host import HostStore
 from tba_offload.store.probe import choose
 from tba_offload.store.striped import StripedStore
+from tba_offload.store.thread_count import STORES, threads_that_pay
 from tba_offload.store.tiered import TieredStore
 
 if TYPE_CHECKING:
@@ -36,8 +37,6 @@ def open_store(
     options: StoreOptions | None = None,
     *,
     device: Device,
-    readers: int | None = None,
-    writers: int | None = None,
     **settings: Any,
 ) -> ActivationStore:
     """Opens a store.
@@ -45,9 +44,7 @@ def open_store(
     Args:
         options: What to open.
         device: The device that activations lie on.
-        readers: Without options, threads that read, for each directory; ``None`` for what suits the machine.
-        writers: Likewise, threads that write.
-        settings: Likewise, those of a :class:`tba_offload.StoreConfig`: ``kind``, ``directories``,
+        settings: Without options, those of a :class:`tba_offload.StoreConfig`: ``kind``, ``directories``,
             ``capacity`` and so on.
 
     Raises:
@@ -57,7 +54,7 @@ def open_store(
         StoreError: A directory cannot be used, or does not answer (``errno.ETIMEDOUT``).
     """
     if options is None:
-        options = StoreConfig(**settings).options(readers=readers, writers=writers)
+        options = StoreConfig(**settings).options()
     if options.kind == "host":
         return HostStore(device=device, options=options)
     store = _open_drives(options, device)
@@ -95,17 +92,20 @@ def _open_drives(options: StoreOptions, device: Device) -> ActivationStore:
 def _open_drive(path: str, options: StoreOptions, device: Device, drive: int) -> QueuedStore:
     """The store on one drive; "auto" is the faster kind where there are two ways to it."""
     kind: str = options.kind
-    choice = None
+    chosen = None
     if kind == "auto" and device.pins_memory:
         choice = choose(path, device, options)
         kind = choice.kind
-        logger.info("%s: store kind %r, because %s", path, kind, choice.why)
-    make = partial(
-        GdsStore if kind == "gds" else FileStore, path, device=device, drive=drive, options=options
-    )
+        threads = threads_that_pay(kind, path, device, options)
+        options = threads.of(options)
+        chosen = choice.as_json() | threads.as_json()
+        logger.info(
+            "%s: store kind %r, because %s; %d threads that read, %d that write",
+            *(path, kind, choice.why, threads.readers, threads.writers),
+        )
+    make = partial(STORES.get(kind, FileStore), path, device=device, drive=drive, options=options)
     store = opened(make, path, device, options.stall_seconds)
-    if choice is not None:
-        store.chosen = choice.as_json()
+    store.chosen = chosen
     return store
 
 

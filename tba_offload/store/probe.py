@@ -13,7 +13,7 @@ import time
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from tba_offload.device import Device
     from tba_offload.store.base import ActivationStore, Extent, IoFuture
     from tba_offload.store.engine import QueuedStore
+
+_Key = TypeVar("_Key")
 
 EXTENT_BYTES = 16 << 20
 """Bytes of one activation of a large layer."""
@@ -226,13 +228,13 @@ def choose(directory: str | os.PathLike[str], device: Device, options: StoreOpti
     """
     if not device.pins_memory:
         return Choice("file", "activations lie in host memory, which drives reach directly", {})
-    room = 2 * EXTENTS * (round_up(EXTENT_BYTES, BLOCK) + BLOCK)  # an extent may start inside a block
     options = options or StoreOptions()
-    capacity, limit = options.capacity, options.stall_seconds
-    if capacity is not None and capacity < 2 * room:  # both kinds have a file for a moment
-        return Choice("file", f"a capacity of {capacity} bytes has no room to measure the other way", {})
-    transfer_seconds = TRANSFER_SECONDS if limit is None else min(limit, TRANSFER_SECONDS)
-    options = replace(options, capacity=room, stall_seconds=transfer_seconds)
+    if not has_room(options, EXTENTS):
+        return Choice(
+            "file", f"a capacity of {options.capacity} bytes has no room to measure the other way", {}
+        )
+    options = for_trial(options, EXTENTS)
+    transfer_seconds = options.stall_seconds or TRANSFER_SECONDS
     place, hangs = os.fspath(directory), True
     try:
         import_kvikio()
@@ -246,7 +248,7 @@ def choose(directory: str | os.PathLike[str], device: Device, options: StoreOpti
                 partial(GdsStore, place, device=device, options=options), place, device, transfer_seconds
             )
             stack.push(partial(end, direct))
-            rates = _in_turn({"file": file, "gds": direct}, device, transfer_seconds)
+            rates = in_turn({"file": file, "gds": direct}, device, transfer_seconds)
             path = direct.description["path"]
     except MissingDependencyError as error:
         return Choice("file", f"GPUDirect Storage needs {error.package}, which is not installed", {})
@@ -275,15 +277,44 @@ def end(store: QueuedStore, kind: type[BaseException] | None, *_: object) -> Non
         store.close()
 
 
-def _in_turn(
-    stores: Mapping[str, ActivationStore], device: Device, transfer_seconds: float
-) -> dict[str, float]:
-    """Bytes a second of each in both directions at once."""
+def has_room(options: StoreOptions, extents: int) -> bool:
+    """Whether two stores that are tried at once have room for so many extents in each direction."""
+    return options.capacity is None or options.capacity >= 2 * _room(extents)
+
+
+def for_trial(options: StoreOptions, extents: int) -> StoreOptions:
+    """The options of a store that is tried, not used: with room for what is moved, and little patience."""
+    limit = options.stall_seconds
+    return replace(
+        options,
+        capacity=_room(extents),
+        stall_seconds=TRANSFER_SECONDS if limit is None else min(limit, TRANSFER_SECONDS),
+    )
+
+
+def _room(extents: int) -> int:
+    return 2 * extents * (round_up(EXTENT_BYTES, BLOCK) + BLOCK)  # an extent may start inside a block
+
+
+def in_turn(
+    stores: Mapping[_Key, ActivationStore], device: Device, transfer_seconds: float, *, extents: int = EXTENTS
+) -> dict[_Key, float]:
+    """What each of some stores moves in both directions at once, the best of a few rounds in turn.
+
+    Args:
+        stores: The stores.
+        device: The device that the bytes lie on; it has work meanwhile.
+        transfer_seconds: Seconds that a transfer may take.
+        extents: How many are moved at once in each direction.
+
+    Returns:
+        Bytes a second.
+    """
     probes = {
-        kind: Probe(
-            store, device, extent_bytes=EXTENT_BYTES, extents=EXTENTS, transfer_seconds=transfer_seconds
+        key: Probe(
+            store, device, extent_bytes=EXTENT_BYTES, extents=extents, transfer_seconds=transfer_seconds
         )
-        for kind, store in stores.items()
+        for key, store in stores.items()
     }
     for probe in probes.values():
         probe.write()
@@ -292,6 +323,6 @@ def _in_turn(
     for turn in range(_ROUNDS):
         if turn and time.perf_counter() - began > _ENOUGH_SECONDS:
             break
-        for kind, probe in probes.items():
-            best[kind] = max(best[kind], probe.both(_BUSY_SECONDS))
+        for key, probe in probes.items():
+            best[key] = max(best[key], probe.both(_BUSY_SECONDS))
     return best

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(choice, "time", clock)
     monkeypatch.setattr(choice, "EXTENT_BYTES", 64 * KIB + 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})  # too few to try more threads
     return clock
 
 
