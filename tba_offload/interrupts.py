@@ -2,8 +2,9 @@
 
 Python raises ``KeyboardInterrupt`` between any two operations of the main thread. No code that changes two
 things which belong together stands that everywhere, and an error in a finalizer is printed and forgotten. So
-while a step is open the handler of the signal looks at the stack: where the ledger of an offloader or of a
-store is being changed, it has the signal sent again a moment later. Waits are no such place.
+while a step or an update is open the handler of the signal looks at the stack: where the ledger of an
+offloader or of a store is being changed, it has the signal sent again a moment later. Waits are no such
+place.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import signal
 import threading
 import time
 import weakref
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import CodeType, FrameType
 
 Arguments = ParamSpec("Arguments")
@@ -41,6 +43,8 @@ _CHANGES_LEDGERS = (
     "capture/scope.py",
     "capture/trace.py",
     "session/step.py",
+    "states/home.py",
+    "states/slots.py",
 )
 _LEDGERS = (weakref.__file__, _weakrefset.__file__, *(f"{_PACKAGE}/{part}" for part in _CHANGES_LEDGERS))
 """Files of which no function calls a layer: that may hang, and then an interrupt must get through.
@@ -88,6 +92,16 @@ def take_down(owner: object) -> None:
         and signal.getsignal(signal.SIGINT) is _interrupted
     ):
         _install(signal.default_int_handler)
+
+
+@contextmanager
+def put_off(owner: object) -> Iterator[None]:
+    """Within the block interrupts are put off where they must be; see :func:`put_up`."""
+    put_up(owner)
+    try:
+        yield
+    finally:
+        take_down(owner)
 
 
 def _install(handler: Callable[[int, FrameType | None], object]) -> None:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.errors import SessionError, TransferError
+from tba_offload.interrupts import put_off
 from tba_offload.states.exchange import Exchange
 from tba_offload.states.figures import Tally
 from tba_offload.states.journal import Journal, NoJournal
@@ -69,7 +70,7 @@ class Stream:
         self._refuse_after_failure()
         early = self.journal.noted
         try:
-            with self._tally.counted(), self._whole():
+            with put_off(self), self._tally.counted(), self._whole():
                 self.follow()
                 self._update_all(early, options)
                 self._own.commit()
@@ -87,7 +88,7 @@ class Stream:
             TransferError: States cannot be read; nothing is changed by this update and those before it.
         """
         self._refuse_after_failure()
-        with self._tally.counted(), self._whole():
+        with put_off(self), self._tally.counted(), self._whole():
             self._line.reach(group)
             self._read_ahead()
             self._update(group, {})

@@ -42,6 +42,7 @@ class Aim:
         at: The number of that point; ``None`` to count only.
         within: Functions of which, and of what they call, the points are; none for all.
         strike: What happens there.
+        where: Folders whose code has the points.
     """
 
     def __init__(
@@ -50,12 +51,14 @@ class Aim:
         *,
         within: Collection[CodeType] = (),
         strike: Callable[[], object] = _press_ctrl_c,
+        where: tuple[str, ...] = WHERE,
     ) -> None:
         self.at = at
         self.count = 0
         self.struck: str | None = None
         self._within = within
         self._strike = strike
+        self._where = where
         self._outermost: FrameType | None = None
 
     def __enter__(self) -> Self:
@@ -69,7 +72,7 @@ class Aim:
     def _look(self, frame: FrameType, event: str, _: Any) -> None:
         if self._within and not self._is_within(frame, event):
             return
-        if event not in {"call", "c_return"} or not frame.f_code.co_filename.startswith(WHERE):
+        if event not in {"call", "c_return"} or not frame.f_code.co_filename.startswith(self._where):
             return
         self.count += 1
         if self.count == self.at:

@@ -27,9 +27,17 @@ OWNER = Owner()
 
 def test_an_interrupt_anywhere_in_a_step_arrives_and_leaves_nothing() -> None:
     """After each interrupted step the next one gives the same bits, and all books are at zero."""
-    trials = 200 if EVERYTHING else 100
+    assert_all_arrive("interrupts.py", 200 if EVERYTHING else 100)
+
+
+def test_an_interrupt_anywhere_in_an_update_arrives_and_loses_no_state() -> None:
+    """Each state is that of before or of after, and training goes on."""
+    assert_all_arrive("state_interrupts.py", 200 if EVERYTHING else 40)
+
+
+def assert_all_arrive(program: str, trials: int) -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", SUPPORT / "interrupts.py", str(trials), "0"],
+        [sys.executable, "-W", "ignore", SUPPORT / program, str(trials), "0"],
         env={**os.environ, "PYTHONPATH": f"{SUPPORT}{os.pathsep}{ROOT}"},
         capture_output=True,
         text=True,

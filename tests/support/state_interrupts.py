@@ -1,0 +1,118 @@
+"""Ctrl-C at chosen points of an update whose states are away; run as a program, as ``interrupts.py``."""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from harness import PATIENCE
+from interrupts import PACKAGE, Aim
+from optimizers import Training, pair, policy
+
+import tba_offload as tba
+from tba_offload.states import optimizer
+from tba_offload.store import open_store
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tba_offload.store.base import ActivationStore
+
+WHERE = tuple(f"{PACKAGE}/{part}" for part in ("states/", "store/", "device/"))
+
+
+class Trial:
+    """Two updates, one that is interrupted, and two more.
+
+    Args:
+        place: Where the states go.
+        at: The point of the interrupt.
+    """
+
+    def __init__(self, place: Path, at: int) -> None:
+        self._found, self._expected = pair("adamw")
+        self._place = place
+        self._aim = Aim(at, where=WHERE)
+        self._stores: list[ActivationStore] = []
+
+    @property
+    def points(self) -> int:
+        """How many points there were before the interrupt."""
+        return self._aim.count
+
+    def run(self) -> str | None:
+        """What was wrong."""
+        with mock.patch.object(optimizer, "open_store", self._open):
+            states = tba.offload_optimizer(self._found.optimizer, policy(self._place))
+        with states:
+            for seed in range(2):
+                self._found.step(seed)
+                self._expected.step(seed)
+            try:
+                wrong = self._interrupted()
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is returned as what went wrong
+                wrong = repr(error)
+        return None if wrong is None else f"{self._aim.struck}: {wrong}"
+
+    def _interrupted(self) -> str | None:
+        used = self._stores[0].used_bytes
+        before = averages(self._expected)
+        self._expected.step(2)
+        try:
+            with self._aim:
+                self._found.step(2)
+            if self._aim.struck is not None:
+                time.sleep(PATIENCE)  # it may be put off for a moment
+                return "the interrupt was swallowed"
+        except KeyboardInterrupt:
+            pass
+        for number, found in averages(self._found).items():
+            if not is_of_either(found, before[number], averages(self._expected)[number]):
+                return f"the state of parameter {number} is neither that of before nor that of after"
+        for seed in (3, 4):
+            self._found.step(seed)
+        left = self._stores[0].used_bytes
+        return None if left == used else f"{left} bytes of the store are in use, not {used}"
+
+    def _open(self, *arguments: Any, **settings: Any) -> ActivationStore:
+        store = open_store(*arguments, **settings)
+        self._stores.append(store)
+        return store
+
+
+def averages(training: Training) -> dict[int, Tensor]:
+    """Adam's first moments, by the number of their parameter."""
+    return {n: state["exp_avg"].clone() for n, state in training.optimizer.state_dict()["state"].items()}
+
+
+def is_of_either(found: Tensor, before: Tensor, after: Tensor) -> bool:
+    """Whether each element is that of before or that of after: a large tensor is updated in slices."""
+    bits, old, new = (each.view(torch.int32) for each in (found, before, after))
+    return bool(((bits == old) | (bits == new)).all())
+
+
+def main(trials: int, seed: int) -> int:
+    """Prints what went wrong, a line each."""
+    torch.set_num_threads(1)
+    chance = random.Random(seed)
+    wrong = 0
+    with tempfile.TemporaryDirectory() as place:
+        whole = Trial(Path(place), sys.maxsize)
+        whole.run()
+        for _ in range(trials):
+            failure = Trial(Path(place), chance.randint(1, whole.points)).run()
+            if failure is not None:
+                wrong += 1
+                sys.stdout.write(f"{failure}\n")
+    sys.stdout.write(f"{trials} trials at {whole.points} points, {wrong} wrong\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
