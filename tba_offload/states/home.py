@@ -93,18 +93,24 @@ class Home:
 
     Args:
         homes: What all share.
-        name: Whose states they are, for messages.
+        owner: Whose they are, for messages.
+        what: What lives there, likewise.
     """
 
-    def __init__(self, homes: Homes, name: str) -> None:
+    def __init__(self, homes: Homes, owner: str, what: str = "optimizer states") -> None:
         self._homes = homes
-        self._name = name
+        self._owner = owner
+        self._what = what
         self._extents: tuple[Extent, ...] = ()
         self._kept: torch.Tensor | None = None
 
-    def another(self) -> Home:
-        """An empty home for the same states."""
-        return Home(self._homes, self._name)
+    def another(self, what: str = "optimizer states") -> Home:
+        """An empty home for other bytes of the same owner.
+
+        Args:
+            what: What will live there, for messages.
+        """
+        return Home(self._homes, self._owner, what)
 
     @property
     def is_empty(self) -> bool:
@@ -160,7 +166,7 @@ class Home:
         homes = self._homes
         if self.is_empty:
             raise TransferError(
-                f"the optimizer states of {self._name} are lost, since an update or the loading of a "
+                f"the {self._what} of {self._owner} are lost, since an update or the loading of a "
                 "checkpoint was interrupted; load a checkpoint"
             )
         if self._kept is not None:
@@ -193,11 +199,11 @@ class Home:
             read = homes.store.read(extent, part, homes.device.event(), padded=True)
 
     def _unwritten(self, error: StoreError, remedy: str) -> TransferError:
-        return TransferError(f"the optimizer states of {self._name} cannot be written: {error}; {remedy}")
+        return TransferError(f"the {self._what} of {self._owner} cannot be written: {error}; {remedy}")
 
     def _lost(self, extent: Extent, error: StoreError) -> TransferError:
         return TransferError(
-            f"the optimizer states of {self._name} cannot be read back from "
+            f"the {self._what} of {self._owner} cannot be read back from "
             f"{self._homes.store.place(extent)}: {error}; check the drive, and load a checkpoint"
         )
 

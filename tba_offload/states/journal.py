@@ -210,7 +210,7 @@ class _Undo:
     """
 
     def __init__(self, group: SubGroup) -> None:
-        self.home = group.home.another()
+        self.home = group.home.another("old values")
         self._number = 0
         self._places: list[tuple[Piece, int]] = []
         at = 0
