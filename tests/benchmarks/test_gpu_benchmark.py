@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
-import os
 import re
 import subprocess
 import sys
@@ -31,6 +30,8 @@ from gpu_ways import OURS, WAYS, Size, Subject, Way, make_way
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from warm import Warm
 
 SCRIPT = TESTS / "gpu.sh"
 SIZE = Size.parse("256x3x64x2", "fp32")
@@ -69,18 +70,16 @@ def subject() -> Iterator[Subject]:
 # As a whole
 
 
-def test_it_runs_on_a_cpu(tmp_path: Path) -> None:
+def test_it_runs_on_a_cpu(tmp_path: Path, python_with_torch: Warm) -> None:
     ways = ("recompute", "save_on_cpu", "deepspeed", "host", "drive", "auto, tmpfs")
     command = [
-        *(sys.executable, str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--model", "torch"),
+        *(str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--model", "torch"),
         *("--size", "256x3x64x2", "--size", "256x3x64x4", "--rounds", "8", "--window", "64KiB"),
         *(part for way in ways for part in ("--way", way)),
         *("--drive", str(tmp_path), "--tmpfs", str(tmp_path), "--timeline", "drive"),
         *("--output", str(tmp_path / "results")),
     ]
-    paths = [str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=5 * PATIENCE, env=environment)
+    ended = python_with_torch.run(*command, timeout=5 * PATIENCE)
     assert ended.returncode == 0, ended.stderr
     (folder,) = (tmp_path / "results").iterdir()
     document = json.loads((folder / "results.json").read_text())

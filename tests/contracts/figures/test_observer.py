@@ -32,7 +32,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
     library = tmp_path_factory.mktemp("observer") / "observer.so"
     command = ["cc", "-O2", "-shared", "-fPIC", "-o", library, SUPPORT / "observer.c", "-ldl"]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
-    with warm("torch", *MODELS, env=environment() | {"LD_PRELOAD": str(library)}) as found:
+    with warm("torch", "torch._dynamo", *MODELS, env=environment() | {"LD_PRELOAD": str(library)}) as found:
         yield found
 
 
