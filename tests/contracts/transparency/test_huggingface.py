@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from harness import KIB, Drive, session_for
+from later import Later
 from models import History, assert_same_history
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -20,7 +21,7 @@ from tba_offload.layers.stack import find_layers
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-transformers = pytest.importorskip("transformers")
+transformers = Later("transformers")
 
 CACHE = "the model fills a cache of keys and values"
 CHECKPOINTING = "gradient checkpointing is switched on in"
