@@ -27,7 +27,7 @@ OWNER = Owner()
 
 def test_an_interrupt_anywhere_in_a_step_arrives_and_leaves_nothing() -> None:
     """After each interrupted step the next one gives the same bits, and all books are at zero."""
-    trials = 200 if EVERYTHING else 100
+    trials = 200 if EVERYTHING else 50
     done = subprocess.run(
         [sys.executable, "-W", "ignore", SUPPORT / "interrupts.py", str(trials), "0"],
         env={**os.environ, "PYTHONPATH": f"{SUPPORT}{os.pathsep}{ROOT}"},

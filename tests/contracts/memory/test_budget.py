@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import re
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
-from covering import EVERYTHING, full
+from covering import EVERYTHING, full, product_with
 from exact_memory import exact_memory
 from harness import KIB, MIB, Drive, session_for
 from models import HIDDEN, SEQUENCE, loss_of, make_model, make_tokens
@@ -25,10 +24,9 @@ from tba_offload.config.policy import Placement
 from tba_offload.testing.faults import inject
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from _pytest.mark import ParameterSet
     from torch import Tensor, nn
 
     from tba_offload.plan.model import Plan
@@ -89,11 +87,6 @@ JOBS = {
 }
 SOME_JOBS = {"a small GPT", "Megatron's GPT"}
 """What is run every time."""
-
-
-def of_which_some(factors: Iterable[Iterable[Any]], some: Iterable[tuple[Any, ...]]) -> list[ParameterSet]:
-    """The full product, of which only some rows are run every time."""
-    return [pytest.param(*row, marks=() if row in some else full) for row in itertools.product(*factors)]
 
 
 class Run(NamedTuple):
@@ -240,7 +233,7 @@ def of_lengths(name: str, order: str) -> Job:
     return Job(partial(make_model, layers=LAYERS), loss, order)
 
 
-@pytest.mark.parametrize(("name", "order"), of_which_some((LENGTHS, ORDERS), SOME_LENGTHS))
+@pytest.mark.parametrize(("name", "order"), product_with(SOME_LENGTHS, LENGTHS, ORDERS))
 def test_no_step_is_over_the_budget_whatever_the_lengths_are(name: str, order: str, tmp_path: Path) -> None:
     job = of_lengths(name, order)
     whole = max(run(job, tmp_path, default=Placement.KEEP).peaks)
@@ -301,7 +294,7 @@ def skipping(name: str, order: str) -> Job:
     return Job(partial(make_model, layers=LAYERS), loss, order)
 
 
-@pytest.mark.parametrize(("name", "order"), of_which_some((SKIPPED, ORDERS), SOME_SKIPPED))
+@pytest.mark.parametrize(("name", "order"), product_with(SOME_SKIPPED, SKIPPED, ORDERS))
 def test_no_step_is_over_the_budget_whichever_layers_are_skipped(
     name: str, order: str, tmp_path: Path
 ) -> None:
@@ -336,7 +329,7 @@ SOME_SPEEDS = [
 
 @pytest.mark.parametrize(
     ("name", "order", "share"),
-    of_which_some((SPEEDS, ("FB", "FFBFBB"), (0.3, 0.45, 0.6, 0.8)), SOME_SPEEDS),
+    product_with(SOME_SPEEDS, SPEEDS, ("FB", "FFBFBB"), (0.3, 0.45, 0.6, 0.8)),
 )
 def test_no_step_is_over_the_budget_however_fast_the_drive_is(
     name: str, order: str, share: float, tmp_path: Path
