@@ -74,7 +74,7 @@ def test_it_runs_on_a_cpu(tmp_path: Path, python_with_torch: Warm) -> None:
     ways = ("recompute", "save_on_cpu", "deepspeed", "host", "drive", "auto, tmpfs")
     command = [
         *(str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--model", "torch"),
-        *("--size", "128x3x64x2", "--size", "128x3x64x4", "--rounds", "7", "--window", "64KiB"),
+        *("--size", "128x3x64x2", "--size", "128x3x64x4", "--rounds", "8", "--window", "64KiB"),
         *(part for way in ways for part in ("--way", way)),
         *("--drive", str(tmp_path), "--tmpfs", str(tmp_path), "--timeline", "drive"),
         *("--output", str(tmp_path / "results")),
@@ -96,14 +96,14 @@ def test_it_runs_on_a_cpu(tmp_path: Path, python_with_torch: Warm) -> None:
         assert rows["save_on_cpu"]["written"] == 0
         assert set(size["timelines"]["drive"]) >= {COMPUTE, WRITES}
         assert set(size["tiers"]) == {"host", "drive", "tmpfs"}
-        assert [len(steps) for steps in size["steps"].values()] == [7] * 6
+        assert [len(steps) for steps in size["steps"].values()] == [8] * 6
     assert "keep" in ended.stdout
     assert {path.name for path in folder.glob("rok-*")} == {"rok-128x3x64.svg", "rok-128x3x64.png"}
     assert (folder / "timeline-128x3x64x4-drive.png").read_bytes().startswith(b"\x89PNG")
     trace = json.loads(gzip.decompress((folder / "timeline-128x3x64x4-drive.json.gz").read_bytes()))
     assert {event["name"] for event in trace["traceEvents"] if event.get("cat") == "store"} <= {WRITES, READS}
     log = read_run_log(folder / "runs" / "128x3x64x4-auto-tmpfs.jsonl")
-    assert (log.header.strategy, log.header.model["batch_size"], len(log.steps)) == ("auto, tmpfs", 4, 7)
+    assert (log.header.strategy, log.header.model["batch_size"], len(log.steps)) == ("auto, tmpfs", 4, 8)
     assert not list(tmp_path.glob("tba-bench-*"))
 
 
