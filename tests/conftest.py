@@ -10,6 +10,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+# Before torch is imported, and for the processes that tests start: see pytest_configure.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import hypothesis
 import lanes
 import pytest
@@ -72,11 +75,11 @@ def what_was_there_before_is_not_collected_again() -> None:
 
 @pytest.fixture(scope="session")
 def python_with_torch() -> Iterator[Warm]:
-    """Runs programs as the interpreter does, but that torch has been imported."""
+    """Runs programs as the interpreter does, but that torch has been imported, with what checkpoints need."""
     from children import environment
     from warm import warm
 
-    with warm("torch", env=environment()) as found:
+    with warm("torch", "torch._dynamo", env=environment()) as found:
         yield found
 
 

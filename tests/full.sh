@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs every test there is: what tests/run.sh and tests/run_megatron_training.sh run, what is marked full, and all
-# combinations of settings where those take a few that cover every pair. Arguments go to pytest.
+# combinations of settings where those take a few. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export FULL=1

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from typing import TYPE_CHECKING
 
 from places import BENCHMARKS
 
+if TYPE_CHECKING:
+    from warm import Warm
+
 IMPORTING = """
-import runpy, sys
-for path in sys.argv[1:]:
+import os, runpy, sys
+folder, *paths = sys.argv[1:]
+os.chdir(folder)
+for path in paths:
     runpy.run_path(path, run_name="imported")
 """
 
 
-def test_every_benchmark_can_be_imported() -> None:
+def test_every_benchmark_can_be_imported(python_with_torch: Warm) -> None:
     paths = sorted(map(str, BENCHMARKS.glob("*.py")))
     assert len(paths) > 10
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTING, *paths],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=BENCHMARKS,
-    )
+    done = python_with_torch.run("-c", IMPORTING, str(BENCHMARKS), *paths)
     assert done.returncode == 0, done.stderr

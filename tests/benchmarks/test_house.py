@@ -50,6 +50,7 @@ def test_a_table_has_a_row_for_each_figure() -> None:
         assert word in printed
 
 
+@pytest.mark.full
 def test_this_tree_has_no_circle() -> None:
     found = house.measured(house.of_tree())
     assert found.circles == 0

@@ -356,6 +356,7 @@ def test_where_they_do_not_more_travels_and_compute_waits() -> None:
 # The program
 
 
+@pytest.mark.full
 def test_the_tables_come_out(tmp_path: Path) -> None:
     models = tuple(
         dataclasses.replace(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import torch.distributed as dist
+from pretrain_runs import slow
 
 from tba_lab import megatron_cpu
 from tba_lab.gpt import GptShape, build_gpt, gpt_loss, random_batch
@@ -213,5 +214,6 @@ class TestWithoutMegatron:
             require_core("a test")
         assert not isinstance(caught.value, MissingDependencyError)
 
+    @slow
     def test_importing_it_is_quiet(self) -> None:
         run_python("from tba_offload.megatron import require_core; require_core('a test')")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from children import environment
+from pretrain_runs import slow
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,6 +29,7 @@ with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
 """
 
 
+@slow
 def test_processes_that_a_script_starts_have_the_substitutions_and_leave_the_script_alone(
     tmp_path: Path,
 ) -> None:

@@ -169,7 +169,7 @@ each_door = pytest.mark.parametrize("door", of_which(DOORS, "tba-offload launch"
 
 @each_door
 def test_losses_are_the_same_and_steps_are_logged(
-    door: str, script: Path, plain: list[str], tmp_path: Path
+    door: str, script: Path, plain: list[str], tmp_path: Path, python: Warm
 ) -> None:
     policy, log = tmp_path / "policy.yaml", tmp_path / "run.jsonl"
     policy.write_text(
@@ -177,7 +177,7 @@ def test_losses_are_the_same_and_steps_are_logged(
         "budget:\n  in_flight_bytes: 64KiB\nmin_tensor_bytes: 1KiB\n"
     )
     flags = ("--tba-policy", str(policy), "--tba-directory", str(tmp_path), "--tba-run-log", str(log))
-    finished = run(*DOORS[door], str(script), *flags)
+    finished = python.run(*DOORS[door], str(script), *flags)
     assert finished.returncode == 0, finished.stderr
     assert figures(finished.stdout) == plain
     assert len(plain) == 2 * STEPS
@@ -321,7 +321,8 @@ def test_what_has_no_effect_is_told_once(script: Path, tmp_path: Path) -> None:
     assert finished.stderr.count("NothingSavedWarning") == 1
 
 
-def test_what_is_no_script_of_megatron_is_one_line(tmp_path: Path) -> None:
+def test_what_is_no_script_of_megatron_is_one_line(tmp_path: Path, python_with_torch: Warm) -> None:
+    run = python_with_torch.run
     finished = run("-m", "tba_offload", "launch", str(tmp_path / "none.py"))
     assert finished.returncode == 1
     assert finished.stderr.startswith("Error: there is no script")

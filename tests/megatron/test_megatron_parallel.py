@@ -23,7 +23,7 @@ import torch
 from children import environment
 from covering import of_which
 from megatron_ranks import MICRO_BATCH, SEQUENCE, STEPS, Job, Layout
-from pretrain_runs import has_training
+from pretrain_runs import slow
 
 from tba_offload.report.ranks import path_of_rank
 from tba_offload.report.run_log import read_run_log
@@ -182,9 +182,18 @@ def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
             os.killpg(process.pid, signal.SIGKILL)  # the ranks too
 
 
-slow = pytest.mark.skipif(not has_training(), reason="slow: runs beside Megatron's training loop only")
-
-LONG = ("experts", "experts and tensor", "pipeline and tensor", "t5")
+LONG = {
+    "attention recomputed by Megatron",
+    "distributed optimizer, wide",
+    "experts",
+    "experts and tensor",
+    "experts, balanced by counts, in a pipeline",
+    "interleaved pipeline",
+    "pipeline and tensor",
+    "second token",
+    "t5",
+}
+"""Layouts that tests/run_megatron_training.sh alone runs."""
 
 
 MAIN = (

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from children import environment
+from pretrain_runs import slow
 
 import tba_offload as tba
 from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig
@@ -244,6 +245,7 @@ finally:
 """One of two ranks, of which the second cannot read its policy."""
 
 
+@slow
 def test_all_ranks_end_with_one_message_where_one_of_them_fails(tmp_path: Path) -> None:
     command = [sys.executable, "-c", FAILING]
     ranks = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from graphlib import TopologicalSorter
 from itertools import pairwise
@@ -16,7 +17,7 @@ from children import FRAMEWORKS, OPTIONAL, run_without
 import tba_offload
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator
+    from collections.abc import Callable, Container, Iterable, Iterator
 
     from warm import Warm
 
@@ -74,17 +75,34 @@ def part_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
-def imports_of(path: Path) -> set[str]:
+@functools.cache
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(text_of(path))
+
+
+@functools.cache
+def imports_of(path: Path) -> frozenset[str]:
     """Full names of the modules that a file imports, anywhere in it."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             found.add(node.module or "")
             found.update(f"{node.module}.{alias.name}" for alias in node.names)
-    return found
+    return frozenset(found)
+
+
+def those_that_break(rule: Callable[[Path], object], paths: Iterable[Path]) -> dict[str, object]:
+    """What a rule finds in each file where it finds something."""
+    found = {str(path.relative_to(ROOT.parent)): rule(path) for path in paths}
+    return {name: breach for name, breach in found.items() if breach}
 
 
 def test_no_file_imports_itself_by_way_of_others() -> None:
@@ -101,7 +119,7 @@ def name_of(path: Path) -> str:
 
 def needed_by(path: Path, files: Container[str]) -> Iterator[str]:
     """The files that a file imports when it runs, inside functions too."""
-    for node in statements_of(ast.parse(path.read_text())):
+    for node in statements_of(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -118,14 +136,16 @@ def statements_of(tree: ast.AST) -> Iterator[ast.AST]:
             yield from statements_of(node)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_point_one_way(path: Path) -> None:
-    part = part_of(path)
-    if part in ON_TOP:
-        return
-    names = {name.split(".")[1] for name in imports_of(path) if name.startswith("tba_offload.")}
-    inner = {name for name in names if (ROOT / name).exists() or (ROOT / f"{name}.py").exists()}
-    assert inner - {part} - EVERYWHERE <= ALLOWED[part]
+def test_imports_point_one_way() -> None:
+    def wrong(path: Path) -> set[str]:
+        part = part_of(path)
+        if part in ON_TOP:
+            return set()
+        names = {name.split(".")[1] for name in imports_of(path) if name.startswith("tba_offload.")}
+        inner = {name for name in names if (ROOT / name).exists() or (ROOT / f"{name}.py").exists()}
+        return inner - {part} - EVERYWHERE - ALLOWED[part]
+
+    assert those_that_break(wrong, MODULES) == {}
 
 
 def test_stores_and_transfers_know_of_plans_only_what_a_window_is() -> None:
@@ -161,16 +181,16 @@ def assigned(tree: ast.AST) -> Iterator[ast.Attribute]:
                     yield each
 
 
-@pytest.mark.parametrize("path", TRANSFER, ids=lambda path: path.name)
-def test_the_parts_of_the_offloader_leave_the_fields_of_others_alone(path: Path) -> None:
+def test_the_parts_of_the_offloader_leave_the_fields_of_others_alone() -> None:
     """Records, spans and pieces change in one file; counters are there to be counted up."""
-    if path.name == "storage.py":
-        return
-    foreign = {ast.unparse(each) for each in assigned(ast.parse(path.read_text()))}
-    foreign = {
-        each for each in foreign if not re.fullmatch(r"self\.\w+|(self\._?ledger\.|self\.)?stats\.\w+", each)
-    }
-    assert foreign <= {"error.__cause__", "self._shared.marks_stalls", "self._shared.inert"}
+    may = {"error.__cause__", "self._shared.marks_stalls", "self._shared.inert"}
+
+    def foreign(path: Path) -> set[str]:
+        names = {ast.unparse(each) for each in assigned(tree_of(path))} - may
+        own = r"self\.\w+|(self\._?ledger\.|self\.)?stats\.\w+"
+        return {name for name in names if not re.fullmatch(own, name)}
+
+    assert those_that_break(foreign, (path for path in TRANSFER if path.name != "storage.py")) == {}
 
 
 LARGE_CLASSES = {
@@ -183,18 +203,20 @@ LARGE_CLASSES = {
 }
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_classes_stay_small(path: Path) -> None:
+def test_classes_stay_small() -> None:
     """At most 20 methods and 12 attributes, frozen records left out."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ClassDef) and node.name not in LARGE_CLASSES:
-            methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
-            own = {each.attr for each in assigned(node) if ast.unparse(each.value) == "self"}
-            assert (len(methods) <= 20, len(own) <= 12) == (True, True), (
-                node.name,
-                len(methods),
-                sorted(own),
-            )
+
+    def large(path: Path) -> list[tuple[str, int, list[str]]]:
+        found = []
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ClassDef) and node.name not in LARGE_CLASSES:
+                methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+                own = {each.attr for each in assigned(node) if ast.unparse(each.value) == "self"}
+                if len(methods) > 20 or len(own) > 12:
+                    found.append((node.name, len(methods), sorted(own)))
+        return found
+
+    assert those_that_break(large, MODULES) == {}
 
 
 def test_only_its_own_module_imports_a_framework() -> None:
@@ -221,7 +243,7 @@ def test_the_lab_is_imported_only_where_a_command_asks_for_it() -> None:
 
 def code_of(path: Path) -> str:
     """A file without its comments and strings."""
-    return ast.unparse(ast.fix_missing_locations(_WithoutStrings().visit(ast.parse(path.read_text()))))
+    return ast.unparse(ast.fix_missing_locations(_WithoutStrings().visit(ast.parse(text_of(path)))))
 
 
 class _WithoutStrings(ast.NodeTransformer):
@@ -305,14 +327,15 @@ def test_public_names() -> None:
 PLANNING = [path for path in MODULES if part_of(path) in {"adapt", "plan"}]
 
 
-@pytest.mark.parametrize("path", PLANNING, ids=lambda path: str(path.relative_to(ROOT)))
-def test_what_plans_assigns_to_itself_alone(path: Path) -> None:
+def test_what_plans_assigns_to_itself_alone() -> None:
     """The simulator's items are the exception: they are many, and their transitions are its business."""
-    foreign = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef):
-            foreign |= {owner_of(name) for name in assigned_in(node)} - {"self"}
-    assert foreign <= ({"item"} if path.name == "traffic.py" else set())
+
+    def foreign(path: Path) -> set[str]:
+        functions = (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.FunctionDef))
+        owners = {owner_of(name) for function in functions for name in assigned_in(function)}
+        return owners - ({"self", "item"} if path.name == "traffic.py" else {"self"})
+
+    assert those_that_break(foreign, PLANNING) == {}
 
 
 def assigned_in(function: ast.AST) -> Iterator[ast.Attribute]:
@@ -390,14 +413,17 @@ FOREIGN = {
 }
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_state_has_one_owner(path: Path) -> None:
+def test_state_has_one_owner() -> None:
     """Nothing is listed that is not there any more."""
-    names = {owner_of(name) for name in assigned_in(ast.parse(path.read_text()))} - {"self", "cls"}
-    found = {re.sub(r"(^|\.)_", r"\1", name) for name in names}
-    owners, why = FOREIGN.get(str(path.relative_to(ROOT)), ("", "none"))
-    assert why
-    assert found == set(owners.split())
+
+    def differs(path: Path) -> set[str]:
+        names = {owner_of(name) for name in assigned_in(tree_of(path))} - {"self", "cls"}
+        found = {re.sub(r"(^|\.)_", r"\1", name) for name in names}
+        return found ^ set(FOREIGN.get(str(path.relative_to(ROOT)), ("", ""))[0].split())
+
+    assert those_that_break(differs, MODULES) == {}
+    assert set(FOREIGN) <= {str(path.relative_to(ROOT)) for path in MODULES}
+    assert all(why for _, why in FOREIGN.values())
 
 
 def test_the_window_is_written_once() -> None:
@@ -417,22 +443,24 @@ LEFT_BEHIND = re.compile(r"\b(leave|leaves|left|fallen|falls|no file|nothing) be
 WHO = re.compile(r"\bwho\b(?= (saves|writes|reads|holds|waits|owns|calls|asks|uses))", re.IGNORECASE)
 
 
-@pytest.mark.parametrize(
-    "path", [*MODULES, *LAB_MODULES], ids=lambda path: str(path.relative_to(ROOT.parent))
-)
-def test_prose_names_its_subject(path: Path) -> None:
-    text = LEFT_BEHIND.sub("", " ".join(path.read_text().split()))
-    assert [word[0] for pattern in (UNNAMED, AFTER, WHO) for word in pattern.finditer(text)] == []
+def test_prose_names_its_subject() -> None:
+    def unnamed(path: Path) -> list[str]:
+        text = LEFT_BEHIND.sub("", " ".join(text_of(path).split()))
+        return [word[0] for pattern in (UNNAMED, AFTER, WHO) for word in pattern.finditer(text)]
+
+    assert those_that_break(unnamed, [*MODULES, *LAB_MODULES]) == {}
 
 
-@pytest.mark.parametrize(
-    "path", [*MODULES, *LAB_MODULES], ids=lambda path: str(path.relative_to(ROOT.parent))
-)
-def test_docstrings_of_constants_begin_with_a_noun(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    bodies = [tree.body, *(node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]
-    for body in bodies:
-        for before, node in pairwise(body):
-            if isinstance(before, ast.Assign | ast.AnnAssign) and isinstance(node, ast.Expr):
-                said = getattr(node.value, "value", "")
-                assert not str(said).startswith(("What ", "Who ", "How ", "When ", "Where ")), said
+def test_docstrings_of_constants_begin_with_a_noun() -> None:
+    def without_noun(path: Path) -> list[str]:
+        tree = tree_of(path)
+        bodies = [tree.body, *(node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]
+        said = [
+            str(getattr(node.value, "value", ""))
+            for body in bodies
+            for before, node in pairwise(body)
+            if isinstance(before, ast.Assign | ast.AnnAssign) and isinstance(node, ast.Expr)
+        ]
+        return [text for text in said if text.startswith(("What ", "Who ", "How ", "When ", "Where "))]
+
+    assert those_that_break(without_noun, [*MODULES, *LAB_MODULES]) == {}

@@ -6,7 +6,7 @@ import itertools
 import math
 
 import pytest
-from covering import combinations
+from covering import combinations, each_once
 
 FACTORS = [("a", "b", "c"), (1, 2, 3, 4), (True, False), (0.0, 0.1), ("x",)]
 
@@ -17,6 +17,24 @@ def test_every_two_values_meet_in_few_rows() -> None:
         assert {(row[i], row[j]) for row in rows} == set(itertools.product(first, second))
     assert 12 <= len(rows) <= 14 < math.prod(map(len, FACTORS))
     assert rows == combinations(*FACTORS, everything=False)
+
+
+def test_every_value_is_in_one_of_fewer_rows() -> None:
+    rows = combinations(*FACTORS, everything=False, together=1)
+    for i, factor in enumerate(FACTORS):
+        assert {row[i] for row in rows} == set(factor)
+    assert len(rows) == max(map(len, FACTORS))
+
+
+def test_the_full_product_has_all_rows_and_marks_those_left_out() -> None:
+    always = combinations(*FACTORS, everything=False, together=1)
+    found = each_once(*FACTORS)
+    assert [param.values for param in found] == list(itertools.product(*FACTORS))
+    assert [param.values for param in found if not param.marks] == sorted(always, key=ranked)
+
+
+def ranked(row: tuple[object, ...]) -> list[int]:
+    return [list(factor).index(value) for factor, value in zip(FACTORS, row, strict=True)]
 
 
 def test_everything_is_the_full_product() -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from _pytest.mark import ParameterSet
 
 Row = tuple[Any, ...]
-Pair = tuple[tuple[int, Any], tuple[int, Any]]
+Part = tuple[tuple[int, Any], ...]
 
 EVERYTHING = "FULL" in os.environ
 """Whether all combinations are run; ``tests/full.sh`` sets it."""
@@ -31,12 +31,20 @@ def of_which(values: Iterable[Any], *always: Any) -> list[ParameterSet]:
 
 def pairwise(*factors: Sequence[Any]) -> list[ParameterSet]:
     """The full product, of which only rows that cover all pairs are tested every time."""
-    always = combinations(*factors, everything=False)
-    rows = itertools.product(*factors)
-    return [pytest.param(*row, marks=() if row in always else full) for row in rows]
+    return product_with(combinations(*factors, everything=False), *factors)
 
 
-def combinations(*factors: Sequence[Any], everything: bool = EVERYTHING) -> list[Row]:
+def each_once(*factors: Sequence[Any]) -> list[ParameterSet]:
+    """The full product, of which only rows that cover each value are tested every time."""
+    return product_with(combinations(*factors, everything=False, together=1), *factors)
+
+
+def product_with(always: Iterable[Row], *factors: Iterable[Any]) -> list[ParameterSet]:
+    """The full product, of which only some rows are tested every time."""
+    return [pytest.param(*row, marks=() if row in always else full) for row in itertools.product(*factors)]
+
+
+def combinations(*factors: Sequence[Any], everything: bool = EVERYTHING, together: int = 2) -> list[Row]:
     """One value of each factor to a row, so that every two values of different factors meet in some row.
 
     Faults that take two settings are found by far fewer rows than the full product has: about as many as
@@ -46,25 +54,26 @@ def combinations(*factors: Sequence[Any], everything: bool = EVERYTHING) -> list
     Args:
         factors: The values of each setting.
         everything: Whether the full product is wanted.
+        together: How many values of different factors meet: 1 if it is enough that each value is in some row.
     """
     candidates = list(itertools.product(*factors))
     if everything or len(factors) == 1:
         return candidates
-    missing = set(itertools.chain.from_iterable(map(pairs_of, candidates)))
-    met: Counter[Pair] = Counter()
+    missing = {part for row in candidates for part in parts_of(row, together)}
+    met: Counter[Part] = Counter()
 
     def gain(row: Row) -> tuple[int, int]:
-        pairs = list(pairs_of(row))
-        return len(missing.intersection(pairs)), -sum(met[pair] for pair in pairs)
+        new = missing.intersection(parts_of(row, together))
+        return len(new), -sum(met[pair] for pair in parts_of(row, 2))
 
     rows: list[Row] = []
     while missing:
         rows.append(max(candidates, key=gain))
-        missing.difference_update(pairs_of(rows[-1]))
-        met.update(pairs_of(rows[-1]))
+        missing.difference_update(parts_of(rows[-1], together))
+        met.update(parts_of(rows[-1], 2))
     return rows
 
 
-def pairs_of(row: Row) -> Iterable[Pair]:
-    """Every two values of a row, each with the number of its factor."""
-    return itertools.combinations(enumerate(row), 2)
+def parts_of(row: Row, together: int) -> Iterable[Part]:
+    """So many values of a row at a time, each with the number of its factor."""
+    return itertools.combinations(enumerate(row), together)

@@ -60,6 +60,11 @@ needs_training = pytest.mark.skipif(
     reason="needs megatron.training, which megatron-core carries from 0.19, for Python 3.12",
 )
 
+slow = pytest.mark.skipif(
+    not has_training(), reason="slow: runs beside Megatron's training loop only, by run_megatron_training.sh"
+)
+"""Leaves a test of megatron-core to one of the two environments that have it."""
+
 
 @dataclass(frozen=True)
 class Child:

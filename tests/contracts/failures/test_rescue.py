@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import each_once
 from harness import KIB, Drive, assert_all_given_back, config_for, session_for
 from models import History, all_written, assert_same_history, make_model, numbered_loss, same_bits, train
 from torch import Tensor, nn
@@ -96,8 +97,7 @@ def undisturbed() -> dict[str, History]:
     }
 
 
-@pytest.mark.parametrize("read", [1, 4, 6, 9, 11, 22])
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize(("job", "read"), each_once(list(JOBS), [1, 4, 6, 9, 11, 22]))
 def test_what_a_drive_loses_is_made_again_to_the_same_bits(
     tmp_path: Path, undisturbed: dict[str, History], job: str, read: int
 ) -> None:

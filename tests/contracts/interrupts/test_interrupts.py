@@ -27,12 +27,12 @@ OWNER = Owner()
 
 def test_an_interrupt_anywhere_in_a_step_arrives_and_leaves_nothing() -> None:
     """After each interrupted step the next one gives the same bits, and all books are at zero."""
-    assert_all_arrive("interrupts.py", 200 if EVERYTHING else 100)
+    assert_all_arrive("interrupts.py", 200 if EVERYTHING else 50)
 
 
 def test_an_interrupt_anywhere_in_an_update_arrives_and_loses_no_state() -> None:
     """Each state is that of before or of after, and training goes on."""
-    assert_all_arrive("state_interrupts.py", 200 if EVERYTHING else 40)
+    assert_all_arrive("state_interrupts.py", 200 if EVERYTHING else 20)
 
 
 def assert_all_arrive(program: str, trials: int) -> None:

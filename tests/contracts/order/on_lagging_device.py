@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import lagging
 import pytest
 import torch
-from covering import full, of_which, pairwise
+from covering import each_once, full, of_which
 from harness import KIB, MIB, config_for, wait_until
 from models import assert_same_history, loss_of, make_model, make_tokens, same_bits, train
 from places import BENCHMARKS
@@ -108,7 +108,7 @@ def the_device_works() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", of_which(("gpt", "llama", "encoder"), "gpt"))
-@pytest.mark.parametrize(("placement", "store", "dtype", "late"), pairwise(PLACEMENTS, STORES, DTYPES, LATE))
+@pytest.mark.parametrize(("placement", "store", "dtype", "late"), each_once(PLACEMENTS, STORES, DTYPES, LATE))
 def test_same_bits(
     placement: str, store: str, dtype: torch.dtype, late: str, kind: str, tmp_path: Path
 ) -> None:

@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from covering import EVERYTHING, pairwise
+from covering import EVERYTHING, each_once, of_which
 from harness import KIB, session_for
 from models import same_bits
 from repeatable import (
@@ -734,7 +734,7 @@ LEFT: dict[str, Tensor] = {}
 
 @pytest.mark.parametrize(
     ("kind", "placement", "goes_back"),
-    pairwise([Remembering, Routing, RoutingView, RoutingMuch, RoutingBuffer], EVERYWHERE, [True, False]),
+    each_once([Remembering, Routing, RoutingView, RoutingMuch, RoutingBuffer], EVERYWHERE, [True, False]),
 )
 def test_what_a_layer_keeps_of_its_graph_keeps_no_earlier_graph(
     kind: type[Plain], placement: Placement, goes_back: bool
@@ -827,7 +827,7 @@ class Tallied(Plain):
 
 
 @pytest.mark.filterwarnings("ignore:no plan could be made:RuntimeWarning")  # of passes side by side
-@pytest.mark.parametrize("placement", EVERYWHERE)
+@pytest.mark.parametrize("placement", of_which(EVERYWHERE, Placement.RECOMPUTE))
 def test_two_threads_that_go_backward_leave_buffers_in_order(placement: Placement) -> None:
     def run(net: Net, session: Session | None, steps: int = 8) -> list[Tensor]:
         torch.manual_seed(1)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from covering import of_which, pairwise
+from covering import each_once, of_which
 from models import same_bits
 from optimizers import MAKERS, Training, assert_same, assert_same_state_dicts, pair, policy
 from torch import nn, optim
@@ -26,7 +26,7 @@ UNSTEADY = {"sgd-fused"}
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "threads", "kind"), pairwise(list(MAKERS), DTYPES, [1, 2], ["file", "host"])
+    ("name", "dtype", "threads", "kind"), each_once(list(MAKERS), DTYPES, [1, 2], ["file", "host"])
 )
 def test_training(name: str, dtype: torch.dtype, threads: int, kind: str, tmp_path: Path) -> None:
     found, expected = pair(name, torch.float32 if name in UNSTEADY else dtype)

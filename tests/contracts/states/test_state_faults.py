@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from warm import Warm
+
 FULL = ["fail-write", "fail-write:n=2", "fail-write:chance=0.5,seed=3", "nothing-write"]
 
 
@@ -105,7 +107,7 @@ def test_states_that_are_lost_are_an_error_until_a_checkpoint_is_loaded(
 
 
 @pytest.mark.parametrize("verb", ["write", "read"])
-def test_a_drive_that_hangs(verb: str, tmp_path: Path) -> None:
+def test_a_drive_that_hangs(verb: str, tmp_path: Path, python_with_torch: Warm) -> None:
     """The error comes within the limit, and so does the end of the process."""
     code = f"""
 import sys, time
@@ -126,9 +128,7 @@ with inject("hang-{verb}:after=2"):
         print(time.monotonic() - began, error)
 """
     began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = python_with_torch.run("-c", code, timeout=60)
     assert "store.stall_seconds" in done.stdout, done.stderr
     assert float(done.stdout.split()[0]) < 6.5
     assert time.monotonic() - began < 40

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from blocks import Net, assert_same, gradients, make_input
+from covering import each_once
 from harness import KIB, session_for
 from torch import Tensor, nn
 from torch.nn import functional
@@ -119,8 +120,9 @@ def test_each_layer_is_a_graph_and_nothing_else_is_traced(default: str, compiler
     assert_same(after, expected)
 
 
-@pytest.mark.parametrize("how", ["in place", "wrapped"])
-@pytest.mark.parametrize("default", ["offload", "recompute", "offload-remat"])
+@pytest.mark.parametrize(
+    ("how", "default"), each_once(["in place", "wrapped"], ["offload", "recompute", "offload-remat"])
+)
 def test_layers_that_were_compiled_before(how: str, default: str, compiler: Compiler) -> None:
     def compiled() -> Net:
         net = make()

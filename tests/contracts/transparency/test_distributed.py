@@ -69,7 +69,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
-@pytest.mark.parametrize("spread", of_which(SPREAD, "by batch", "by shards", "by parameters", "by columns"))
+@pytest.mark.parametrize("spread", of_which(SPREAD, "by shards", "by columns"))
 def test_a_spread_model_offloads_its_activations_and_not_its_weights(found: Found, spread: str) -> None:
     for rank in found:
         case = rank[f"offload, {spread}"]
@@ -80,7 +80,7 @@ def test_a_spread_model_offloads_its_activations_and_not_its_weights(found: Foun
             assert step["left_alone_scopes"] == 0
 
 
-@pytest.mark.parametrize("spread", of_which(SPREAD, "by parameters, in bf16", "by sequence"))
+@pytest.mark.parametrize("spread", of_which(SPREAD, "by parameters, in bf16"))
 def test_a_spread_model_has_its_cheap_parts_made_again(found: Found, spread: str) -> None:
     """Not where they are distributed tensors: recipes know one rank."""
     for rank in found:

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from covering import combinations, product_with
 from harness import KIB, Drive, session_for
+from later import Later
 from models import History, assert_same_history
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -20,7 +22,7 @@ from tba_offload.layers.stack import find_layers
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-transformers = pytest.importorskip("transformers")
+transformers = Later("transformers")
 
 CACHE = "the model fills a cache of keys and values"
 CHECKPOINTING = "gradient checkpointing is switched on in"
@@ -133,8 +135,17 @@ def plain(kind: str, *, steps: int = STEPS) -> History:
 
 
 @pytest.mark.filterwarnings(f"ignore:{CACHE}")
-@pytest.mark.parametrize("placement", ["keep", "offload", "offload-remat", "auto"])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    ("kind", "placement"),
+    product_with(
+        [
+            *((kind, "offload") for kind in MODELS),
+            *combinations(list(MODELS), ["keep", "offload-remat", "auto"], everything=False, together=1),
+        ],
+        MODELS,
+        ["keep", "offload", "offload-remat", "auto"],
+    ),
+)
 def test_same_bits_at_defaults(kind: str, placement: str) -> None:
     model = make(kind)
     with session_for(model, in_flight=128 * KIB, default=Placement(placement)) as session:

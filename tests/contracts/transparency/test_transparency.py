@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from covering import combinations
+from covering import combinations, full
 from megatron_models import make_megatron_model, train_megatron
 from models import History, assert_same_history, make_model, same_bits, train
 
@@ -55,12 +55,24 @@ MICRO_BATCHES = (1, 3)
 
 
 def of_kinds(*factors: Sequence[Any]) -> list[ParameterSet]:
-    """Combinations of the kinds of models with other settings, as parameters of a test."""
-    return [
-        pytest.param(*row, marks=[pytest.mark.megatron] * row[0].startswith(MEGATRON))
-        for row in combinations(KINDS, *factors)
-    ]
+    """Combinations of the kinds of models with other settings, as parameters of a test.
 
+    The main lane takes those in which every two of the other settings meet, with each kind of model in turn.
+    """
+    settings = combinations(*factors, everything=False)
+    turns = range(max(len(KINDS), len(settings)))
+    always = [(KINDS[turn % len(KINDS)], *settings[turn % len(settings)]) for turn in turns]
+    rows = dict.fromkeys([*always, *combinations(KINDS, *factors)])
+    return [pytest.param(*row, marks=marks_of(row[0], is_full=row not in always)) for row in rows]
+
+
+def marks_of(kind: str, *, is_full: bool) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.megatron] * kind.startswith(MEGATRON) + [full] * is_full
+
+
+EACH_KIND = [
+    pytest.param(kind, marks=marks_of(kind, is_full=kind not in {"gpt", "megatron-llama"})) for kind in KINDS
+]
 
 # What ``single_process`` silences is silent in one phase of a test only, and a group outlives the phase.
 pytestmark = pytest.mark.filterwarnings("ignore:Warning. tp_group is None:DeprecationWarning")
@@ -73,7 +85,7 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(mode=False)
 
 
-@pytest.fixture(scope="module", params=of_kinds())
+@pytest.fixture(scope="module", params=EACH_KIND)
 def kind(request: pytest.FixtureRequest) -> Iterator[str]:
     """The kind of model; the process group of megatron-core's is set up once for all tests of a kind."""
     with single_process() if request.param.startswith(MEGATRON) else nullcontext():

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from click.testing import CliRunner
+from covering import full, of_which
 from harness import KIB, MIB, Drive, assert_all_given_back, config_for, session_for
 from machine import Machine, watching
 from models import all_written, assert_same_history, loss_of, make_model, make_tokens, train
@@ -620,7 +621,7 @@ def waiting_share(report: Sequence[StepRecord]) -> float:
     return min((record.stall_seconds or 0.0) / record.seconds for record in report)
 
 
-@pytest.mark.parametrize("share", [0.6, 0.8])
+@pytest.mark.parametrize("share", of_which([0.6, 0.8], 0.6))
 def test_a_budget_and_a_slow_drive_mean_recomputation(share: float) -> None:
     """And the training is the same to the last bit, through all the changes of plan."""
     expected = train(make_model(layers=LAYERS, dropout=0.1), steps=8)
@@ -884,6 +885,7 @@ def test_the_run_log_tells_of_host_memory(host_log: Path) -> None:
     assert "to host memory, which holds" in output
 
 
+@full
 def test_what_if_there_were_host_memory(run_log: Path, host_log: Path, tmp_path: Path) -> None:
     slow = ("--write", "20MB", "--read", "20MB", "--budget", "3MiB", "--json")
     found = [
@@ -1033,9 +1035,9 @@ def test_equal_layers_are_told_together_and_the_last_line_says_what_to_do(
 
 
 def test_layers_keep_their_names_in_what_ifs(run_log: Path) -> None:
-    found = json.loads(run_plan(run_log, "--layers", "24", "--json").output)
-    assert found["names"] == [f"layers.{layer}" for layer in range(24)]
-    assert "| layers.0-23 |" in run_plan(run_log, "--layers", "24", "--write", "1TB", "--read", "1TB").output
+    found = json.loads(run_plan(run_log, "--layers", "12", "--json").output)
+    assert found["names"] == [f"layers.{layer}" for layer in range(12)]
+    assert "| layers.0-11 |" in run_plan(run_log, "--layers", "12", "--write", "1TB", "--read", "1TB").output
 
 
 def test_where_a_layer_was_kept_keeps_time_is_known(tmp_path: Path) -> None:
@@ -1085,7 +1087,11 @@ def test_an_older_log_can_be_planned_from(run_log: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("options", "layers", "runs"),
-    [((), 8, 32), (("--layers", "16"), 16, 64), (("--micro-batches", "5", "--layers", "3"), 3, 30)],
+    [
+        ((), 8, 32),
+        pytest.param(("--layers", "16"), 16, 64, marks=full),
+        (("--micro-batches", "5", "--layers", "3"), 3, 30),
+    ],
 )
 def test_what_if_there_were_more(run_log: Path, options: tuple[str, ...], layers: int, runs: int) -> None:
     found = json.loads(run_plan(run_log, "--json", *options).output)
@@ -1328,6 +1334,7 @@ def test_what_is_recomputed_is_agreed_and_all_else_is_each_ranks_own() -> None:
     assert [need > (0.0, 0.0) for _, need in others.calls] == [False] * 2 + [True] * 5
 
 
+@full
 def test_what_ranks_have_agreed_to_recompute_none_of_them_tries_otherwise() -> None:
     """Another one may have no memory for it."""
     model = make_model(layers=LAYERS)
@@ -1474,6 +1481,7 @@ def test_no_bit_changes_where_a_step_leaves_its_plan() -> None:
     assert grown.offloaded_bytes + grown.forwarded_bytes > 0.9 * LAYERS * MIB
 
 
+@full
 def test_a_larger_step_recomputes_what_the_ranks_agreed_on_and_asks_none_of_them() -> None:
     model = make_model(layers=LAYERS)
     with auto_session(model, Drive(), activation=6 * MIB) as session:
@@ -1591,7 +1599,7 @@ def in_turn(step: int, micro_batch: int) -> set[int]:
     return {(step + micro_batch) % LAYERS}
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches", of_which([1, 2], 1))
 def test_plans_are_made_for_all_layers_where_one_is_skipped_in_turn(micro_batches: int) -> None:
     """No bit changes, and when a step under a plan was measured it is made again, although none is whole."""
     options: Any = {"steps": 10, "micro_batches": micro_batches, "loss": Skipping(in_turn)}
@@ -1621,6 +1629,7 @@ def test_plans_are_made_for_all_layers_where_one_is_skipped_in_turn(micro_batche
     assert all(layers == every for step, layers in planned if step > 2)
 
 
+@full
 def test_layers_that_are_skipped_for_good_are_planned_for_no_longer() -> None:
     """When they come back the step leaves its plan."""
     forgotten, back = 8, 22
@@ -1651,6 +1660,7 @@ def test_layers_that_are_skipped_for_good_are_planned_for_no_longer() -> None:
     assert left == [0, 5 + forgotten, back]
 
 
+@full
 def test_a_layer_that_was_frozen_is_planned_for_when_it_no_longer_is() -> None:
     """Frozen ones save nothing, so that no plan was made for them."""
     model, left = make_model(layers=LAYERS), []

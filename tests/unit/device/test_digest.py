@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from covering import pairwise
 
 from tba_offload.device.digest import Digest
 
@@ -30,10 +31,11 @@ def made(dtype: torch.dtype, count: int) -> torch.Tensor:
     return torch.randint(0, 2, (count,), generator=torch.Generator().manual_seed(count)).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("count", [2, 3, 7, 65, 1000])
-@pytest.mark.parametrize("samples_only", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "case", "count", "samples_only"),
+    pairwise(DTYPES, list(CASES), [2, 3, 7, 65, 1000], [False, True]),
+    ids=str,
+)
 def test_the_same_bits_are_equal(dtype: torch.dtype, case: str, count: int, *, samples_only: bool) -> None:
     tensor = CASES[case](made(dtype, count))
     digest = Digest.of(tensor, samples_only=samples_only)

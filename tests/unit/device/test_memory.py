@@ -593,23 +593,19 @@ void *realloc(void *p, size_t n) {
 """
 
 
-def counted_under(library: str | None) -> str:
-    preloaded = {} if library is None else {"LD_PRELOAD": library}
-    command = [sys.executable, "-c", COUNTED]
-    done = subprocess.run(
-        command, check=True, capture_output=True, text=True, env={**environment(), **preloaded}, timeout=120
-    )
-    return done.stdout.strip()
-
-
-def test_an_allocator_that_does_not_count_is_never_measured_wrongly(tmp_path: Path) -> None:
+def test_an_allocator_that_does_not_count_is_never_measured_wrongly(
+    tmp_path: Path, python_with_torch: Warm
+) -> None:
     source, library = tmp_path / "strange.c", tmp_path / "strange.so"
     source.write_text(STRANGE_ALLOCATOR)
     subprocess.run(
         ["cc", "-O2", "-shared", "-fPIC", "-o", library, source], check=True, capture_output=True, timeout=60
     )
-    assert counted_under(None) == "mallinfo2 True"
-    assert counted_under(str(library)) == "not measured"
+    assert python_with_torch.run("-c", COUNTED).stdout.strip() == "mallinfo2 True"
+    preloaded = {**environment(), "LD_PRELOAD": str(library)}
+    command = [sys.executable, "-c", COUNTED]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=preloaded, timeout=120)
+    assert done.stdout.strip() == "not measured"
 
 
 def test_training_goes_on_where_memory_cannot_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:

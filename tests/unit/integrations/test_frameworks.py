@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import subprocess
-import sys
 import time
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +14,7 @@ import pytest
 import torch
 from covering import of_which
 from harness import KIB, config_for
+from later import Later
 from models import VOCAB, History, assert_same_history, loss_of, make_model, make_tokens
 from optimizers import assert_same_state_dicts
 from places import EXAMPLES
@@ -29,10 +28,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from warm import Warm
+
     from tba_offload.config import OffloadConfig
 
 accelerate, datasets, lightning, peft, pytorch_lightning, tokenizers, transformers, trl = (
-    pytest.importorskip(name)
+    Later(name)
     for name in (
         "accelerate",
         "datasets",
@@ -44,8 +45,15 @@ accelerate, datasets, lightning, peft, pytorch_lightning, tokenizers, transforme
         "trl",
     )
 )
-OffloadCallback = import_module("tba_offload.integrations.transformers").OffloadCallback
-Trainer, TrainerCallback = transformers.Trainer, transformers.TrainerCallback
+
+
+def callback_of(integration: str, *arguments: Any, **settings: Any) -> Any:
+    """The callback of ours for a package."""
+    module = import_module(f"tba_offload.integrations.{integration}")
+    return module.OffloadCallback(*arguments, **settings)
+
+
+OffloadCallback = partial(callback_of, "transformers")
 
 LENGTH, BATCH = 32, 2
 FIGURES = {
@@ -112,12 +120,13 @@ def is_given_back(model: nn.Module) -> bool:
 def trainer_of(
     directory: Path,
     model: nn.Module,
-    callbacks: list[TrainerCallback],
-    kind: type[Trainer] = Trainer,
-    arguments: type = transformers.TrainingArguments,
+    callbacks: list[Any],
+    kind: type | None = None,
+    arguments: type | None = None,
     settings: dict[str, Any] | None = None,
     **more: Any,
-) -> Trainer:
+) -> Any:
+    kind, arguments = kind or transformers.Trainer, arguments or transformers.TrainingArguments
     fixed: dict[str, Any] = {
         "output_dir": str(directory),
         "use_cpu": True,
@@ -136,21 +145,21 @@ def trainer_of(
     )
 
 
-def history_of(trainer: Trainer) -> History:
+def history_of(trainer: Any) -> History:
     """Losses, also those of evaluations, and parameters."""
     logged = [entry.get("loss", entry.get("eval_loss")) for entry in trainer.state.log_history]
     losses = [torch.tensor(loss, dtype=torch.float64) for loss in logged if loss is not None]
     return History(losses=losses, parameters=[p.detach().clone() for p in trainer.model.parameters()])
 
 
-class Recorder(TrainerCallback):
+def recorder_into(found: list[dict[str, float]]) -> Any:
     """Stands for TensorBoard and its like, which are called before the callbacks of the user."""
 
-    def __init__(self) -> None:
-        self.logs: list[dict[str, float]] = []
+    class Recorder(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            found.append(dict(logs))
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        self.logs.append(dict(logs))
+    return Recorder()
 
 
 ACCUMULATING = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "bf16": True}
@@ -160,8 +169,9 @@ def test_a_trainer(tmp_path: Path) -> None:
     """Gradients are accumulated and clipped, under autocast, and there are evaluations in between."""
     plain = trainer_of(tmp_path, tiny_llama(), [], settings=ACCUMULATING)
     plain.train()
-    recorder, callback = Recorder(), OffloadCallback(config())
-    trainer = trainer_of(tmp_path, tiny_llama(), [recorder, callback], settings=ACCUMULATING)
+    logged: list[dict[str, float]] = []
+    callback = OffloadCallback(config())
+    trainer = trainer_of(tmp_path, tiny_llama(), [recorder_into(logged), callback], settings=ACCUMULATING)
     trainer.train()
     assert_same_history(history_of(trainer), history_of(plain))
     assert callback.session is not None
@@ -175,7 +185,7 @@ def test_a_trainer(tmp_path: Path) -> None:
         {f"tba-offload/{name}": getattr(report[step - 1], name) for name in ("offloaded_bytes", "read_bytes")}
         for step in (2, 4)
     ]
-    for logs in (recorder.logs, trainer.state.log_history):
+    for logs in (logged, trainer.state.log_history):
         found = [entry for entry in logs if "loss" in entry]
         assert all(entry.keys() >= FIGURES for entry in found)
         assert [entry | figures for entry, figures in zip(found, expected, strict=True)] == found
@@ -205,21 +215,24 @@ def test_a_trainer_whose_optimizer_states_are_offloaded(tmp_path: Path) -> None:
             assert states.records[-1].written_bytes > 0
 
 
-class Failing(TrainerCallback):
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 2:
-            raise ValueError("a drive fell out of the window")
+def failing() -> Any:
+    class Failing(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                raise ValueError("a drive fell out of the window")
+
+    return Failing()
 
 
 @pytest.mark.full
 def test_a_training_after_one_that_failed(tmp_path: Path) -> None:
     log = tmp_path / "run.jsonl"
     callback = OffloadCallback(config(), run_log=log)
-    trainer = trainer_of(tmp_path / "out", tiny_llama(), [callback, Failing()])
+    trainer = trainer_of(tmp_path / "out", tiny_llama(), [callback, broken := failing()])
     with pytest.raises(ValueError, match="out of the window"):
         trainer.train()
     first = callback.session
-    trainer.remove_callback(Failing)
+    trainer.remove_callback(broken)
     trainer.train()
     assert callback.session is not first
     assert is_given_back(trainer.model)
@@ -253,7 +266,7 @@ def test_the_trainer_of_trl_with_lora(tmp_path: Path) -> None:
     text = [" ".join(f"w{number}" for number in row[: 8 + i]) for i, row in enumerate(numbers)]
     dataset = datasets.Dataset.from_dict({"text": text})
 
-    def trained(callbacks: list[TrainerCallback], **settings: Any) -> Trainer:
+    def trained(callbacks: list[Any], **settings: Any) -> Any:
         torch.manual_seed(0)
         trainer = trainer_of(
             tmp_path,
@@ -328,7 +341,7 @@ def test_a_loop_of_accelerate(when: str, precision: str) -> None:
 # Lightning, by both of its names
 
 LIGHTNINGS = {
-    name: (package, import_module(f"tba_offload.integrations.{name}").OffloadCallback)
+    name: (package, partial(callback_of, name))
     for name, package in (("lightning", lightning), ("pytorch_lightning", pytorch_lightning))
 }
 each_lightning = pytest.mark.parametrize(("package", "callback"), LIGHTNINGS.values(), ids=LIGHTNINGS)
@@ -534,8 +547,10 @@ def test_the_lines_of_the_documentation() -> None:
 
 
 TWICE = """
-import runpy, sys
-example, *placements = sys.argv[1:]
+import os, runpy, sys
+folder, example, *placements = sys.argv[1:]
+os.chdir(folder)
+os.environ["HF_HUB_OFFLINE"] = "1"
 for placement in placements:
     sys.argv = [example, "--steps", "2", "--placement", placement]
     print("placement:", placement, flush=True)
@@ -544,18 +559,12 @@ for placement in placements:
 
 
 @pytest.mark.parametrize("name", of_which(["pytorch", "huggingface", "accelerate", "lightning"], "pytorch"))
-def test_an_example(name: str, tmp_path: Path) -> None:
+def test_an_example(name: str, tmp_path: Path, python_with_torch: Warm) -> None:
     """Its losses are the same to the last bit, and its peak is a fraction."""
     policy = tmp_path / "policy.yaml"
     policy.write_text("default: offload\nbudget:\n  in_flight_bytes: 4MiB\n")
-    done = subprocess.run(
-        [sys.executable, "-c", TWICE, str(EXAMPLES / f"train_{name}.py"), "keep", "offload", str(policy)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
-    )
+    example = str(EXAMPLES / f"train_{name}.py")
+    done = python_with_torch.run("-c", TWICE, str(tmp_path), example, "keep", "offload", str(policy))
     assert done.returncode == 0, done.stderr
     runs = done.stdout.split("placement: ")[1:]
     losses = [re.findall(r"loss ([\d.]+),", run) for run in runs]

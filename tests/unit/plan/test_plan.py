@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
-from covering import EVERYTHING, of_which, pairwise
+from covering import EVERYTHING, each_once, of_which
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from profiles import (
@@ -630,7 +630,7 @@ def test_the_policy_of_the_user_stands(profile: StepProfile, bandwidth: Bandwidt
         assert wanted in {AUTO, found}
 
 
-@pytest.mark.parametrize("share", [0.2, 0.35, 0.5, 0.75])
+@pytest.mark.parametrize("share", of_which([0.2, 0.35, 0.5, 0.75], 0.2, 0.5))
 def test_a_slower_drive_means_more_recomputation(share: float) -> None:
     profile = make_profile(16)
     budget = int(share * peak_of_keep(profile))
@@ -1073,7 +1073,7 @@ def test_layers_that_do_not_run_in_one_go_are_not_put_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("which", "rate", "share"), pairwise([(False,), (False, True, False)], [1.5, 0.5], [0.2, 0.5])
+    ("which", "rate", "share"), each_once([(False,), (False, True, False)], [1.5, 0.5], [0.2, 0.5])
 )
 def test_a_plan_of_a_condensed_step_is_nearly_as_good(
     which: tuple[bool, ...], rate: float, share: float
@@ -1088,7 +1088,7 @@ def test_a_plan_of_a_condensed_step_is_nearly_as_good(
     assert found.seconds <= 1.05 * whole.seconds
 
 
-@pytest.mark.parametrize("rate", [1.5, 0.7])
+@pytest.mark.parametrize("rate", of_which([1.5, 0.7], 1.5))
 def test_a_plan_of_a_condensed_step_frees_nearly_as_much(rate: float) -> None:
     profile = make_profile(24, sizes=(MIB,) * 20, micro_batches=4, warm_up=2)
     bandwidth = Bandwidth(rate * 20 * MIB / 0.03, rate * 20 * MIB / 0.03)

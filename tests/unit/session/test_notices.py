@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import warnings
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from children import environment
 from harness import KIB, MIB, config_for, session_for
 from models import loss_of, make_model, make_tokens
 from torch import nn
@@ -175,10 +178,9 @@ with tba.attach(model, policy):
 
 
 @pytest.mark.parametrize("placement", ["recompute", pytest.param("auto", marks=pytest.mark.full)])
-def test_what_recomputation_needs_is_loaded_before_the_first_step(
-    placement: str, python_with_torch: Warm
-) -> None:
+def test_what_recomputation_needs_is_loaded_before_the_first_step(placement: str) -> None:
     """Checkpoints of torch load some 800 modules when the first of them is called."""
-    done = python_with_torch.run("-c", LOADING, placement)
+    command = [sys.executable, "-c", LOADING, placement]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
     assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
     assert "loading torch._dynamo" in done.stderr

@@ -69,7 +69,7 @@ print("opened")
 @pytest.mark.parametrize(
     ("left_out", "missing"),
     [
-        ("cuda", "cuda-pathfinder"),
+        pytest.param("cuda", "cuda-pathfinder", marks=pytest.mark.full),
         pytest.param("rapids_logger", "rapids-logger", marks=pytest.mark.full),
         pytest.param("kvikio", "kvikio", marks=pytest.mark.full),
     ],
