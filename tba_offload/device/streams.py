@@ -340,11 +340,14 @@ class Accelerator(Device):
         return copy.copy_(tensor.detach(), non_blocking=True)
 
     def give_back_host_memory(self) -> None:
-        """Empties PyTorch's cache of pinned memory: what lies there is of use to this process only."""
+        """Empties PyTorch's cache of pinned memory: what lies there is of use to this process only.
+
+        PyTorch up to 2.11 can do so on CUDA only; elsewhere such memory waits for the next store there.
+        """
         empty_cache = getattr(torch.accelerator, "empty_host_cache", None)
         if empty_cache is not None:
             empty_cache()
-        elif self.torch_device.type == "cuda":  # as in 2.11
+        elif self.torch_device.type == "cuda":
             torch._C._host_emptyCache()
 
     def is_capturing(self) -> bool:

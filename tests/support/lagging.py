@@ -64,6 +64,10 @@ class _Module(types.ModuleType):
     is_initialized = is_available
 
     @staticmethod
+    def _lazy_init() -> None:
+        """Does nothing, but up to PyTorch 2.11 ``torch.accelerator.synchronize`` does nothing without it."""
+
+    @staticmethod
     def _is_in_bad_fork() -> bool:
         return False
 
