@@ -244,7 +244,8 @@ class Accelerator(Device):
     runs_behind = True
 
     def __init__(self, device: torch.device | str | int | None = None) -> None:
-        wanted = torch.accelerator.current_accelerator() if device is None else torch.device(device)
+        present = torch.accelerator.current_accelerator(check_available=True)  # not what PyTorch is built for
+        wanted = present if device is None else torch.device(device)
         if wanted is None:
             raise UnsupportedError("PyTorch finds no accelerator here; train on 'cpu'")
         module = _module_of(wanted)
@@ -431,7 +432,7 @@ def device_of(device: torch.device | str) -> Device:
 
 def is_device_failure(error: BaseException) -> bool:
     """Whether an error tells of work that failed on a device, perhaps long before anything waited for it."""
-    return isinstance(error, getattr(torch, "AcceleratorError", ()))
+    return isinstance(error, torch.AcceleratorError)
 
 
 def check_not_captured(device: Device) -> None:
