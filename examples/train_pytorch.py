@@ -46,7 +46,7 @@ parser.add_argument("--steps", type=int, default=4)
 arguments = parser.parse_args()
 
 torch.manual_seed(0)
-device = torch.accelerator.current_accelerator() or torch.device("cpu")
+device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 model = LanguageModel().to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 

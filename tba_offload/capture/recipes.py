@@ -114,12 +114,12 @@ class Finder:
 
     def saved(self, node: Node, name: str) -> object | None:
         """What a node has saved under a name, or ``None`` if it cannot be had."""
-        packed = _held_by(getattr(node, f"_raw_saved_{name}"))
+        packed = getattr(node, f"_raw_saved_{name}").data
         return self._share(packed) if packed is not None else None
 
     def saved_or_nothing(self, node: Node, name: str) -> object | None:
         """The same of an argument that an operation may do without."""
-        is_given = _held_by(getattr(node, f"_raw_saved_{name}")) is not None
+        is_given = getattr(node, f"_raw_saved_{name}").data is not None
         return self.saved(node, name) if is_given else NOTHING
 
     def all_saved(self, node: Node) -> list[object | None]:
@@ -128,7 +128,7 @@ class Finder:
             saved = node._raw_saved_tensors
         except RuntimeError:  # backward is over, and has freed it
             return []
-        return [self._share(_held_by(raw)) for raw in saved]
+        return [self._share(raw.data) for raw in saved]
 
     def given(self, node: Node, index: int, depth: int) -> object | None:
         """An argument that a node has not saved: the result of another one, which did, or can be computed."""
@@ -151,11 +151,6 @@ class Finder:
 
 Maker = Callable[[Finder, Node, int], Recipe | None]
 """Makes the recipe for the output of a node, of so many operations at most."""
-
-
-def _held_by(raw: object) -> object | None:
-    """What hooks made of a tensor that a node has saved; ``None`` if there was none."""
-    return getattr(raw, "data", None)  # before PyTorch 2.10 there is no such attribute
 
 
 def _fills_its_storage(tensor: Tensor) -> bool:

@@ -244,7 +244,8 @@ class Accelerator(Device):
     runs_behind = True
 
     def __init__(self, device: torch.device | str | int | None = None) -> None:
-        wanted = torch.accelerator.current_accelerator() if device is None else torch.device(device)
+        present = torch.accelerator.current_accelerator(check_available=True)  # not what PyTorch is built for
+        wanted = present if device is None else torch.device(device)
         if wanted is None:
             raise UnsupportedError("PyTorch finds no accelerator here; train on 'cpu'")
         module = _module_of(wanted)
@@ -340,11 +341,14 @@ class Accelerator(Device):
         return copy.copy_(tensor.detach(), non_blocking=True)
 
     def give_back_host_memory(self) -> None:
-        """Empties PyTorch's cache of pinned memory: what lies there is of use to this process only."""
+        """Empties PyTorch's cache of pinned memory: what lies there is of use to this process only.
+
+        PyTorch up to 2.11 can do so on CUDA only; elsewhere such memory waits for the next store there.
+        """
         empty_cache = getattr(torch.accelerator, "empty_host_cache", None)
         if empty_cache is not None:
             empty_cache()
-        elif self.torch_device.type == "cuda":  # as in 2.11
+        elif self.torch_device.type == "cuda":
             torch._C._host_emptyCache()
 
     def is_capturing(self) -> bool:
@@ -428,7 +432,7 @@ def device_of(device: torch.device | str) -> Device:
 
 def is_device_failure(error: BaseException) -> bool:
     """Whether an error tells of work that failed on a device, perhaps long before anything waited for it."""
-    return isinstance(error, getattr(torch, "AcceleratorError", ()))
+    return isinstance(error, torch.AcceleratorError)
 
 
 def check_not_captured(device: Device) -> None:

@@ -26,10 +26,7 @@ def _precision(backend: str, operation: str) -> _Setting:
 
 
 def _precisions() -> tuple[_Setting, ...]:
-    """How exactly kernels compute in fp32; up to torch 2.8 one word says it for all matrix products."""
-    if not hasattr(_C, "_get_fp32_precision_getter"):
-        cudnn = _C._get_cudnn_allow_tf32, _C._set_cudnn_allow_tf32
-        return (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision), cudnn
+    """How exactly kernels compute in fp32."""
     kinds = itertools.product(("cuda", "mkldnn"), ("matmul", "conv", "rnn"))
     return tuple(_precision(*kind) for kind in kinds)
 

@@ -21,6 +21,8 @@ from torch import nn
 
 import tba_offload as tba
 from tba_offload.device import Accelerator, device_of
+from tba_offload.device.streams import default_device
+from tba_offload.errors import UnsupportedError
 
 SOURCES = {path.name: path.read_text() for path in (ROOT / "tba_offload" / "device").glob("*.py")}
 
@@ -122,6 +124,28 @@ def test_a_gpu_has_a_device() -> None:
     assert isinstance(device, Accelerator)
     assert device.torch_device == torch.device("cuda", 0)
     assert device.compiled_graph() is None
+
+
+def test_without_a_gpu_there_is_no_current_device() -> None:
+    """PyTorch's current accelerator is what it is built for, unless it is asked to look."""
+    assert not torch.cuda.is_available()
+    with pytest.raises(UnsupportedError, match="PyTorch finds no accelerator here"):
+        Accelerator()
+    assert default_device().torch_device == torch.device("cpu")
+
+
+def test_without_a_gpu_the_example_trains_on_the_cpu(tmp_path: Path) -> None:
+    example = [ROOT / "examples" / "train_pytorch.py", "--steps", "1"]
+    done = subprocess.run(
+        [sys.executable, *example],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env=environment(),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "peak" in done.stdout
 
 
 @pytest.mark.parametrize("name", used(r"\b_?module\.([a-zA-Z]\w+|_sleep)\b"))

@@ -54,14 +54,25 @@ class _Module(types.ModuleType):
     is_capturing = False
 
     @staticmethod
-    def stream(stream: torch.Stream) -> torch.Stream:
-        return stream  # it is a context manager
+    @contextmanager
+    def stream(stream: torch.Stream) -> Iterator[None]:
+        """As CUDA's; in PyTorch 2.10 two threads cannot enter one ``torch.Stream`` at a time."""
+        before = torch.accelerator.current_stream()
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
 
     @staticmethod
     def is_available() -> bool:
         return True
 
     is_initialized = is_available
+
+    @staticmethod
+    def _lazy_init() -> None:
+        """Does nothing, but up to PyTorch 2.11 ``torch.accelerator.synchronize`` does nothing without it."""
 
     @staticmethod
     def _is_in_bad_fork() -> bool:

@@ -480,15 +480,26 @@ def test_no_slab_is_pinned_inside_a_step(store: str, tmp_path: Path) -> None:
 # What has ended, or has failed
 
 
-@pytest.mark.parametrize("store", STORES)
-def test_pinned_memory_is_given_back(store: str, tmp_path: Path) -> None:
-    before, model = lagging.count("pinned_bytes"), made()
-    with tba.attach(model, config_for(in_flight=WINDOW, **place(store, tmp_path))) as session:
+def most_pinned(directory: Path, store: str) -> int:
+    """Bytes that were pinned at the end of a run, whose session is gone when this returns."""
+    model = made()
+    with tba.attach(model, config_for(in_flight=WINDOW, **place(store, directory))) as session:
         history_of(model, session)
-        assert lagging.count("pinned_bytes") > before
+        most = lagging.count("pinned_bytes")
     del session
     gc.collect()
-    assert lagging.count("pinned_bytes") == before
+    return most
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_pinned_memory_is_given_back(store: str, tmp_path: Path) -> None:
+    """Or, up to PyTorch 2.11, which gives back that of CUDA only, taken by the next run."""
+    before, most = lagging.count("pinned_bytes"), most_pinned(tmp_path, store)
+    if hasattr(torch.accelerator, "empty_host_cache"):
+        assert before < most
+        assert lagging.count("pinned_bytes") == before
+    else:
+        assert lagging.count("pinned_bytes") == most_pinned(tmp_path, store) == most > 0
 
 
 @pytest.mark.parametrize("kind", STORES)

@@ -1060,13 +1060,6 @@ def test_a_storage_that_its_owner_empties_and_fills_again() -> None:
         assert_all_given_back(session)
 
 
-def test_without_a_word_on_what_hooks_hold_everything_travels() -> None:
-    """Older versions of PyTorch do not tell it."""
-    with mock.patch.object(recipes, "_held_by", return_value=None):
-        records = assert_transparent(block=mixing(F.gelu), **OFFLOAD_REMAT)
-    assert rebuilt(records) == [0, 0, 0]
-
-
 def test_a_rebuilt_storage_of_another_size_is_an_error() -> None:
     with trained(partial(Watched, F.gelu)) as (net, session), session.step():
         loss = net(make_input()).sum()
