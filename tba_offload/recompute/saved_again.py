@@ -126,7 +126,9 @@ class SavedAgain:
                 yield run.operation_ended
         except _Ended as end:
             ended, end.error = end.error, None  # or each would hold the other, and all callers
-            end.__traceback__ = None  # it has this frame, and from Python 3.12 on that has who still has ``end``
+            end.__traceback__ = (
+                None  # it has this frame, and from Python 3.12 on that has who still has ``end``
+            )
         else:
             ended = run.take_end()
         try:
