@@ -126,9 +126,7 @@ class SavedAgain:
                 yield run.operation_ended
         except _Ended as end:
             ended, end.error = end.error, None  # or each would hold the other, and all callers
-            end.__traceback__ = (
-                None  # it has this frame, and from Python 3.12 on that has who still has ``end``
-            )
+            end.__traceback__ = None  # it holds this frame, which from Python 3.12 on holds ``end``
         else:
             ended = run.take_end()
         try:
