@@ -89,6 +89,11 @@ class Planning:
         """Whether the next step's peak must be measured."""
         return self.controller is not None and self.controller.wants_memory
 
+    def end(self) -> None:
+        """No step comes after this one: nothing is planned any more."""
+        self.close()
+        self.controller = self._observer = None
+
     def close(self) -> None:
         """Nothing more is going to be planned."""
         if self.controller is not None:

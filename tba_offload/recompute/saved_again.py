@@ -126,6 +126,7 @@ class SavedAgain:
                 yield run.operation_ended
         except _Ended as end:
             ended, end.error = end.error, None  # or each would hold the other, and all callers
+            end.__traceback__ = None  # from Python 3.12 on what it has of frames has ``end``, too
         else:
             ended = run.take_end()
         try:

@@ -397,6 +397,7 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 def _finish_at_exit() -> None:
     """The last step of a session that was never closed is in its run log all the same."""
     for session in list(_open_sessions):
+        session.planning.end()  # for no step that comes; from Python 3.12 on it could start no thread either
         session.finish_step()
 
 
