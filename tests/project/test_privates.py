@@ -33,7 +33,7 @@ ALLOWED = {
     "test_order.py": 2,
     "test_race.py": 2,
     "test_ranks.py": 2,
-    "test_rematerialize.py": 3,
+    "test_rematerialize.py": 2,
     "test_renamed.py": 1,
     "test_rok.py": 1,
     "test_samples.py": 1,
