@@ -43,6 +43,7 @@ _CHANGES_LEDGERS = (
     "capture/scope.py",
     "capture/trace.py",
     "session/step.py",
+    "states/exchange.py",
     "states/home.py",
     "states/slots.py",
 )

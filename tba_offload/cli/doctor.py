@@ -15,8 +15,8 @@ def doctor(directories: tuple[Path, ...], *, as_json: bool) -> None:
     """Say which way bytes take to each directory, how fast, and what would help.
 
     By default the directory is the system's for temporary files. Some dozens of MiB are written to and read
-    from each, by every way that there is: through host memory, and on a GPU by GPUDirect Storage, through the
-    nvidia-fs driver or by PCIe peer-to-peer, where kvikio and cuFile offer it.
+    from each, on a GPU up to two GiB, by every way that there is: through host memory, and on a GPU by
+    GPUDirect Storage, through the nvidia-fs driver or by PCIe peer-to-peer, where kvikio and cuFile offer it.
     """
     import tempfile
 

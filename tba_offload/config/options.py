@@ -333,8 +333,9 @@ class StoreConfig:
         stall_seconds: A wait for the drive during which nothing moves is named in a warning after a tenth of
             this time and is an error at its end; 0 and None mean never. Collective operations of other ranks
             time out after ten minutes unless told otherwise, so it should be less.
-        readers: Threads that read, for each directory; None for what suits the machine: few on a CPU, whose
-            cores compute, and with ``kind: auto`` on a GPU as many as move more bytes, which is measured.
+        readers: Threads that read, for each directory; None for what suits the machine: one on up to two
+            cores, else two, or more with ``kind: auto`` on a GPU if neither number is given and more move
+            more, which is measured.
         writers: Threads that write, likewise.
     """
 
@@ -396,7 +397,7 @@ class StoreConfig:
             stall_seconds=self.stall_seconds,
             readers=self.readers or usual,
             writers=self.writers or usual,
-            more_threads=self.readers is None and self.writers is None and usual > 1,
+            may_add_threads=self.readers is None and self.writers is None and usual > 1,
         )
 
 

@@ -50,7 +50,7 @@ class StoreOptions:
         stall_seconds: Seconds after which a drive that does not answer is an error; ``None`` for never.
         readers: Threads that read, for each directory.
         writers: Threads that write, likewise.
-        more_threads: Whether "auto" on a GPU may take more of either, as many as move more bytes there.
+        may_add_threads: Whether "auto" on a GPU may take more of both, as long as they move more bytes.
 
     Raises:
         ConfigError: There are no threads for a direction, or a capacity holds no extent.
@@ -64,7 +64,7 @@ class StoreOptions:
     stall_seconds: float | None = STALL_SECONDS
     readers: int = 2
     writers: int = 2
-    more_threads: bool = False
+    may_add_threads: bool = False
 
     def __post_init__(self) -> None:
         if self.writers < 1 or self.readers < 1:

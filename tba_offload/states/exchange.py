@@ -90,11 +90,9 @@ class Exchange:
         """Shows what the slices of a parameter have in common, such as its count of steps."""
         for parameter, entry in self._shared.items():
             known = self._optimizer.state[parameter]
-            in_order = {
+            self._optimizer.state[parameter] = {  # at once, so that nothing is lost between two calls
                 key: known[key] if type(value) is AwayTensor else value for key, value in entry.items()
             }
-            known.clear()
-            known.update(in_order)
         self._shared.clear()
 
     def forget(self) -> None:

@@ -69,16 +69,17 @@ class Stream:
         """
         self._refuse_after_failure()
         early = self.journal.noted
-        try:
-            with put_off(self), self._tally.counted(), self._whole():
-                self.follow()
-                self._update_all(early, options)
+        with put_off(self):
+            try:
+                with self._tally.counted(), self._whole():
+                    self.follow()
+                    self._update_all(early, options)
+                    self._own.commit()
+                    self.exchange.end()
+                    self.journal.accept()  # the last: from here on nothing can be taken back
+            finally:
                 self._own.commit()
                 self.exchange.end()
-                self.journal.accept()  # the last: from here on nothing can be taken back
-        finally:
-            self._own.commit()
-            self.exchange.end()
         return self._tally.record(self._sizes() | {"in_backward": len(early)})
 
     def update_in_backward(self, group: SubGroup) -> None:

@@ -6,7 +6,6 @@ import os
 import platform
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,7 +47,8 @@ _NO_GDS = (
 def examine(directories: Sequence[str | os.PathLike[str]], device: Device) -> Findings:
     """Tries every way to every directory.
 
-    Some dozens of MiB are written to and read from each of them; nothing stays there, and none is made.
+    Some dozens of MiB are written to and read from each of them, on a GPU up to two GiB; nothing stays there,
+    and none is made.
 
     Args:
         directories: One for each drive.
@@ -91,11 +91,10 @@ def _examine_directory(directory: str, device: Device) -> Findings:
     if "error" in ways["file"]:
         return found | {"auto": None, "advice": []}
     choice = choose(directory, device)
-    options = StoreConfig(directories=(Path(directory),)).options()
-    threads = threads_that_pay(choice.kind, directory, device, options)
+    threads = threads_that_pay(choice.kind, directory, device, StoreConfig().options())
     advice = [_REMEDIES[way["path"]] for way in ways.values() if way.get("path") in _REMEDIES]
     advice += [way["remedy"] for way in ways.values() if "remedy" in way]
-    auto = {"kind": choice.kind, **choice.as_json(), **threads._asdict()}
+    auto = {"kind": choice.kind, **choice.as_json(), **threads.as_json()}
     return found | {"auto": auto, "advice": advice}
 
 

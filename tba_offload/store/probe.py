@@ -316,7 +316,8 @@ def in_turn(
         )
         for key, store in stores.items()
     }
-    for probe in probes.values():
+    for key, probe in probes.items():
+        stores[key].prepare(_room(extents))  # so that no round has to wait while a file grows
         probe.write()
     best = dict.fromkeys(probes, 0.0)
     began = time.perf_counter()

@@ -7,12 +7,12 @@ library tells how many threads that takes, so it is tried: twice as many as long
 
 from __future__ import annotations
 
+import errno
+import logging
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
-
-import torch
 
 from tba_offload.errors import StoreError
 from tba_offload.store.file import FileStore
@@ -27,10 +27,12 @@ if TYPE_CHECKING:
     from tba_offload.device import Device
     from tba_offload.store.engine import QueuedStore
 
+logger = logging.getLogger(__name__)
+
 STORES: Mapping[str, type[FileStore | GdsStore]] = {"file": FileStore, "gds": GdsStore}
 """The two ways from a device to a drive."""
 
-_MOST = 16
+_MOST = 8
 _WORTH = 1.1
 """Twice as many threads are taken if they move more than this times as much: measurements differ by less."""
 
@@ -53,39 +55,44 @@ class ThreadCount(NamedTuple):
         return replace(options, readers=self.readers, writers=self.writers)
 
     def as_json(self) -> dict[str, object]:
-        """What the run log says of what was tried."""
+        """What run log and doctor say of it."""
         rates = {str(threads): rate for threads, rate in self.rates.items()}
-        return {"bytes_per_second_by_threads": rates} if rates else {}
+        return {"readers": self.readers, "writers": self.writers, "bytes_per_second_by_threads": rates}
 
 
 def threads_that_pay(kind: str, path: str, device: Device, options: StoreOptions) -> ThreadCount:
-    """Doubles the threads of each direction as long as that moves more bytes, up to 16.
+    """Doubles the threads of each direction as long as that moves more bytes, up to 8.
 
-    Two numbers are compared while the device has work, as in training, with two extents in flight for each
-    thread of the larger. Where memory or the drive has no room for more, or fails, what was found until then
-    is taken.
+    Two numbers are compared while the device has work, as in training, with an extent in flight for each
+    thread of the larger. Where memory, threads or the drive have no room for more, or fail, what was found
+    until then is taken.
 
     Args:
         kind: "file" or "gds".
         path: The directory of the store.
         device: The device that activations lie on.
         options: Of the store, with the numbers to start with, and whether there may be more.
+
+    Raises:
+        StoreError: The drive does not answer when a file is opened there (``errno.ETIMEDOUT``).
     """
     found = ThreadCount(options.readers, options.writers)
-    if not options.more_threads or not device.pins_memory:
+    if not options.may_add_threads or not device.pins_memory:
         return found
-    fewer = options.writers
     rates: dict[int, float] = {}
-    while (more := 2 * fewer) <= _MOST and has_room(options, 2 * more):
+    while (more := 2 * found.writers) <= _MOST and has_room(options, more):
         try:
-            tried = _rates((fewer, more), kind, path, device, for_trial(options, 2 * more))
-        except (StoreError, TimeoutError, torch.OutOfMemoryError):
+            tried = _rates((found.writers, more), kind, path, device, for_trial(options, more))
+        except (OSError, RuntimeError) as error:  # of the drive, the device, or that pins memory
+            if isinstance(error, StoreError) and error.errno == errno.ETIMEDOUT:
+                raise  # it would be opened in the same way again
+            logger.info("%s: %d threads for each direction could not be tried: %s", path, more, error)
             break
         rates |= tried
-        if tried[more] < _WORTH * tried[fewer]:
+        if tried[more] < _WORTH * tried[found.writers]:
             break
-        fewer = more
-    return ThreadCount(fewer, fewer, rates)
+        found = ThreadCount(more, more)
+    return found._replace(rates=rates)
 
 
 def _rates(
@@ -100,4 +107,4 @@ def _rates(
             make = partial(STORES[kind], path, device=device, options=chosen)
             stores[count] = opened(make, path, device, limit)
             stack.push(partial(end, stores[count]))
-        return in_turn(stores, device, limit, extents=2 * max(counts))
+        return in_turn(stores, device, limit, extents=max(counts))

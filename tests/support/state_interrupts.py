@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from harness import PATIENCE
 from interrupts import PACKAGE, Aim
-from optimizers import Training, pair, policy
+from optimizers import SUB_GROUP, Training, pair, policy
 
 import tba_offload as tba
 from tba_offload.states import optimizer
@@ -32,12 +32,14 @@ class Trial:
 
     Args:
         place: Where the states go.
+        when: When updates are made.
         at: The point of the interrupt.
     """
 
-    def __init__(self, place: Path, at: int) -> None:
+    def __init__(self, place: Path, when: str, at: int) -> None:
         self._found, self._expected = pair("adamw")
-        self._place = place
+        self._when = when
+        self._policy = policy(place, states={"sub_group_bytes": SUB_GROUP, "when": when})
         self._aim = Aim(at, where=WHERE)
         self._stores: list[ActivationStore] = []
 
@@ -49,7 +51,7 @@ class Trial:
     def run(self) -> str | None:
         """What was wrong."""
         with mock.patch.object(optimizer, "open_store", self._open):
-            states = tba.offload_optimizer(self._found.optimizer, policy(self._place))
+            states = tba.offload_optimizer(self._found.optimizer, self._policy, model=self._found.model)
         with states:
             for seed in range(2):
                 self._found.step(seed)
@@ -62,8 +64,9 @@ class Trial:
 
     def _interrupted(self) -> str | None:
         used = self._stores[0].used_bytes
-        before = averages(self._expected)
+        before = values(self._expected)
         self._expected.step(2)
+        after = values(self._expected)
         try:
             with self._aim:
                 self._found.step(2)
@@ -72,9 +75,11 @@ class Trial:
                 return "the interrupt was swallowed"
         except KeyboardInterrupt:
             pass
-        for number, found in averages(self._found).items():
-            if not is_of_either(found, before[number], averages(self._expected)[number]):
-                return f"the state of parameter {number} is neither that of before nor that of after"
+        for name, found in values(self._found).items():
+            # Adam changes a parameter, and its other moment, by several operations.
+            is_whole = self._when == "backward" or name.startswith("exp_avg of")
+            if is_whole and not is_of_either(found, before[name], after[name]):
+                return f"{name} is neither that of before nor that of after"
         for seed in (3, 4):
             self._found.step(seed)
         left = self._stores[0].used_bytes
@@ -86,9 +91,12 @@ class Trial:
         return store
 
 
-def averages(training: Training) -> dict[int, Tensor]:
-    """Adam's first moments, by the number of their parameter."""
-    return {n: state["exp_avg"].clone() for n, state in training.optimizer.state_dict()["state"].items()}
+def values(training: Training) -> dict[str, Tensor]:
+    """Copies of all parameters and states, by names."""
+    found = {name: parameter.detach().clone() for name, parameter in training.model.named_parameters()}
+    for number, state in training.optimizer.state_dict()["state"].items():
+        found.update({f"{key} of parameter {number}": value.clone() for key, value in state.items()})
+    return found
 
 
 def is_of_either(found: Tensor, before: Tensor, after: Tensor) -> bool:
@@ -103,14 +111,18 @@ def main(trials: int, seed: int) -> int:
     chance = random.Random(seed)
     wrong = 0
     with tempfile.TemporaryDirectory() as place:
-        whole = Trial(Path(place), sys.maxsize)
-        whole.run()
-        for _ in range(trials):
-            failure = Trial(Path(place), chance.randint(1, whole.points)).run()
+        points = {}
+        for when in ("step", "backward"):
+            whole = Trial(Path(place), when, sys.maxsize)
+            whole.run()
+            points[when] = whole.points
+        for number in range(trials):
+            when = ("step", "backward")[number % 2]
+            failure = Trial(Path(place), when, chance.randint(1, points[when])).run()
             if failure is not None:
                 wrong += 1
-                sys.stdout.write(f"{failure}\n")
-    sys.stdout.write(f"{trials} trials at {whole.points} points, {wrong} wrong\n")
+                sys.stdout.write(f"when {when}: {failure}\n")
+    sys.stdout.write(f"{trials} trials at {sum(points.values())} points, {wrong} wrong\n")
     return 1 if wrong else 0
 
 

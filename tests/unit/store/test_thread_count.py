@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import logging
 import os
 import sys
@@ -15,7 +17,7 @@ from ordered_device import OrderedDevice
 
 from tba_offload.config.store import StoreOptions
 from tba_offload.errors import ConfigError, StoreError
-from tba_offload.store import open_store, probe
+from tba_offload.store import doctor, open_store, probe
 from tba_offload.store.file import FileBackend, FileStore
 from tba_offload.store.process import open_stores
 from tba_offload.store.thread_count import threads_that_pay
@@ -72,7 +74,7 @@ def device() -> OrderedDevice:
 
 def found(path: Path, device: OrderedDevice, **options: Any) -> tuple[int, set[int]]:
     """The threads that are taken, and what was tried."""
-    threads = threads_that_pay("file", str(path), device, StoreOptions(more_threads=True, **options))
+    threads = threads_that_pay("file", str(path), device, StoreOptions(may_add_threads=True, **options))
     assert threads.readers == threads.writers
     return threads.writers, set(threads.rates)
 
@@ -136,15 +138,21 @@ def test_on_a_cpu_threads_take_time_from_compute_so_none_is_tried(drive: Drive, 
 def test_without_room_for_more_what_was_found_is_taken(
     drive: Drive, device: OrderedDevice, tmp_path: Path
 ) -> None:
-    extents = 2 * 2 * ENOUGH  # with twice as many threads as two, two each, in each direction
-    room = 2 * extents * (64 + 4) * KIB
+    room = 2 * 2 * ENOUGH * (64 + 4) * KIB  # of two stores, for what is there and what is written
     assert found(tmp_path, device, capacity=room - 1) == (2, set())
     assert drive.tried == []
     assert found(tmp_path, device, capacity=room) == (ENOUGH, {2, ENOUGH})
 
 
 @pytest.mark.parametrize(
-    "error", [StoreError("the drive is gone"), TimeoutError("hangs"), torch.OutOfMemoryError("out of memory")]
+    "error",
+    [
+        StoreError("the drive is gone"),
+        TimeoutError("hangs"),
+        torch.OutOfMemoryError("out of memory"),
+        RuntimeError("CUDA cannot pin 8388608 bytes of host memory"),
+        RuntimeError("can't start new thread"),
+    ],
 )
 def test_after_an_error_what_was_found_is_taken(
     error: Exception, drive: Drive, device: OrderedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -160,6 +168,41 @@ def test_after_an_error_what_was_found_is_taken(
     before, stores = descriptors(), len(list(open_stores()))
     assert found(tmp_path, device) == (ENOUGH, {2, ENOUGH})
     assert (descriptors(), len(list(open_stores()))) == (before, stores)
+
+
+def test_a_drive_that_does_not_answer_is_not_waited_for_twice(
+    drive: Drive, device: OrderedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def silent(*_: object, **__: object) -> None:
+        raise StoreError(errno.ETIMEDOUT, "no answer for 60 s")
+
+    monkeypatch.setattr(FileStore, "__init__", silent)
+    with pytest.raises(StoreError, match="no answer"):
+        found(tmp_path, device)
+
+
+def test_numbers_that_differ_stay_where_nothing_is_tried(
+    drive: Drive, device: OrderedDevice, tmp_path: Path
+) -> None:
+    options = StoreOptions(readers=3, writers=1, may_add_threads=True, capacity=64 * KIB)
+    assert threads_that_pay("file", str(tmp_path), device, options)[:2] == (3, 1)
+    assert drive.tried == []
+
+
+def test_doctor_says_how_many_threads_auto_takes(
+    drive: Drive, device: OrderedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a directory whose name would be a variable in a policy."""
+    place = tmp_path / "a$b"
+    place.mkdir()
+    findings = json.loads(json.dumps(doctor.examine([place], device)))
+    (each,) = findings["directories"]
+    assert (each["auto"]["readers"], each["auto"]["writers"]) == (ENOUGH, ENOUGH)
+    assert set(each["auto"]["bytes_per_second_by_threads"]) == {"2", "4", "8"}
+    assert "  auto  takes file with 4 readers and 4 writers" in "\n".join(doctor.lines(findings))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    (each,) = doctor.examine([place], CPU)["directories"]
+    assert (each["auto"]["readers"], each["auto"]["bytes_per_second_by_threads"]) == (1, {})
 
 
 @pytest.mark.parametrize("value", [0, -1, 257, 2.5, True, "many", "0", "²"])
