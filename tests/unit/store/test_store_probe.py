@@ -170,6 +170,9 @@ def test_without_kvikio_it_is_the_file_store(
     assert told == {
         "why": "GPUDirect Storage needs kvikio, which is not installed",
         "bytes_per_second": {},
+        "readers": 1,
+        "writers": 1,
+        "bytes_per_second_by_threads": {},
     }
     assert clock.read == 0
 
