@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import statistics
+import time
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tba_offload.config import StoreConfig
+from tba_offload.device import ByteRange
 from tba_offload.errors import MissingDependencyError, StoreError
 from tba_offload.formatting import readable_rate, visible
 from tba_offload.store import gds
+from tba_offload.store.checksums import Checksums
 from tba_offload.store.file import FileStore
 from tba_offload.store.gds import GdsStore
 from tba_offload.store.hanging import ask, opened
@@ -28,6 +32,10 @@ if TYPE_CHECKING:
     from tba_offload.store.engine import QueuedStore
 
 Findings = dict[str, Any]
+
+_CHECKED = 64 << 20
+"""Bytes: more than caches near a core hold, as of activations."""
+_CHECKS = 3
 
 _HANGS = "check driver and drive; choose the other kind with store.kind meanwhile"
 _REMEDIES = {
@@ -72,8 +80,21 @@ def _machine(device: Device) -> Findings:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "checksum_bytes_per_second": _checksum_rate(),
         **gds.driver_versions(),
     }
+
+
+def _checksum_rate() -> float:
+    """Bytes of host memory that a thread takes the checksum of in a second of its processor time."""
+    data = ByteRange.of(torch.ones(_CHECKED, dtype=torch.uint8))
+    checksums = Checksums(on=True)
+    seconds = []
+    for _ in range(_CHECKS):
+        began = time.thread_time()
+        checksums.of_range(data)
+        seconds.append(time.thread_time() - began)
+    return _CHECKED / statistics.median(seconds)
 
 
 def _examine_directory(directory: str, device: Device) -> Findings:
@@ -128,13 +149,18 @@ def lines(findings: Findings) -> list[str]:
         for name, key in (("kvikio", "kvikio"), ("cuFile", "cufile"), ("nvidia-fs", "nvidia_fs"))
     ]
     said = [f"{machine['device']}; torch {machine['torch']}; {'; '.join(known)}"]
+    rate = machine["checksum_bytes_per_second"]
+    said.append(
+        f"checksums: {readable_rate(rate)}, {2 * 2**30 / rate:.2f} s of processor time for each GiB that is "
+        "written and read; store.checksum: false does without"
+    )
     for each in findings["directories"]:
         said.append(each["directory"])
         said += [f"  {kind:5} {_in_words(way)}" for kind, way in each["ways"].items()]
         if each["auto"] is not None:
             auto = each["auto"]
-            threads = f"{auto['readers']} readers and {auto['writers']} writers"
-            said.append(f"  auto  takes {auto['kind']} with {threads}, because {auto['why']}")
+            threads = f"readers: {auto['readers']}, writers: {auto['writers']}"
+            said.append(f"  auto  takes {auto['kind']} ({threads}), because {auto['why']}")
         said += [f"  - {sentence}" for sentence in each["advice"]]
     return [visible(line) for line in said]
 

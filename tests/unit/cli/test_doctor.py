@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import uuid
 from pathlib import Path
@@ -136,6 +137,18 @@ def test_what_is_missing_is_said_with_its_remedy(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.usefixtures("cpu")
+def test_what_checksums_cost_is_said(tmp_path: Path) -> None:
+    rate = findings_of(str(tmp_path))["machine"]["checksum_bytes_per_second"]
+    assert 1e8 < rate < 1e12
+    assert re.search(
+        r"^checksums: [\d.]+ [MG]B/s, [\d.]+ s of processor time for each GiB that is written and read; "
+        r"store\.checksum: false does without$",
+        call(str(tmp_path)).stdout,
+        re.MULTILINE,
+    )
+
+
+@pytest.mark.usefixtures("cpu")
 def test_on_a_cpu_there_is_one_way(tmp_path: Path) -> None:
     (each,) = findings_of(str(tmp_path))["directories"]
     assert set(each["ways"]) == {"file"}
@@ -172,8 +185,9 @@ def test_no_directory_is_made() -> None:
 @pytest.mark.usefixtures("gpu")
 def test_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gds, "NVIDIA_FS", tmp_path / "none")
-    head, directory, file, direct, auto, *_ = call(str(tmp_path)).stdout.splitlines()
+    head, checksums, directory, file, direct, auto, *_ = call(str(tmp_path)).stdout.splitlines()
     assert head.endswith("kvikio fake; cuFile 1.15; nvidia-fs not found")
+    assert checksums.startswith("checksums: ")
     assert directory == str(tmp_path)
     assert file.startswith("  file  ")
     assert direct.startswith(

@@ -199,7 +199,7 @@ def test_doctor_says_how_many_threads_auto_takes(
     (each,) = findings["directories"]
     assert (each["auto"]["readers"], each["auto"]["writers"]) == (ENOUGH, ENOUGH)
     assert set(each["auto"]["bytes_per_second_by_threads"]) == {"2", "4", "8"}
-    assert "  auto  takes file with 4 readers and 4 writers" in "\n".join(doctor.lines(findings))
+    assert "  auto  takes file (readers: 4, writers: 4), because" in "\n".join(doctor.lines(findings))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     (each,) = doctor.examine([place], CPU)["directories"]
     assert (each["auto"]["readers"], each["auto"]["bytes_per_second_by_threads"]) == (1, {})
