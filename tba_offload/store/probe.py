@@ -278,12 +278,22 @@ def end(store: QueuedStore, kind: type[BaseException] | None, *_: object) -> Non
 
 
 def has_room(options: StoreOptions, extents: int) -> bool:
-    """Whether two stores that are tried at once have room for so many extents in each direction."""
+    """Whether the capacity has room for two stores that are tried at once.
+
+    Args:
+        options: The capacity.
+        extents: How many each store writes, and reads, at once.
+    """
     return options.capacity is None or options.capacity >= 2 * _room(extents)
 
 
 def for_trial(options: StoreOptions, extents: int) -> StoreOptions:
-    """The options of a store that is tried, not used: with room for what is moved, and little patience."""
+    """The options of a store that is tried, not used: with room for what is moved, and little patience.
+
+    Args:
+        options: Of the store that is going to be used.
+        extents: How many are moved at once in each direction.
+    """
     limit = options.stall_seconds
     return replace(
         options,

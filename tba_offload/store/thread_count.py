@@ -51,7 +51,7 @@ class ThreadCount(NamedTuple):
     rates: Mapping[int, float] = {}
 
     def of(self, options: StoreOptions) -> StoreOptions:
-        """The options of a store with so many threads."""
+        """The same options with these numbers of threads."""
         return replace(options, readers=self.readers, writers=self.writers)
 
     def as_json(self) -> dict[str, object]:

@@ -75,5 +75,5 @@ def combinations(*factors: Sequence[Any], everything: bool = EVERYTHING, togethe
 
 
 def parts_of(row: Row, together: int) -> Iterable[Part]:
-    """So many values of a row at a time, each with the number of its factor."""
+    """All choices of ``together`` values from a row, each value with the number of its factor."""
     return itertools.combinations(enumerate(row), together)

@@ -154,7 +154,6 @@ def main(trials: int, seed: int) -> int:
     drive = Drive()
     model = nn.Sequential(*(Block(i) for i in range(3)))
     expected = forward_backward(model, None)
-    wrong = 0
     with session_for(model, layers=list(model), drive=drive, in_flight=40 * KIB) as session:
         for _ in range(3):
             forward_backward(model, session)
@@ -162,14 +161,29 @@ def main(trials: int, seed: int) -> int:
             forward_backward(model, session)
         gc.collect()
         gc.freeze()  # or each collection would look at all of PyTorch
-        for _ in range(trials):
+
+        def one(_: int) -> str | None:
             drive.writes.seconds = drive.reads.seconds = chance.choice([0.0, 0.0, 0.0005])
-            failure = trial(model, session, chance.randint(1, aim.count), expected)
-            if failure is not None:
-                wrong += 1
-                sys.stdout.write(f"{failure}\n")
-        sys.stdout.write(f"{trials} trials at {aim.count} points, {wrong} wrong\n")
-    return 1 if wrong else 0
+            return trial(model, session, chance.randint(1, aim.count), expected)
+
+        return tell_of(trials, one, aim.count)
+
+
+def tell_of(trials: int, one: Callable[[int], str | None], points: int) -> int:
+    """Runs trials and prints what went wrong, a line each; the exit status.
+
+    Args:
+        trials: How many.
+        one: Runs the trial of a number, from 0; what was wrong.
+        points: How many points there are to strike at.
+    """
+    failures = 0
+    for failure in map(one, range(trials)):
+        if failure is not None:
+            failures += 1
+            sys.stdout.write(f"{failure}\n")
+    sys.stdout.write(f"{trials} trials at {points} points, {failures} wrong\n")
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 from harness import PATIENCE
-from interrupts import PACKAGE, Aim
+from interrupts import PACKAGE, Aim, tell_of
 from optimizers import SUB_GROUP, Training, pair, policy
 
 import tba_offload as tba
@@ -109,21 +109,19 @@ def main(trials: int, seed: int) -> int:
     """Prints what went wrong, a line each."""
     torch.set_num_threads(1)
     chance = random.Random(seed)
-    wrong = 0
     with tempfile.TemporaryDirectory() as place:
         points = {}
         for when in ("step", "backward"):
             whole = Trial(Path(place), when, sys.maxsize)
             whole.run()
             points[when] = whole.points
-        for number in range(trials):
+
+        def one(number: int) -> str | None:
             when = ("step", "backward")[number % 2]
             failure = Trial(Path(place), when, chance.randint(1, points[when])).run()
-            if failure is not None:
-                wrong += 1
-                sys.stdout.write(f"when {when}: {failure}\n")
-    sys.stdout.write(f"{trials} trials at {sum(points.values())} points, {wrong} wrong\n")
-    return 1 if wrong else 0
+            return None if failure is None else f"when {when}: {failure}"
+
+        return tell_of(trials, one, sum(points.values()))
 
 
 if __name__ == "__main__":
