@@ -1,6 +1,7 @@
 """How close the file store comes to the drive: the store as the offloader drives it, against fio.
 
     python benchmarks/io.py DIRECTORY [--json FILE]
+    python benchmarks/io.py DIRECTORY --device cuda      bytes of a GPU
 
 For every extent size and direction they take turns on the same drive, several times, so that whatever else
 the machine does disturbs all alike. The yardsticks are ``fio --ioengine=psync`` with the same block size and
@@ -9,7 +10,9 @@ as many jobs as the store has threads for that direction, and, where the kernel 
 and has two such batches in flight. Both work on a file that was written before. "mixed" is a write and a read
 of the same amount at once, from the start of the first to the end of the last. Beside each rate stands the
 processor time: of the whole process for the store, the thread that queues included, and what fio says of its
-jobs. Run it with ``GLIBC_TUNABLES=glibc.malloc.hugetlb=1``, as training on a CPU: with large pages a
+jobs, and by how many places a transfer of the store ended before one that was asked for earlier: one thread
+ends them in order, and what is needed first comes first. Without fio the store is measured alone. Run it
+on a CPU with ``GLIBC_TUNABLES=glibc.malloc.hugetlb=1``, as training there: with large pages a
 call takes about half the processor time.
 """
 
@@ -34,17 +37,19 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from ends import Ends
 
 from tba_offload.config import parse_size
 from tba_offload.config.store import threads_per_direction
-from tba_offload.device import READY, CpuDevice
+from tba_offload.device import READY, device_of
 from tba_offload.device.ranges import CACHE_LINE, ByteRange
 from tba_offload.store.file import FileStore
 from tba_offload.store.transfers import JOINED_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from tba_offload.device import Device
     from tba_offload.store.base import Extent, IoFuture
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -55,14 +60,20 @@ IN_FLIGHT = 64 * MIB
 
 DIRECTIONS = ("write", "read", "mixed")
 THREADS = {"write": "writers", "read": "readers"}
-CPU = CpuDevice()
 
 
 class Run(NamedTuple):
-    """One run: bytes a second, and seconds of processor time for each GiB."""
+    """One run.
+
+    Attributes:
+        rate: Bytes a second.
+        cpu: Seconds of processor time for each GiB.
+        places: The most places that a transfer was overtaken by; of fio it is not known.
+    """
 
     rate: float
     cpu: float
+    places: int = 0
 
 
 @dataclass
@@ -89,8 +100,13 @@ class Result:
             del runs[0]
 
     def lowest(self) -> float:
-        """The median ratio to the engine that was faster."""
-        return min(statistics.median(self.ratios(engine)) for engine in self.engines)
+        """The median ratio to the engine that was faster; 0 without any."""
+        return min((statistics.median(self.ratios(engine)) for engine in self.engines), default=0.0)
+
+    @property
+    def places(self) -> int:
+        """The most places that a transfer of the store was overtaken by, of all rounds."""
+        return max(run.places for run in self.lanes[STORE])
 
     def as_json(self) -> dict[str, Any]:
         """The result for a program."""
@@ -100,14 +116,16 @@ class Result:
             "bytes_per_second": {name: [run.rate for run in runs] for name, runs in self.lanes.items()},
             "cpu_seconds_per_gib": {name: [run.cpu for run in runs] for name, runs in self.lanes.items()},
             "ratios": {engine: self.ratios(engine) for engine in self.engines},
+            "places": self.places,
             "median_ratio": {engine: statistics.median(self.ratios(engine)) for engine in self.engines},
         }
 
     def __str__(self) -> str:
         text = f"{self.direction:<6} {self.size // KIB:>6} KiB"
         for name, runs in self.lanes.items():
-            rate, cpu = (statistics.median(values) for values in zip(*runs, strict=True))
+            rate, cpu = (statistics.median(values) for values in list(zip(*runs, strict=True))[:2])
             text += f"   {name} {rate / 1e9:5.2f} GB/s {1e3 * cpu:4.0f} ms"
+        text += f"   places {self.places}"
         for engine in self.engines:
             ratios = self.ratios(engine)
             text += f"   x {engine} {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
@@ -135,29 +153,33 @@ class Lane:
         self._batch = batch
         self._calls = calls
         self._lock = threading.Lock()
-        self._in_flight = 0
+        self._asked = 0
+        self.ends = Ends()
         self._low = depth // 2
         self._error: BaseException | None = None
 
     def refill(self) -> bool:
         """Queues transfers; whether more of them will end."""
-        while self._in_flight + self._batch <= self._depth and self._low:
+        while self._in_flight() + self._batch <= self._depth and self._low:
             futures = self._transfers(self._batch)
             with self._lock:
                 if not futures:
                     self._low = 0  # call at the end only
-                self._in_flight += len(futures)
-            for future in futures:
-                future.add_done_callback(self._ended)
+                first, self._asked = self._asked, self._asked + len(futures)
+            for number, future in enumerate(futures, first):
+                future.add_done_callback(partial(self._ended, number))
         if self._error is not None:
             raise self._error
-        return self._in_flight > 0
+        return self._in_flight() > 0
 
-    def _ended(self, future: IoFuture) -> None:
+    def _in_flight(self) -> int:
+        return self._asked - len(self.ends)
+
+    def _ended(self, number: int, future: IoFuture) -> None:
         with self._lock:
-            self._in_flight -= 1
+            self.ends.note(number)
             self._error = self._error or future.error
-            low = self._in_flight == self._low
+            low = self._in_flight() == self._low
         if low:
             self._calls.put(self)
 
@@ -166,7 +188,7 @@ class Driver:
     """Uses a store the way the offloader does.
 
     The bytes in flight are bounded. Writes take new extents, reads give them back. Memory is aligned as
-    PyTorch aligns it, to 64 bytes.
+    PyTorch aligns it on a CPU, to 64 bytes.
 
     There is a buffer for each transfer that moves at a time and no more, as in fio: one that is used again
     and again stays in the processor's cache, which activations do not, and that alone can be worth a third of
@@ -174,8 +196,9 @@ class Driver:
     as much.
     """
 
-    def __init__(self, store: FileStore, size: int, amount: int) -> None:
+    def __init__(self, store: FileStore, device: Device, size: int, amount: int) -> None:
         self._store = store
+        self._device = device
         self._size = size
         self._count = amount // size
         threads = threads_of(store)
@@ -186,9 +209,11 @@ class Driver:
         self._full: list[Extent] = []
 
     def _buffer(self) -> torch.Tensor:
-        room = torch.empty(self._size + 2 * PAGE, dtype=torch.uint8)  # by malloc, as activations and in fio
+        where = self._device.torch_device
+        room = torch.empty(self._size + 2 * PAGE, dtype=torch.uint8, device=where)  # by malloc, as in fio
         block = min(self._size, MIB)
-        room[: self._size].view(-1, block).copy_(torch.randint(0, 256, (block,)))  # nothing that compresses
+        values = torch.randint(0, 256, (block,), dtype=torch.uint8)  # nothing that compresses
+        room[: self._size].view(-1, block).copy_(values)
         start = -room.data_ptr() % PAGE + CACHE_LINE  # all alike, as what is read ahead is placed
         return room[start : start + self._size]
 
@@ -208,14 +233,15 @@ class Driver:
         return self._timed(written, {"write": partial(self._writes, written), "read": reads})
 
     def _timed(self, written: list[Extent], lanes: dict[str, Callable[[int], list[IoFuture]]]) -> Run:
+        self._device.event().synchronize()  # all buffers are full
         start, cpu = time.perf_counter(), time.process_time()
-        self._drive(lanes)
+        ends = self._drive(lanes)
         seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
         self._full = written
         moved = len(lanes) * self._count * self._size
-        return Run(moved / seconds, cpu / moved * GIB)
+        return Run(moved / seconds, cpu / moved * GIB, max(each.places() for each in ends))
 
-    def _drive(self, transfers: dict[str, Callable[[int], list[IoFuture]]]) -> None:
+    def _drive(self, transfers: dict[str, Callable[[int], list[IoFuture]]]) -> list[Ends]:
         calls: SimpleQueue[Lane] = SimpleQueue()
         lanes = {Lane(lane, self._depths[name], self._batch, calls) for name, lane in transfers.items()}
         active = {lane for lane in lanes if lane.refill()}
@@ -223,6 +249,7 @@ class Driver:
             lane = calls.get()
             if not lane.refill():
                 active.discard(lane)
+        return [lane.ends for lane in lanes]
 
     def _writes(self, written: list[Extent], count: int) -> list[IoFuture]:
         first, count = len(written), min(count, self._count - len(written))
@@ -243,7 +270,7 @@ class Driver:
             return []
         targets = (ByteRange.of(self._targets[i % len(self._targets)]) for i in range(len(wanted)))
         orders = [(extent, target, READY) for extent, target in zip(wanted, targets, strict=True)]
-        futures = self._store.read_many(orders, padded=True)
+        futures = self._store.read_many(orders, padded=not self._device.pins_memory)
         for extent, future in zip(wanted, futures, strict=True):
             future.add_done_callback(partial(self._release, extent))
         return futures
@@ -335,14 +362,18 @@ def threads_of(store: FileStore) -> dict[str, int]:
     return {name: int(str(store.description[key])) for name, key in THREADS.items()}
 
 
-def measure(store: FileStore, fio: Fio, size: int, amount: int, rounds: int) -> list[Result]:
-    """All directions of one size, store and fio in turn."""
+def measure(
+    store: FileStore, device: Device, fio: Fio | None, size: int, amount: int, rounds: int
+) -> list[Result]:
+    """All directions of one size, store and fio in turn; without fio the store alone."""
     results = {name: Result(name, size) for name in DIRECTIONS}
     for turn in range(rounds + 1):
-        driver = Driver(store, size, amount)
+        driver = Driver(store, device, size, amount)
         runs = (("write", driver.write), ("mixed", driver.mixed), ("read", driver.read))
         for name, run in runs:  # in this order each run finds what it reads
-            entrants = [(STORE, run), *((each, partial(fio.run, each, name, size)) for each in fio.engines)]
+            entrants = [(STORE, run)]
+            if fio is not None:
+                entrants += [(each, partial(fio.run, each, name, size)) for each in fio.engines]
             for entrant, go in entrants[:: -1 if turn % 2 else 1]:
                 results[name].lanes[entrant].append(go())
     for result in results.values():
@@ -352,27 +383,27 @@ def measure(store: FileStore, fio: Fio, size: int, amount: int, rounds: int) -> 
 
 def compare(arguments: argparse.Namespace) -> tuple[dict[str, object], list[Result]]:
     """All sizes; prints each as soon as it is known."""
-    amount = arguments.amount * MIB
+    amount, device = arguments.amount * MIB, device_of(arguments.device)
     results = []
     with FileStore(
         arguments.directory,
-        device=CPU,
+        device=device,
         writers=arguments.writers,
         readers=arguments.readers,
         checksum=False,  # fio checks nothing either
     ) as store:
-        fio = Fio(store, amount)
+        fio = Fio(store, amount) if shutil.which("fio") else None
         path, jobs = store.description, threads_of(store)
         print(f"{store.directory}: {path['path']}, {jobs['write']} writers, {jobs['read']} readers")
         print("medians; ms of processor time for each GiB; rates of the store over fio's, and their range")
         for size in arguments.sizes:
-            for result in measure(store, fio, size, amount, arguments.rounds):
+            for result in measure(store, device, fio, size, amount, arguments.rounds):
                 results.append(result)
                 print(result, flush=True)
     return path, results
 
 
-def parse() -> argparse.Namespace:
+def parse(given: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     usual = threads_per_direction()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -388,20 +419,29 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7, help="how often store and fio take turns")
     parser.add_argument("--writers", type=int, default=usual, help="threads that write")
     parser.add_argument("--readers", type=int, default=usual, help="threads that read")
+    parser.add_argument("--device", default="cpu", help="where the bytes are, such as cuda")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--require", type=float, default=0.0, help="fail if a median ratio is below this")
-    return parser.parse_args()
+    return parser.parse_args(given)
 
 
-def main() -> int:
-    """Returns the exit status."""
-    arguments = parse()
+def main(given: Sequence[str] | None = None) -> int:
+    """Measures and prints.
+
+    Args:
+        given: The arguments; those of the command line by default.
+
+    Returns:
+        The exit status.
+    """
+    arguments = parse(given)
     if shutil.which("fio") is None:
         print(
             "fio is the yardstick and is not installed; try: apt install fio, or dnf install fio",
             file=sys.stderr,
         )
-        return 2
+        if arguments.require:
+            return 2
     path, results = compare(arguments)
     if arguments.json is not None:
         report = {
@@ -422,8 +462,10 @@ def main() -> int:
     return 1 if slow else 0
 
 
-def fio_version() -> str:
-    """What fio calls itself."""
+def fio_version() -> str | None:
+    """What fio calls itself, if it is there."""
+    if shutil.which("fio") is None:
+        return None
     return subprocess.run(["fio", "--version"], capture_output=True, text=True, check=True).stdout.strip()
 
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 import torch
+from ends import Ends
 from gpu import machine_of, versions
 from rich.console import Console
 from rich.table import Table
@@ -124,26 +125,21 @@ class Lane:
 
     def __init__(self, futures: Sequence[IoFuture]) -> None:
         self._futures = futures
-        self._order: list[int] = []
+        self.ends = Ends()
         for number, future in enumerate(futures):
             future.add_done_callback(partial(self._note, number))
 
     def _note(self, number: int, _: IoFuture) -> None:
-        self._order.append(number)
+        self.ends.note(number)
 
     def is_over(self) -> bool:
         """Whether all have ended."""
-        return len(self._order) == len(self._futures)
+        return len(self.ends) == len(self._futures)
 
     def check(self) -> None:
         """Raises the error of the first that failed."""
         for future in self._futures:
             future.wait(WAIT_SECONDS)
-
-    def places(self) -> int:
-        """The most that ended before one that was asked for earlier."""
-        order = self._order
-        return max(sum(later > number for later in order[:at]) for at, number in enumerate(order))
 
 
 class Mover:
@@ -205,7 +201,7 @@ class Mover:
         if direction != "read":
             for extent in before:
                 self._store.release(extent)
-        return ended[0] - began, product, busy - own, max(lane.places() for lane in lanes)
+        return ended[0] - began, product, busy - own, max(lane.ends.places() for lane in lanes)
 
     def check(self) -> None:
         """Compares what was read with what was written.

@@ -37,7 +37,12 @@ def variables(folder: Path) -> dict[str, str]:
     found = environment()
     paths = [found["PYTHONPATH"], str(PACKAGES)]
     # cuFile's stub needs no /run/udev, without which kvikio does not ask it.
-    own = {"LD_LIBRARY_PATH": str(folder), "PYTHONPATH": os.pathsep.join(paths), "KVIKIO_COMPAT_MODE": "OFF"}
+    own = {
+        "LD_LIBRARY_PATH": str(folder),
+        "LD_PRELOAD": str(folder / "libcufile.so.0"),  # a CUDA build of PyTorch brings a cuFile of its own
+        "PYTHONPATH": os.pathsep.join(paths),
+        "KVIKIO_COMPAT_MODE": "OFF",
+    }
     return found | own
 
 
