@@ -1,7 +1,8 @@
 """The command line of benchmarks that tell what one mechanism costs a training step of the demo's GPT.
 
 Three lanes train the same model step by step in turn, each in a process of its own: with the mechanism, with
-it once more (how far the two are apart is what the machine's noise can do to any ratio) and without it.
+it once more (how far the two are apart is what the machine's noise can do to any ratio) and without it. A
+mechanism may have a fourth, in which its work is done many times over.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     Steps = list[dict[str, Any]]
     Lanes = dict[str, Steps]
 
-ON, AGAIN, OFF = "on", "on again", "off"
+ON, AGAIN, OFF, MANY = "on", "on again", "off", "many times"
 
 
 class MeteredTrainer(Trainer):
@@ -56,15 +57,17 @@ class Mechanism(NamedTuple):
         strategy: The demo's name of what is done with activations.
         on: The lane that has the mechanism; it runs twice.
         off: The lane that does not have it.
-        summarize: The mechanism's own figures, from the steps of the lane that has it.
-        told: A sentence about these figures.
+        summarize: The mechanism's own figures, from the steps of all lanes.
+        told: Sentences about these figures.
+        many: The lane that has its work many times over.
     """
 
     strategy: str
     on: Lane
     off: Lane
-    summarize: Callable[[Steps], dict[str, Any]]
+    summarize: Callable[[Lanes], dict[str, Any]]
     told: Callable[[dict[str, Any]], str]
+    many: Lane | None = None
 
 
 def cost_command(doc: str, mechanism: Mechanism, *, steps: int, warm_up: int) -> click.Command:
@@ -94,7 +97,7 @@ def cost_command(doc: str, mechanism: Mechanism, *, steps: int, warm_up: int) ->
             "dtype": shape.dtype,
             "instruction_set": torch.backends.cpu.get_cpu_capability(),
             "threads": torch.get_num_threads(),
-            **mechanism.summarize(lanes[ON]),
+            **mechanism.summarize(lanes),
             **_ratios(lanes, warm_up),
         }
         click.echo(json.dumps(figures, indent=2) if as_json else "\n".join(_lines(figures, mechanism)))
@@ -107,7 +110,14 @@ def _entrants(
 ) -> dict[str, Entrant]:
     text = write_text(scratch / "text")
     made = {}
-    for name, lane in {ON: mechanism.on, AGAIN: mechanism.on, OFF: mechanism.off}.items():
+    for name, lane in {
+        ON: mechanism.on,
+        AGAIN: mechanism.on,
+        OFF: mechanism.off,
+        MANY: mechanism.many,
+    }.items():
+        if lane is None:
+            continue
         arguments = {
             "shape": shape,
             "text": text,

@@ -14,7 +14,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cost import Lane, Mechanism, MeteredTrainer, cost_command
+from cost import ON, Lane, Mechanism, MeteredTrainer, cost_command
 
 import tba_offload as tba
 from tba_offload.capture import site
@@ -25,6 +25,8 @@ from tba_offload.session.layer_call import Call
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from cost import Lanes
 
 
 class VerifiedTrainer(MeteredTrainer):
@@ -100,9 +102,9 @@ def config(scratch: Path) -> tba.OffloadConfig:
     return tba.OffloadConfig(default="recompute", store=tba.StoreConfig(kind="file", directories=(scratch,)))
 
 
-def summarize(steps: list[dict[str, Any]]) -> dict[str, Any]:
+def summarize(lanes: Lanes) -> dict[str, Any]:
     """Shares of the first step and of those after it."""
-    first, *later = (step["verifying_seconds"] / step["cpu_seconds"] for step in steps)
+    first, *later = (step["verifying_seconds"] / step["cpu_seconds"] for step in lanes[ON])
     return {
         "share_of_cpu": statistics.mean(later),
         "share_of_cpu_first_step": first,

@@ -159,6 +159,8 @@ class StepRecord:
         given_up_bytes: Prefetches given up, to be read on demand instead.
         held_bytes: Bytes offloaded in vain, because something else kept their storage alive.
         fallback_kept_bytes: Bytes kept although the plan said offload: store full, drive failed or too slow.
+        checksum_seconds: Processor time of I/O threads for checksums of what drives were given and gave back,
+            in the step and since the last one; none where a GPU computes them.
         drives_out_of_service: Drives that take no writes at the end of the step: a write to them failed, or
             found no room.
         left_alone_scopes: Executions of layers inside saved-tensor hooks of other code, not captured.
@@ -205,6 +207,7 @@ class StepRecord:
     given_up_bytes: int = 0
     held_bytes: int = 0
     fallback_kept_bytes: int = 0
+    checksum_seconds: float | None = None
     drives_out_of_service: int = 0
     left_alone_scopes: int = 0
     planning_seconds: float | None = None

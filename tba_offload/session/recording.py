@@ -85,6 +85,7 @@ def record_of(
         given_up_bytes=stats.given_up,
         held_bytes=stats.held,
         fallback_kept_bytes=stats.fallback_kept + parts.capture.slow_kept_bytes,
+        checksum_seconds=sum(load.checksum_seconds for load in loads),
         drives_out_of_service=sum(not load.in_service for load in loads),
         left_alone_scopes=trace.left_alone,
         planning_seconds=parts.planning.seconds,

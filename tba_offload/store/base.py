@@ -215,6 +215,7 @@ class DriveLoad(NamedTuple):
         in_service: Whether it takes writes; one that failed does not, for a while.
         room: Most bytes that it holds, as far as that is known: its capacity, what it had grown to when it
             was found full, or nothing while it is out of service; ``None`` for no known limit.
+        checksum_seconds: Processor time of I/O threads for checksums.
     """
 
     write: Load
@@ -222,6 +223,7 @@ class DriveLoad(NamedTuple):
     tier: str = DRIVE_TIER
     in_service: bool = True
     room: int | None = None
+    checksum_seconds: float = 0.0
 
 
 WriteOrder = tuple[Extent, "ByteRange", "Event", "Callable[[IoFuture], object] | None"]

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from tba_offload.device import ByteRange, Device, Event
     from tba_offload.store.backend import Move
-    from tba_offload.store.base import Extent
+    from tba_offload.store.base import DriveLoad, Extent
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +114,10 @@ class FileBackend:
         """The checksum of bytes, as of their transfer."""
         return self._checksums.of(data)
 
+    def take_checksum_seconds(self) -> float:
+        """Processor time for checksums since the last call."""
+        return self._checksums.take_seconds()
+
     def move_out(self, extent: Extent, source: ByteRange, after: Event) -> int | None:
         """See :meth:`Backend.move_out`."""
         if not self._is_in_place(extent, source, padded=not self._stable_pages):
@@ -135,7 +139,7 @@ class FileBackend:
         for extent, source in moves:
             if not self._is_in_place(extent, source, padded=padded):
                 return None
-        digests = [self._checksums.of_range(source) for _, source in moves]
+        digests = self._checksums.of_ranges(source for _, source in moves)
         return digests if self._moved_together(posix.pwritev, moves, _NOTHING) else None
 
     def move_in_together(self, moves: Sequence[Move], *, padded: bool) -> list[int | None] | None:
@@ -145,7 +149,7 @@ class FileBackend:
                 return None
         if not self._moved_together(posix.preadv, moves, _ANYTHING):
             return None
-        return [self._checksums.of_range(target) for _, target in moves]
+        return self._checksums.of_ranges(target for _, target in moves)
 
     def _moved_together(self, call: posix.Call, moves: Sequence[Move], filler: int) -> bool:
         """Moves neighbouring extents wholly, by one call; after the span of each comes the filler."""
@@ -166,8 +170,7 @@ class FileBackend:
             for piece in _pieces(extent, self._span(extent), self.ring.slab_bytes):
                 payload = slab[piece.lo : piece.hi]
                 self.device.copy(payload, data[piece.at : piece.at + payload.numel()], after)
-                if hasher is not None:
-                    hasher.update(posix.view(payload.data_ptr(), payload.numel()))
+                self._checksums.add(hasher, payload.data_ptr(), payload.numel())
                 self._put(extent, slab.data_ptr(), piece.start, piece.length)
         return None if hasher is None else hasher.intdigest()
 
@@ -177,8 +180,7 @@ class FileBackend:
             for piece in _pieces(extent, self._span(extent), self.ring.slab_bytes):
                 self._get(extent, slab.data_ptr(), piece.start, piece.length)
                 payload = slab[piece.lo : piece.hi]
-                if hasher is not None:
-                    hasher.update(posix.view(payload.data_ptr(), payload.numel()))
+                self._checksums.add(hasher, payload.data_ptr(), payload.numel())
                 self.device.copy(data[piece.at : piece.at + payload.numel()], payload, after)
         return None if hasher is None else hasher.intdigest()
 
@@ -269,6 +271,11 @@ class FileStore(QueuedStore):
             "readers": self._options.readers,
             **({} if self.chosen is None else {"chosen": self.chosen}),
         }
+
+    def take_loads(self) -> list[DriveLoad]:
+        """What the drive has moved; see :meth:`ActivationStore.take_loads`."""
+        (load,) = super().take_loads()
+        return [load._replace(checksum_seconds=self._file.take_checksum_seconds())]
 
     @property
     def staging_bytes(self) -> int:

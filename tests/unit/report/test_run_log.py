@@ -69,6 +69,7 @@ RECORD = StepRecord(
     reread_bytes=12,
     rescued_bytes=13,
     fallback_kept_bytes=10,
+    checksum_seconds=0.004,
     drives_out_of_service=1,
     left_alone_scopes=11,
     planning_seconds=0.003,

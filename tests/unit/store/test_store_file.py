@@ -507,6 +507,27 @@ def test_what_is_read_is_checked_unless_told_otherwise(tmp_path: Path) -> None:
             assert not torch.equal(get(store, put(store, pattern(100_003))), pattern(100_003))
 
 
+@pytest.mark.parametrize("checksum", [True, False])
+def test_what_checksums_cost_is_counted(tmp_path: Path, *, checksum: bool) -> None:
+    model = torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(6))
+    )
+    config = tba.OffloadConfig(
+        min_tensor_bytes=1,
+        budget=tba.BudgetConfig(in_flight_bytes=32 << 10),
+        store=tba.StoreConfig(directories=(tmp_path,), checksum=checksum),
+    )
+    with tba.attach(model, config, layers=list(model)) as session:
+        for _ in range(2):
+            with session.step():
+                model(torch.ones(64, 64)).sum().backward()
+    assert len(session.report()) == 2
+    for record in session.report():
+        assert record.checksum_seconds is not None
+        assert (record.checksum_seconds > 0) == checksum
+        assert record.checksum_seconds < record.seconds
+
+
 @pytest.mark.parametrize("fault", ["flip-write", "zeros-write", "zeros-read", "lost-write"])
 @pytest.mark.parametrize("staged", [False, True])
 def test_every_silent_change_is_noticed(
