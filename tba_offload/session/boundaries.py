@@ -353,7 +353,7 @@ def token_counter(tokens: Tokens | None) -> TokenCounter:
         ConfigError: It is neither a positive number nor a function.
     """
     if tokens is None:
-        return _input_ids
+        return _InputIds()
     if callable(tokens):
         return lambda _module, args, kwargs: tokens(*args, **kwargs)
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
@@ -363,11 +363,25 @@ def token_counter(tokens: Tokens | None) -> TokenCounter:
     return lambda *_: tokens
 
 
-def _input_ids(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> int | None:
-    """The elements of ``input_ids``, by whichever way they are given."""
-    found = kwargs.get("input_ids")
-    if found is None and args:
-        names = list(inspect.signature(module.forward).parameters)
-        place = names.index("input_ids") if "input_ids" in names else len(args)
-        found = args[place] if place < len(args) else None
-    return found.numel() if isinstance(found, torch.Tensor) else None
+class _InputIds:
+    """Counts the elements of ``input_ids``, by whichever way they are given.
+
+    It asks each module once where its forward takes them: the signature takes longer than a small layer.
+    """
+
+    def __init__(self) -> None:
+        self._places: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictionary()
+
+    def __call__(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> int | None:
+        """The elements; ``None`` if there are no such arguments."""
+        found = kwargs.get("input_ids")
+        if found is None and args:
+            place = self._place(module)
+            found = args[place] if place is not None and place < len(args) else None
+        return found.numel() if isinstance(found, torch.Tensor) else None
+
+    def _place(self, module: nn.Module) -> int | None:
+        if module not in self._places:
+            names = list(inspect.signature(module.forward).parameters)
+            self._places[module] = names.index("input_ids") if "input_ids" in names else None
+        return self._places[module]
