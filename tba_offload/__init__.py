@@ -42,13 +42,21 @@ from tba_offload.renamed import find_old_modules
 
 if TYPE_CHECKING:
     from tba_offload.attachment import attach
-    from tba_offload.config import BudgetConfig, OffloadConfig, StatesConfig, StoreConfig, load_config
+    from tba_offload.config import (
+        BudgetConfig,
+        OffloadConfig,
+        StatesConfig,
+        StoreConfig,
+        WeightsConfig,
+        load_config,
+    )
     from tba_offload.config.policy import LayerId, Placement, Policy, Rule
     from tba_offload.device.memory import keep_freed_pages
     from tba_offload.report.run_log import StepRecord, read_run_log
     from tba_offload.session import Session
     from tba_offload.session.step import Step
     from tba_offload.states import OptimizerStates, StatesRecord, offload_optimizer
+    from tba_offload.weights import FrozenWeights, offload_frozen
 
 __version__ = "0.1.0"
 
@@ -67,6 +75,9 @@ _HOMES = {
     "Step": "tba_offload.session.step",
     "StepRecord": "tba_offload.report.run_log",
     "StatesConfig": "tba_offload.config",
+    "WeightsConfig": "tba_offload.config",
+    "FrozenWeights": "tba_offload.weights",
+    "offload_frozen": "tba_offload.weights",
     "StatesRecord": "tba_offload.states",
     "StoreConfig": "tba_offload.config",
     "attach": "tba_offload.attachment",
@@ -80,6 +91,7 @@ __all__ = [
     "BudgetConfig",
     "ChecksumError",
     "ConfigError",
+    "FrozenWeights",
     "LayerId",
     "MissingDependencyError",
     "NoEffectWarning",
@@ -108,9 +120,11 @@ __all__ = [
     "TbaError",
     "TransferError",
     "UnsupportedError",
+    "WeightsConfig",
     "attach",
     "keep_freed_pages",
     "load_config",
+    "offload_frozen",
     "offload_optimizer",
     "read_run_log",
 ]

@@ -438,6 +438,18 @@ class StatesConfig:
 
 
 @_settings
+class WeightsConfig:
+    """Where weights are while their layer does not compute.
+
+    Attributes:
+        frozen: Whether those that are not trained, as the model below LoRA, are kept in memory, or
+            ``offload``: read before the forward and the backward of their layer.
+    """
+
+    frozen: Literal["keep", "offload"] = "keep"
+
+
+@_settings
 class OffloadConfig:
     """Everything that can be set.
 
@@ -448,6 +460,7 @@ class OffloadConfig:
         store: Where offloaded bytes go.
         states: How the states of optimizers that a session is given are offloaded; None means as
             :class:`StatesConfig` says by default.
+        weights: Where weights are; None means in memory.
         on_full: When an activation cannot be written, to a full drive or one that fails: ``keep`` it in
             memory and count it, or raise an ``error``.
         on_slow: When the drive cannot follow: ``wait`` for it, or ``keep`` activations in memory while
@@ -463,6 +476,7 @@ class OffloadConfig:
     budget: BudgetConfig = BudgetConfig()
     store: StoreConfig = StoreConfig()
     states: StatesConfig | None = None
+    weights: WeightsConfig | None = None
     on_full: Literal["keep", "error"] = "keep"
     on_slow: Literal["wait", "keep"] | None = None
     min_tensor_bytes: _Threshold = 64 * 2**10
@@ -561,6 +575,8 @@ class OffloadConfig:
                 "when": self.states.when,
                 "gradients": self.states.gradients,
             }
+        if self.weights is not None:
+            document["weights"] = {"frozen": self.weights.frozen}
         return yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
 
 
@@ -770,6 +786,7 @@ _PARTS: dict[str | int, type] = {
     "budget": BudgetConfig,
     "store": StoreConfig,
     "states": StatesConfig,
+    "weights": WeightsConfig,
     "layers": Rule,
 }
 _PROVENANCE = ("file", "line", "lines")  # filled in while reading, never written by the user

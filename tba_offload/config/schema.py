@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from tba_offload.config.options import BudgetConfig, OffloadConfig, StatesConfig, StoreConfig
+from tba_offload.config.options import BudgetConfig, OffloadConfig, StatesConfig, StoreConfig, WeightsConfig
 from tba_offload.config.policy import Rule
 from tba_offload.config.store import kinds
 
@@ -20,7 +20,7 @@ Schema = dict[str, Any]
 URL = "https://raw.githubusercontent.com/tba-offload/tba-offload/main/docs/policy.schema.json"
 """Address of the schema of the latest version."""
 
-_KINDS = (OffloadConfig, BudgetConfig, StoreConfig, StatesConfig, Rule)
+_KINDS = (OffloadConfig, BudgetConfig, StoreConfig, StatesConfig, WeightsConfig, Rule)
 _NOT_IN_FILES = ("file", "line", "lines")
 
 

@@ -90,6 +90,11 @@ class LiveBytes:
             if plain.device == self._device:
                 self._add(plain.untyped_storage())
 
+    def shift(self, nbytes: int) -> None:
+        """Counts bytes that come and go without their storage, as those of weights do; negative ones go."""
+        with self._lock:
+            self._nbytes += nbytes
+
     def take_added(self) -> int:
         """Bytes that were added since the last call, freed ones included."""
         with self._lock:

@@ -29,6 +29,7 @@ from tba_offload.session.boundaries import Boundaries, Tokens, token_counter
 from tba_offload.session.conclusions import Conclusions
 from tba_offload.session.journal import Journal
 from tba_offload.session.layer_runs import LayerRuns
+from tba_offload.session.notices import tell
 from tba_offload.session.ongoing import Ongoing
 from tba_offload.session.parts import limits_of, make_parts
 from tba_offload.session.recording import header_of
@@ -37,6 +38,7 @@ from tba_offload.session.world import World
 from tba_offload.states import OptimizerStates, offload_optimizer
 from tba_offload.store import exit_status
 from tba_offload.store.base import close_after
+from tba_offload.weights import FrozenWeights
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -82,6 +84,7 @@ class Session:
 
     Attributes:
         states: Of each of these, the states.
+        weights: The frozen weights of the layers, if the policy has them offloaded.
 
     Raises:
         ConfigError: A rule of the policy takes no effect.
@@ -146,10 +149,15 @@ class Session:
         transforms.watch(self.capture)
         _open_sessions.add(self)
         self.states: tuple[OptimizerStates, ...] = ()
+        self.weights: FrozenWeights | None = None
         try:
             for number, optimizer in enumerate(optimizers):
                 updated = partial(journal.note_states, number)
                 self.states += (offload_optimizer(optimizer, config, model=modules, updated=updated),)
+            if config.weights is not None and config.weights.frozen == "offload":
+                blocks = [layer.module for layer in self.layers]
+                live = parts.gradients.live
+                self.weights = FrozenWeights(modules, blocks, config, count=live.shift, tell=tell)
         except BaseException:
             self.close()
             raise
@@ -273,6 +281,8 @@ class Session:
         with ExitStack() as at_last:
             for states in self.states:
                 at_last.callback(states.close)
+            if self.weights is not None:
+                at_last.callback(self.weights.close)
             self._let_go()
 
     def _let_go(self) -> None:

@@ -35,6 +35,7 @@ class Homes:
         stall_limit: Seconds that a transfer is waited for; ``None`` for no limit.
         keep_when_full: Whether states that cannot be written live in host memory, or are an error.
         tell: Called with a line when the first of them cannot be written.
+        padded: Whether memory that is read into has room for whole blocks around the bytes.
     """
 
     def __init__(
@@ -45,10 +46,12 @@ class Homes:
         stall_limit: float | None,
         keep_when_full: bool,
         tell: Callable[[str], object],
+        padded: bool = True,
     ) -> None:
         self.store = store
         self.device = device
         self.keep_when_full = keep_when_full
+        self.padded = padded
         self.read_bytes = self.written_bytes = 0
         self.waited = 0.0
         self._limit = stall_limit
@@ -175,7 +178,7 @@ class Home:
         after = homes.device.event()
         orders = [(extent, part, after) for extent, part in self._parts(memory)]
         homes.count(read=memory.nbytes)
-        return homes.store.read_many(orders, padded=True)
+        return homes.store.read_many(orders, padded=homes.padded)
 
     def settle_reads(self, reads: list[IoFuture], memory: ByteRange) -> None:
         """Waits for reads; one that failed is tried again.
@@ -196,7 +199,7 @@ class Home:
                     raise self._lost(extent, error) from error
             else:
                 return
-            read = homes.store.read(extent, part, homes.device.event(), padded=True)
+            read = homes.store.read(extent, part, homes.device.event(), padded=homes.padded)
 
     def _unwritten(self, error: StoreError, remedy: str) -> TransferError:
         return TransferError(f"the {self._what} of {self._owner} cannot be written: {error}; {remedy}")

@@ -58,8 +58,10 @@ ALLOWED = {
         "states",
         "store",
         "transfer",
+        "weights",
     },
     "states": {"config", "device", "store"},
+    "weights": {"config", "device", "layers", "states", "store"},
     "megatron": {"capture", "config", "effects", "layers", "report", "session", "states", "store"},
     "adapt": {"capture", "config", "plan", "report", "store", "transfer"},
     "what_if": {"config", "plan", "report"},
@@ -410,6 +412,7 @@ FOREIGN = {
         "the parts of a record, which this file defines",
     ),
     "transfer/writer.py": ("self.ledger.stats stats", "figures, on the way of every tensor"),
+    "weights/piece.py": ("look.parameter", "parameters of torch, which look at their storage or at nothing"),
 }
 
 

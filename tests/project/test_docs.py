@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import tba_offload as tba
 from tba_offload import cli, errors
-from tba_offload.config import OffloadConfig, StatesConfig, StoreConfig
+from tba_offload.config import OffloadConfig, StatesConfig, StoreConfig, WeightsConfig
 from tba_offload.megatron.arguments import CONFLICTS, add_arguments
 from tba_offload.report.run_log import RunHeader, RunLogWriter
 
@@ -260,7 +260,7 @@ def test_every_command_and_flag_is_on_its_page(site: Path) -> None:
 def test_every_setting_is_on_the_page_of_policies() -> None:
     text = TEXTS[DOCS / "reference" / "policy.md"]
     listed = set(re.findall(r"^\| `([\w.]+)` \|", text, re.MULTILINE))
-    assert listed == set(settings(OffloadConfig(states=StatesConfig()).to_yaml()))
+    assert listed == set(settings(OffloadConfig(states=StatesConfig(), weights=WeightsConfig()).to_yaml()))
     for word in tba.Placement:
         assert f"| `{word}` |" in TEXTS[DOCS / "guide" / "placements.md"]
 

@@ -28,7 +28,7 @@ from tba_offload.errors import ConfigError
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 UNITS = "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"
-TOP_KEYS = "default, layers, budget, store, states, on_full, on_slow, min_tensor_bytes"
+TOP_KEYS = "default, layers, budget, store, states, weights, on_full, on_slow, min_tensor_bytes"
 PLACEMENTS = "'keep', 'offload', 'recompute', 'recompute-offload', 'offload-remat' or 'auto'"
 STORE_KEYS = "kind, directories, capacity, host_capacity, checksum, stall_seconds, readers, writers"
 NO_TIME = "not a time; write seconds, such as 300, or 0 for no limit"

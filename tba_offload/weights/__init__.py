@@ -1,0 +1,7 @@
+"""Frozen weights: in memory only while their layer computes."""
+
+from __future__ import annotations
+
+from tba_offload.weights.frozen import FrozenWeights, offload_frozen
+
+__all__ = ["FrozenWeights", "offload_frozen"]

@@ -1,0 +1,360 @@
+"""Frozen weights are in memory only while their layer computes, and nothing that is trained changes a bit."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from covering import of_which
+from harness import KIB
+from models import same_bits
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import tba_offload as tba
+from tba_offload.errors import SessionError, TransferError
+from tba_offload.testing.faults import inject
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+PLACEMENTS = ("keep", "offload", "recompute", "recompute-offload", "offload-remat", "auto")
+LAYERS, WIDTH = 5, 48
+WEIGHTS = 2 * WIDTH * WIDTH * 4
+"""Bytes of the frozen weights of one layer."""
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer and what is trained beside it, as LoRA does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH)
+        self.base.requires_grad_(requires_grad=False)
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(self.dropout(x)))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.norm = Adapted(), Adapted(), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"hidden": x + self.two(torch.nn.functional.gelu(self.one(self.norm(x))))}
+
+
+class Model(nn.Module):
+    """Layers and a head; ``reentrant`` as PyTorch's own checkpointing has it, ``None`` without."""
+
+    def __init__(self, *, reentrant: bool | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.reentrant = reentrant
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = (layer(x) if self.reentrant is None or not self.training else self._made_again(layer, x))[
+                "hidden"
+            ]
+        return self.head(x)
+
+    def _made_again(self, layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
+        def run(x: Tensor) -> Tensor:
+            return layer(x)["hidden"]
+
+        return {"hidden": checkpoint(run, x, use_reentrant=self.reentrant)}
+
+
+def trained(model: Model, *, steps: int = 3) -> list[Tensor]:
+    """Losses, and what the model has in the end; two micro-batches a step, and an evaluation between."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(steps):
+        for _ in range(2):
+            loss = model(torch.randn(8, WIDTH).requires_grad_()).pow(2).mean()
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            losses.append(model.eval()(torch.randn(2, WIDTH)).sum())
+        model.train()
+    return losses + [p.detach().clone() for p in model.parameters() if p.requires_grad]
+
+
+def offloaded(model: Model, directory: Path, **settings: Any) -> tba.FrozenWeights:
+    policy = {
+        "min_tensor_bytes": "2KiB",
+        "store": {"kind": "file", "directories": [str(directory)]},
+    } | settings
+    return tba.offload_frozen(model, policy)
+
+
+def frozen(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
+# The same bits, and memory that does not grow with depth
+
+
+@pytest.mark.parametrize("reentrant", of_which((None, False, True), None, False))
+def test_training_has_the_same_bits_on_the_memory_of_two_layers(
+    reentrant: bool | None, tmp_path: Path
+) -> None:
+    expected = trained(Model(reentrant=reentrant))
+    model = Model(reentrant=reentrant)
+    before = frozen(model)
+    with offloaded(model, tmp_path) as weights:
+        assert weights.nbytes == LAYERS * WEIGHTS
+        assert weights.resident_bytes == 0
+        weights.peak_bytes = 0
+        found = trained(model)
+        assert WEIGHTS <= weights.peak_bytes <= 2 * WEIGHTS
+        assert weights.resident_bytes == 0
+    assert_same(found, expected)
+    after = frozen(model)
+    assert all(same_bits(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("placement", of_which(PLACEMENTS, "offload", "recompute", "auto"))
+def test_the_same_bits_beside_activations_that_travel(placement: str, tmp_path: Path) -> None:
+    expected = trained(Model())
+    model = Model()
+    policy = {
+        "default": placement,
+        "min_tensor_bytes": "1KiB",
+        "weights": {"frozen": "offload"},
+        "store": {"kind": "file", "directories": [str(tmp_path)]},
+    }
+    if placement == "auto":
+        policy["budget"] = {"activation_bytes": "1MiB"}
+    with tba.attach(model, policy) as session:
+        assert session.weights is not None
+        assert session.weights.nbytes == LAYERS * WEIGHTS
+        assert_same(trained(model), expected)
+
+
+def test_weights_are_no_activations_in_the_run_log(tmp_path: Path) -> None:
+    peaks = []
+    for where in ("keep", "offload"):
+        model = Model()
+        policy = {
+            "min_tensor_bytes": "2KiB",
+            "weights": {"frozen": where},
+            "store": {"kind": "file", "directories": [str(tmp_path)]},
+        }
+        with tba.attach(model, policy) as session:
+            for _ in range(2):
+                with session.step():
+                    model(torch.ones(8, WIDTH)).sum().backward()
+            peaks.append(session.gradients.live.nbytes)
+    assert peaks[0] == peaks[1]  # what is not counted: gradients, and no weights between steps
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_a_model_of_transformers_with_lora(tmp_path: Path) -> None:
+    import peft
+    import transformers
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=100,
+        )
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "gate_proj"], lora_dropout=0.1)
+        return peft.get_peft_model(transformers.LlamaForCausalLM(config), lora)
+
+    def run(model: Any) -> list[Tensor]:
+        torch.manual_seed(1)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+        losses = []
+        for _ in range(2):
+            ids = torch.randint(0, 100, (2, 16))
+            losses.append(model(input_ids=ids, labels=ids).loss)
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        written = [
+            model.generate(input_ids=torch.ones(1, 4, dtype=torch.long), max_new_tokens=4, do_sample=False)
+        ]
+        return [*losses, *written, *(p.detach().clone() for p in model.parameters() if p.requires_grad)]
+
+    expected, model = run(made()), made()
+    with tba.offload_frozen(model, {"min_tensor_bytes": "1KiB"}, directories=tmp_path) as weights:
+        assert weights.nbytes == 3 * 4 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128)
+        assert_same(run(model), expected)
+
+
+def test_a_backward_pass_that_fails_leaves_no_weights(tmp_path: Path) -> None:
+    def fail(gradient: Tensor) -> None:
+        raise InterruptedError
+
+    model, plain = Model(), Model()
+    with offloaded(model, tmp_path) as weights:
+        handles = [model.layers[2].one.up.weight.register_hook(fail)]
+        with pytest.raises(InterruptedError):
+            model(torch.ones(8, WIDTH)).sum().backward()
+        handles.pop().remove()
+        model.zero_grad()
+        assert_same(trained(model, steps=1), trained(plain, steps=1))
+        assert weights.resident_bytes == 0
+
+
+def test_backward_in_two_threads_at_once(tmp_path: Path) -> None:
+    gradients = []
+    for model in (Model(), Model()):
+        with offloaded(model, tmp_path) if gradients else nullcontext():
+            torch.manual_seed(2)
+            losses = [model(torch.full((8, WIDTH), float(number))).sum() for number in range(2)]
+            threads = [threading.Thread(target=loss.backward) for loss in losses]
+            for thread in threads:
+                thread.start()
+                if not gradients:
+                    thread.join()
+            for thread in threads:
+                thread.join()
+        gradients.append([p.grad for p in model.parameters() if p.requires_grad])
+    assert_same(*gradients)  # sums of two have no order
+
+
+# Outside of their layers
+
+
+def test_who_reads_a_weight_that_is_away_gets_no_number_and_who_writes_it_an_error(tmp_path: Path) -> None:
+    model = Model()
+    with offloaded(model, tmp_path):
+        weight = model.layers[0].one.base.weight
+        assert weight.shape == (WIDTH, WIDTH)
+        assert weight.sum().isnan()
+        with pytest.raises(RuntimeError, match="single memory location"):
+            weight.data += 1
+
+
+def test_a_checkpoint_has_the_weights_and_can_be_loaded(tmp_path: Path) -> None:
+    model, other = Model(), Model()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(1)
+    with offloaded(model, tmp_path):
+        saved = model.state_dict()
+        assert set(saved) == set(Model().state_dict())
+        assert_same(list(saved.values()), list(Model().state_dict().values()))
+        model.load_state_dict(other.state_dict())
+        assert_same(list(model.state_dict().values()), list(other.state_dict().values()))
+    assert_same(list(model.parameters()), list(other.parameters()))
+
+
+def test_what_a_layer_changes_of_its_weights_is_kept(tmp_path: Path) -> None:
+    model = Model()
+
+    class Doubling(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                model.layers[0].one.base.weight.mul_(2)
+            return x
+
+    model.layers[0].norm = Doubling()
+    before = model.layers[0].one.base.weight.detach().clone()
+    with offloaded(model, tmp_path), torch.no_grad():
+        for _ in range(2):
+            model(torch.ones(1, WIDTH))
+    assert same_bits(model.layers[0].one.base.weight.detach(), before * 4)
+
+
+def thawed(model: Model) -> None:
+    model.layers[1].one.base.weight.requires_grad_()
+
+
+def replaced(model: Model) -> None:
+    model.layers[1].one.base.weight.data = torch.zeros(WIDTH, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (thawed, "one.base.weight is trained now while its values are in the store"),
+        (replaced, "one.base.weight was replaced while its values are in the store"),
+    ],
+)
+def test_a_weight_that_was_changed_while_it_was_away_is_named(
+    change: Callable[[Model], None], said: str, tmp_path: Path
+) -> None:
+    model = Model()
+    weights = offloaded(model, tmp_path)
+    change(model)
+    with pytest.raises(SessionError, match=said):
+        model(torch.ones(1, WIDTH))
+    weights.close()
+    change(expected := Model())
+    assert_same(list(model.parameters()), list(expected.parameters()))
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, pickle.dumps])
+def test_a_copy_of_the_model_is_refused(way: Callable[[object], object], tmp_path: Path) -> None:
+    model = Model()
+    with offloaded(model, tmp_path), pytest.raises(SessionError, match="close them first"):
+        way(model)
+    way(model)
+
+
+def test_what_others_use_too_stays_in_memory(tmp_path: Path) -> None:
+    model = Model()
+    model.layers[1].one.base.weight = model.layers[0].one.base.weight
+    model.head.weight = nn.Parameter(model.layers[2].two.base.weight.detach()[:1], requires_grad=False)
+    model.layers[3].one.base.weight.requires_grad_()
+    with offloaded(model, tmp_path) as weights:
+        assert weights.nbytes == (LAYERS * 2 - 4) * WIDTH * WIDTH * 4
+        assert not any(model.layers[number].one.base.weight.isnan().any() for number in (0, 1, 3))
+
+
+# Drives
+
+
+def test_a_read_that_fails_once_is_made_again(tmp_path: Path) -> None:
+    expected, model = trained(Model(), steps=1), Model()
+    with offloaded(model, tmp_path), inject("fail-read:n=3"):
+        assert_same(trained(model, steps=1), expected)
+
+
+def test_weights_that_a_drive_does_not_give_back_are_named(tmp_path: Path) -> None:
+    model = Model()
+    with offloaded(model, tmp_path):
+        with inject("flip-read"), pytest.raises(TransferError, match=r"frozen weights of one\.base\.weight"):
+            model(torch.ones(1, WIDTH))
+        assert not model(torch.ones(1, WIDTH)).isnan().any()
+
+
+@pytest.mark.parametrize("on_full", ["keep", "error"])
+def test_a_drive_that_is_full(on_full: str, tmp_path: Path) -> None:
+    store = {"kind": "file", "directories": [str(tmp_path)], "capacity": "32KiB"}
+    model = Model()
+    if on_full == "error":
+        with pytest.raises(TransferError, match="cannot be written"):
+            offloaded(model, tmp_path, store=store, on_full=on_full)
+    else:
+        with offloaded(model, tmp_path, store=store) as weights:
+            assert 0 < weights.nbytes <= 32 * KIB
+            assert not model(torch.ones(1, WIDTH)).isnan().any()
+    assert_same(list(model.parameters()), list(Model().parameters()))
