@@ -40,13 +40,21 @@ class Example:
     losses: tuple[int, ...]
 
 
-SPREAD = [
+EXAMPLES_OF_FRAMEWORKS = [
     Example("pipeline", ranks=2, scopes=4 * 4, least_bytes=45 * MIB, losses=(1,)),
     Example("fsdp", ranks=2, scopes=8, least_bytes=25 * MIB, losses=(0, 1)),
+    Example("trl", ranks=1, scopes=8, least_bytes=25 * MIB, losses=(0,)),
 ]
+LONG = {"trl"}
 
 
-@pytest.mark.parametrize("example", SPREAD, ids=lambda example: example.name)
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(example, id=example.name, marks=[pytest.mark.full] * (example.name in LONG))
+        for example in EXAMPLES_OF_FRAMEWORKS
+    ],
+)
 def test_an_example_trains_to_the_same_bits_as_without_the_package(
     example: Example, tmp_path: Path, python_with_torch: Warm
 ) -> None:
