@@ -84,8 +84,8 @@ def run_rank(name: str, rank: int, place: dict[str, str], arguments: list[str]) 
 
 
 def local(parameter: nn.Parameter) -> torch.Tensor:
-    """What this rank has of it."""
-    tensor = parameter.detach()
+    """What this rank has of it, as FSDP2, ZeRO-3 and others leave it."""
+    tensor = getattr(parameter, "ds_tensor", parameter).detach()
     return tensor.to_local() if isinstance(tensor, dist.tensor.DTensor) else tensor
 
 
@@ -99,6 +99,9 @@ def steps_of(names: dict[str, Any]) -> list[dict[str, int]]:
 
 
 class NoSession:
+    def step(self) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
     def report(self) -> list[types.SimpleNamespace]:
         return [types.SimpleNamespace(activation_peak_bytes=None)]
 

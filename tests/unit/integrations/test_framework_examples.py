@@ -58,7 +58,19 @@ LONG = {"trl"}
 def test_an_example_trains_to_the_same_bits_as_without_the_package(
     example: Example, tmp_path: Path, python_with_torch: Warm
 ) -> None:
-    for rank, (plain, found) in enumerate(ran(example, tmp_path, python_with_torch)):
+    check(example, tmp_path, python_with_torch)
+
+
+def check(example: Example, directory: Path, python: Warm, *options: str) -> None:
+    """Runs an example on its ranks without the package and with it, and compares.
+
+    Args:
+        example: The example.
+        directory: Where what came out of it lies.
+        python: Runs it.
+        options: Of the example.
+    """
+    for rank, (plain, found) in enumerate(ran(example, directory, python, *options)):
         losses = re.findall(r"loss ([\d.]+)", found["printed"])
         assert len(losses) == (STEPS if rank in example.losses else 0)
         assert losses == re.findall(r"loss ([\d.]+)", plain["printed"])
@@ -78,7 +90,9 @@ def test_an_example_trains_to_the_same_bits_as_without_the_package(
             assert step["kept_bytes"] < example.least_bytes // 20  # what a framework holds itself
 
 
-def ran(example: Example, directory: Path, python: Warm) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def ran(
+    example: Example, directory: Path, python: Warm, *options: str
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """What came out of a training without the package and of one with it, rank by rank."""
     policy = directory / "policy.yaml"
     drive = directory / "drive"
@@ -89,8 +103,8 @@ def ran(example: Example, directory: Path, python: Warm) -> list[tuple[dict[str,
         f"store: {{kind: file, directories: ['{drive}']}}\n"
     )
     path = str(EXAMPLES / f"train_{example.name}.py")
-    options = (path, str(example.ranks), str(directory), str(policy), "--steps", str(STEPS))
-    done = python.run(example_ranks.__file__, *options)
+    arguments = (path, str(example.ranks), str(directory), str(policy), "--steps", str(STEPS), *options)
+    done = python.run(example_ranks.__file__, *arguments, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]
     return [
         (torch.load(directory / f"without-{rank}.pt"), torch.load(directory / f"with-{rank}.pt"))
