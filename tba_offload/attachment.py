@@ -40,7 +40,7 @@ def attach(
     """Attaches offloading to a model.
 
     The layers are found in Megatron models and in models with a ``ModuleList`` of blocks, as those
-    of Hugging Face; for others name them.
+    of Hugging Face, or a ``ModuleDict`` of numbered ones, as torchtitan's; for others name them.
 
     Args:
         model: The model, wrapped or not, or the list of its chunks in an interleaved pipeline.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -65,7 +65,8 @@ def find_layers(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
 
     They are the blocks of the ``ModuleList`` (or ``Sequential``) of equal blocks that holds the most
     parameters, as in Megatron and Hugging Face models; other lists of the same kind of block count too. In
-    hybrid models, of attention and Mamba say, the blocks of a ``ModuleList`` are of several classes. They are
+    hybrid models, of attention and Mamba say, the blocks of a ``ModuleList`` are of several classes. A
+    ``ModuleDict`` whose keys are numbers, as torchtitan's models have, is such a list too. The blocks are
     numbered through, but an encoder and a decoder are stacks that each count from 0.
 
     Args:
@@ -83,16 +84,16 @@ def find_layers(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
             f"found no ModuleList of equal blocks in {type(chunks[0]).__name__}; "
             "name the layers: attach(model, config, layers=[...])"
         )
-    kinds = _kinds(max((blocks for _, _, blocks in found), key=_parameter_count))
-    lists = [each for each in found if _kinds(each[2]) <= kinds]
+    kinds = _kinds(max((blocks.values() for _, _, blocks in found), key=_parameter_count))
+    lists = [each for each in found if _kinds(each[2].values()) <= kinds]
     stacks = [_stack_of(name) for _, name, _ in lists]
     if None in stacks or len(set(stacks)) == 1:
         stacks = [None] * len(lists)
     layers: list[Layer] = []
     counts: dict[str | None, Iterator[int]] = {stack: itertools.count() for stack in stacks}
     for stack, (chunk, name, blocks) in zip(stacks, lists, strict=True):
-        for index, block in enumerate(blocks):
-            layers.append(Layer(LayerId(next(counts[stack]), f"{name}.{index}", stack), block, chunk))
+        for key, block in blocks.items():
+            layers.append(Layer(LayerId(next(counts[stack]), f"{name}.{key}", stack), block, chunk))
     return LayerStack(_counted(_distinct(layers)))
 
 
@@ -155,30 +156,39 @@ def check_disjoint(layers: Sequence[Layer]) -> None:
             owner[part] = layer
 
 
-def _stacks(model: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
+def _stacks(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Module]]]:
     """The outermost lists of blocks."""
     inside: list[str] = []
     for name, module in model.named_modules():
         if any(name.startswith(outer) for outer in inside):
             continue
-        if isinstance(module, nn.ModuleList | nn.Sequential) and _is_stack(module):
+        blocks = _members(module)
+        if _is_stack(list(blocks.values()), may_differ=not isinstance(module, nn.Sequential)):
             inside.append(f"{name}." if name else "")
-            yield name or type(module).__name__, list(module)
+            yield name or type(module).__name__, blocks
 
 
-def _is_stack(modules: nn.ModuleList | nn.Sequential) -> bool:
-    """Whether these are layers: at least two blocks of one class; in a ModuleList of some more classes."""
-    blocks = list(modules)
+def _members(module: nn.Module) -> dict[str, nn.Module]:
+    """What a list of modules holds, by its places; nothing of any other module."""
+    if isinstance(module, nn.ModuleDict):
+        return dict(module.items()) if all(key.isdecimal() for key in module) else {}
+    if isinstance(module, nn.ModuleList | nn.Sequential):
+        return {str(place): member for place, member in enumerate(module)}
+    return {}
+
+
+def _is_stack(blocks: list[nn.Module], *, may_differ: bool) -> bool:
+    """Whether these are layers: at least two blocks of one class, or of some more if they may differ."""
     firsts = {type(block): block for block in reversed(blocks)}
     if len(firsts) == len(blocks) or not all(map(_is_block, firsts.values())):
         return False
-    return len(firsts) == 1 or (isinstance(modules, nn.ModuleList) and not _consist_of_stacks(blocks))
+    return len(firsts) == 1 or (may_differ and not _consist_of_stacks(blocks))
 
 
 def _is_block(module: nn.Module) -> bool:
-    """Whether a module is composed of others, with parameters, and is called, as a ModuleList never is."""
+    """Whether a module is composed of others, with parameters, and is called, as a list of them never is."""
     return (
-        not isinstance(module, nn.ModuleList)
+        not isinstance(module, nn.ModuleList | nn.ModuleDict)
         and any(True for _ in module.children())
         and any(True for _ in module.parameters())
     )
@@ -186,13 +196,13 @@ def _is_block(module: nn.Module) -> bool:
 
 def _consist_of_stacks(blocks: list[nn.Module]) -> bool:
     """Whether most of the parameters are those of layers within the blocks, as in the stages of a U-Net."""
-    inner = sum(_parameter_count(layers) for block in blocks for _, layers in _stacks(block))
+    inner = sum(_parameter_count(layers.values()) for block in blocks for _, layers in _stacks(block))
     return 2 * inner > _parameter_count(blocks)
 
 
-def _kinds(blocks: list[nn.Module]) -> set[type]:
+def _kinds(blocks: Iterable[nn.Module]) -> set[type]:
     return {type(block) for block in blocks}
 
 
-def _parameter_count(blocks: list[nn.Module]) -> int:
+def _parameter_count(blocks: Iterable[nn.Module]) -> int:
     return sum(parameter.numel() for block in blocks for parameter in block.parameters())

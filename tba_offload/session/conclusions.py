@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 _LOOKED_AT = 3
 """Steps in which it is looked whether the window is too wide: later ones save as much."""
 
+_SKIPPED = 17
+"""Steps without an update after which an optimizer is missed: a gradient scaler that begins at 2**16 has come
+down to 1 after 16."""
+
 
 class Conclusions:
     """Records steps, and learns from them.
@@ -73,6 +77,8 @@ class Conclusions:
             parts.notices.no_layer_ran()
         if not step.state.skipped:
             self._learn(step, record, loads)
+        elif number == _SKIPPED and not parts.optimizers:
+            parts.notices.no_update()
         return record
 
     def _look_at_memory(self, number: int) -> None:

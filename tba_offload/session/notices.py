@@ -39,6 +39,12 @@ _NO_LAYER_RAN = (
     "offloaded or recomputed. reversible models run their layers without gradients; otherwise name the "
     "layers that train: attach(model, config, layers=[...])"
 )
+_NO_UPDATE = (
+    "gradients go away in every step, and no optimizer of the model's parameters was seen to update them: "
+    "each micro-batch counts as a step that was skipped, and nothing is planned. an optimizer of copies, as "
+    "DeepSpeed's ZeRO has, is not noticed: put all micro-batches of a step and its update into one "
+    "`with session.step():`"
+)
 _OTHER_RANKS = (
     "the planner recomputes no layer, because other ranks may run the same layers and would have to do the "
     "same; place layers recompute to have it so on all ranks"
@@ -128,6 +134,10 @@ class Notices:
     def no_layer_ran(self) -> None:
         """The first step has trained the model, and none of its layers."""
         self.warn_once("no layer", _NO_LAYER_RAN, NoEffectWarning)
+
+    def no_update(self) -> None:
+        """Steps that were found end without an update."""
+        self.warn_once("no update", _NO_UPDATE, NoEffectWarning)
 
     def overlap(self) -> None:
         """Another attached model trains on the same device at the same time."""

@@ -111,6 +111,12 @@ def test_a_sequential_counts_as_a_list() -> None:
     ]
 
 
+def test_a_dict_with_numbers_for_keys_counts_as_a_list() -> None:
+    """As in torchtitan, where stages of a pipeline keep the numbers that layers have in the whole model."""
+    model = Parts(layers=nn.ModuleDict({str(number): Block() for number in (2, 3, 4)}))
+    assert found(find_layers(model)) == [(0, "layers.2", 0), (1, "layers.3", 0), (2, "layers.4", 0)]
+
+
 def test_a_model_that_is_the_list_itself_lends_its_class_for_a_name() -> None:
     model = nn.Sequential(Block(), Block())
     assert found(find_layers(model)) == [(0, "Sequential.0", 0), (1, "Sequential.1", 0)]
@@ -221,7 +227,7 @@ def test_a_chunk_without_layers_has_none() -> None:
         Parts(layers=nn.ModuleList([Block(), OtherBlock()])),
         Parts(layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(4))),
         Parts(layers=blocks(2, Parameterless)),
-        Parts(layers=nn.ModuleDict({"0": Block(), "1": Block()})),
+        Parts(layers=nn.ModuleDict({"first": Block(), "second": Block()})),
     ],
     ids=["no list", "empty", "one block", "mixed", "no blocks", "no parameters", "dict"],
 )

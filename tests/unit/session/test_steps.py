@@ -8,6 +8,7 @@ import gc
 import pickle
 import weakref
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -274,6 +275,56 @@ def test_nothing_is_planned_from_a_skipped_step(model: Model, tmp_path: Path) ->
     assert [step.skipped for step in read.steps] == [True, False] * 3
     assert {event["step"] for event in read.others if event["event"] == "plan"} <= {2, 4, 6}
     assert len(session.report()) == 6
+
+
+class Copies:
+    """An optimizer of copies, which takes the gradients away as soon as they are made, as ZeRO does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.pairs = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+        self.inner = torch.optim.SGD([copy for _, copy in self.pairs], lr=1e-3)
+        for parameter, copied in self.pairs:
+            parameter.register_post_accumulate_grad_hook(partial(self.take, copied))
+
+    @staticmethod
+    def take(copied: Tensor, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        copied.grad = parameter.grad.clone()
+        parameter.grad = None
+
+    def step(self) -> None:
+        self.inner.step()
+        for parameter, copied in self.pairs:
+            parameter.data.copy_(copied)
+
+
+def test_steps_of_an_optimizer_of_copies_have_to_be_told(model: Model) -> None:
+    with session_for(model) as session:  # before the hooks, or no gradient is seen at all
+        optimizer = Copies(model)
+        for number in range(17):
+            micro_batch(model, number)
+            optimizer.step()
+        with pytest.warns(tba.NoEffectWarning, match="no optimizer of the model's parameters was seen"):
+            found = session.report()  # the last one ends here
+        assert [(record.scopes, record.skipped) for record in found] == [(LAYERS, True)] * 17
+        with session.step() as step:
+            for number in range(3):
+                micro_batch(model, number)
+            optimizer.step()
+        assert step.record is not None
+        assert (step.record.scopes, step.record.skipped) == (3 * LAYERS, False)
+
+
+def test_a_scaler_that_comes_down_from_its_first_scale_is_not_warned_of(model: Model) -> None:
+    """Sixteen steps are skipped, and the seventeenth is made."""
+    optimizer = adam(model)
+    with session_for(model) as session:
+        for number in range(17):
+            micro_batch(model, number)
+            if number == 16:
+                optimizer.step()
+            optimizer.zero_grad()
+    assert [record.skipped for record in session.report()] == [True] * 16 + [False]
 
 
 # Times

@@ -1,0 +1,139 @@
+"""An example run without the package and with it, on one rank or several: a program.
+
+    python example_ranks.py EXAMPLE RANKS DIRECTORY POLICY OPTION...
+
+The options are those of the example. Each rank leaves what came out in ``DIRECTORY/without-RANK.pt`` and
+``DIRECTORY/with-RANK.pt``. Where the package is not to be used, its name belongs to modules that do nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import gc
+import io
+import multiprocessing
+import os
+import runpy
+import sys
+import types
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+FIGURES = ("offloaded_bytes", "read_bytes", "kept_bytes", "scopes", "left_alone_scopes")
+
+
+def main() -> None:
+    example, ranks, directory, policy, *options = sys.argv[1:]
+    os.chdir(directory)
+    torch.set_num_threads(1)
+    exec(compile(imports_of(Path(example)), example, "exec"), {})  # here, and not in each rank
+    gc.collect()
+    gc.freeze()  # or each collection in a rank would copy all pages
+    fork = multiprocessing.get_context("fork")
+    for name in ("without", "with"):
+        # As torchrun has it: the ranks meet at a store that was there before them, so that its port is free.
+        meeting = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        place = {
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(meeting.port),
+            "WORLD_SIZE": ranks,
+            "LOCAL_WORLD_SIZE": ranks,
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        arguments = [example, *options, "--placement", policy]
+        processes = [
+            fork.Process(target=run_rank, args=(name, rank, place if int(ranks) > 1 else {}, arguments))
+            for rank in range(int(ranks))
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        if any(process.exitcode for process in processes):
+            sys.exit(1)
+
+
+def imports_of(example: Path) -> ast.Module:
+    """What it imports first, but for the package."""
+    tree = ast.parse(example.read_text(encoding="utf-8"))
+    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    return ast.Module([node for node in imports if "tba_offload" not in ast.unparse(node)], [])
+
+
+def run_rank(name: str, rank: int, place: dict[str, str], arguments: list[str]) -> None:
+    os.environ |= {"HF_HUB_OFFLINE": "1"}
+    if place:
+        os.environ |= place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    if name == "without":
+        do_without()
+    sys.argv = arguments
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        names = runpy.run_path(arguments[0], run_name="__main__")
+    is_ours = "tba_offload.session.session" in sys.modules
+    assert is_ours is (name == "with"), sorted(sys.modules)
+    parameters = {key: local(parameter) for key, parameter in names["model"].named_parameters()}
+    steps = steps_of(names) if is_ours else []
+    found = {"printed": printed.getvalue(), "parameters": parameters, "steps": steps}
+    torch.save(found, f"{name}-{rank}.pt")
+
+
+def local(parameter: nn.Parameter) -> torch.Tensor:
+    """What this rank has of it, as FSDP2, ZeRO-3 and others leave it."""
+    tensor = getattr(parameter, "ds_tensor", parameter).detach()
+    return tensor.to_local() if isinstance(tensor, dist.tensor.DTensor) else tensor
+
+
+def steps_of(names: dict[str, Any]) -> list[dict[str, int]]:
+    """What each step of the session moved."""
+    session = names["session"] if "session" in names else names["callback"].session
+    return [{figure: getattr(record, figure) for figure in FIGURES} for record in session.report()]
+
+
+# ---- in place of the package ---------------------------------------------------------------------
+
+
+class NoSession:
+    def step(self) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
+    def report(self) -> list[types.SimpleNamespace]:
+        return [types.SimpleNamespace(activation_peak_bytes=None)]
+
+
+class DoNothing:
+    """Modules of the package, whichever are asked for."""
+
+    def find_spec(self, name: str, *_: object) -> Any:
+        if name.partition(".")[0] != "tba_offload":
+            return None
+        return ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: Any) -> None:
+        """An ordinary one."""
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.attach = lambda *_, **__: contextlib.nullcontext(NoSession())
+        if module.__name__.endswith(".transformers"):
+            from transformers import TrainerCallback
+
+            class OffloadCallback(TrainerCallback):
+                def __init__(self, *_: object) -> None:
+                    """Takes a policy and does nothing."""
+
+            module.OffloadCallback = OffloadCallback
+
+
+def do_without() -> None:
+    """Whoever imports the package gets modules that do nothing."""
+    assert not any(name.partition(".")[0] == "tba_offload" for name in sys.modules)
+    sys.meta_path.insert(0, DoNothing())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Examples of frameworks train to the same bits with the package as without it, and activations travel."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import example_ranks
+import pytest
+import torch
+from models import same_bits
+from places import EXAMPLES
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from warm import Warm
+
+STEPS = 2
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Example:
+    """A file of examples.
+
+    Attributes:
+        name: Of the file, without what all have in common.
+        ranks: How many run it.
+        scopes: Runs of layers in a step of one rank.
+        least_bytes: What such a step offloads at least.
+        losses: Ranks that know the loss.
+    """
+
+    name: str
+    ranks: int
+    scopes: int
+    least_bytes: int
+    losses: tuple[int, ...]
+
+
+EXAMPLES_OF_FRAMEWORKS = [
+    Example("pipeline", ranks=2, scopes=4 * 4, least_bytes=45 * MIB, losses=(1,)),
+    Example("fsdp", ranks=2, scopes=8, least_bytes=25 * MIB, losses=(0, 1)),
+    Example("trl", ranks=1, scopes=8, least_bytes=25 * MIB, losses=(0,)),
+]
+LONG = {"trl"}
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(example, id=example.name, marks=[pytest.mark.full] * (example.name in LONG))
+        for example in EXAMPLES_OF_FRAMEWORKS
+    ],
+)
+def test_an_example_trains_to_the_same_bits_as_without_the_package(
+    example: Example, tmp_path: Path, python_with_torch: Warm
+) -> None:
+    check(example, tmp_path, python_with_torch)
+
+
+def check(example: Example, directory: Path, python: Warm, *options: str) -> None:
+    """Runs an example on its ranks without the package and with it, and compares.
+
+    Args:
+        example: The example.
+        directory: Where what came out of it lies.
+        python: Runs it.
+        options: Of the example.
+    """
+    for rank, (plain, found) in enumerate(ran(example, directory, python, *options)):
+        losses = re.findall(r"loss ([\d.]+)", found["printed"])
+        assert len(losses) == (STEPS if rank in example.losses else 0)
+        assert losses == re.findall(r"loss ([\d.]+)", plain["printed"])
+        assert found["parameters"].keys() == plain["parameters"].keys()
+        different = [
+            name
+            for name, parameter in found["parameters"].items()
+            if not same_bits(parameter, plain["parameters"][name])
+        ]
+        assert different == []
+        assert len(found["steps"]) == STEPS
+        assert found["steps"][-1]["scopes"] == example.scopes  # the first one's may be more
+        for step in found["steps"]:
+            assert step["left_alone_scopes"] == 0
+            assert step["offloaded_bytes"] > example.least_bytes
+            assert step["read_bytes"] > example.least_bytes // 2  # the rest was still in memory
+            assert step["kept_bytes"] < example.least_bytes // 20  # what a framework holds itself
+
+
+def ran(
+    example: Example, directory: Path, python: Warm, *options: str
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """What came out of a training without the package and of one with it, rank by rank."""
+    policy = directory / "policy.yaml"
+    drive = directory / "drive"
+    drive.mkdir()
+    policy.write_text(
+        "default: offload\n"
+        "budget: {in_flight_bytes: 4MiB}\n"
+        f"store: {{kind: file, directories: ['{drive}']}}\n"
+    )
+    path = str(EXAMPLES / f"train_{example.name}.py")
+    arguments = (path, str(example.ranks), str(directory), str(policy), "--steps", str(STEPS), *options)
+    done = python.run(example_ranks.__file__, *arguments, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [
+        (torch.load(directory / f"without-{rank}.pt"), torch.load(directory / f"with-{rank}.pt"))
+        for rank in range(example.ranks)
+    ]
