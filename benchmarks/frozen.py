@@ -112,9 +112,11 @@ def main(*, directory: str, layers: int, width: int, rows: int, steps: int) -> N
         ]
         peak, nbytes = weights.peak_bytes, weights.nbytes
     kept, control, away = (lane.seconds[WARM_UP:] for lane in lanes)
+    where = f"fp32 on {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     click.echo(
-        f"fp32 on {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads, {layers} layers "
-        f"of width {width}, {rows} rows; a step takes {sorted(kept)[len(kept) // 2]:.2f} s\n"
+        f"{where}; {layers} layers of width {width}, {rows} rows: {sorted(kept)[len(kept) // 2]:.2f} s a step"
+    )
+    click.echo(
         f"frozen weights: {readable_size(nbytes)}, malloc's live bytes fell by {readable_size(taken)}; at most "
         f"{readable_size(peak)} of them were in memory\n"
         f"step time over keep: {paired_ratio(away, kept)}; keep over keep: {paired_ratio(control, kept)}\n"
