@@ -83,6 +83,16 @@ def python_with_torch() -> Iterator[Warm]:
         yield found
 
 
+@pytest.fixture(scope="session")
+def python_with_megatron() -> Iterator[Warm]:
+    """The same, with megatron-core."""
+    from children import environment
+    from warm import warm
+
+    with warm("megatron.core.models.gpt", "torch._dynamo", env=environment()) as found:
+        yield found
+
+
 @pytest.fixture
 def two_threads() -> Iterator[None]:
     """For what must be the same where several threads compute."""

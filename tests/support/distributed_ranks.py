@@ -397,6 +397,7 @@ def run_rank(rank: int, directory: Path, names: list[str]) -> None:
 def main() -> None:
     directory, names = Path(sys.argv[1]), sys.argv[2:]
     torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     assert tba.attach  # imported here, and not by each rank
     gc.collect()
     gc.freeze()  # or each collection in a rank would copy all pages
