@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 # Before torch is imported, and for the processes that tests start: see pytest_configure.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Where a test wants two threads, the one that waits leaves its core to other processes.
+os.environ["OMP_WAIT_POLICY"] = "passive"
 
 import hypothesis
 import lanes

@@ -25,7 +25,7 @@ from tba_offload.report import rok
 EVIL = "\x1b[2J\x1b]0;owned\x07=cmd|'/c calc'!A1 <script>&\u202e\ud800$x_1$[red]"
 
 FUZZ = settings(
-    max_examples=600 if os.environ.get("FULL") else 60,
+    max_examples=600 if os.environ.get("FULL") else 30,
     deadline=None,
     suppress_health_check=[
         HealthCheck.function_scoped_fixture,
