@@ -40,7 +40,7 @@ def each_once(*factors: Sequence[Any]) -> list[ParameterSet]:
 
 
 def in_turn(*factors: Sequence[Any]) -> list[ParameterSet]:
-    """The full product, of which each value of the longest runs every time, beside those of others in turn."""
+    """The full product, of which each value of the longest is always tested, beside others in turn."""
     count = max(map(len, factors))
     always = [tuple(factor[number % len(factor)] for factor in factors) for number in range(count)]
     return product_with(always, *factors)
