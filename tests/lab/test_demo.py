@@ -140,7 +140,7 @@ try:
 finally:
     assert multiprocessing.active_children() == []
 """
-"""The command, whose processes do not import megatron-core again; tests of races start such processes anew."""
+"""The command, whose processes do not import megatron-core again; tests of races start processes anew."""
 
 
 @pytest.fixture(scope="module", params=["forked", pytest.param("started anew", marks=full)])
