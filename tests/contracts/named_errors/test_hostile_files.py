@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from covering import in_turn
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -430,8 +431,9 @@ def test_a_plan_replaces_no_file_of_another_kind(tmp_path: Path, kind: str) -> N
 OUTPUTS = [["rok", "-o"], ["rok", "--csv"], ["plan", "--force", "-o"], ["plan", "--picture"]]
 
 
-@pytest.mark.parametrize("command", OUTPUTS)
-@pytest.mark.parametrize("kind", ["pipe", "read pipe", "link", "dangling link", "directory"])
+@pytest.mark.parametrize(
+    ("kind", "command"), in_turn(["pipe", "read pipe", "link", "dangling link", "directory"], OUTPUTS)
+)
 def test_only_regular_files_are_written_and_through_no_link(
     tmp_path: Path, command: list[str], kind: str
 ) -> None:
