@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 # Before torch is imported, and for the processes that tests start: see pytest_configure.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Where a test wants two threads, the one that waits leaves its core to other processes.
+os.environ["OMP_WAIT_POLICY"] = "passive"
 
 import hypothesis
 import lanes
@@ -80,6 +82,16 @@ def python_with_torch() -> Iterator[Warm]:
     from warm import warm
 
     with warm("torch", "torch._dynamo", env=environment()) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def python_with_megatron() -> Iterator[Warm]:
+    """The same, with megatron-core."""
+    from children import environment
+    from warm import warm
+
+    with warm("megatron.core.models.gpt", "torch._dynamo", env=environment()) as found:
         yield found
 
 

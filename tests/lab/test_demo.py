@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from click.testing import CliRunner
+from covering import full
 
 from tba_lab.demo.console import _fault_lines
 from tba_lab.demo.race import RaceError, Watch, measures_memory
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from click.testing import Result
+    from warm import Warm
 
     from tba_lab.demo.race import Entrant
 
@@ -113,7 +115,9 @@ class Counting(Watch):
 
 @dataclass(frozen=True)
 class Run:
-    result: Result
+    said: str
+    told: str
+    """Standard output, and standard error."""
     output: Path
     policy: Path
 
@@ -126,18 +130,37 @@ class Run:
         return self.output / f"{strategy}-b2.jsonl"
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
+FORKING = """
+import multiprocessing, sys
+from tba_offload.cli import main
+context = multiprocessing.get_context
+multiprocessing.get_context = lambda method: context("fork")
+try:
+    main(sys.argv[1:])
+finally:
+    assert multiprocessing.active_children() == []
+"""
+"""The command, whose processes do not import megatron-core again; tests of races start processes anew."""
+
+
+@pytest.fixture(scope="module", params=["forked", pytest.param("started anew", marks=full)])
+def finished(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, python_with_megatron: Warm
+) -> Run:
     """Three processes train a GPT on the text of the standard library, the last with a policy file."""
     directory = tmp_path_factory.mktemp("demo")
     policy = directory / "policy.yaml"
     policy.write_text(POLICY)
     output = directory / "new" / "output"
     arguments = ("demo", *TINY, "--batch-size", "2", "--output", str(output), "--policy", str(policy))
-    run = Run(call(*arguments), output, policy)
-    assert run.result.exit_code == 0, run.result.output
+    if request.param == "forked":
+        done = python_with_megatron.run("-c", FORKING, *arguments)
+        assert done.returncode == 0, done.stderr
+        return Run(done.stdout, done.stderr, output, policy)
+    result = call(*arguments)
+    assert result.exit_code == 0, result.output
     assert multiprocessing.active_children() == []
-    return run
+    return Run(result.stdout, result.stderr, output, policy)
 
 
 def test_a_run_leaves_logs_pictures_and_figures_and_nothing_else(finished: Run) -> None:
@@ -220,7 +243,7 @@ def test_the_policy_file_is_that_of_the_offload_strategy_alone(finished: Run) ->
 
 
 def test_the_console_says_what_was_run_and_found(finished: Run) -> None:
-    text = finished.result.stdout
+    text = finished.said
     chosen, fitted, described, *_ = text.splitlines()
     dtype, instructions = (finished.summary["trained"][name] for name in ("dtype", "instruction_set"))
     assert chosen.startswith(f"dtype {dtype}, the faster one: bf16 ")
@@ -236,7 +259,7 @@ def test_the_console_says_what_was_run_and_found(finished: Run) -> None:
     assert f"curve: {finished.output / 'rok.png'}; figures: {finished.output / 'summary.json'}\n" in text
     ratio = finished.summary["ratios"]["2"]["peak_offload_over_keep"]
     assert f"batch size 2: offload needs {ratio:.3f} x the activation peak of keep" in text
-    lines = finished.result.stderr.splitlines()
+    lines = finished.told.splitlines()
     assert lines[0] == "loading PyTorch and megatron-core"
     assert "starting 3 processes at batch size 2: keep, recompute, offload" in lines
     (first,) = (line for line in lines if line.startswith("step 1 of 15 (keep, batch size 2) took "))

@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING
 import pytest
 from children import environment
 from covering import full, of_which
-from warm import warm
 
 from tba_offload.report.curves import CURVES
 from tba_offload.report.run_log import read_run_log
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from warm import Warm
@@ -139,21 +137,14 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.fixture(scope="module")
-def python() -> Iterator[Warm]:
-    """Runs programs as the interpreter does, but that megatron-core has been imported."""
-    with warm("megatron.core.models.gpt", "torch._dynamo", env=environment()) as found:
-        yield found
-
-
 def figures(output: str) -> list[str]:
     return [line for line in output.splitlines() if line.startswith(("loss", "validation"))]
 
 
 @pytest.fixture(scope="module")
-def plain(script: Path, python: Warm) -> list[str]:
+def plain(script: Path, python_with_megatron: Warm) -> list[str]:
     """What the script says without the launcher."""
-    finished = python.run(str(script))
+    finished = python_with_megatron.run(str(script))
     assert finished.returncode == 0, finished.stderr
     return figures(finished.stdout)
 
@@ -169,7 +160,7 @@ each_door = pytest.mark.parametrize("door", of_which(DOORS, "tba-offload launch"
 
 @each_door
 def test_losses_are_the_same_and_steps_are_logged(
-    door: str, script: Path, plain: list[str], tmp_path: Path, python: Warm
+    door: str, script: Path, plain: list[str], tmp_path: Path, python_with_megatron: Warm
 ) -> None:
     policy, log = tmp_path / "policy.yaml", tmp_path / "run.jsonl"
     policy.write_text(
@@ -177,7 +168,7 @@ def test_losses_are_the_same_and_steps_are_logged(
         "budget:\n  in_flight_bytes: 64KiB\nmin_tensor_bytes: 1KiB\n"
     )
     flags = ("--tba-policy", str(policy), "--tba-directory", str(tmp_path), "--tba-run-log", str(log))
-    finished = python.run(*DOORS[door], str(script), *flags)
+    finished = python_with_megatron.run(*DOORS[door], str(script), *flags)
     assert finished.returncode == 0, finished.stderr
     assert figures(finished.stdout) == plain
     assert len(plain) == 2 * STEPS
@@ -283,9 +274,9 @@ def test_without_flags_the_launcher_changes_nothing(script: Path, plain: list[st
     ],
 )
 def test_the_command_line_is_checked_before_training(
-    flags: tuple[str, ...], status: int, message: str, script: Path, python: Warm
+    flags: tuple[str, ...], status: int, message: str, script: Path, python_with_megatron: Warm
 ) -> None:
-    finished = python.run("-m", "tba_offload", "launch", str(script), *flags)
+    finished = python_with_megatron.run("-m", "tba_offload", "launch", str(script), *flags)
     assert finished.returncode == status
     assert message in " ".join((finished.stdout + finished.stderr).split())
     assert figures(finished.stdout) == []
@@ -293,12 +284,12 @@ def test_the_command_line_is_checked_before_training(
 
 @each_door
 def test_a_policy_that_does_not_fit_the_model_is_one_message(
-    door: str, script: Path, tmp_path: Path, python: Warm
+    door: str, script: Path, tmp_path: Path, python_with_megatron: Warm
 ) -> None:
     policy = tmp_path / "policy.yaml"
     policy.write_text("layers:\n- {match: 7, placement: keep}\n- {match: x, placement: keep}\n")
     flags = ("--tba-policy", str(policy), "--tba-directory", str(tmp_path))
-    finished = python.run(*DOORS[door], str(script), *flags)
+    finished = python_with_megatron.run(*DOORS[door], str(script), *flags)
     assert finished.returncode == 1
     assert figures(finished.stdout) == []
     assert "Traceback" not in finished.stderr

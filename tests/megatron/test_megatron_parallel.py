@@ -7,12 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections import Counter
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,16 +15,18 @@ from typing import TYPE_CHECKING, Any
 import megatron_ranks
 import pytest
 import torch
-from children import environment
 from covering import of_which
-from megatron_ranks import MICRO_BATCH, SEQUENCE, STEPS, Job, Layout
+from harness import PATIENCE
+from megatron_ranks import JOB_SECONDS, MICRO_BATCH, SEQUENCE, STEPS, Job, Layout
 from pretrain_runs import slow
 
 from tba_offload.report.ranks import path_of_rank
 from tba_offload.report.run_log import read_run_log
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
+
+    from warm import Warm
 
     from tba_offload.report.run_log import RunLog, StepRecord
 
@@ -133,53 +130,14 @@ def make_job(name: str, directory: Path) -> Job:
     return Job(layout, variants, str(directory))
 
 
-@dataclass
-class Crew:
-    """The process that forks the ranks.
-
-    Attributes:
-        process: It; its answers come line by line.
-        complaints: The file of what it says otherwise.
-    """
-
-    process: subprocess.Popen[str]
-    complaints: Path
-
-    def run(self, job: Job) -> None:
-        """Does a job, and fails where a rank does."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(f"{job.save()}\n")
-        self.process.stdin.flush()
-        answer = self.process.stdout.readline()
-        if not answer:
-            pytest.fail(self.complaints.read_text()[-4000:])
-        statuses = json.loads(answer)
-        if any(status != 0 for status in statuses):
-            said = [job.output(rank).read_text()[-4000:] for rank in range(job.layout.ranks)]
-            pytest.fail(f"the ranks ended with {statuses}\n" + "\n---\n".join(said))
-
-
-@pytest.fixture(scope="module")
-def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
-    """Imports once for all tests; whatever happens, no process is left."""
-    complaints = tmp_path_factory.mktemp("crew") / "complaints.txt"
-    with (
-        complaints.open("wb") as output,
-        subprocess.Popen(
-            [sys.executable, megatron_ranks.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=output,
-            env=environment() | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-            text=True,
-            start_new_session=True,
-        ) as process,
-    ):
-        try:
-            yield Crew(process, complaints)
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)  # the ranks too
+def run_ranks(python: Warm, job: Job) -> None:
+    """Does a job, and fails where a rank does."""
+    done = python.run(megatron_ranks.__file__, str(job.save()), timeout=JOB_SECONDS + PATIENCE)
+    assert done.returncode == 0, done.stderr[-4000:]
+    statuses = json.loads(done.stdout.splitlines()[-1])
+    if any(status != 0 for status in statuses):
+        said = [job.output(rank).read_text()[-4000:] for rank in range(job.layout.ranks)]
+        pytest.fail(f"the ranks ended with {statuses}\n" + "\n---\n".join(said))
 
 
 LONG = {
@@ -217,10 +175,10 @@ MAIN = (
         for name in LAYOUTS
     ],
 )
-def test_training_is_the_same_bit_for_bit(name: str, crew: Crew, tmp_path: Path) -> None:
+def test_training_is_the_same_bit_for_bit(name: str, python_with_megatron: Warm, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     job = make_job(name, tmp_path)
-    crew.run(job)
+    run_ranks(python_with_megatron, job)
     check_bits(job, variants_of(name))
     for variant in variants_of(name):
         logs = read_logs(job, variant)
@@ -281,10 +239,10 @@ def make_auto_job(layout: Layout, directory: Path) -> Job:
 @pytest.mark.parametrize(
     "name", of_which(AUTO_LAYOUTS, "tensor and sequence", "interleaved pipeline", "experts")
 )
-def test_the_planner_changes_no_bit(name: str, crew: Crew, tmp_path: Path) -> None:
+def test_the_planner_changes_no_bit(name: str, python_with_megatron: Warm, tmp_path: Path) -> None:
     layout = AUTO_LAYOUTS[name]
     job = make_auto_job(layout, tmp_path)
-    crew.run(job)
+    run_ranks(python_with_megatron, job)
     check_bits(job, AUTO_VARIANTS)
     for variant in AUTO_VARIANTS:
         histories = [torch.load(job.results(variant, rank)) for rank in range(layout.ranks)]

@@ -6,7 +6,7 @@ import itertools
 import math
 
 import pytest
-from covering import combinations, each_once
+from covering import combinations, each_once, in_turn
 
 FACTORS = [("a", "b", "c"), (1, 2, 3, 4), (True, False), (0.0, 0.1), ("x",)]
 
@@ -39,6 +39,18 @@ def ranked(row: tuple[object, ...]) -> list[int]:
 
 def test_everything_is_the_full_product() -> None:
     assert combinations(*FACTORS, everything=True) == list(itertools.product(*FACTORS))
+
+
+def test_values_beside_those_of_the_longest_setting_take_turns() -> None:
+    found = in_turn("abcde", (1, 2))
+    assert [param.values for param in found] == list(itertools.product("abcde", (1, 2)))
+    assert [param.values for param in found if not param.marks] == [
+        ("a", 1),
+        ("b", 2),
+        ("c", 1),
+        ("d", 2),
+        ("e", 1),
+    ]
 
 
 @pytest.mark.parametrize("everything", [False, True])

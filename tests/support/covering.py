@@ -39,6 +39,13 @@ def each_once(*factors: Sequence[Any]) -> list[ParameterSet]:
     return product_with(combinations(*factors, everything=False, together=1), *factors)
 
 
+def in_turn(*factors: Sequence[Any]) -> list[ParameterSet]:
+    """The full product, of which each value of the longest is always tested, beside others in turn."""
+    count = max(map(len, factors))
+    always = [tuple(factor[number % len(factor)] for factor in factors) for number in range(count)]
+    return product_with(always, *factors)
+
+
 def product_with(always: Iterable[Row], *factors: Iterable[Any]) -> list[ParameterSet]:
     """The full product, of which only some rows are tested every time."""
     return [pytest.param(*row, marks=() if row in always else full) for row in itertools.product(*factors)]

@@ -11,6 +11,7 @@ import random
 import signal
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -150,6 +151,7 @@ def trial(model: nn.Module, session: Session, at: int, expected: list[Tensor]) -
 def main(trials: int, seed: int) -> int:
     """Prints what went wrong, a line each."""
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
     chance = random.Random(seed)
     drive = Drive()
     model = nn.Sequential(*(Block(i) for i in range(3)))

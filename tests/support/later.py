@@ -11,6 +11,8 @@ import pytest
 class Later:
     """Stands for a package; where it is not installed, the test that asks for a name in it is skipped.
 
+    It has no names that begin with an underscore, for which pytest asks whatever a module holds.
+
     Args:
         name: Its name, with dots.
     """
@@ -23,4 +25,6 @@ class Later:
         return pytest.importorskip(self._name)
 
     def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):
+            raise AttributeError(attribute)
         return getattr(self._package, attribute)

@@ -1,7 +1,10 @@
 """Ranks that train small models through megatron-core's own schedules, with and without a session.
 
-As a script it reads jobs from its standard input, and for each forks the ranks: importing takes far longer
-than training. A job says how a model is spread over the ranks and which policies to train under. All are
+As a program it does the job of a file: it forks the ranks, since importing takes far longer than training.
+
+    python megatron_ranks.py JOB
+
+A job says how a model is spread over the ranks and which policies to train under. All are
 trained in the same processes, one after the other and from the same seed, and what training left behind is
 saved: losses, gradients, parameters, random states. Comparing it is the business of the test.
 """
@@ -185,20 +188,18 @@ class History:
     tensors: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
-def serve() -> None:
-    """Runs the jobs whose files are named on standard input; answers are the exit statuses of their ranks."""
+def main() -> None:
+    """Prints the exit statuses of the ranks."""
     from tba_lab.megatron_cpu_scripts import install_for_scripts
 
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed is no answer
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     install_for_scripts()
     for module in PRELOADED:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # or each collection in a rank would copy all pages
-    for line in sys.stdin:
-        answers.write(json.dumps(run_ranks(Job.load(line.strip()))) + "\n")
-        answers.flush()
+    statuses = run_ranks(Job.load(sys.argv[1]))
+    sys.stdout.write(f"\n{json.dumps(statuses)}\n")
 
 
 def run_ranks(job: Job) -> list[int | None]:
@@ -830,4 +831,4 @@ def sentence_loss(
 
 
 if __name__ == "__main__":
-    serve()
+    main()

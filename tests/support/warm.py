@@ -116,6 +116,8 @@ def become(job: dict[str, Any]) -> None:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(file, fd)
         os.close(file)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells have it for jobs in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if job["is_strict"]:
         warnings.simplefilter("error")
     kind, *rest = job["arguments"]

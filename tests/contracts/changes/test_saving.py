@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import torchgen
 import yaml
 from blocks import INNER, LENGTH, ONE, ROWS, Block, assert_same, attached, make_input, make_net, run
+from covering import in_turn
 from harness import KIB
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -290,8 +291,7 @@ def test_what_one_node_changes_and_another_one_uses_is_noticed(name: str, placem
                 train(net, step)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("name", USED_NO_MORE)
+@pytest.mark.parametrize(("name", "placement"), in_turn(list(USED_NO_MORE), PLACEMENTS))
 def test_what_a_node_changes_for_itself_is_no_error(name: str, placement: str) -> None:
     def block() -> Block:
         return Block(USED_NO_MORE[name])

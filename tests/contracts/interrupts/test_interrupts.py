@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import time
+from typing import TYPE_CHECKING
 
 import pytest
 from covering import EVERYTHING
 from harness import PATIENCE, session_for
-from places import ROOT, SUPPORT, TESTS
+from places import SUPPORT, TESTS
 from torch import nn
 
 from tba_offload import interrupts
 from tba_offload.errors import SessionError
+
+if TYPE_CHECKING:
+    from warm import Warm
 
 
 class Owner:
@@ -25,25 +26,18 @@ class Owner:
 OWNER = Owner()
 
 
-def test_an_interrupt_anywhere_in_a_step_arrives_and_leaves_nothing() -> None:
+def test_an_interrupt_anywhere_in_a_step_arrives_and_leaves_nothing(python_with_torch: Warm) -> None:
     """After each interrupted step the next one gives the same bits, and all books are at zero."""
-    assert_all_arrive("interrupts.py", 200 if EVERYTHING else 50)
+    assert_all_arrive(python_with_torch, "interrupts.py", 200 if EVERYTHING else 50)
 
 
-def test_an_interrupt_anywhere_in_an_update_arrives_and_loses_no_state() -> None:
+def test_an_interrupt_anywhere_in_an_update_arrives_and_loses_no_state(python_with_torch: Warm) -> None:
     """Each state is that of before or of after, and training goes on."""
-    assert_all_arrive("state_interrupts.py", 200 if EVERYTHING else 20)
+    assert_all_arrive(python_with_torch, "state_interrupts.py", 200 if EVERYTHING else 20)
 
 
-def assert_all_arrive(program: str, trials: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", SUPPORT / program, str(trials), "0"],
-        env={**os.environ, "PYTHONPATH": f"{SUPPORT}{os.pathsep}{ROOT}"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+def assert_all_arrive(python: Warm, program: str, trials: int) -> None:
+    done = python.run(str(SUPPORT / program), str(trials), "0", timeout=250)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     assert done.stdout.startswith(f"{trials} trials at ")
 

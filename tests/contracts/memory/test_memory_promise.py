@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from covering import in_turn
 from exact_memory import exact_memory
 from harness import KIB, Drive, assert_all_given_back, session_for, wait_until
 from live_bytes import LiveBytes
@@ -123,8 +124,7 @@ def slow_drive(direction: str) -> Drive:
     return drive
 
 
-@pytest.mark.parametrize("block", [Chain, Heads])
-@pytest.mark.parametrize("direction", ["writes", "reads", "both"])
+@pytest.mark.parametrize(("direction", "block"), in_turn(["writes", "reads", "both"], [Chain, Heads]))
 def test_resident_activations_keep_to_the_promise(block: type[nn.Module], direction: str) -> None:
     scope = scope_bytes(block)
     stack = make_stack(block, 6)

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from covering import of_which, pairwise
+from covering import of_which, product_with
 from harness import KIB, assert_all_given_back, wait_until
 from models import assert_same_history, loss_of, make_model, make_tokens, same_bits, train
 from ordered_device import OrderedDevice, RaceError, attached, interval
@@ -49,9 +49,15 @@ def place(store: str, tmp_path: Path) -> dict[str, Any]:
 # Nothing races
 
 
-@pytest.mark.parametrize(
-    ("kind", "store", "in_flight"), pairwise(["gpt", "llama", "encoder"], STORES, [None, 60 * KIB])
-)
+KINDS = ("gpt", "llama", "encoder")
+WINDOWS = (None, 60 * KIB)
+SOME = [
+    (KINDS[(i + j) % 3], store, window) for i, store in enumerate(STORES) for j, window in enumerate(WINDOWS)
+]
+"""What is run every time: each window on each store, the models in turn."""
+
+
+@pytest.mark.parametrize(("kind", "store", "in_flight"), product_with(SOME, KINDS, STORES, WINDOWS))
 def test_training_races_with_nothing(kind: str, store: str, in_flight: int | None, tmp_path: Path) -> None:
     expected = train(make_model(kind, dropout=0.1), steps=2, micro_batches=2)
     device, model = OrderedDevice(), make_model(kind, dropout=0.1)
@@ -81,8 +87,7 @@ def test_recomputing_from_inputs_that_travel_races_with_nothing(store: str, tmp_
     assert device.races == []
 
 
-@pytest.mark.parametrize("store", STORES)
-@pytest.mark.parametrize("seed", of_which(range(8), 0, 1, 2))
+@pytest.mark.parametrize(("seed", "store"), product_with(enumerate(STORES), range(8), STORES))
 def test_a_program_races_with_nothing(seed: int, store: str, tmp_path: Path) -> None:
     expected = run(make_layers(seed, SAFE), None, 2)
     device, layers = OrderedDevice(), make_layers(seed, SAFE)

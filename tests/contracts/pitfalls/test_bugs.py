@@ -41,6 +41,7 @@ from blocks import (
     run,
     schedule,
 )
+from covering import in_turn
 from harness import KIB, PATIENCE, Drive, assert_all_given_back, config_for, in_time, session_for, wait_until
 from models import same_bits
 from torch import Tensor, nn
@@ -195,8 +196,7 @@ VIEWS: dict[str, Mix] = {
 }
 
 
-@pytest.mark.parametrize("views", VIEWS)
-@pytest.mark.parametrize("kind", ["host", "file"])
+@pytest.mark.parametrize(("views", "kind"), in_turn(list(VIEWS), ["host", "file"]))
 def test_04_views_of_one_buffer(views: str, kind: str, tmp_path: Any) -> None:
     directory = tmp_path if kind == "file" else None
     records = assert_transparent(

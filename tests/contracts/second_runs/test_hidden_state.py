@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from covering import EVERYTHING, each_once, of_which
+from covering import EVERYTHING, each_once, in_turn, of_which
 from harness import KIB, session_for
 from models import same_bits
 from repeatable import (
@@ -128,11 +128,12 @@ class AroundForward(Net):
 SET_AROUND = [(OfVariable, other_variable), (OfLocal, other_local), (OfMode, Doubling)]
 
 
-@pytest.mark.parametrize("placement", EVERYWHERE)
-@pytest.mark.parametrize(("kind", "around"), SET_AROUND)
+@pytest.mark.parametrize(("case", "placement"), in_turn(SET_AROUND, EVERYWHERE))
 def test_what_is_set_around_forward_is_set_for_the_second_run(
-    kind: type[Plain], around: Callable[[], Any], placement: Placement
+    case: tuple[type[Plain], Callable[[], Any]], placement: Placement
 ) -> None:
+    kind, around = case
+
     def made() -> Net:
         return make(kind, lambda kind: AroundForward(kind, around))
 
@@ -326,8 +327,7 @@ class Hooked(Plain):
         self.first.register_forward_hook(scaled)
 
 
-@pytest.mark.parametrize("placement", EVERYWHERE)
-@pytest.mark.parametrize("kind", [Array, Ordered, Forked, Hooked])
+@pytest.mark.parametrize(("kind", "placement"), in_turn([Array, Ordered, Forked, Hooked], EVERYWHERE))
 def test_state_is_turned_back_and_goes_on_as_without_a_second_run(
     kind: type[Plain], placement: Placement
 ) -> None:
@@ -420,8 +420,7 @@ def accumulate(net: Net, session: Session | None = None) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("placement", EVERYWHERE)
-@pytest.mark.parametrize("net", [FlatNet, LargeFlatNet])
+@pytest.mark.parametrize(("net", "placement"), in_turn([FlatNet, LargeFlatNet], EVERYWHERE))
 def test_gradients_that_a_layer_reaches_are_left_alone(
     net: Callable[[type[Plain]], Net], placement: Placement
 ) -> None:
@@ -794,8 +793,7 @@ def scratched(x: Tensor, run: Any = Workspace.apply) -> Tensor:
     return run(x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("placement", EVERYWHERE)
-@pytest.mark.parametrize("kind", [Recurrent, Unfilled])
+@pytest.mark.parametrize(("kind", "placement"), in_turn([Recurrent, Unfilled], EVERYWHERE))
 def test_memory_that_a_kernel_saves_unfilled_is_no_difference(
     kind: type[Plain], placement: Placement, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import in_turn, of_which
 from harness import assert_all_given_back, session_for
 from models import same_bits
 from numpy.random import mtrand  # with the functions of the generator that all code shares
@@ -328,6 +329,8 @@ REPEATED = [
     *(Plain, Dropping, Normed, Spectral, Numbered, Averaging, Listing, Lazy, Drawing, Guessing),
     *(Borrowing, Scheduled, FromFile, Slotted, Averages, Hiding, Elsewhere),
 ]
+SOME_REPEATED = (Plain, Dropping, Normed, Numbered, Lazy, Drawing, Averages, Elsewhere)
+"""Those that the planner is asked for every time: without a state, and one for each place of a state."""
 ODD = [Transforming, Scripted, Nested]
 
 
@@ -339,8 +342,7 @@ def warmed_up() -> None:
 # What can be repeated
 
 
-@pytest.mark.parametrize("placement", RECOMPUTED)
-@pytest.mark.parametrize("kind", REPEATED)
+@pytest.mark.parametrize(("kind", "placement"), in_turn(REPEATED, RECOMPUTED))
 def test_a_second_run_finds_what_the_first_one_found_and_leaves_no_trace(
     kind: type[Plain], placement: Placement
 ) -> None:
@@ -469,7 +471,7 @@ def test_the_planner_leaves_alone_what_cannot_be_repeated(kind: type[Plain]) -> 
 
 
 @pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
-@pytest.mark.parametrize("kind", REPEATED)
+@pytest.mark.parametrize("kind", of_which(REPEATED, *SOME_REPEATED))
 def test_the_planner_recomputes_what_can_be_repeated(kind: type[Plain]) -> None:
     net = make(kind)
     with auto_session(net) as session:
@@ -576,11 +578,18 @@ class Attending(Plain):
         return F.scaled_dot_product_attention(heads, heads, heads).reshape(x.shape)
 
 
-@pytest.mark.parametrize("placement", [*RECOMPUTED, Placement.OFFLOAD_REMAT, Placement.AUTO])
-@pytest.mark.parametrize(("kind", "around"), [(Plain, hooked), (Attending, other_kernels)])
+@pytest.mark.parametrize(
+    ("case", "placement"),
+    in_turn(
+        [(Plain, hooked), (Attending, other_kernels)],
+        [*RECOMPUTED, Placement.OFFLOAD_REMAT, Placement.AUTO],
+    ),
+)
 def test_a_second_run_goes_by_what_was_around_the_first(
-    kind: type[Plain], around: Callable[[Net], AbstractContextManager[object]], placement: Placement
+    case: tuple[type[Plain], Callable[[Net], AbstractContextManager[object]]], placement: Placement
 ) -> None:
+    kind, around = case
+
     def make_net() -> Net:
         torch.manual_seed(0)
         return Around(kind, around)
@@ -923,8 +932,10 @@ def train_cached(net: Net, session: Session | None, *, inside: bool, steps: int 
     return found
 
 
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("placement", [*RECOMPUTED, Placement.OFFLOAD_REMAT, Placement.OFFLOAD])
+@pytest.mark.parametrize(
+    ("placement", "inside"),
+    in_turn([*RECOMPUTED, Placement.OFFLOAD_REMAT, Placement.OFFLOAD], [True, False]),
+)
 def test_cached_weights_are_those_of_the_first_run(placement: Placement, inside: bool) -> None:
     expected = train_cached(make(Parametrized), None, inside=inside)
     net = make(Parametrized)

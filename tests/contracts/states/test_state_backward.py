@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
 import torch
-from covering import combinations, each_once, of_which, product_with
+from covering import combinations, in_turn, of_which, product_with
 from live_bytes import LiveBytes
 from models import same_bits
 from optimizers import MAKERS, Training, assert_same, pair, policy
@@ -50,10 +51,19 @@ def assert_same_parameters(found: Training, expected: Training) -> None:
     assert all(same_bits(a.detach(), b.detach()) for a, b in pairs)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "gradients", "kind"),
-    each_once(list(MAKERS), [torch.float32, torch.bfloat16], ["keep", "free"], ["file", "host"]),
-)
+WAYS = ([torch.float32, torch.bfloat16], ["keep", "free"], ["file", "host"])
+SOME = [
+    (name, *way)
+    for name, way in zip(
+        ("adam-foreach", "adamw", "adamw-fused", "sgd-momentum", "adagrad", "adafactor"),
+        cycle(combinations(*WAYS, everything=False)),
+        strict=False,
+    )
+]
+"""What is run every time: all pairs of the ways. Updates in the step are tested with every optimizer."""
+
+
+@pytest.mark.parametrize(("name", "dtype", "gradients", "kind"), product_with(SOME, list(MAKERS), *WAYS))
 def test_training(name: str, dtype: torch.dtype, gradients: str, kind: str, tmp_path: Path) -> None:
     found, expected = pair(name, torch.float32 if name in UNSTEADY else dtype)
     store = {} if kind == "file" else {"kind": "host", "directories": []}
@@ -517,8 +527,9 @@ def test_an_interrupt_in_an_update_leaves_what_there_was(tmp_path: Path) -> None
 # ---- with activations ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("placement", ["offload", "recompute", "keep"])
-@pytest.mark.parametrize("gradients", ["keep", "free"])
+@pytest.mark.parametrize(
+    ("placement", "gradients"), in_turn(["offload", "recompute", "keep"], ["keep", "free"])
+)
 def test_beside_offloaded_activations(placement: str, gradients: str, tmp_path: Path) -> None:
     found, expected = pair("adamw")
     made = settings(tmp_path, gradients=gradients, default=placement, min_tensor_bytes=0)

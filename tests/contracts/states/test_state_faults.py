@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import signal
-import subprocess
 import sys
 import time
 from contextlib import contextmanager
@@ -225,7 +224,7 @@ def test_a_forked_child_cannot_use_them(tmp_path: Path) -> None:
         assert_same(found, expected)
 
 
-def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_nothing(tmp_path: Path, python_with_torch: Warm) -> None:
     code = f"""
 import os, sys
 sys.path[:0] = {sys.path!r}
@@ -237,7 +236,7 @@ states = tba.offload_optimizer(found.optimizer, policy(Path({str(tmp_path)!r})))
 found.step(0)
 os.kill(os.getpid(), {signal.SIGKILL})
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
+    done = python_with_torch.run("-c", code, timeout=60)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert list(tmp_path.iterdir()) == []
 

@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from places import SUPPORT
 
-PROGRAM = Path(__file__).with_name("state_ranks.py")
+if TYPE_CHECKING:
+    from warm import Warm
+
+PROGRAM = SUPPORT / "state_ranks.py"
 WHOLE = 2 * 4 * (6 * 64 * 65 + 64)
 """Bytes of the states of the model that the program trains, but for its one bias of one number."""
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory, python_with_torch: Warm) -> list[dict[str, Any]]:
     directory = tmp_path_factory.mktemp("ranks")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(directory)],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-        env=environment,
-    )
+    done = python_with_torch.run(str(PROGRAM), str(directory), timeout=180)
     assert done.returncode == 0, done.stderr
     return [json.loads((directory / f"{number}.json").read_text()) for number in range(2)]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from blocks import Net, assert_same, gradients, make_input
-from covering import each_once
+from covering import each_once, of_which
 from harness import KIB, session_for
 from torch import Tensor, nn
 from torch.nn import functional
@@ -91,7 +91,7 @@ def attach(model: Net, default: str) -> Session:
     return session_for(model, layers=list(model.layers), default=default, in_flight=128 * KIB)
 
 
-@pytest.mark.parametrize("default", PLACEMENTS)
+@pytest.mark.parametrize("default", of_which(PLACEMENTS, "offload", "recompute-offload", "offload-remat"))
 def test_each_layer_is_a_graph_and_nothing_else_is_traced(default: str, compiler: Compiler) -> None:
     expected = train(torch.compile(make(), backend=compiler))
     torch._dynamo.reset()

@@ -6,16 +6,16 @@ The ranks are processes that talk over the loopback interface; what they do is i
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import distributed_ranks
 import pytest
-from children import environment
 from covering import of_which
 from distributed_ranks import COMPARED, INNER, LAYERS, LENGTH, MIXES, RANKS, ROWS, SPREAD, WIDTH
 from harness import PATIENCE
+
+if TYPE_CHECKING:
+    from warm import Warm
 
 SMALL, LARGE = ROWS * LENGTH * WIDTH * 4, ROWS * LENGTH * INNER * 4
 """Bytes of a layer's input, and of what lies between its products."""
@@ -51,20 +51,15 @@ def case_of(test: pytest.Function) -> str:
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, python_with_torch: Warm
+) -> Found:
     """What came out of the cases of the tests that were chosen, rank by rank."""
     chosen = [item for item in request.session.items if item.path == request.path]
     cases = {case_of(item) for item in chosen if isinstance(item, pytest.Function)}
     directory = tmp_path_factory.mktemp("ranks")
-    variables = environment() | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ended = subprocess.run(
-        [sys.executable, distributed_ranks.__file__, str(directory), *sorted(cases)],
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=5 * PATIENCE,  # all are about sixty trainings
-        check=False,
-    )
+    arguments = distributed_ranks.__file__, str(directory), *sorted(cases)
+    ended = python_with_torch.run(*arguments, timeout=5 * PATIENCE)  # all are about sixty trainings
     assert ended.returncode == 0, ended.stderr[-4000:]
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(RANKS)]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from covering import combinations, product_with
+from covering import combinations, in_turn, product_with
 from harness import KIB, Drive, session_for
 from later import Later
 from models import History, assert_same_history
@@ -160,8 +160,7 @@ def test_same_bits_at_defaults(kind: str, placement: str) -> None:
     assert (travelled > 0) == (placement != "keep")
 
 
-@pytest.mark.parametrize("placement", ["recompute", "recompute-offload"])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(("kind", "placement"), in_turn(list(MODELS), ["recompute", "recompute-offload"]))
 def test_recomputed_without_a_cache(kind: str, placement: str) -> None:
     model = make(kind, use_cache=False)
     with session_for(model, in_flight=128 * KIB, default=Placement(placement)) as session:

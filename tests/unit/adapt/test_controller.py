@@ -1008,7 +1008,7 @@ def test_of_several_ranks_one_has_to_be_named(run_log: Path, tmp_path: Path) -> 
 
 def test_the_table_says_why(run_log: Path, tmp_path: Path) -> None:
     picture = tmp_path / "frontier.svg"
-    output = run_plan(run_log, "--budget", "3MiB", "--picture", picture, whole_sweep=True).output
+    output = run_plan(run_log, "--budget", "3MiB", "--picture", picture).output
     assert "8 layers; the drives write" in output
     assert re.search(r"measured: the store wrote [\d.]+ [MG]B/s \(± \d+%\) and read \d", output)
     place = r"(back|for)ward of layer \d \(layers\.\d\), micro-batch \d"

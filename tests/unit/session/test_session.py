@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 import threading
 import warnings
 from contextlib import nullcontext
@@ -28,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from models import Model
+    from warm import Warm
 
 
 @pytest.fixture
@@ -339,7 +338,7 @@ def test_layers_that_cannot_be(model: Model, layers: Any, message: str) -> None:
         tba.attach(model, config_for(), layers=layers(model))
 
 
-def test_attach_is_a_function_whatever_was_imported_before() -> None:
+def test_attach_is_a_function_whatever_was_imported_before(python_with_torch: Warm) -> None:
     """A module of the same name must not take the place of the function."""
     script = (
         "import pkgutil, importlib, tba_offload as tba\n"
@@ -347,7 +346,8 @@ def test_attach_is_a_function_whatever_was_imported_before() -> None:
         "for name in names: importlib.import_module(f'tba_offload.{name}')\n"
         "assert [name for name in tba.__all__ if type(getattr(tba, name)) is type(tba)] == []\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True)
+    done = python_with_torch.run("-c", script)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_model_without_layers_says_what_to_do() -> None:

@@ -8,8 +8,6 @@ import os
 import shutil
 import signal
 import stat
-import subprocess
-import sys
 import tempfile
 import textwrap
 import uuid
@@ -52,6 +50,8 @@ from tba_offload.testing.store_contract import (
 )
 
 if TYPE_CHECKING:
+    from warm import Warm
+
     from tba_offload.store.base import ActivationStore, Extent
 
 Call = Callable[[int, int, int, int], int]
@@ -149,7 +149,7 @@ def test_several_extents_are_neighbours_if_the_file_has_room(store: FileStore) -
     assert store.used_bytes == 0
 
 
-def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_nothing(tmp_path: Path, python_with_torch: Warm) -> None:
     (tmp_path / "neighbour").write_bytes(b"untouched")
     program = f"""
         import os, signal, torch
@@ -161,8 +161,8 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
             store.write(store.reserve(data.nbytes, data.data_ptr()), ByteRange.of(data), READY)
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True)
-    assert ended.returncode == -signal.SIGKILL
+    ended = python_with_torch.run("-c", textwrap.dedent(program))
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["neighbour"]
     assert (tmp_path / "neighbour").read_bytes() == b"untouched"
 

@@ -8,6 +8,7 @@ Each rank leaves what came out in ``DIRECTORY/RANK.json``.
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import multiprocessing
 import os
@@ -128,7 +129,6 @@ def rank(number: int, directory: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(number), WORLD_SIZE=str(RANKS))
     store = dist.FileStore(f"{directory}/meet", RANKS)
     dist.init_process_group("gloo", store=store, rank=number, world_size=RANKS, timeout=timedelta(seconds=60))
-    torch.set_num_threads(1)
     try:
         results = {spread: compared(spread, Path(directory)) for spread in SPREADS}
         Path(f"{directory}/{number}.json").write_text(json.dumps(results))
@@ -137,8 +137,11 @@ def rank(number: int, directory: str) -> None:
 
 
 def main() -> None:
-    spawn = multiprocessing.get_context("spawn")
-    ranks = [spawn.Process(target=rank, args=(number, sys.argv[1])) for number in range(RANKS)]
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # or each collection in a rank would copy all pages
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=rank, args=(number, sys.argv[1])) for number in range(RANKS)]
     for each in ranks:
         each.start()
     for each in ranks:
