@@ -115,6 +115,15 @@ def forward_backward(model: nn.Module, session: Session | None) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
+def linger() -> None:
+    """Waits for an interrupt that was put off for a moment.
+
+    In short sleeps: one that comes between the last operation of Python and the sleep does not end it.
+    """
+    for _ in range(int(10 * PATIENCE)):
+        time.sleep(0.1)
+
+
 def trial(model: nn.Module, session: Session, at: int, expected: list[Tensor]) -> str | None:
     """One interrupted step, and one that must be as if nothing had been; what was wrong."""
     arrived, aim = False, Aim(at)
@@ -122,7 +131,7 @@ def trial(model: nn.Module, session: Session, at: int, expected: list[Tensor]) -
         with aim:
             forward_backward(model, session)
         if aim.struck is not None:
-            time.sleep(PATIENCE)  # it may be put off for a moment
+            linger()
     except KeyboardInterrupt:
         arrived = True
     if aim.struck is None:

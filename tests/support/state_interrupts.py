@@ -5,14 +5,12 @@ from __future__ import annotations
 import random
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
-from harness import PATIENCE
-from interrupts import PACKAGE, Aim, tell_of
+from interrupts import PACKAGE, Aim, linger, tell_of
 from optimizers import SUB_GROUP, Training, pair, policy
 
 import tba_offload as tba
@@ -71,7 +69,7 @@ class Trial:
             with self._aim:
                 self._found.step(2)
             if self._aim.struck is not None:
-                time.sleep(PATIENCE)  # it may be put off for a moment
+                linger()
                 return "the interrupt was swallowed"
         except KeyboardInterrupt:
             pass

@@ -240,7 +240,9 @@ def test_waits_for_room_are_no_compute_time() -> None:
     ):
         planner = watching(session)
         run_step(model, session)
-        assert len(session.offloader.stats.marked_stalls) >= 2 * LAYERS
+        assert (
+            len(session.offloader.stats.marked_stalls) >= LAYERS
+        )  # two for each, unless a write was done by then
         profile = learned_by(planner)
     assert_times_of_the_device(profile, offload=Timing(FORWARD, BACKWARD))
     assert device.now == STEP + DRY * len(waited) > STEP
