@@ -307,6 +307,14 @@ class Nested(Plain):
         return torch.cat(torch.sin(rows).unbind())
 
 
+class Ragged(Plain):
+    """Makes nested tensors of the older kind, which have no shape to be asked for."""
+
+    def noise(self, x: Tensor) -> Tensor:
+        rows = torch.nested.as_nested_tensor([x[:5], x[5:]], layout=torch.strided)
+        return torch.cat(torch.sin(rows).unbind())
+
+
 class Remembering(Plain):
     """Appends to what it is given, as attention does to a cache of keys and values."""
 
@@ -328,7 +336,7 @@ REPEATED = [
     *(Plain, Dropping, Normed, Spectral, Numbered, Averaging, Listing, Lazy, Drawing, Guessing),
     *(Borrowing, Scheduled, FromFile, Slotted, Averages, Hiding, Elsewhere),
 ]
-ODD = [Transforming, Scripted, Nested]
+ODD = [Transforming, Scripted, Nested, Ragged]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -436,11 +444,13 @@ REFUSED = [
     # What a layer changes is seen when its first run has ended, other numbers when the second one has.
     *((kind, named, UnsupportedError, 0) for kind, named in CHANGING.items()),
     *((kind, named, RecomputationError, LAYERS - 1) for kind, named in DIFFERENT.items()),
+    *((kind, "nested tensors", RecomputationError, 0) for kind in (Nested, Ragged)),
 ]
 
 
 @pytest.mark.parametrize("placement", RECOMPUTED)
 @pytest.mark.parametrize(("kind", "named", "error", "layer"), REFUSED)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_a_layer_that_cannot_be_repeated_is_refused_by_name_in_its_first_step(
     kind: type[Plain], named: str, error: type[Exception], layer: int, placement: Placement
 ) -> None:
@@ -454,6 +464,7 @@ def test_a_layer_that_cannot_be_repeated_is_refused_by_name_in_its_first_step(
 @pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:.*its second run gives other numbers:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("kind", [*CHANGING, *DIFFERENT, *ODD])
 def test_the_planner_leaves_alone_what_cannot_be_repeated(kind: type[Plain]) -> None:
     net = make(kind)
