@@ -525,6 +525,32 @@ def test_odd_layers_are_recomputed_or_refused_by_name(kind: type[Plain], placeme
             assert_same(found, train(make(kind)))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_layers_that_are_given_nested_tensors(layout: torch.layout) -> None:
+    class Row(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(torch.relu(self.first(x)))
+
+    class RowNet(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            rows = torch.nested.as_nested_tensor([x[:5], x[5:]], layout=layout)
+            return torch.cat(super().forward(rows).unbind())
+
+    def made() -> Net:
+        torch.manual_seed(0)
+        return RowNet(Row, LAYERS)
+
+    net, expected = made(), train(made())
+    with auto_session(net) as session:
+        assert_same(train(net, session), expected)
+    for placement in RECOMPUTED:
+        net = made()
+        with session_for(net, default=placement) as session:
+            assert "nested" in failure(RecomputationError, lambda net=net, s=session: train(net, s))
+
+
 def test_what_changes_later_is_found_out() -> None:
     net = make(Plain)
     with session_for(net, default=Placement.RECOMPUTE) as session:
