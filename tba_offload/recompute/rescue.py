@@ -3,7 +3,8 @@
 Only a layer is repeated whose second run was found to give the bits of its first one, only in a process that
 is alone, where no other rank would have to repeat a collective operation with it, and only while all that it
 was called with is still there. What it was called with is not kept for that: its bytes are in memory or with
-a record as long as backward needs them, which for an input is nearly always until the layer is done.
+a record as long as backward needs them, which for the first input is nearly always until the layer is done; a
+mask that is made for one forward may be gone before.
 
 An operation may fill a tensor after it has saved it, so the forward is repeated to its end; and samples of
 its output are compared with those of the first run before anything of it is used.

@@ -14,7 +14,7 @@ from tba_offload.layers import untraced
 from tba_offload.layers.graph import check_version, hooks_on_top, latest_node
 from tba_offload.recompute.contents import address_of
 from tba_offload.recompute.surroundings import too_late
-from tba_offload.recompute.verdicts import OTHER_NUMBERS
+from tba_offload.recompute.verdicts import NESTED, OTHER_NUMBERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -89,6 +89,8 @@ class SavedAgain:
         @untraced.hook
         def number(tensor: torch.Tensor) -> tuple[int, Any]:
             self._count += 1
+            if tensor.is_nested:  # of which a checkpoint would ask the shape, which not every kind has
+                raise self._failed(NESTED)
             if restorable and address_of(tensor) in restorable:
                 self._samples.leave_out()
             else:

@@ -330,7 +330,13 @@ def _seen_in(argument: object) -> list[_Seen]:
     if type(argument) in PLAIN:
         return []
     found: Iterable[Any] = (argument,) if type(argument) is torch.Tensor else tensors_in(argument)
-    return [_Seen(address_of(tensor), version_of(tensor), tuple(tensor.shape)) for tensor in found]
+    return [_Seen(address_of(tensor), version_of(tensor), _shape_of(tensor)) for tensor in found]
+
+
+def _shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The tensor's dimensions; of a strided nested tensor, which has none to ask for, its elements."""
+    has_none = tensor.is_nested and tensor.layout is torch.strided
+    return (tensor.numel(),) if has_none else tuple(tensor.shape)
 
 
 def holds_tensors(value: object) -> bool:

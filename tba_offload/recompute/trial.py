@@ -20,7 +20,7 @@ from tba_offload.layers.graph import first_differentiable
 from tba_offload.layers.nested import TooManyError
 from tba_offload.recompute.observation import TOO_MANY
 from tba_offload.recompute.surroundings import holds_tensors
-from tba_offload.recompute.verdicts import OTHER_NUMBERS
+from tba_offload.recompute.verdicts import NESTED, OTHER_NUMBERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -228,11 +228,11 @@ class _Count:
         """Takes note of a tensor.
 
         Raises:
-            RuntimeError: Checkpoints compare shapes, and each nested tensor that is made has one of its own.
+            RuntimeError: The tensor is nested.
         """
         self.saved += 1
         if saved.is_nested:
-            raise RuntimeError("it saves nested tensors, whose shapes are never the same")
+            raise RuntimeError(NESTED)
 
 
 def refuse_unpack(_: None) -> Tensor:

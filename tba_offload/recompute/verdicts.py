@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tba_offload.recompute.modules import Modules
 
 SCRIPTED = "it holds TorchScript, whose first runs are not compiled as later ones are"
+NESTED = "it saves nested tensors, whose shapes cannot be compared"
 OTHER_NUMBERS = "its second run gives other numbers than the first"
 _HOOKED = "a program has hooked into its forward, and its hooks would run twice"
 _STATE_OUTSIDE = (

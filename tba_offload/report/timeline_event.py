@@ -5,15 +5,23 @@ from __future__ import annotations
 from bisect import bisect
 from typing import TYPE_CHECKING, Annotated, NamedTuple, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from tba_offload.report.damage import checked
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+
+def _in_nanoseconds(seconds: float) -> float:
+    """No clock tells less, and what is divided by a part of less is beyond all bounds."""
+    return round(seconds, 9)
+
+
 _Bytes = Annotated[int, Field(strict=True, ge=0, le=2**50)]
-_Seconds = Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)]
+_Seconds = Annotated[
+    float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False), AfterValidator(_in_nanoseconds)
+]
 _Number = Annotated[int, Field(strict=True, ge=0, lt=2**53)]
 _Word = Annotated[str, Field(max_length=1000)]
 

@@ -308,6 +308,14 @@ class Nested(Plain):
         return torch.cat(torch.sin(rows).unbind())
 
 
+class Ragged(Plain):
+    """Makes nested tensors of the older kind, which have no shape to be asked for."""
+
+    def noise(self, x: Tensor) -> Tensor:
+        rows = torch.nested.as_nested_tensor([x[:5], x[5:]], layout=torch.strided)
+        return torch.cat(torch.sin(rows).unbind())
+
+
 class Remembering(Plain):
     """Appends to what it is given, as attention does to a cache of keys and values."""
 
@@ -331,7 +339,7 @@ REPEATED = [
 ]
 SOME_REPEATED = (Plain, Dropping, Normed, Numbered, Lazy, Drawing, Averages, Elsewhere)
 """Those that the planner is asked for every time: without a state, and one for each place of a state."""
-ODD = [Transforming, Scripted, Nested]
+ODD = [Transforming, Scripted, Nested, Ragged]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -438,11 +446,13 @@ REFUSED = [
     # What a layer changes is seen when its first run has ended, other numbers when the second one has.
     *((kind, named, UnsupportedError, 0) for kind, named in CHANGING.items()),
     *((kind, named, RecomputationError, LAYERS - 1) for kind, named in DIFFERENT.items()),
+    *((kind, "nested tensors", RecomputationError, 0) for kind in (Nested, Ragged)),
 ]
 
 
 @pytest.mark.parametrize("placement", RECOMPUTED)
 @pytest.mark.parametrize(("kind", "named", "error", "layer"), REFUSED)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_a_layer_that_cannot_be_repeated_is_refused_by_name_in_its_first_step(
     kind: type[Plain], named: str, error: type[Exception], layer: int, placement: Placement
 ) -> None:
@@ -456,6 +466,7 @@ def test_a_layer_that_cannot_be_repeated_is_refused_by_name_in_its_first_step(
 @pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:.*its second run gives other numbers:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("kind", [*CHANGING, *DIFFERENT, *ODD])
 def test_the_planner_leaves_alone_what_cannot_be_repeated(kind: type[Plain]) -> None:
     net = make(kind)
@@ -514,6 +525,32 @@ def test_odd_layers_are_recomputed_or_refused_by_name(kind: type[Plain], placeme
             assert "cannot be recomputed" in str(error)  # noqa: PT017 - either is right
         else:
             assert_same(found, train(make(kind)))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_layers_that_are_given_nested_tensors(layout: torch.layout) -> None:
+    class Row(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(torch.relu(self.first(x)))
+
+    class RowNet(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            rows = torch.nested.as_nested_tensor([x[:5], x[5:]], layout=layout)
+            return torch.cat(super().forward(rows).unbind())
+
+    def made() -> Net:
+        torch.manual_seed(0)
+        return RowNet(Row, LAYERS)
+
+    net, expected = made(), train(made())
+    with auto_session(net) as session:
+        assert_same(train(net, session), expected)
+    for placement in RECOMPUTED:
+        net = made()
+        with session_for(net, default=placement) as session:
+            assert "nested" in failure(RecomputationError, lambda net=net, s=session: train(net, s))
 
 
 def test_what_changes_later_is_found_out() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -64,7 +65,7 @@ def check_trace(trace: dict[str, Any]) -> list[dict[str, Any]]:
         assert isinstance(each["tid"], int)
         assert each["ts"] >= 0
         assert each["ph"] != "X" or each["dur"] >= 0
-        assert each["ph"] != "C" or all(isinstance(value, int | float) for value in each["args"].values())
+        assert each["ph"] != "C" or all(map(math.isfinite, each["args"].values()))
     for row in {each["tid"] for each in trace["traceEvents"]}:
         slices = [each for each in trace["traceEvents"] if (each["ph"], each["tid"]) == ("X", row)]
         for before, after in pairwise(sorted(slices, key=lambda each: each["ts"])):
@@ -144,6 +145,11 @@ def test_the_picture_is_a_file_of_its_own_without_names(tmp_path: Path) -> None:
         {"scopes": [], "backward_ends": [], "stalls": [], "points": [[0.0, 0, 0, 0, 0, 0]]},
         {"scopes": [[0, 0, 0.1, None, None]]},
         {"points": [[0.1, 5, 0, 0, 7, 0], [0.1, 5, 0, 0, 9, 0]]},
+        {"points": [[0.1, 5, 0, 0, 7, 0], [math.nextafter(0.1, 1), 5, 0, 0, 9, 0]]},
+        *(
+            {"scopes": [], "backward_ends": [], "stalls": [], "points": [[0.0] + [0] * 5, [tiny] + [9] * 5]}
+            for tiny in (5e-324, 1e-310, 1e-100, 1e-9)
+        ),
     ],
 )
 def test_odd_steps_can_be_drawn(tmp_path: Path, bare: dict[str, Any]) -> None:
