@@ -516,6 +516,7 @@ def test_the_planner_tries_a_layer_again_in_another_mode() -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.parametrize("placement", RECOMPUTED)
 @pytest.mark.parametrize("kind", ODD)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_odd_layers_are_recomputed_or_refused_by_name(kind: type[Plain], placement: Placement) -> None:
     net = make(kind)
     with session_for(net, default=placement) as session:
