@@ -117,8 +117,8 @@ def main(*, directory: str, layers: int, width: int, rows: int, steps: int) -> N
         f"{where}; {layers} layers of width {width}, {rows} rows: {sorted(kept)[len(kept) // 2]:.2f} s a step"
     )
     click.echo(
-        f"frozen weights: {readable_size(nbytes)}, malloc's live bytes fell by {readable_size(taken)}; at most "
-        f"{readable_size(peak)} of them were in memory\n"
+        f"frozen weights: {readable_size(nbytes)}, malloc's live bytes fell by {readable_size(taken)}; "
+        f"at most {readable_size(peak)} of them were in memory\n"
         f"step time over keep: {paired_ratio(away, kept)}; keep over keep: {paired_ratio(control, kept)}\n"
         f"losses and trained parameters identical: {all(same)}"
     )
