@@ -167,14 +167,15 @@ class FrozenWeights:
     ) -> None:
         for number, parameters in _own_storages(chunks, self._layers, config.min_tensor_bytes):
             piece = Piece(parameters, Home(homes, parameters[0][0], "frozen weights"), self._grow)
+            self._pieces[number].append(piece)  # first: an interrupt must not lose what was sent
             try:
                 piece.send()
             except TransferError as error:
+                self._pieces[number].remove(piece)
                 if config.on_full != "keep":
                     raise
                 tell(f"frozen weights stay in memory from here on, since they cannot be written: {error}")
                 return
-            self._pieces[number].append(piece)
             self.nbytes += piece.nbytes
 
     def _watch(self, layer: nn.Module, number: int) -> Iterator[RemovableHandle]:

@@ -83,6 +83,7 @@ class Piece:
         self._nothing = _nothing_of(first)
         self._reads: list[IoFuture] | None = None
         self._versions: list[int] = []
+        self._is_sent = False
         self.is_here = False
 
     @property
@@ -102,9 +103,11 @@ class Piece:
         self._resize(self.nbytes)
         try:
             self._home.settle_writes(self._home.write(own), own)
-        except BaseException:
-            self._resize(0)
+        except BaseException:  # not resized: a write that was interrupted, or hangs, reads from the memory
+            self._count(-self._counted)
+            self._counted = 0
             raise
+        self._is_sent = True
         for look in self._looks:
             look.parameter.data = look.at(self._storage)
         self._leave()
@@ -161,12 +164,16 @@ class Piece:
     def come_back(self) -> str:
         """Has the bytes here for good; a parameter that has others by now keeps those.
 
+        The extents are not given back, since an interrupted transfer may use them: the store is closed next.
+
         Returns:
             Name of a parameter that something was computed with while it was away: it has its values again.
 
         Raises:
             TransferError: They cannot be read.
         """
+        if not self._is_sent:
+            return ""
         if not self.is_here:
             self._read()
             self.is_here = True
@@ -178,8 +185,7 @@ class Piece:
             value = look.at(self._storage)
             if (found.dtype, found.device) == (value.dtype, value.device):
                 spoilt = look.name
-            found.data = value.to(found.device, found.dtype)  # as of model.half()
-        self._home.release()
+            look.parameter.data = value.to(found.device, found.dtype)  # as of model.half()
         return spoilt
 
     def copies(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:

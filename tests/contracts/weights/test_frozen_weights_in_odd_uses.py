@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 from tba_offload.errors import SessionError, TransferError
 from tba_offload.testing.faults import inject
+from tba_offload.weights.piece import Piece
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -260,3 +261,25 @@ def test_weights_that_cannot_be_read_when_closing_come_with_the_next_call(tmp_pa
     weights.close()
     assert weights.resident_bytes == LAYERS * WEIGHTS
     assert_same(list(model.parameters()), list(Model().parameters()))
+
+
+def test_an_interrupt_while_weights_are_taken_over_loses_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, left = Piece.send, 0
+
+    def interrupted(piece: Piece) -> None:
+        nonlocal left
+        left -= 1
+        if left != 0:
+            send(piece)
+        if left <= 0:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Piece, "send", interrupted)
+    for when in range(4):  # 0: the first was sent; others: one was not, after some that were
+        left = when
+        model = Model()
+        with pytest.raises(KeyboardInterrupt):
+            offloaded(model, tmp_path)
+        assert_same(list(model.parameters()), list(Model().parameters()))
