@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,6 +23,7 @@ from tba_offload.layers.nested import TooManyError, tensors_in
 from tba_offload.layers.stack import explicit_layers, find_layers
 from tba_offload.states.home import Home, Homes
 from tba_offload.store import open_store
+from tba_offload.weights.in_use import InUse
 from tba_offload.weights.piece import Piece
 
 if TYPE_CHECKING:
@@ -98,7 +100,8 @@ class FrozenWeights:
         self._told = count
         self._layers = layers
         self._lock = threading.RLock()
-        self._at: dict[int, tuple[int, int]] = {}  # of a thread: its backward pass, and the layer it is at
+        self._in_use = InUse()
+        self._in_memory: set[int] = set()
         self._handles: list[RemovableHandle] = []
         device = next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))
         self._store: ActivationStore = open_store(config.store.options(), device=device_of(device))
@@ -116,6 +119,7 @@ class FrozenWeights:
             for number, layer in enumerate(layers):
                 if self._pieces[number]:
                     self._handles += self._watch(layer, number)
+                    self._handles += self._watch_owners(layer, number)
         except BaseException:
             self.close()
             raise
@@ -124,15 +128,28 @@ class FrozenWeights:
         """Brings all weights back into memory and closes the store. May be called twice.
 
         Raises:
-            TransferError: Some cannot be read.
+            TransferError: Some cannot be read. The others are back, and the next call tries again.
+            SessionError: Something was computed with one that was away.
         """
-        with self._lock:
+        with self._lock, ExitStack() as at_last:
             while self._handles:
                 self._handles.pop().remove()
+            at_last.callback(self._close_store)
             for pieces in self._pieces:
-                for piece in pieces:
-                    piece.come_back()
-                pieces.clear()
+                for piece in [*pieces]:
+                    at_last.callback(self._come_back, pieces, piece)
+
+    def _come_back(self, pieces: list[Piece], piece: Piece) -> None:
+        spoilt = piece.come_back()
+        pieces.remove(piece)
+        if spoilt:
+            raise SessionError(
+                f"something was computed with the frozen weight {spoilt} while its values were in the store; "
+                "it has its values again. close the frozen weights first, and compute afterwards"
+            )
+
+    def _close_store(self) -> None:
+        if not any(self._pieces):
             self._store.close()
 
     def __enter__(self) -> Self:
@@ -150,22 +167,33 @@ class FrozenWeights:
     ) -> None:
         for number, parameters in _own_storages(chunks, self._layers, config.min_tensor_bytes):
             piece = Piece(parameters, Home(homes, parameters[0][0], "frozen weights"), self._grow)
+            self._pieces[number].append(piece)  # first: an interrupt must not lose what was sent
             try:
                 piece.send()
             except TransferError as error:
+                self._pieces[number].remove(piece)
                 if config.on_full != "keep":
                     raise
                 tell(f"frozen weights stay in memory from here on, since they cannot be written: {error}")
                 return
-            self._pieces[number].append(piece)
             self.nbytes += piece.nbytes
 
     def _watch(self, layer: nn.Module, number: int) -> Iterator[RemovableHandle]:
         yield layer.register_forward_pre_hook(_Before(self, number), prepend=True)
         yield layer.register_forward_hook(_After(self, number), always_call=True)
-        yield layer.register_state_dict_post_hook(_Saved(self, number))  # type: ignore[no-untyped-call]
-        yield layer.register_load_state_dict_pre_hook(_Before(self, number))  # type: ignore[no-untyped-call]
-        yield layer.register_load_state_dict_post_hook(_Loaded(self, number))  # type: ignore[no-untyped-call]
+
+    def _watch_owners(self, layer: nn.Module, number: int) -> Iterator[RemovableHandle]:
+        """Watches modules that have weights: they are saved, or come back to, without their layer too."""
+        pieces = {id(parameter): piece for piece in self._pieces[number] for parameter in piece.parameters}
+        for owner in layer.modules():
+            own = [p for p in owner.parameters(recurse=False) if id(p) in pieces]
+            if not own:
+                continue
+            found = list(dict.fromkeys(pieces[id(parameter)] for parameter in own))
+            yield owner.register_forward_hook(_Output(self, number))
+            yield owner.register_state_dict_post_hook(_Saved(self, number, found))  # type: ignore[no-untyped-call]
+            yield owner.register_load_state_dict_pre_hook(_Load(self, number, found))  # type: ignore[no-untyped-call]
+            yield owner.register_load_state_dict_post_hook(_Loaded(self, number, found))  # type: ignore[no-untyped-call]
 
     def _grow(self, nbytes: int) -> None:
         self.resident_bytes += nbytes
@@ -179,36 +207,51 @@ class FrozenWeights:
 
         Raises:
             TransferError: Its weights cannot be read.
-            SessionError: One was changed while it was away.
+            SessionError: One was changed while it was away, or a transform of ``torch.func`` runs the layer.
         """
-        if _current_pass() != -1:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise SessionError(
+                "transforms of torch.func cannot run layers whose frozen weights are in the store; "
+                "close them first"
+            )
+        if _is_made_again():
             self.returned(number)
             return
         with self._lock:
+            self._in_use.begin(number, within_backward=_current_pass() != -1)
             self._bring(number, then=number + 1)
 
     def _bring(self, number: int, *, then: int) -> None:
         """Has the weights of a layer here, while those of another are on their way."""
-        for piece in self._pieces[number]:
-            piece.begin()
-        if 0 <= then < len(self._pieces):
-            for piece in self._pieces[then]:
+        near = {number, then} & set(range(len(self._pieces)))
+        # Of these others some were read in vain, as of a layer that was left out.
+        for other in self._in_memory - near:
+            self._send_away(other)
+        self._in_memory |= near
+        for each in (number, *near - {number}):
+            for piece in self._pieces[each]:
                 piece.begin()
         for piece in self._pieces[number]:
             piece.arrive()
 
     def ran(self, number: int, output: object) -> None:
         """The forward of a layer has ended."""
-        if _current_pass() != -1:  # it was made again for its backward, which is to come
-            return
-        returns = torch.is_grad_enabled() and self._note_return(number, output)
+        returns = self.note_return(number, output)
         with self._lock:
+            if not self._in_use.end(number):  # it was made again for its backward, which is to come
+                return
             # The last layer is the first that backward comes back to.
             if not (returns and number == len(self._pieces) - 1):
                 self._send_away(number)
 
-    def _note_return(self, number: int, output: object) -> bool:
-        """Has backward tell when it comes back to a layer; whether it may."""
+    def note_return(self, number: int, output: object) -> bool:
+        """Has backward tell when it comes back to a layer; whether it may.
+
+        Raises:
+            SessionError: The output cannot be looked through.
+        """
+        if not torch.is_grad_enabled():
+            return False
         try:
             found = [tensor for tensor in tensors_in(output) if tensor.requires_grad and tensor.grad_fn]
         except TooManyError:
@@ -226,44 +269,61 @@ class FrozenWeights:
             TransferError: Its weights cannot be read.
             SessionError: One was changed while it was away.
         """
-        thread, this = threading.get_ident(), _current_pass()
+        this = _current_pass()
         with self._lock:
-            earlier, before = self._at.get(thread, (-1, -1))
-            self._at[thread] = this, number
-            if earlier != this:  # it begins, and the one before ended, perhaps by an error, or waits for it
+            is_first, before = self._in_use.reach(this, number)
+            if is_first:
                 engine: Any = torch.autograd.Variable._execution_engine
-                engine.queue_callback(partial(self._pass_ended, thread))
+                engine.queue_callback(partial(self._pass_ended, threading.get_ident(), this))
             elif before != number:
                 self._send_away(before)
             self._bring(number, then=number - 1)
 
-    def _pass_ended(self, thread: int) -> None:
+    def _pass_ended(self, thread: int, this: int) -> None:
         with self._lock:
-            _, last = self._at.pop(thread, (-1, -1))
-            for number in {last, len(self._pieces) - 1} - {-1}:
+            self._in_use.leave(thread, this)
+            for number in [*self._in_memory]:
                 self._send_away(number)
 
     def _send_away(self, number: int) -> None:
-        """Frees the memory of a layer's weights, unless a backward pass is at that layer."""
-        if number not in (at for _, at in self._at.values()):
+        """Frees the memory of a layer's weights, unless it computes."""
+        if number not in self._in_use:
             for piece in self._pieces[number]:
                 piece.leave()
+            self._in_memory.discard(number)
 
     # ---- checkpoints -----------------------------------------------------------------------------
 
-    def copies(self, number: int) -> dict[str, torch.Tensor]:
-        """The weights of a layer in new host memory, by their names in the layer.
+    def copies(self, pieces: Sequence[Piece]) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Weights, each with its values in new host memory.
 
         Raises:
             TransferError: They cannot be read.
         """
         with self._lock:
-            return {name: copy for piece in self._pieces[number] for name, copy in piece.copies().items()}
+            return [each for piece in pieces for each in piece.copies()]
+
+    def load(self, number: int, pieces: Sequence[Piece]) -> None:
+        """Other values are about to be loaded into some weights of a layer.
+
+        Raises:
+            TransferError: They cannot be read.
+            SessionError: One was changed while it was away.
+        """
+        with self._lock:
+            self._in_memory.add(number)
+            for piece in pieces:
+                piece.arrive()
 
     def loaded(self, number: int) -> None:
-        """Other values were loaded into the weights of a layer."""
+        """They were."""
         with self._lock:
             self._send_away(number)
+
+
+def _is_made_again() -> bool:
+    """Whether a forward is one that backward asks for; without gradients it is an evaluation in a hook."""
+    return _current_pass() != -1 and torch.is_grad_enabled()
 
 
 class _Hook:
@@ -294,19 +354,45 @@ class _After(_Hook):
         self._weights.ran(self._number, output)
 
 
+class _Output(_Hook):
+    def __call__(self, _module: nn.Module, _arguments: object, output: object) -> None:
+        if not torch.compiler.is_compiling():  # what is compiled comes back as one
+            self._weights.note_return(self._number, output)
+
+
 class _Returned(_Hook):
     def __call__(self, _gradient: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise SessionError(
+                "gradients of gradients (create_graph=True) would read frozen weights that are in the store; "
+                "close them first"
+            )
         self._weights.returned(self._number)
 
 
-class _Saved(_Hook):
-    def __call__(self, _layer: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
-        for name, copy in self._weights.copies(self._number).items():
-            if f"{prefix}{name}" in state:
-                state[f"{prefix}{name}"] = copy
+class _OwnersHook(_Hook):
+    """What a module is given that has some pieces of a layer."""
+
+    def __init__(self, weights: FrozenWeights, number: int, pieces: Sequence[Piece]) -> None:
+        super().__init__(weights, number)
+        self._own = pieces
 
 
-class _Loaded(_Hook):
+class _Saved(_OwnersHook):
+    def __call__(self, owner: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
+        values = {id(parameter): copy for parameter, copy in self._weights.copies(self._own)}
+        for name, parameter in owner.named_parameters(recurse=False):
+            # load_state_dict(assign=True) has perhaps put another parameter in its place.
+            if f"{prefix}{name}" in state and id(parameter) in values:
+                state[f"{prefix}{name}"] = values[id(parameter)]
+
+
+class _Load(_OwnersHook):
+    def __call__(self, *_: object) -> None:
+        self._weights.load(self._number, self._own)
+
+
+class _Loaded(_OwnersHook):
     def __call__(self, *_: object) -> None:
         self._weights.loaded(self._number)
 

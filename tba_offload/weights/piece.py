@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tba_offload.device.ranges import ByteRange
-from tba_offload.errors import SessionError
+from tba_offload.errors import SessionError, TransferError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,6 +25,7 @@ class Look(NamedTuple):
         shape: Its sizes.
         stride: Its strides.
         offset: Of its first element.
+        dtype: Of its elements, whatever it has been converted to since.
     """
 
     name: str
@@ -32,17 +33,23 @@ class Look(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    dtype: torch.dtype
 
     @classmethod
     def of(cls, name: str, parameter: torch.nn.Parameter) -> Look:
         """How it looks now."""
         return cls(
-            name, parameter, tuple(parameter.shape), parameter.stride(), int(parameter.storage_offset())
+            name,
+            parameter,
+            tuple(parameter.shape),
+            parameter.stride(),
+            int(parameter.storage_offset()),
+            parameter.dtype,
         )
 
     def at(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """A tensor that looks like it at a storage."""
-        empty = torch.empty(0, dtype=self.parameter.dtype, device=storage.device)
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.shape, self.stride)
 
 
@@ -70,12 +77,19 @@ class Piece:
         self.nbytes = first.untyped_storage().nbytes()
         self._home = home
         self._count = count
+        self._counted = 0
         # What a file or another library has allocated can perhaps not be resized.
         self._storage = torch.UntypedStorage(self.nbytes, device=first.device)  # type: ignore[no-untyped-call]
         self._nothing = _nothing_of(first)
         self._reads: list[IoFuture] | None = None
         self._versions: list[int] = []
+        self._is_sent = False
         self.is_here = False
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """All that look at the storage."""
+        return [look.parameter for look in self._looks]
 
     def send(self) -> None:
         """Writes the bytes for the first time; they are away then.
@@ -86,24 +100,27 @@ class Piece:
         source = self._looks[0].parameter.untyped_storage()
         own = ByteRange(self._storage, 0, self.nbytes)
         own.tensor().copy_(ByteRange(source, 0, self.nbytes).tensor())
-        self._count(self.nbytes)
+        self._resize(self.nbytes)
         try:
             self._home.settle_writes(self._home.write(own), own)
-        except BaseException:
-            self._shrink()
+        except BaseException:  # not resized: a write that was interrupted, or hangs, reads from the memory
+            self._count(-self._counted)
+            self._counted = 0
             raise
+        self._is_sent = True
+        for look in self._looks:
+            look.parameter.data = look.at(self._storage)
         self._leave()
 
     def begin(self) -> None:
         """Begins to read the bytes."""
         if self.is_here or self._reads is not None:
             return
-        self._storage.resize_(self.nbytes)
-        self._count(self.nbytes)
+        self._resize(self.nbytes)
         try:
             self._reads = self._home.read(ByteRange(self._storage, 0, self.nbytes))
-        except BaseException:
-            self._shrink()
+        except Exception:  # no interrupt: reads may have begun, which need the memory
+            self._resize(0)
             raise
 
     def arrive(self) -> None:
@@ -122,26 +139,57 @@ class Piece:
         self.is_here = True
 
     def leave(self) -> None:
-        """Frees the memory; what was changed here is written before."""
+        """Frees the memory; what was changed here is written before.
+
+        Raises:
+            TransferError: That cannot be written.
+        """
         if not self.is_here:
+            self._leave_unread()
             return
         if [look.parameter._version for look in self._looks] != self._versions:
             memory = ByteRange(self._storage, 0, self.nbytes)
             self._home.settle_writes(self._home.write(memory), memory)
         self._leave()
 
-    def come_back(self) -> None:
+    def _leave_unread(self) -> None:
+        if self._reads is not None:
+            try:
+                self._home.settle_reads(self._reads, ByteRange(self._storage, 0, self.nbytes))
+            except TransferError:  # others may be on their way; the layer says it, if it runs
+                return
+            self._reads = None
+        self._leave()
+
+    def come_back(self) -> str:
         """Has the bytes here for good; a parameter that has others by now keeps those.
+
+        The extents are not given back, since an interrupted transfer may use them: the store is closed next.
+
+        Returns:
+            Name of a parameter that something was computed with while it was away: it has its values again.
 
         Raises:
             TransferError: They cannot be read.
         """
+        if not self._is_sent:
+            return ""
         if not self.is_here:
             self._read()
-        self._home.release()
+            self.is_here = True
+        spoilt = ""
+        for look in self._looks:
+            found = look.parameter
+            if self._is_ours(look) or found.shape != look.shape or not _is_nothing(found):
+                continue
+            value = look.at(self._storage)
+            if (found.dtype, found.device) == (value.dtype, value.device):
+                spoilt = look.name
+            look.parameter.data = value.to(found.device, found.dtype)  # as of model.half()
+        return spoilt
 
-    def copies(self) -> dict[str, torch.Tensor]:
-        """The weights in new host memory, by name.
+    def copies(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """The weights, each with its values in new host memory.
 
         Raises:
             TransferError: They cannot be read.
@@ -151,7 +199,7 @@ class Piece:
         else:
             found = self._home.on_host(self.nbytes)
         data = found.clone().untyped_storage()  # from byte 0 of a storage of its own
-        return {look.name: look.at(data) for look in self._looks}
+        return [(look.parameter, look.at(data)) for look in self._looks]
 
     def _read(self) -> None:
         self.begin()
@@ -160,24 +208,32 @@ class Piece:
         self._home.settle_reads(self._reads, ByteRange(self._storage, 0, self.nbytes))
         self._reads = None
         for look in self._looks:
-            if self._is_away(look):
+            if self._is_ours(look):
                 look.parameter.data = look.at(self._storage)
 
     def _leave(self) -> None:
+        self.is_here = False  # first, so that after an interrupt the bytes are read again
         for look in self._looks:
-            look.parameter.data = self._nothing.expand(look.shape)
-        self.is_here = False
-        self._shrink()
+            if self._is_ours(look):
+                look.parameter.data = self._nothing.expand(look.shape)
+        self._resize(0)
 
-    def _shrink(self) -> None:
-        self._storage.resize_(0)
-        self._count(-self.nbytes)
+    def _resize(self, nbytes: int) -> None:
+        if self._storage.nbytes() != nbytes:
+            self._storage.resize_(nbytes)
+        # An interrupt can have come between the two the last time.
+        grown, self._counted = nbytes - self._counted, nbytes
+        self._count(grown)
 
-    def _is_away(self, look: Look) -> bool:
-        return look.parameter.data_ptr() == self._nothing.data_ptr()
+    def _is_ours(self, look: Look) -> bool:
+        """Whether a parameter has what it was given here: the bytes, or nothing."""
+        return (
+            look.parameter.untyped_storage()._cdata == self._storage._cdata
+            or look.parameter.data_ptr() == self._nothing.data_ptr()
+        )
 
     def _check(self, look: Look) -> None:
-        if look.parameter.requires_grad or not self._is_away(look):
+        if look.parameter.requires_grad or not self._is_ours(look):
             what = "is trained now" if look.parameter.requires_grad else "was replaced"
             raise SessionError(
                 f"the frozen weight {look.name} {what} while its values are in the store; close the frozen "
@@ -189,3 +245,8 @@ def _nothing_of(parameter: torch.Tensor) -> torch.Tensor:
     """One element that no weight has."""
     value = float("nan") if parameter.is_floating_point() else torch.iinfo(parameter.dtype).max
     return torch.full((1,), value, dtype=parameter.dtype, device=parameter.device).squeeze(0)
+
+
+def _is_nothing(tensor: torch.Tensor) -> bool:
+    """Whether no element is a number, as of what was computed with nothing."""
+    return tensor.is_floating_point() and bool(tensor.isnan().all())

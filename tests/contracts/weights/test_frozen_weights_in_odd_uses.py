@@ -1,0 +1,285 @@
+"""Frozen weights are there whoever comes to a layer, and however its last run ended."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from models import same_bits
+from test_frozen_weights import LAYERS, WEIGHTS, WIDTH, Model, assert_same, frozen, offloaded
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint_sequential
+
+from tba_offload.errors import SessionError, TransferError
+from tba_offload.testing.faults import inject
+from tba_offload.weights.piece import Piece
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def rows() -> Tensor:
+    return torch.arange(8 * WIDTH).reshape(8, WIDTH).div(400).sin().requires_grad_()
+
+
+def of_inner_module(model: Model, x: Tensor) -> None:
+    seen: list[Tensor] = []
+    handle = model.layers[1].one.register_forward_hook(lambda _layer, _args, output: seen.append(output))
+    model(x)
+    handle.remove()
+    seen[0].pow(2).sum().backward()
+
+
+def of_both(model: Model, x: Tensor) -> None:
+    seen: list[Tensor] = []
+    handles = [
+        layer.two.register_forward_hook(lambda _layer, _args, output: seen.append(output.pow(2).sum()))
+        for layer in model.layers
+    ]
+    loss = model(x).sum()
+    for handle in handles:
+        handle.remove()
+    (loss + sum(seen)).backward()
+
+
+def of_checkpointed_pairs(model: Model, x: Tensor) -> None:
+    def run(layer: nn.Module) -> Callable[[Tensor], Tensor]:
+        return lambda x: layer(x)["hidden"]
+
+    checkpoint_sequential([run(layer) for layer in model.layers], 2, x, use_reentrant=True).sum().backward()
+
+
+def of_layers_left_out(model: Model, x: Tensor) -> None:
+    for number in (4, 3, 1):
+        x = model.layers[number](x)["hidden"]
+    x.sum().backward()
+
+
+def with_a_gradient_inside(model: Model, x: Tensor) -> None:
+    def inside(layer: nn.Module, arguments: tuple[Tensor]) -> None:
+        value = arguments[0].detach().requires_grad_()
+        torch.autograd.grad(layer.one(value).sum(), value)
+
+    handle = model.layers[2].register_forward_pre_hook(inside)
+    model(x).sum().backward()
+    handle.remove()
+
+
+def with_an_evaluation_inside(model: Model, x: Tensor) -> None:
+    def evaluate(_: Tensor) -> None:
+        with torch.no_grad():
+            model(rows())
+
+    loss = model(x).sum()
+    handle = model.layers[2].two.up.weight.register_hook(evaluate)
+    loss.backward()
+    handle.remove()
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [
+        of_inner_module,
+        of_both,
+        of_checkpointed_pairs,
+        of_layers_left_out,
+        with_a_gradient_inside,
+        with_an_evaluation_inside,
+    ],
+)
+def test_backward_comes_to_a_layer_in_another_way(
+    backward: Callable[[Model, Tensor], None], tmp_path: Path
+) -> None:
+    gradients = []
+    for model in (Model(), Model()):
+        x = rows()
+        torch.manual_seed(1)
+        if not gradients:
+            backward(model, x)
+        else:
+            with offloaded(model, tmp_path) as weights:
+                backward(model, x)
+                assert weights.resident_bytes == 0
+        gradients.append([p.grad for p in (*model.parameters(), x) if p.grad is not None])
+    assert_same(*gradients)
+
+
+def test_forward_in_three_threads_at_once(tmp_path: Path) -> None:
+    model, found = Model(), []
+    with torch.no_grad():
+        expected = model.eval()(rows())
+    barrier = threading.Barrier(3)
+
+    def run() -> None:
+        barrier.wait()
+        for _ in range(20):
+            with torch.no_grad():
+                found.append(model(rows()))
+
+    with offloaded(model, tmp_path):
+        threads = [threading.Thread(target=run) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert_same(found, [expected] * 60)
+
+
+def second_derivative(model: Model) -> None:
+    x = rows()
+    torch.autograd.grad(model(x).sum(), x, create_graph=True)
+
+
+def transform(model: Model) -> None:
+    torch.func.grad(lambda x: model.eval()(x).sum())(rows().detach())
+
+
+@pytest.mark.parametrize(
+    ("use", "said"), [(second_derivative, "create_graph=True"), (transform, r"transforms of torch\.func")]
+)
+def test_what_cannot_have_its_weights_is_named(
+    use: Callable[[Model], None], said: str, tmp_path: Path
+) -> None:
+    model = Model()
+    with offloaded(model, tmp_path), pytest.raises(SessionError, match=said):
+        use(model)
+
+
+@pytest.mark.parametrize("at_backward", [False, True])
+def test_after_an_interrupt_training_goes_on(at_backward: bool, tmp_path: Path) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    model, other = Model().eval(), Model().eval()
+    inner = model.layers[2].two
+    with offloaded(model, tmp_path) as weights:
+        handle = (
+            inner.up.weight.register_hook(interrupt)
+            if at_backward
+            else inner.register_forward_pre_hook(interrupt)
+        )
+        with pytest.raises(KeyboardInterrupt):
+            model(rows()).sum().backward()
+        handle.remove()
+        model.zero_grad()
+        with torch.no_grad():
+            model(rows())
+        assert weights.resident_bytes == 0
+        for each in (model, other):
+            each(rows()).sum().backward()
+        assert weights.resident_bytes == 0
+    assert_same(*([p.grad for p in each.parameters() if p.grad is not None] for each in (model, other)))
+
+
+def test_an_interrupt_while_weights_come_or_go_loses_none(tmp_path: Path) -> None:
+    model = Model().eval()
+    with torch.no_grad():
+        expected = model(rows())
+    with offloaded(model, tmp_path) as weights:
+        count, left = weights._told, 0
+
+        def interrupt(nbytes: int) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+            count(nbytes)
+
+        weights._told = interrupt
+        for when in range(1, 4 * LAYERS):
+            left = when
+            with pytest.raises(KeyboardInterrupt), torch.no_grad():
+                model(rows())
+            with torch.no_grad():
+                assert same_bits(model(rows()), expected)
+    assert_same(list(frozen(model).values()), list(frozen(Model()).values()))
+
+
+# Checkpoints of parts, and other parameters
+
+
+def test_a_part_of_a_layer_is_saved_loaded_and_not_copied(tmp_path: Path) -> None:
+    model, other = Model(), Model()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(1)
+    with offloaded(model, tmp_path) as weights:
+        assert_same(
+            list(model.layers[0].one.base.state_dict().values()),
+            list(Model().layers[0].one.base.parameters()),
+        )
+        model.layers[0].one.load_state_dict(other.layers[0].one.state_dict())
+        assert weights.resident_bytes == 0
+        assert_same(list(model.layers[0].one.state_dict().values()), list(other.layers[0].one.parameters()))
+        with pytest.raises(SessionError, match="close them first"):
+            copy.deepcopy(model.layers[0].one.base)
+    assert_same(list(model.layers[0].one.parameters()), list(other.layers[0].one.parameters()))
+
+
+def test_parameters_that_are_assigned_are_those_that_count(tmp_path: Path) -> None:
+    model, other = Model().eval(), Model().eval()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(1)
+    with offloaded(model, tmp_path), torch.no_grad():
+        model.load_state_dict(other.state_dict(), assign=True)
+        assert_same(list(model.state_dict().values()), list(other.state_dict().values()))
+        assert same_bits(model(rows()), other(rows()))
+    assert_same(list(model.parameters()), list(other.parameters()))
+
+
+def test_a_model_that_was_converted_has_its_values_converted(tmp_path: Path) -> None:
+    model = Model()
+    weights = offloaded(model, tmp_path)
+    model.bfloat16()
+    with pytest.raises(SessionError, match="was replaced"):
+        model(rows().bfloat16())
+    weights.close()
+    assert_same(list(model.parameters()), list(Model().bfloat16().parameters()))
+
+
+def test_a_weight_that_was_computed_with_while_away_is_named_and_has_its_values(tmp_path: Path) -> None:
+    model = Model()
+    weights = offloaded(model, tmp_path)
+    weight = model.layers[1].one.base.weight
+    weight.data = weight.data + 1
+    with pytest.raises(SessionError, match=r"one\.base\.weight while its values were in the store"):
+        weights.close()
+    weights.close()
+    assert_same(list(model.parameters()), list(Model().parameters()))
+
+
+def test_weights_that_cannot_be_read_when_closing_come_with_the_next_call(tmp_path: Path) -> None:
+    model = Model()
+    weights = offloaded(model, tmp_path)
+    with inject("flip-read"), pytest.raises(TransferError):
+        weights.close()
+    weights.close()
+    assert weights.resident_bytes == LAYERS * WEIGHTS
+    assert_same(list(model.parameters()), list(Model().parameters()))
+
+
+def test_an_interrupt_while_weights_are_taken_over_loses_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, left = Piece.send, 0
+
+    def interrupted(piece: Piece) -> None:
+        nonlocal left
+        left -= 1
+        if left != 0:
+            send(piece)
+        if left <= 0:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Piece, "send", interrupted)
+    for when in range(4):  # 0: the first was sent; others: one was not, after some that were
+        left = when
+        model = Model()
+        with pytest.raises(KeyboardInterrupt):
+            offloaded(model, tmp_path)
+        assert_same(list(model.parameters()), list(Model().parameters()))
