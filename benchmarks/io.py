@@ -123,7 +123,8 @@ class Result:
     def __str__(self) -> str:
         text = f"{self.direction:<6} {self.size // KIB:>6} KiB"
         for name, runs in self.lanes.items():
-            rate, cpu = (statistics.median(values) for values in list(zip(*runs, strict=True))[:2])
+            rate = statistics.median(run.rate for run in runs)
+            cpu = statistics.median(run.cpu for run in runs)
             text += f"   {name} {rate / 1e9:5.2f} GB/s {1e3 * cpu:4.0f} ms"
         text += f"   places {self.places}"
         for engine in self.engines:

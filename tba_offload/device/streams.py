@@ -430,6 +430,16 @@ def device_of(device: torch.device | str) -> Device:
     return CpuDevice() if device.type == "cpu" else Accelerator(device)
 
 
+def device_of_model(modules: Iterable[torch.nn.Module]) -> Device:
+    """The twin of the device that the first parameter lies on; of the CPU if there is none.
+
+    Raises:
+        UnsupportedError: As :func:`device_of`.
+    """
+    parameter = next((parameter for module in modules for parameter in module.parameters()), None)
+    return device_of("cpu" if parameter is None else parameter.device)
+
+
 def is_device_failure(error: BaseException) -> bool:
     """Whether an error tells of work that failed on a device, perhaps long before anything waited for it."""
     return isinstance(error, torch.AcceleratorError)

@@ -137,7 +137,7 @@ class Run:
     ) -> object:
         try:
             return observed.repeat(partial(_run_to_end, self._forward, ended), args, kwargs)
-        except Exception as error:
+        except Exception as error:  # of the layer's own code: it cannot be repeated
             self._withdraw(str(error))
             raise
 

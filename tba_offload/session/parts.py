@@ -6,14 +6,12 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from tba_offload.adapt.planning import Planning
 from tba_offload.capture.gradients import Gradients
 from tba_offload.capture.hooks import Capture
 from tba_offload.capture.rematerialize import Rebuilds
 from tba_offload.capture.site import Site
-from tba_offload.device.streams import device_of
+from tba_offload.device.streams import device_of_model
 from tba_offload.plan.model import Limits
 from tba_offload.recompute.verdicts import Verifier
 from tba_offload.session.memory_watch import MemoryWatch, Sources
@@ -94,7 +92,7 @@ def make_parts(
         StoreError: The store cannot be opened.
     """
     notices = Notices()
-    device = device_of(_device_of_model(modules))
+    device = device_of_model(modules)
     gradients = Gradients(modules, device.torch_device, ongoing.look_at_memory)
     store = open_store(config.store.options(), device=device)
     try:
@@ -144,8 +142,3 @@ def make_parts(
 def limits_of(config: OffloadConfig) -> Limits:
     """Budget and window of a configuration."""
     return Limits(config.budget.activation_bytes, config.budget.window)
-
-
-def _device_of_model(modules: Sequence[nn.Module]) -> torch.device:
-    parameter = next((parameter for module in modules for parameter in module.parameters()), None)
-    return parameter.device if parameter is not None else torch.device("cpu")

@@ -16,13 +16,14 @@ import torch
 from torch import nn
 
 from tba_offload.config import ConfigLike, OffloadConfig, Paths, read_config, with_directories
-from tba_offload.device.streams import device_of
+from tba_offload.device.streams import device_of_model
 from tba_offload.errors import SessionError, TransferError
 from tba_offload.layers import untraced
 from tba_offload.layers.nested import TooManyError, tensors_in
 from tba_offload.layers.stack import explicit_layers, find_layers
 from tba_offload.states.home import Home, Homes
 from tba_offload.store import open_store
+from tba_offload.store.base import close_after
 from tba_offload.weights.in_use import InUse
 from tba_offload.weights.piece import Piece
 
@@ -84,7 +85,7 @@ class FrozenWeights:
     Attributes:
         nbytes: Bytes of all that travel.
         resident_bytes: Those that are in memory now.
-        peak_bytes: The most that have been since the last :meth:`take_over`.
+        peak_bytes: The most that were since they were taken over, or since this was set to 0.
     """
 
     def __init__(
@@ -103,11 +104,11 @@ class FrozenWeights:
         self._in_use = InUse()
         self._in_memory: set[int] = set()
         self._handles: list[RemovableHandle] = []
-        device = next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))
-        self._store: ActivationStore = open_store(config.store.options(), device=device_of(device))
+        device = device_of_model(chunks)
+        self._store: ActivationStore = open_store(config.store.options(), device=device)
         homes = Homes(
             self._store,
-            device_of(device),
+            device,
             stall_limit=config.store.stall_seconds,
             keep_when_full=False,
             tell=tell,
@@ -158,7 +159,7 @@ class FrozenWeights:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        close_after(error, self.close)
 
     # ---- taking over -----------------------------------------------------------------------------
 

@@ -130,7 +130,7 @@ class DoNothing:
 
 
 def do_without() -> None:
-    """Whoever imports the package gets modules that do nothing."""
+    """A program that imports the package gets modules that do nothing."""
     assert not any(name.partition(".")[0] == "tba_offload" for name in sys.modules)
     sys.meta_path.insert(0, DoNothing())
 

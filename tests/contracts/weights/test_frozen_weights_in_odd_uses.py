@@ -1,4 +1,4 @@
-"""Frozen weights are there whoever comes to a layer, and however its last run ended."""
+"""Frozen weights are there by whatever way backward comes to a layer, and however its last run ended."""
 
 from __future__ import annotations
 
