@@ -382,7 +382,7 @@ def attached(
     with (
         # Host memory comes first, until it is full.
         mock.patch.multiple("tba_offload.plan.window", SPILL_SHARE=-1.0, SPILL_BYTES=-1),
-        mock.patch("tba_offload.session.parts.device_of", return_value=device),
+        mock.patch("tba_offload.session.parts.device_of_model", return_value=device),
         tba.attach(model, config, layers=layers, measure_memory=False) as session,
     ):
         yield session

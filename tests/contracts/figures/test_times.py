@@ -386,7 +386,7 @@ def test_a_run_log_is_written_on_a_device_that_runs_behind(tmp_path: Any) -> Non
     """And what is predicted from it is the device's time."""
     device, model = TimedDevice(SECONDS), Waves()
     with (
-        mock.patch("tba_offload.session.parts.device_of", return_value=device),
+        mock.patch("tba_offload.session.parts.device_of_model", return_value=device),
         tba.attach(
             model,
             config_for(default=OFFLOAD),

@@ -274,7 +274,7 @@ def test_the_run_log_says_which_and_why(
     clock: Clock, device: OrderedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_down(FileStore, clock, monkeypatch)
-    monkeypatch.setattr("tba_offload.session.parts.device_of", lambda _: device)
+    monkeypatch.setattr("tba_offload.session.parts.device_of_model", lambda _: device)
     config = tba.OffloadConfig(store=StoreConfig(directories=(tmp_path,)))
     model = torch.nn.Sequential(torch.nn.Linear(4, 4))
     log = tmp_path / "run.jsonl"
