@@ -111,9 +111,14 @@ class Gradients:
         known = self._watched.get(id(parameter))
         if known is None or known[0]() is not parameter:
             own = weakref.ref(self)  # PyTorch holds the hook where the cyclic collector does not look
+
+            def accumulated(parameter: torch.Tensor) -> None:
+                gradients = own()
+                if gradients is not None:
+                    gradients.accumulated(parameter)
+
             register: Any = parameter.register_post_accumulate_grad_hook
-            handle = register(lambda parameter: _accumulated(own, parameter))
-            self._watched[id(parameter)] = weakref.ref(parameter), handle
+            self._watched[id(parameter)] = weakref.ref(parameter), register(accumulated)
 
     def accumulated(self, parameter: torch.Tensor) -> None:
         """A gradient is in its place."""
@@ -132,12 +137,6 @@ def _unwatch(watched: dict[int, tuple[weakref.ref[torch.Tensor], RemovableHandle
     for _, handle in watched.values():
         handle.remove()
     watched.clear()
-
-
-def _accumulated(own: weakref.ref[Gradients], parameter: torch.Tensor) -> None:
-    gradients = own()
-    if gradients is not None:
-        gradients.accumulated(parameter)
 
 
 class _Born:

@@ -147,7 +147,7 @@ class Lookahead:
             self._note_saved()
         if self._has_new and not self._is_lost():  # or there is nothing yet to go by
             self._insert_new()
-        if self._ahead.has_room():
+        if self._next < len(self._expected) and self._ahead.has_room():
             self._read_ahead()
 
     def _is_lost(self) -> bool:

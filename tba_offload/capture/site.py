@@ -80,7 +80,7 @@ class Site:
 
     def called_by(self, tracer: compiling.Tracer) -> None:
         """Notes what compiles the caller; in backward nothing does."""
-        if tracer is not None or not is_recomputation():
+        if tracer is not self.tracer and (tracer is not None or not is_recomputation()):
             self.tracer = tracer
 
     @property

@@ -17,7 +17,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import torch
@@ -113,15 +113,12 @@ class LiveBytes:
             self._added += self._sizes[key]
 
     def _take_freed(self) -> None:
-        try:
-            while True:
-                gone = self._freed.get_nowait()
-                key = gone.key
-                if self._known.get(key) is gone:
-                    del self._known[key]
-                    self._nbytes -= self._sizes.pop(key)
-        except Empty:
-            return
+        while not self._freed.empty():  # under the lock nothing else takes any out
+            gone = self._freed.get_nowait()
+            key = gone.key
+            if self._known.get(key) is gone:
+                del self._known[key]
+                self._nbytes -= self._sizes.pop(key)
 
 
 def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -56,8 +56,11 @@ def holds_cache(arguments: Iterable[object]) -> bool:
 
     Forward appends to it, so that a second forward finds other keys and values in it than the first.
     """
+    others = [other for other in arguments if other is not None and type(other) is not torch.Tensor]
+    if not others:  # no module is looked up
+        return False
     caches = _loaded(_CACHES)
-    return bool(caches) and any(isinstance(argument, caches) for argument in arguments)
+    return any(isinstance(other, caches) for other in others)
 
 
 def cache_warning() -> str:

@@ -100,6 +100,11 @@ class Verifier:
         verdicts = [fault for mode, fault in self._verdicts.items() if mode.layer == index]
         return bool(verdicts) and all(fault is None for fault in verdicts)
 
+    @property
+    def has_any(self) -> bool:
+        """Whether a layer was judged."""
+        return bool(self._verdicts)
+
     def is_trusted(self, mode: Mode) -> bool:
         """Whether a second run of a layer gave the bits of the first one."""
         return self._verdicts.get(mode, "") is None

@@ -381,7 +381,8 @@ class _InputIds:
         return found.numel() if isinstance(found, torch.Tensor) else None
 
     def _place(self, module: nn.Module) -> int | None:
-        if module not in self._places:
+        place = self._places.get(module, -1)
+        if place == -1:
             names = list(inspect.signature(module.forward).parameters)
-            self._places[module] = names.index("input_ids") if "input_ids" in names else None
-        return self._places[module]
+            place = self._places[module] = names.index("input_ids") if "input_ids" in names else None
+        return place

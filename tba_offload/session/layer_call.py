@@ -101,6 +101,8 @@ class Call:
     def _forward(self, *, may_be_rescued: bool) -> Callable[..., object]:
         """The layer's forward; with what runs it a second time, if that is of use."""
         verifier, world = self._parts.verifier, self._parts.world
+        if not self._is_choice and not verifier.has_any:
+            return self._site.forward  # a layer of many modules would be asked for their modes in vain
         mode = verifier.mode_of(self._site.index)
         if may_be_rescued and verifier.may_rescue(mode) and world.is_alone:
             return self._rescued(mode)

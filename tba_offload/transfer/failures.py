@@ -10,6 +10,8 @@ from tba_offload.errors import DeviceError, OutOfServiceError, StoreFullError, T
 from tba_offload.transfer.watchdog import HUNG
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from tba_offload.store.base import ActivationStore, Extent
     from tba_offload.transfer.storage import Record
 
@@ -71,16 +73,19 @@ class Failures:
         Raises:
             TransferError: Names the layer, the cause and the remedy.
         """
-        self._tell_outages()
+        if outages := self._store.take_outages():
+            self._tell_outages(outages)
+        if self._errors.empty():  # an exception of the queue takes longer
+            return
         try:
             error = self._errors.get_nowait()
         except Empty:
             return
         raise error
 
-    def _tell_outages(self) -> None:
+    def _tell_outages(self, outages: Iterable[tuple[str, str]]) -> None:
         """Names each drive that failed, once; where the policy wants an error, that names it."""
-        for place, cause in self._store.take_outages():
+        for place, cause in outages:
             if self.keep_when_full and place not in self._told:
                 self._told.add(place)
                 warnings.warn(self._describe_outage(place, cause), RuntimeWarning, stacklevel=2)
