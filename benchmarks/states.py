@@ -2,6 +2,7 @@
 
     python benchmarks/states.py DIRECTORY                 # updates alone, with gradients that are there
     python benchmarks/states.py DIRECTORY --rows 1024     # steps: forward, backward and update
+    python benchmarks/states.py --simulate h100           # where to update, by a model: update_lanes.py
 
 Lanes take turns in one process, each with parameters and an optimizer of its own and the same gradients: the
 plain optimizer, the same once more as a control, and one whose states are offloaded. Printed are the seconds
@@ -27,6 +28,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import update_lanes
+from update_lanes import MACHINES
 
 import tba_offload as tba
 from tba_lab.demo.race import Spread
@@ -190,7 +193,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("directory", type=Path, help="a directory on the drive")
+    parser.add_argument("directory", type=Path, nargs="?", help="a directory on the drive")
+    parser.add_argument(
+        "--simulate", choices=MACHINES, help="measure nothing; say where updates would be made"
+    )
     parser.add_argument("--matrices", type=int, default=48, help="parameters (default %(default)s)")
     parser.add_argument(
         "--width", type=int, default=1024, help="rows and columns of each (default %(default)s)"
@@ -203,6 +209,11 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=9, help="updates of each lane (default %(default)s)")
     arguments = parser.parse_args()
+    if arguments.simulate:
+        update_lanes.show(MACHINES[arguments.simulate])
+        return
+    if arguments.directory is None:
+        parser.error("a directory on the drive, or --simulate")
     warm_up = min(2, arguments.rounds - 1)
     generator = torch.Generator().manual_seed(2)
     shape = (arguments.width, arguments.width)
