@@ -6,8 +6,8 @@ layer that comes next are read. They are written once, when they are taken over.
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections import defaultdict
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -24,6 +24,7 @@ from tba_offload.layers.stack import explicit_layers, find_layers
 from tba_offload.states.home import Home, Homes
 from tba_offload.store import open_store
 from tba_offload.store.base import close_after
+from tba_offload.weights.choice import name_others, own_storages
 from tba_offload.weights.in_use import InUse
 from tba_offload.weights.piece import Piece
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from tba_offload.store.base import ActivationStore
+
+logger = logging.getLogger(__name__)
 
 _current_pass: Callable[[], int] = torch._C._current_graph_task_id
 """Number of the backward pass of the calling thread, -1 outside of one."""
@@ -65,11 +68,12 @@ def offload_frozen(
         ConfigError: The configuration is wrong, or no layers were found.
         StoreError: The store cannot be opened.
         TransferError: A weight cannot be written, and the policy says that this is an error.
+        UnsupportedError: No weight can travel, and those of the layers are of classes that cannot.
     """
     chunks = [model] if isinstance(model, nn.Module) else list(model)
     stack = find_layers(chunks) if layers is None else explicit_layers(chunks, layers)
     chosen = with_directories(read_config(config), directories)
-    return FrozenWeights(chunks, [layer.module for layer in stack.layers], chosen)
+    return FrozenWeights(chunks, [layer.module for layer in stack.layers], chosen, tell=logger.warning)
 
 
 class FrozenWeights:
@@ -166,7 +170,7 @@ class FrozenWeights:
     def _take_over(
         self, chunks: Sequence[nn.Module], config: OffloadConfig, homes: Homes, tell: Callable[[str], object]
     ) -> None:
-        for number, parameters in _own_storages(chunks, self._layers, config.min_tensor_bytes):
+        for number, parameters in own_storages(chunks, self._layers, config.min_tensor_bytes):
             piece = Piece(parameters, Home(homes, parameters[0][0], "frozen weights"), self._grow)
             self._pieces[number].append(piece)  # first: an interrupt must not lose what was sent
             try:
@@ -178,6 +182,7 @@ class FrozenWeights:
                 tell(f"frozen weights stay in memory from here on, since they cannot be written: {error}")
                 return
             self.nbytes += piece.nbytes
+        name_others(self._layers, config.min_tensor_bytes, travels=self.nbytes > 0, tell=tell)
 
     def _watch(self, layer: nn.Module, number: int) -> Iterator[RemovableHandle]:
         yield layer.register_forward_pre_hook(_Before(self, number), prepend=True)
@@ -396,38 +401,3 @@ class _Load(_OwnersHook):
 class _Loaded(_OwnersHook):
     def __call__(self, *_: object) -> None:
         self._weights.loaded(self._number)
-
-
-def _own_storages(
-    chunks: Sequence[nn.Module], layers: Sequence[nn.Module], at_least: int
-) -> Iterator[tuple[int, list[tuple[str, nn.Parameter]]]]:
-    """Storages of frozen weights that belong to one layer alone: its number, and what looks at them."""
-    owner = {module: number for number, layer in enumerate(layers) for module in layer.modules()}
-    users: defaultdict[int, list[tuple[int | None, str, torch.Tensor]]] = defaultdict(list)
-    names = [{id(each): name for name, each in layer.named_parameters()} for layer in layers]
-    for chunk in chunks:
-        for module in chunk.modules():
-            number = owner.get(module)
-            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                if type(tensor) is nn.Parameter or type(tensor) is torch.Tensor:
-                    name = "" if number is None else names[number].get(id(tensor), "")
-                    users[tensor.untyped_storage()._cdata].append((number, name, tensor))
-    for found in users.values():
-        numbers = {number for number, _, _ in found}
-        (number, _, first), *_ = found
-        if len(numbers) > 1 or number is None or first.untyped_storage().nbytes() < at_least:
-            continue
-        parameters = {name: tensor for _, name, tensor in found if name}
-        if len(parameters) == len(found) and all(map(_travels, parameters.values())):
-            yield number, list(parameters.items())  # type: ignore[arg-type]
-
-
-def _travels(tensor: torch.Tensor) -> bool:
-    return (
-        type(tensor) is nn.Parameter
-        and tensor.is_leaf
-        and not tensor.requires_grad
-        and tensor.layout is torch.strided
-        and not tensor.is_complex()
-        and tensor.numel() > 0
-    )

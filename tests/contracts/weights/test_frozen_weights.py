@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tba_offload as tba
-from tba_offload.errors import SessionError, TransferError
+from tba_offload.errors import SessionError, TransferError, UnsupportedError
 from tba_offload.testing.faults import inject
 
 if TYPE_CHECKING:
@@ -358,3 +358,48 @@ def test_a_drive_that_is_full(on_full: str, tmp_path: Path) -> None:
             assert 0 < weights.nbytes <= 32 * KIB
             assert not model(torch.ones(1, WIDTH)).isnan().any()
     assert_same(list(model.parameters()), list(Model().parameters()))
+
+
+# What cannot travel is named
+
+
+class Quantized(nn.Parameter):
+    """Stands for weights whose bytes are read by their address."""
+
+
+def quantize(model: Model, adapters: tuple[str, ...]) -> None:
+    for layer in model.layers:
+        for name in adapters:
+            base = getattr(layer, name).base
+            base.weight = Quantized(base.weight.data, requires_grad=False)
+
+
+def test_weights_of_other_classes_stay_and_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = trained(Model())
+    model = Model()
+    quantize(model, ("one",))
+    with offloaded(model, tmp_path) as weights:
+        assert weights.nbytes == LAYERS * WEIGHTS // 2
+        assert_same(trained(model), expected)
+    assert f"{LAYERS} of the class test_frozen_weights.Quantized (45KiB)" in caplog.text
+
+
+def test_where_no_weight_can_travel_that_is_an_error(tmp_path: Path) -> None:
+    model = Model()
+    before = frozen(model)
+    quantize(model, ("one", "two"))
+    with pytest.raises(
+        UnsupportedError, match=rf"no frozen weight can be offloaded: {2 * LAYERS} of the class"
+    ):
+        offloaded(model, tmp_path)
+    assert_same(list(frozen(model).values()), list(before.values()))
+
+
+def test_what_is_too_small_to_travel_is_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = Model()
+    quantize(model, ("one", "two"))
+    with offloaded(model, tmp_path, min_tensor_bytes="64KiB") as weights:
+        assert not weights.nbytes
+    assert not caplog.text

@@ -1,0 +1,85 @@
+"""Which frozen weights travel, and which cannot."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from tba_offload.config import format_size
+from tba_offload.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+
+def own_storages(
+    chunks: Sequence[nn.Module], layers: Sequence[nn.Module], at_least: int
+) -> Iterator[tuple[int, list[tuple[str, nn.Parameter]]]]:
+    """Storages of frozen weights that belong to one layer alone: its number, and what looks at them."""
+    owner = {module: number for number, layer in enumerate(layers) for module in layer.modules()}
+    users: defaultdict[int, list[tuple[int | None, str, torch.Tensor]]] = defaultdict(list)
+    names = [{id(each): name for name, each in layer.named_parameters()} for layer in layers]
+    for chunk in chunks:
+        for module in chunk.modules():
+            number = owner.get(module)
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                if type(tensor) is nn.Parameter or type(tensor) is torch.Tensor:
+                    name = "" if number is None else names[number].get(id(tensor), "")
+                    users[tensor.untyped_storage()._cdata].append((number, name, tensor))
+    for found in users.values():
+        numbers = {number for number, _, _ in found}
+        (number, _, first), *_ = found
+        if len(numbers) > 1 or number is None or first.untyped_storage().nbytes() < at_least:
+            continue
+        parameters = {name: tensor for _, name, tensor in found if name}
+        if len(parameters) == len(found) and all(map(_travels, parameters.values())):
+            yield number, list(parameters.items())  # type: ignore[arg-type]
+
+
+def _travels(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) is nn.Parameter
+        and tensor.is_leaf
+        and not tensor.requires_grad
+        and tensor.layout is torch.strided
+        and not tensor.is_complex()
+        and tensor.numel() > 0
+    )
+
+
+def name_others(
+    layers: Sequence[nn.Module], at_least: int, *, travels: bool, tell: Callable[[str], object]
+) -> None:
+    """Says which frozen weights of layers cannot travel for their class.
+
+    What dequantizes a weight reads its bytes by their address, so it would not notice that they are away.
+
+    Args:
+        layers: The layers.
+        at_least: Bytes below which a weight would stay in any case.
+        travels: Whether others do.
+        tell: Called with a line.
+
+    Raises:
+        UnsupportedError: There are such weights, and no others.
+    """
+    found: defaultdict[str, list[int]] = defaultdict(list)
+    parameters = {id(each): each for layer in layers for each in layer.parameters()}
+    for parameter in parameters.values():
+        kind = type(parameter)
+        nbytes = parameter.numel() * parameter.itemsize
+        if kind is not nn.Parameter and not parameter.requires_grad and nbytes >= at_least:
+            found[f"{kind.__module__}.{kind.__qualname__}"].append(nbytes)
+    if not found:
+        return
+    named = (f"{len(sizes)} of the class {name} ({format_size(sum(sizes))})" for name, sizes in found.items())
+    others = ", ".join(named)
+    if not travels:
+        raise UnsupportedError(
+            f"no frozen weight can be offloaded: {others}. only torch.nn.Parameter itself travels; quantized "
+            "and sharded weights stay in memory. take frozen: offload out of the policy"
+        )
+    tell(f"some frozen weights stay in memory, since only torch.nn.Parameter itself travels: {others}")
