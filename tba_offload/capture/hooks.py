@@ -30,6 +30,7 @@ from tba_offload.capture.identity import (
     local_of,
     restore,
     shares_version,
+    storage_of,
     version_witness,
     viewed,
 )
@@ -379,10 +380,10 @@ class LayerHooks:
         if type(tensor) is torch.nn.Parameter or torch._C._current_graph_task_id() != -1:
             return Kept(tensor)
         local = tensor if type(tensor) is torch.Tensor else local_of(tensor)
-        if not is_understood(local, capture.device):
+        storage = storage_of(local)
+        if storage is None:
             return self._keep_odd(tensor)
-        storage, registry = local.untyped_storage(), capture.registry
-        address, base = storage._cdata, tensor._base
+        registry, address, base = capture.registry, storage._cdata, tensor._base
         # What looks like a detour spares a call: most addresses are not known, most bases no parameters.
         if address in capture.static.addresses and storage in capture.static:
             return Kept(tensor)
@@ -390,9 +391,13 @@ class LayerHooks:
             # A view of weights that were gathered for this scope, as FSDP does it: never an activation.
             registry.note_kept(storage)
             return Kept(tensor)
-        if storage.nbytes() < capture.min_tensor_bytes:
-            capture.trace.kept_bytes += storage.nbytes()
+        nbytes = storage.nbytes()
+        if nbytes < capture.min_tensor_bytes:
+            capture.trace.kept_bytes += nbytes
             return Kept(tensor)
+        # No earlier: it takes as long as all that comes before.
+        if not is_understood(local, capture.device):
+            return self._keep_odd(tensor)
         found = registry.entries.get(address)
         if found is not None and (record := found.record).origin() is storage:
             # As Registry.find has it, but for a call.
