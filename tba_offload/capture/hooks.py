@@ -30,7 +30,6 @@ from tba_offload.capture.identity import (
     local_of,
     restore,
     shares_version,
-    storage_of,
     version_witness,
     viewed,
 )
@@ -380,8 +379,11 @@ class LayerHooks:
         if type(tensor) is torch.nn.Parameter or torch._C._current_graph_task_id() != -1:
             return Kept(tensor)
         local = tensor if type(tensor) is torch.Tensor else local_of(tensor)
-        storage = storage_of(local)
-        if storage is None:
+        if type(local) is not torch.Tensor and not is_understood(local, capture.device):
+            return self._keep_odd(tensor)
+        try:
+            storage = local.untyped_storage()
+        except RuntimeError:  # sparse tensors and functorch's wrappers have none
             return self._keep_odd(tensor)
         registry, address, base = capture.registry, storage._cdata, tensor._base
         # What looks like a detour spares a call: most addresses are not known, most bases no parameters.
@@ -408,9 +410,7 @@ class LayerHooks:
         if address in registry.kept and registry.is_kept(storage):
             return Kept(tensor)
         looks = local.dtype, local.shape, local.stride(), local.storage_offset()
-        seen = registry.views.get(looks)
-        if seen is None:
-            seen = registry.new_view(looks)  # type: ignore[arg-type]
+        seen = registry.views.get(looks) or registry.new_view(looks)  # type: ignore[arg-type]
         return self._pack_new(tensor, storage, seen)
 
     def _pack_new(self, tensor: torch.Tensor, storage: torch.UntypedStorage, seen: SeenView) -> Kept | Packed:

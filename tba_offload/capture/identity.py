@@ -150,16 +150,6 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local.trigger_wait() if hasattr(local, "trigger_wait") else local  # type: ignore[no-any-return]
 
 
-def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The storage of a tensor; ``None`` of sparse ones, of functorch's wrappers and of subclasses."""
-    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
-        return None
-    try:
-        return tensor.untyped_storage()
-    except RuntimeError:
-        return None
-
-
 def is_understood(tensor: torch.Tensor, device: torch.device) -> bool:
     """Whether a saved tensor is a plain strided one on ``device`` that can be rebuilt from its bytes.
 
