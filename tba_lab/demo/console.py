@@ -224,6 +224,13 @@ def _print_states(summary: dict[str, Any], size: str) -> None:
         f"{readable_size(figures['states_read_bytes'])} are read in a step and "
         f"{readable_size(figures['states_written_bytes'])} written"
     )
+    of_drive = summary["drive"][size]
+    spread, rate = of_drive["time_states_over_bound"], of_drive["both_bytes_per_second"]
+    click.echo(
+        f"  in such a step {readable_size(of_drive['travelled_bytes'])} travel, which the drive reads and "
+        f"writes at {rate / 1e9:.2f} GB/s; over the larger of the time for that and of keep's it took "
+        f"{spread['median']:.3f} (quartiles {spread['low']:.3f} to {spread['high']:.3f})"
+    )
 
 
 def _print_control(spreads: dict[str, dict[str, float]]) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tba_lab.demo import drive
 from tba_lab.demo.dtype import instruction_set
 from tba_lab.demo.fit import ITEM_BYTES, STRATEGY_COSTS, parameters_of
 from tba_lab.demo.progress import PlannedStep
@@ -181,13 +182,15 @@ def run_demo(settings: DemoSettings, *, watch: Watch | None = None) -> Figures:
     policy = read_policy(settings.policy, settings.shape.layers)
     logs = _claim_output(settings)
     try:
-        races = _race_all(settings, policy, logs, watch)
+        races, rates = _race_all(settings, policy, logs, watch)
     except BaseException:
         for log in logs.values():  # half of a comparison is none, and would be in the way of the next
             log.unlink(missing_ok=True)
         raise
     watch.phase("drawing the curve")
     summary = {"trained": _trained(settings), **summarize(races, settings.ours)}
+    if rates:
+        summary["drive"] = {str(size): _drive_of(lanes, rates[size]) for size, lanes in races.items()}
     if settings.faults:
         summary["faults"] = {str(size): _faults_of(lanes, settings) for size, lanes in races.items()}
     drawn = points(sorted(logs.values()))
@@ -220,11 +223,13 @@ def _race_all(
     policy: OffloadConfig | None,
     logs: Mapping[tuple[int, str], Path],
     watch: Watch,
-) -> dict[int, dict[str, list[Figures]]]:
+) -> tuple[dict[int, dict[str, list[Figures]]], dict[int, float]]:
+    """All races, and what the drive moved around those in which states travel, in bytes a second."""
+    races: dict[int, dict[str, list[Figures]]] = {}
+    rates: dict[int, float] = {}
     with tempfile.TemporaryDirectory(prefix="tba-demo-", dir=settings.output) as scratch:
         watch.phase("writing the text that is trained on")
         text = write_text(Path(scratch) / "text")
-        races = {}
         for size in settings.batch_sizes:
             configs = {
                 name: _impatient(_config(settings, policy, name, size, Path(scratch)), settings)
@@ -236,8 +241,28 @@ def _race_all(
                 for name in configs.keys() & {AUTO, STATES}:
                     configs[name] = _with_budget(configs[name], int(settings.budget * peak))
             watch.phase(f"starting {len(configs)} processes at batch size {size}: {', '.join(configs)}")
+            # A drive varies: the better of its rates makes the stricter bound.
+            measured = [drive.mixed_rate(configs[STATES])] if STATES in configs else []
             races[size] = race(_entrants(settings, configs, size, text, logs), settings.steps, watch=watch)
-        return races
+            if measured:
+                rates[size] = max(*measured, drive.mixed_rate(configs[STATES]))
+    return races, rates
+
+
+def _drive_of(lanes: Mapping[str, Sequence[Figures]], rate: float) -> Figures:
+    """What the drive needs for the bytes of a step, and how the step compares with that.
+
+    Returns:
+        ``both_bytes_per_second``, what it read and wrote at once; ``travelled_bytes``, the median of a step
+        of the lane that offloads states; ``time_states_over_bound``, its time over the larger of keep's and
+        of the drive's for those bytes.
+    """
+    rounds = _timed(lanes[STATES], lanes["keep"])
+    return {
+        "both_bytes_per_second": rate,
+        "travelled_bytes": int(statistics.median(drive.travelled(step) for step, _ in rounds)),
+        "time_states_over_bound": dataclasses.asdict(drive.over_bound(rounds, rate)),
+    }
 
 
 def _peak_of_keep(settings: DemoSettings, config: OffloadConfig, size: int, text: Path, watch: Watch) -> int:

@@ -15,6 +15,7 @@ import torch
 from click.testing import CliRunner
 from covering import full
 
+from tba_lab.demo import drive
 from tba_lab.demo.console import _fault_lines
 from tba_lab.demo.race import RaceError, Watch, measures_memory
 from tba_lab.demo.run import WARM_UP, DemoSettings, describe, run_demo, summarize
@@ -608,6 +609,19 @@ def test_one_line_says_what_is_trained(tmp_path: Path) -> None:
 # Optimizer states
 
 
+def test_a_step_is_held_against_what_the_drive_needs() -> None:
+    def step(seconds: float, travelled: int) -> dict[str, Any]:
+        states = [{"read_bytes": travelled // 4, "written_bytes": travelled // 4}]
+        half = {"offloaded_bytes": travelled // 4, "read_bytes": travelled // 4}
+        return {"whole_step_seconds": seconds, "states": states, **half}
+
+    bound_by_drive, bound_by_keep = (step(3.0, 2000), step(1.0, 0)), (step(3.0, 400), step(2.0, 0))
+    assert drive.travelled(bound_by_drive[0]) == 2000
+    assert drive.over_bound([bound_by_drive], rate=1000.0).median == 3.0 / 2.0
+    assert drive.over_bound([bound_by_keep], rate=1000.0).median == 3.0 / 2.0
+    assert drive.over_bound([bound_by_drive], rate=4000.0).median == 3.0
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("states", ["offload", "backward"])
 def test_a_lane_that_offloads_optimizer_states_too(states: str, tmp_path: Path) -> None:
@@ -621,6 +635,12 @@ def test_a_lane_that_offloads_optimizer_states_too(states: str, tmp_path: Path) 
     assert summary["ratios"]["2"]["device_peak_states_over_keep"] < 1
     figures = summary["batch_sizes"]["2"]["states"]
     assert figures["states_read_bytes"] > 2**20 < figures["states_written_bytes"]
+    of_drive = summary["drive"]["2"]
+    moved = sum(figures[f"{name}_bytes"] for name in ("offloaded", "read", "states_read", "states_written"))
+    assert of_drive["travelled_bytes"] == pytest.approx(moved, rel=0.2)
+    over_keep = summary["spread"]["2"]["time_states_over_keep"]["median"]
+    assert 0 < of_drive["time_states_over_bound"]["median"] <= over_keep
+    assert "which the drive reads and writes at" in result.stdout
     assert [event["event"] for event in read_run_log(tmp_path / "states-b2.jsonl").others].count(
         "states"
     ) == 5
