@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from tba_offload import __version__
+from tba_offload.cli.bench_io import bench_io
 from tba_offload.cli.check import check
 from tba_offload.cli.demo import demo
 from tba_offload.cli.doctor import doctor
@@ -61,5 +62,5 @@ def main(modules: tuple[str, ...]) -> None:
             ) from error
 
 
-for command in (check, schema, rok, plan, why, timeline, report, demo, doctor, patch, launch):
+for command in (check, schema, rok, plan, why, timeline, report, demo, doctor, bench_io, patch, launch):
     main.add_command(command)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from tba_offload.store.drives import Drive
 
-_SECONDS = 20
+TOOL_SECONDS = 20
 """Seconds that a tool may take: a drive that sleeps answers within some."""
 
 _DATA_UNIT = 512_000
@@ -114,7 +114,7 @@ def _told(command: list[str]) -> dict[str, Any]:
         OSError: The tool cannot be run.
         subprocess.SubprocessError: It hangs.
     """
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=_SECONDS)  # noqa: S603 - fixed words and a name of the kernel's
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=TOOL_SECONDS)  # noqa: S603 - fixed words and a name of the kernel's
     try:
         found = json.loads(done.stdout)
     except ValueError:

@@ -194,7 +194,7 @@ def test_a_tool_that_hangs_is_left(tools: Path, monkeypatch: pytest.MonkeyPatch)
     (tools / "sleep").symlink_to("/bin/sleep")
     (tools / "smartctl").write_text("#!/bin/sh\nexec sleep 600\n")
     (tools / "smartctl").chmod(0o755)
-    monkeypatch.setattr(wear, "_SECONDS", 0.1)
+    monkeypatch.setattr(wear, "TOOL_SECONDS", 0.1)
     assert "timed out" in str(wear_of(Drive("sda", "SSD")))
 
 
