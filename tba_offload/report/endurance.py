@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tba_offload.formatting import readable_size, significant
+from tba_offload.report.run_log import PLAN
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tba_offload.report.digest import Digest
+    from tba_offload.report.run_log import RunLog
 
 DAY = 86_400
 """Seconds."""
@@ -104,12 +108,48 @@ def endurance(digest: Digest, rated: int | None) -> list[str]:
             "tba-offload report --rated 600TB takes their sum, and tba-offload doctor DIR --run RUN.jsonl "
             "asks drives how worn they are."
         )
-        return [told, ask]
+        return [told, *_limit(digest), ask]
     span = Life(day, rated).span
     return [
         told,
+        *_limit(digest),
         f"Drives that are rated for {terabytes(rated)} together would have reached that after {span}.",
     ]
+
+
+def _limit(digest: Digest) -> Iterator[str]:
+    """What the policy allows, and whether the plan would write more without that."""
+    writes = limit_in(digest.log)
+    if writes is None:
+        return
+    bound = "It keeps the plan from offloading more." if writes.bounds else "It does not bound the plan."
+    yield (
+        f"The policy allows {terabytes(writes.allowed)} a day (store.write_bytes_per_day), of which the last "
+        f"plan writes up to {terabytes(writes.bytes_per_day)}. {bound}"
+    )
+
+
+class LimitOfWrites(NamedTuple):
+    """What the last plan of a run writes under a limit.
+
+    Attributes:
+        bytes_per_day: The most that it writes in a day.
+        allowed: What ``store.write_bytes_per_day`` allows.
+        bounds: Whether no layer more could be offloaded within that.
+    """
+
+    bytes_per_day: float
+    allowed: int
+    bounds: bool
+
+
+def limit_in(log: RunLog) -> LimitOfWrites | None:
+    """What the last plan of a run writes; ``None`` if nothing limits that, or there is no plan."""
+    plans = [event for event in log.others if event["event"] == PLAN]
+    writes: Any = plans[-1].get("writes") if plans else None
+    if writes is None:
+        return None
+    return LimitOfWrites(writes["bytes_per_day"], writes["allowed"], writes["bounds"])
 
 
 def terabytes(nbytes: float) -> str:
