@@ -31,6 +31,10 @@ def doubts(config: OffloadConfig, layers: Sequence[LayerId]) -> list[str]:
     found = config.policy.doubts(layers)
     if (why := _why_no_budget(config, config.policy.placements(layers))) is not None:
         found.append(str(config.error_at(("budget", "activation_bytes"), why)))
+    is_limited = config.store.write_bytes_per_day is not None
+    if is_limited and Placement.AUTO not in config.policy.placements(layers):
+        why = "it limits nothing: no layer is placed auto; place layers auto, or remove it"
+        found.append(str(config.error_at(("store", "write_bytes_per_day"), why)))
     return found
 
 

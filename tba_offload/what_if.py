@@ -18,6 +18,7 @@ from tba_offload.plan.profile import StepProfile
 from tba_offload.plan.search import make_plan
 from tba_offload.plan.simulate import simulate
 from tba_offload.plan.what_if import frontier, peak_of_keep, stretched
+from tba_offload.plan.writes import writes_of
 from tba_offload.report.plans import HostUse, PlannedStep, PlanReport, Tier, advice, title_of
 from tba_offload.report.points import peak_and_seconds
 from tba_offload.report.ranks import paths_of_ranks
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from tba_offload.plan.model import Prediction
     from tba_offload.plan.simulate import Outcome
     from tba_offload.plan.what_if import Choice
+    from tba_offload.plan.writes import Writes
 
 _MOST_SCOPES = 200_000
 """Executions of layers in a step that is planned: some minutes of work."""
@@ -208,6 +210,7 @@ class Situation:
             window=self.window,
             objective=objective,
             not_recomputed=self.not_recomputed,
+            written_per_day=self.config.store.write_bytes_per_day,
         )
 
     def plan(self, budget: int | None, objective: Objective | None = None) -> Plan:
@@ -215,12 +218,15 @@ class Situation:
         return make_plan(
             self.profile,
             self.bandwidth,
-            Limits(budget, self.window),
+            self._limits(budget),
             policy=self._policy,
             objective=objective,
             whole_layers=True,
             not_recomputed=self.not_recomputed,
         )
+
+    def _limits(self, budget: int | None) -> Limits:
+        return Limits(budget, self.window, self.config.store.write_bytes_per_day)
 
     def outcome(self, plan: Plan) -> Outcome:
         """What a plan does in a step, tier by tier."""
@@ -265,7 +271,11 @@ class Situation:
             ),
             run=self.run,
             title=self.title,
+            writes=None if (writes := self._writes(best)) is None else str(writes),
         )
+
+    def _writes(self, best: Plan) -> Writes | None:
+        return writes_of(self.profile, best, self.bandwidth, self._limits(None), self._policy)
 
     def as_json(self, best: Plan, report: PlanReport) -> dict[str, Any]:
         """A plan and its report for programs."""
@@ -279,6 +289,7 @@ class Situation:
             "plan": best.as_json(),
             "why": report.whys,
             "written_bytes": {"drives": outcome.written_bytes, "host": outcome.host_written_bytes},
+            "written_per_day": None if (writes := self._writes(best)) is None else writes.as_json(),
             "advice": advice(report, None),
         }
 

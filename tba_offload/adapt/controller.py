@@ -26,6 +26,7 @@ from tba_offload.adapt.thinking import AtOnce
 from tba_offload.config.policy import Placement
 from tba_offload.plan.describe import describe_plan
 from tba_offload.plan.simulate import simulate
+from tba_offload.plan.writes import writes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -230,7 +231,8 @@ class Controller:
         bare = dataclasses.replace(settled.plan, prediction=None)
         if bare == self._told:
             return None
-        summary = describe_plan(task.names, settled.plan, self._told, settled.why)
+        writes = writes_of(profile, settled.plan, settled.planned_for, task.limits, task.policy)
+        summary = describe_plan(task.names, settled.plan, self._told, settled.why, writes)
         self._told = bare
         return {
             "summary": summary,
@@ -242,6 +244,7 @@ class Controller:
             "caution": settled.caution,
             "limits": dataclasses.asdict(task.limits),
             "plan": settled.plan.as_json(),
+            **({} if writes is None else {"writes": writes.as_json()}),
         }
 
     # ---- what ranks agree on ---------------------------------------------------------------------

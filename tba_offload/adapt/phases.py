@@ -25,9 +25,11 @@ from tba_offload.adapt.proposals import (
     best_plan,
     excursion,
     over_budget,
+    over_writes,
     predicted,
     probing_plan,
     rival,
+    writes_too_much,
 )
 from tba_offload.adapt.rates import differ, differ_in_room, drifted, in_words
 from tba_offload.config.policy import Objective
@@ -45,6 +47,9 @@ if TYPE_CHECKING:
     from tba_offload.plan.profile import StepProfile
     from tba_offload.plan.sizes import StepSize
     from tba_offload.plan.tuning import Tuning
+
+
+_TOO_MUCH = "steps write more than store.write_bytes_per_day allows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +119,14 @@ class Moment:
         found = dataclasses.replace(found, peak_bytes=self.needs.peak_of(plan))
         return dataclasses.replace(plan, prediction=found)
 
-    def check_budget(self, plan: Plan, profile: StepProfile) -> None:
-        """Says it if the lowest peak that was found is over the budget."""
-        told = over_budget(self.task, plan, profile, self.room)
-        if told is not None:
-            self.warnings.append(told)
+    def check_limits(self, plan: Plan, profile: StepProfile, bandwidth: Bandwidth) -> None:
+        """Says it if the lowest peak that was found is over the budget, or too much is written."""
+        for told in (
+            over_budget(self.task, plan, profile, self.room),
+            over_writes(self.task, plan, profile, bandwidth),
+        ):
+            if told is not None:
+                self.warnings.append(told)
 
 
 class Phase(ABC):
@@ -278,6 +286,9 @@ class Settled(Phase):
             return f"drives or host memory are not what they were: {now} instead of {in_words(then)}"
         if self._waits_too_long(moment):
             return f"steps waited for more than {tuning.waits:.0%} of their time"
+        usual, limits = moment.pace.usual, moment.task.limits
+        if usual is not None and expected.written_bytes > limits.written_in(usual):
+            return _TOO_MUCH
         if is_quiet:
             return None
         return _broken_budget(moment.peak or 0, moment.task.limits.budget) or _astray(
@@ -312,6 +323,8 @@ class Settled(Phase):
             why = "a step under the plan was measured"
             refined = dataclasses.replace(self, is_refined=True)
             return refined.replanned(moment, profile, bandwidth, self.plan, why, worth=refining)
+        if writes_too_much(moment.task, moment.plan, profile, bandwidth):
+            return self.replanned(moment, profile, bandwidth, self.plan, _TOO_MUCH)
         confirmed = dataclasses.replace(self, plan=predicted(moment.plan, profile, bandwidth))
         return confirmed._gone_on(moment, profile, bandwidth)
 
@@ -381,7 +394,7 @@ class Settled(Phase):
         if new is old or now.caution < 1.0:
             new = predicted(new, profile, bandwidth)
         now = dataclasses.replace(now, plan=moment.within_budget(new, profile, bandwidth))
-        moment.check_budget(now.plan, profile)
+        moment.check_limits(now.plan, profile, bandwidth)
         return now, now.plan
 
     def _new_caution(self, moment: Moment, bandwidth: Bandwidth) -> float:
@@ -466,7 +479,7 @@ def _probe(moment: Moment, profile: StepProfile, bandwidth: Bandwidth, *, has_wa
     if task.has_budget and (has_warmed_up or not has_room):
         found = moment.within_budget(moment.best_plan(profile, bandwidth), profile, bandwidth)
         if has_warmed_up:  # the first step needs much that others do not
-            moment.check_budget(found, profile)
+            moment.check_limits(found, profile, bandwidth)
         if not has_room:
             return found
     return probing_plan(task, profile, bandwidth, step=moment.step, not_recomputed=moment.not_recomputed)
@@ -479,7 +492,7 @@ def _first_plan(moment: Moment, profile: StepProfile, bandwidth: Bandwidth, why:
     plan = moment.best_plan(profile, bandwidth)
     moment.forgets.append(Pace.forget_seconds)
     settled = Settled(moment.within_budget(plan, profile, bandwidth), why, bandwidth)
-    moment.check_budget(settled.plan, profile)
+    moment.check_limits(settled.plan, profile, bandwidth)
     return settled
 
 

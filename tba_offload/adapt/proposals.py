@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from tba_offload.config.policy import Objective, Placement
 from tba_offload.formatting import readable_size
 from tba_offload.plan.goals import GOALS
-from tba_offload.plan.model import Limits, Plan
+from tba_offload.plan.model import DAY, Plan
 from tba_offload.plan.profile import computed_as
 from tba_offload.plan.search import make_plan
 from tba_offload.plan.simulate import simulate
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from tba_offload.adapt.task import Task
     from tba_offload.plan.bandwidth import Bandwidth
+    from tba_offload.plan.model import Limits
     from tba_offload.plan.profile import StepProfile
 
 _LOOKS = (Placement.OFFLOAD, Placement.KEEP, Placement.RECOMPUTE, Placement.OFFLOAD_REMAT)
@@ -117,7 +118,7 @@ def _for_ever_less(
         budget -= peak - careful
         if budget <= 0:
             return
-        plan = within(Limits(budget, task.limits.window))
+        plan = within(dataclasses.replace(task.limits, budget=budget))
         yield plan, (peak := worst_peak(profile, plan, bandwidth))
 
 
@@ -166,6 +167,8 @@ def rival(
     for placement in GOALS[task.objective].choices:
         other = Plan(freedom.uniform(placement), window=plan.window)
         if bare(other) == bare(plan) or worst_peak(profile, other, bandwidth) > task.careful_limits.planned:
+            continue
+        if writes_too_much(task, other, profile, bandwidth):
             continue
         other = predicted(other, profile, bandwidth)
         if other.prediction is not None and other.prediction.seconds < least:
@@ -228,9 +231,17 @@ def excursion(
         waits = then.stall_seconds - now.stall_seconds > task.tuning.waits * now.seconds
         is_known = drive_is_known and placement in profile.timings[profile.layers[layer]]
         fits = worst_peak(profile, wider, bandwidth) <= task.careful_limits.planned
-        if fits and not (is_known and waits):
+        if fits and not (is_known and waits) and not writes_too_much(task, wider, profile, bandwidth):
             look = wider
     return None if look is begin else look
+
+
+def writes_too_much(task: Task, plan: Plan, profile: StepProfile, bandwidth: Bandwidth) -> bool:
+    """Whether a step under a plan may write more than its share of a day."""
+    if task.limits.written_per_day is None:
+        return False  # a step with many activations takes long to play
+    found = simulate(profile, plan, bandwidth)
+    return found.sent_bytes > task.limits.written_in(found.seconds)
 
 
 def _untried(
@@ -281,6 +292,27 @@ def _may_try(
 
 
 # What is wrong with a plan
+
+
+def over_writes(task: Task, plan: Plan, profile: StepProfile, bandwidth: Bandwidth) -> str | None:
+    """That the plan that was found writes more than its share of a day; ``None`` if it does not.
+
+    Args:
+        task: Has the limit.
+        plan: The best plan that was found.
+        profile: The step.
+        bandwidth: How fast offloaded bytes travel.
+    """
+    limit = task.limits.written_per_day
+    if limit is None or not writes_too_much(task, plan, profile, bandwidth):
+        return None
+    found = simulate(profile, plan, bandwidth)
+    day = found.sent_bytes / found.seconds * DAY if found.seconds else 0.0
+    return (
+        f"store.write_bytes_per_day of {readable_size(limit)} cannot be met: the plan with the fewest bytes "
+        f"that was found writes up to {readable_size(day)} a day; raise it, place more layers auto, or raise "
+        "budget.activation_bytes"
+    )
 
 
 def over_budget(task: Task, plan: Plan, profile: StepProfile, room: int | None) -> str | None:

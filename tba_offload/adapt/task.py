@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tba_offload.config.policy import Placement
 from tba_offload.plan.goals import GOALS
-from tba_offload.plan.model import Limits, Plan
+from tba_offload.plan.model import Plan
 from tba_offload.plan.tuning import TUNING
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from tba_offload.adapt.profiler import LayerKey
     from tba_offload.config.policy import Objective
+    from tba_offload.plan.model import Limits
     from tba_offload.plan.tuning import Tuning
 
 
@@ -69,7 +70,7 @@ class Task:
         budget = self.limits.budget
         if budget is None:
             return self.limits
-        return Limits(int((1 - self.tuning.unmeasured) * budget), self.limits.window)
+        return replace(self.limits, budget=int((1 - self.tuning.unmeasured) * budget))
 
     def first(self) -> Plan:
         """The plan of the first steps: what memory holds beside activations of layers is not known yet."""

@@ -12,9 +12,11 @@ from typing import Any
 import click
 
 from tba_offload import __version__
+from tba_offload.cli.bench_io import bench_io
 from tba_offload.cli.check import check
 from tba_offload.cli.demo import demo
 from tba_offload.cli.doctor import doctor
+from tba_offload.cli.init import init
 from tba_offload.cli.megatron import launch, patch
 from tba_offload.cli.plan import plan
 from tba_offload.cli.report import report
@@ -61,5 +63,5 @@ def main(modules: tuple[str, ...]) -> None:
             ) from error
 
 
-for command in (check, schema, rok, plan, why, timeline, report, demo, doctor, patch, launch):
+for command in (init, check, schema, rok, plan, why, timeline, report, demo, doctor, bench_io, patch, launch):
     main.add_command(command)

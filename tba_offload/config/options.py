@@ -328,6 +328,9 @@ class StoreConfig:
             room for.
         host_capacity: Bytes of host memory that take what the drives have no time for, with any kind but
             ``host``; 0 and None mean that there is no such memory.
+        write_bytes_per_day: Bytes of activations that one process may write to drives in a day, which spares
+            them: layers placed ``auto`` are planned so that steps that follow each other day and night write
+            no more; 0 and None mean that there is no limit.
         checksum: Whether bytes that are read from drives are compared with those written, by a checksum;
             without it a drive that changes bytes changes the training, and nothing tells.
         stall_seconds: A wait for the drive during which nothing moves is named in a warning after a tenth of
@@ -343,6 +346,7 @@ class StoreConfig:
     directories: _Directories = ()
     capacity: _Limit = None
     host_capacity: _Limit = None
+    write_bytes_per_day: _Limit = None
     checksum: Annotated[bool, Strict()] = True
     stall_seconds: _Seconds = STALL_SECONDS
     readers: _Threads = None
@@ -381,6 +385,13 @@ class StoreConfig:
         if capacity is not None and capacity < BLOCK:
             raise ConfigError(f"{capacity} bytes hold no extent; the least is 4 KiB")
         return capacity
+
+    @pydantic.field_validator("write_bytes_per_day")
+    @classmethod
+    def _is_of_drives(cls, limit: int | None, info: ValidationInfo) -> int | None:
+        if limit is not None and info.data.get("kind") == "host":
+            raise ConfigError("it spares drives, and kind: host has none; remove it or choose another kind")
+        return limit
 
     def options(self) -> StoreOptions:
         """What a store is opened with."""
@@ -559,6 +570,7 @@ class OffloadConfig:
                 "directories": [str(directory) for directory in self.store.directories],
                 "capacity": _size_word(self.store.capacity),
                 "host_capacity": _size_word(self.store.host_capacity),
+                "write_bytes_per_day": _size_word(self.store.write_bytes_per_day),
                 "checksum": self.store.checksum,
                 "stall_seconds": self.store.stall_seconds or 0,
                 "readers": self.store.readers,

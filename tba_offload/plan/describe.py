@@ -13,9 +13,12 @@ if TYPE_CHECKING:
     from tba_offload.plan.bandwidth import Bandwidth
     from tba_offload.plan.model import Plan
     from tba_offload.plan.profile import LayerKind, StepProfile, Timing
+    from tba_offload.plan.writes import Writes
 
 
-def describe_plan(names: Sequence[str], plan: Plan, before: Plan | None, why: str) -> str:
+def describe_plan(
+    names: Sequence[str], plan: Plan, before: Plan | None, why: str, writes: Writes | None = None
+) -> str:
     """What a new plan does, what it is expected to bring, what it changes, and why it was made.
 
     Args:
@@ -23,8 +26,10 @@ def describe_plan(names: Sequence[str], plan: Plan, before: Plan | None, why: st
         plan: The plan.
         before: The one that it replaces; ``None`` if it is the first.
         why: Why it was made.
+        writes: What it writes in a day; ``None`` if nothing limits that.
     """
-    parts = [_placed(names, plan), *_predicted(plan), *_changed(names, plan, before)]
+    told = [] if writes is None else [str(writes)]
+    parts = [_placed(names, plan), *_predicted(plan), *told, *_changed(names, plan, before)]
     return "; ".join([*parts, f"made because {why}"])
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tba_offload.plan.tuning import Tuning
 
 Score = tuple[float, ...]
-"""Less is better; the first figure is by how many bytes the budget is broken, the second a cost in time."""
+"""Less is better; the first figure is by how many bytes limits are broken, the second a cost in time."""
 
 _EVERYTHING = (
     Placement.KEEP,
@@ -54,6 +54,14 @@ class Goal(ABC):
         """Bytes by which the peak is over what plans are made for."""
         return max(outcome.peak_bytes - self._limits.planned, 0.0)
 
+    def overwritten(self, outcome: Outcome) -> float:
+        """Bytes by which a step may write more than its share of a day, less the margin."""
+        return max(outcome.sent_bytes - self._limits.planned_in(outcome.seconds), 0.0)
+
+    def broken(self, outcome: Outcome) -> float:
+        """Bytes by which both limits are broken."""
+        return self.excess(outcome) + self.overwritten(outcome)
+
     def slower(self, outcome: Outcome) -> float:
         """The share by which a step takes longer than it may where memory is wanted first.
 
@@ -73,7 +81,7 @@ class _Time(Goal):
     """The shortest step."""
 
     def score(self, outcome: Outcome) -> Score:
-        return self.excess(outcome), outcome.seconds, outcome.peak_bytes
+        return self.broken(outcome), outcome.seconds, outcome.peak_bytes
 
 
 class _Memory(Goal):
@@ -91,14 +99,14 @@ class _Memory(Goal):
         lost = outcome.stall_seconds + outcome.rebuild_seconds
         waits = max(lost / outcome.seconds - self._tuning.no_stall, 0.0) if outcome.seconds else 0.0
         cost = max(waits, self.slower(outcome))
-        return self.excess(outcome), cost, outcome.peak_bytes, outcome.written_bytes, outcome.seconds
+        return self.broken(outcome), cost, outcome.peak_bytes, outcome.written_bytes, outcome.seconds
 
 
 class _Endurance(Goal):
     """The fewest written bytes."""
 
     def score(self, outcome: Outcome) -> Score:
-        return self.excess(outcome), outcome.written_bytes, outcome.seconds
+        return self.broken(outcome), outcome.written_bytes, outcome.seconds
 
 
 GOALS: dict[Objective, type[Goal]] = {

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from tba_offload.plan.profile import LayerKind
 
 
+DAY = 86_400
+"""Seconds."""
+
 _NONE: frozenset[int] = frozenset()
 
 
@@ -28,15 +31,29 @@ class Limits:
     Attributes:
         budget: Most bytes of the activation peak; ``None`` for no limit.
         window: Most bytes in flight; ``None`` for no limit.
+        written_per_day: Most bytes that may be written to the drives in a day; ``None`` for no limit.
     """
 
     budget: int | None = None
     window: int | None = None
+    written_per_day: int | None = None
 
     @property
     def planned(self) -> float:
         """Bytes of the peak that plans are made for: the budget less the margin."""
         return float("inf") if self.budget is None else self.budget * (1 - TUNING.margin)
+
+    def written_in(self, seconds: float) -> float:
+        """Bytes that a step may write, if such steps follow each other day and night.
+
+        Args:
+            seconds: How long it takes.
+        """
+        return float("inf") if self.written_per_day is None else self.written_per_day * seconds / DAY
+
+    def planned_in(self, seconds: float) -> float:
+        """Bytes that plans are made to write in a step: those that it may write, less the margin."""
+        return self.written_in(seconds) * (1 - TUNING.margin)
 
 
 @dataclass(frozen=True, slots=True)

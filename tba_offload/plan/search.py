@@ -127,11 +127,12 @@ def is_better(
     terms = Terms(bandwidth, limits, objective, whole_layers=False, tuning=tuning)
     trials = Trials(profile, terms, Freedom.all_of(profile, policy, frozenset()))
     now, then = (trials.play(plan).outcome for plan in bare)
-    fits = [outcome.peak_bytes <= limits.planned for outcome in (now, then)]
+    fits = [not trials.goal.broken(outcome) for outcome in (now, then)]
     if fits[0] != fits[1]:
         return fits[1]
     if not fits[0]:
-        return then.peak_bytes < (1 - worth) * now.peak_bytes
+        needs = [outcome.peak_bytes + trials.goal.overwritten(outcome) for outcome in (now, then)]
+        return needs[1] < (1 - worth) * needs[0]
     # A plan that frees next to nothing is held to free nothing, be it the old one or the new one.
     frees = [not trials.hardly_frees(outcome, tuning.least_freed / 2) for outcome in (now, then)]
     credit = dataclasses.replace(
@@ -144,7 +145,7 @@ def is_better(
     )
     if not frees[1]:
         then = dataclasses.replace(then, peak_bytes=trials.peak_if_kept)
-    return trials.score(then) < trials.score(credit)
+    return trials.score(then)[1:] < trials.score(credit)[1:]  # both keep to the limits
 
 
 class _Search:

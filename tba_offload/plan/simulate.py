@@ -74,6 +74,15 @@ class Outcome:
     peak_slot: Slot | None = None
 
     @property
+    def sent_bytes(self) -> int:
+        """Most bytes that may go to the drives.
+
+        Which activations backward finds in memory, and what host memory takes, depends on how fast drives are
+        at that moment.
+        """
+        return self.written_bytes + self.forwarded_bytes + self.host_written_bytes
+
+    @property
     def prediction(self) -> Prediction:
         """The figures that a step can be compared with."""
         return Prediction(self.seconds, self.stall_seconds, self.peak_bytes, self.written_bytes)

@@ -139,6 +139,7 @@ def frontier(
     objective: Objective | None = None,
     shares: Sequence[float] = (0.1, 0.15, 0.2, 0.25, 0.35, 0.5, 0.65, 0.8, 1.05),
     not_recomputed: frozenset[int] = frozenset(),
+    written_per_day: int | None = None,
 ) -> list[Choice]:
     """The best plans for budgets from a tenth of what keep needs up to all of it.
 
@@ -150,13 +151,14 @@ def frontier(
         objective: What is wanted; by default the least time.
         shares: Budgets, as shares of the peak of keep.
         not_recomputed: Layers that must not be recomputed unless the policy says so.
+        written_per_day: Most bytes that may be written to the drives in a day; ``None`` for no limit.
     """
     whole = peak_of_keep(profile, bandwidth)
     choices: list[Choice] = []
     for budget in sorted(int(share * whole) for share in shares):
         # What is good for less memory is good for more; the search is not perfect.
         known = [choices[-1].plan] if choices else []
-        limits = Limits(budget, window)
+        limits = Limits(budget, window, written_per_day)
         plan = make_plan(
             profile,
             bandwidth,

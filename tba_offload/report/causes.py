@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from tba_offload.formatting import readable_size
+from tba_offload.report.endurance import limit_in, terabytes
 from tba_offload.report.evidence import stored_in_memory
 
 if TYPE_CHECKING:
@@ -169,12 +170,15 @@ def _kept(evidence: Evidence) -> Iterator[Finding]:
         return
     largest = max(memory.layers[index][0] for index in kept)
     planned = all(_is_auto(evidence, memory.names[index]) for index in kept)
+    limit = limit_in(evidence.log)
     yield Finding(
         "layers that keep",
         evidence.without(lambda phase: max(phase.of("kept") - largest, 0)),
         f"{len(kept)} of {len(memory.names)} layers are placed keep, so that all that they save stays in "
         "memory",
-        "give the planner, which keeps them, a lower budget.activation_bytes"
+        f"raise store.write_bytes_per_day: {terabytes(limit.allowed)} a day leave no room for more"
+        if planned and limit is not None and limit.bounds
+        else "give the planner, which keeps them, a lower budget.activation_bytes"
         if planned
         else "place them offload, or auto with a budget: `tba-offload plan` says what that would take",
     )

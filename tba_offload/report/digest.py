@@ -6,18 +6,13 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tba_offload.formatting import readable_size, significant
+from tba_offload.formatting import readable_size
 from tba_offload.report.run_log import GAP
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from tba_offload.report.run_log import RunLog, StepRecord
-
-_DAY = 86_400
-
-_AT_MOST = 10**18
-"""Days of life that are told; of a drive that is hardly written there would be no end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,45 +134,6 @@ def _of_log(log: RunLog) -> Iterator[tuple[str, str, str]]:
         yield "last line of the log cut off, as by a crash", "1", "at the end"
     if log.skipped:
         yield "damaged lines of the log, left out", str(log.skipped), "; ".join(log.bad_lines[:3])
-
-
-# Endurance
-
-
-def endurance(digest: Digest, rated: int | None) -> list[str]:
-    """What the run does to drives, in sentences.
-
-    Args:
-        digest: The run.
-        rated: Bytes that the drives together may be written in their life, by their maker; ``None`` if that
-            is not known.
-    """
-    written, seconds = digest.written_bytes, digest.seconds
-    if not written:
-        return ["Steps write nothing to drives."]
-    if not seconds:
-        return [f"A step writes {readable_size(written)} to drives."]
-    day = written / seconds * _DAY
-    told = (
-        f"A step writes {readable_size(written)} to drives in {significant(seconds)} s. Day and night that "
-        f"would be {_terabytes(day)} a day, on all drives of this log together."
-    )
-    return [told, _life(day, rated)]
-
-
-def _life(day: float, rated: int | None) -> str:
-    if rated is None:
-        return (
-            "How long drives last follows from the bytes that their maker allows to be written (TBW): "
-            "tba-offload report --rated 600TB takes their sum."
-        )
-    days = min(rated / day, _AT_MOST)
-    span = f"{significant(days)} days" if days < 730 else f"{significant(days / 365)} years"
-    return f"Drives that are rated for {_terabytes(rated)} together would have reached that after {span}."
-
-
-def _terabytes(nbytes: float) -> str:
-    return f"{significant(nbytes / 1e12)} TB"
 
 
 # Settings

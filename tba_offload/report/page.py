@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from tba_offload.errors import MissingDependencyError
 from tba_offload.formatting import readable_size, significant, visible
-from tba_offload.report.digest import Digest, endurance, faults, settings
+from tba_offload.report.digest import Digest, faults, settings
+from tba_offload.report.endurance import endurance
 from tba_offload.report.page_layers import layers_table
 from tba_offload.report.plans import title_of
 from tba_offload.report.rok import require_matplotlib

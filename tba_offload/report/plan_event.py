@@ -81,6 +81,12 @@ class _Limits(BaseModel):
     window: _Bytes | None
 
 
+class _Writes(BaseModel):
+    bytes_per_day: Annotated[float, Field(strict=True, ge=0, le=1e21, allow_inf_nan=False)]
+    allowed: Annotated[int, Field(strict=True, ge=0, le=2**60)]
+    bounds: _Flag
+
+
 class _Spread(BaseModel):
     bytes_per_second: _Rate | None
     spread: Annotated[float, Field(strict=True, ge=0, le=1e18)] | None
@@ -98,6 +104,7 @@ class _Plan(BaseModel):
     drive: _Drive
     limits: _Limits
     rates: list[_Rates] = []
+    writes: _Writes | None = None
 
     @model_validator(mode="after")
     def _names_every_layer(self) -> Self:

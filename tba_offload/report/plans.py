@@ -107,6 +107,7 @@ class PlanReport:
         run: Activation peak in bytes and seconds of a step of the run itself; ``None`` where they were not
             measured, or the plan is for something else than what ran.
         title: The model and the machine.
+        writes: What it writes to drives in a day, in words; ``None`` if nothing limits that.
     """
 
     names: tuple[str, ...]
@@ -123,6 +124,7 @@ class PlanReport:
     frontier: tuple[PlannedStep, ...]
     run: tuple[int, float] | None
     title: str
+    writes: str | None = None
 
 
 def show(report: PlanReport, policy_file: str | None) -> None:
@@ -217,6 +219,8 @@ def _prediction(report: PlanReport) -> Iterator[str]:
             f"{readable_size(report.host.written_bytes)} to host memory, which holds "
             f"{readable_size(report.host.peak_bytes)} at most"
         )
+    if report.writes is not None:
+        yield f"the plan {report.writes}"
 
 
 def advice(report: PlanReport, policy_file: str | None) -> str:

@@ -140,5 +140,5 @@ def make_parts(
 
 
 def limits_of(config: OffloadConfig) -> Limits:
-    """Budget and window of a configuration."""
-    return Limits(config.budget.activation_bytes, config.budget.window)
+    """Budget and window of a configuration, and what may be written."""
+    return Limits(config.budget.activation_bytes, config.budget.window, config.store.write_bytes_per_day)

@@ -1,8 +1,7 @@
-"""What a machine offers to offloading: the way of bytes to each directory, its speed, and what would help."""
+"""What a machine offers to offloading: where directories are, the ways of bytes to them, what would help."""
 
 from __future__ import annotations
 
-import os
 import platform
 import statistics
 from contextlib import ExitStack
@@ -20,12 +19,14 @@ from tba_offload.store.checksums import Checksums
 from tba_offload.store.file import FileStore
 from tba_offload.store.gds import GdsStore
 from tba_offload.store.hanging import ask, opened
+from tba_offload.store.location import Finding, location_of
 from tba_offload.store.probe import TRANSFER_SECONDS, choose, end, measure
-from tba_offload.store.run_file import open_directory
+from tba_offload.store.tested import TESTED, numbers_of
 from tba_offload.store.thread_count import threads_that_pay
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    import os
+    from collections.abc import Callable, Iterator, Sequence
 
     from tba_offload.device import Device
     from tba_offload.store.engine import QueuedStore
@@ -38,13 +39,17 @@ _CHECKS = 3
 
 _HANGS = "check driver and drive; choose the other kind with store.kind meanwhile"
 _REMEDIES = {
-    "buffered": "use a directory on a local drive whose file system offers direct I/O, such as ext4 or XFS",
-    "cuFile compatibility": (
+    "buffered": Finding(
+        "bytes pass through the page cache, which takes memory and processor time",
+        "use a directory on a local drive whose file system offers direct I/O, such as ext4 or XFS",
+    ),
+    "cuFile compatibility": Finding(
+        "cuFile moves bytes through host memory",
         "for GPUDirect Storage load the driver (modprobe nvidia-fs), or with CUDA 12.8 or later let cuFile "
-        "use PCIe peer-to-peer (use_pci_p2pdma in cufile.json); gdscheck -p says what is missing"
+        "use PCIe peer-to-peer (use_pci_p2pdma in cufile.json); gdscheck -p says what is missing",
     ),
 }
-"""Remedies where bytes take this path, if speed matters."""
+"""Doubts where bytes take this path, if speed matters."""
 _NO_GDS = (
     "GPUDirect Storage needs cuFile and a local ext4 or XFS: install libcufile, see that "
     "KVIKIO_COMPAT_MODE is not ON, and try gdscheck -p"
@@ -62,12 +67,29 @@ def examine(directories: Sequence[str | os.PathLike[str]], device: Device) -> Fi
         device: The device that activations are going to lie on.
 
     Returns:
-        JSON values: ``machine``, and of each directory its ``ways``, what ``auto`` takes, and ``advice``.
+        JSON values: ``machine``, and of each directory its ``location``, its ``ways``, what ``auto`` takes,
+        ``findings`` with a remedy each, and ``advice``, the remedies alone.
     """
+    machine = _machine(device)
     return {
-        "machine": _machine(device),
+        "machine": machine | {"findings": [found._asdict() for found in _of_versions(machine)]},
         "directories": [_examine_directory(str(directory), device) for directory in directories],
     }
+
+
+def is_usable(findings: Findings) -> bool:
+    """Whether activations can go to each directory that was examined."""
+    return all(each["auto"] is not None for each in findings["directories"])
+
+
+def _of_versions(machine: Findings) -> Iterator[Finding]:
+    for name, tested in TESTED.items():
+        version = machine[name]
+        if version is not None and numbers_of(version) and not tested.covers(version):
+            yield Finding(
+                f"{name} {version} was not tested with this version of tba-offload, but {tested} were",
+                "compare a few steps of your model with and without offloading, or take one that was tested",
+            )
 
 
 def _machine(device: Device) -> Findings:
@@ -96,25 +118,40 @@ def _checksum_rate() -> float:
 
 
 def _examine_directory(directory: str, device: Device) -> Findings:
+    found: Findings = {"directory": directory}
     try:
-        ask(lambda: os.close(open_directory(directory)), directory, TRANSFER_SECONDS)
+        location = ask(partial(location_of, directory), directory, TRANSFER_SECONDS)
     except OSError as error:
-        return {"directory": directory, "ways": {"file": {"error": str(error)}}, "auto": None, "advice": []}
+        ways = {"file": {"error": str(error)}}
+        return found | {"location": None, "ways": ways, "auto": None, "findings": [], "advice": []}
     makers: dict[str, Callable[[], QueuedStore]] = {"file": partial(FileStore, directory, device=device)}
     if device.pins_memory:  # elsewhere there is no memory but the host's
         makers["gds"] = partial(GdsStore, directory, device=device)
     ways = {kind: _try(make, directory, device) for kind, make in makers.items()}
     if "error" in ways.get("gds", {}):
         ways["gds"].setdefault("remedy", _NO_GDS)
-    found: Findings = {"directory": directory, "ways": ways}
+    told = [*_of_ways(ways), *location.findings()]
+    found |= {
+        "location": location.as_json(),
+        "where": list(location.lines()),
+        "ways": ways,
+        "findings": [each._asdict() for each in told],
+        "advice": [each.remedy for each in told],
+    }
     if "error" in ways["file"]:
-        return found | {"auto": None, "advice": []}
+        return found | {"auto": None}
     choice = choose(directory, device)
     threads = threads_that_pay(choice.kind, directory, device, StoreConfig().options())
-    advice = [_REMEDIES[way["path"]] for way in ways.values() if way.get("path") in _REMEDIES]
-    advice += [way["remedy"] for way in ways.values() if "remedy" in way]
-    auto = {"kind": choice.kind, **choice.as_json(), **threads.as_json()}
-    return found | {"auto": auto, "advice": advice}
+    return found | {"auto": {"kind": choice.kind, **choice.as_json(), **threads.as_json()}}
+
+
+def _of_ways(ways: dict[str, Findings]) -> Iterator[Finding]:
+    """What is doubtful about the ways to a directory."""
+    for way in ways.values():
+        if way.get("path") in _REMEDIES:
+            yield _REMEDIES[way["path"]]
+        if "remedy" in way:
+            yield Finding(way["error"], way["remedy"])
 
 
 def _try(make: Callable[[], QueuedStore], directory: str, device: Device) -> Findings:
@@ -146,21 +183,28 @@ def lines(findings: Findings) -> list[str]:
         f"{name} {machine[key] or 'not found'}"
         for name, key in (("kvikio", "kvikio"), ("cuFile", "cufile"), ("nvidia-fs", "nvidia_fs"))
     ]
-    said = [f"{machine['device']}; torch {machine['torch']}; {'; '.join(known)}"]
+    system = f"torch {machine['torch']}; Python {machine['python']}; Linux {machine['kernel']}"
+    said = [f"{machine['device']}; {system}; {'; '.join(known)}"]
     rate = machine["checksum_bytes_per_second"]
     said.append(
         f"checksums: {readable_rate(rate)}, {2 * 2**30 / rate:.2f} s of processor time for each GiB that is "
         "written and read; store.checksum: false does without"
     )
+    said += map(_finding, machine["findings"])
     for each in findings["directories"]:
         said.append(each["directory"])
+        said += [f"  {line}" for line in each.get("where", ())]
         said += [f"  {kind:5} {_in_words(way)}" for kind, way in each["ways"].items()]
         if each["auto"] is not None:
             auto = each["auto"]
             threads = f"readers: {auto['readers']}, writers: {auto['writers']}"
             said.append(f"  auto  takes {auto['kind']} ({threads}), because {auto['why']}")
-        said += [f"  - {sentence}" for sentence in each["advice"]]
+        said += [f"  {_finding(found)}" for found in each["findings"]]
     return [visible(line) for line in said]
+
+
+def _finding(found: Findings) -> str:
+    return f"- {found['what']}: {found['remedy']}"
 
 
 def _in_words(way: Findings) -> str:
@@ -168,4 +212,6 @@ def _in_words(way: Findings) -> str:
         return f"cannot be used: {way['error']}"
     rates = {name: readable_rate(rate) for name, rate in way["bytes_per_second"].items()}
     why = "" if way["reason"] is None else f", because {way['reason']}"
-    return f"{way['path']}{why}: writes {rates['write']}, reads {rates['read']}, both at once {rates['both']}"
+    aligned = f" aligned to {way['alignment']} bytes" if way["alignment"] > 1 else ""
+    moved = f"writes {rates['write']}, reads {rates['read']}, both at once {rates['both']}"
+    return f"{way['path']}{aligned}{why}: {moved}"

@@ -30,6 +30,7 @@ from tba_offload.store import posix
 from tba_offload.store.checksums import Checksums
 from tba_offload.store.engine import QueuedStore
 from tba_offload.store.extents import BLOCK
+from tba_offload.store.late import LateErrors
 from tba_offload.store.run_file import FULL, RunFile, short_transfer
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class FileBackend:
             through slabs: padding there would only keep a buffer from fitting where another one was.
         block: What direct I/O demands, bytes; 1 where it is buffered.
         reason: Why it is buffered; ``None`` if it is direct.
+        late: Asks for errors that the file system tells late.
         ring: The staging slabs.
 
     Raises:
@@ -80,6 +82,7 @@ class FileBackend:
         self._file = RunFile(directory, options.capacity)
         try:
             self.block, self.reason = _choose_path(self._file)
+            self.late = LateErrors(self._file, is_direct=self.reason is None)
             self.alignment = 1 if device.pins_memory else self.block
             self._stable_pages = posix.needs_stable_pages(self._file.fd)
             self.ring = StagingRing(slab_bytes, options.writers + options.readers, self.block, device)
@@ -140,7 +143,14 @@ class FileBackend:
             if not self._is_in_place(extent, source, padded=padded):
                 return None
         digests = self._checksums.of_ranges(source for _, source in moves)
-        return digests if self._moved_together(posix.pwritev, moves, _NOTHING) else None
+        before = self.late.begin()
+        if not self._moved_together(posix.pwritev, moves, _NOTHING):
+            return None
+        try:
+            self.late.check(before)
+        except OSError:
+            return None
+        return digests
 
     def move_in_together(self, moves: Sequence[Move], *, padded: bool) -> list[int | None] | None:
         """See :meth:`Joining.move_in_together`."""
@@ -201,7 +211,13 @@ class FileBackend:
         return padded or self._span(extent) == extent.nbytes
 
     def _put(self, extent: Extent, address: int, start: int, nbytes: int) -> None:
+        before = self.late.begin()
         self._transfer("write", posix.pwrite, extent, address, start, nbytes)
+        try:
+            self.late.check(before)
+        except OSError as error:
+            what = f"write of {nbytes} bytes at offset {extent.offset + start}, or of others at that time,"
+            raise _failure(self._file, what, error) from None
 
     def _get(self, extent: Extent, address: int, start: int, nbytes: int) -> None:
         self._transfer("read", posix.pread, extent, address, start, nbytes)
@@ -258,12 +274,14 @@ class FileStore(QueuedStore):
 
     @property
     def description(self) -> dict[str, object]:
-        """Kind, directory, "O_DIRECT" or "buffered" and why, alignment, checksum, threads and so on."""
+        """Kind, directory, "O_DIRECT" or "buffered" and why, file system, alignment, threads and so on."""
         return {
             "kind": self.kind,
             "directory": self.directory,
             "path": "O_DIRECT" if self._file.reason is None else "buffered",
             "reason": self._file.reason,
+            "file_system": self._file.late.file_system.name,
+            "confirms_writes": self._file.late.wanted,
             "alignment": self._file.block,
             "capacity": self.capacity_bytes,
             "checksum": self._options.checksum,

@@ -96,8 +96,12 @@ class RunFile:
         return statistics.f_bavail * statistics.f_frsize
 
     def close(self) -> None:
-        """Closes the descriptors, which frees the blocks."""
-        os.close(self.fd)
+        """Closes the descriptors, which frees the blocks.
+
+        An error that the file system has left to be told now is of bytes that are not needed any more.
+        """
+        with suppress(OSError):
+            os.close(self.fd)
         if self._left_behind is not None:
             self._remove_directory(self._left_behind)
         os.close(self._parent)
@@ -167,7 +171,8 @@ class RunFile:
                     if self._while_named is not None:
                         self._while_named(fd)
                 except BaseException:
-                    os.close(fd)
+                    with suppress(OSError):  # as in close()
+                        os.close(fd)
                     raise
                 finally:
                     os.unlink("extents", dir_fd=run)

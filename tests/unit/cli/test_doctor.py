@@ -16,7 +16,9 @@ from ordered_device import OrderedDevice
 
 from tba_offload import cli
 from tba_offload.device import streams
+from tba_offload.report.run_log import RunHeader, RunLogWriter, StepRecord
 from tba_offload.store import doctor, gds, posix, probe
+from tba_offload.store.wear import Wear
 from tba_offload.testing.store_contract import CPU, descriptors
 
 if TYPE_CHECKING:
@@ -185,10 +187,14 @@ def test_no_directory_is_made() -> None:
 @pytest.mark.usefixtures("gpu")
 def test_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gds, "NVIDIA_FS", tmp_path / "none")
-    head, checksums, directory, file, direct, auto, *_ = call(str(tmp_path)).stdout.splitlines()
+    said = call(str(tmp_path)).stdout.splitlines()
+    head, checksums, directory, on, room, *rest = said
+    file, direct, auto, *_ = [line for line in rest if not line.startswith("  wear")]
     assert head.endswith("kvikio fake; cuFile 1.15; nvidia-fs not found")
     assert checksums.startswith("checksums: ")
     assert directory == str(tmp_path)
+    assert on.startswith("  on    ")
+    assert re.fullmatch(r"  room  .* free of .*; of user \d+, mode 0700", room)
     assert file.startswith("  file  ")
     assert direct.startswith(
         "  gds   GDS without nvidia-fs, because cuFile moves bytes by PCIe peer-to-peer: writes "
@@ -207,3 +213,112 @@ def test_a_way_that_hangs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (way,) = json.loads(result.stdout)["directories"][0]["ways"].values()
     assert way["error"] == "a transfer hangs"
     assert "store.kind" in way["remedy"]
+
+
+@pytest.mark.usefixtures("cpu")
+def test_it_says_where_a_directory_is_and_what_is_doubtful_there(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    own, others, memory = findings_of(str(tmp_path), str(tmp_path / "open"), "/dev/shm")["directories"]
+    assert own["location"]["file_system"]["name"]
+    assert own["location"]["free_bytes"] <= own["location"]["total_bytes"]
+    assert own["location"]["mode"] == "700"
+    assert not any("may remove what is in it" in found["what"] for found in own["findings"])
+    assert any("every user may remove what is in it" in found["what"] for found in others["findings"])
+    assert memory["location"]["file_system"] == {
+        "name": "tmpfs",
+        "place": "memory",
+        "is_remote": False,
+        "limits": ["tmpfs lies in host memory, which offloading from a GPU uses up"],
+        "mounted": memory["location"]["file_system"]["mounted"],
+    }
+    for each in (own, others, memory):
+        assert each["advice"] == [found["remedy"] for found in each["findings"]]
+    assert list((tmp_path / "open").iterdir()) == []
+
+
+def log_of(path: Path, *, written: int, seconds: float) -> str:
+    with RunLogWriter(path, RunHeader(strategy="offload")) as log:
+        for number in range(1, 6):
+            log.write(StepRecord(step=number, seconds=seconds, offloaded_bytes=written))
+    return str(path)
+
+
+def worn(used: float, written: int) -> Wear:
+    return Wear("nvme0n1", "smartctl -j -a /dev/nvme0n1", used=used, written_bytes=written)
+
+
+def with_wear(monkeypatch: pytest.MonkeyPatch, *wear: Wear) -> None:
+    """Directories lie on drives that say this of themselves."""
+    original = doctor.location_of
+    monkeypatch.setattr(doctor, "location_of", lambda directory: original(directory)._replace(wear=wear))
+
+
+@pytest.mark.usefixtures("cpu")
+def test_how_long_drives_last_under_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terabyte in 86.4 s is a petabyte a day."""
+    with_wear(monkeypatch, worn(10, 60 * 10**12))
+    run = log_of(tmp_path / "run.jsonl", written=10**12, seconds=86.4)
+    (tmp_path / "drive").mkdir()
+    life = findings_of(str(tmp_path / "drive"), "--run", run)["life"]
+    assert life["bytes_per_day"] == 10**15
+    assert life["rated_bytes"] == 600 * 10**12
+    assert life["used_bytes"] == 60 * 10**12
+    assert life["days"] == 0.54
+    life = findings_of(str(tmp_path / "drive"), "--run", run, "--rated", "2060TB", "--amplification", "2")[
+        "life"
+    ]
+    assert (life["days"], life["rated_by"]) == (1.0, "as given")
+    said = call(str(tmp_path / "drive"), "--written", "1TB", "--rated", "160TB").stdout
+    assert (
+        "life: 1.00 TB a day, times 1 that drives make of it, against 160 TB that they are rated for "
+        "(as given), of which 60.0 TB are used up: 100 days\n"
+    ) in said
+
+
+@pytest.mark.usefixtures("cpu")
+def test_a_drive_that_two_directories_share_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_wear(monkeypatch, worn(50, 10**12))
+    directories = [tmp_path / "one", tmp_path / "other"]
+    for directory in directories:
+        directory.mkdir()
+    assert findings_of(*map(str, directories), "--written", "1TB")["life"]["rated_bytes"] == 2 * 10**12
+
+
+@pytest.mark.usefixtures("cpu")
+def test_what_drives_do_not_tell_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_wear(
+        monkeypatch, Wear("nvme0n1", trouble="neither smartctl nor nvme is installed", remedy="install")
+    )
+    assert findings_of(str(tmp_path), "--written", "1TB")["life"] is None
+    said = call(str(tmp_path), "--written", "1TB").stdout
+    assert "  wear  nvme0n1 does not tell: neither smartctl nor nvme is installed; install\n" in said
+    assert "life: not known" in said
+
+
+@pytest.mark.usefixtures("cpu")
+def test_a_worn_drive_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_wear(monkeypatch, worn(97, 10**15))
+    (each,) = findings_of(str(tmp_path))["directories"]
+    (found,) = [found for found in each["findings"] if "rated life" in found["what"]]
+    assert found["what"] == "nvme0n1 has used 97 % of its rated life"
+    assert "store.write_bytes_per_day" in found["remedy"]
+
+
+@pytest.mark.usefixtures("cpu")
+def test_what_contradicts_is_refused(tmp_path: Path) -> None:
+    run = log_of(tmp_path / "run.jsonl", written=1, seconds=1.0)
+    assert call(str(tmp_path), "--run", run, "--written", "1TB").exit_code == 2
+    assert call(str(tmp_path), "--amplification", "inf").exit_code == 2
+    assert call(str(tmp_path), "--run", str(tmp_path / "none.jsonl")).exit_code == 1
+
+
+@pytest.mark.usefixtures("cpu")
+def test_versions_that_were_not_tested_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert findings_of(str(tmp_path))["machine"]["findings"] == []
+    monkeypatch.setattr("torch.__version__", "2.99.1+cpu")
+    (found,) = findings_of(str(tmp_path))["machine"]["findings"]
+    assert found["what"].startswith("torch 2.99.1+cpu was not tested")
+    assert "but 2.10 to 2.13 were" in found["what"]

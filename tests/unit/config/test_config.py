@@ -30,7 +30,10 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 UNITS = "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"
 TOP_KEYS = "default, layers, budget, store, states, weights, on_full, on_slow, min_tensor_bytes"
 PLACEMENTS = "'keep', 'offload', 'recompute', 'recompute-offload', 'offload-remat' or 'auto'"
-STORE_KEYS = "kind, directories, capacity, host_capacity, checksum, stall_seconds, readers, writers"
+STORE_KEYS = (
+    "kind, directories, capacity, host_capacity, write_bytes_per_day, checksum, stall_seconds, readers, "
+    "writers"
+)
 NO_TIME = "not a time; write seconds, such as 300, or 0 for no limit"
 NO_DRIVES = (
     "this is memory beside drives, so it has no effect with kind: host; set capacity instead, or choose "
@@ -181,7 +184,7 @@ def test_defaults() -> None:
     config = OffloadConfig()
     assert (config.default, config.layers, config.on_full, config.on_slow) == ("offload", (), "keep", None)
     assert (config.budget.activation_bytes, config.budget.in_flight_bytes) == (None, 256 * MIB)
-    assert dataclasses.astuple(config.store) == ("auto", (), None, None, True, 300.0, None, None)
+    assert dataclasses.astuple(config.store) == ("auto", (), None, None, None, True, 300.0, None, None)
     assert config.min_tensor_bytes == 64 * KIB
 
 

@@ -19,7 +19,8 @@ from run_logs import MIB, memory_event, peak, write_run
 from tba_offload import cli
 from tba_offload.errors import MissingDependencyError
 from tba_offload.report.charts import Series, Stack, over_steps, stacked
-from tba_offload.report.digest import Digest, endurance, faults
+from tba_offload.report.digest import Digest, faults
+from tba_offload.report.endurance import endurance
 from tba_offload.report.evidence import Evidence
 from tba_offload.report.page import page
 from tba_offload.report.page_layers import layers_table

@@ -1,0 +1,156 @@
+"""``tba-offload init``: a policy that can be read, for what the machine has, over no file that is there."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+from click.testing import CliRunner, Result
+
+import tba_offload.cli.init as command
+from tba_offload import cli
+from tba_offload.config import load_config
+from tba_offload.config.schema import URL
+from tba_offload.device import streams
+from tba_offload.store.drives import Drive
+from tba_offload.store.file_systems import FILE_SYSTEMS
+from tba_offload.store.location import Location, location_of
+from tba_offload.testing.store_contract import CPU
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "default_device", lambda: CPU)
+    monkeypatch.chdir(tmp_path)
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.main, ["init", *arguments])
+
+
+def test_it_writes_a_policy_that_check_takes(tmp_path: Path) -> None:
+    result = call(str(tmp_path), "-o", "own.yaml")
+    assert result.exit_code == 0, result.output
+    text = (tmp_path / "own.yaml").read_text()
+    assert text.startswith(f"# yaml-language-server: $schema={URL}\n")
+    assert sum(line.lstrip().startswith("#") for line in text.splitlines()) >= 10
+    config = load_config(tmp_path / "own.yaml")
+    assert [str(each) for each in config.store.directories] == [str(tmp_path)]
+    assert (config.default, config.store.kind, config.on_full) == ("auto", "auto", "keep")
+    assert CliRunner().invoke(cli.main, ["check", "own.yaml", "--layers", "8"]).exit_code == 0
+
+
+def test_what_is_commented_out_can_be_taken_in(tmp_path: Path) -> None:
+    call(str(tmp_path))
+    policy = tmp_path / "policy.yaml"
+    settings = ("layers:", '  - match: "last 2"', "    placement: keep")
+    text = policy.read_text()
+    for setting in (*settings, "activation_bytes", "write_bytes_per_day"):
+        assert f"# {setting}" in text
+        text = text.replace(f"# {setting}", setting)
+    policy.write_text(text)
+    config = load_config(policy)
+    assert config.store.write_bytes_per_day == 5 * 10**12
+    assert config.budget.activation_bytes is not None
+    assert [rule.match for rule in config.layers] == ["last 2"]
+
+
+def test_no_file_is_replaced_unless_it_shall_be(tmp_path: Path) -> None:
+    (tmp_path / "policy.yaml").write_text("mine")
+    result = call(str(tmp_path))
+    assert result.exit_code == 1
+    assert "policy.yaml: exists already, and stays as it is" in result.stderr
+    assert (tmp_path / "policy.yaml").read_text() == "mine"
+    assert call(str(tmp_path), "--force").exit_code == 0
+    assert load_config(tmp_path / "policy.yaml").store.kind == "auto"
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "policy.yaml").symlink_to(tmp_path / "elsewhere.yaml")
+    assert call(str(tmp_path)).exit_code == 1
+    assert not (tmp_path / "elsewhere.yaml").exists()
+
+
+def test_a_directory_that_is_missing_is_named_and_nothing_is_written(tmp_path: Path) -> None:
+    result = call(str(tmp_path / "not" / "there"))
+    assert result.exit_code == 1
+    assert "'not' does not exist; mount its drive" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["a: b", "ümlaut # \"quoted\" 'too'", "- [x]", "{y}", "line\nbreak"])
+def test_a_directory_may_be_called_whatever_it_is(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    assert call(str(tmp_path / name)).exit_code == 0
+    (found,) = load_config(tmp_path / "policy.yaml").store.directories
+    assert str(found) == str(tmp_path / name)
+
+
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **drives: Drive | None) -> None:
+    """A machine on which these drives are mounted, each at a directory of that name."""
+    sound = location_of(str(tmp_path))
+
+    def looked_at(path: str) -> Location:
+        drive = drives[path.rpartition("/")[2]]
+        return sound._replace(
+            file_system=FILE_SYSTEMS[0xEF53],
+            drive=drive,
+            wear=(),
+            free_bytes=100 * GIB,
+            total_bytes=100 * GIB,
+        )
+
+    monkeypatch.setattr(command, "mounted", lambda: [str(tmp_path / name) for name in drives])
+    monkeypatch.setattr(command, "looked_at", looked_at)
+
+
+def test_without_directories_the_best_drives_are_taken_once_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = Drive("nvme0n1", "NVMe", transport="pcie")
+    machine(
+        monkeypatch,
+        tmp_path,
+        tmp=Drive("sda", "SSD"),
+        slow=Drive("sdb", "hard disk"),
+        one=fast,
+        again=fast,
+        remote=Drive("nvme9n1", "NVMe", transport="tcp"),
+        array=Drive("md0", "raid0", members=(Drive("nvme1n1", "NVMe"), Drive("nvme2n1", "NVMe"))),
+        unknown=None,
+    )
+    result = call("--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    names = [str(tmp_path / "one"), str(tmp_path / "array")]
+    assert [each["directory"] for each in found["directories"]] == names
+    config = load_config(tmp_path / "policy.yaml")
+    assert [str(each) for each in config.store.directories] == names
+    assert config.store.capacity == 100 * GIB  # half of two drives
+
+
+def test_without_any_drive_it_is_the_directory_for_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "temporary").mkdir()
+    machine(monkeypatch, tmp_path, temporary=None)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    assert call().exit_code == 0
+    assert [str(each) for each in load_config(tmp_path / "policy.yaml").store.directories] == [
+        str(tmp_path / "temporary")
+    ]
+
+
+@pytest.mark.parametrize(("device", "window"), [(None, 256 << 20), (80 * GIB, 4 * GIB), (16 * GIB, 2 * GIB)])
+def test_the_window_goes_by_the_device(
+    device: int | None, window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "memory_of_machine", lambda: {"device": device, "host": 64 * GIB})
+    assert call(str(tmp_path)).exit_code == 0
+    assert load_config(tmp_path / "policy.yaml").budget.in_flight_bytes == window
