@@ -188,14 +188,15 @@ class MemoryWatch:
         self._runs = _Runs()
         self._last: tuple[str, _Moment] | None = None  # its forward has ended, and the next has not begun
 
-    def begin_step(self, meter: MemoryMeter | None, number: int) -> None:
+    def begin_step(self, meter: MemoryMeter | None, number: int, *, wanted: bool = False) -> None:
         """A step begins.
 
         Args:
             meter: Its meter; ``None`` if its memory is not measured.
             number: How many ended before it.
+            wanted: Whether a user asks for it to be looked at.
         """
-        self._is_due = number < _ALL or (number + 1).bit_count() == 1
+        self._is_due = wanted or number < _ALL or (number + 1).bit_count() == 1
         # A meter that samples looks at every tensor anyway.
         self._meter = meter if meter is not None and (self._is_due or meter.samples) else None
         self.is_on = False  # until the meter has forgotten the step before
@@ -204,6 +205,11 @@ class MemoryWatch:
         self._runs, self._last = _Runs(), None
         if self._meter is not None and self._is_due:
             self._sources.attributes.begin_step()
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes that layers have left in memory for backward, beside what the offloader holds."""
+        return sum(self._runs.left.values())
 
     def started(self) -> None:
         """What is live from here on is of the step."""

@@ -200,6 +200,7 @@ class Session:
         tokens: int | None = None,
         model_flops: float | None = None,
         measure_memory: bool | None = None,
+        trace: bool = False,
     ) -> Step:
         """One training step, told by hand: any number of micro-batches, forward and backward.
 
@@ -207,6 +208,9 @@ class Session:
             tokens: Tokens that the step trains on, for the run log; by default those that the model is given.
             model_flops: Algorithmic FLOPs of the step; recomputed ones do not count.
             measure_memory: Whether to measure the activation peak; by default what :func:`attach` was told.
+            trace: Whether to record the step over time, for ``step.timeline``, the run log and
+                ``tba-offload timeline``; its memory is measured then. In a profile of :mod:`torch.profiler`
+                the step and the runs of its layers are ranges.
 
         Returns:
             A context manager. After its block ``record`` holds the :class:`StepRecord`.
@@ -216,7 +220,9 @@ class Session:
                 forked child.
             UnsupportedError: The memory of this device cannot be measured.
         """
-        return self._steps.new(tokens=tokens, model_flops=model_flops, measure_memory=measure_memory)
+        return self._steps.new(
+            tokens=tokens, model_flops=model_flops, measure_memory=measure_memory, trace=trace
+        )
 
     def apply(self, config: ConfigLike) -> None:
         """Changes the placements between steps; store and budget stay as they are.
