@@ -35,6 +35,9 @@ _BINS = 120
 _LEAST_LABEL = 0.03
 """Share of the step that a run of a layer takes at least to have its number written on it."""
 
+_LEAST_PART = 0.01
+"""Share of the peak that a part of live bytes takes at least to be named: smaller ones cannot be seen."""
+
 _FAR = 3.0
 """Budget, in peaks, from which on it is named in words: an axis up to there would hide the step."""
 
@@ -92,10 +95,8 @@ def _draw_memory(axes: Axes, timeline: TimelineEvent) -> None:
         return
     points = _with_gaps(timeline)
     top = max(timeline.points, key=lambda point: point.live)
-    known = max(sum(size(point) for _, _, size in _PARTS) for point in timeline.points)
-    largest = max(top.live, known)
-    has_line = timeline.budget is not None and timeline.budget <= _FAR * largest
-    highest = max(largest, timeline.budget or 0) if has_line else largest
+    has_line = timeline.budget is not None and timeline.budget <= _FAR * top.live
+    highest = max(top.live, timeline.budget or 0) if has_line else top.live
     unit, size = byte_scale(highest)
     _draw_parts(axes, points, size)
     live = [math.nan if point is None else point.live / size for _, point in points]
@@ -114,13 +115,15 @@ def _draw_memory(axes: Axes, timeline: TimelineEvent) -> None:
 def _draw_parts(axes: Axes, points: Sequence[tuple[float, Moment | None]], size: float) -> None:
     """Stacks what is known of live bytes, and the rest of them on top."""
     seconds = [at for at, _ in points]
-    below = [0.0] * len(points)
+    live = [0.0 if point is None else point.live / size for _, point in points]
+    below, least = [0.0] * len(points), _LEAST_PART * max(live)
     for name, colour, part in _PARTS:
-        above = [b + (0 if p is None else part(p) / size) for b, (_, p) in zip(below, points, strict=True)]
-        if above != below:
-            _fill(axes, seconds, points, below, above, color=COLOURS[colour], alpha=0.75, label=name)
+        parts = [0.0 if point is None else part(point) / size for _, point in points]
+        # What a layer has left is given back bit by bit, and counts until backward is done with the layer.
+        above = [min(b + p, most) for b, p, most in zip(below, parts, live, strict=True)]
+        label = name if max(a - b for a, b in zip(above, below, strict=True)) > least else None
+        _fill(axes, seconds, points, below, above, color=COLOURS[colour], alpha=0.75, label=label)
         below = above
-    live = [b if p is None else max(p.live / size, b) for b, (_, p) in zip(below, points, strict=True)]
     _fill(axes, seconds, points, below, live, color=COLOURS[7], alpha=0.3, label="all else")
 
 

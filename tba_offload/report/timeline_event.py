@@ -42,7 +42,7 @@ class ScopeTimes(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Memory and traffic at one moment, as of :class:`tba_offload.session.step_curve.Point`.
+    """Memory and traffic at one moment, as of :data:`tba_offload.session.step_curve.Point`.
 
     Times are seconds since the step began. The last two are not in logs of earlier versions.
     """

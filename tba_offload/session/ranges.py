@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 
+import torch
 from torch.autograd.profiler import record_function
 
 
@@ -15,7 +16,7 @@ class Ranges:
     """Marks what a step is at, where that is wanted.
 
     Attributes:
-        is_on: Whether it is.
+        is_on: Whether it is, and a profile is made on this thread.
     """
 
     def __init__(self) -> None:
@@ -28,11 +29,11 @@ class Ranges:
 
         Args:
             number: Of the step.
-            wanted: Whether it is to be marked.
+            wanted: Whether it is to be marked, if a profile is made.
         """
         self.end_step()
-        self.is_on = wanted
-        if wanted:
+        self.is_on = wanted and torch._C._autograd._profiler_enabled()
+        if self.is_on:
             self._step = _entered(f"tba-offload: step {number}")
 
     def forward(self, name: str) -> record_function:

@@ -41,7 +41,7 @@ from tba_offload.store.base import close_after
 from tba_offload.weights import FrozenWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
     from torch import nn
@@ -81,6 +81,7 @@ class Session:
         status: Whether each step is told in a line; new plans always are: :mod:`tba_offload.session.notices`.
         steps_by_hand: Whether every step is a block of :meth:`step`, and none opens by itself.
         optimizers: Those whose states are offloaded too.
+        on_step: Are called with the record of each step.
 
     Attributes:
         states: Of each of these, the states.
@@ -107,6 +108,7 @@ class Session:
         status: bool = False,
         steps_by_hand: bool = False,
         optimizers: Sequence[Optimizer] = (),
+        on_step: Sequence[Callable[[StepRecord], object]] = (),
     ) -> None:
         check_disjoint(stack.layers)
         check_unattached(stack.layers)
@@ -127,7 +129,7 @@ class Session:
         )
         try:
             header = header_of(config, strategy, model_info, parts)
-            self._journal = Journal(run_log, header, tells=status)
+            self._journal = Journal(run_log, header, tells=status, on_step=on_step)
             parts.planning.start(plan, self._controller_of(config, plan), self._world.agree)
         except BaseException:
             parts.meters.close()

@@ -7,7 +7,8 @@ the meter takes samples anyway, and a line for each call that moves bytes.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from operator import itemgetter
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
 _FIRST = 3
 """Number of the first step that is recorded: states exist, and drives are warm."""
 
-_MOST_POINTS = 2000
-"""Points of a curve: twice as many as a picture has columns."""
+_POINTS = 300
+"""Points of a curve: a picture has some 600 columns. There are up to four times as many where a step takes
+more samples than the one before it did; each takes some 10 us of processor time until it is in the log."""
 
 _MOST_SCOPES = 20_000
 """Runs of layers of a step that is told: a line of some MiB."""
@@ -34,29 +36,21 @@ _MOST_MOVES = 20_000
 """Calls that moved bytes of a step that is told, or pairs of them, and so on: as much again."""
 
 
-class Point(NamedTuple):
-    """Memory and traffic at one moment.
+Point = tuple[float, int, int, int, int, int, int, int]
+"""Memory and traffic at one moment. It is a plain tuple, because one is made for each sample:
 
-    Attributes:
-        seconds: When, by :func:`time.perf_counter`.
-        live: Live bytes, without gradients.
-        in_flight: Bytes in flight.
-        read_ahead: Those of them that were read ahead.
-        written: Bytes written since the step began.
-        read: Bytes read since then.
-        settled: Bytes that the offloader keeps outside of its window: backward uses them, or no drive took
-            them.
-        left: Bytes that layers have left in memory beside that, and that wait for backward.
-    """
+1. when, by :func:`time.perf_counter`;
+2. live bytes, without gradients;
+3. bytes in flight;
+4. those of them that were read ahead;
+5. bytes written since the step began;
+6. bytes read since then;
+7. bytes that the offloader keeps outside of its window: backward uses them, or no drive took them;
+8. bytes that layers have left in memory beside that, and that wait for backward.
+"""
 
-    seconds: float
-    live: int
-    in_flight: int
-    read_ahead: int
-    written: int
-    read: int
-    settled: int
-    left: int
+_LIVE = 1
+"""Place of the live bytes."""
 
 
 class StepCurve:
@@ -76,7 +70,7 @@ class StepCurve:
         self._points: list[Point] = []
         self._moves: list[Moved] = []
         self._highest: Point | None = None  # of those that become the next point
-        self._waiting = 0
+        self._samples = 0  # in this step
         self._each = 1
         self._source = ""
         self._was_on = False
@@ -90,7 +84,8 @@ class StepCurve:
             wanted: Whether a user asks for it.
         """
         self.stop()
-        self._points, self._highest, self._waiting, self._each = [], None, 0, 1
+        self._points, self._highest = [], None
+        self._each, self._samples = self._samples // _POINTS + 1, 0
         self._moves = []
         self._is_on = self._was_on = wanted or (meter is not None and _is_due(number + 1))
         self._source = meter.source if meter is not None else ""
@@ -99,24 +94,32 @@ class StepCurve:
 
     def seen(self, live: int) -> None:
         """The meter has seen ``live`` bytes in use. Of several moments the one with most of them stays."""
+        self._samples += 1
         if not self._is_on:
             return
         ledger, highest = self._ledger, self._highest
-        if highest is None or live > highest.live:
-            stats, left = ledger.stats, self._watch.left_bytes
-            moment = time.perf_counter(), live, ledger.in_flight, ledger.read_ahead
-            self._highest = Point(*moment, stats.offloaded, stats.read, ledger.settled, left)
-        self._waiting += 1
-        if self._waiting >= self._each:
+        if highest is None or live > highest[_LIVE]:
+            stats = ledger.stats
+            self._highest = (
+                time.perf_counter(),
+                live,
+                ledger.in_flight,
+                ledger.read_ahead,
+                stats.offloaded,
+                stats.read,
+                ledger.settled,
+                self._watch.left_bytes,
+            )
+        if self._samples % self._each == 0:
             self._keep()
 
     def _keep(self) -> None:
         if self._highest is not None:
             self._points.append(self._highest)
-        self._highest, self._waiting = None, 0
-        if len(self._points) >= 2 * _MOST_POINTS:
+        self._highest = None
+        if len(self._points) >= 4 * _POINTS:
             pairs = zip(self._points[::2], self._points[1::2], strict=True)
-            self._points = [max(pair, key=_live) for pair in pairs]
+            self._points = [max(pair, key=itemgetter(_LIVE)) for pair in pairs]
             self._each *= 2
 
     def stop(self) -> None:
@@ -148,6 +151,7 @@ class StepCurve:
         moves = _few([move for move in list(self._moves) if move.began >= began])
         places = dict(sorted({move.drive: move.place for move in moves}.items()))
         of_drive = {drive: number for number, drive in enumerate(places)}
+        number_of: dict[int, int] = {}  # of I/O threads, in the order in which each first moved bytes
         return {
             "source": self._source,
             "began_unix_ns": int(began * 1e9) + unix_offset_ns(),
@@ -163,13 +167,21 @@ class StepCurve:
             "budget": limits.budget,
             "window": limits.window,
             "points": [
-                [at(point.seconds), max(point.live - base, 0), *map(_positive, point[2:])]
-                for point in list(self._points)
+                # Other threads change the sums, so that one may be negative for a moment.
+                [at(seconds), *[max(0, nbytes) for nbytes in (live - base, *others)]]
+                for seconds, live, *others in list(self._points)
             ],
             "drives": [[drive, place] for drive, place in places.items()],
             "moves": [
-                [of_drive[move.drive], move.writes, at(move.began), at(move.ended), move.nbytes, move.thread]
-                for move in _numbered(moves)
+                [
+                    of_drive[drive],
+                    writes,
+                    at(since),
+                    at(until),
+                    nbytes,
+                    number_of.setdefault(thread, len(number_of)),
+                ]
+                for drive, _, writes, thread, since, until, nbytes in moves
             ],
         }
 
@@ -208,12 +220,6 @@ def _few(moves: list[Moved]) -> list[Moved]:
     return sorted(moves, key=_began)
 
 
-def _numbered(moves: Sequence[Moved]) -> list[Moved]:
-    """The calls with the I/O threads numbered from 0, in the order in which each first moved bytes."""
-    numbers: dict[int, int] = {}
-    return [move._replace(thread=numbers.setdefault(move.thread, len(numbers))) for move in moves]
-
-
 def _times(scope: ScopeTrace) -> tuple[float | None, ...]:
     return scope.forward_began, scope.forward_ended, scope.backward_began
 
@@ -221,14 +227,6 @@ def _times(scope: ScopeTrace) -> tuple[float | None, ...]:
 def _is_due(number: int) -> bool:
     """The third step, and from the 16th on each whose number is a power of four."""
     return number == _FIRST or (number >= 16 and number.bit_count() == 1 and number.bit_length() % 2 == 1)
-
-
-def _positive(nbytes: int) -> int:
-    return max(nbytes, 0)  # sums of a thread that another one is about to change
-
-
-def _live(point: Point) -> int:
-    return point.live
 
 
 def _began(move: Moved) -> float:

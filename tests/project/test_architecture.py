@@ -65,8 +65,9 @@ ALLOWED = {
     "megatron": {"capture", "config", "effects", "layers", "report", "session", "states", "store"},
     "adapt": {"capture", "config", "plan", "report", "store", "transfer"},
     "what_if": {"config", "plan", "report"},
+    "sinks": {"report"},
     "effects": {"config", "store"},
-    "attachment": {"config", "effects", "layers", "megatron", "session"},
+    "attachment": {"config", "effects", "layers", "megatron", "report", "session"},
     "integrations": {"attachment", "config", "layers", "report", "session"},
     "recompute": {"device", "layers"},
 }
