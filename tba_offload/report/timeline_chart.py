@@ -29,6 +29,9 @@ _WIDTH, _MEMORY, _DRIVE, _LANE, _REST = 7.6, 2.2, 0.8, 0.3, 1.1
 _MOST_DRIVES = 8
 """Drives that have a panel each; those after them share the last one."""
 
+_MOST_POINTS = 400
+"""Points of a curve: it is some 600 pixels wide, and each takes a few hundred bytes of the picture."""
+
 _BINS = 120
 """Bins of traffic: each as wide as some layers of a deep model take."""
 
@@ -141,10 +144,18 @@ def _fill(
 
 def _with_gaps(timeline: TimelineEvent) -> list[tuple[float, Moment | None]]:
     """The moments, and between them ``None`` where optimizers worked, whose memory is not measured."""
-    found: list[tuple[float, Moment | None]] = [(point.seconds, point) for point in timeline.points]
+    shown = _thinned(timeline.points)
+    found: list[tuple[float, Moment | None]] = [(point.seconds, point) for point in shown]
     first, last = timeline.points[0].seconds, timeline.points[-1].seconds
     found += [(since, None) for since, _ in timeline.updates if first < since < last]
     return sorted(found, key=lambda each: each[0])
+
+
+def _thinned(points: Sequence[Moment]) -> list[Moment]:
+    """The points; where they are too many, of each few the one with the most live bytes."""
+    each = math.ceil(len(points) / _MOST_POINTS)
+    groups = [points[first : first + each] for first in range(0, len(points), each)]
+    return [max(group, key=lambda point: point.live) for group in groups]
 
 
 def _name_peak(axes: Axes, top: Moment, seconds: float, size: float) -> None:

@@ -212,7 +212,7 @@ class Session:
             measure_memory: Whether to measure the activation peak; by default what :func:`attach` was told.
             trace: Whether to record the step over time, for ``step.timeline``, the run log and
                 ``tba-offload timeline``; its memory is measured then. In a profile of :mod:`torch.profiler`
-                the step and the runs of its layers are ranges.
+                that is being made when it begins, the step and the runs of its layers are ranges.
 
         Returns:
             A context manager. After its block ``record`` holds the :class:`StepRecord`.

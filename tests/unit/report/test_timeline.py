@@ -235,6 +235,16 @@ def test_a_budget_far_above_the_step_does_not_flatten_it(tmp_path: Path) -> None
     assert ">budget 1000 MiB, above<" in (tmp_path / "step.svg").read_text()
 
 
+def test_a_picture_of_many_points_is_small_and_has_the_peak(tmp_path: Path) -> None:
+    heights = [MIB] * 20_000
+    heights[12_345] = 77 * MIB
+    points = [[number / 1e5, live, 0, 0, 0, 0] for number, live in enumerate(heights)]
+    write_timeline(checked_timeline(event(points=points)), tmp_path / "step.svg")
+    text = (tmp_path / "step.svg").read_text()
+    assert ">peak 77.0 MiB<" in text
+    assert len(text) < 200_000
+
+
 def test_many_drives_share_the_last_panel(tmp_path: Path) -> None:
     drives = [[number, f"/mnt/{number}"] for number in range(11)]
     moves = [[number, True, 0.0, 0.5, MIB, number] for number in range(11)]
