@@ -10,17 +10,21 @@ from typing import TYPE_CHECKING
 from tba_offload import effects
 from tba_offload.config import ConfigLike, OffloadConfig, Paths, read_config, with_directories
 from tba_offload.errors import ConfigError, NoEffectWarning
+from tba_offload.formatting import quoted
 from tba_offload.layers.stack import LayerStack, explicit_layers, find_layers
 from tba_offload.session import Session
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import nn
     from torch.optim import Optimizer
 
+    from tba_offload.report.run_log import StepRecord
     from tba_offload.session.boundaries import Tokens
+
+    OnStep = Callable[[StepRecord], object]
 
 
 def attach(
@@ -36,6 +40,7 @@ def attach(
     model_info: Mapping[str, object] | None = None,
     measure_memory: bool = True,
     status: bool = False,
+    on_step: OnStep | Sequence[OnStep] | None = None,
 ) -> Session:
     """Attaches offloading to a model.
 
@@ -60,6 +65,9 @@ def attach(
             that is free; on a CPU a thread samples, which takes part of a core.
         status: Whether each step is told in a line. New plans of ``auto`` always are: by the logger
             ``tba_offload.session``, on stderr unless the program has set logging up.
+        on_step: A function, or several, to be called with the :class:`StepRecord` of each step when all of it
+            is known: on a CPU at the step's end, on an accelerator mostly within the next step. Those of
+            :mod:`tba_offload.sinks` write to TensorBoard, W&B or a table. What it raises ends the training.
 
     Returns:
         The session. Close it, or use it as a context manager.
@@ -93,6 +101,7 @@ def attach(
             status=status,
             tokens=tokens,
             optimizers=optimizers,
+            on_step=_listed(on_step),
         )
     except ConfigError as error:
         raise error.with_traceback(None) from None  # the message says where; the way through here does not
@@ -113,6 +122,19 @@ def _several(optimizer: Optimizer | Sequence[Optimizer] | None) -> Sequence[Opti
     if optimizer is None:
         return ()
     return optimizer if isinstance(optimizer, Sequence) else (optimizer,)
+
+
+def _listed(on_step: OnStep | Sequence[OnStep] | None) -> Sequence[OnStep]:
+    """The functions that are given, each of them callable.
+
+    Raises:
+        ConfigError: One is not.
+    """
+    found = () if on_step is None else (on_step,) if callable(on_step) else tuple(on_step)
+    for each in found:
+        if not callable(each):
+            raise ConfigError(f"on_step is {quoted(each)}: give a function of a step's record, or a sink")
+    return found
 
 
 def _is_on_cpu(chunks: list[nn.Module]) -> bool:

@@ -67,6 +67,11 @@ def byte_scale(largest: float) -> tuple[str, float]:
     return scale(largest, _BYTES)
 
 
+def rate_scale(largest: float) -> tuple[str, float]:
+    """The unit in which to show bandwidths up to ``largest`` bytes a second, and its bytes a second."""
+    return scale(largest, _RATES)
+
+
 def readable_size(nbytes: float) -> str:
     """A number of bytes for people: ``41.6 MiB``, three significant digits.
 
@@ -79,7 +84,7 @@ def readable_size(nbytes: float) -> str:
 
 def readable_rate(bytes_per_second: float) -> str:
     """A bandwidth for people, in powers of 1000 as those of drives are given: ``1.48 GB/s``."""
-    name, size = scale(bytes_per_second, _RATES)
+    name, size = rate_scale(bytes_per_second)
     return f"{significant(bytes_per_second / size)} {name}"
 
 

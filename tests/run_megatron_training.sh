@@ -23,6 +23,8 @@ setup_venv dev,scripts megatron-core==0.19.2
 tests=(tests/megatron tests/benchmarks/test_megatron_matrix.py)
 # From Python 3.12 on a frame keeps more alive, and a process that ends starts no thread.
 tests+=(tests/contracts/memory/test_memory_promise.py tests/unit/session/test_steps.py)
+# TensorBoard is there.
+tests+=(tests/unit/session/test_sinks.py)
 if .venv312/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then
     tests+=(tests/gpu/on_cuda_build.py)
 fi

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from tba_offload.cli.shared import say, writing
 from tba_offload.errors import ConfigError
+from tba_offload.formatting import visible
+
+if TYPE_CHECKING:
+    from tba_offload.report.timeline_event import TimelineEvent
 
 
 class _Timeline(click.Path):
@@ -41,20 +45,47 @@ class _Timeline(click.Path):
     help="What to write: .svg for a picture, .json for a trace; may be given several times.",
 )
 @click.option("--step", type=click.IntRange(min=1), metavar="N", help="Which step.  [default: the last one]")
-def timeline(run: Path, outputs: tuple[Path, ...], step: int | None) -> None:
-    """Draw one step over time: memory, traffic, layers and waits.
+@click.option(
+    "--profile",
+    metavar="TRACE.json",
+    type=click.Path(path_type=Path),
+    help="A profile of torch.profiler (export_chrome_trace): what is written holds it and the steps that lie "
+    "in it, on one axis.",
+)
+def timeline(run: Path, outputs: tuple[Path, ...], step: int | None, profile: Path | None) -> None:
+    """Draw one step over time: memory, the traffic of each drive, layers and waits.
 
     As a picture, or as a trace that ui.perfetto.dev and chrome://tracing open. A log tells the third step
-    over time, and from the 16th on each whose number is a power of four, where memory is measured.
+    over time, and from the 16th on each whose number is a power of four, where memory is measured; and each
+    step that was asked for by session.step(trace=True).
     """
     from tba_offload.report.run_log import read_run_log
-    from tba_offload.report.timeline import timeline_of, write_timeline
+    from tba_offload.report.timeline import check_holds_profile, timeline_of, timelines, write_timeline
 
+    if profile is not None:
+        for output in outputs:
+            check_holds_profile(output)
     log = read_run_log(run)
     for complaint in log.complaints:
         say(complaint)
-    found = timeline_of(log, step)
+    found = [timeline_of(log, step)]
+    if profile is not None:
+        found = _merge(found if step is not None else timelines(log), outputs, profile)
+    else:
+        for output in outputs:
+            with writing(output):
+                write_timeline(found[0], output)
+    for each in found:
+        click.echo(f"step {each.step}: {', '.join(map(str, outputs))}")
+    for number, place in dict(drive for each in found for drive in each.drives).items():
+        click.echo(f"drive {number}: {visible(place)}")
+
+
+def _merge(steps: list[TimelineEvent], outputs: tuple[Path, ...], profile: Path) -> list[TimelineEvent]:
+    from tba_offload.report.timeline import write_merged
+
+    found = steps
     for output in outputs:
         with writing(output):
-            write_timeline(found, output)
-    click.echo(f"step {found.step}: {', '.join(map(str, outputs))}")
+            found = write_merged(steps, output, profile)
+    return found

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-INK, _GRID, PAPER = "#0a0b01", "#0a0b02", "#0a0b03"
+INK, GRID, PAPER = "#0a0b01", "#0a0b02", "#0a0b03"
 COLOURS = tuple(f"#0a0b1{number:x}" for number in range(8))
 """Colours that nothing else has: in the picture each becomes a variable of the page's style."""
 
-_PLAIN = {INK: "#1c1e21", _GRID: "#d9dce0", PAPER: "#ffffff"} | dict(
+_PLAIN = {INK: "#1c1e21", GRID: "#d9dce0", PAPER: "#ffffff"} | dict(
     zip(
         COLOURS,
         ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b58900", "#3b9fd6", "#7a5195", "#6b7178"),
@@ -41,7 +41,7 @@ _PLAIN = {INK: "#1c1e21", _GRID: "#d9dce0", PAPER: "#ffffff"} | dict(
 )
 """Colours in their place in a picture without a page."""
 
-_VARIABLES = {INK: "var(--ink)", _GRID: "var(--grid)", PAPER: "var(--paper)"} | {
+_VARIABLES = {INK: "var(--ink)", GRID: "var(--grid)", PAPER: "var(--paper)"} | {
     colour: f"var(--c{number})" for number, colour in enumerate(COLOURS)
 }
 
@@ -55,7 +55,7 @@ _STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "figure.facecolor": "none",
     "font.size": 11,
-    "grid.color": _GRID,
+    "grid.color": GRID,
     "legend.frameon": False,
     "legend.labelcolor": INK,
     "savefig.facecolor": "none",

@@ -26,7 +26,37 @@ MAIN_CURVES = ("activation_peak_bytes", "offloaded_bytes", "read_bytes", "stall_
 """Those for frameworks that print the same figures that they hand on."""
 
 
+FIGURES = {
+    "seconds": "s",
+    "optimizer_seconds": "s",
+    "stall_seconds": "s",
+    "checksum_seconds": "s",
+    "planning_seconds": "s",
+    "tokens": "tokens",
+    "loss": "as given",
+    "activation_peak_bytes": "bytes",
+    "own_peak_bytes": "bytes",
+    "in_flight_peak_bytes": "bytes",
+    "resident_peak_bytes": "bytes",
+    "reserved_peak_bytes": "bytes",
+    "offloaded_bytes": "bytes",
+    "read_bytes": "bytes",
+    "forwarded_bytes": "bytes",
+    "rebuilt_bytes": "bytes",
+    "kept_bytes": "bytes",
+    "fallback_kept_bytes": "bytes",
+    "given_up_bytes": "bytes",
+    "held_bytes": "bytes",
+    "recomputed_scopes": "runs of layers",
+    "drives_out_of_service": "drives",
+}
+"""Fields of a step record that sinks write, and the unit of each; names stay, and more come at the end."""
+
+PREFIX = "tba-offload/"
+"""Beginning of the names of curves."""
+
+
 def curves_of(record: StepRecord, names: Iterable[str] = CURVES) -> dict[str, float]:
     """The figures of a step that are known, under ``tba-offload/`` and the name of the field."""
-    known = {f"tba-offload/{name}": getattr(record, name) for name in names}
+    known = {f"{PREFIX}{name}": getattr(record, name) for name in names}
     return {name: value for name, value in known.items() if value is not None}

@@ -420,8 +420,12 @@ def _line(event: RunHeader | StepRecord) -> bytes:
 
 
 def _json_line(event: str, document: Mapping[str, object]) -> bytes:
+    document = {"event": event, **document}
     try:
-        text = json.dumps(_plain({"event": event, **document}), allow_nan=False)
+        try:
+            text = json.dumps(document, allow_nan=False)
+        except ValueError:  # rarely: walking through a long event takes longer than writing it
+            text = json.dumps(_plain(document), allow_nan=False)
     except (TypeError, ValueError) as error:
         raise RunLogError(f"the {event} event holds a value that JSON cannot: {error}") from error
     return text.encode("ascii") + b"\n"

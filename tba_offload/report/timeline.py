@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.errors import ConfigError, RunLogError
+from tba_offload.report.profile import read_profile
 from tba_offload.report.rok import require_matplotlib
 from tba_offload.report.run_log import TIMELINE
 from tba_offload.report.timeline_event import checked_timeline
+from tba_offload.report.timeline_trace import Trace
 from tba_offload.writing import write_regular
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator
+    from collections.abc import Sequence
 
     from tba_offload.report.run_log import RunLog
     from tba_offload.report.timeline_event import TimelineEvent
-
-_PROCESS = 1
-_LAYERS, _WAITS = 1, 2
-"""Rows of the trace."""
 
 
 def timelines(log: RunLog) -> list[TimelineEvent]:
@@ -44,7 +41,7 @@ def timeline_of(log: RunLog, step: int | None = None) -> TimelineEvent:
     if not found:
         raise RunLogError(
             f"{log.path}: no step is told over time; the third is, and the 16th, the 64th and so on, where "
-            "memory is measured"
+            "memory is measured, and each of session.step(trace=True)"
         )
     chosen = found[-1:] if step is None else [each for each in found if each.step == step]
     if not chosen:
@@ -87,45 +84,48 @@ def write_timeline(timeline: TimelineEvent, path: str | os.PathLike[str]) -> Non
     write_regular(path, plain_svg(timeline_svg(timeline, salt="timeline")))
 
 
+def write_merged(
+    steps: Sequence[TimelineEvent], path: str | os.PathLike[str], profile: str | os.PathLike[str]
+) -> list[TimelineEvent]:
+    """Writes a profile of ``torch.profiler`` with the steps that lie in it, on its axis.
+
+    Args:
+        steps: The steps.
+        path: The file to write.
+        profile: The file of the profile.
+
+    Returns:
+        The steps that lie in it.
+
+    Raises:
+        ConfigError: The file to write is a picture, or has another suffix.
+        RunLogError: The profile cannot be read, or none of the steps lies in it.
+        OSError: The file cannot be written.
+    """
+    check_holds_profile(path)
+    found = read_profile(profile)
+    held = found.those_in(steps)
+    trace = Trace(found.free_process)
+    trace.name("tba-offload")
+    for step in held:
+        trace.add(step, found.begin_of(step) or 0.0)
+    write_regular(path, json.dumps(found.with_events(trace.events)).encode())
+    return held
+
+
+def check_holds_profile(path: str | os.PathLike[str]) -> None:
+    """Checks that a file may hold a profile.
+
+    Raises:
+        ConfigError: It is a picture, or has another suffix.
+    """
+    if kind_of_timeline(path) != "json":
+        raise ConfigError(f"{path}: a picture holds no profile; write a trace, whose name ends in .json")
+
+
 def trace_of(timeline: TimelineEvent) -> dict[str, Any]:
-    """The step in the trace format of Chrome: rows of layers and waits, counters of memory and traffic."""
-    events = [*_names(timeline), *_runs(timeline), *_waits(timeline), *_counters(timeline)]
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _event(kind: str, name: str, row: int, seconds: float, **more: Any) -> dict[str, Any]:
-    return {"ph": kind, "name": name, "pid": _PROCESS, "tid": row, "ts": seconds * 1e6, **more}
-
-
-def _names(timeline: TimelineEvent) -> Iterator[dict[str, Any]]:
-    named = {"name": f"tba-offload, step {timeline.step}"}
-    yield _event("M", "process_name", 0, 0, args=named)
-    for row, name in ((_LAYERS, "layers"), (_WAITS, "waits for I/O")):
-        yield _event("M", "thread_name", row, 0, args={"name": name})
-
-
-def _runs(timeline: TimelineEvent) -> Iterator[dict[str, Any]]:
-    for what, runs in (("forward", timeline.forwards()), ("backward", timeline.backwards())):
-        for scope, began, ended in runs:
-            name = f"{what} {timeline.names[scope.layer]}"
-            told = {"layer": scope.layer, "micro_batch": scope.micro_batch}
-            yield _event("X", name, _LAYERS, began, dur=(ended - began) * 1e6, cat=what, args=told)
-
-
-def _waits(timeline: TimelineEvent) -> Iterator[dict[str, Any]]:
-    for since, until in timeline.stalls:
-        yield _event("X", "wait", _WAITS, since, dur=max(until - since, 0) * 1e6, cat="wait")
-
-
-def _counters(timeline: TimelineEvent) -> Iterator[dict[str, Any]]:
-    for point in timeline.points:
-        held = {"live": point.live, "in flight": point.in_flight, "read ahead": point.read_ahead}
-        yield _event("C", "memory (bytes)", 0, point.seconds, args=held)
-    for before, after in pairwise(timeline.points):
-        span = after.seconds - before.seconds
-        if span > 0:
-            rates = {
-                "written": (after.written - before.written) / span,
-                "read": (after.read - before.read) / span,
-            }
-            yield _event("C", "traffic (bytes/s)", 0, before.seconds, args=rates)
+    """The step in the trace event format, which begins at zero."""
+    trace = Trace(1)
+    trace.name(f"tba-offload, step {timeline.step}")
+    trace.add(timeline)
+    return {"traceEvents": trace.events, "displayTimeUnit": "ms"}

@@ -1,34 +1,58 @@
-"""One step as a picture: memory, traffic, and what ran. Imports matplotlib: import it only to draw."""
+"""One step as a picture: memory, traffic of each drive, and what ran.
+
+Imports matplotlib: import it only to draw.
+"""
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from tba_offload.formatting import byte_scale
-from tba_offload.report.charts import COLOURS, PAPER, chart_style, page_svg
+from tba_offload.formatting import byte_scale, rate_scale, readable_size
+from tba_offload.report.charts import COLOURS, GRID, INK, PAPER, chart_style, page_svg
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from matplotlib.axes import Axes
 
     from tba_offload.report.timeline_event import Moment, ScopeTimes, TimelineEvent
 
-_SIZE = (7.6, 5.2)
-"""Inches of the picture."""
+_WIDTH, _MEMORY, _DRIVE, _LANE, _REST = 7.6, 2.2, 0.8, 0.3, 1.1
+"""Inches: width of the picture; heights of the panel of memory, of a drive, of a lane, and of all else."""
 
-_BINS = 80
+_MOST_DRIVES = 8
+"""Drives that have a panel each; those after them share the last one."""
+
+_MOST_POINTS = 400
+"""Points of a curve: it is some 600 pixels wide, and each takes a few hundred bytes of the picture."""
+
+_BINS = 120
 """Bins of traffic: each as wide as some layers of a deep model take."""
 
 _LEAST_LABEL = 0.03
 """Share of the step that a run of a layer takes at least to have its number written on it."""
 
-_LANES = ("forward", "backward", "waits")
+_LEAST_PART = 0.01
+"""Share of the peak that a part of live bytes takes at least to be named: smaller ones cannot be seen."""
+
+_FAR = 3.0
+"""Budget, in peaks, from which on it is named in words: an axis up to there would hide the step."""
+
+_LANES = ("forward", "backward", "update", "waits")
+
+_PARTS: tuple[tuple[str, int, Callable[[Moment], int]], ...] = (
+    ("in flight", 1, lambda point: max(point.in_flight - point.read_ahead, 0)),
+    ("read ahead", 2, lambda point: point.read_ahead),
+    ("in use, or refused by drives", 4, lambda point: point.settled),
+    ("left by layers", 6, lambda point: point.left),
+)
+"""Parts of live bytes that are known, from below: name, colour and size."""
 
 
 def timeline_svg(timeline: TimelineEvent, *, salt: str) -> str:
@@ -38,51 +62,175 @@ def timeline_svg(timeline: TimelineEvent, *, salt: str) -> str:
         timeline: The step.
         salt: Makes names in the picture unique on the page.
     """
+    panels = _traffic_of(timeline)
+    heights = [_MEMORY, *[_DRIVE if len(panels) > 1 else 1.5 * _DRIVE] * len(panels), _LANE * len(_LANES)]
     with chart_style(salt):
-        figure = Figure(figsize=_SIZE, layout="constrained")
+        figure = Figure(figsize=(_WIDTH, sum(heights) + _REST), layout="constrained")
         FigureCanvasSVG(figure)
-        memory, traffic, lanes = figure.subplots(3, 1, sharex=True, height_ratios=(5, 3, 2.4))
+        memory, *drives, lanes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+        unit, length = (1e-3, "milliseconds") if timeline.seconds < 1 else (1.0, "seconds")
         _draw_memory(memory, timeline)
-        _draw_traffic(traffic, timeline)
+        _draw_traffic(drives, panels, timeline.seconds or 1.0)
         _draw_lanes(lanes, timeline)
+        for axes in (memory, *drives):
+            _shade_backward(axes, timeline)
         lanes.set_xlim(0, timeline.seconds or 1.0)
-        lanes.set_xlabel("seconds since the step began")
-        for axes in (memory, traffic):
-            axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize="small", borderaxespad=0.2)
-            axes.yaxis.set_major_locator(MaxNLocator(4))
-            axes.grid(visible=False, axis="x")
+        lanes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: f"{at / unit:g}"))
+        lanes.set_xlabel(f"{length} since the step began")
         return page_svg(figure, f"Memory, traffic and layers over step {timeline.step}")
 
 
+def _shade_backward(axes: Axes, timeline: TimelineEvent) -> None:
+    axes.grid(visible=False, axis="x")
+    for phase in timeline.phases():
+        if phase.name == "backward":
+            axes.axvspan(phase.began, phase.ended, color=GRID, alpha=0.35, linewidth=0, zorder=0)
+
+
+# Memory
+
+
 def _draw_memory(axes: Axes, timeline: TimelineEvent) -> None:
-    points = timeline.points
-    largest = max(max(point.live, point.in_flight) for point in points)
-    unit, size = byte_scale(largest)
-    seconds = [point.seconds for point in points]
-    axes.fill_between(seconds, [p.live / size for p in points], color=COLOURS[0], alpha=0.25, linewidth=0)
-    axes.plot(seconds, [p.live / size for p in points], color=COLOURS[0], label="live, measured")
-    axes.plot(seconds, [p.in_flight / size for p in points], "--", color=COLOURS[1], label="in flight")
-    axes.plot(seconds, [p.read_ahead / size for p in points], ":", color=COLOURS[2], label="read ahead")
-    axes.set_ylim(0, 1.08 * largest / size or 1.0)
+    if not timeline.points:
+        axes.text(0.5, 0.5, "memory was not measured", ha="center", transform=axes.transAxes)
+        axes.set_yticks([])
+        axes.grid(visible=False)
+        return
+    points = _with_gaps(timeline)
+    top = max(timeline.points, key=lambda point: point.live)
+    has_line = timeline.budget is not None and timeline.budget <= _FAR * top.live
+    highest = max(top.live, timeline.budget or 0) if has_line else top.live
+    unit, size = byte_scale(highest)
+    _draw_parts(axes, points, size)
+    live = [math.nan if point is None else point.live / size for _, point in points]
+    axes.plot([at for at, _ in points], live, color=INK, linewidth=1.1, label="live, measured")
+    axes.set_ylim(0, 1.22 * highest / size or 1.0)
     axes.set_ylabel(unit)
+    axes.yaxis.set_major_locator(MaxNLocator(4))
+    _name_peak(axes, top, timeline.seconds, size)
+    if timeline.budget is not None:
+        _draw_budget(
+            axes, timeline.budget, size, is_left=2 * top.seconds > timeline.seconds, has_line=has_line
+        )
+    axes.legend(**_legend(), ncols=3)
 
 
-def _draw_traffic(axes: Axes, timeline: TimelineEvent) -> None:
+def _draw_parts(axes: Axes, points: Sequence[tuple[float, Moment | None]], size: float) -> None:
+    """Stacks what is known of live bytes, and the rest of them on top."""
+    seconds = [at for at, _ in points]
+    live = [0.0 if point is None else point.live / size for _, point in points]
+    below, least = [0.0] * len(points), _LEAST_PART * max(live)
+    for name, colour, part in _PARTS:
+        parts = [0.0 if point is None else part(point) / size for _, point in points]
+        # What a layer has left is given back bit by bit, and counts until backward is done with the layer.
+        above = [min(b + p, most) for b, p, most in zip(below, parts, live, strict=True)]
+        label = name if max(a - b for a, b in zip(above, below, strict=True)) > least else None
+        _fill(axes, seconds, points, below, above, color=COLOURS[colour], alpha=0.75, label=label)
+        below = above
+    _fill(axes, seconds, points, below, live, color=COLOURS[7], alpha=0.3, label="all else")
+
+
+def _fill(
+    axes: Axes,
+    seconds: Sequence[float],
+    points: Sequence[tuple[float, Moment | None]],
+    below: Sequence[float],
+    above: Sequence[float],
+    **look: Any,
+) -> None:
+    is_known = [point is not None for _, point in points]
+    axes.fill_between(seconds, below, above, where=is_known, linewidth=0, **look)
+
+
+def _with_gaps(timeline: TimelineEvent) -> list[tuple[float, Moment | None]]:
+    """The moments, and between them ``None`` where optimizers worked, whose memory is not measured."""
+    shown = _thinned(timeline.points)
+    found: list[tuple[float, Moment | None]] = [(point.seconds, point) for point in shown]
+    first, last = timeline.points[0].seconds, timeline.points[-1].seconds
+    found += [(since, None) for since, _ in timeline.updates if first < since < last]
+    return sorted(found, key=lambda each: each[0])
+
+
+def _thinned(points: Sequence[Moment]) -> list[Moment]:
+    """The points; where they are too many, of each few the one with the most live bytes."""
+    each = math.ceil(len(points) / _MOST_POINTS)
+    groups = [points[first : first + each] for first in range(0, len(points), each)]
+    return [max(group, key=lambda point: point.live) for group in groups]
+
+
+def _name_peak(axes: Axes, top: Moment, seconds: float, size: float) -> None:
+    place = top.seconds / (seconds or 1.0)
+    side = "left" if place < 0.15 else "right" if place > 0.85 else "center"
+    look: dict[str, Any] = {"ha": side, "fontsize": "small", "zorder": 4}
+    ground = {"facecolor": PAPER, "edgecolor": "none", "alpha": 0.7, "pad": 0.5}  # the budget may lie there
+    where: dict[str, Any] = {"xytext": (0, 3), "textcoords": "offset points", "bbox": ground}
+    axes.annotate(f"peak {readable_size(top.live)}", (top.seconds, top.live / size), **look, **where)
+
+
+def _draw_budget(axes: Axes, budget: int, size: float, *, is_left: bool, has_line: bool) -> None:
+    """The budget as a line, named at the side where the peak is not."""
+    at, side = (0.01, "left") if is_left else (0.99, "right")
+    text: dict[str, Any] = {"ha": side, "fontsize": "small", "color": COLOURS[3]}
+    if not has_line:
+        axes.text(at, 0.9, f"budget {readable_size(budget)}, above", transform=axes.transAxes, **text)
+        return
+    axes.axhline(budget / size, color=COLOURS[3], linestyle="--", linewidth=1.3)
+    place = axes.get_yaxis_transform()
+    axes.text(at, budget / size, f"budget {readable_size(budget)}", va="bottom", transform=place, **text)
+
+
+# Traffic
+
+_Panel = tuple[str, list[float], list[float]]
+"""Name of a drive, and the bytes a second that it writes and reads in each bin."""
+
+
+def _traffic_of(timeline: TimelineEvent) -> list[_Panel]:
     width = (timeline.seconds or 1.0) / _BINS
-    written = _rates(timeline.points, [point.written for point in timeline.points], width)
-    read = _rates(timeline.points, [point.read for point in timeline.points], width)
+    if not timeline.moves:
+        points = timeline.points
+        written = _spread(_steps(points, [point.written for point in points]), width)
+        return [("all drives", written, _spread(_steps(points, [point.read for point in points]), width))]
+    panels: list[_Panel] = []
+    for drive in range(len(timeline.drives)):
+        moves: dict[bool, list[tuple[float, float, int]]] = {True: [], False: []}
+        for move in timeline.moves:
+            if move.drive == drive:
+                moves[move.writes].append((move.began, move.ended, move.nbytes))
+        label = timeline.label_of(drive)
+        panels.append((label, _spread(moves[True], width), _spread(moves[False], width)))
+    if len(panels) > _MOST_DRIVES:
+        rest = panels[_MOST_DRIVES - 1 :]
+        written = [sum(of) for of in zip(*(panel[1] for panel in rest), strict=True)]
+        read = [sum(of) for of in zip(*(panel[2] for panel in rest), strict=True)]
+        panels[_MOST_DRIVES - 1 :] = [(f"{len(rest)} others", written, read)]
+    return panels
+
+
+def _draw_traffic(drives: Sequence[Axes], panels: Sequence[_Panel], seconds: float) -> None:
+    """What each drive writes above its line and reads below it, all to one scale."""
+    width = seconds / _BINS
     edges = [width * number for number in range(_BINS + 1)]
-    for values, colour, line, label in ((written, 1, "-", "written"), (read, 0, "--", "read")):
-        axes.stairs([v / 1e6 for v in values], edges, color=COLOURS[colour], linestyle=line, label=label)
-    axes.set_ylim(0, 1.08 * max(*written, *read) / 1e6 or 1.0)
-    axes.set_ylabel("MB/s")
+    largest = max((rate for _, *both in panels for rates in both for rate in rates), default=0.0)
+    unit, size = rate_scale(largest)
+    for axes, (label, written, read) in zip(drives, panels, strict=True):
+        up: dict[str, Any] = {"color": COLOURS[1], "alpha": 0.85, "fill": True, "label": "written"}
+        down: dict[str, Any] = {"color": COLOURS[0], "alpha": 0.85, "fill": True, "label": "read"}
+        axes.stairs([rate / size for rate in written], edges, **up)
+        axes.stairs([-rate / size for rate in read], edges, **down)
+        axes.axhline(0, color=INK, linewidth=0.6)
+        axes.set_ylim(-1.15 * largest / size or -1.0, 1.15 * largest / size or 1.0)
+        axes.yaxis.set_major_locator(MaxNLocator(2 if len(panels) > 1 else 4, symmetric=True))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda rate, _: f"{abs(rate):g}"))
+        axes.set_ylabel(unit)
+        axes.text(0.995, 0.96, label, ha="right", va="top", fontsize="small", transform=axes.transAxes)
+    drives[0].legend(**_legend(), ncols=2)
 
 
-def _rates(points: Sequence[Moment], sums: Sequence[int], width: float) -> list[float]:
-    """Bytes a second in each bin: what was moved between two moments is spread evenly between them."""
+def _spread(moves: Iterable[tuple[float, float, int]], width: float) -> list[float]:
+    """Bytes a second in each bin: what was moved from one moment to another is spread evenly between them."""
     rates = [0.0] * _BINS
-    moved = [((a.seconds, b.seconds), after - before) for (a, b), (before, after) in _steps(points, sums)]
-    for (since, until), nbytes in moved:
+    for since, until, nbytes in moves:
         first, last = (min(int(at / width), _BINS - 1) for at in (since, until))
         for number in range(first, last + 1):
             overlap = min(until, (number + 1) * width) - max(since, number * width)
@@ -91,19 +239,21 @@ def _rates(points: Sequence[Moment], sums: Sequence[int], width: float) -> list[
     return rates
 
 
-def _steps(
-    points: Sequence[Moment], sums: Sequence[int]
-) -> Iterable[tuple[tuple[Moment, Moment], tuple[int, int]]]:
+def _steps(points: Sequence[Moment], sums: Sequence[int]) -> list[tuple[float, float, int]]:
     both = zip(pairwise(points), pairwise(sums), strict=True)
-    return ((ab, pair) for ab, pair in both if pair[1] > pair[0])
+    return [(a.seconds, b.seconds, after - before) for (a, b), (before, after) in both if after > before]
+
+
+# What ran
 
 
 def _draw_lanes(axes: Axes, timeline: TimelineEvent) -> None:
-    """One row for forward, one for backward, one for waits; neighbours differ, wide ones have numbers."""
+    """One row for each phase, one for waits; neighbours differ, wide ones have numbers."""
     _draw_runs(axes, 0, timeline.forwards(), timeline.seconds)
     _draw_runs(axes, 1, timeline.backwards(), timeline.seconds)
-    waits = [(since, max(until - since, 0.0)) for since, until in timeline.stalls]
-    axes.broken_barh(waits, (1.6, 0.8), facecolor=COLOURS[3])
+    for row, spans, colour in ((2, timeline.updates, 2), (3, timeline.stalls, 3)):
+        wide = [(since, max(until - since, 0.0)) for since, until in spans]
+        axes.broken_barh(wide, (row - 0.4, 0.8), color=COLOURS[colour], linewidth=0.5)
     axes.set_yticks(range(len(_LANES)), _LANES)
     axes.set_ylim(len(_LANES) - 0.4, -0.6)
     axes.grid(visible=False)
@@ -117,3 +267,7 @@ def _draw_runs(axes: Axes, row: int, runs: Sequence[tuple[ScopeTimes, float, flo
         if ended - began > _LEAST_LABEL * seconds:
             text = {"ha": "center", "va": "center", "fontsize": 8, "color": PAPER}
             axes.text((began + ended) / 2, row, str(scope.layer), **text)  # type: ignore[arg-type]
+
+
+def _legend() -> dict[str, Any]:
+    return {"loc": "lower left", "bbox_to_anchor": (0, 1), "fontsize": "small", "borderaxespad": 0.2}

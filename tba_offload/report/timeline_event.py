@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect
+from collections import defaultdict
+from itertools import accumulate
 from typing import TYPE_CHECKING, Annotated, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
@@ -23,6 +26,8 @@ _Seconds = Annotated[
     float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False), AfterValidator(_in_nanoseconds)
 ]
 _Number = Annotated[int, Field(strict=True, ge=0, lt=2**53)]
+_Nanoseconds = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+_Flag = Annotated[bool, Field(strict=True)]
 _Word = Annotated[str, Field(max_length=1000)]
 
 
@@ -37,7 +42,10 @@ class ScopeTimes(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Memory and traffic at one moment: seconds since the step began, and bytes since then."""
+    """Memory and traffic at one moment, as of :data:`tba_offload.session.step_curve.Point`.
+
+    Times are seconds since the step began. The last two are not in logs of earlier versions.
+    """
 
     seconds: _Seconds
     live: _Bytes
@@ -45,6 +53,40 @@ class Moment(NamedTuple):
     read_ahead: _Bytes
     written: _Bytes
     read: _Bytes
+    settled: _Bytes = 0
+    left: _Bytes = 0
+
+
+class Move(NamedTuple):
+    """One call that moved bytes; times are seconds since the step began.
+
+    Attributes:
+        drive: Its place in the list of drives.
+        writes: Whether it wrote.
+        began: When it began.
+        ended: When it ended.
+        nbytes: Bytes that it moved.
+        thread: Number of the I/O thread.
+    """
+
+    drive: _Number
+    writes: _Flag
+    began: _Seconds
+    ended: _Seconds
+    nbytes: _Bytes
+    thread: _Number
+
+
+class Phase(NamedTuple):
+    """What a step is at from one moment to another: ``forward``, ``backward`` or ``update``."""
+
+    name: str
+    began: float
+    ended: float
+
+
+HOST = "host memory"
+"""Name of the place that is no drive."""
 
 
 class TimelineEvent(BaseModel):
@@ -57,7 +99,14 @@ class TimelineEvent(BaseModel):
         scopes: The runs of layers, in the order of their forward.
         backward_ends: When backward passes ended.
         stalls: When training waited for I/O: from, until.
-        points: Memory and traffic, in the order of time.
+        points: Memory and traffic, in the order of time; none where memory was not measured.
+        began_unix_ns: When the step began, in nanoseconds since the epoch; ``None`` in logs of earlier
+            versions, which lack all that follows too.
+        updates: When optimizers worked: from, until.
+        budget: Most bytes of activations that the policy allows; ``None`` for no limit.
+        window: Most bytes in flight that it allows; ``None`` for no limit.
+        drives: The drives that moved bytes, each with its number among the directories, and its name.
+        moves: The calls that moved bytes, by when they began.
     """
 
     step: _Number
@@ -66,19 +115,29 @@ class TimelineEvent(BaseModel):
     scopes: Annotated[list[ScopeTimes], Field(max_length=100_000)]
     backward_ends: Annotated[list[_Seconds], Field(max_length=100_000)]
     stalls: Annotated[list[tuple[_Seconds, _Seconds]], Field(max_length=100_000)]
-    points: Annotated[list[Moment], Field(min_length=1, max_length=100_000)]
+    points: Annotated[list[Moment], Field(max_length=100_000)]
+    began_unix_ns: _Nanoseconds | None = None
+    updates: Annotated[list[tuple[_Seconds, _Seconds]], Field(max_length=100_000)] = []
+    budget: _Bytes | None = None
+    window: _Bytes | None = None
+    drives: Annotated[list[tuple[_Number, _Word]], Field(max_length=1000)] = []
+    moves: Annotated[list[Move], Field(max_length=100_000)] = []
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if any(scope.layer >= len(self.names) for scope in self.scopes):
             raise ValueError("a run is of no layer")
+        if any(move.drive >= len(self.drives) for move in self.moves):
+            raise ValueError("bytes were moved by no drive")
         return self
 
     @property
     def seconds(self) -> float:
         """When the last thing was that it tells of."""
-        ends = [until for _, until in self.stalls] + self.backward_ends + [self.points[-1].seconds]
-        return max([*ends, *(scope.forward_ended or scope.forward_began for scope in self.scopes)])
+        ends = [until for _, until in (*self.stalls, *self.updates)] + self.backward_ends
+        ends += [point.seconds for point in self.points[-1:]] + [move.ended for move in self.moves]
+        ends += [scope.forward_ended or scope.forward_began for scope in self.scopes]
+        return max(ends, default=0.0)
 
     def forwards(self) -> list[tuple[ScopeTimes, float, float]]:
         """Each run of a layer with the begin and the end of its forward."""
@@ -95,6 +154,55 @@ class TimelineEvent(BaseModel):
         forwards = [scope.forward_began for scope in self.scopes]
         edges = sorted([*begins, *self.backward_ends, *forwards, self.seconds])
         return [(scope, began, edges[min(bisect(edges, began), len(edges) - 1)]) for scope, began in reached]
+
+    def phases(self) -> list[Phase]:
+        """What the step is at, in the order of time; in between it computes losses, or it waits."""
+        forwards = sorted((began, ended) for _, began, ended in self.forwards())
+        begins = sorted(began for _, began, _ in self.backwards())
+        phases = [Phase("update", since, max(until, since)) for since, until in self.updates]
+        since = 0.0
+        for end in [*sorted(self.backward_ends), math.inf]:
+            began = next((began for began in begins if since <= began < end), math.inf)
+            runs = [run for run in forwards if since <= run[0] < min(began, end)]
+            if runs:
+                phases.append(Phase("forward", runs[0][0], max(ended for _, ended in runs)))
+            if began < end < math.inf:
+                phases.append(Phase("backward", began, end))
+            since = end
+        return sorted(phases, key=_began)
+
+    def label_of(self, drive: int) -> str:
+        """What pictures call a drive: by its number among the directories, so that they show no name."""
+        number, name = self.drives[drive]
+        return HOST if name == HOST else f"drive {number}"
+
+    def rates_of(self, drive: int, *, writes: bool) -> list[tuple[float, float]]:
+        """Bytes a second that a drive moves: from when, and how many, until the next.
+
+        What a call has moved is spread evenly over its time.
+
+        Args:
+            drive: Its place in the list of drives.
+            writes: Whether it is about what it writes.
+        """
+        changes: dict[float, float] = defaultdict(float)
+        for move in self.moves:
+            if (move.drive, move.writes) == (drive, writes):
+                ended = max(move.ended, move.began + _SHORTEST)
+                rate = move.nbytes / (ended - move.began)
+                changes[move.began] += rate
+                changes[ended] -= rate
+        times = sorted(changes)
+        rates = accumulate(changes[at] for at in times)
+        return [(at, max(rate, 0.0)) for at, rate in zip(times, rates, strict=True)]
+
+
+_SHORTEST = 1e-6
+"""Seconds that a call takes at least: times of logs are whole microseconds."""
+
+
+def _began(phase: Phase) -> float:
+    return phase.began
 
 
 def checked_timeline(event: Mapping[str, object]) -> TimelineEvent:

@@ -70,6 +70,9 @@ class BackwardWatch:
         if is_current and scope.backward_began is None:
             to.site.come_back()
         self.note_gone()
+        ranges = self._parts.ranges
+        if ranges.is_on:
+            ranges.backward_reached(to.site.layer.id.name)
         is_first = trace.backward_reached(scope)
         self._parts.memory_watch.backward_reached(to.site.index)
         if is_retained():
@@ -83,6 +86,7 @@ class BackwardWatch:
 
     def _pass_ended(self, trace: StepTrace) -> None:
         trace.backward_ended()
+        self._parts.ranges.backward_ended()
         self._parts.memory_watch.backward_ended()
         self._ended()
 

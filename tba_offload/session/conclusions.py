@@ -99,13 +99,14 @@ class Conclusions:
         )
 
     def _look_at_times(self, step: Step, number: int) -> None:
-        parts, base = self._parts, step.memory.base_bytes
+        parts = self._parts
         names = [site.layer.id.name for site in parts.sites]
-        figures = parts.curve.figures(
-            parts.capture.trace, parts.offloader.stats, names, began=step.began, base=base or 0
-        )
-        if figures is not None:
-            self._looked(TIMELINE, {"step": number, **figures})
+        trace, stats = parts.capture.trace, parts.offloader.stats
+        found = parts.curve.figures(step, trace, stats, names, parts.limits)
+        if found is not None:
+            figures: dict[str, object] = {"step": number, **found}
+            step.timeline.tell(figures)
+            self._looked(TIMELINE, figures)
 
     def _figures_of(self, step: Step, times: Times) -> tuple[float | None, LateFigures | None]:
         """The loss if it is known by now, and what is not."""

@@ -36,6 +36,7 @@ class Journal:
         path: Of the run log; ``None`` for none.
         header: What it begins with.
         tells: Whether each step is told in a line.
+        on_step: Are called with the record of each step when it is complete, and in the run log.
 
     Attributes:
         records: The latest, oldest first.
@@ -44,10 +45,18 @@ class Journal:
         RunLogError: The run log cannot be begun.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None, header: RunHeader, *, tells: bool) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None,
+        header: RunHeader,
+        *,
+        tells: bool,
+        on_step: Sequence[Callable[[StepRecord], object]] = (),
+    ) -> None:
         self.records: deque[StepRecord] = deque(maxlen=_REMEMBERED_STEPS)
         self._run_log = RunLogWriter(path, header) if path is not None else None
         self._tells = tells
+        self._on_step = tuple(on_step)
         self._steps = 0
         self._header = header
         self._looks: deque[dict[str, object]] = deque(maxlen=_REMEMBERED_LOOKS)
@@ -131,6 +140,8 @@ class Journal:
             tell(describe_step(record))
         if self._run_log is not None:
             self._run_log.write(record)
+        for sink in self._on_step:
+            sink(record)
 
     def _put_in_place_of(self, known: StepRecord, complete: StepRecord) -> None:
         records = self.records

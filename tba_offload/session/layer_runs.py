@@ -98,7 +98,7 @@ class LayerRuns:
         memory.layer_begins(site.index)
         try:
             call = Call(self._parts, self._config, self._stack, site, placement, scope, args, kwargs)
-            output = placement.take(call)
+            output = self._taken(site, placement, call)
             self._check_graphs(site, placement, graph)
         except BaseException:
             if self._ongoing.step is not None:
@@ -109,6 +109,14 @@ class LayerRuns:
         self._ongoing.look_at_memory()
         self._watch.watch(site, output, scope, before)
         return output
+
+    def _taken(self, site: Site, placement: Placement, call: Call) -> object:
+        """Runs a layer, in a range of its own where a profile is to show it."""
+        ranges = self._parts.ranges
+        if not ranges.is_on:
+            return placement.take(call)
+        with ranges.forward(site.layer.id.name):
+            return placement.take(call)
 
     def _graph_before(self, site: Site, placement: Placement) -> object:
         """What the device ran last as a graph before a layer.

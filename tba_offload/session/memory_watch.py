@@ -120,6 +120,7 @@ class _Runs:
 
     def __init__(self) -> None:
         self.left = {"kept": 0, "inputs": 0, "outputs": 0, "small": 0}
+        self.all_left = 0
         self._waiting: dict[int, list[_Run]] = defaultdict(list)
         self._leaving: _Run | None = None
 
@@ -143,6 +144,7 @@ class _Runs:
     def _change(self, run: _Run, sign: int) -> None:
         self.left[run.way] += sign * run.left
         self.left["small"] += sign * run.small
+        self.all_left += sign * (run.left + run.small)
 
 
 class Sources(NamedTuple):
@@ -188,22 +190,29 @@ class MemoryWatch:
         self._runs = _Runs()
         self._last: tuple[str, _Moment] | None = None  # its forward has ended, and the next has not begun
 
-    def begin_step(self, meter: MemoryMeter | None, number: int) -> None:
+    def begin_step(self, meter: MemoryMeter | None, number: int, *, wanted: bool = False) -> None:
         """A step begins.
 
         Args:
             meter: Its meter; ``None`` if its memory is not measured.
             number: How many ended before it.
+            wanted: Whether the meter is to look before and after each run of a layer, for a timeline.
         """
         self._is_due = number < _ALL or (number + 1).bit_count() == 1
         # A meter that samples looks at every tensor anyway.
-        self._meter = meter if meter is not None and (self._is_due or meter.samples) else None
+        looks = self._is_due or wanted or (meter is not None and meter.samples)
+        self._meter = meter if looks else None
         self.is_on = False  # until the meter has forgotten the step before
         self.peaks.clear()
         self.layers = [LayerMemory() for _ in self.layers]
         self._runs, self._last = _Runs(), None
         if self._meter is not None and self._is_due:
             self._sources.attributes.begin_step()
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes that layers have left in memory for backward, beside what the offloader holds."""
+        return self._runs.all_left
 
     def started(self) -> None:
         """What is live from here on is of the step."""

@@ -17,6 +17,7 @@ from tba_offload.recompute.verdicts import Verifier
 from tba_offload.session.memory_watch import MemoryWatch, Sources
 from tba_offload.session.meters import Meters
 from tba_offload.session.notices import Notices, tell
+from tba_offload.session.ranges import Ranges
 from tba_offload.session.static_memory import ModuleTensors
 from tba_offload.session.step_curve import StepCurve
 from tba_offload.store import open_store
@@ -61,6 +62,7 @@ class Parts:
     meters: Meters
     memory_watch: MemoryWatch
     curve: StepCurve
+    ranges: Ranges
     optimizers: weakref.WeakSet[Optimizer]
     notices: Notices
     world: World
@@ -116,7 +118,7 @@ def make_parts(
     memory_watch = MemoryWatch(
         Sources(gradients.live, offloader, capture, ModuleTensors(modules)), len(stack.layers)
     )
-    curve = StepCurve(offloader)
+    curve = StepCurve(offloader, store, memory_watch)
     meters.tell(memory_watch, curve)
     return Parts(
         modules=tuple(modules),
@@ -132,6 +134,7 @@ def make_parts(
         meters=meters,
         memory_watch=memory_watch,
         curve=curve,
+        ranges=Ranges(),
         optimizers=weakref.WeakSet(),
         notices=notices,
         world=world,

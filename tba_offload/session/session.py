@@ -41,7 +41,7 @@ from tba_offload.store.base import close_after
 from tba_offload.weights import FrozenWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
     from torch import nn
@@ -81,6 +81,7 @@ class Session:
         status: Whether each step is told in a line; new plans always are: :mod:`tba_offload.session.notices`.
         steps_by_hand: Whether every step is a block of :meth:`step`, and none opens by itself.
         optimizers: Those whose states are offloaded too.
+        on_step: Are called with the record of each step.
 
     Attributes:
         states: Of each of these, the states.
@@ -107,6 +108,7 @@ class Session:
         status: bool = False,
         steps_by_hand: bool = False,
         optimizers: Sequence[Optimizer] = (),
+        on_step: Sequence[Callable[[StepRecord], object]] = (),
     ) -> None:
         check_disjoint(stack.layers)
         check_unattached(stack.layers)
@@ -127,7 +129,7 @@ class Session:
         )
         try:
             header = header_of(config, strategy, model_info, parts)
-            self._journal = Journal(run_log, header, tells=status)
+            self._journal = Journal(run_log, header, tells=status, on_step=on_step)
             parts.planning.start(plan, self._controller_of(config, plan), self._world.agree)
         except BaseException:
             parts.meters.close()
@@ -200,6 +202,7 @@ class Session:
         tokens: int | None = None,
         model_flops: float | None = None,
         measure_memory: bool | None = None,
+        trace: bool = False,
     ) -> Step:
         """One training step, told by hand: any number of micro-batches, forward and backward.
 
@@ -207,6 +210,9 @@ class Session:
             tokens: Tokens that the step trains on, for the run log; by default those that the model is given.
             model_flops: Algorithmic FLOPs of the step; recomputed ones do not count.
             measure_memory: Whether to measure the activation peak; by default what :func:`attach` was told.
+            trace: Whether to record the step over time, for ``step.timeline``, the run log and
+                ``tba-offload timeline``; its memory is measured then. In a profile of :mod:`torch.profiler`
+                that is being made when it begins, the step and the runs of its layers are ranges.
 
         Returns:
             A context manager. After its block ``record`` holds the :class:`StepRecord`.
@@ -216,7 +222,9 @@ class Session:
                 forked child.
             UnsupportedError: The memory of this device cannot be measured.
         """
-        return self._steps.new(tokens=tokens, model_flops=model_flops, measure_memory=measure_memory)
+        return self._steps.new(
+            tokens=tokens, model_flops=model_flops, measure_memory=measure_memory, trace=trace
+        )
 
     def apply(self, config: ConfigLike) -> None:
         """Changes the placements between steps; store and budget stay as they are.

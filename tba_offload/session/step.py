@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Self
 
 from tba_offload.session.figures import StepMemory, Times, Updates
 from tba_offload.session.late import LateLoss
+from tba_offload.session.step_timeline import StepTimeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,11 +33,11 @@ class Step:
         record: The :class:`StepRecord`, once the step has ended without an exception. Of a device that works
             later than the host it has the figures that are known by then; :meth:`Session.report` completes
             them.
+        timeline: The step over time, if it was recorded.
         memory: Its memory.
         updates: What optimizers did in it.
         state: What has become of it.
         graphs: What its forward passes have recorded.
-        began: When it began, by :func:`time.perf_counter`.
         opened_itself: Whether the first forward opened it, not :meth:`Session.step`.
     """
 
@@ -48,6 +49,7 @@ class Step:
         model_flops: float | None,
         meter: MemoryMeter | None,
         opened_itself: bool = False,
+        trace: bool = False,
     ) -> None:
         self._steps = steps
         self.tokens = tokens
@@ -55,11 +57,11 @@ class Step:
         self.opened_itself = opened_itself
         self.loss: float | torch.Tensor | LateLoss | None = None
         self.record: StepRecord | None = None
+        self.timeline = StepTimeline(wanted=trace)
         self.memory = StepMemory(meter)
         self.updates = Updates()
         self.state = StepState()
         self.graphs = Graphs()
-        self.began = 0.0
         self._seen_tokens: int | None = None
 
     def __enter__(self) -> Self:
@@ -73,7 +75,12 @@ class Step:
             gradients_allocated: Whether every gradient exists.
         """
         self.memory.begin(gradients_allocated=gradients_allocated)
-        self.began = time.perf_counter()
+        self.state.begin()
+
+    @property
+    def began(self) -> float:
+        """When it began, by :func:`time.perf_counter`."""
+        return self.state.began
 
     def will_have_loss(
         self,
@@ -132,15 +139,21 @@ class StepState:
     """What has become of a step.
 
     Attributes:
+        began: When it began, by :func:`time.perf_counter`.
         left: Whether it has ended.
         failed: Whether a forward in it has raised an exception.
         skipped: Whether its gradients were dropped without an update.
     """
 
     def __init__(self) -> None:
+        self.began = 0.0
         self.left = False
         self.failed = False
         self.skipped = False
+
+    def begin(self) -> None:
+        """It begins."""
+        self.began = time.perf_counter()
 
     def leave(self) -> None:
         """It has ended, whatever comes of it."""

@@ -1,49 +1,56 @@
 """One step over time, for a timeline: memory and traffic as they were, and when layers ran.
 
-A few steps are recorded without being asked for: there are as many points as the meter takes samples anyway.
+A few steps are recorded without being asked for, and those that a user asks for: there are as many points as
+the meter takes samples anyway, and a line for each call that moves bytes.
 """
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from operator import itemgetter
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tba_offload.capture.trace import ScopeTrace, StepTrace
     from tba_offload.device.memory import MemoryMeter
+    from tba_offload.plan.model import Limits
+    from tba_offload.session.memory_watch import MemoryWatch
+    from tba_offload.session.step import Step
+    from tba_offload.store.base import ActivationStore, Moved
     from tba_offload.transfer.ledger import TransferStats
     from tba_offload.transfer.offloader import Offloader
 
 _FIRST = 3
 """Number of the first step that is recorded: states exist, and drives are warm."""
 
-_MOST_POINTS = 2000
-"""Points of a curve: twice as many as a picture has columns."""
+_POINTS = 300
+"""Points of a curve: a picture has some 600 columns. There are up to four times as many where a step takes
+more samples than the one before it did; each takes some 10 us of processor time until it is in the log."""
 
 _MOST_SCOPES = 20_000
 """Runs of layers of a step that is told: a line of some MiB."""
 
+_MOST_MOVES = 20_000
+"""Calls that moved bytes of a step that is told, or pairs of them, and so on: as much again."""
 
-class Point(NamedTuple):
-    """Memory and traffic at one moment.
 
-    Attributes:
-        seconds: When, by :func:`time.perf_counter`.
-        live: Live bytes, without gradients.
-        in_flight: Bytes in flight.
-        read_ahead: Those of them that were read ahead.
-        written: Bytes written since the step began.
-        read: Bytes read since then.
-    """
+Point = tuple[float, int, int, int, int, int, int, int]
+"""Memory and traffic at one moment. It is a plain tuple, because one is made for each sample:
 
-    seconds: float
-    live: int
-    in_flight: int
-    read_ahead: int
-    written: int
-    read: int
+1. when, by :func:`time.perf_counter`;
+2. live bytes, without gradients;
+3. bytes in flight;
+4. those of them that were read ahead;
+5. bytes written since the step began;
+6. bytes read since then;
+7. bytes that the offloader keeps outside of its window: backward uses them, or no drive took them;
+8. bytes that layers have left in memory beside that, and that wait for backward.
+"""
+
+_LIVE = 1
+"""Place of the live bytes."""
 
 
 class StepCurve:
@@ -51,75 +58,103 @@ class StepCurve:
 
     Args:
         offloader: Knows what travels.
+        store: Tells what its drives move.
+        watch: Knows what layers leave in memory.
     """
 
-    def __init__(self, offloader: Offloader) -> None:
+    def __init__(self, offloader: Offloader, store: ActivationStore, watch: MemoryWatch) -> None:
         self._ledger = offloader.ledger
+        self._store = store
+        self._watch = watch
         self._is_on = False
         self._points: list[Point] = []
+        self._moves: list[Moved] = []
         self._highest: Point | None = None  # of those that become the next point
-        self._waiting = 0
+        self._samples = 0  # in this step
         self._each = 1
         self._source = ""
+        self._was_on = False
 
-    def begin_step(self, meter: MemoryMeter | None, number: int) -> None:
+    def begin_step(self, meter: MemoryMeter | None, number: int, *, wanted: bool = False) -> None:
         """A step begins.
 
         Args:
-            meter: Its meter; without one there is nothing to record.
+            meter: Its meter; without one there is no memory to record.
             number: How many ended before it.
+            wanted: Whether a user asks for it.
         """
-        self._points, self._highest, self._waiting, self._each = [], None, 0, 1
-        self._is_on = meter is not None and _is_due(number + 1)
+        self.stop()
+        self._points, self._highest = [], None
+        self._each, self._samples = self._samples // _POINTS + 1, 0
+        self._moves = []
+        self._is_on = self._was_on = wanted or (meter is not None and _is_due(number + 1))
         self._source = meter.source if meter is not None else ""
+        if self._is_on:
+            self._store.watch_moves(self._moves.append)
 
     def seen(self, live: int) -> None:
         """The meter has seen ``live`` bytes in use. Of several moments the one with most of them stays."""
+        self._samples += 1
         if not self._is_on:
             return
         ledger, highest = self._ledger, self._highest
-        if highest is None or live > highest.live:
+        if highest is None or live > highest[_LIVE]:
             stats = ledger.stats
-            moment = time.perf_counter(), live, ledger.in_flight, ledger.read_ahead
-            self._highest = Point(*moment, stats.offloaded, stats.read)
-        self._waiting += 1
-        if self._waiting >= self._each:
+            self._highest = (
+                time.perf_counter(),
+                live,
+                ledger.in_flight,
+                ledger.read_ahead,
+                stats.offloaded,
+                stats.read,
+                ledger.settled,
+                self._watch.left_bytes,
+            )
+        if self._samples % self._each == 0:
             self._keep()
 
     def _keep(self) -> None:
         if self._highest is not None:
             self._points.append(self._highest)
-        self._highest, self._waiting = None, 0
-        if len(self._points) >= 2 * _MOST_POINTS:
+        self._highest = None
+        if len(self._points) >= 4 * _POINTS:
             pairs = zip(self._points[::2], self._points[1::2], strict=True)
-            self._points = [max(pair, key=_live) for pair in pairs]
+            self._points = [max(pair, key=itemgetter(_LIVE)) for pair in pairs]
             self._each *= 2
 
     def stop(self) -> None:
         """Nothing is recorded any more."""
-        self._is_on = False
+        if self._is_on:
+            self._is_on = False
+            self._store.watch_moves(None)
 
     def figures(
-        self, trace: StepTrace, stats: TransferStats, names: Sequence[str], *, began: float, base: int
+        self, step: Step, trace: StepTrace, stats: TransferStats, names: Sequence[str], limits: Limits
     ) -> dict[str, object] | None:
         """All of it, for the run log; ``None`` of a step that was not recorded.
 
         Args:
+            step: The step, which has ended.
             trace: What ran.
             stats: When training waited.
             names: Module names of the layers.
-            began: When the step began.
-            base: Live bytes at that time.
+            limits: Budget and window.
         """
-        if not self._points or len(trace.scopes) > _MOST_SCOPES:
+        if not self._was_on or len(trace.scopes) > _MOST_SCOPES:
             return None
+        began, base = step.began, step.memory.base_bytes or 0
         index = {name: number for number, name in enumerate(names)}
 
         def at(seconds: float | None) -> float | None:
             return None if seconds is None else round(max(seconds - began, 0.0), 6)
 
+        moves = _few([move for move in list(self._moves) if move.began >= began])
+        places = dict(sorted({move.drive: move.place for move in moves}.items()))
+        of_drive = {drive: number for number, drive in enumerate(places)}
+        number_of: dict[int, int] = {}  # of I/O threads, in the order in which each first moved bytes
         return {
             "source": self._source,
+            "began_unix_ns": int(began * 1e9) + unix_offset_ns(),
             "names": list(names),
             "scopes": [
                 [index[scope.key.name], scope.key.micro_batch, *map(at, _times(scope))]
@@ -127,11 +162,62 @@ class StepCurve:
                 if scope.key.name in index
             ],
             "backward_ends": [at(seconds) for seconds in trace.backward_ends],
+            "updates": [[at(since), at(until)] for since, until in step.updates.times(trace.backward_ends)],
             "stalls": [[at(since), at(until)] for since, until in stats.stalls[:_MOST_SCOPES]],
+            "budget": limits.budget,
+            "window": limits.window,
             "points": [
-                [at(point.seconds), max(point.live - base, 0), *point[2:]] for point in list(self._points)
+                # Other threads change the sums, so that one may be negative for a moment.
+                [at(seconds), *[max(0, nbytes) for nbytes in (live - base, *others)]]
+                for seconds, live, *others in list(self._points)
+            ],
+            "drives": [[drive, place] for drive, place in places.items()],
+            "moves": [
+                [
+                    of_drive[drive],
+                    writes,
+                    at(since),
+                    at(until),
+                    nbytes,
+                    number_of.setdefault(thread, len(number_of)),
+                ]
+                for drive, _, writes, thread, since, until, nbytes in moves
             ],
         }
+
+
+def unix_offset_ns() -> int:
+    """Nanoseconds from :func:`time.perf_counter_ns` to the time since the epoch, to less than a microsecond.
+
+    The clock of :mod:`torch.profiler` is that time. Both clocks are slewed alike, so that the difference
+    changes only when the system's time is set.
+    """
+    closest = None
+    for _ in range(_READINGS):
+        before, now, after = time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()
+        if closest is None or after - before < closest[0]:
+            closest = after - before, now - (before + after) // 2
+    return closest[1] if closest is not None else 0
+
+
+_READINGS = 9
+"""Pairs of readings of two clocks, of which the closest counts: a thread may lose its turn between two."""
+
+
+def _few(moves: list[Moved]) -> list[Moved]:
+    """The calls, or where they are too many, pairs of those that follow each other on a thread."""
+    while len(moves) > _MOST_MOVES:
+        waiting: dict[tuple[int, bool, int], Moved] = {}
+        paired: list[Moved] = []
+        for move in moves:
+            key = move.drive, move.writes, move.thread
+            first = waiting.pop(key, None)
+            if first is None:
+                waiting[key] = move
+            else:
+                paired.append(first._replace(ended=move.ended, nbytes=first.nbytes + move.nbytes))
+        moves = paired + list(waiting.values())
+    return sorted(moves, key=_began)
 
 
 def _times(scope: ScopeTrace) -> tuple[float | None, ...]:
@@ -143,5 +229,5 @@ def _is_due(number: int) -> bool:
     return number == _FIRST or (number >= 16 and number.bit_count() == 1 and number.bit_length() % 2 == 1)
 
 
-def _live(point: Point) -> int:
-    return point.live
+def _began(move: Moved) -> float:
+    return move.began

@@ -70,12 +70,20 @@ class Steps:
         tokens: int | None = None,
         model_flops: float | None = None,
         measure_memory: bool | None = None,
+        trace: bool = False,
         opened_itself: bool = False,
     ) -> Step:
         """A step that has not begun; see :meth:`Session.step`."""
         planning, meters = self._parts.planning, self._parts.meters
-        meter = meters.of_step(wanted=measure_memory, may_help=planning.wants_memory)
-        return Step(self, tokens=tokens, model_flops=model_flops, meter=meter, opened_itself=opened_itself)
+        meter = meters.of_step(wanted=measure_memory, may_help=trace or planning.wants_memory)
+        return Step(
+            self,
+            tokens=tokens,
+            model_flops=model_flops,
+            meter=meter,
+            opened_itself=opened_itself,
+            trace=trace,
+        )
 
     def open_by_itself(self) -> Step:
         """Begins a step that nothing has announced."""
@@ -131,6 +139,7 @@ class Steps:
         parts.meters.leave(step.memory.meter)
         self._note_overlap(step)
         self._mark_times()
+        parts.ranges.begin_step(self.ongoing.number + 1, wanted=step.timeline.is_wanted)
         step.start(gradients_allocated=all(map(_has_gradient, parts.gradients.parameters())))
         self.ongoing.opened(step)
         parts.memory_watch.started()
@@ -148,8 +157,9 @@ class Steps:
         parts.offloader.reset_stats()
         parts.store.take_loads()  # those of a failed step belong to none
         parts.gradients.begin_step()
-        parts.memory_watch.begin_step(meter, self.ongoing.number)
-        parts.curve.begin_step(meter, self.ongoing.number)
+        wanted = step.timeline.is_wanted
+        parts.memory_watch.begin_step(meter, self.ongoing.number, wanted=wanted)
+        parts.curve.begin_step(meter, self.ongoing.number, wanted=wanted)
 
     def _note_overlap(self, step: Step) -> None:
         """Live bytes are those of the process: of two steps at once none can tell its own."""
@@ -196,6 +206,7 @@ class Steps:
         step = self.ongoing.ended()
         self._parts.memory_watch.stop()
         self._parts.curve.stop()
+        self._parts.ranges.end_step()
         try:
             self._parts.capture.end_step(failed=failed)
             self._parts.rebuilds.end_step(failed=failed)

@@ -226,6 +226,28 @@ class DriveLoad(NamedTuple):
     checksum_seconds: float = 0.0
 
 
+class Moved(NamedTuple):
+    """One call that moved bytes, of one extent or of several next to each other.
+
+    Attributes:
+        drive: As of their extents.
+        place: Name of the drive, as messages have it.
+        writes: Whether it wrote.
+        thread: Number of the I/O thread, as :func:`threading.get_ident` tells it.
+        began: When it began, by :func:`time.perf_counter`; waiting for the device is not part of it.
+        ended: When it ended.
+        nbytes: Bytes that it moved.
+    """
+
+    drive: int
+    place: str
+    writes: bool
+    thread: int
+    began: float
+    ended: float
+    nbytes: int
+
+
 WriteOrder = tuple[Extent, "ByteRange", "Event", "Callable[[IoFuture], object] | None"]
 """The arguments of :meth:`ActivationStore.write`: extent, source, after, done."""
 
@@ -445,6 +467,15 @@ class ActivationStore(ABC):
 
     def resume(self) -> None:  # noqa: B027 - as below
         """Puts every drive back in service: the next transfer tells whether it works."""
+
+    def watch_moves(self, seen: Callable[[Moved], object] | None) -> None:  # noqa: B027 - as above
+        """Has a function told of each call that moves bytes, when it has ended well, on its I/O thread.
+
+        A store that does not tell is left out where a step is drawn drive by drive.
+
+        Args:
+            seen: The function, which must not raise; ``None`` for none any more.
+        """
 
     def resize_window(self, window: int | None) -> None:  # noqa: B027 - most stores have no use for it
         """Tells the store how many bytes may be in flight at most; ``None`` for no limit.

@@ -15,7 +15,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tba_offload.device import ByteRange
-    from tba_offload.store.base import ActivationStore, DriveLoad, Extent, IoFuture, ReadOrder, WriteOrder
+    from tba_offload.store.base import (
+        ActivationStore,
+        DriveLoad,
+        Extent,
+        IoFuture,
+        Moved,
+        ReadOrder,
+        WriteOrder,
+    )
 
 Order = TypeVar("Order", "WriteOrder", "ReadOrder")
 
@@ -114,6 +122,11 @@ class CombinedStore(BatchingStore):
     def take_loads(self) -> list[DriveLoad]:
         """What each store has moved; see :meth:`ActivationStore.take_loads`."""
         return [load for store in self.stores for load in store.take_loads()]
+
+    def watch_moves(self, seen: Callable[[Moved], object] | None) -> None:
+        """Has every store tell; see :meth:`ActivationStore.watch_moves`."""
+        for store in self.stores:
+            store.watch_moves(seen)
 
     def pending(self) -> int:
         """Transfers that are queued or running in all stores."""

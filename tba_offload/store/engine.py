@@ -32,12 +32,12 @@ from tba_offload.store.life import Life
 from tba_offload.store.transfers import Mover, Transfer, begin
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from tba_offload.config.store import StoreOptions
     from tba_offload.device import ByteRange
     from tba_offload.store.backend import Backend
-    from tba_offload.store.base import Extent, IoFuture, ReadOrder, WriteOrder
+    from tba_offload.store.base import Extent, IoFuture, Moved, ReadOrder, WriteOrder
 
 
 class QueuedStore(Figures):
@@ -230,6 +230,10 @@ class QueuedStore(Figures):
             # An interrupt: none must run without its owner's knowing; what runs already shall end.
             take_back(transfers, self._lanes.limit)
             raise
+
+    def watch_moves(self, seen: Callable[[Moved], object] | None) -> None:
+        """Has a function told of each call that moves bytes; see :meth:`ActivationStore.watch_moves`."""
+        self._mover.tell(seen)
 
     # At a fork.
 

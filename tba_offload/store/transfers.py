@@ -8,6 +8,8 @@ and is concluded for itself.
 from __future__ import annotations
 
 import errno
+import threading
+import time
 import traceback
 from _thread import allocate_lock
 from typing import TYPE_CHECKING
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING
 from tba_offload.device import is_device_failure
 from tba_offload.errors import ChecksumError, DeviceError, StoreError
 from tba_offload.store import posix
-from tba_offload.store.base import IoFuture
+from tba_offload.store.base import IoFuture, Moved
 from tba_offload.store.leases import check_idle
 
 if TYPE_CHECKING:
@@ -223,6 +225,11 @@ class Mover:
         self.leases = leases
         self.life = life
         self.backend = backend
+        self._seen: Callable[[Moved], object] | None = None
+
+    def tell(self, seen: Callable[[Moved], object] | None) -> None:
+        """Has a function told of each call that has moved bytes; ``None`` for none."""
+        self._seen = seen
 
     def jobs(self, transfers: Sequence[Transfer]) -> Iterator[Job]:
         """The jobs that do transfers which are queued together: neighbours are one, if they can be joined."""
@@ -247,6 +254,7 @@ class Mover:
         memory, after = transfer.what()
         backend, meter, extent = self.backend, self._ready(transfer, after), transfer.lease.extent
         moved = 0  # a transfer that fails, perhaps at once, says nothing of a rate
+        began = self._now()
         meter.begin()
         try:
             if transfer.writes:
@@ -256,6 +264,7 @@ class Mover:
             moved = extent.nbytes
         finally:
             meter.end(moved)
+        self._tell(transfer, began, moved)
         if error := self._compare(transfer, digest):
             raise error
 
@@ -283,6 +292,7 @@ class Mover:
             if after is not reached:  # those of one stream wait for the same
                 meter, reached = self._ready(transfer, after), after
             moves.append((transfer.lease.extent, memory))
+        began = self._now()
         meter.begin()
         try:
             if first.writes:
@@ -293,7 +303,20 @@ class Mover:
                 moved = sum([extent.nbytes for extent, _ in moves])
         finally:
             meter.end(moved)
+        if digests is not None:
+            self._tell(first, began, moved)
         return digests
+
+    def _now(self) -> float:
+        """The time, if calls are told."""
+        return 0.0 if self._seen is None else time.perf_counter()
+
+    def _tell(self, transfer: Transfer, began: float, nbytes: int) -> None:
+        """Tells of a call, unless that was not wanted when it began."""
+        seen = self._seen
+        if seen is not None and began:
+            drive, thread, ended = transfer.lease.extent.drive, threading.get_ident(), time.perf_counter()
+            seen(Moved(drive, self.backend.name, transfer.writes, thread, began, ended, nbytes))
 
     def _ready(self, transfer: Transfer, after: Event) -> Meter:
         """Waits until a transfer may start; returns what measures it."""

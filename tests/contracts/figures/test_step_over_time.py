@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+import json
+import time
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
+from harness import KIB, session_for
 from models import loss_of, make_model, make_tokens
 
 import tba_offload as tba
+from tba_offload.errors import SessionError
 from tba_offload.report.run_log import read_run_log
 from tba_offload.report.timeline import timeline_of, timelines
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
+
+    from models import Model
+
+    from tba_offload.session import Session
 
 LAYERS = 4
 
 
-def logged(tmp_path: Path, *, steps: int, measure_memory: bool = True) -> Path:
+def logged(tmp_path: Path, *, steps: int, measure_memory: bool = True, drives: int = 1) -> Path:
+    """Trains; each directory is told apart as if it were a drive."""
+    directories = [tmp_path / f"drive{number}" for number in range(drives)]
+    for directory in directories:
+        directory.mkdir()
     model = make_model(layers=LAYERS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     policy = {
         "default": "offload",
         "budget": {"in_flight_bytes": "64KiB"},
-        "store": {"kind": "file", "directories": [str(tmp_path)]},
+        "store": {"kind": "file", "directories": list(map(str, directories))},
         "min_tensor_bytes": "1KiB",
     }
     path = tmp_path / "run.jsonl"
@@ -59,6 +74,34 @@ def test_every_run_of_a_layer_has_its_forward_and_its_backward(tmp_path: Path) -
     assert all(began < ended for _, began, ended in [*told.forwards(), *told.backwards()])
 
 
+def test_drives_add_up_to_the_step(tmp_path: Path) -> None:
+    log = read_run_log(logged(tmp_path, steps=3, drives=2))
+    told, record = timeline_of(log), log.steps[2]
+    assert [place for _, place in told.drives] == [str(tmp_path / "drive0"), str(tmp_path / "drive1")]
+    for writes, nbytes in ((True, record.offloaded_bytes), (False, record.read_bytes)):
+        of_drives = [
+            sum(move.nbytes for move in told.moves if (move.drive, move.writes) == (drive, writes))
+            for drive in range(2)
+        ]
+        assert sum(of_drives) == nbytes
+        assert min(of_drives) > 0
+    assert all(0 <= move.began <= move.ended <= told.seconds for move in told.moves)
+    for thread in {(move.drive, move.thread) for move in told.moves}:
+        own = sorted(move[2:4] for move in told.moves if (move.drive, move.thread) == thread)
+        assert all(before[1] <= after[0] for before, after in pairwise(own))
+
+
+def test_the_update_is_part_of_the_step(tmp_path: Path) -> None:
+    told = timeline_of(read_run_log(logged(tmp_path, steps=3)))
+    assert [phase.name for phase in told.phases()] == ["forward", "backward"] * 2 + ["update"]
+    assert all(before.ended <= after.began for before, after in pairwise(told.phases()))
+
+
+def test_limits_are_told(tmp_path: Path) -> None:
+    told = timeline_of(read_run_log(logged(tmp_path, steps=3)))
+    assert (told.budget, told.window) == (None, 64 * KIB)
+
+
 def test_few_steps_are_told(tmp_path: Path) -> None:
     assert [told.step for told in timelines(read_run_log(logged(tmp_path, steps=17)))] == [3, 16]
 
@@ -66,3 +109,139 @@ def test_few_steps_are_told(tmp_path: Path) -> None:
 def test_without_a_measure_of_memory_no_step_is_told(tmp_path: Path) -> None:
     log = read_run_log(logged(tmp_path, steps=5, measure_memory=False))
     assert timelines(log) == [] or log.steps[2].activation_peak_bytes is not None
+
+
+# At a user's word
+
+
+@pytest.fixture
+def model() -> Model:
+    return make_model(layers=LAYERS)
+
+
+@pytest.fixture
+def session(model: Model, tmp_path: Path) -> Iterator[Session]:
+    """Steps of it are told by hand, and there is no run log."""
+    with session_for(model, in_flight=64 * KIB, directory=tmp_path) as session:
+        yield session
+
+
+def test_a_step_is_recorded_at_a_user_s_word(session: Session, model: Model, tmp_path: Path) -> None:
+    for number, trace in enumerate([False, True, False, True]):
+        with session.step(trace=trace) as step:
+            loss_of(model, make_tokens(number)).backward()
+        if trace:
+            told = step.timeline.event
+            assert told.step == step.record.step == number + 1
+            assert len(told.backwards()) == LAYERS
+            assert sum(move.nbytes for move in told.moves if not move.writes) == step.record.read_bytes > 0
+            assert max(point.live for point in told.points) <= step.record.activation_peak_bytes
+        else:
+            with pytest.raises(SessionError, match=r"this step was not recorded over time: ask for it with"):
+                _ = step.timeline.event
+    for suffix in ("svg", "json"):
+        step.timeline.write(tmp_path / f"step.{suffix}")
+        assert (tmp_path / f"step.{suffix}").stat().st_size > 1000
+
+
+def test_memory_is_measured_in_a_step_that_is_asked_for(model: Model, tmp_path: Path) -> None:
+    with session_for(model, directory=tmp_path, measure_memory=False) as session:
+        with session.step(trace=True) as step:
+            loss_of(model, make_tokens(0)).backward()
+        assert max(point.live for point in step.timeline.event.points) > 0
+
+
+def test_a_step_that_failed_leaves_nothing_on(session: Session, model: Model) -> None:
+    with pytest.raises(ZeroDivisionError):
+        with session.step(trace=True) as failed:
+            loss_of(model, make_tokens(0))
+            raise ZeroDivisionError
+    with pytest.raises(SessionError, match="not recorded"):
+        _ = failed.timeline.event
+    with profiled() as profile:
+        with session.step() as step:
+            loss_of(model, make_tokens(0)).backward()
+    assert [event.name for event in profile.events() if event.name.startswith("tba-offload")] == []
+    assert step.record.read_bytes > 0
+
+
+# Beside a profile
+
+
+def profiled() -> torch.profiler.profile:
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True)
+
+
+Span = tuple[str, float, float]
+
+
+def spans_of(path: Path, process: int | None = None, **wanted: str) -> list[Span]:
+    """Name, begin and end of the slices of a trace, in seconds."""
+    return [
+        (event["name"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
+        for event in json.loads(path.read_text())["traceEvents"]
+        if event["ph"] == "X"
+        and all(event.get(name) == value for name, value in wanted.items())
+        and process in (None, event["pid"])
+    ]
+
+
+@pytest.fixture
+def merged(session: Session, model: Model, tmp_path: Path) -> Path:
+    """A step with a range of the profiler around it, and the profile and the step in one trace."""
+    with profiled() as profile:
+        time.sleep(0.01)
+        with torch.profiler.record_function("around"):
+            with session.step(trace=True) as step:
+                for micro_batch in range(2):
+                    loss_of(model, make_tokens(micro_batch)).backward()
+        time.sleep(0.01)
+    profile.export_chrome_trace(str(tmp_path / "profile.json"))
+    step.timeline.write(tmp_path / "merged.json", profile=tmp_path / "profile.json")
+    return tmp_path / "merged.json"
+
+
+NEAR = 1e-3
+"""Seconds by which the two clocks may differ."""
+
+
+def test_a_range_of_the_profiler_around_a_step_holds_the_runs_of_its_layers(merged: Path) -> None:
+    ((_, began, ended),) = spans_of(merged, name="around", cat="user_annotation")
+    runs = spans_of(merged, cat="forward") + spans_of(merged, cat="backward")
+    assert len(runs) == 4 * LAYERS
+    for name, since, until in runs:
+        assert began - NEAR < since <= until < ended + NEAR, name
+    ((_, since, until),) = spans_of(merged, cat="step")
+    assert began - NEAR < since < until < ended + NEAR
+
+
+def test_operations_lie_in_the_run_of_their_layer(merged: Path) -> None:
+    """The profiler has the matrix products of a layer where the log has the layer."""
+    products = sorted(spans_of(merged, name="aten::addmm") + spans_of(merged, name="aten::mm"), key=began_of)
+    runs = spans_of(merged, cat="forward") + spans_of(merged, cat="backward")
+    inside = [
+        any(since - NEAR < began and ended < until + NEAR for _, since, until in runs)
+        for _, began, ended in products
+    ]
+    assert len(products) > 4 * LAYERS
+    assert inside.count(False) <= 6  # the head and its backward, of two micro-batches
+
+
+def test_each_run_of_a_layer_is_a_range_of_the_profile(merged: Path) -> None:
+    """By the clock of the profiler the ranges lie where the log has the runs, by another clock."""
+    ranges = [span for span in spans_of(merged, cat="user_annotation") if span[0].startswith("tba-offload: ")]
+    for phase in ("forward", "backward"):
+        runs = sorted(spans_of(merged, cat=phase), key=began_of)
+        own = sorted((span for span in ranges if f" {phase} " in span[0]), key=began_of)
+        assert [name.removeprefix("tba-offload: ") for name, *_ in own] == [name for name, *_ in runs]
+        for (name, began, ended), (_, since, until) in zip(own, runs, strict=True):
+            if phase == "forward":  # the range is within the run
+                assert since - NEAR < began < ended < until + NEAR, name
+            else:  # and in backward it begins before it, and ends with the next
+                assert began - NEAR < since < ended + NEAR, name
+    ((_, began, ended),) = spans_of(merged, name="tba-offload: step 1")
+    assert all(began < since < until < ended for name, since, until in ranges if "step" not in name)
+
+
+def began_of(span: Span) -> float:
+    return span[1]

@@ -18,6 +18,7 @@ from tba_offload import cli
 from tba_offload.errors import ConfigError, MissingDependencyError, RunLogError
 from tba_offload.report.run_log import TIMELINE, read_run_log
 from tba_offload.report.timeline import timeline_of, trace_of, write_timeline
+from tba_offload.report.timeline_event import checked_timeline
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,6 +45,23 @@ def event(step: int = 3, **more: Any) -> dict[str, Any]:
     } | more
 
 
+OF_DRIVES = {
+    "began_unix_ns": 1_790_857_026_000_000_000 + 2_000_000_000,
+    "updates": [[0.5, 0.6]],
+    "budget": 10 * MIB,
+    "window": 4 * MIB,
+    "drives": [[0, "/mnt/a"], [2, "/mnt/<c>"], [3, "host memory"]],
+    "moves": [
+        [0, True, 0.0, 0.1, 3 * MIB, 0],
+        [1, True, 0.05, 0.15, 1 * MIB, 1],
+        [0, False, 0.3, 0.4, 2 * MIB, 2],
+        [0, False, 0.35, 0.45, 1 * MIB, 3],
+        [2, False, 0.4, 0.4, 1 * MIB, 4],
+    ],
+}
+"""What logs tell since drives are told apart; the third drive moves a MiB in less than a microsecond."""
+
+
 def logged(path: Path, *events: dict[str, Any]) -> Path:
     write_run(path, steps=3)
     with path.open("a") as file:
@@ -56,7 +74,7 @@ def call(*arguments: object) -> Result:
 
 
 def check_trace(trace: dict[str, Any]) -> list[dict[str, Any]]:
-    """The events of a trace, held against the format: kinds, fields, and slices that do not cross."""
+    """The events of a trace, held against the format: kinds, fields, and slices of a row that nest."""
     assert trace["displayTimeUnit"] in {"ms", "ns"}
     for each in trace["traceEvents"]:
         assert each["ph"] in {"M", "X", "C"}
@@ -68,8 +86,11 @@ def check_trace(trace: dict[str, Any]) -> list[dict[str, Any]]:
         assert each["ph"] != "C" or all(map(math.isfinite, each["args"].values()))
     for row in {each["tid"] for each in trace["traceEvents"]}:
         slices = [each for each in trace["traceEvents"] if (each["ph"], each["tid"]) == ("X", row)]
-        for before, after in pairwise(sorted(slices, key=lambda each: each["ts"])):
-            assert before["ts"] + before["dur"] <= after["ts"] + 1e-3
+        ends: list[float] = []
+        for each in sorted(slices, key=lambda each: (each["ts"], -each["dur"])):
+            ends = [end for end in ends if end > each["ts"] + 2e-3]
+            assert all(each["ts"] + each["dur"] <= end + 2e-3 for end in ends)
+            ends.append(each["ts"] + each["dur"])
     return trace["traceEvents"]
 
 
@@ -77,6 +98,9 @@ def test_the_trace_has_rows_of_layers_and_waits_and_counters(tmp_path: Path) -> 
     events = check_trace(trace_of(timeline_of(read_run_log(logged(tmp_path / "run.jsonl", event())))))
     slices = [(each["name"], each["ts"], each["dur"]) for each in events if each["ph"] == "X"]
     assert [(name, round(ts / 1e5), round(dur / 1e3)) for name, ts, dur in slices] == [
+        ("step 3", 0, 500),
+        ("forward", 0, 200),
+        ("backward", 3, 200),
         ("forward layers.0", 0, 100),
         ("forward layers.1", 1, 100),
         ("backward layers.0", 4, 100),
@@ -114,7 +138,9 @@ def test_a_log_that_tells_no_step_over_time_is_an_error(tmp_path: Path) -> None:
     ("damage", "said"),
     [
         ({"scopes": [[2, 0, 0.0, 0.1, 0.2]]}, "a run is of no layer"),
-        ({"points": []}, "points: List should have at least 1 item"),
+        (OF_DRIVES | {"drives": []}, "bytes were moved by no drive"),
+        (OF_DRIVES | {"moves": [[0, 1, 0.0, 0.1, 5, 0]]}, "moves.0.1"),
+        ({"began_unix_ns": 2**63}, "began_unix_ns: Input should be less than"),
         ({"points": [[0.0, -1, 0, 0, 0, 0]]}, "points.0.1: Input should be greater"),
         ({"stalls": [[0.0, "nan"]]}, "stalls.0.1"),
     ],
@@ -139,9 +165,102 @@ def test_the_picture_is_a_file_of_its_own_without_names(tmp_path: Path) -> None:
     assert not re.findall(r"(?:href|src)=\"(?!#)", text)
 
 
+def test_each_drive_has_rows_and_counters_that_add_up(tmp_path: Path) -> None:
+    told = timeline_of(read_run_log(logged(tmp_path / "run.jsonl", event(**OF_DRIVES))))
+    events = check_trace(trace_of(told))
+    rows = {each["tid"]: each["args"]["name"] for each in events if each["name"] == "thread_name"}
+    moved = [
+        (rows[each["tid"]], each["name"], each["args"]["bytes"] // MIB)
+        for each in events
+        if each.get("cat") == "transfer"
+    ]
+    assert moved == [
+        ("drive 0 (/mnt/a): write 0", "write", 3),
+        ("drive 2 (/mnt/<c>): write 0", "write", 1),
+        ("drive 0 (/mnt/a): read 0", "read", 2),
+        ("drive 0 (/mnt/a): read 1", "read", 1),
+        ("host memory: read 0", "read", 1),
+    ]
+    for name, word, mib in (
+        ("drive 0: written (bytes/s)", "written", 3),
+        ("drive 2: written (bytes/s)", "written", 1),
+        ("drive 0: read (bytes/s)", "read", 3),
+        ("host memory: read (bytes/s)", "read", 1),
+    ):
+        counts = [(each["ts"], each["args"][word]) for each in events if each["name"] == name]
+        nbytes = sum((until - since) / 1e6 * rate for (since, rate), (until, _) in pairwise(counts))
+        assert round(nbytes / MIB, 6) == mib
+        assert round(counts[-1][1]) == 0
+
+
+def test_updates_and_the_budget_are_in_the_trace(tmp_path: Path) -> None:
+    told = timeline_of(read_run_log(logged(tmp_path / "run.jsonl", event(**OF_DRIVES))))
+    events = check_trace(trace_of(told))
+    updates = [(each["ts"], each["dur"]) for each in events if each["name"] == "update"]
+    assert updates == [(500_000, 100_000)]
+    limits = [(each["ts"], each["args"]) for each in events if each["name"] == "budget (bytes)"]
+    both = {"activations": 10 * MIB, "in flight": 4 * MIB}
+    assert limits == [(0, both), (600_000, both)]
+
+
+def test_phases_of_several_micro_batches_are_told_apart() -> None:
+    """Forward, forward, backward, forward, backward, backward, as pipelines have them."""
+    scopes = [[0, 0, 0.0, 0.1, 0.3], [0, 1, 0.1, 0.2, 0.6], [0, 2, 0.4, 0.5, 0.7]]
+    told = checked_timeline(event(scopes=scopes, backward_ends=[0.35, 0.65, 0.8], updates=[[0.8, 0.9]]))
+    assert told.phases() == [
+        ("forward", 0.0, 0.2),
+        ("backward", 0.3, 0.35),
+        ("forward", 0.4, 0.5),
+        ("backward", 0.6, 0.65),
+        ("backward", 0.7, 0.8),
+        ("update", 0.8, 0.9),
+    ]
+
+
+def test_the_picture_tells_drives_parts_of_memory_and_the_budget(tmp_path: Path) -> None:
+    points = [[0.0, 0, 0, 0, 0, 0, 0, 0], [0.2, 8 * MIB, 2 * MIB, MIB, 0, 0, MIB, MIB]]
+    told = checked_timeline(event(**OF_DRIVES, points=points))
+    write_timeline(told, tmp_path / "step.svg")
+    text = (tmp_path / "step.svg").read_text()
+    assert "mnt" not in text
+    for label in (
+        *("drive 0", "drive 2", "host memory", "written", "update", "peak 8.00 MiB", "budget 10.0 MiB"),
+        *("in flight", "read ahead", "in use, or refused by drives", "left by layers", "all else"),
+    ):
+        assert f">{label}<" in text, label
+
+
+def test_a_budget_far_above_the_step_does_not_flatten_it(tmp_path: Path) -> None:
+    write_timeline(checked_timeline(event(budget=1000 * MIB)), tmp_path / "step.svg")
+    assert ">budget 1000 MiB, above<" in (tmp_path / "step.svg").read_text()
+
+
+def test_a_picture_of_many_points_is_small_and_has_the_peak(tmp_path: Path) -> None:
+    heights = [MIB] * 20_000
+    heights[12_345] = 77 * MIB
+    points = [[number / 1e5, live, 0, 0, 0, 0] for number, live in enumerate(heights)]
+    write_timeline(checked_timeline(event(points=points)), tmp_path / "step.svg")
+    text = (tmp_path / "step.svg").read_text()
+    assert ">peak 77.0 MiB<" in text
+    assert len(text) < 200_000
+
+
+def test_many_drives_share_the_last_panel(tmp_path: Path) -> None:
+    drives = [[number, f"/mnt/{number}"] for number in range(11)]
+    moves = [[number, True, 0.0, 0.5, MIB, number] for number in range(11)]
+    write_timeline(checked_timeline(event(drives=drives, moves=moves)), tmp_path / "step.svg")
+    text = (tmp_path / "step.svg").read_text()
+    assert ">drive 6<" in text
+    assert ">drive 7<" not in text
+    assert ">4 others<" in text
+
+
 @pytest.mark.parametrize(
     "bare",
     [
+        {"scopes": [], "backward_ends": [], "stalls": [], "points": []},
+        OF_DRIVES | {"points": []},
+        {"updates": [[0.1, 0.2], [0.6, 0.6]]},
         {"scopes": [], "backward_ends": [], "stalls": [], "points": [[0.0, 0, 0, 0, 0, 0]]},
         {"scopes": [[0, 0, 0.1, None, None]]},
         {"points": [[0.1, 5, 0, 0, 7, 0], [0.1, 5, 0, 0, 9, 0]]},

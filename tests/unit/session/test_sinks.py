@@ -1,0 +1,212 @@
+"""The record of each step goes where a user wants it: once, complete, in order, under names that stay."""
+
+from __future__ import annotations
+
+import csv
+import io
+import logging
+import math
+import re
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from harness import config_for
+from models import loss_of, make_model, make_tokens
+from places import ROOT
+
+import tba_offload as tba
+from tba_offload.report.curves import FIGURES
+from tba_offload.report.run_log import StepRecord, read_run_log
+from tba_offload.session.journal import Journal
+from tba_offload.sinks import CsvSink, TensorBoardSink, WandbSink
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tba_offload.session.late import LateFigures
+
+RECORD = StepRecord(step=2, seconds=0.1, loss=math.nan, offloaded_bytes=2**40, stall_seconds=1e-300)
+KNOWN = {
+    name: value
+    for name, value in {name: getattr(RECORD, name) for name in FIGURES}.items()
+    if value is not None
+}
+
+
+class Writer:
+    """As TensorBoard's."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        self.points.append((tag, scalar_value, global_step))
+
+
+class Run:
+    """As one of W&B, of which only what comes with no step of its own is safe from being dropped."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.axes: dict[str, str] = {}
+
+    def define_metric(self, name: str, *, step_metric: str) -> None:
+        self.axes[name] = step_metric
+
+    def log(self, data: dict[str, Any], step: int | None = None) -> None:
+        assert step is None
+        self.rows.append(data)
+
+
+def train(model: Any, steps: int, **options: Any) -> tba.Session:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with tba.attach(model, config_for(), **options) as session:
+        for number in range(steps):
+            loss_of(model, make_tokens(number)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return session
+
+
+def test_each_step_comes_once_and_in_order_to_all(tmp_path: Path) -> None:
+    one: list[StepRecord] = []
+    other: list[StepRecord] = []
+    log = tmp_path / "run.jsonl"
+    session = train(make_model(layers=2), 3, on_step=[one.append, other.append], run_log=log)
+    assert one == other == session.report() == list(read_run_log(log).steps)
+    assert [record.step for record in one] == [1, 2, 3]
+
+
+def test_what_is_known_late_is_waited_for() -> None:
+    """A record whose loss a device has still to compute, and one after it whose loss is known."""
+
+    class Late:
+        is_there = False
+
+        def are_there(self) -> bool:
+            return self.is_there
+
+        def complete(self, record: StepRecord) -> StepRecord:
+            return StepRecord(step=record.step, seconds=record.seconds, loss=0.5)
+
+    seen: list[tuple[int, float | None]] = []
+    header: Any = None
+    journal = Journal(
+        None, header, tells=False, on_step=[lambda record: seen.append((record.step, record.loss))]
+    )
+    late: Any = Late()
+    figures: LateFigures = late
+    journal.record(StepRecord(step=1, seconds=1.0), figures)
+    journal.record(StepRecord(step=2, seconds=1.0, loss=0.25))
+    assert seen == []
+    late.is_there = True
+    journal.write_known()
+    assert seen == [(1, 0.5), (2, 0.25)]
+
+
+def test_what_a_function_raises_reaches_the_training_and_the_log_has_the_step(tmp_path: Path) -> None:
+    def fail(record: StepRecord) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train(make_model(layers=2), 2, on_step=fail, run_log=tmp_path / "run.jsonl")
+    assert [step.step for step in read_run_log(tmp_path / "run.jsonl").steps] == [1]
+
+
+def test_what_cannot_be_called_is_refused() -> None:
+    with pytest.raises(tba.ConfigError, match=r"on_step is 'steps\.csv': give a function"):
+        tba.attach(make_model(layers=2), config_for(), on_step=["steps.csv"])
+
+
+def test_curves_for_tensorboard() -> None:
+    writer = Writer()
+    TensorBoardSink(writer, steps_before=100)(RECORD)
+    assert {step for *_, step in writer.points} == {102}
+    found = {tag: value for tag, value, _ in writer.points}
+    assert {name: repr(value) for name, value in found.items()} == {
+        f"tba-offload/{name}": repr(value) for name, value in KNOWN.items()
+    }
+
+
+def test_curves_for_wandb() -> None:
+    run = Run()
+    sink = WandbSink(run, steps_before=100)
+    sink(RECORD)
+    assert run.axes == {"tba-offload/*": "tba-offload/step"}
+    (row,) = run.rows
+    assert row.pop("tba-offload/step") == 102
+    assert {name: repr(value) for name, value in row.items()} == {
+        f"tba-offload/{name}": repr(value) for name, value in KNOWN.items()
+    }
+
+
+def test_a_table_reads_back_exactly(tmp_path: Path) -> None:
+    for mode, before in (("w", 0), ("a", 1)):
+        with (tmp_path / "steps.csv").open(mode, newline="") as file:
+            CsvSink(file, steps_before=before)(RECORD)
+    with (tmp_path / "steps.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["2", "3"]
+    assert list(rows[0]) == ["step", *FIGURES]
+    for row in rows:
+        assert float(row["seconds"]).hex() == RECORD.seconds.hex()
+        assert float(row["stall_seconds"]).hex() == (1e-300).hex()
+        assert int(row["offloaded_bytes"]) == 2**40
+        assert math.isnan(float(row["loss"]))
+        assert row["tokens"] == ""
+
+
+def test_each_line_of_a_table_is_there_when_its_step_is_over(tmp_path: Path) -> None:
+    path, lines = tmp_path / "steps.csv", []
+    with path.open("w", newline="") as file:
+        look = lambda _: lines.append(len(path.read_text().splitlines()))  # noqa: E731
+        train(make_model(layers=2), 3, on_step=[CsvSink(file), look])
+    assert lines == [2, 3, 4]
+
+
+def test_a_full_drive_under_a_table_ends_no_training(caplog: pytest.LogCaptureFixture) -> None:
+    with open("/dev/full", "w", newline="") as file:  # noqa: PTH123
+        sink = CsvSink(file)
+        with caplog.at_level(logging.WARNING, logger="tba_offload.sinks"):
+            train(make_model(layers=2), 2, on_step=sink)
+        told = [record.getMessage() for record in caplog.records]
+        assert len(told) == 1
+        assert re.match(r"the table of steps cannot be written: .*No space left.*; training goes on", told[0])
+        with pytest.raises(OSError, match="No space left"):
+            file.close()
+
+
+def test_a_table_goes_to_a_stream_too() -> None:
+    stream = io.StringIO()
+    CsvSink(stream)(RECORD)
+    assert stream.getvalue().startswith("step,seconds,optimizer_seconds,stall_seconds,")
+    assert len(stream.getvalue().splitlines()) == 2
+
+
+def test_the_names_and_their_units_are_documented() -> None:
+    text = (ROOT / "docs" / "guide" / "seeing.md").read_text(encoding="utf-8")
+    table = text.partition("| figure | unit |")[2].partition("\n\n")[0]
+    told = {
+        name: unit
+        for names, unit in re.findall(r"^\| (`.*`) \| (.*) \|$", table, re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", names)
+    }
+    assert told == FIGURES
+
+
+@pytest.mark.skipif(find_spec("tensorboard") is None, reason="tests/run_megatron_training.sh has TensorBoard")
+def test_tensorboard_reads_the_curves(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        session = train(make_model(layers=2), 3, on_step=TensorBoardSink(writer))
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    for name in ("offloaded_bytes", "seconds"):
+        points = [(point.step, point.value) for point in events.Scalars(f"tba-offload/{name}")]
+        assert points == [
+            (record.step, torch.tensor(float(getattr(record, name))).item()) for record in session.report()
+        ]
