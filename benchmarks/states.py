@@ -2,25 +2,33 @@
 
     python benchmarks/states.py DIRECTORY                 # updates alone, with gradients that are there
     python benchmarks/states.py DIRECTORY --rows 1024     # steps: forward, backward and update
+    python benchmarks/states.py DIRECTORY --deepspeed     # beside DeepSpeed's ZeRO-3: zero_lane.py
     python benchmarks/states.py --simulate h100           # where to update, by a model: update_lanes.py
 
 Lanes take turns in one process, each with parameters and an optimizer of its own and the same gradients: the
 plain optimizer, the same once more as a control, and one whose states are offloaded. Printed are the seconds
 of an update and the ratio to the plain one, round by round; what malloc handed out more at the peak of an
-update than without any states; and the bound: the bytes that travelled over the rate at which the drive reads
-and writes at once, measured between the updates with transfers of the same size. After the last round the
-parameters and states of all lanes are compared, bit for bit.
+update than before it, and what a lane holds between updates beyond its parameters; processor time of all
+threads; the bytes that the process read from drives and wrote there; and the bound: the bytes that travelled
+over the rate at which the drive reads and writes at once, measured between the updates with transfers of the
+same size. After the last round the parameters and states of all lanes are compared, bit for bit.
 
 With ``--rows`` the matrices are the layers of a model, each step trains it on that number of rows, and
 whole steps are timed. Two more lanes update in backward: one keeps gradients until the step, one
 frees them at once.
+
+With ``--deepspeed`` one more lane, or one for each JSON object of settings for its ``aio``, is DeepSpeed's
+ZeRO-3 with ``offload_optimizer`` on the same drive, with sub-groups of the same size. Its parameters are
+compared with those of the plain optimizer by value, since its optimizer computes otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import statistics
+import tempfile
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,10 +37,11 @@ from typing import TYPE_CHECKING
 
 import torch
 import update_lanes
+import zero_lane
 from update_lanes import MACHINES
 
 import tba_offload as tba
-from tba_lab.demo.race import Spread
+from tba_lab.demo.race import Spread, paired_ratio
 from tba_offload.config import format_size, parse_size
 from tba_offload.device import READY, CpuDevice
 from tba_offload.device.memory import MallocMeter
@@ -42,10 +51,15 @@ from tba_offload.store import open_store
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from zero_lane import Zero
+
     from tba_offload.states import OptimizerStates
     from tba_offload.store.base import ActivationStore
 
 MIB = 2**20
+BYTES_OF_STATES = 8
+"""Bytes of Adam's states for each parameter in fp32."""
+
 PARTS = 16
 """Parts that are read, and as many that are written, for one measurement of the drive."""
 
@@ -60,7 +74,11 @@ class Lane:
         optimizer: Likewise.
         states: Those of the optimizer, if they are offloaded.
         seconds: Of each update.
-        peaks: Bytes that malloc handed out at the peak of each update, above those before the first.
+        peaks: Bytes that malloc handed out at the peak of each update, above those before it.
+        processor: Seconds of processor time of each update, of all threads.
+        travelled: Bytes that each update read from drives, and wrote to drives.
+        held: Bytes of malloc that are its own between updates, beyond its parameters.
+        zero: DeepSpeed's engine, if it is one of DeepSpeed.
     """
 
     name: str
@@ -69,6 +87,10 @@ class Lane:
     states: OptimizerStates | None = None
     seconds: list[float] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
+    processor: list[float] = field(default_factory=list)
+    travelled: list[tuple[int, int]] = field(default_factory=list)
+    held: int = 0
+    zero: Zero | None = None
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -77,6 +99,11 @@ class Lane:
 
     def update(self, gradients: Sequence[torch.Tensor], meter: MallocMeter) -> None:
         """Makes one update."""
+        if self.zero is not None:
+            self.zero.backward(gradients)
+            with self._measured(meter):
+                self.zero.update()
+            return
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
         with self._measured(meter):
@@ -86,6 +113,10 @@ class Lane:
     def step(self, rows: torch.Tensor, meter: MallocMeter) -> None:
         """Makes one step of training."""
         with self._measured(meter):
+            if self.zero is not None:
+                self.zero.backward_of(rows)
+                self.zero.update()
+                return
             self.model(rows).square().mean().backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -94,10 +125,27 @@ class Lane:
     def _measured(self, meter: MallocMeter) -> Iterator[None]:
         meter.reset()
         before = meter.live()
-        began = time.perf_counter()
+        drives = drive_bytes()
+        processor, began = time.process_time(), time.perf_counter()
         yield
         self.seconds.append(time.perf_counter() - began)
+        self.processor.append(time.process_time() - processor)
         self.peaks.append(meter.peak() - before)
+        read, written = drive_bytes()
+        self.travelled.append((read - drives[0], written - drives[1]))
+
+    @contextmanager
+    def holding(self, meter: MallocMeter) -> Iterator[None]:
+        """What is live after the block and was not before it is the lane's."""
+        before = meter.live()
+        yield
+        self.held += meter.live() - before
+
+
+def drive_bytes() -> tuple[int, int]:
+    """Bytes that this process has read from drives and written to them, by Linux."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["read_bytes"]), int(counts["write_bytes"])
 
 
 def made(name: str, arguments: argparse.Namespace) -> Lane:
@@ -105,9 +153,24 @@ def made(name: str, arguments: argparse.Namespace) -> Lane:
     with torch.random.fork_rng():
         torch.manual_seed(1)
         width = arguments.width
-        layers = [torch.nn.Linear(width, width, bias=False) for _ in range(arguments.matrices)]
+        layers = [zero_lane.Given(width, width, bias=False) for _ in range(arguments.matrices)]
     model = torch.nn.Sequential(*layers)
     return Lane(name, model, torch.optim.AdamW(model.parameters(), fused=True))
+
+
+def with_deepspeed(
+    arguments: argparse.Namespace, meter: MallocMeter, stack: contextlib.ExitStack
+) -> Iterator[Lane]:
+    """The lanes of DeepSpeed, one for each setting."""
+    settings = [] if arguments.deepspeed is None else arguments.deepspeed or [{}]
+    for number, aio in enumerate(settings):
+        lane = made(f"deepspeed{number or ''}", arguments)
+        print(f"{lane.name}: aio {json.dumps({**zero_lane.AIO, **aio})}, {zero_lane.BUFFERS} buffers")
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.directory)))
+        with lane.holding(meter):
+            lane.zero = zero_lane.Zero(lane.model, folder, arguments.sub_group // BYTES_OF_STATES, aio)
+        stack.callback(lane.zero.close)
+        yield lane
 
 
 def offloaded(lane: Lane, arguments: argparse.Namespace, **states: str) -> OptimizerStates:
@@ -156,16 +219,45 @@ def _states_of(lane: Lane) -> list[torch.Tensor]:
 def show(lanes: Sequence[Lane], rates: Sequence[float], warm_up: int) -> None:
     """Prints the table."""
     plain = lanes[0].seconds[warm_up:]
-    print(f"{'lane':10} {'seconds':26} {'ratio to plain':24} {'peak':>10} {'first':>10}")
+    columns = " ".join(f"{name:>8}" for name in ("peak", "first", "held", "read", "written"))
+    print(f"{'lane':10} {'seconds':26} {'ratio to plain':24} {columns} {'processor':>9}   (sizes in MiB)")
     for lane in lanes:
         ratios = [own / other for own, other in zip(lane.seconds[warm_up:], plain, strict=True)]
-        peaks = f"{max(lane.peaks[1:]) / MIB:7.1f} MiB {lane.peaks[0] / MIB:7.1f} MiB"
-        print(f"{lane.name:10} {Spread.of(lane.seconds[warm_up:])!s:26} {Spread.of(ratios)!s:24} {peaks}")
+        figures = (max(lane.peaks[1:]), lane.peaks[0], lane.held, *medians(lane.travelled[warm_up:]))
+        print(
+            f"{lane.name:10} {Spread.of(lane.seconds[warm_up:])!s:26} {Spread.of(ratios)!s:24} "
+            f"{' '.join(f'{each / MIB:8.1f}' for each in figures)} "
+            f"{statistics.median(lane.processor[warm_up:]):9.3f}"
+        )
     rate = statistics.median(rates)
     print(f"drive: {rate / 1e9:.2f} GB/s reading and writing at once")
     for lane in lanes:
         if lane.states is not None:
             show_states(lane, plain, rate, warm_up)
+        if lane.zero is not None:
+            show_zero(lane, lanes, warm_up)
+
+
+def medians(pairs: Sequence[tuple[int, int]]) -> list[float]:
+    """The median of the first of all pairs, and of the second."""
+    return [statistics.median(values) for values in zip(*pairs, strict=True)]
+
+
+def show_zero(lane: Lane, lanes: Sequence[Lane], warm_up: int) -> None:
+    """Prints what DeepSpeed took beside the lanes of ours, and how far its parameters are from the plain."""
+    for own in lanes:
+        if own.states is not None:
+            ratio = paired_ratio(lane.seconds[warm_up:], own.seconds[warm_up:])
+            spent = paired_ratio(lane.processor[warm_up:], own.processor[warm_up:])
+            print(f"{lane.name}: seconds over those of {own.name} {ratio}, processor time {spent}")
+    assert lane.zero is not None
+    pairs = list(zip(lane.zero.parameters(), lanes[0].parameters, strict=True))
+    apart = [(one - other.detach()).abs() for one, other in pairs]
+    count = sum(int((each > 0).sum()) for each in apart)
+    print(
+        f"{lane.name}: {count} of {sum(each.numel() for each in apart)} elements of parameters differ from "
+        f"those of plain, by {max(float(each.max()) for each in apart):.2e} at most"
+    )
 
 
 def show_states(lane: Lane, plain: Sequence[float], rate: float, warm_up: int) -> None:
@@ -208,12 +300,24 @@ def main() -> None:
         "--rows", type=int, default=0, help="rows that a step trains the matrices on; 0 for updates alone"
     )
     parser.add_argument("--rounds", type=int, default=9, help="updates of each lane (default %(default)s)")
+    parser.add_argument(
+        "--deepspeed",
+        type=json.loads,
+        nargs="*",
+        metavar="AIO",
+        help="a lane of DeepSpeed, or one for each JSON object of settings of its aio",
+    )
     arguments = parser.parse_args()
     if arguments.simulate:
         update_lanes.show(MACHINES[arguments.simulate])
         return
     if arguments.directory is None:
         parser.error("a directory on the drive, or --simulate")
+    if arguments.deepspeed is not None:
+        try:
+            zero_lane.require()
+        except zero_lane.CannotRunError as error:
+            parser.error(str(error))
     warm_up = min(2, arguments.rounds - 1)
     generator = torch.Generator().manual_seed(2)
     shape = (arguments.width, arguments.width)
@@ -234,17 +338,20 @@ def main() -> None:
         stack.enter_context(store)
         settings = ({}, {"when": "backward"}, {"when": "backward", "gradients": "free"})
         for lane, states in zip(lanes[2:], settings, strict=False):
-            lane.states = stack.enter_context(offloaded(lane, arguments, **states))
+            with lane.holding(meter):
+                lane.states = stack.enter_context(offloaded(lane, arguments, **states))
+        lanes += with_deepspeed(arguments, meter, stack)
         for _ in range(arguments.rounds):
             for lane in lanes:
-                if arguments.rows:
-                    lane.step(rows, meter)
-                else:
-                    lane.update(gradients, meter)
+                with lane.holding(meter):
+                    if arguments.rows:
+                        lane.step(rows, meter)
+                    else:
+                        lane.update(gradients, meter)
             rates.append(mixed_rate(store))
         meter.close()
         show(lanes, rates, warm_up)
-        print(f"tensors that differ by a bit: {differing(lanes)}")
+        print(f"tensors that differ by a bit: {differing([lane for lane in lanes if lane.zero is None])}")
 
 
 if __name__ == "__main__":

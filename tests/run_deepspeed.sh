@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests with DeepSpeed, on a CPU, in .venv_deepspeed, which it makes. Arguments go to pytest.
-# DeepSpeed compiles an operation at its first start, so it needs a C++ compiler and some minutes.
+# DeepSpeed compiles operations at its first start, so it needs a C++ compiler, the headers of libaio (apt-get
+# install libaio-dev) and some minutes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . examples/setup.sh
@@ -9,5 +10,11 @@ setup_venv dev deepspeed==0.19.8
 export PATH=$PWD/$VENV/bin:$PATH DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$PWD/$VENV/extensions
 # A build that was cut off leaves a lock, which the next one would wait for without end.
 rm -f "$TORCH_EXTENSIONS_DIR"/*/lock
-saying "compiling what DeepSpeed needs" python -c 'from deepspeed.comm.torch import build_shm_op; build_shm_op()'
+saying "compiling what DeepSpeed needs" python -c '
+from deepspeed.comm.torch import build_shm_op
+from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
+build_shm_op()
+for builder in (AsyncIOBuilder, CPUAdamBuilder):
+    builder().load()
+'
 python -m pytest -n 0 tests/unit/integrations/on_deepspeed.py "$@"

@@ -1,10 +1,14 @@
-"""The example of DeepSpeed at each stage of ZeRO, on two ranks of a CPU; tests/run_deepspeed.sh runs this."""
+"""The example of DeepSpeed at each stage of ZeRO, on two ranks of a CPU, and its lane in the benchmark of
+optimizer states; tests/run_deepspeed.sh runs this.
+"""
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import pytest
+from places import BENCHMARKS
 from test_framework_examples import MIB, Example, check
 
 if TYPE_CHECKING:
@@ -19,3 +23,24 @@ def test_zero_trains_to_the_same_bits_as_without_the_package(
 ) -> None:
     example = Example("deepspeed", ranks=2, scopes=2 * 8, least_bytes=45 * MIB, losses=(0, 1))
     check(example, tmp_path, python_with_torch, "--stage", stage)
+
+
+@pytest.mark.parametrize("rows", ["0", "16"], ids=["updates", "steps"])
+def test_the_benchmark_of_states_updates_from_a_drive_as_the_plain_optimizer_does(
+    rows: str, tmp_path: Path, python_with_torch: Warm
+) -> None:
+    options = ("--matrices", "4", "--width", "512", "--sub-group", "4MiB", "--rounds", "3", "--rows", rows)
+    done = python_with_torch.run(
+        str(BENCHMARKS / "states.py"), str(tmp_path), *options, "--deepspeed", timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    assert "tensors that differ by a bit: 0" in done.stdout  # of the lanes of ours
+    lane = re.search(r"^deepspeed .*\) +(\S+) +(\S+) +(\S+) +(\S+) +(\S+) +\S+$", done.stdout, re.MULTILINE)
+    assert lane is not None, done.stdout
+    read, written = map(float, lane.groups()[-2:])
+    assert read >= 4 * 4  # MiB: masters, gradients and two states
+    assert written >= 3 * 4
+    apart = re.search(r"of 1048576 elements of parameters .* by (\S+) at most", done.stdout)
+    assert apart is not None, done.stdout
+    assert float(apart[1]) < 1e-5, "an update of Adam moves a parameter by 1e-3"
+    assert list(tmp_path.iterdir()) == []
