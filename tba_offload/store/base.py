@@ -50,6 +50,9 @@ class Extent(NamedTuple):
     lead: int
     drive: int = 0
 
+    def __str__(self) -> str:
+        return f"the extent of {self.nbytes} bytes at offset {self.offset}"
+
 
 class IoFuture:
     """The outcome of one transfer.
