@@ -69,8 +69,9 @@ def _one_device() -> None:
     # For these functions only: for others, yes would mean the way of the GPU.
     replace(torch.cuda, "is_available", lambda: sys._getframe(1).f_code.co_name in starting or real())
     replace(torch.cuda, "device_count", lambda: 1)
+    # The last name is of devices of AMD, which the compiler asks for where PyTorch is not built for CUDA.
     properties = types.SimpleNamespace(
-        major=9, minor=0, name="cpu", total_memory=16 << 30, multi_processor_count=1
+        major=9, minor=0, name="cpu", total_memory=16 << 30, multi_processor_count=1, gcnArchName="cpu"
     )
     replace(torch.cuda, "get_device_properties", lambda *_: properties)
     replace(torch.cuda, "get_device_capability", lambda *_: (9, 0))

@@ -28,7 +28,7 @@ much as five calls.
 def test_an_activation_takes_no_more_where_there_are_many(tmp_path: Path) -> None:
     few = scale.counts_of(scale.Size(33, 1), tmp_path)
     many = scale.counts_of(scale.Size(60, 10), tmp_path)
-    assert many.calls <= 1.05 * few.calls
+    assert many.calls <= 1.1 * few.calls  # extents that are given back join their neighbours
     assert many.nbytes <= 1.05 * few.nbytes
     assert many.objects <= OBJECTS
 
