@@ -436,7 +436,7 @@ def device_of_model(modules: Iterable[torch.nn.Module]) -> Device:
     Raises:
         UnsupportedError: As :func:`device_of`.
     """
-    parameter = next((parameter for module in modules for parameter in module.parameters()), None)
+    parameter = next((parameter for each in modules for parameter in each.parameters()), None)
     return device_of("cpu" if parameter is None else parameter.device)
 
 

@@ -674,7 +674,7 @@ def test_auto_plans_within_a_share_of_keeps_peak(tmp_path: Path) -> None:
     assert all(set(found) == ratios for found in summary["ratios"].values())
     log = read_run_log(next(tmp_path.glob("auto-*.jsonl")))
     assert "activation_bytes" in (log.header.policy or "")
-    assert {event["event"] for event in log.others} == {"memory", "plan"}
+    assert {event["event"] for event in log.others} == {"memory", "plan", "timeline"}
 
 
 @pytest.mark.parametrize("budget", ["x%", "-3%", "0%", "12"])
