@@ -122,7 +122,10 @@ def test_same_bits(
         report = session.report()
     assert_same_history(found, expected)
     moved = [record.offloaded_bytes for record in report]
-    assert all(moved) if placement not in {"keep", "recompute"} else not any(moved)
+    if placement == "auto":  # it may find that nothing can travel without a wait
+        assert any(moved)
+    else:
+        assert all(moved) if placement not in {"keep", "recompute"} else not any(moved)
     assert {record.peak_source for record in report} == {"lag allocator"}
 
 
