@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def mixed_rate(config: OffloadConfig) -> float:
-    """Bytes a second that a store reads and writes at once, both together; the best of some.
+    """Bytes a second that a store reads and writes at once, both together; the best of a few rounds.
 
     Raises:
         StoreError: It cannot be opened, or a transfer failed.

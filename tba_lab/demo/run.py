@@ -241,11 +241,11 @@ def _race_all(
                 for name in configs.keys() & {AUTO, STATES}:
                     configs[name] = _with_budget(configs[name], int(settings.budget * peak))
             watch.phase(f"starting {len(configs)} processes at batch size {size}: {', '.join(configs)}")
-            # A drive varies: the better of its rates makes the stricter bound.
-            measured = [drive.mixed_rate(configs[STATES])] if STATES in configs else []
+            if STATES in configs:
+                rates[size] = drive.mixed_rate(configs[STATES])
             races[size] = race(_entrants(settings, configs, size, text, logs), settings.steps, watch=watch)
-            if measured:
-                rates[size] = max(*measured, drive.mixed_rate(configs[STATES]))
+            if STATES in configs:  # a drive varies: the better of its rates makes the stricter bound
+                rates[size] = max(rates[size], drive.mixed_rate(configs[STATES]))
     return races, rates
 
 

@@ -10,9 +10,10 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from tba_offload.config.policy import Objective, Placement
+from tba_offload.days import bytes_per_day
 from tba_offload.formatting import readable_size
 from tba_offload.plan.goals import GOALS
-from tba_offload.plan.model import DAY, Plan
+from tba_offload.plan.model import Plan
 from tba_offload.plan.profile import computed_as
 from tba_offload.plan.search import make_plan
 from tba_offload.plan.simulate import simulate
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from tba_offload.plan.bandwidth import Bandwidth
     from tba_offload.plan.model import Limits
     from tba_offload.plan.profile import StepProfile
+    from tba_offload.plan.simulate import Outcome
 
 _LOOKS = (Placement.OFFLOAD, Placement.KEEP, Placement.RECOMPUTE, Placement.OFFLOAD_REMAT)
 """Placements that an excursion tries if the plan has none of it. Keep is among them, because plans without a
@@ -238,10 +240,17 @@ def excursion(
 
 def writes_too_much(task: Task, plan: Plan, profile: StepProfile, bandwidth: Bandwidth) -> bool:
     """Whether a step under a plan may write more than its share of a day."""
+    return _that_writes_too_much(task, plan, profile, bandwidth) is not None
+
+
+def _that_writes_too_much(
+    task: Task, plan: Plan, profile: StepProfile, bandwidth: Bandwidth
+) -> Outcome | None:
+    """What comes of such a plan; ``None`` of others."""
     if task.limits.written_per_day is None:
-        return False  # a step with many activations takes long to play
+        return None  # a step with many activations takes long to play
     found = simulate(profile, plan, bandwidth)
-    return found.sent_bytes > task.limits.written_in(found.seconds)
+    return found if found.sent_bytes > task.limits.written_in(found.seconds) else None
 
 
 def _untried(
@@ -303,11 +312,10 @@ def over_writes(task: Task, plan: Plan, profile: StepProfile, bandwidth: Bandwid
         profile: The step.
         bandwidth: How fast offloaded bytes travel.
     """
-    limit = task.limits.written_per_day
-    if limit is None or not writes_too_much(task, plan, profile, bandwidth):
+    found, limit = _that_writes_too_much(task, plan, profile, bandwidth), task.limits.written_per_day
+    if found is None or limit is None:
         return None
-    found = simulate(profile, plan, bandwidth)
-    day = found.sent_bytes / found.seconds * DAY if found.seconds else 0.0
+    day = bytes_per_day(found.sent_bytes, found.seconds)
     return (
         f"store.write_bytes_per_day of {readable_size(limit)} cannot be met: the plan with the fewest bytes "
         f"that was found writes up to {readable_size(day)} a day; raise it, place more layers auto, or raise "

@@ -32,7 +32,7 @@ def _factor(_context: click.Context, _parameter: click.Parameter, number: float)
     help="Say how long the drives last under this run: its bytes a step and its step time, day and night.",
 )
 @click.option(
-    "--written", callback=size, metavar="SIZE", help="The same for so many bytes a day, such as 5TB."
+    "--written", callback=size, metavar="SIZE", help="The same for a number of bytes a day, such as 5TB."
 )
 @click.option(
     "--rated",
@@ -99,9 +99,9 @@ def _of_run(path: Path) -> float:
     Raises:
         RunLogError: It cannot be read, or has no step.
     """
+    from tba_offload.days import bytes_per_day
     from tba_offload.errors import RunLogError
     from tba_offload.report.digest import Digest
-    from tba_offload.report.endurance import bytes_per_day
     from tba_offload.report.ranks import read_runs
 
     total = 0.0

@@ -9,6 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tba_offload.days import DAY
 from tba_offload.plan.tuning import TUNING
 
 if TYPE_CHECKING:
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
     from tba_offload.config.policy import LayerId, Placement, Policy
     from tba_offload.plan.profile import LayerKind
 
-
-DAY = 86_400
-"""Seconds."""
 
 _NONE: frozenset[int] = frozenset()
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tba_offload.config.policy import Placement
+from tba_offload.days import bytes_per_day
 from tba_offload.formatting import readable_size
-from tba_offload.plan.model import DAY
 from tba_offload.plan.simulate import simulate
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def writes_of(
     ]
     room = limits.planned_in(found.seconds) - found.sent_bytes
     return Writes(
-        bytes_per_day=found.sent_bytes / found.seconds * DAY if found.seconds else 0.0,
+        bytes_per_day=bytes_per_day(found.sent_bytes, found.seconds),
         allowed=allowed,
         bounds=bool(left) and min(left) > room,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tba_offload.days import bytes_per_day
 from tba_offload.formatting import readable_size, significant
 from tba_offload.report.run_log import PLAN
 
@@ -13,9 +14,6 @@ if TYPE_CHECKING:
 
     from tba_offload.report.digest import Digest
     from tba_offload.report.run_log import RunLog
-
-DAY = 86_400
-"""Seconds."""
 
 _AT_MOST = 10**18
 """Days of life that are told; of a drive that is hardly written there would be no end."""
@@ -72,16 +70,6 @@ class Life:
             "used_bytes": self.used_bytes,
             "days": self.days,
         }
-
-
-def bytes_per_day(written: float, seconds: float) -> float:
-    """What is written in a day by steps that follow each other without a pause.
-
-    Args:
-        written: Bytes that a step writes.
-        seconds: How long it takes.
-    """
-    return written / seconds * DAY
 
 
 def endurance(digest: Digest, rated: int | None) -> list[str]:

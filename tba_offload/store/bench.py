@@ -180,7 +180,7 @@ class _Blocks:
     def _cell(self, direction: str, seconds: float) -> Cell:
         self._latencies.clear()
         began, number = time.perf_counter(), 0
-        # At least so many, or there would be no latency to tell of a slow drive.
+        # Every place in flight is used twice, or there would be no latency to tell of a slow drive.
         while number < 2 * self._in_flight or time.perf_counter() - began < seconds:
             # Writes and reads alternate, and from round to round those of one block do, too.
             mixed = bool((number + number // len(self._extents)) % 2)
@@ -215,7 +215,7 @@ class _Blocks:
         self._latencies.append(time.perf_counter() - queued)
 
     def _land(self, most: int) -> None:
-        """Waits for the oldest transfers until no more than so many are in flight."""
+        """Waits for the oldest transfers until no more than ``most`` are in flight."""
         while len(self._flying) > most:
             self._flying[0].wait(TRANSFER_SECONDS)
             self._flying.popleft()

@@ -27,10 +27,11 @@ LAB = ROOT.parent / "tba_lab"
 LAB_MODULES = sorted(LAB.rglob("*.py"))
 
 # Each part may import those listed; those in EVERYWHERE may be imported by all.
-EVERYWHERE = {"compiling", "errors", "formatting", "interrupts", "reading", "renamed", "writing"}
+EVERYWHERE = {"compiling", "days", "errors", "formatting", "interrupts", "reading", "renamed", "writing"}
 ALLOWED = {
     "compiling": {"layers"},
     "errors": set(),
+    "days": set(),
     "formatting": set(),
     "reading": set(),
     "renamed": set(),

@@ -21,9 +21,10 @@ from tba_offload.adapt.rates import Rates
 from tba_offload.adapt.task import Task
 from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig
 from tba_offload.config.policy import Objective, Placement
+from tba_offload.days import DAY
 from tba_offload.errors import ConfigError, NoEffectWarning
 from tba_offload.plan.bandwidth import Bandwidth
-from tba_offload.plan.model import DAY, Limits, Plan
+from tba_offload.plan.model import Limits, Plan
 from tba_offload.plan.profile import Timing
 from tba_offload.plan.search import make_plan
 from tba_offload.plan.simulate import simulate

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from click.testing import CliRunner
-from run_logs import write_run
+from run_logs import logged
 
 from tba_offload import cli
 from tba_offload.errors import ConfigError, RunLogError
@@ -51,13 +51,6 @@ def profile(path: Path, *, since: float = 10.0, until: float = 11.0, **more: Any
     ]
     document = {"schemaVersion": 1, "baseTimeNanoseconds": BASE, "traceEvents": events, **more}
     path.write_text(json.dumps(document))
-    return path
-
-
-def logged(path: Path, *events: dict[str, Any]) -> Path:
-    write_run(path, steps=3)
-    with path.open("a") as file:
-        file.write("".join(json.dumps(each) + "\n" for each in events))
     return path
 
 

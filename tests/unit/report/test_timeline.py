@@ -11,7 +11,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 from click.testing import CliRunner, Result
-from run_logs import MIB, write_run
+from run_logs import MIB, logged
 
 import tba_offload as tba
 from tba_offload import cli
@@ -60,13 +60,6 @@ OF_DRIVES = {
     ],
 }
 """What logs tell since drives are told apart; the third drive moves a MiB in less than a microsecond."""
-
-
-def logged(path: Path, *events: dict[str, Any]) -> Path:
-    write_run(path, steps=3)
-    with path.open("a") as file:
-        file.write("".join(json.dumps(each) + "\n" for each in events))
-    return path
 
 
 def call(*arguments: object) -> Result:
