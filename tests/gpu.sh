@@ -60,7 +60,7 @@ install_wheels() {
     "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$SITE" \
         "$1"/*.whl || return
     export PYTHONPATH="$PWD:$SITE${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 CUBLAS_WORKSPACE_CONFIG=:4096:8
-    export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTEST_ADDOPTS="-p pytest_timeout -p no:cacheprovider"
+    export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTEST_ADDOPTS="-p xdist.plugin -p pytest_timeout -p no:cacheprovider"
 }
 
 # limited SECONDS COMMAND...: ends it by a signal that shows where it stands, then for good
@@ -72,6 +72,8 @@ limited() {
 
 TESTS=("$PYTHON" -m pytest -m gpu tests/gpu tests/unit/device tests/unit/store
     tests/contracts/transparency/test_transformer_engine.py) # there are no others
+TOGETHER=(-n "${JOBS:-8}") # processes that share the GPU
+ALONE='times or allocators_peak or marks_tell or kept_busy' # what others would disturb
 APART='compiled or another_allocator'
 SMOKE='TestAccelerator or slabs or gpu_memory or (test_same_bits and gpt and dtype0)'
 ORDERLY='TestAccelerator or gpu_memory or stream'
@@ -102,7 +104,7 @@ do_step() {
         limited 45 "$PYTHON" -m tba_offload doctor "${DRIVE:-.}" /dev/shm
         ;;
     smoke)
-        limited 125 "${TESTS[@]}" -x -W default -k "($SMOKE) and not ($APART)" "${arguments[@]}"
+        limited 125 "${TESTS[@]}" "${TOGETHER[@]}" -x -W default -k "($SMOKE) and not ($APART)" "${arguments[@]}"
         ;;
     quick)
         folder=$(mktemp -d)
@@ -110,7 +112,9 @@ do_step() {
             --drive "${DRIVE:-.}" --output "$folder" --quick "${arguments[@]}"
         ;;
     tests)
-        limited 270 "${TESTS[@]}" -k "not ($APART)" --durations=10 "${arguments[@]}"
+        limited 200 "${TESTS[@]}" "${TOGETHER[@]}" -k "not ($APART or $ALONE)" --durations=10 "${arguments[@]}"
+        local status=$?
+        limited 70 "${TESTS[@]}" -k "($ALONE) and not ($APART)" "${arguments[@]}" && return "$status"
         ;;
     link)
         folder=$(mktemp -d)
@@ -118,7 +122,7 @@ do_step() {
             --output "$folder/link.json" "${arguments[@]}"
         ;;
     compiled)
-        limited 190 "${TESTS[@]}" -k "$APART" --durations=10 "${arguments[@]}"
+        limited 190 "${TESTS[@]}" "${TOGETHER[@]}" -k "$APART" --durations=10 "${arguments[@]}"
         ;;
     sanitizer)
         if ! command -v compute-sanitizer >/dev/null; then

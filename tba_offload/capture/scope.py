@@ -115,7 +115,7 @@ class Lookahead:
         if self._new:
             self._note_saved()
         self._recorded.append((key, self._passes))
-        self._in_backward = True
+        begins, self._in_backward = not self._in_backward, True
         if key not in self._position and self._is_lost():
             self._has_new = False
             self._expect([(saved, self._passes) for saved in reversed(self._records)])
@@ -124,7 +124,7 @@ class Lookahead:
         position = self._position.get(key)
         if position is not None:
             self._follow(position)
-        if self._next < len(self._expected) and self._ahead.has_room():
+        if self._next < len(self._expected) and self._ahead.is_worth_a_start(begins=begins):
             self._read_ahead()
 
     def _follow(self, position: int) -> None:
@@ -147,7 +147,7 @@ class Lookahead:
             self._note_saved()
         if self._has_new and not self._is_lost():  # or there is nothing yet to go by
             self._insert_new()
-        if self._next < len(self._expected) and self._ahead.has_room():
+        if self._next < len(self._expected) and self._ahead.is_worth_a_start(begins=not self._in_backward):
             self._read_ahead()
 
     def _is_lost(self) -> bool:

@@ -127,7 +127,6 @@ class Device(ABC):
     def on_side_stream(self) -> AbstractContextManager[None]:
         """Around work of an I/O thread: it gets a stream of its own, and is done at the end of the block."""
 
-    @abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> None:
         """Copies bytes and returns when they have arrived; meant for I/O threads.
 
@@ -135,6 +134,16 @@ class Device(ABC):
             target: 1-D uint8 tensor on the host or on this device.
             source: 1-D uint8 tensor of as many bytes, on the host or on this device.
             after: The copy starts when this point is reached.
+        """
+        self.copy_all([(target, source)], after)
+
+    @abstractmethod
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Event) -> None:
+        """Copies several ranges of bytes of one transfer, and returns when all have arrived.
+
+        Args:
+            pairs: Targets and sources as of :meth:`copy`; all go the same way.
+            after: The first copy starts when this point is reached.
         """
 
     @abstractmethod
@@ -211,10 +220,11 @@ class CpuDevice(Device):
         """Does nothing: there are no streams."""
         return nullcontext()
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> None:
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Event) -> None:
         """Copies with ``memmove``, which neither holds the GIL nor wakes PyTorch's thread pool."""
         after.synchronize()
-        _copy_on_host(target, source)
+        for target, source in pairs:
+            _copy_on_host(target, source)
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """Maps anonymous memory.
@@ -312,15 +322,21 @@ class Accelerator(Device):
             done = self._own_event()
         done.synchronize()
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> None:
-        """Copies on the stream of the direction and waits for this copy only."""
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Event) -> None:
+        """Copies on the stream of the direction and waits once, for the last of these copies.
+
+        After each of them the link would idle until the thread is awake again.
+        """
         # Waiting here, on the host, orders the copy for any kind of event; the thread has nothing else to do.
         after.synchronize()
+        target, source = pairs[0]
         if target.is_cpu and source.is_cpu:
-            _copy_on_host(target, source)
+            for target, source in pairs:
+                _copy_on_host(target, source)
             return
         with self._module.stream(self._copy_stream(to_host=target.is_cpu)):
-            target.copy_(source, non_blocking=True)
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
             done = self._own_event()
         done.synchronize()
 

@@ -80,16 +80,18 @@ class HostBackend:
 
     def move_out(self, extent: Extent, source: ByteRange, after: Event) -> None:
         """See :meth:`Backend.move_out`."""
-        data, at = source.tensor(), 0
-        for part in self.parts(extent.offset, extent.nbytes):
-            self.device.copy(part, data[at : at + part.numel()], after)
-            at += part.numel()
+        places = self._places(extent, source.tensor())
+        self.device.copy_all([(part, data) for data, part in places], after)
 
     def move_in(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> None:  # noqa: ARG002
         """See :meth:`Backend.move_in`."""
-        data, at = target.tensor(), 0
+        self.device.copy_all(list(self._places(extent, target.tensor())), after)
+
+    def _places(self, extent: Extent, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The parts of some bytes, each with the piece of a slab that has them in an extent."""
+        at = 0
         for part in self.parts(extent.offset, extent.nbytes):
-            self.device.copy(data[at : at + part.numel()], part, after)
+            yield data[at : at + part.numel()], part
             at += part.numel()
 
     def digest(self, data: torch.Tensor) -> None:

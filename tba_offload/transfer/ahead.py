@@ -37,16 +37,20 @@ class ReadAhead:
         self._writer = writer
         self._memory = math.inf  # bytes in flight that the device turned out to have memory for in this step
 
-    def has_room(self) -> bool:
-        """Whether reading ahead is worth a start: the window has room, and this is no forked child."""
+    def is_worth_a_start(self, *, begins: bool) -> bool:
+        """Whether to look at what backward is going to use: the window has room, and this is no forked child.
+
+        Args:
+            begins: Backward has only begun: what is still in memory is looked at, however full the window is.
+        """
         ledger = self.ledger
-        return ledger.in_flight <= ledger.fills_below and not self._shared.inert
+        return (begins or ledger.in_flight <= ledger.fills_below) and not self._shared.inert
 
     def start(self, upcoming: Iterable[tuple[Record, bool]]) -> None:
         """Starts reading what backward is going to use, until the window is full.
 
         A record that is still in memory is about to be used there: writes of it that have not started
-        are taken back.
+        are taken back, and where one has, the memory stays all the same.
 
         Args:
             upcoming: What backward is going to use, in that order, each with whether a forward pass comes
@@ -83,7 +87,7 @@ class ReadAhead:
                 if across_forward and record.state is State.TRAVELS:
                     return False  # it may have to be read after all
                 if record.source is not None and record.writes:
-                    self._shared.cancel_writes(record)
+                    self._shared.stay(record)
             elif not self._has_room_for(record, batch, across_forward=across_forward):
                 return not across_forward
         return False

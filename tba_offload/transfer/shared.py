@@ -190,6 +190,12 @@ class Shared:
         if cancelled:
             self.take_back(record, cancelled)
 
+    def stay(self, record: Record) -> None:
+        """Backward is about to use the memory of a record: no write that ends before lets go of it."""
+        self.cancel_writes(record)
+        record.stay()
+        self.ledger.note(record)
+
     def take_back(self, record: Record, pieces: set[Piece]) -> None:
         """Pieces that will never be written: their memory stays until the last handle is gone."""
         for piece in pieces:

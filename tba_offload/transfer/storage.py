@@ -190,7 +190,7 @@ class State(enum.Enum):
     WAITS = "is the saved tensor's own until its batch is due"
     TRAVELS = "is freed when its writes have ended"
     UNDECIDED = "views wait for the end of their scope before it is decided what to write"
-    STAYS = "stays until the last handle is gone, for a write was taken back; in flight until it is used"
+    STAYS = "stays until the last handle is gone: a write was taken back, or its use is near; still in flight"
     KEPT = "stays likewise, and counts outside the window: it is in use, or nothing else will free it"
     RELEASED = "the last handle is gone; extents go back as soon as no transfer uses them"
 
@@ -366,6 +366,11 @@ class Record:
             self.spans = [Span(run) for rest in kept for run in _runs(rest)]
         self.writes -= len(pieces)
         if self.state is not State.KEPT and self.state is not State.RELEASED:
+            self.state = State.STAYS
+
+    def stay(self) -> None:
+        """Backward is near: its memory does not go when its writes end."""
+        if self.state is State.TRAVELS:
             self.state = State.STAYS
 
     def failed(self, error: BaseException) -> None:

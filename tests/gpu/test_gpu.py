@@ -262,7 +262,7 @@ def test_a_profile_has_the_times_of_the_device(store: str, tmp_path: Path) -> No
     forward, backward = profile.timings[0][Placement.OFFLOAD]
     assert 0.7 * sleep < forward < 1.5 * sleep
     assert 0.7 * 2 * sleep < backward < 1.5 * 2 * sleep
-    assert all(slot.gap < 0.5 * sleep for slot in profile.slots)
+    assert [slot.gap for slot in profile.slots if slot.gap >= 0.5 * sleep] == []
     assert step.record is not None
     assert (step.record.forward_seconds, step.record.backward_seconds) == (None, None)
 

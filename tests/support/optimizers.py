@@ -69,20 +69,21 @@ class Training:
 
     make: Make
     dtype: torch.dtype = torch.float32
+    device: str = "cpu"
     model: Network = field(init=False)
     optimizer: optim.Optimizer = field(init=False)
 
     def __post_init__(self) -> None:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=()):
             torch.manual_seed(7)
-            self.model = Network().to(self.dtype)
+            self.model = Network().to(self.device, self.dtype)
         self.optimizer = self.make(self.model.parameters())
 
     def loss(self, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
         numbers = torch.randint(301, (3, 7), generator=generator)
         image = torch.randn(2, 3, 6, 6, generator=generator).to(self.dtype)
-        loss: Tensor = self.model(numbers, image)
+        loss: Tensor = self.model(numbers.to(self.device), image.to(self.device))
         return loss
 
     def backward(self, seed: int) -> Tensor:
@@ -96,10 +97,12 @@ class Training:
         self.optimizer.step()
 
 
-def pair(make: Make | str, dtype: torch.dtype = torch.float32) -> tuple[Training, Training]:
+def pair(
+    make: Make | str, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> tuple[Training, Training]:
     """Two trainings that are alike."""
     made = MAKERS[make] if isinstance(make, str) else make
-    return Training(made, dtype), Training(made, dtype)
+    return Training(made, dtype, device), Training(made, dtype, device)
 
 
 def policy(directory: Path, **settings: Any) -> dict[str, Any]:
@@ -125,7 +128,7 @@ def assert_same_state_dicts(found: dict[str, Any], expected: dict[str, Any]) -> 
             other = found["state"][number][key]
             if isinstance(value, Tensor):
                 assert type(other) is Tensor
-                assert same_bits(other, value), (number, key)
+                assert same_bits(other.cpu(), value.cpu()), (number, key)  # what is away is read to the host
             else:
                 assert other == value, (number, key)
 

@@ -176,14 +176,18 @@ class OrderedDevice(CpuDevice):
 
     # Copies, on I/O threads
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> None:
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Event) -> None:
         after.synchronize()
+        for target, source in pairs:
+            self._copy(target, source)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         moved = [(each, writes) for each, writes in ((target, True), (source, False)) if self._is_ours(each)]
         for tensor, writes in moved:
             self._begin(interval(tensor), writes=writes)
         try:
             time.sleep(self.copy_seconds)
-            super().copy(target, source, READY)
+            super().copy_all([(target, source)], READY)
         finally:
             self._end([(interval(tensor), writes) for tensor, writes in moved])
 

@@ -23,6 +23,9 @@ class Asked:
         self.plainly: list[tuple[int, int]] = []
         self.across: list[tuple[int, int]] = []
 
+    def is_worth_a_start(self, *, begins: bool) -> bool:
+        return begins or self.has_room()
+
     def has_room(self) -> bool:
         return True
 

@@ -665,9 +665,41 @@ def test_writes_of_what_is_used_behind_a_forward_pass_go_on(bench: Bench, drive:
 
 def test_in_a_forked_child_nothing_is_read_ahead(bench: Bench) -> None:
     """The lock may be held for ever there; backward comes to layers of which nothing travels all the same."""
-    assert bench.offloader.ahead.has_room()
+    ahead = bench.offloader.ahead
+    assert ahead.is_worth_a_start(begins=False)
     bench.offloader.become_inert()
-    assert not bench.offloader.ahead.has_room()
+    assert not any(ahead.is_worth_a_start(begins=begins) for begins in (False, True))
+
+
+def test_what_is_in_memory_is_looked_at_when_backward_begins_however_full_the_window(
+    make: Callable[..., Bench], drive: Drive
+) -> None:
+    drive.writes.hold()
+    bench = make(2 * SIZE)
+    saved = [bench.save() for _ in range(2)]
+    ahead = bench.offloader.ahead
+    assert not ahead.is_worth_a_start(begins=False)
+    assert ahead.is_worth_a_start(begins=True)
+    drive.writes.release()
+    bench.drop(*saved)
+    bench.assert_idle()
+
+
+def test_what_backward_is_about_to_use_stays_though_its_write_ends(bench: Bench, drive: Drive) -> None:
+    drive.writes.hold()
+    saved = bench.save()
+    drive.writes.wait_started()
+    assert bench.prefetch(saved.record)
+    assert bench.offloader.ledger.departing == 0  # nothing is gained by a wait for it
+    drive.writes.release()
+    bench.offloader.quiesce()
+    wait_until(lambda: not saved.record.writes, "the write has ended")
+    assert bench.offloader.in_flight == SIZE
+    bench.fetch(saved)
+    assert bench.offloader.stats.forwarded == bench.offloader.stats.offloaded == SIZE
+    assert drive.reads.started == 0
+    bench.drop(saved)
+    bench.assert_idle()
 
 
 def test_what_was_read_ahead_and_not_used_is_given_up_with_the_step(make: Callable[..., Bench]) -> None:

@@ -1,0 +1,238 @@
+"""What people train on a GPU: optimizer states, frozen weights, models of Hugging Face's, graphs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from harness import COMPILER_LOOKS
+from later import Later
+from models import VOCAB, assert_same_history, loss_of, make_model, make_tokens, same_bits
+from optimizers import MAKERS, assert_same, pair, policy
+from torch import Tensor, nn
+
+import tba_offload as tba
+from tba_offload.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+transformers = Later("transformers")
+
+pytestmark = pytest.mark.gpu
+
+PLACEMENTS = ("offload", "recompute", "recompute-offload", "offload-remat", "auto")
+WHERE = "cuda"
+ON_CPU_ONLY = {"adagrad-fused"}
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(mode=True)
+    yield
+    torch.use_deterministic_algorithms(mode=False)
+
+
+def settings(directory: Path, **others: Any) -> dict[str, Any]:
+    return {
+        "min_tensor_bytes": "1KiB",
+        "budget": {"in_flight_bytes": "1MiB"},
+        "store": {"kind": "file", "directories": [str(directory)]},
+    } | others
+
+
+# Optimizer states
+
+
+@pytest.mark.parametrize("kind", ["file", "host"])
+@pytest.mark.parametrize("when", ["step", "backward"])
+@pytest.mark.parametrize("name", [name for name in MAKERS if name not in ON_CPU_ONLY])
+def test_states_give_the_bits_of_the_optimizer(name: str, when: str, kind: str, tmp_path: Path) -> None:
+    found, expected = pair(name, device=WHERE)
+    store = {} if kind == "file" else {"kind": "host", "directories": []}
+    chosen = policy(tmp_path, store=store)
+    chosen["states"]["when"] = when
+    with tba.offload_optimizer(found.optimizer, chosen, model=found.model):
+        for seed in range(4):
+            found.step(seed)
+            expected.step(seed)
+        assert_same(found, expected)
+    states = found.optimizer.state_dict()["state"], expected.optimizer.state_dict()["state"]
+    devices = [[value.device for entry in each.values() for value in entry.values()] for each in states]
+    assert devices[0] == devices[1]  # they came back to where they were
+    found.step(9)
+    expected.step(9)
+    assert_same(found, expected)
+
+
+def test_states_beside_activations(tmp_path: Path) -> None:
+    def trained(*, offloads: bool) -> list[Tensor]:
+        model = make_model(layers=3, dropout=0.1).to(WHERE)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        chosen = settings(tmp_path, states={"sub_group_bytes": "16KiB"})
+        session = tba.attach(model, chosen, optimizer=optimizer) if offloads else None
+        torch.manual_seed(7)
+        losses = []
+        for number in range(4):
+            loss = loss_of(model, make_tokens(number).to(WHERE))
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        if session is not None:
+            session.close()
+        return losses + [parameter.detach() for parameter in model.parameters()]
+
+    pairs = zip(trained(offloads=True), trained(offloads=False), strict=True)
+    assert all(same_bits(a, b) for a, b in pairs)
+
+
+# Frozen weights
+
+
+@pytest.mark.parametrize("placement", ["keep", *PLACEMENTS])
+def test_frozen_weights(placement: str, tmp_path: Path) -> None:
+    def trained(*, offloads: bool) -> list[Tensor]:
+        model = make_model(layers=3, dropout=0.1).to(WHERE)
+        for layer in model.layers:
+            for part in (layer.qkv, layer.out, layer.up, layer.down):
+                part.requires_grad_(requires_grad=False)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+        chosen = settings(tmp_path, default=placement, weights={"frozen": "offload"})
+        session = tba.attach(model, chosen) if offloads else None
+        torch.manual_seed(7)
+        losses = []
+        for number in range(4):
+            loss = loss_of(model, make_tokens(number).to(WHERE))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        if session is not None:
+            assert session.weights is not None
+            assert session.weights.nbytes > 0
+            session.close()
+        return losses + [parameter.detach() for parameter in model.parameters()]
+
+    pairs = zip(trained(offloads=True), trained(offloads=False), strict=True)
+    assert all(same_bits(a, b) for a, b in pairs)
+
+
+# Models of Hugging Face's, whose attention is a kernel of its own on a GPU, with its own random numbers
+
+
+def llama() -> nn.Module:
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=256,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=512,
+            vocab_size=VOCAB,
+            attention_dropout=0.1,
+        )
+    )
+
+
+def gpt2() -> nn.Module:
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_embd=256, n_layer=3, n_head=4, vocab_size=VOCAB)
+    )
+
+
+def bert() -> nn.Module:
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(
+            hidden_size=256,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            intermediate_size=512,
+            vocab_size=VOCAB,
+        )
+    )
+
+
+MODELS = {"llama": llama, "gpt2": gpt2, "bert": bert}
+
+
+@pytest.mark.filterwarnings("ignore:the model fills a cache")
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast", "scaled"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_of_hugging_face(kind: str, placement: str, precision: str, tmp_path: Path) -> None:
+    def trained(*, offloads: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = MODELS[kind]().to(WHERE, torch.bfloat16 if precision == "bf16" else torch.float32).train()
+        model.config.use_cache = False
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        scaler = torch.amp.GradScaler(WHERE, enabled=precision == "scaled")
+        lower = torch.float16 if precision == "scaled" else torch.bfloat16
+        session = tba.attach(model, settings(tmp_path, default=placement)) if offloads else None
+        torch.manual_seed(7)
+        losses = []
+        for number in range(4):
+            tokens = make_tokens(number).to(WHERE)
+            with torch.autocast(WHERE, dtype=lower, enabled=precision in {"autocast", "scaled"}):
+                loss = model(input_ids=tokens, labels=tokens).loss
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        if session is not None:
+            report = session.report()
+            assert len(report) == 4
+            session.close()
+            if "offload" in placement:
+                assert all(record.offloaded_bytes + record.forwarded_bytes for record in report)
+        state = torch.get_device_module(WHERE).get_rng_state()
+        return [*losses, *(parameter.detach() for parameter in model.parameters()), state]
+
+    pairs = zip(trained(offloads=True), trained(offloads=False), strict=True)
+    assert all(same_bits(a, b) for a, b in pairs)
+
+
+# CUDA graphs
+
+
+def test_a_graph_that_is_captured_is_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).to(WHERE)
+    x = torch.randn(256, 256, device=WHERE)
+    scratch = torch.zeros(1, device=WHERE)
+    with tba.attach(model, settings(tmp_path), layers=list(model)) as session:
+        torch.cuda.synchronize()
+        with pytest.raises(UnsupportedError, match="CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            scratch += 1  # PyTorch warns of a graph that is empty
+            with session.step():
+                model(x).sum().backward()
+        with session.step():
+            model(x).sum().backward()
+
+
+@COMPILER_LOOKS
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
+def test_compiled_layers_that_run_as_graphs_are_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(3))).to(WHERE)
+    for layer in model:
+        layer.compile(mode="reduce-overhead")
+    x = torch.randn(256, 256, device=WHERE)
+    with tba.attach(model, settings(tmp_path), layers=list(model)) as session:
+        with pytest.raises(UnsupportedError, match="CUDA graph"):
+            for _ in range(4):
+                with session.step():
+                    model(x).sum().backward()
+
+
+def test_one_history_twice() -> None:
+    """Otherwise the tests above would say little: these programs give the same bits again by themselves."""
+    histories = []
+    for _ in range(2):
+        from test_gpu import history_of, make
+
+        histories.append(history_of(make(), None))
+    assert_same_history(*histories)
