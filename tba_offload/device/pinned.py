@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 import os
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,8 +28,6 @@ class _Pinned(mmap.mmap):
     def pin(self, address: int, nbytes: int) -> None:
         # A forked child has no use for the pages, and would keep them after they are given back here.
         self.madvise(mmap.MADV_DONTFORK)
-        with suppress(OSError):  # a kernel without large pages
-            self.madvise(mmap.MADV_HUGEPAGE)  # there are 512 times fewer to be pinned
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         status = runtime.cudaHostRegister(address, nbytes, PORTABLE)
         if int(status):
