@@ -43,8 +43,7 @@ from tba_offload.config import parse_size
 from tba_offload.config.store import threads_per_direction
 from tba_offload.device import READY, device_of
 from tba_offload.device.ranges import CACHE_LINE, ByteRange
-from tba_offload.store.file import FileStore
-from tba_offload.store.transfers import JOINED_BYTES
+from tba_offload.store.file import JOINED_BYTES, FileStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

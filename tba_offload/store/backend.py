@@ -62,10 +62,13 @@ Move = tuple["Extent", "ByteRange"]
 class Joining(Backend, Protocol):
     """A backend that can move neighbouring extents by one call: a call costs as much as many bytes.
 
-    It is asked where a system call can reach the memory; what passes through a slab goes one by one. Each
-    extent begins where the one before it ends. ``None`` means that these cannot go together, or that the call
-    failed: they are moved one by one then, which tells which of them cannot be.
+    Each extent begins where the one before it ends. ``None`` means that these cannot go together, or that the
+    call failed: they are moved one by one then, which tells which of them cannot be.
     """
+
+    @property
+    def joined_bytes(self) -> int:
+        """Bytes that neighbours come to at most to go together; 0 if each goes by itself after all."""
 
     def move_out_together(self, moves: Sequence[Move]) -> list[int | None] | None:
         """Writes, on an I/O thread; returns the checksums as :meth:`Backend.move_out` does, or ``None``."""

@@ -31,13 +31,6 @@ if TYPE_CHECKING:
     from tba_offload.store.life import Life
     from tba_offload.store.meters import Meter
 
-JOINED_BYTES = 4 << 20
-"""Bytes. Neighbouring extents go together up to this.
-
-Processor time of the I/O thread for each written extent, by itself and so joined (``benchmarks/batches.py``,
-EPYC, O_DIRECT): 35 and 8 us at 64 KiB, 52 and 22 at 256 KiB, 115 and 83 at 1 MiB, no gain at 4 MiB.
-"""
-
 _MOST_JOINED = posix.MOST_PARTS // 2  # each has a part of its own, and perhaps one for its padding
 
 
@@ -142,8 +135,9 @@ class Batch:
         transfers, self._transfers = self._transfers, []
         _store = transfers[0].store  # not collected before the outcomes are told
         alone: list[Job] = []
-        for neighbours in _neighbours(transfers):  # a cancelled one leaves a gap
-            errors = neighbours[0].mover.move_together(neighbours) if len(neighbours) > 1 else None
+        mover = transfers[0].mover
+        for neighbours in mover.neighbours(transfers):  # a cancelled one leaves a gap
+            errors = mover.move_together(neighbours) if len(neighbours) > 1 else None
             if errors is None:
                 for transfer in neighbours:
                     transfer.put_back()
@@ -159,14 +153,19 @@ class Batch:
         return all(cancelled)
 
 
-def _neighbours(transfers: Sequence[Transfer]) -> Iterator[list[Transfer]]:
-    """Runs of transfers whose extents lie next to each other, each in the order of the extents."""
+def _neighbours(transfers: Sequence[Transfer], most: int) -> Iterator[list[Transfer]]:
+    """Runs of transfers whose extents lie next to each other, each in the order of the extents.
+
+    Args:
+        transfers: In any order.
+        most: Bytes that a run of several comes to at most.
+    """
     run: list[Transfer] = []
     nbytes = lo = hi = 0
     for transfer in transfers:
         extent = transfer.lease.extent
         nbytes += extent.length
-        if run and nbytes <= JOINED_BYTES and len(run) < _MOST_JOINED and transfer.padded is run[0].padded:
+        if run and nbytes <= most and len(run) < _MOST_JOINED and transfer.padded is run[0].padded:
             if extent.offset == hi:
                 hi += extent.length
                 run.append(transfer)
@@ -233,15 +232,22 @@ class Mover:
 
     def jobs(self, transfers: Sequence[Transfer]) -> Iterator[Job]:
         """The jobs that do transfers which are queued together: neighbours are one, if they can be joined."""
-        if len(transfers) == 1 or not hasattr(self.backend, "move_out_together"):
+        if len(transfers) == 1 or not self._joined_bytes():
             yield from transfers
             return
-        joins = not self.backend.device.pins_memory  # what goes through slabs goes one by one
-        for neighbours in _neighbours(transfers):
-            if joins and len(neighbours) > 1:
+        for neighbours in self.neighbours(transfers):
+            if len(neighbours) > 1:
                 yield Batch(neighbours)
             else:
                 yield from neighbours
+
+    def neighbours(self, transfers: Sequence[Transfer]) -> Iterator[list[Transfer]]:
+        """Those among transfers that can go together, in the order of their extents."""
+        return _neighbours(transfers, self._joined_bytes())
+
+    def _joined_bytes(self) -> int:
+        """What several may come to that go together; 0 where the backend cannot join them."""
+        return getattr(self.backend, "joined_bytes", 0)
 
     def move(self, transfer: Transfer) -> None:
         """Moves the bytes of a transfer, and compares what is read with its checksum.

@@ -386,6 +386,32 @@ def test_two_transfers_of_one_direction_finish_in_order(to_host: bool) -> None:
     assert ended == [0, 1]
 
 
+def test_small_neighbours_in_host_memory_are_waited_for_once() -> None:
+    """Of a link that is faster than a thread wakes up, single small copies use a part."""
+    device, count = device_of(LAG), 16
+    data = torch.arange(count * 64 * KIB // 8, device=LAG).view(count, -1)
+    back = torch.zeros_like(data)
+    sources, targets = (list(map(ByteRange.of, each)) for each in (data, back))
+    with HostStore(device=device, slab_bytes=256 * KIB) as store:
+        store.prepare(MIB)
+        extents = store.reserve_many([(source.nbytes, source.address) for source in sources])
+        after = device.event()
+        after.synchronize()
+        before = lagging.count("host_waits")
+        orders = zip(extents, sources, strict=True)
+        writes = store.write_many([(extent, source, after, None) for extent, source in orders])
+        for write in writes:
+            write.wait()
+        pairs = reversed([*zip(extents, targets, strict=True)])  # as backward does
+        reads = store.read_many([(extent, target, after) for extent, target in pairs], padded=False)
+        for read in reads:
+            read.wait()
+        assert lagging.count("host_waits") - before <= 4  # for the event, and for the copies, out and back
+        assert same_bits(back.cpu(), data.cpu())
+        for extent in extents:
+            store.release(extent)
+
+
 def test_copies_of_both_directions_go_at_once() -> None:
     device = device_of(LAG)
     there, here = torch.zeros(2, MIB, dtype=torch.uint8, device=LAG), device.host_memory(2 * MIB).view(2, MIB)

@@ -16,11 +16,10 @@ from tba_offload.device import ByteRange, CpuDevice
 from tba_offload.errors import ChecksumError, StoreError
 from tba_offload.store import open_store, posix
 from tba_offload.store.base import IoFuture, take_back
-from tba_offload.store.file import FileStore
+from tba_offload.store.file import JOINED_BYTES, FileStore
 from tba_offload.store.host import HostStore
 from tba_offload.store.striped import StripedStore
 from tba_offload.store.tiered import TieredStore
-from tba_offload.store.transfers import JOINED_BYTES
 from tba_offload.testing.faults import inject
 from tba_offload.testing.store_contract import CPU, PATIENCE, READY, Gate, at_lead, io_threads, pattern
 
