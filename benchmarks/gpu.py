@@ -15,9 +15,9 @@ in the step less what was live before.
 
 The last rounds run with deterministic kernels and compare the loss and all gradients, bit for bit.
 
-Beside the time of each way stands its bound: no way can be faster than keep, or than its tier, whose
-bandwidth is measured first, can move its bytes. What the step needs is its bytes by the time of keep's
-forward and of its backward.
+Beside the time of each way stands its bound: its forward takes as long as keep's, or as its tier, whose
+bandwidth is measured first, takes to write its bytes, and its backward likewise to read them. What the step
+needs is its bytes by the time of keep's forward and of its backward.
 """
 
 from __future__ import annotations
@@ -274,16 +274,20 @@ def tiers_of(settings: Settings, size: Size, subject: Subject) -> dict[str, dict
     return found
 
 
-def bound(keep: float, written: float, read: float, tier: Rates) -> float:
-    """No step that moves so much can be faster, in seconds.
+def bound(forward: float, backward: float, written: float, read: float, tier: Rates) -> float:
+    """A step that moves so much takes so long at least, in seconds.
+
+    Forward lasts until what is written has left, since the window holds the rest until backward uses it, and
+    backward until what is read has come.
 
     Args:
-        keep: The step if nothing moves.
+        forward: Of the step if nothing moves.
+        backward: Likewise.
         written: Bytes to the tier.
         read: Bytes from it.
         tier: What it moves.
     """
-    return max(keep, written / tier.write, read / tier.read, (written + read) / tier.most)
+    return max(forward, written / tier.write) + max(backward, read / tier.read)
 
 
 # Figures
@@ -336,7 +340,8 @@ def against_keep(
         return found
     tier = tiers[row["tier"]]
     rates = Rates(tier["write"], tier["read"], tier["both"])
-    least = bound(median(keep, "seconds"), row["written"], row["read"], rates)
+    times = median(keep, "forward"), median(keep, "backward")
+    least = bound(*times, row["written"], row["read"], rates)
     return found | {
         "needs_write": row["written"] / median(keep, "forward"),
         "needs_read": row["read"] / median(keep, "backward"),

@@ -94,7 +94,25 @@ def _moved(result: int) -> int:
     return result
 
 
+_MEANINGS = {
+    5001: "the nvidia-fs driver is not loaded, and compatibility mode is off",
+    5007: "this platform is not supported",
+    5008: "this file is not supported",
+    5009: "this GPU is not supported",
+    5010: "the nvidia-fs driver failed",
+    5011: "the CUDA driver failed",
+    5018: "this kind of file is not supported",
+    5025: "no permission",
+    5027: "the file could not be registered",
+    5030: "internal error",
+    5033: "the nvidia-fs driver could not be set up",
+    5034: "its configuration forbids it for this file",
+}
+"""Errors that a file may meet, as cufile.h explains them."""
+
+
 def _failure(number: int) -> OSError:
     if number > _FIRST_ERROR:
-        return OSError(errno.EIO, f"error {number} of cuFile, which cufile.h explains")
+        meaning = _MEANINGS.get(number, "which cufile.h explains")
+        return OSError(errno.EIO, f"error {number} of cuFile, {meaning}")
     return OSError(number, os.strerror(number))

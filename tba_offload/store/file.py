@@ -74,6 +74,7 @@ class FileBackend:
         device: As given.
         alignment: What addresses in the device's memory must match, bytes; 1 where all bytes take the way
             through slabs: padding there would only keep a buffer from fitting where another one was.
+        joined_bytes: See :attr:`Joining.joined_bytes`; what passes through a slab goes one by one.
         block: What direct I/O demands, bytes; 1 where it is buffered.
         reason: Why it is buffered; ``None`` if it is direct.
         late: Asks for errors that the file system tells late.
@@ -91,7 +92,7 @@ class FileBackend:
         try:
             self.block, self.reason = _choose_path(self._file)
             self.late = LateErrors(self._file, is_direct=self.reason is None)
-            self.alignment = 1 if device.pins_memory else self.block
+            self.alignment, self.joined_bytes = (1, 0) if device.pins_memory else (self.block, JOINED_BYTES)
             self._stable_pages = posix.needs_stable_pages(self._file.fd)
             self.ring = StagingRing(slab_bytes, options.writers + options.readers, self.block, device)
         except BaseException:
@@ -107,11 +108,6 @@ class FileBackend:
     def size(self) -> int:
         """Bytes that the file has been grown to."""
         return self._file.size
-
-    @property
-    def joined_bytes(self) -> int:
-        """See :attr:`Joining.joined_bytes`; what passes through a slab goes one by one."""
-        return 0 if self.device.pins_memory else JOINED_BYTES
 
     def grow(self, size: int) -> None:
         """See :meth:`RunFile.grow`."""

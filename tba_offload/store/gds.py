@@ -256,7 +256,8 @@ class _GdsFile:
         try:
             self._taken.append(CuFile(fd))
         except OSError as error:
-            raise _refused(str(error.strerror or error), self._directory, error.errno) from error
+            why = str(error.strerror or error) + _missing_in_udev(fd)
+            raise _refused(why, self._directory, error.errno) from error
         self._opened = _descriptors_of(fd) - before  # by cuFile, too
 
     @property
@@ -340,6 +341,15 @@ def _refusal(kvikio: Any, fd: int) -> str | None:
     if not UDEV.is_dir():
         return f"cuFile looks for drives in {UDEV}, which is not there: in a container, mount it or make it"
     return "kvikio is in compatibility mode: KVIKIO_COMPAT_MODE is ON, or libcufile is not found"
+
+
+def _missing_in_udev(fd: int) -> str:
+    """What to do where udev does not know the drive of a file, for which cuFile asks it; or nothing."""
+    device = os.fstat(fd).st_dev
+    entry = UDEV / "data" / f"b{os.major(device)}:{os.minor(device)}"
+    if not os.major(device) or entry.exists():
+        return ""
+    return f": it asks udev for the drive, and there is no {entry}; in a container, mount the host's {UDEV}"
 
 
 def _refused(why: str, directory: str, number: int | None = None) -> StoreError:

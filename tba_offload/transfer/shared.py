@@ -207,7 +207,7 @@ class Shared:
 
     def give_up_unfinished(self, record: Record) -> None:
         """Takes back what was saved of a record and never came to the store."""
-        if lost := record.unfinished():
+        if lost := {piece for piece in record.pieces() if piece.is_unfinished()}:
             self.take_back(record, lost)
             self.settle(record)
 

@@ -256,10 +256,6 @@ class Record:
         for span in self.spans:
             yield from span.pieces
 
-    def unfinished(self) -> set[Piece]:
-        """Pieces that an interrupt kept from the store, or left half taken back."""
-        return {piece for piece in self.pieces() if piece.is_unfinished()}
-
     def unrestored(self) -> list[Span]:
         """The spans of which no buffer is alive."""
         spans = []

@@ -92,7 +92,7 @@ def test_it_runs_on_a_cpu(tmp_path: Path, python_with_torch: Warm) -> None:
         assert all(row["same_bits"] for row in rows.values())
         assert rows["keep"]["over_keep"]["median"] == rows["keep"]["peak_over_keep"] == 1.0
         assert rows["drive"]["written"] + rows["drive"]["forwarded"] > 3 * 128 * 64 * 2 * 2
-        assert rows["drive"]["bound_seconds"] >= rows["keep"]["seconds"]["median"]
+        assert rows["drive"]["bound_seconds"] >= rows["keep"]["forward"] + rows["keep"]["backward"]
         assert rows["save_on_cpu"]["written"] == 0
         assert set(size["timelines"]["drive"]) >= {COMPUTE, WRITES}
         assert set(size["tiers"]) == {"host", "drive", "tmpfs"}
@@ -348,15 +348,14 @@ def test_names_of_ours_are_known() -> None:
 @pytest.mark.parametrize(
     ("tier", "least"),
     [
-        (Rates(1e9, 1e9, 1e9), 8.0),  # half duplex: both directions add up
-        (Rates(1e9, 1e9, 2e9), 4.0),  # full duplex
-        (Rates(1e9, 4e9, 4e9), 4.0),  # the writes alone
-        (Rates(4e9, 1e9, 1e9), 4.0),  # the reads alone
+        (Rates(1e9, 1e9, 1e9), 8.0),  # both
+        (Rates(1e9, 4e9, 4e9), 6.0),  # the writes alone
+        (Rates(4e9, 1e9, 1e9), 5.0),  # the reads alone
         (Rates(1e12, 1e12, 1e12), 3.0),  # computation
     ],
 )
 def test_no_step_is_faster_than_its_bound(tier: Rates, least: float) -> None:
-    assert gpu.bound(3.0, 4e9, 4e9, tier) == pytest.approx(least)
+    assert gpu.bound(1.0, 2.0, 4e9, 4e9, tier) == pytest.approx(least)
 
 
 def test_needs_are_bytes_by_the_time_that_keep_takes() -> None:
@@ -366,8 +365,8 @@ def test_needs_are_bytes_by_the_time_that_keep_takes() -> None:
     row = {"tier": "drive", "written": 8e9, "read": 6e9, "seconds": {"median": 4.5}}
     found = gpu.against_keep(ours, keep, row, tiers)
     assert (found["needs_write"], found["needs_read"]) == (8e9, 3e9)
-    assert found["bound_seconds"] == 4.0
-    assert found["over_bound"] == 4.5 / 4.0
+    assert found["bound_seconds"] == 6.0
+    assert found["over_bound"] == 4.5 / 6.0
     assert found["over_keep"]["median"] == 1.5
 
 
@@ -379,13 +378,13 @@ def test_on_a_cpu_steps_whose_memory_was_sampled_have_no_time() -> None:
 
 # The script that runs it
 
-MINUTE, STARTING, INSTALLING = 60, 120, 20
+MINUTE, STARTING, INSTALLING = 60, 35, 10
 
 
 def test_the_runbook_keeps_to_the_limits_of_its_steps() -> None:
     text = SCRIPT.read_text()
     told = {step: int(limit) for step, limit in re.findall(r"^#     (\w+) +(\d+) s  ", text, re.MULTILINE)}
-    first = ["doctor", "smoke", "quick", "tests", "link", "compiled", "sanitizer"]
+    first = ["doctor", "smoke", "quick", "tests", "alone", "compiled", "link", "sanitizer"]
     assert list(told) == [*first, "benchmark"]
     assert [int(limit) for limit in re.findall(r"^[^#\n]*\blimited (\d+)", text, re.MULTILINE)] == [
         *told.values()
@@ -396,9 +395,8 @@ def test_the_runbook_keeps_to_the_limits_of_its_steps() -> None:
     assert limits == [sum(told[step] for step in steps.split()) for steps, _, _ in runs]
     smoke, race, rest, another_time = limits
     assert smoke <= 3 * MINUTE
-    assert race <= 9 * MINUTE
-    assert max(rest, another_time) < 10 * MINUTE
-    assert smoke + race + rest + 3 * (STARTING + INSTALLING) <= 30 * MINUTE
+    assert max(race, rest, another_time) < 10 * MINUTE
+    assert smoke + race + 2 * (STARTING + INSTALLING) <= 15 * MINUTE
 
 
 def test_the_script_says_how_it_is_used() -> None:

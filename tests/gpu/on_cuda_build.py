@@ -95,6 +95,7 @@ def test_the_script_for_a_gpu_knows_where_its_tests_are() -> None:
             },
         ),
         ("APART", {"test_gpu.py"}),
+        ("ALONE", {"test_gpu.py", "test_streams.py"}),
         (
             "ORDERLY",
             {

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from harness import COMPILER_LOOKS
 from later import Later
-from models import VOCAB, assert_same_history, loss_of, make_model, make_tokens, same_bits
+from models import VOCAB, loss_of, make_model, make_tokens, same_bits
 from optimizers import MAKERS, assert_same, pair, policy
 from torch import Tensor, nn
 
@@ -212,27 +211,3 @@ def test_a_graph_that_is_captured_is_refused(tmp_path: Path) -> None:
                 model(x).sum().backward()
         with session.step():
             model(x).sum().backward()
-
-
-@COMPILER_LOOKS
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
-def test_compiled_layers_that_run_as_graphs_are_refused(tmp_path: Path) -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(3))).to(WHERE)
-    for layer in model:
-        layer.compile(mode="reduce-overhead")
-    x = torch.randn(256, 256, device=WHERE)
-    with tba.attach(model, settings(tmp_path), layers=list(model)) as session:
-        with pytest.raises(UnsupportedError, match="CUDA graph"):
-            for _ in range(4):
-                with session.step():
-                    model(x).sum().backward()
-
-
-def test_one_history_twice() -> None:
-    """Otherwise the tests above would say little: these programs give the same bits again by themselves."""
-    histories = []
-    for _ in range(2):
-        from test_gpu import history_of, make
-
-        histories.append(history_of(make(), None))
-    assert_same_history(*histories)

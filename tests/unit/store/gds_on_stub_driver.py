@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import inspect
+import os
 import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,10 +34,7 @@ if TYPE_CHECKING:
 
 DEVICE = StubDevice()
 EIO, ENOSPC = -errno.EIO, -errno.ENOSPC
-HANDLE_REFUSED, GPU_MEMORY_NOT_TAKEN = (
-    5027,
-    -5024,
-)  # of cuFile: not supported on this file system; pinning failed
+HANDLE_REFUSED, GPU_MEMORY_NOT_TAKEN = 5027, -5024  # of cuFile: the file is not registered; nor the memory
 
 
 @pytest.fixture(autouse=True)
@@ -171,6 +169,24 @@ def test_a_file_that_cufile_refuses_is_an_error_and_leaves_nothing(tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
     assert probe.choose(tmp_path, DEVICE).kind == "file"
     assert waits() == NONE
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_drive_that_udev_does_not_know_is_named_where_cufile_refuses(
+    is_known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in containers, which have no database of udev's."""
+    device = tmp_path.stat().st_dev
+    known, entry = tmp_path / "udev", f"b{os.major(device)}:{os.minor(device)}"
+    assert os.major(device), "a drive, and not what a driver makes up"
+    (known / "data").mkdir(parents=True)
+    if is_known:
+        (known / "data" / entry).touch()
+    monkeypatch.setattr(gds, "UDEV", known)
+    tell("refuse", HANDLE_REFUSED)
+    with pytest.raises(StoreError, match="could not be registered") as caught:
+        GdsStore(tmp_path, device=DEVICE)
+    assert (entry in str(caught.value)) != is_known
 
 
 @pytest.mark.parametrize(
