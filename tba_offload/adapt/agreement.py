@@ -9,17 +9,14 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tba_offload.adapt.phases import has_excursion
+from tba_offload.adapt.controller import Need
+from tba_offload.adapt.phases import is_time_to_talk
 from tba_offload.config.policy import Placement
 
 if TYPE_CHECKING:
     from tba_offload.adapt.controller import Controller
     from tba_offload.adapt.observation import StepObservation
     from tba_offload.plan.model import Plan
-    from tba_offload.plan.tuning import Tuning
-
-Need = tuple[float, float]
-"""Need of a rank for its proposal: bytes over its budget and seconds of its step without recomputation."""
 
 Agree = Callable[[dict[str, Placement], Need], dict[str, Placement]]
 """Takes what a rank proposes, name of a layer to its placement, and its need; tells what counts for each."""
@@ -70,9 +67,3 @@ class Agreement:
     def is_done(self) -> bool:
         """Whether there is nothing to decide and nothing more to learn: other ranks may always ask."""
         return False
-
-
-def is_time_to_talk(step: int, tuning: Tuning) -> bool:
-    """Whether ranks agree after a step; where layers are shared, no other step is looked at closely."""
-    is_soon = has_excursion(step, tuning) or has_excursion(step - 1, tuning)
-    return step <= tuning.learning + 1 or step % tuning.turn == 0 or is_soon

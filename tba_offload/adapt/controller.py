@@ -18,9 +18,8 @@ import warnings
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tba_offload.adapt.agreement import is_time_to_talk
 from tba_offload.adapt.knowledge import Knowledge
-from tba_offload.adapt.phases import Moment, Settled, WarmUp
+from tba_offload.adapt.phases import Moment, Settled, WarmUp, is_time_to_talk
 from tba_offload.adapt.proposals import bare, best_plan, over_budget, predicted
 from tba_offload.adapt.thinking import AtOnce
 from tba_offload.config.policy import Placement
@@ -31,7 +30,6 @@ from tba_offload.plan.writes import writes_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tba_offload.adapt.agreement import Need
     from tba_offload.adapt.observation import StepObservation
     from tba_offload.adapt.phases import Phase
     from tba_offload.adapt.task import Task
@@ -44,6 +42,10 @@ if TYPE_CHECKING:
 
     Think = Callable[[Callable[[], Decision]], Thinking[Decision]]
     """Begins to find out what comes next."""
+
+
+Need = tuple[float, float]
+"""Need of a rank for its proposal: bytes over its budget and seconds of its step without recomputation."""
 
 
 class Controller:

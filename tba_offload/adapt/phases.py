@@ -470,6 +470,12 @@ def has_excursion(step: int, tuning: Tuning) -> bool:
     return step in tuning.excursions or (step > 0 and step % last == 0)
 
 
+def is_time_to_talk(step: int, tuning: Tuning) -> bool:
+    """Whether ranks agree after a step; where layers are shared, no other step is looked at closely."""
+    is_soon = has_excursion(step, tuning) or has_excursion(step - 1, tuning)
+    return step <= tuning.learning + 1 or step % tuning.turn == 0 or is_soon
+
+
 def _probe(moment: Moment, profile: StepProfile, bandwidth: Bandwidth, *, has_warmed_up: bool) -> Plan:
     """The plan of a step that shows what is not known."""
     task = moment.task

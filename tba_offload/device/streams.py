@@ -31,8 +31,6 @@ from tba_offload.renamed import names_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from tba_offload.device.ranges import ByteRange
-
 
 _USUAL_KILOHERTZ = 1_500_000
 
@@ -116,8 +114,13 @@ class Device(ABC):
         """Gives the calling thread's stream work for about so long, as training does; for measurements."""
 
     @abstractmethod
-    def use(self, memory: ByteRange, stream: Any) -> None:
-        """Keeps memory that was allocated on another stream from being reused before ``stream`` is done."""
+    def use(self, memory: torch.Tensor, stream: Any) -> None:
+        """Keeps memory that was allocated on another stream from being reused before ``stream`` is done.
+
+        Args:
+            memory: A tensor on it.
+            stream: Of this device.
+        """
 
     @abstractmethod
     def bind_thread(self) -> None:
@@ -210,7 +213,7 @@ class CpuDevice(Device):
     def occupy(self, seconds: float) -> None:
         """Does nothing: what a CPU computes needs no waiting for."""
 
-    def use(self, memory: ByteRange, stream: object) -> None:
+    def use(self, memory: torch.Tensor, stream: object) -> None:
         """Does nothing: what was called is done."""
 
     def bind_thread(self) -> None:
@@ -303,9 +306,9 @@ class Accelerator(Device):
         kilohertz = getattr(properties, "clock_rate", 0) or _USUAL_KILOHERTZ  # not every CUDA tells
         self._module._sleep(int(1e3 * kilohertz * seconds))
 
-    def use(self, memory: ByteRange, stream: Any) -> None:
+    def use(self, memory: torch.Tensor, stream: Any) -> None:
         """Tells the caching allocator that ``stream`` reads the memory."""
-        memory.tensor().record_stream(stream)
+        memory.record_stream(stream)
 
     def bind_thread(self) -> None:
         """Sets the calling thread's current device: threads start on device 0."""

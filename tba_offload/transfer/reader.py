@@ -116,7 +116,7 @@ class Reader:
         if storage is None:
             storage, span = self._read(handle, span)
         if span.stream is not None and (stream := self._device.stream()) != span.stream:
-            self._device.use(ByteRange(storage, 0, storage.nbytes()), stream)
+            self._device.use(ByteRange(storage, 0, storage.nbytes()).tensor(), stream)
         return storage, span.shift
 
     def _forwarded(self, handle: Handle, *, is_first: bool, was_held: bool | None) -> None:

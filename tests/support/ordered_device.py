@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from tba_offload.device import ByteRange, Event
+    from tba_offload.device import Event
     from tba_offload.session import Session
 
 Interval = tuple[int, int]
@@ -165,9 +165,9 @@ class OrderedDevice(CpuDevice):
         clock.learn(stream.clock if isinstance(stream, Stream) else self.stream().clock)
         return Point(self, clock)
 
-    def use(self, memory: ByteRange, stream: object) -> None:
+    def use(self, memory: torch.Tensor, stream: object) -> None:
         # What CUDA's allocator does at the end of its block: it is not given to anybody else meanwhile.
-        self._in_use.append(memory.storage)
+        self._in_use.append(memory.untyped_storage())
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         room = super().host_memory(nbytes)

@@ -151,7 +151,7 @@ def test_memory_that_another_stream_reads_is_kept_if_the_allocator_is_told(is_to
         lagging.sleep(0.05)
         copy = data.clone()
     if is_told:
-        device.use(ByteRange.of(data), other)
+        device.use(data, other)
     del data
     torch.accelerator.synchronize()
     assert same_bits(copy.cpu(), expected) == is_told
