@@ -13,6 +13,7 @@ and then at most by ``at most``, where cores are many. On every machine it costs
 
 from __future__ import annotations
 
+import copy
 import statistics
 import sysconfig
 import time
@@ -32,7 +33,7 @@ from tba_lab.demo.dtype import DTYPES, instruction_set
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
 GIB = 1 << 30
 LEAST = 64 << 10
@@ -103,8 +104,8 @@ def batches(tokens: Tensor, count: int) -> Iterator[Tensor]:
         yield tokens[starts + torch.arange(SEQUENCE)].long()
 
 
-def saved_by(width: int, layers: int, steps: int, dtype: torch.dtype) -> list[Tensor]:
-    """What the last step of a training saves in `dtype`, each storage once."""
+def trained(width: int, layers: int, steps: int) -> nn.Module:
+    """A GPT-2 that has seen some text."""
     torch.manual_seed(0)
     config = GPT2Config(
         bos_token_id=None,
@@ -122,7 +123,12 @@ def saved_by(width: int, layers: int, steps: int, dtype: torch.dtype) -> list[Te
         optimizer.zero_grad()
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
-    model.to(dtype)
+    return model
+
+
+def saved_by(trained: nn.Module, dtype: torch.dtype) -> list[Tensor]:
+    """What a step of a model saves in `dtype`, each storage once."""
+    model = copy.deepcopy(trained).to(dtype)
     parameters = {each.untyped_storage().data_ptr() for each in model.parameters()}
     found: dict[int, Tensor] = {}
 
@@ -191,9 +197,9 @@ def table_of(rows: Sequence[Row], title: str) -> Table:
 @click.option("--dtype", "dtypes", type=click.Choice(tuple(DTYPES)), multiple=True, default=("fp32", "bf16"))
 def main(*, width: int, layers: int, steps: int, rounds: int, dtypes: tuple[str, ...]) -> None:
     """Measure what lossless compression of activations would gain."""
-    console = Console(width=110)
+    console, model = Console(width=110), trained(width, layers, steps)
     for dtype in dtypes:
-        tensors = saved_by(width, layers, steps, DTYPES[dtype])
+        tensors = saved_by(model, DTYPES[dtype])
         nbytes = sum(tensor.nbytes for tensor in tensors)
         rows = [
             measure(name, codec, tensors, planes=planes, rounds=rounds)

@@ -12,7 +12,7 @@ from places import BENCHMARKS
 sys.path.append(str(BENCHMARKS))  # after all others: it has an io.py
 
 import compression
-from compression import Codec, Row, chunks, measure, saved_by, table_of
+from compression import Codec, Row, chunks, measure, saved_by, table_of, trained
 
 ZLIB = Codec(lambda data: zlib.compress(data, 1), zlib.decompress)
 
@@ -25,7 +25,7 @@ def test_planes_have_all_bytes_of_one_place_together(monkeypatch: pytest.MonkeyP
 
 
 def test_activations_of_a_model_are_compressed_and_come_back() -> None:
-    tensors = saved_by(64, 2, 1, torch.bfloat16)
+    tensors = saved_by(trained(64, 2, 1), torch.bfloat16)
     assert tensors
     assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
     rows = [measure("zlib", ZLIB, tensors, planes=planes, rounds=1) for planes in (False, True)]
