@@ -329,7 +329,7 @@ def test_wrong_sizes(size: str, problem: str) -> None:
             "budget:\n  actvation_bytes: 1GiB",
             (
                 "2: budget.actvation_bytes: unknown key; did you mean 'activation_bytes'? "
-                "(the keys here are activation_bytes, in_flight_bytes, objective)"
+                "(the keys here are activation_bytes, device_bytes, in_flight_bytes, objective)"
             ),
         ),
         (
