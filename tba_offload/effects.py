@@ -40,7 +40,10 @@ def doubts(config: OffloadConfig, layers: Sequence[LayerId]) -> list[str]:
     return found
 
 
-_NOTHING_KEEPS_TO_IT = "nothing keeps to it: every layer is placed keep or recompute; place layers auto, or offload, or remove it"
+_NOTHING_KEEPS_TO_IT = (
+    "nothing keeps to it: every layer is placed keep or recompute; place layers auto, or offload, or remove "
+    "it"
+)
 
 
 def _obeys_no_budget(placements: set[Placement]) -> bool:

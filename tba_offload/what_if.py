@@ -212,8 +212,8 @@ class Situation:
         if device.left <= 0:
             least = readable_size(device.base_bytes + device.gradient_bytes)
             raise ConfigError(
-                f"nothing is left for activations {device}; give a device of more than {least}, or offload the "
-                "states of optimizers"
+                f"nothing is left for activations {device}; give a device of more than {least}, or offload "
+                "the states of optimizers"
             )
         return device
 

@@ -979,6 +979,32 @@ def test_the_policy_file_reproduces_the_plan(run_log: Path, tmp_path: Path) -> N
         assert session.plan.window == found["plan"]["window"]
 
 
+def test_a_plan_for_a_device_has_what_the_run_left_on_it(tmp_path: Path, run_log: Path) -> None:
+    path, policy = tmp_path / "run.jsonl", tmp_path / "policy.yaml"
+    model = make_model(layers=LAYERS)
+    with tba.attach(model, config_for(in_flight=MIB, default=OFFLOAD), run_log=path) as session:
+        train(model, session, steps=4, micro_batches=2)
+        records = session.report()
+    beside = max(record.base_bytes or 0 for record in records)
+    gradients = max(record.gradient_peak_bytes or 0 for record in records)
+    device_bytes = beside + gradients + 4 * MIB
+    options = ("--device-bytes", f"{device_bytes}B")
+    said = run_plan(path, *options, "-o", policy).output
+    assert re.search(
+        r"^3\.9\d MiB are left for activations of .*, less .* live before a step and", said, re.MULTILINE
+    )
+    assert load_config(policy).budget.device_bytes is None  # each layer is placed, and waits for its drive
+    for arguments, what in (
+        ((path, "--device-bytes", "1MiB"), "nothing is left for activations of 1.00 MiB, less"),
+        ((path, *options, "--layers", "9"), "what lies on the device beside activations is not known"),
+        ((run_log, *options), "what lies on the device beside activations is not known"),
+        ((path, *options, "--budget", "3MiB"), "--budget and --device-bytes both say"),
+    ):
+        failed = invoke_plan(*arguments)
+        assert failed.exit_code != 0
+        assert what in failed.output
+
+
 def test_the_policy_of_one_stage_leaves_the_others_as_they_were(run_log: Path, tmp_path: Path) -> None:
     """Those that are not in the log of this rank: the header of each names all."""
     header, *lines = run_log.read_text().splitlines()
