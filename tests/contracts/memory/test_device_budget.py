@@ -10,6 +10,8 @@ import copy
 import gc
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
@@ -20,6 +22,7 @@ from harness import KIB, MIB
 from models import loss_of, make_model, make_tokens, same_bits
 
 import tba_offload as tba
+from tba_offload.adapt.controller import Controller
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -63,6 +66,8 @@ def run(
     *,
     by_hand: bool = False,
     states: bool = False,
+    is_shared: bool = False,
+    steps: int = STEPS,
     before: Callable[[int, nn.Module], object] = lambda _step, _model: None,
     log: Path | None = None,
 ) -> Run:
@@ -79,7 +84,9 @@ def run(
         warnings.simplefilter("always")
         # Memory is measured all the same.
         with tba.attach(model, policy, run_log=log, optimizer=updated, measure_memory=keeps) as session:
-            for step in range(STEPS):
+            if is_shared:
+                share_layers(session)
+            for step in range(steps):
                 before(step, model)
                 train(session, model, step, by_hand=by_hand)
                 optimizer.step()
@@ -87,6 +94,14 @@ def run(
             records = session.report()
     told = [str(each.message) for each in caught if each.category is RuntimeWarning]
     return Run(records, [parameter.detach().clone() for parameter in model.parameters()], told)
+
+
+def share_layers(session: Session) -> None:
+    """Other ranks have the same layers, and want what this one does."""
+    controller = session.planning.controller
+    assert controller is not None
+    task = replace(controller.task, is_shared=True)
+    session.planning.start(session.plan, Controller(task), lambda proposed, _need: proposed)
 
 
 def train(session: Session, model: nn.Module, step: int, *, by_hand: bool) -> None:
@@ -138,23 +153,49 @@ def test_what_is_left_for_activations_is_derived_from_what_lies_there(
         assert 0.95 * left < budget < left < device - 3.9 * nbytes  # weights, gradients, two states
 
 
+CHANGED = 5
+"""Step before which copies of the model come, or go."""
+
+
+class Copies:
+    """Copies of a model, as those of averaged weights, that come or go in the middle of a run."""
+
+    def __init__(self, *, come: bool) -> None:
+        self._come = come
+        self._all: list[nn.Module] = []
+
+    def __call__(self, step: int, model: nn.Module) -> None:
+        if step == (CHANGED if self._come else 0):
+            self._all = [copy.deepcopy(model).requires_grad_(requires_grad=False) for _ in range(4)]
+        elif step == CHANGED:
+            self._all.clear()
+            gc.collect()
+
+
 @pytest.mark.usefixtures("peaks_are_exact")
-def test_a_copy_of_the_model_takes_of_what_activations_have(tmp_path: Path) -> None:
-    """The step that finds it runs without its plan, and plans are made for less from then on."""
-    copies: list[nn.Module] = []
-
-    def averaged(step: int, model: nn.Module) -> None:
-        if step == 5:
-            copies.extend(copy.deepcopy(model).requires_grad_(requires_grad=False) for _ in range(2))
-
-    budget = int(0.75 * max(run(tmp_path, {"default": "keep"}, before=averaged).peaks))
-    copies.clear()
-    found = run(tmp_path, {"default": "auto", "budget": {"device_bytes": budget}}, before=averaged)
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("come", [True, False])
+def test_copies_of_the_model_take_of_what_activations_have(
+    tmp_path: Path, *, come: bool, is_shared: bool
+) -> None:
+    """The step that finds them runs without its plan. Ranks that share layers agree on the next one later."""
+    kept = run(tmp_path, {"default": "keep"}, before=Copies(come=come))
+    budget = int(0.75 * max(kept.peaks))
+    found = run(
+        tmp_path,
+        {"default": "auto", "budget": {"device_bytes": budget}},
+        before=Copies(come=come),
+        is_shared=is_shared,
+        steps=2 * STEPS,
+    )
     assert_below(found, budget)
-    now, then = (found.records[place].activation_budget_bytes or 0 for place in (-1, 4))
+    budgets = [record.activation_budget_bytes or 0 for record in found.records]
+    changes = [abs(after - before) for before, after in pairwise(budgets[2:])]
     size = sum(weight.nbytes for weight in found.weights)
-    assert then - now > 1.9 * size
-    assert found.records[5].activation_budget_bytes == pytest.approx(now, rel=0.02)
+    assert changes[CHANGED - 3] > 3.9 * size
+    assert sum(changes) == changes[CHANGED - 3]
+    peaks = [record.activation_peak_bytes or 0 for record in found.records]
+    assert (peaks[-1] < peaks[CHANGED - 1]) is come  # less is planned, or more
 
 
 @pytest.mark.usefixtures("peaks_are_exact")
