@@ -243,8 +243,8 @@ class Session:
         wanted = read_config(config, layers=self._world.layers)
         if not wanted.store.directories:
             wanted = replace(wanted, store=replace(wanted.store, directories=self.config.store.directories))
-        budget = replace(wanted.budget, objective=self.config.budget.objective)
-        if (wanted.store, budget) != (self.config.store, self.config.budget):
+        budgets = [(each.budget.limits, each.budget.device_bytes) for each in (wanted, self.config)]
+        if wanted.store != self.config.store or budgets[0] != budgets[1]:
             raise ConfigError(
                 "store and budget are those that the session was opened with; close it and attach anew",
                 file=wanted.file,
