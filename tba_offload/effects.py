@@ -31,6 +31,8 @@ def doubts(config: OffloadConfig, layers: Sequence[LayerId]) -> list[str]:
     found = config.policy.doubts(layers)
     if (why := _why_no_budget(config, config.policy.placements(layers))) is not None:
         found.append(str(config.error_at(("budget", "activation_bytes"), why)))
+    if config.budget.device_bytes is not None and _obeys_no_budget(config.policy.placements(layers)):
+        found.append(str(config.error_at(("budget", "device_bytes"), _NOTHING_KEEPS_TO_IT)))
     is_limited = config.store.write_bytes_per_day is not None
     if is_limited and Placement.AUTO not in config.policy.placements(layers):
         why = "it limits nothing: no layer is placed auto; place layers auto, or remove it"
@@ -38,16 +40,25 @@ def doubts(config: OffloadConfig, layers: Sequence[LayerId]) -> list[str]:
     return found
 
 
+_NOTHING_KEEPS_TO_IT = (
+    "nothing keeps to it: every layer is placed keep or recompute; place layers auto, or offload, or remove "
+    "it"
+)
+
+
+def _obeys_no_budget(placements: set[Placement]) -> bool:
+    """Whether no layer changes for a budget."""
+    is_auto = Placement.AUTO in placements
+    return not (is_auto or any(placement.travels for placement in placements))
+
+
 def _why_no_budget(config: OffloadConfig, placements: set[Placement]) -> str | None:
     """Why the budget of activations limits nothing; ``None`` if it does, or there is none."""
     budget, window = config.budget.limits
     if budget is None or Placement.AUTO in placements:
         return None
-    if not any(placement.travels for placement in placements):
-        return (
-            "nothing keeps to it: every layer is placed keep or recompute; place layers auto, or offload, or "
-            "remove it"
-        )
+    if _obeys_no_budget(placements):
+        return _NOTHING_KEEPS_TO_IT
     if window is None or budget < window or config.on_slow == "keep":
         return None
     return (

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from tba_offload.config import BudgetConfig, OffloadConfig
 from tba_offload.config.policy import Objective, Placement, Rule
 from tba_offload.errors import ConfigError, RunLogError
-from tba_offload.formatting import renumbered
+from tba_offload.formatting import readable_size, renumbered
 from tba_offload.plan.bandwidth import Bandwidth
 from tba_offload.plan.describe import explain
+from tba_offload.plan.device_share import DeviceShare
 from tba_offload.plan.model import Limits, Plan
 from tba_offload.plan.profile import StepProfile
 from tba_offload.plan.search import make_plan
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from tba_offload.plan.simulate import Outcome
     from tba_offload.plan.what_if import Choice
     from tba_offload.plan.writes import Writes
+    from tba_offload.report.run_log import StepRecord
 
 _MOST_SCOPES = 200_000
 """Executions of layers in a step that is planned: some minutes of work."""
@@ -58,6 +60,8 @@ class Situation:
             is another situation.
         title: The model and the machine.
         not_recomputed: Layers whose forward was not the same when it ran twice, or would not be.
+        beside: Bytes on the device beside activations: those live before a step, and gradients at one time;
+            ``None`` where they were not measured, or there would be others.
     """
 
     names: tuple[str, ...]
@@ -70,6 +74,7 @@ class Situation:
     run: tuple[int, float] | None = None
     title: str = ""
     not_recomputed: frozenset[int] = frozenset()
+    beside: tuple[int, int] | None = None
 
     @classmethod
     def of(
@@ -109,17 +114,19 @@ class Situation:
             raise RunLogError(f"{log.path}: the policy in it cannot be read: {error}") from error
         try:
             profile = StepProfile.from_json(event["profile"])
+            limits = event["limits"]
             return cls(
                 names=tuple(event["names"]),
                 profile=profile,
                 bandwidth=Bandwidth.from_json(event["drive"]),
-                window=event["limits"]["window"],
+                window=config.budget.window if limits.get("device") else limits["window"],
                 config=config,
                 measured=tuple(event.get("rates", ())),
                 elsewhere=tuple(_placed_elsewhere(log.header.plan, event["names"])),
                 run=peak_and_seconds(log),
                 title=title_of(log.header.model, log.header.hardware),
                 not_recomputed=frozenset(_not_recomputed(event, profile)),
+                beside=_beside_activations(log.steps),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise RunLogError(f"{log.path}: its plan event cannot be read: {error!r}") from error
@@ -187,7 +194,28 @@ class Situation:
             run=self.run if is_same else None,
             title=self.title if count == old else f"{self.title}; what if it had {count} layers",
             not_recomputed=frozenset(n for n, like in enumerate(likes) if like in self.not_recomputed),
+            beside=self.beside if count == old else None,
         )
+
+    def left_on(self, device_bytes: int) -> DeviceShare:
+        """What a device of that size has left for activations.
+
+        Raises:
+            ConfigError: Nothing, or it is not known what lies beside them.
+        """
+        if self.beside is None:
+            raise ConfigError(
+                "what lies on the device beside activations is not known: the run did not measure its "
+                "memory, or had other layers; give --budget instead"
+            )
+        device = DeviceShare(device_bytes, *self.beside)
+        if device.left <= 0:
+            least = readable_size(device.base_bytes + device.gradient_bytes)
+            raise ConfigError(
+                f"nothing is left for activations {device}; give a device of more than {least}, or offload "
+                "the states of optimizers"
+            )
+        return device
 
     @property
     def peak_of_keep(self) -> int:
@@ -244,13 +272,20 @@ class Situation:
         """For each layer, why the plan places it so, in one line."""
         return [explain(self.profile, plan, self.bandwidth, layer) for layer in range(len(self.names))]
 
-    def report(self, budget: int | None, best: Plan, choices: Sequence[Choice]) -> PlanReport:
+    def report(
+        self,
+        budget: int | None,
+        best: Plan,
+        choices: Sequence[Choice],
+        device: DeviceShare | None = None,
+    ) -> PlanReport:
         """All that there is to say of a plan.
 
         Args:
             budget: What it was made for.
             best: The plan.
             choices: The best plans for other budgets.
+            device: What the budget was derived from, if it was.
         """
         outcome = self.outcome(best)
         return PlanReport(
@@ -272,6 +307,8 @@ class Situation:
             run=self.run,
             title=self.title,
             writes=None if (writes := self._writes(best)) is None else str(writes),
+            device=None if device is None else str(device),
+            beside_bytes=0 if device is None else device.device_bytes - device.budget,
         )
 
     def _writes(self, best: Plan) -> Writes | None:
@@ -305,8 +342,13 @@ class Situation:
         """Everything is open: the question is what would be best."""
         return (Placement.AUTO,) * len(self.names)
 
-    def policy_for(self, plan: Plan, budget: int | None) -> OffloadConfig:
+    def policy_for(self, plan: Plan, budget: int | None, device_bytes: int | None = None) -> OffloadConfig:
         """A policy that places layers as the plan does, otherwise as the run was configured.
+
+        Args:
+            plan: The plan.
+            budget: What it was made for.
+            device_bytes: What that was derived from, if it was.
 
         Raises:
             ConfigError: There is host memory beside drives in this situation, and the run had no drives.
@@ -319,13 +361,15 @@ class Situation:
         is_auto = Placement.AUTO in placements
         limits = [limit for limit in (plan.window, budget) if limit is not None]
         host = self.bandwidth.host
+        kept_to = is_auto or self.config.on_slow == "keep"
         return dataclasses.replace(
             self.config,
             default=default,
             layers=rules,
             store=dataclasses.replace(self.config.store, host_capacity=host.capacity if host else None),
             budget=BudgetConfig(
-                activation_bytes=budget if is_auto or self.config.on_slow == "keep" else None,
+                activation_bytes=budget if kept_to and device_bytes is None else None,
+                device_bytes=device_bytes if kept_to else None,
                 in_flight_bytes=min(limits, default=None),
                 objective=self.config.budget.objective if is_auto and budget is not None else None,
             ),
@@ -343,6 +387,13 @@ def _not_recomputed(event: dict[str, Any], profile: StepProfile) -> Iterator[int
         was_tried = wanted in {Placement.AUTO, Placement.RECOMPUTE, Placement.RECOMPUTE_OFFLOAD}
         if layer in found or (not was_tried and profile.layers[layer] in kinds):
             yield layer
+
+
+def _beside_activations(steps: Sequence[StepRecord]) -> tuple[int, int] | None:
+    """Most bytes that were live before a step, with states that it made, and of gradients at one time."""
+    bases = [step.base_bytes + (step.state_bytes or 0) for step in steps if step.base_bytes is not None]
+    gradients = (step.gradient_peak_bytes or step.gradient_bytes or 0 for step in steps)
+    return (max(bases), max(gradients)) if bases else None
 
 
 def _placed_elsewhere(placed: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Placement]]:

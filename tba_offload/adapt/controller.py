@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tba_offload.adapt.phases import Phase
     from tba_offload.adapt.task import Task
     from tba_offload.adapt.thinking import Thinking
-    from tba_offload.plan.model import Plan
+    from tba_offload.plan.model import Limits, Plan
     from tba_offload.plan.sizes import RunSize
 
     Decision = tuple[Phase, Plan]
@@ -84,6 +84,14 @@ class Controller:
         return self.task.first()
 
     # ---- between steps ---------------------------------------------------------------------------
+
+    def limit(self, limits: Limits) -> None:
+        """Has plans keep to other limits; the one in force is thought over after the next step."""
+        if limits != self.task.limits:
+            self.give_up()
+            self.task = dataclasses.replace(self.task, limits=limits)
+            self.knowledge.limit(self.task)
+            self._phase = self._phase.limited(self.task)
 
     @property
     def phase(self) -> Phase:
@@ -290,7 +298,7 @@ class Controller:
             for agreed, mine, placement in zip(wanted, proposed.placements, self.task.policy, strict=True)
         ]
         try:
-            plan = self._best_with(placements)
+            plan = _best_with(placements, self.task, self._phase, self.knowledge)
         except Exception as error:  # noqa: BLE001 - the other ranks have agreed and go on
             self._warn(f"no plan could be made of what the ranks agreed on: {error!r}")
             plan = None
@@ -303,15 +311,15 @@ class Controller:
         )
         return dataclasses.replace(proposed, placements=tuple(kept), kept=(), prediction=None)
 
-    def _best_with(self, placements: Sequence[Placement]) -> Plan | None:
-        """The best plan that recomputes no layer but those placed so; ``None`` before there is one."""
-        settled, known = self._phase.settled, self.knowledge
-        profile, bandwidth = known.profile, known.rates.bandwidth()
-        if settled is None or profile is None or bandwidth is None:
-            return None
-        careful, every = bandwidth.scaled(settled.caution), frozenset(range(len(placements)))
-        plan = best_plan(self.task, profile, careful, policy=placements, not_recomputed=every)
-        return predicted(plan, profile, bandwidth)
+
+def _best_with(placements: Sequence[Placement], task: Task, phase: Phase, known: Knowledge) -> Plan | None:
+    """The best plan that recomputes no layer but those placed so; ``None`` before there is one."""
+    settled, profile, bandwidth = phase.settled, known.profile, known.rates.bandwidth()
+    if settled is None or profile is None or bandwidth is None:
+        return None
+    careful, every = bandwidth.scaled(settled.caution), frozenset(range(len(placements)))
+    plan = best_plan(task, profile, careful, policy=placements, not_recomputed=every)
+    return predicted(plan, profile, bandwidth)
 
 
 def _failed(error: Exception, step: int) -> str:

@@ -49,6 +49,15 @@ class Knowledge:
         self._skips = False
         self._profile: StepProfile | None = None
 
+    def limit(self, task: Task) -> None:
+        """Has needs judged by other limits.
+
+        Args:
+            task: The same as before but for its limits.
+        """
+        self._task = task
+        self.needs.limit(task)
+
     @property
     def steps(self) -> int:
         """The number of steps so far."""

@@ -34,6 +34,14 @@ class Needs:
         self._seen_rest = 0  # in steps in which every layer ran with hooks
         self._knows_rest = False
 
+    def limit(self, task: Task) -> None:
+        """Has what was measured judged by other limits.
+
+        Args:
+            task: The same as before but for its limits.
+        """
+        self._task = task
+
     @property
     def knows_rest(self) -> bool:
         """Whether it was ever measured what memory holds beside the layers."""

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from tba_offload.adapt.needs import Needs
     from tba_offload.adapt.task import Task
     from tba_offload.plan.bandwidth import Bandwidth
-    from tba_offload.plan.model import Plan
+    from tba_offload.plan.model import Limits, Plan
     from tba_offload.plan.profile import StepProfile
     from tba_offload.plan.sizes import StepSize
     from tba_offload.plan.tuning import Tuning
@@ -147,6 +147,14 @@ class Phase(ABC):
         """The phase after a step that was larger than all before."""
         return self
 
+    def limited(self, task: Task) -> Phase:  # noqa: ARG002 - before there is a plan, each step gets its own
+        """The phase after limits have become others.
+
+        Args:
+            task: Has those that hold now.
+        """
+        return self
+
     def measured(self) -> Phase:
         """The phase after the peak of a step was measured."""
         return self
@@ -224,6 +232,7 @@ class Settled(Phase):
         quiet_until: Step until which small doubts do not count.
         is_compared: Whether a step has tried the plain plan that comes next.
         favoured: Share by which predictions favour the plan that this one has beaten in a step.
+        is_overdue: Whether the budget is another one than the plan was made for.
     """
 
     plan: Plan
@@ -236,6 +245,7 @@ class Settled(Phase):
     quiet_until: int = 0
     is_compared: bool = False
     favoured: float = 0.0
+    is_overdue: bool = False
 
     @property
     def settled(self) -> Settled | None:
@@ -245,6 +255,12 @@ class Settled(Phase):
     def outgrown(self) -> Phase:
         """Nothing that was measured of smaller steps tells anything of larger ones."""
         return dataclasses.replace(self, is_measured=False, is_refined=False, quiet_until=0)
+
+    def limited(self, task: Task) -> Phase:
+        """A plan that was made for another budget has to be made anew; one of the policy has its window."""
+        if task.has_budget:
+            return dataclasses.replace(self, is_overdue=True)
+        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, window=task.limits.window))
 
     def measured(self) -> Phase:
         """Now it is known what the plan needs."""
@@ -261,7 +277,9 @@ class Settled(Phase):
         """Whether the plan was made for less, or for drives that hold more or less, or broke the budget."""
         if not moment.task.has_budget:
             return False
-        if moment.size.has_grown or (moment.peak or 0) > (moment.task.limits.budget or 0):
+        if moment.size.has_grown or self.is_overdue:
+            return True
+        if (moment.peak or 0) > (moment.task.limits.budget or 0):
             return True
         room = None if moment.bandwidth is None else moment.bandwidth.capacity
         return differ_in_room(room, self.planned_for.capacity, moment.tuning.drift)
@@ -269,7 +287,7 @@ class Settled(Phase):
     def is_turn(self, moment: Moment) -> bool:
         """Whether a step is one of the first, of every few, or a surprise."""
         tuning = moment.tuning
-        if moment.step <= tuning.closely or moment.step % tuning.turn == 0:
+        if self.is_overdue or moment.step <= tuning.closely or moment.step % tuning.turn == 0:
             return True
         if moment.needs.retreat(moment.plan) is not None:
             return True
@@ -277,6 +295,8 @@ class Settled(Phase):
 
     def doubt(self, moment: Moment, bandwidth: Bandwidth) -> str | None:
         """Why the plan may not be the best any longer; ``None`` if nothing speaks against it."""
+        if self.is_overdue:
+            return _other_budget(moment.task.limits)
         expected, then, tuning = moment.plan.prediction, self.planned_for, moment.tuning
         if expected is None:
             return "nothing was predicted of the one before"
@@ -332,7 +352,7 @@ class Settled(Phase):
         """A plan that is known to keep to the budget, or to come closer to it."""
         why = _broken_budget(moment.needs.peak_of(moment.plan), moment.task.limits.budget) or self.why
         moment.forgets.append(Pace.forget_seconds)
-        return dataclasses.replace(self, plan=plan, why=why, is_measured=False), plan
+        return dataclasses.replace(self, plan=plan, why=why, is_measured=False, is_overdue=False), plan
 
     def _gone_on(self, moment: Moment, profile: StepProfile, bandwidth: Bandwidth) -> tuple[Phase, Plan]:
         """What comes after a step that was as planned."""
@@ -365,14 +385,19 @@ class Settled(Phase):
     ) -> tuple[Settled, Plan]:
         """A new plan if it is clearly better than the old one; if not, the next doubt has to wait longer."""
         task, tuning = moment.task, moment.tuning
-        now = dataclasses.replace(self, planned_for=bandwidth, caution=self._new_caution(moment, bandwidth))
+        now = dataclasses.replace(
+            self,
+            planned_for=bandwidth,
+            caution=self._new_caution(moment, bandwidth),
+            is_overdue=False,
+        )
         moment.forgets.append(Pace.forget_waits)
         if not task.decides:
             now = dataclasses.replace(now, plan=_as_policy(moment, old, profile, bandwidth), why=why)
             return now, now.plan
         careful = bandwidth.scaled(now.caution)
         new = moment.best_plan(profile, careful)
-        if is_better(
+        if self.is_overdue or is_better(
             profile,
             careful,
             task.limits,
@@ -425,6 +450,10 @@ class Excursion(Phase):
     def outgrown(self) -> Phase:
         """It has taught nothing."""
         return self.left.outgrown()
+
+    def limited(self, task: Task) -> Phase:
+        """It is over: the next step may not have room for it."""
+        return self.left.limited(task)
 
     def is_pressing(self, moment: Moment) -> bool:
         """Whether the plan that was left must not come back either."""
@@ -507,6 +536,10 @@ def _as_policy(moment: Moment, plan: Plan, profile: StepProfile, bandwidth: Band
     # Where memory was never measured, it is not known what it holds beside activations of layers.
     found = simulate(profile, plan, bandwidth).prediction if moment.needs.knows_rest else None
     return dataclasses.replace(plan, prediction=found)
+
+
+def _other_budget(limits: Limits) -> str:
+    return f"{readable_size(limits.budget or 0)} are left for activations now"
 
 
 def _broken_budget(peak: int, budget: int | None) -> str | None:

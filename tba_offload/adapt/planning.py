@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tba_offload.adapt.agreement import Agreement
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from tba_offload.adapt.controller import Controller
     from tba_offload.capture.hooks import Capture
     from tba_offload.capture.trace import DeviceTimes
-    from tba_offload.plan.model import Plan
+    from tba_offload.plan.model import Limits, Plan
     from tba_offload.plan.sizes import RunSize
     from tba_offload.report.run_log import StepRecord
     from tba_offload.store.base import DriveLoad
@@ -47,6 +48,7 @@ class Planning:
         self._next_seconds: float | None = None
         self._observer: Controller | Agreement | None = None
         self._outgrown: Plan | None = None  # what this step began with and was too large for
+        self._made_for: int | None = None  # the activation budget that the plan in force was made for
         self._layers = layers
         self._capture = capture
         self._offloader = offloader
@@ -61,6 +63,7 @@ class Planning:
         """
         self.close()
         self.controller = controller
+        self._made_for = self._budget
         self._observer = controller
         if controller is not None and agree is not None and controller.task.is_shared:
             self._observer = Agreement(controller, agree)
@@ -78,6 +81,11 @@ class Planning:
     def has_budget(self) -> bool:
         """Whether plans have to keep to one, so that it counts how large a step is."""
         return self.controller is not None and self.controller.task.has_budget
+
+    @property
+    def _budget(self) -> int | None:
+        """What activations may take now; ``None`` if no plan has to keep to it."""
+        return None if self.controller is None else self.controller.task.limits.budget
 
     @property
     def has_planned(self) -> bool:
@@ -108,6 +116,26 @@ class Planning:
         if self._outgrown is not None:
             self._put_in_force(self._outgrown)
             self._outgrown = None
+
+    def limit(self, limits: Limits) -> None:
+        """Has plans and the window keep to other limits from now on.
+
+        Args:
+            limits: In which budget and window are others.
+        """
+        if self.controller is not None:
+            self.controller.limit(limits)
+        if not self.has_budget:
+            self._put_in_force(replace(self.plan, window=limits.window))
+
+    def leave_if_over_limits(self) -> None:
+        """Where less is left than the plan in force was made for, the step that begins runs without it."""
+        now, then = self._budget, self._made_for
+        if self._observer is None or not self.has_budget or now is None or then is None or now >= then:
+            return
+        if self._outgrown is None:
+            self._outgrown = self.plan
+        self._put_in_force(self._observer.least(self.plan))
 
     def leave_if_outgrown(self, layer: int, size: RunSize) -> None:
         """Where a layer is given more than the plan is for, the rest of the step runs without it."""
@@ -160,6 +188,9 @@ class Planning:
         self._next_seconds = time.perf_counter() - began_at
         self._put_in_force(plan)
         self._outgrown = None
+        settled = controller.phase.settled
+        if settled is None or not settled.is_overdue:
+            self._made_for = self._budget
         if observer.is_done:
             self.controller = self._observer = None
         news = controller.news()

@@ -319,7 +319,7 @@ def over_writes(task: Task, plan: Plan, profile: StepProfile, bandwidth: Bandwid
     return (
         f"store.write_bytes_per_day of {readable_size(limit)} cannot be met: the plan with the fewest bytes "
         f"that was found writes up to {readable_size(day)} a day; raise it, place more layers auto, or raise "
-        "budget.activation_bytes"
+        f"{task.limits.setting}"
     )
 
 
@@ -339,9 +339,13 @@ def over_budget(task: Task, plan: Plan, profile: StepProfile, room: int | None) 
     layer = max(kind.nbytes + kind.small_bytes for kind in profile.kinds)
     window = "" if plan.window is None else f", up to {readable_size(plan.window)} in flight"
     drives = "" if room is None else f", room for {readable_size(room)} on the drives"
+    device = task.limits.device
+    if device is not None and device.left <= 0:
+        return None  # that is told, with what takes it all
+    left = "" if device is None else f" that a device has left ({device})"
     return (
-        f"the budget of {readable_size(budget)} cannot be met: the lowest peak found is "
+        f"the budget of {readable_size(budget)}{left} cannot be met: the lowest peak found is "
         f"{readable_size(peak)}, with {readable_size(profile.rest_bytes)} beside the layers (logits, "
         f"loss, temporaries), {readable_size(layer)} in the largest layer{window}{drives}; raise "
-        "budget.activation_bytes, or take smaller micro-batches or shorter sequences"
+        f"{task.limits.setting}, or take smaller micro-batches or shorter sequences"
     )

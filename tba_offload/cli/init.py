@@ -182,6 +182,8 @@ def _policy(found: Sequence[tuple[str, Location]], memory: dict[str, int | None]
         f"  in_flight_bytes: {format_size(window)}",
         "  # The activation peak to plan for. Without it: the least memory at which nothing waits.",
         f"  # activation_bytes: {_some_budget(memory)}",
+        "  # Or most bytes of all on the device, weights included: what is left is for activations.",
+        f"  # device_bytes: {_most_of_device(memory)}",
         "",
         "store:",
         "  # On a GPU `auto` measures whether GPUDirect Storage (gds) or host memory (file) is faster.",
@@ -213,6 +215,13 @@ def _some_budget(memory: dict[str, int | None]) -> str:
     from tba_offload.config import format_size
 
     return format_size(max((memory["device"] or 16 << 30) // 2 // (1 << 30), 1) << 30)
+
+
+def _most_of_device(memory: dict[str, int | None]) -> str:
+    """A device less a tenth: what is not PyTorch's, and gaps between its blocks, take some of it."""
+    from tba_offload.config import format_size
+
+    return format_size(max((memory["device"] or 16 << 30) * 9 // 10 >> 30, 1) << 30)
 
 
 def _check(text: str) -> None:

@@ -23,10 +23,16 @@ def _finite(_context: click.Context, _parameter: click.Parameter, number: float)
 @click.argument("run", metavar="RUN.jsonl", type=click.Path(path_type=Path))
 @click.option("--budget", callback=size, metavar="SIZE", help="Plan for this activation peak, such as 12GiB.")
 @click.option(
+    "--device-bytes",
+    callback=size,
+    metavar="SIZE",
+    help="Plan for what a device of this size has left beside what the run had on it, such as 70GiB.",
+)
+@click.option(
     "--objective",
     type=click.Choice(["time", "memory", "endurance"]),
     help="What the plan is for: least step time, least memory without waiting, fewest written bytes.  "
-    "[default: time with --budget, memory without]",
+    "[default: time with --budget or --device-bytes, memory without]",
 )
 @click.option(
     "-o",
@@ -66,6 +72,7 @@ def _finite(_context: click.Context, _parameter: click.Parameter, number: float)
 def plan(
     run: Path,
     budget: int | None,
+    device_bytes: int | None,
     objective: str | None,
     output: Path | None,
     picture: Path | None,
@@ -85,16 +92,22 @@ def plan(
     from tba_offload.what_if import Situation
 
     wanted = None if objective is None else Objective(objective)
-    if budget is None and wanted in {Objective.TIME, Objective.ENDURANCE}:
-        raise click.UsageError(f"--objective {wanted} needs --budget: without one nothing would leave memory")
+    if budget is not None and device_bytes is not None:
+        raise click.UsageError("--budget and --device-bytes both say what activations may take; give one")
+    if budget is None and device_bytes is None and wanted in {Objective.TIME, Objective.ENDURANCE}:
+        raise click.UsageError(
+            f"--objective {wanted} needs --budget or --device-bytes: without one nothing would leave memory"
+        )
     situation = Situation.of(run, left_out=say).changed(**changes)
+    device = None if device_bytes is None else situation.left_on(device_bytes)
+    budget = budget if device is None else device.budget
     choices, best = situation.frontier(wanted), situation.plan(budget, wanted)
-    report = situation.report(budget, best, choices)
+    report = situation.report(budget, best, choices, device)
     if picture is not None:
         with writing(picture):
             plans.draw_frontier(report, picture)
     if output is not None:
-        _write_policy(output, situation.policy_for(best, budget).to_yaml(), force=force)
+        _write_policy(output, situation.policy_for(best, budget, device_bytes).to_yaml(), force=force)
     if as_json:
         click.echo(json.dumps(situation.as_json(best, report), indent=2))
     else:

@@ -282,13 +282,17 @@ class BudgetConfig:
     Attributes:
         activation_bytes: Activations of offloaded layers resident on the device. Layers placed ``auto`` keep
             to it when the drive is slow; and no more than this is ever in flight.
+        device_bytes: Everything on the device in forward and backward: weights, gradients, states of
+            optimizers that are not offloaded, activations. What it leaves for activations is measured in the
+            first step and is a budget as activation_bytes is; of both the smaller one holds.
         in_flight_bytes: Activations that are being written, or read back and not yet used.
         objective: What layers placed ``auto`` are planned for: the least ``time`` of a step, the least
             ``memory`` at which nothing waits, or ``endurance``, the fewest written bytes. None means ``time``
-            with activation_bytes and ``memory`` without.
+            with activation_bytes or device_bytes and ``memory`` without.
     """
 
     activation_bytes: _Limit = None
+    device_bytes: _Limit = None
     in_flight_bytes: _Limit = 256 * 2**20
     objective: Objective | None = None
 
@@ -296,15 +300,16 @@ class BudgetConfig:
     @classmethod
     def _has_a_budget(cls, objective: Objective | None, info: ValidationInfo) -> Objective | None:
         needs = objective in {Objective.TIME, Objective.ENDURANCE}
-        if needs and info.data.get("activation_bytes") is None:
+        if needs and info.data.get("activation_bytes") is None and info.data.get("device_bytes") is None:
             raise ConfigError(
-                f"{objective} needs activation_bytes: without a budget nothing would leave memory"
+                f"{objective} needs activation_bytes or device_bytes: without a budget nothing would leave "
+                "memory"
             )
         return objective
 
     @property
     def limits(self) -> tuple[int | None, int | None]:
-        """Both limits."""
+        """Both limits of activations."""
         return self.activation_bytes, self.in_flight_bytes
 
     @property
@@ -562,6 +567,7 @@ class OffloadConfig:
             "layers": [{"match": rule.match, "placement": rule.placement.value} for rule in self.layers],
             "budget": {
                 "activation_bytes": _size_word(self.budget.activation_bytes),
+                "device_bytes": _size_word(self.budget.device_bytes),
                 "in_flight_bytes": _size_word(self.budget.in_flight_bytes),
                 "objective": self.budget.objective.value if self.budget.objective else None,
             },

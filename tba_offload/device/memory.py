@@ -74,6 +74,7 @@ class LiveBytes:
         self._sizes: dict[int, int] = {}
         self._nbytes = 0
         self._added = 0
+        self._most = 0
         # A finalizer may run inside any lock, so it only leaves word.
         self._freed: SimpleQueue[weakref.KeyedRef[int, torch.UntypedStorage]] = SimpleQueue()
 
@@ -93,13 +94,22 @@ class LiveBytes:
     def shift(self, nbytes: int) -> None:
         """Counts bytes that come and go without their storage, as those of weights do; negative ones go."""
         with self._lock:
+            self._take_freed()
             self._nbytes += nbytes
+            self._most = max(self._most, self._nbytes)
 
     def take_added(self) -> int:
         """Bytes that were added since the last call, freed ones included."""
         with self._lock:
             added, self._added = self._added, 0
             return added
+
+    def take_most(self) -> int:
+        """Most bytes that were allocated at one time since the last call."""
+        with self._lock:
+            self._take_freed()
+            most, self._most = self._most, self._nbytes
+            return most
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         with self._lock:
@@ -111,6 +121,7 @@ class LiveBytes:
             self._sizes[key] = storage.nbytes()
             self._nbytes += self._sizes[key]
             self._added += self._sizes[key]
+            self._most = max(self._most, self._nbytes)
 
     def _take_freed(self) -> None:
         while not self._freed.empty():  # under the lock nothing else takes any out
@@ -194,6 +205,10 @@ class MemoryMeter(ABC):
         """The most bytes that the allocator held until :meth:`peak`; ``None`` if it cannot be told."""
         return None
 
+    def whole_peak(self) -> int | None:
+        """The most live bytes until :meth:`peak`, those that do not count included; ``None`` if untold."""
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Ends what the meter started."""
@@ -216,6 +231,7 @@ class AllocatorMeter(MemoryMeter):
         self._module = torch.get_device_module(device)
         self._device = device
         self._peak = 0
+        self._whole = 0
         self._reserved = 0
         self._static_before = 0
         self._paused = False
@@ -226,7 +242,7 @@ class AllocatorMeter(MemoryMeter):
 
     def reset(self) -> None:
         """Sets the allocator's peak to what is live now."""
-        self._peak = self._reserved = 0
+        self._peak = self._whole = self._reserved = 0
         self.resume()
 
     def pause(self) -> None:
@@ -262,6 +278,10 @@ class AllocatorMeter(MemoryMeter):
         """What the allocator had taken from the device, cached blocks included."""
         return self._reserved
 
+    def whole_peak(self) -> int:
+        """The highest peak of the allocator in a stretch."""
+        return self._whole
+
     def close(self) -> None:
         """Nothing was started."""
 
@@ -272,7 +292,8 @@ class AllocatorMeter(MemoryMeter):
     def _end_stretch(self) -> None:
         if not self._paused:
             static = min(self._static_before, self._static())
-            most = self._module.max_memory_allocated(self._device) - static
+            whole = self._module.max_memory_allocated(self._device)
+            self._whole, most = max(self._whole, whole), whole - static
             self._peak = max(self._peak, most)
             self._seen(most)
             self._reserved = max(self._reserved, self._module.max_memory_reserved(self._device))
@@ -299,6 +320,8 @@ class MallocMeter(MemoryMeter):
         self._period = period
         self._lock = threading.Lock()
         self._peak = 0
+        self._whole = 0
+        self._latest = 0  # count that was read
         self._watching = threading.Event()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -312,12 +335,14 @@ class MallocMeter(MemoryMeter):
         either way: one sample that is too low does no harm to a maximum, one that is too high does.
         """
         before = self._static()
-        return self._count() - max(before, self._static())
+        self._latest = count = self._count()
+        return count - max(before, self._static())
 
     def reset(self) -> None:
         """Takes a first sample and lets the thread, and :meth:`sample`, take the others."""
         with self._lock:
             self._peak = self.live()
+            self._whole = self._latest
         if self._thread is None:
             watched = weakref.ref(self), self._watching, self._closed, self._period
             self._thread = threading.Thread(target=_watch, args=watched, name="tba-memory", daemon=True)
@@ -348,6 +373,11 @@ class MallocMeter(MemoryMeter):
         with self._lock:
             return self._peak
 
+    def whole_peak(self) -> int:
+        """The largest count of a sample."""
+        with self._lock:
+            return self._whole
+
     def close(self) -> None:
         """Ends the thread."""
         _end(self._watching, self._closed)
@@ -360,6 +390,7 @@ class MallocMeter(MemoryMeter):
             live = self.live()
             if self._watching.is_set():
                 self._peak = max(self._peak, live)
+                self._whole = max(self._whole, self._latest)
                 self._seen(live)
             return live
 

@@ -138,6 +138,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--tba-activation-bytes", metavar="SIZE", help="Most bytes of resident activations, such as 12GiB."
     )
+    group.add_argument(
+        "--tba-device-bytes",
+        metavar="SIZE",
+        help="Most bytes on the device of each rank, weights and gradients included, such as 70GiB.",
+    )
     group.add_argument("--tba-in-flight-bytes", metavar="SIZE", help="Most bytes in flight, such as 1GiB.")
     group.add_argument(
         "--tba-objective",
@@ -188,6 +193,7 @@ def config_of(arguments: argparse.Namespace) -> OffloadConfig:
         config = _placed(config, Placement(arguments.tba_placement))
     budget = _given(
         activation_bytes=_size("--tba-activation-bytes", arguments.tba_activation_bytes),
+        device_bytes=_size("--tba-device-bytes", arguments.tba_device_bytes),
         in_flight_bytes=_size("--tba-in-flight-bytes", arguments.tba_in_flight_bytes),
         objective=Objective(arguments.tba_objective) if arguments.tba_objective is not None else None,
     )

@@ -6,7 +6,7 @@ One that turns out to be larger than planned is the exception: its rest has anot
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.days import DAY
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tba_offload.config.policy import LayerId, Placement, Policy
+    from tba_offload.plan.device_share import DeviceShare
     from tba_offload.plan.profile import LayerKind
 
 
@@ -30,11 +31,27 @@ class Limits:
         budget: Most bytes of the activation peak; ``None`` for no limit.
         window: Most bytes in flight; ``None`` for no limit.
         written_per_day: Most bytes that may be written to the drives in a day; ``None`` for no limit.
+        device: What the budget was derived from, if it was.
     """
 
     budget: int | None = None
     window: int | None = None
     written_per_day: int | None = None
+    device: DeviceShare | None = None
+
+    def on_device(self, device: DeviceShare) -> Limits:
+        """These limits where a device has no more left than that."""
+        budget, window = (
+            device.budget if limit is None else min(limit, device.budget)
+            for limit in (self.budget, self.window)
+        )
+        return replace(self, budget=budget, window=window, device=device)
+
+    @property
+    def setting(self) -> str:
+        """What of a policy the budget comes from."""
+        is_derived = self.device is not None and self.budget == self.device.budget
+        return "budget.device_bytes" if is_derived else "budget.activation_bytes"
 
     @property
     def planned(self) -> float:

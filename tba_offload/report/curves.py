@@ -49,6 +49,8 @@ FIGURES = {
     "held_bytes": "bytes",
     "recomputed_scopes": "runs of layers",
     "drives_out_of_service": "drives",
+    "device_peak_bytes": "bytes",
+    "activation_budget_bytes": "bytes",
 }
 """Fields of a step record that sinks write, and the unit of each; names stay, and more come at the end."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,17 @@ class Digest:
     def peak_bytes(self) -> int | None:
         """The largest activation peak."""
         return max((p for s in self.steps if (p := s.activation_peak_bytes) is not None), default=None)
+
+    @property
+    def device_peak_bytes(self) -> int | None:
+        """The most bytes on the device, weights and gradients included."""
+        return max((p for s in self.steps if (p := s.device_peak_bytes) is not None), default=None)
+
+    @property
+    def device_bytes(self) -> str | None:
+        """What the policy lets lie on the device, as it says that; ``None`` if it says nothing."""
+        found = re.search(r"^  device_bytes: (\d\w*)$", self.log.header.policy or "", re.MULTILINE)
+        return None if found is None else found[1]
 
     @property
     def seconds(self) -> float:

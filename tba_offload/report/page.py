@@ -144,12 +144,25 @@ def _cards(digest: Digest) -> Iterator[tuple[str, str, str]]:
         _UNKNOWN if peak is None else readable_size(peak),
         f"the largest of {len(digest.steps)} steps; {visible(source or 'not measured')}",
     )
+    yield from _device_card(digest)
     yield "Step", f"{significant(digest.seconds)} s", "the median, optimizer included"
     yield "Waits for I/O", _UNKNOWN if waits is None else f"{waits:.1%}", "of a step, the median"
     yield "Written to drives", readable_size(digest.written_bytes), "in a step, the median"
     yield "Read back", readable_size(digest.read_bytes), "in a step, the median"
     if tokens is not None:
         yield "Throughput", f"{significant(tokens)} tokens/s", "by the median step"
+
+
+def _device_card(digest: Digest) -> Iterator[tuple[str, str, str]]:
+    """What lay on the device, and what of it activations were allowed; of a run that had a budget."""
+    step, peak = digest.steps[-1] if digest.steps else None, digest.device_peak_bytes
+    if step is None or step.activation_budget_bytes is None or peak is None:
+        return
+    base, gradients = (readable_size(nbytes or 0) for nbytes in (step.base_bytes, step.gradient_peak_bytes))
+    limit = "" if digest.device_bytes is None else f" of {digest.device_bytes}"
+    allowed = f"activations may take {readable_size(step.activation_budget_bytes)}"
+    beside = f"{base} were live before the last step, {gradients} are gradients"
+    yield "All on the device", f"{readable_size(peak)}{limit}", f"the largest; {allowed}, {beside}"
 
 
 def _table(

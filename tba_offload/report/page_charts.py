@@ -65,6 +65,7 @@ def _memory(log: RunLog, salt: str) -> Chart:
         Series("predicted peak", _values(log, "predicted_peak_bytes"), 1, 1),
         Series("known to the offloader", _values(log, "own_peak_bytes"), 2, 2),
         Series("in flight at most", _values(log, "in_flight_peak_bytes"), 3, 3),
+        Series("allowed", _values(log, "activation_budget_bytes"), 4, 1),
     ]
     title = "Activations in memory over steps"
     caption = (

@@ -108,6 +108,8 @@ class PlanReport:
             measured, or the plan is for something else than what ran.
         title: The model and the machine.
         writes: What it writes to drives in a day, in words; ``None`` if nothing limits that.
+        device: Of what device the budget is left, in words; ``None`` if it was given.
+        beside_bytes: Bytes of that device that are not for activations.
     """
 
     names: tuple[str, ...]
@@ -125,6 +127,8 @@ class PlanReport:
     run: tuple[int, float] | None
     title: str
     writes: str | None = None
+    device: str | None = None
+    beside_bytes: int = 0
 
 
 def show(report: PlanReport, policy_file: str | None) -> None:
@@ -158,6 +162,8 @@ def _situation(report: PlanReport) -> Iterator[str]:
             f"{readable_size(host.capacity)} of host memory, written at {readable_rate(host.write)} and "
             f"read at {readable_rate(host.read)}, take what the drives have no time for"
         )
+    if report.device is not None:
+        yield f"{readable_size(report.step.budget_bytes or 0)} are left for activations {report.device}"
 
 
 def _measured(rate: Mapping[str, float | None]) -> str:
@@ -235,8 +241,11 @@ def advice(report: PlanReport, policy_file: str | None) -> str:
     if not step.fits:
         budget = readable_size(step.budget_bytes or 0)
         written = "" if policy_file is None else f" {policy_file} holds that plan."
-        lowest = f"that is the lowest peak found ({what}), over {budget}."
-        return f"Give a budget of more than {peak}: {lowest}{written}"
+        lowest = f"the lowest peak found ({what}), over {budget}."
+        if report.device is not None:
+            needed = readable_size(step.peak_bytes + report.beside_bytes)
+            return f"Give a device of more than {needed}: {peak} is {lowest}{written}"
+        return f"Give a budget of more than {peak}: that is {lowest}{written}"
     if set(report.placements) == {"keep"}:
         return _advice_to_keep(report, what)
     use = f"Use {'-o policy.yaml' if policy_file is None else policy_file}"

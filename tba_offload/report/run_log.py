@@ -131,6 +131,8 @@ class StepRecord:
             and optimizer states that were allocated in the step. A gradient counts as an activation while it
             is computed, until autograd has put it in place.
         gradient_bytes: Bytes of gradients that were allocated in the step.
+        gradient_peak_bytes: Most bytes of gradients at one time in the step, whenever they were allocated,
+            and of frozen weights that are offloaded.
         state_bytes: By how much optimizers let memory grow in the step, in bytes: their states, made in the
             first one.
         peak_source: How ``activation_peak_bytes`` was measured, such as ``"cuda allocator"``.
@@ -138,6 +140,10 @@ class StepRecord:
             states of optimizers, and whatever else outlives steps. On a CPU all of the process count.
         reserved_peak_bytes: Most memory that the allocator of a GPU had taken from it: of the whole process,
             with what it holds ready for later. None on a CPU.
+        device_peak_bytes: Most bytes that were live in the allocator while forward and backward ran: of all
+            that there is, on a CPU of the whole process.
+        activation_budget_bytes: Most bytes of the activation peak that the step was allowed: the smaller of
+            ``budget.activation_bytes`` and what ``budget.device_bytes`` leaves; None without a budget.
         own_peak_bytes: Peak of the resident activations of captured layers by our own ledger. Layers that
             are placed keep or recompute run without hooks, and nothing is known of them.
         resident_peak_bytes: Peak resident set of the process as the operating system counts it (VmHWM).
@@ -184,10 +190,13 @@ class StepRecord:
     loss: float | None = None
     activation_peak_bytes: int | None = None
     gradient_bytes: int | None = None
+    gradient_peak_bytes: int | None = None
     state_bytes: int | None = None
     peak_source: str | None = None
     base_bytes: int | None = None
     reserved_peak_bytes: int | None = None
+    device_peak_bytes: int | None = None
+    activation_budget_bytes: int | None = None
     own_peak_bytes: int | None = None
     resident_peak_bytes: int | None = None
     gradients_allocated: bool = False

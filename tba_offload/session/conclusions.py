@@ -75,6 +75,7 @@ class Conclusions:
         self._look_at_times(step, number)
         if number == 1 and record.gradient_bytes and not (record.scopes or record.left_alone_scopes):
             parts.notices.no_layer_ran()
+        parts.budget.end_step(record)
         if not step.state.skipped:
             self._learn(step, record, loads)
         elif number == _SKIPPED and not parts.optimizers:
@@ -102,7 +103,7 @@ class Conclusions:
         parts = self._parts
         names = [site.layer.id.name for site in parts.sites]
         trace, stats = parts.capture.trace, parts.offloader.stats
-        found = parts.curve.figures(step, trace, stats, names, parts.limits)
+        found = parts.curve.figures(step, trace, stats, names, parts.budget.limits)
         if found is not None:
             figures: dict[str, object] = {"step": number, **found}
             step.timeline.tell(figures)
@@ -125,13 +126,13 @@ class Conclusions:
         parts, stats = self._parts, self._parts.offloader.stats
         if not stats.full:
             return
-        budget = parts.limits.budget
+        budget = parts.budget.limits.budget
         beyond = 0 if budget is None else stats.own_peak + parts.capture.trace.kept_bytes - budget
         parts.notices.full(stats.fallback_kept, number, beyond)
 
     def _warn_of_wide_window(self, number: int) -> None:
         """A window that holds most of what a step saves leaves most of it in memory."""
-        planning, window = self._parts.planning, self._parts.limits.window
+        planning, window = self._parts.planning, self._parts.budget.limits.window
         if number > _LOOKED_AT or window is None:
             return
         if Placement.OFFLOAD not in planning.plan.placements or planning.chosen:

@@ -22,6 +22,7 @@ class StepMemory:
         base_bytes: Bytes that were live when the step began, gradients left out; ``None`` if not measured.
         state_bytes: By how much optimizers have let memory grow.
         reserved_bytes: Most bytes that the allocator held in the step; ``None`` if that is not known.
+        device_peak_bytes: Most live bytes in forward and backward, gradients and states included.
     """
 
     def __init__(self, meter: MemoryMeter | None) -> None:
@@ -32,6 +33,7 @@ class StepMemory:
         self.base_bytes: int | None = None
         self._live_at_pause: int | None = None
         self.reserved_bytes: int | None = None
+        self.device_peak_bytes: int | None = None
         self._peak: int | None = None
         self._overlaps = False
 
@@ -87,6 +89,7 @@ class StepMemory:
             self._count_states()
             self._peak = max(self.meter.peak() - (self.base_bytes or 0), 0)
             self.reserved_bytes = self.meter.reserved()
+            self.device_peak_bytes = self.meter.whole_peak()
 
     @property
     def peak_bytes(self) -> int | None:

@@ -145,7 +145,7 @@ class Call:
         planning, on_slow = self._parts.planning, self._config.on_slow
         if planning.has_planned:
             return False  # what is kept was decided with the budget in view
-        has_budget = self._parts.limits.budget is not None
+        has_budget = self._parts.budget.limits.budget is not None
         placements = enumerate(planning.plan.placements)
         if has_budget and not all(way_of(placement, layer).is_offloaded for layer, placement in placements):
             return False  # what the others hold is not counted

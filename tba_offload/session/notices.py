@@ -19,7 +19,10 @@ from tba_offload.errors import NoEffectWarning, NothingSavedWarning
 from tba_offload.formatting import readable_size, significant
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from tba_offload.layers.stack import Layer
+    from tba_offload.plan.device_share import DeviceShare
     from tba_offload.report.run_log import StepRecord
 
 _OUTSIDE_STEP = (
@@ -165,12 +168,35 @@ class Notices:
             step: In which step.
             beyond: Bytes by which this went over the budget.
         """
-        over = f", {readable_size(beyond)} beyond budget.activation_bytes" if beyond > 0 else ""
+        over = f", {readable_size(beyond)} beyond the activation budget" if beyond > 0 else ""
         self.warn_once(
             "full",
             f"the store is full: {readable_size(nbytes)} of activations stayed in memory in step "
             f"{step}{over}; make room where store.directories are, or raise "
             "store.capacity. the run log counts fallback_kept_bytes",
+        )
+
+    def nothing_left(self, device: DeviceShare, static: Mapping[str, int]) -> None:
+        """What lies on the device beside activations takes all that may lie there.
+
+        Args:
+            device: What lies there.
+            static: Bytes by what holds them.
+        """
+        rest = device.base_bytes - sum(nbytes for name, nbytes in static.items() if name != "gradients")
+        gradients = max(device.gradient_bytes, static["gradients"])
+        known = {**static, "gradients": gradients, "other things": rest}
+        sizes = {
+            name.replace("_", " "): readable_size(nbytes) for name, nbytes in known.items() if nbytes > 0
+        }
+        held = ", ".join(f"{size} {name}" for name, size in sizes.items())
+        self.warn_once(
+            "nothing left",
+            f"budget.device_bytes of {readable_size(device.device_bytes)} leaves nothing for activations: "
+            f"{held} lie there in a step; offload the states of optimizers (states:) or frozen weights "
+            "(weights: {frozen: offload}), train fewer parameters, or raise budget.device_bytes. smaller "
+            "micro-batches do not help here",
+            RuntimeWarning,
         )
 
     def wide_window(self, saved: int, window: int) -> None:

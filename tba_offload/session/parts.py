@@ -12,13 +12,14 @@ from tba_offload.capture.hooks import Capture
 from tba_offload.capture.rematerialize import Rebuilds
 from tba_offload.capture.site import Site
 from tba_offload.device.streams import device_of_model
-from tba_offload.plan.model import Limits
+from tba_offload.errors import UnsupportedError
 from tba_offload.recompute.verdicts import Verifier
+from tba_offload.session.budget import Budget, Watched, limits_of
 from tba_offload.session.memory_watch import MemoryWatch, Sources
 from tba_offload.session.meters import Meters
 from tba_offload.session.notices import Notices, tell
 from tba_offload.session.ranges import Ranges
-from tba_offload.session.static_memory import ModuleTensors
+from tba_offload.session.static_memory import ModuleTensors, static_bytes
 from tba_offload.session.step_curve import StepCurve
 from tba_offload.store import open_store
 from tba_offload.transfer.offloader import Offloader
@@ -46,7 +47,7 @@ class Parts:
         modules: The model or its chunks.
         sites: Where the session stands in front of layers.
         optimizers: Those that were seen to update parameters of the model.
-        limits: Budget and window of the configuration.
+        budget: What activations may take.
     """
 
     modules: Sequence[nn.Module]
@@ -66,7 +67,7 @@ class Parts:
     optimizers: weakref.WeakSet[Optimizer]
     notices: Notices
     world: World
-    limits: Limits
+    budget: Budget
 
 
 def make_parts(
@@ -93,19 +94,21 @@ def make_parts(
     Raises:
         StoreError: The store cannot be opened.
     """
-    notices = Notices()
+    notices, limits = Notices(), limits_of(config)
     device = device_of_model(modules)
     gradients = Gradients(modules, device.torch_device, ongoing.look_at_memory)
     store = open_store(config.store.options(), device=device)
     try:
         meters = Meters(device, ongoing, gradients.live, notices, wanted=measure_memory)
+        if config.budget.device_bytes is not None:
+            _check_measured(meters)
     except BaseException:
         store.close()
         raise
     offloader = Offloader(
         store,
         device,
-        window=config.budget.window,
+        window=limits.window,
         keep_when_full=config.on_full == "keep",
         stall_limit=config.store.stall_seconds,
         budget_bytes=config.budget.activation_bytes,
@@ -113,8 +116,10 @@ def make_parts(
     capture = Capture(
         offloader,
         min_tensor_bytes=config.min_tensor_bytes,
-        budget_bytes=config.budget.activation_bytes,
+        budget_bytes=limits.budget,
     )
+    planning = Planning(plan, [layer.id.number for layer in stack.layers], capture, offloader)
+    optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
     memory_watch = MemoryWatch(
         Sources(gradients.live, offloader, capture, ModuleTensors(modules)), len(stack.layers)
     )
@@ -130,18 +135,33 @@ def make_parts(
         gradients=gradients,
         verifier=Verifier(stack.layers, stack.generators(device.torch_device), stack.not_compared, tell),
         rebuilds=Rebuilds(capture, stack.functions),
-        planning=Planning(plan, [layer.id.number for layer in stack.layers], capture, offloader),
+        planning=planning,
         meters=meters,
         memory_watch=memory_watch,
         curve=curve,
         ranges=Ranges(),
-        optimizers=weakref.WeakSet(),
+        optimizers=optimizers,
         notices=notices,
         world=world,
-        limits=limits_of(config),
+        budget=Budget(
+            limits_of(config),
+            Watched(planning, capture, gradients.live, notices),
+            device_bytes=config.budget.device_bytes,
+            static=lambda: static_bytes(modules, optimizers, device.torch_device),
+        ),
     )
 
 
-def limits_of(config: OffloadConfig) -> Limits:
-    """Budget and window of a configuration, and what may be written."""
-    return Limits(config.budget.activation_bytes, config.budget.window, config.store.write_bytes_per_day)
+def _check_measured(meters: Meters) -> None:
+    """Checks that it can be told what lies on the device.
+
+    Raises:
+        UnsupportedError: It cannot.
+    """
+    try:
+        meters.of_step(wanted=True, may_help=True)
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            "budget.device_bytes needs to know what lies on the device, and that is not measured here "
+            f"({error}); set budget.activation_bytes instead"
+        ) from error

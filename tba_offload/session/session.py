@@ -26,12 +26,13 @@ from tba_offload.plan.model import Plan
 from tba_offload.report.why import Diagnosis
 from tba_offload.session.backward import BackwardWatch, TailWatch
 from tba_offload.session.boundaries import Boundaries, Tokens, token_counter
+from tba_offload.session.budget import limits_of
 from tba_offload.session.conclusions import Conclusions
 from tba_offload.session.journal import Journal
 from tba_offload.session.layer_runs import LayerRuns
 from tba_offload.session.notices import tell
 from tba_offload.session.ongoing import Ongoing
-from tba_offload.session.parts import limits_of, make_parts
+from tba_offload.session.parts import make_parts
 from tba_offload.session.recording import header_of
 from tba_offload.session.steps import Steps
 from tba_offload.session.world import World
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from tba_offload.capture.gradients import Gradients
     from tba_offload.capture.hooks import Capture
     from tba_offload.layers.stack import Layer
+    from tba_offload.plan.model import Limits
     from tba_offload.report.run_log import StepRecord
     from tba_offload.session.boundaries import TokenCounter
     from tba_offload.session.parts import Parts
@@ -117,7 +119,8 @@ class Session:
         self.layers = stack.layers
         self._world = world or World(layers=tuple(layer.id for layer in stack.layers))
         self._ongoing = Ongoing()
-        plan = _plan_of(config, self.layers, self._world)
+        limits = limits_of(config)
+        plan = _plan_of(config, self.layers, self._world, limits)
         parts = make_parts(
             stack,
             modules,
@@ -130,7 +133,7 @@ class Session:
         try:
             header = header_of(config, strategy, model_info, parts)
             self._journal = Journal(run_log, header, tells=status, on_step=on_step)
-            parts.planning.start(plan, self._controller_of(config, plan), self._world.agree)
+            parts.planning.start(plan, self._controller_of(config, plan, limits), self._world.agree)
         except BaseException:
             parts.meters.close()
             parts.store.close()
@@ -240,13 +243,15 @@ class Session:
         wanted = read_config(config, layers=self._world.layers)
         if not wanted.store.directories:
             wanted = replace(wanted, store=replace(wanted.store, directories=self.config.store.directories))
-        if (wanted.store, wanted.budget.limits) != (self.config.store, self.config.budget.limits):
+        budgets = [(each.budget.limits, each.budget.device_bytes) for each in (wanted, self.config)]
+        if wanted.store != self.config.store or budgets[0] != budgets[1]:
             raise ConfigError(
                 "store and budget are those that the session was opened with; close it and attach anew",
                 file=wanted.file,
             )
-        plan = _plan_of(wanted, self.layers, self._world)
-        controller = self._controller_of(wanted, plan)
+        limits = self._parts.budget.limits
+        plan = _plan_of(wanted, self.layers, self._world, limits)
+        controller = self._controller_of(wanted, plan, limits)
         self.config = wanted
         self.planning.start(plan, controller, self._world.agree)
         self._runs.configure(wanted)
@@ -347,7 +352,7 @@ class Session:
 
     # ---- the plan --------------------------------------------------------------------------------
 
-    def _controller_of(self, config: OffloadConfig, plan: Plan) -> Controller | None:
+    def _controller_of(self, config: OffloadConfig, plan: Plan, limits: Limits) -> Controller | None:
         """Learns what steps are like, and decides on the layers that are placed ``auto``.
 
         Without such layers it is of use for the run log only.
@@ -356,7 +361,6 @@ class Session:
         is_auto = Placement.AUTO in everywhere
         if not is_auto and not self._journal.is_written:
             return None
-        limits = limits_of(config)
         task = Task(
             plan.placements,
             tuple((layer.chunk, layer.id.name) for layer in self.layers),
@@ -369,9 +373,9 @@ class Session:
         return Controller(task, think=InSlices)
 
 
-def _plan_of(config: OffloadConfig, layers: Sequence[Layer], world: World) -> Plan:
+def _plan_of(config: OffloadConfig, layers: Sequence[Layer], world: World, limits: Limits) -> Plan:
     ids = [layer.id for layer in layers]
-    return Plan.from_policy(config.policy, ids, world.layers, window=config.budget.window)
+    return Plan.from_policy(config.policy, ids, world.layers, window=limits.window)
 
 
 def _boundaries_of(steps: Steps, parts: Parts, count_tokens: TokenCounter) -> Boundaries:

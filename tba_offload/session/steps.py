@@ -75,7 +75,8 @@ class Steps:
     ) -> Step:
         """A step that has not begun; see :meth:`Session.step`."""
         planning, meters = self._parts.planning, self._parts.meters
-        meter = meters.of_step(wanted=measure_memory, may_help=trace or planning.wants_memory)
+        may_help = trace or planning.wants_memory or self._parts.budget.is_of_device
+        meter = meters.of_step(wanted=measure_memory, may_help=may_help)
         return Step(
             self,
             tokens=tokens,
@@ -141,6 +142,7 @@ class Steps:
         self._mark_times()
         parts.ranges.begin_step(self.ongoing.number + 1, wanted=step.timeline.is_wanted)
         step.start(gradients_allocated=all(map(_has_gradient, parts.gradients.parameters())))
+        parts.budget.begin_step(step.memory.base_bytes)
         self.ongoing.opened(step)
         parts.memory_watch.started()
 
@@ -157,6 +159,7 @@ class Steps:
         parts.offloader.reset_stats()
         parts.store.take_loads()  # those of a failed step belong to none
         parts.gradients.begin_step()
+        parts.gradients.live.take_most()
         wanted = step.timeline.is_wanted
         parts.memory_watch.begin_step(meter, self.ongoing.number, wanted=wanted)
         parts.curve.begin_step(meter, self.ongoing.number, wanted=wanted)

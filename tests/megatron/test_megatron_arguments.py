@@ -47,6 +47,7 @@ def test_without_a_flag_nothing_is_on() -> None:
         ("--tba-placement", "offload"),
         ("--tba-directory", "/", "/tmp"),
         ("--tba-activation-bytes", "12GiB"),
+        ("--tba-device-bytes", "70GiB"),
         ("--tba-in-flight-bytes", "1GiB"),
         ("--tba-objective", "memory"),
         ("--tba-store", "host"),
@@ -66,12 +67,18 @@ def test_flags_alone_make_a_policy(tmp_path: Path) -> None:
         Path(directory).mkdir()
     flags = read(
         *("--tba-placement", "auto", "--tba-activation-bytes", "12GiB", "--tba-in-flight-bytes", "1GiB"),
+        *("--tba-device-bytes", "70GiB"),
         *("--tba-store", "file", "--tba-checksum", "--tba-directory", *directories),
         *("--tba-objective", "endurance", "--tba-host-capacity", "2GiB"),
     )
     assert config_of(flags) == OffloadConfig(
         default=Placement.AUTO,
-        budget=BudgetConfig(activation_bytes=12 * GIB, in_flight_bytes=GIB, objective=Objective.ENDURANCE),
+        budget=BudgetConfig(
+            activation_bytes=12 * GIB,
+            device_bytes=70 * GIB,
+            in_flight_bytes=GIB,
+            objective=Objective.ENDURANCE,
+        ),
         store=StoreConfig(kind="file", directories=tuple(directories), host_capacity=2 * GIB, checksum=True),
     )
 

@@ -383,6 +383,7 @@ FOREIGN = {
     "recompute/parametrized.py": ("cache", "the cache of torch.nn.utils.parametrize"),
     "recompute/saved_again.py": ("end", "the end of a run, which this file defines"),
     "renamed.py": ("module", "a module that is being made"),
+    "session/budget.py": ("self.watched.capture", "the budget that it keeps to where a drive is slow"),
     "states/away.py": ("made", "what the constructor makes"),
     "states/pieces.py": ("view", "a slice of a parameter has the slice of its gradient"),
     "states/takeover.py": (

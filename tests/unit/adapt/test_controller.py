@@ -605,6 +605,38 @@ def test_a_drive_is_another_one_if_it_is_so_for_longer_than_a_step(
     assert (doubt is not None) is is_doubted
 
 
+@pytest.mark.parametrize("budget", [400, 900], ids=["less", "more"])
+def test_another_budget_is_a_reason_to_plan_at_once(budget: int) -> None:
+    """And the plan that is made for it is taken, whatever it gains."""
+    profile, drive = profile_by_hand(*(OFFLOAD,) * 4), Bandwidth(100, 100)
+    before = task_of(4, budget=700)
+    plan = best_plan(before, profile, drive, policy=before.policy, not_recomputed=frozenset())
+    settled = Settled(plan, "", planned_for=drive, is_measured=True, is_refined=True)
+    steady = moment_of(before, plan, Pace(before.tuning), bandwidth=drive)
+    assert (settled.doubt(steady, drive), settled.is_pressing(steady)) == (None, False)
+    task = task_of(4, budget=budget)
+    moment = moment_of(task, plan, Pace(task.tuning), bandwidth=drive)
+    limited = settled.limited(task)
+    assert isinstance(limited, Settled)
+    assert limited.is_pressing(moment)
+    assert limited.is_turn(moment)
+    assert limited.doubt(moment, drive) == f"{budget} B are left for activations now"
+    decided, new = limited.decide(moment, profile, drive)
+    assert decided.settled is not None
+    assert not decided.settled.is_overdue
+    assert bare(new) == bare(best_plan(task, profile, drive, policy=task.policy, not_recomputed=frozenset()))
+    assert bare(new) != bare(plan)
+    assert isinstance(Excursion(settled).limited(task), Settled)
+
+
+def test_a_policy_that_leaves_nothing_to_decide_gets_the_window_of_another_budget() -> None:
+    task = dataclasses.replace(task_of(2, budget=None), policy=(OFFLOAD, OFFLOAD))
+    settled = Settled(Plan(task.policy, window=MIB), "", planned_for=HALF)
+    limited = settled.limited(dataclasses.replace(task, limits=Limits(KIB, KIB)))
+    assert limited.settled is not None
+    assert (limited.settled.plan.window, limited.settled.is_overdue) == (KIB, False)
+
+
 def test_without_a_budget_a_slow_drive_gets_what_it_can_take() -> None:
     drive, model = Drive(), make_model(layers=LAYERS)
     drive.writes.bytes_per_second = drive.reads.bytes_per_second = SLOW
@@ -977,6 +1009,32 @@ def test_the_policy_file_reproduces_the_plan(run_log: Path, tmp_path: Path) -> N
     with tba.attach(model, config, measure_memory=False) as session:
         assert [placement.value for placement in session.plan.placements] == found["plan"]["placements"]
         assert session.plan.window == found["plan"]["window"]
+
+
+def test_a_plan_for_a_device_has_what_the_run_left_on_it(tmp_path: Path, run_log: Path) -> None:
+    path, policy = tmp_path / "run.jsonl", tmp_path / "policy.yaml"
+    model = make_model(layers=LAYERS)
+    with tba.attach(model, config_for(in_flight=MIB, default=OFFLOAD), run_log=path) as session:
+        train(model, session, steps=4, micro_batches=2)
+        records = session.report()
+    beside = max(record.base_bytes or 0 for record in records)
+    gradients = max(record.gradient_peak_bytes or 0 for record in records)
+    device_bytes = beside + gradients + 4 * MIB
+    options = ("--device-bytes", f"{device_bytes}B")
+    said = run_plan(path, *options, "-o", policy).output
+    assert re.search(
+        r"^3\.9\d MiB are left for activations of .*, less .* live before a step and", said, re.MULTILINE
+    )
+    assert load_config(policy).budget.device_bytes is None  # each layer is placed, and waits for its drive
+    for arguments, what in (
+        ((path, "--device-bytes", "1MiB"), "nothing is left for activations of 1.00 MiB, less"),
+        ((path, *options, "--layers", "9"), "what lies on the device beside activations is not known"),
+        ((run_log, *options), "what lies on the device beside activations is not known"),
+        ((path, *options, "--budget", "3MiB"), "--budget and --device-bytes both say"),
+    ):
+        failed = invoke_plan(*arguments)
+        assert failed.exit_code != 0
+        assert what in failed.output
 
 
 def test_the_policy_of_one_stage_leaves_the_others_as_they_were(run_log: Path, tmp_path: Path) -> None:

@@ -208,6 +208,8 @@ def test_a_budget_that_no_layer_keeps_to(placement: str) -> None:
     (warning,) = warned({"default": placement, "budget": {"activation_bytes": "2GiB"}})
     assert warning.category is NoEffectWarning
     assert str(warning.message).startswith("budget.activation_bytes: nothing keeps to it: every layer")
+    (warning,) = warned({"default": placement, "budget": {"device_bytes": "2TiB"}})
+    assert str(warning.message).startswith("budget.device_bytes: nothing keeps to it: every layer")
 
 
 @pytest.mark.usefixtures("on_a_drive")
@@ -225,6 +227,7 @@ def test_a_budget_above_the_limit_of_bytes_in_flight(placement: str, tmp_path: P
     "settings",
     [
         {"budget": {"activation_bytes": "2MiB"}},
+        {"budget": {"device_bytes": "2TiB"}},
         {"budget": {"activation_bytes": "2GiB", "in_flight_bytes": 0}},
         {"budget": {"activation_bytes": "2GiB"}, "on_slow": "keep"},
         {"budget": {"activation_bytes": "2GiB"}, "default": "auto"},

@@ -51,13 +51,13 @@ def test_what_is_commented_out_can_be_taken_in(tmp_path: Path) -> None:
     policy = tmp_path / "policy.yaml"
     settings = ("layers:", '  - match: "last 2"', "    placement: keep")
     text = policy.read_text()
-    for setting in (*settings, "activation_bytes", "write_bytes_per_day"):
+    for setting in (*settings, "activation_bytes", "device_bytes", "write_bytes_per_day"):
         assert f"# {setting}" in text
         text = text.replace(f"# {setting}", setting)
     policy.write_text(text)
     config = load_config(policy)
     assert config.store.write_bytes_per_day == 5 * 10**12
-    assert config.budget.activation_bytes is not None
+    assert None not in {config.budget.activation_bytes, config.budget.device_bytes}
     assert [rule.match for rule in config.layers] == ["last 2"]
 
 

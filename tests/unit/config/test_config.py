@@ -23,7 +23,7 @@ from tba_offload.config import (
     parse_size,
     read_config,
 )
-from tba_offload.config.policy import LayerId, Placement, Rule
+from tba_offload.config.policy import LayerId, Objective, Placement, Rule
 from tba_offload.errors import ConfigError
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -329,7 +329,7 @@ def test_wrong_sizes(size: str, problem: str) -> None:
             "budget:\n  actvation_bytes: 1GiB",
             (
                 "2: budget.actvation_bytes: unknown key; did you mean 'activation_bytes'? "
-                "(the keys here are activation_bytes, in_flight_bytes, objective)"
+                "(the keys here are activation_bytes, device_bytes, in_flight_bytes, objective)"
             ),
         ),
         (
@@ -500,6 +500,16 @@ def test_python_users_may_write_text_and_numbers() -> None:
     config = OffloadConfig(layers=[{"match": "0-3", "placement": "keep"}], min_tensor_bytes=4096)  # type: ignore[arg-type]
     assert config.layers == (Rule("0-3", Placement.KEEP),)
     assert config.min_tensor_bytes == 4096
+
+
+def test_a_device_is_a_budget_too() -> None:
+    text = "default: auto\nbudget: {device_bytes: 70GiB, objective: time, in_flight_bytes: 1GiB}\n"
+    config = OffloadConfig.from_yaml(text)
+    assert config.budget == BudgetConfig(device_bytes=70 * GIB, objective=Objective.TIME, in_flight_bytes=GIB)
+    assert config.budget.limits == (None, GIB)
+    assert OffloadConfig.from_yaml(config.to_yaml()) == config
+    with pytest.raises(ConfigError, match="time needs activation_bytes or device_bytes: without a budget"):
+        BudgetConfig(objective=Objective.TIME)
 
 
 def test_a_dict_says_what_a_file_would() -> None:

@@ -375,6 +375,20 @@ def test_each_storage_counts_once_until_it_is_freed() -> None:
     assert live.nbytes == 0
 
 
+def test_the_most_bytes_at_one_time_are_told() -> None:
+    live = LiveBytes(torch.device("cpu"))
+    for _ in range(3):
+        live.add(torch.zeros(1000))  # is freed before the next one comes
+    assert live.take_most() == 4000
+    assert live.take_most() == 0
+    kept = torch.zeros(500)
+    live.add(kept)
+    live.shift(300)
+    live.shift(-300)
+    assert live.take_most() == 2300
+    assert live.take_most() == kept.nbytes  # it is there still
+
+
 def test_a_storage_that_only_autograd_holds_still_counts() -> None:
     live = LiveBytes(torch.device("cpu"))
     parameter = torch.nn.Parameter(torch.ones(100))
@@ -434,6 +448,18 @@ def test_bytes_that_are_left_out_are_no_part_of_a_peak(still: Observed, static: 
     del more
     assert abs(meter.peak() - before - SIZE // 2) < SLACK
     del tensor
+
+
+def test_the_peak_of_all_bytes_has_those_that_are_left_out(still: Observed, static: dict[str, int]) -> None:
+    still.reset()
+    before = still.live()
+    tensor, static["bytes"] = allocate(), SIZE
+    still.sample()
+    assert still.peak() < before + SLACK
+    assert abs((still.whole_peak() or 0) - before - SIZE) < SLACK
+    del tensor
+    still.reset()
+    assert abs((still.whole_peak() or 0) - before) < SLACK
 
 
 def test_a_pause_sees_nothing(still: Observed) -> None:

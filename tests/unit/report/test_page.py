@@ -137,6 +137,19 @@ def test_the_same_logs_give_the_same_page(tmp_path: Path) -> None:
     assert text_of(path) == text_of(path)
 
 
+def test_a_run_with_a_budget_tells_what_lay_on_the_device(tmp_path: Path) -> None:
+    known: dict[str, Any] = {"device_peak_bytes": 148 * MIB, "activation_budget_bytes": 26 * MIB}
+    known |= {"base_bytes": 122 * MIB, "gradient_peak_bytes": 2 * MIB}
+    policy = "budget:\n  activation_bytes: 0\n  device_bytes: 150MiB\n"
+    path = run(tmp_path / "run.jsonl", header={"policy": policy}, **known)
+    said = re.sub(r"\s+", " ", " ".join(Strict(text_of(path)).text))
+    assert "All on the device 148 MiB of 150MiB the largest; activations may take 26.0 MiB, 122 MiB" in said
+    path = run(tmp_path / "other.jsonl", **known)
+    assert "148 MiB the largest" in re.sub(r"\s+", " ", " ".join(Strict(text_of(path)).text))
+    without = run(tmp_path / "without.jsonl", device_peak_bytes=148 * MIB)
+    assert "All on the device" not in text_of(without)
+
+
 def test_prediction_stands_beside_measurement(tmp_path: Path) -> None:
     path = run(tmp_path / "run.jsonl", predicted_peak_bytes=80 * MIB, predicted_seconds=0.4)
     said = re.sub(r"\s+", " ", " ".join(Strict(text_of(path)).text))

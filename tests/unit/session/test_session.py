@@ -241,6 +241,20 @@ def test_apply_refuses_another_store_or_budget(model: Model, changed: dict[str, 
             session.apply(config_for(**changed))
 
 
+@pytest.mark.parametrize("budget", [{}, {"device_bytes": "1GiB", "objective": "time"}])
+def test_apply_refuses_another_device(model: Model, budget: dict[str, str]) -> None:
+    policy = {
+        "default": "auto",
+        "budget": {"device_bytes": "2TiB", "objective": "time"},
+        "store": {"kind": "host"},
+    }
+    with tba.attach(model, policy, measure_memory=False) as session:
+        with pytest.raises(tba.ConfigError, match="store and budget are those"):
+            session.apply({**policy, "budget": budget})
+        session.apply({**policy, "budget": {"device_bytes": "2TiB"}, "default": "offload"})
+        assert one_step(session, model).activation_budget_bytes is not None
+
+
 def test_an_applied_threshold_takes_effect(model: Model) -> None:
     with session_for(model) as session:
         session.apply(config_for(min_tensor_bytes=1 << 30))

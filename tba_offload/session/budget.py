@@ -1,0 +1,112 @@
+"""What activations may take: as the policy says, or what ``budget.device_bytes`` leaves for them.
+
+What a device holds beside activations is read when a step begins: parameters, states of optimizers or the
+slots of offloaded ones, and whatever else outlives steps. How many bytes of gradients there are at a time is
+known after the first step. So the first one runs as under each budget, with all layers of the planner
+offloaded and little in flight; the states that its update leaves are known when it ends, or when the second
+one begins.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from tba_offload.plan.device_share import DeviceShare
+from tba_offload.plan.model import Limits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from tba_offload.adapt.planning import Planning
+    from tba_offload.capture.hooks import Capture
+    from tba_offload.config import OffloadConfig
+    from tba_offload.device.memory import LiveBytes
+    from tba_offload.report.run_log import StepRecord
+    from tba_offload.session.notices import Notices
+
+
+class Watched(NamedTuple):
+    """What keeps to the budget, and what it is made from.
+
+    Attributes:
+        planning: Keeps to it by its plans and the window.
+        capture: Keeps to it where a drive is slow.
+        gradients: Their bytes, and those of frozen weights that come and go.
+        notices: Takes the warning that nothing is left.
+    """
+
+    planning: Planning
+    capture: Capture
+    gradients: LiveBytes
+    notices: Notices
+
+
+class Budget:
+    """What activations may take in a step.
+
+    Args:
+        limits: What the policy says.
+        watched: What keeps to it.
+        device_bytes: Most bytes of everything on the device; ``None`` for no limit.
+        static: Tells bytes of the device by what holds them.
+
+    Attributes:
+        limits: What holds now.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        watched: Watched,
+        *,
+        device_bytes: int | None,
+        static: Callable[[], Mapping[str, int]],
+    ) -> None:
+        self.limits = self._of_policy = limits
+        self._watched = watched
+        self._device_bytes = device_bytes
+        self._static = static
+        self._most_gradients = 0
+
+    @property
+    def is_of_device(self) -> bool:
+        """Whether it is derived from what lies on the device, which must be measured in each step."""
+        return self._device_bytes is not None
+
+    def begin_step(self, base_bytes: int | None) -> None:
+        """Looks at what there is before the forward of a step; one that has less left runs without its plan.
+
+        Args:
+            base_bytes: Live bytes of the device, without gradients; ``None`` if they were not measured.
+        """
+        self._most_gradients = max(self._most_gradients, self._watched.gradients.nbytes)
+        self._derive(base_bytes)
+        if self.is_of_device:
+            self._watched.planning.leave_if_over_limits()
+
+    def end_step(self, record: StepRecord) -> None:
+        """Takes note of the gradients of a step and of states made in it, before a plan is made."""
+        self._most_gradients = max(self._most_gradients, record.gradient_peak_bytes or 0)
+        base = record.base_bytes
+        self._derive(None if base is None else base + (record.state_bytes or 0))
+
+    def _derive(self, base_bytes: int | None) -> None:
+        if self._device_bytes is None or base_bytes is None:
+            return
+        device = DeviceShare(self._device_bytes, base_bytes, self._most_gradients)
+        notices = self._watched.notices
+        if device.left <= 0 and not notices.said("nothing left"):
+            notices.nothing_left(device, self._static())
+        before = self.limits.device
+        if before is not None and before.holds_for(device):
+            return
+        self.limits = self._of_policy.on_device(device)
+        self._watched.planning.limit(self.limits)
+        self._watched.capture.budget_bytes = self.limits.budget
+
+
+def limits_of(config: OffloadConfig) -> Limits:
+    """Budget and window of a configuration, and what may be written; of a device all may be left at first."""
+    budget = config.budget
+    limits = Limits(budget.activation_bytes, budget.window, config.store.write_bytes_per_day)
+    return limits if budget.device_bytes is None else limits.on_device(DeviceShare(budget.device_bytes))
