@@ -45,8 +45,6 @@ class Entry(weakref.ref["torch.Tensor"]):
 SeenView = tuple[View, tuple[int, int, int]]
 """A view and its footprint."""
 
-_NONE: frozenset[int] = frozenset()
-
 
 class Registry:
     """The storages that the layers of one session have saved.
@@ -125,11 +123,6 @@ class Registry:
     def learn(self, key: ActivationKey, nbytes: int) -> None:
         """Something else keeps this activation's storage: keep it too from the next step on."""
         self.learned.setdefault(key.scope.layer, {})[key.number, nbytes] = self._step + RELEARN_AFTER
-
-    def learned_of(self, layer: int) -> frozenset[int]:
-        """Numbers of the activations of a layer that may be ones that :meth:`learn` was told of."""
-        learned = self.learned.get(layer)
-        return frozenset([number for number, _ in learned]) if learned else _NONE
 
     def is_learned(self, key: ActivationKey, nbytes: int) -> bool:
         """Whether offloading this activation was found to free nothing."""

@@ -33,7 +33,7 @@ from tba_offload.layers.graph import check_version
 from tba_offload.transfer.storage import Handle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from types import TracebackType
 
     from torch import Tensor, nn
@@ -406,6 +406,7 @@ class RematerializingHooks(LayerHooks):
         kept: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__(rebuilds.capture, key, when_slow=when_slow, kept=kept)
+        self._unpack = rebuilds.unpack
         self._rebuilds = rebuilds
         self._layer = layer
         self._training: tuple[bool, ...] | None = None
@@ -431,9 +432,6 @@ class RematerializingHooks(LayerHooks):
         finally:
             for handle in self._watched:
                 handle.remove()
-
-    def _unpacker(self) -> Callable[..., Tensor]:
-        return self._rebuilds.unpack
 
     def _pack_new(  # type: ignore[override]
         self, tensor: Tensor, storage: torch.UntypedStorage, seen: SeenView
