@@ -51,7 +51,7 @@ from tba_offload.renamed import names_of
 from tba_offload.transfer.storage import Handle, Record, State
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Container, Iterator
     from types import TracebackType
 
     from tba_offload.capture.registry import SeenView
@@ -312,6 +312,7 @@ class LayerHooks:
         "_filling",
         "_kept",
         "_key",
+        "_learned",
         "_node",
         "_rescue",
         "_small",
@@ -334,6 +335,7 @@ class LayerHooks:
         self._key = key
         self._when_slow = when_slow
         self._kept = kept
+        self._learned: Container[tuple[int, int]] = capture.registry.learned.get(key.layer, ())
         self._rescue = rescue
         # What gives back what is packed here: it must not know this object, which is of one scope only.
         self._unpack: Callable[..., torch.Tensor] = capture.unpack
@@ -419,7 +421,7 @@ class LayerHooks:
             return self._keep_small(tensor, view, distinct)
         key, nbytes = ActivationKey(self._key, self._count), storage.nbytes()
         self._count += 1
-        if self._key.layer in capture.registry.learned and capture.registry.is_learned(key, nbytes):
+        if (key.number, nbytes) in self._learned:
             return self._keep(tensor, storage, key, Treatment.LEARNED_KEEP)
         if key.number in self._kept:
             return self._keep(tensor, storage, key, Treatment.PLANNED_KEEP)

@@ -16,6 +16,8 @@ from tba_offload.layers.checkpoint import is_recomputation
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import nn
+
     from tba_offload.layers.stack import Layer
 
 
@@ -50,15 +52,16 @@ class Site:
         """In the step that begins the layer has not run yet."""
         self.runs = self.waiting = 0
 
-    def next_run(self, number: int | None) -> ScopeKey:
+    def next_run(self, micro_batch: Callable[[nn.Module], int | None] | None) -> ScopeKey:
         """A run of the layer begins.
 
         Args:
-            number: Of the micro-batch, where the schedule tells; otherwise ``None`` and runs are counted.
+            micro_batch: Tells its number, where the framework has one; otherwise runs are counted.
         """
         layer, count = self.layer, self.runs
+        told = micro_batch(layer.module) if micro_batch is not None else None
         self.runs += 1
-        return ScopeKey(layer.id.number, count if number is None else number, layer.chunk, layer.id.name)
+        return ScopeKey(layer.id.number, count if told is None else told, layer.chunk, layer.id.name)
 
     def wait(self) -> int:
         """A run begins to wait for its backward; returns how many of them do now."""

@@ -88,8 +88,8 @@ class Boundaries:
             register_optimizer_step_pre_hook(lambda *call: _call(own, "_optimizer_begins", *call)),
             register_optimizer_step_post_hook(lambda *call: _call(own, "_optimizer_ended", *call)),
         ]
-        self._forwards: list[nn.Module] = []  # whose forward is running, the outermost first
-        self._calls_itself = False  # whether one of them was called again by its own forward
+        # Whose forward is running, the outermost first; and whether it has called itself.
+        self._forwards: dict[nn.Module, bool] = {}
         self._tokens_are_known = False  # of the outermost forward
         for module in _callers(modules, layers):
             before, after = _ModelHook(own, Boundaries.model_begins), _ModelHook(own, Boundaries.model_ended)
@@ -113,7 +113,7 @@ class Boundaries:
             return
         is_running = module in self._forwards
         if is_running and _calls_itself(module):
-            self._calls_itself = True
+            self._forwards[module] = True
             return
         if not torch.is_grad_enabled():
             return
@@ -121,9 +121,9 @@ class Boundaries:
             self._forwards.clear()  # it raised an exception, so that its end was never heard
             self._fail()
         if not self._forwards:
-            self._calls_itself = self._tokens_are_known = False
+            self._tokens_are_known = False
             self.open_step()
-        self._forwards.append(module)
+        self._forwards[module] = False
         self._count(module, args, kwargs)
 
     def _count(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
@@ -138,11 +138,11 @@ class Boundaries:
 
     def model_ended(self, module: nn.Module, _args: object, output: object) -> None:
         """The model's forward has ended."""
-        if module not in self._forwards or is_recomputation():
+        has_called_itself = self._forwards.get(module)
+        if has_called_itself is None or is_recomputation() or (has_called_itself and _calls_itself(module)):
             return
-        if self._calls_itself and _calls_itself(module):
-            return
-        del self._forwards[self._forwards.index(module) :]
+        while self._forwards.popitem()[0] is not module:
+            pass  # it raised an exception, so that its end was never heard
         if not self._forwards and not self._ongoing.is_inert:
             self._forward_ended(output)
 

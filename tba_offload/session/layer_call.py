@@ -68,8 +68,7 @@ class Call:
 
     def offload(self, *, rebuilds: bool = False) -> object:
         """Runs the layer with hooks, through which what it saves travels."""
-        # A layer of many modules is not asked for its mode where nothing asks for second runs.
-        if self._parts.verifier.verdicts or self._is_choice:
+        if self._parts.planning.chosen or self._parts.verifier.verdicts:
             return self._offload_repeatable(rebuilds=rebuilds)
         with self._hooks(rebuilds=rebuilds):
             return self._site.forward(*self._args, **self._kwargs)
@@ -109,6 +108,8 @@ class Call:
     def _forward(self, *, may_be_rescued: bool) -> Callable[..., object]:
         """The layer's forward; with what runs it a second time, if that is of use."""
         verifier, world = self._parts.verifier, self._parts.world
+        if not self._is_choice and not verifier.verdicts:
+            return self._site.forward  # a layer of many modules would be asked for their modes in vain
         mode = verifier.mode_of(self._site.index)
         if may_be_rescued and verifier.may_rescue(mode) and world.is_alone:
             return self._rescued(mode)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from tba_offload.capture.scope import ScopeKey
     from tba_offload.capture.site import Site
     from tba_offload.config import OffloadConfig
     from tba_offload.layers.stack import LayerStack
@@ -98,7 +97,7 @@ class LayerRuns:
         if trace.gone:
             self._watch.note_gone()
         before = latest_node() - 1
-        scope = trace.begin_scope(self._next_key(site), way, inputs=inputs)
+        scope = trace.begin_scope(site.next_run(self._stack.micro_batch), way, inputs=inputs)
         if memory.is_on:
             memory.layer_begins(site.index)
         try:
@@ -221,10 +220,6 @@ class LayerRuns:
     def _leave_alone(self, site: Site) -> None:
         self._parts.capture.trace.leave_alone()
         self._parts.notices.left_alone(site.layer)
-
-    def _next_key(self, site: Site) -> ScopeKey:
-        told = self._stack.micro_batch
-        return site.next_run(None if told is None else told(site.layer.module))
 
 
 def _named(site: Site) -> str:
