@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tba_offload.capture.retained import is_retained, life_of_layer
-from tba_offload.layers.graph import first_differentiable, nearest_nodes
+from tba_offload.layers.graph import first_differentiable, keeps_graph, nearest_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,7 +67,7 @@ class BackwardWatch:
         """Backward has come back to a run of a layer."""
         parts, trace, scope = self._parts, to.trace, to.scope
         is_current = to.step is self._ongoing.step
-        if is_current and scope.backward_began is None:
+        if is_current and to.site.waiting and scope.backward_began is None:
             to.site.come_back()
         if parts.capture.trace.gone:
             self.note_gone()
@@ -76,7 +76,7 @@ class BackwardWatch:
         is_first = trace.backward_reached(scope)
         if parts.memory_watch.is_on:
             parts.memory_watch.backward_reached(to.site.index)
-        if is_retained():
+        if keeps_graph() and is_retained():
             trace.retained(scope, life_of_layer(to.before, trace.gone.append))
         if is_first:
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._pass_ended, trace))
