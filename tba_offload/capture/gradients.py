@@ -41,8 +41,8 @@ class Gradients:
         self.was_dropped = False
         self._modules = modules
         self._about_to_count = about_to_count
-        self._watched: dict[int, tuple[weakref.ref[torch.Tensor], RemovableHandle]] = {}
-        self._born: dict[int, _Born] = {}
+        self._watched: dict[int, _Watched] = {}
+        self._born: dict[int, _Watched] = {}  # those that got a gradient in this step
         weakref.finalize(self, _unwatch, self._watched)
         self.also_watch(self.parameters())  # a step may open in a transform, which has others in their place
 
@@ -104,48 +104,52 @@ class Gradients:
 
     def _forget_gone(self) -> None:
         """Parameters may be others in each step: those that ``functional_call`` gives the model."""
-        for key in [key for key, (parameter, _) in self._watched.items() if parameter() is None]:
+        for key in [key for key, watched in self._watched.items() if watched.parameter() is None]:
             del self._watched[key]
 
     def _watch(self, parameter: torch.Tensor) -> None:
         known = self._watched.get(id(parameter))
-        if known is None or known[0]() is not parameter:
-            own = weakref.ref(self)  # PyTorch holds the hook where the cyclic collector does not look
+        if known is None or known.parameter() is not parameter:
+            self._watched[id(parameter)] = _Watched(parameter, weakref.ref(self))
 
-            def accumulated(parameter: torch.Tensor) -> None:
-                gradients = own()
-                if gradients is not None:
-                    gradients.accumulated(parameter)
-
-            register: Any = parameter.register_post_accumulate_grad_hook
-            self._watched[id(parameter)] = weakref.ref(parameter), register(accumulated)
-
-    def accumulated(self, parameter: torch.Tensor) -> None:
+    def accumulated(self, watched: _Watched, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """A gradient is in its place."""
-        gradient = parameter.grad
-        if gradient is None:  # a hook before this one has taken it, as Megatron's does
-            return
-        before = self._born.get(id(parameter))
-        if before is not None and before.gradient() is not gradient and not gradient.requires_grad:
+        is_again = self._born.get(id(parameter)) is watched
+        if is_again and watched.gradient() is not gradient and not gradient.requires_grad:
             self.was_dropped = True  # with a graph of its own it would have been replaced by the sum
-        self._born[id(parameter)] = _Born(parameter, gradient)
+        self._born[id(parameter)] = watched
         self._about_to_count(gradient.nbytes if gradient.layout is torch.strided else 0)
         self.live.add(gradient)
 
 
-def _unwatch(watched: dict[int, tuple[weakref.ref[torch.Tensor], RemovableHandle]]) -> None:
-    for _, handle in watched.values():
-        handle.remove()
-    watched.clear()
+def _unwatch(all_watched: dict[int, _Watched]) -> None:
+    for watched in all_watched.values():
+        watched.handle.remove()
+    all_watched.clear()
 
 
-class _Born:
-    """A gradient that was put in place in this step."""
+class _Watched:
+    """A parameter whose gradients are watched: the hook on it, and the gradient that it got last.
 
-    __slots__ = ("gradient", "gradient_version", "parameter", "parameter_version")
+    It refers weakly to both and to what watches: PyTorch holds it where the cyclic collector does not look.
+    """
 
-    def __init__(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    __slots__ = ("_gradients", "gradient", "gradient_version", "handle", "parameter", "parameter_version")
+
+    def __init__(self, parameter: torch.Tensor, gradients: weakref.ref[Gradients]) -> None:
+        self._gradients = gradients
         self.parameter = weakref.ref(parameter)
+        self.parameter_version = parameter._version
+        self.gradient: Callable[[], torch.Tensor | None] = _no_gradient
+        self.gradient_version = 0
+        register: Any = parameter.register_post_accumulate_grad_hook
+        self.handle: RemovableHandle = register(self)
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        gradients, gradient = self._gradients(), parameter.grad
+        if gradients is None or gradient is None:  # a hook before this one has taken it, as Megatron's does
+            return
+        gradients.accumulated(self, parameter, gradient)
         self.parameter_version = parameter._version
         self.gradient = weakref.ref(gradient)
         self.gradient_version = gradient._version
@@ -164,3 +168,7 @@ class _Born:
     def is_updated(self) -> bool:
         parameter = self.parameter()
         return parameter is not None and parameter._version != self.parameter_version
+
+
+def _no_gradient() -> None:
+    """There was none yet."""

@@ -18,10 +18,9 @@ from __future__ import annotations
 import contextlib
 import weakref
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from tba_offload.capture.identity import (
     StaticStorages,
@@ -40,12 +39,19 @@ from tba_offload.capture.trace import ActivationTrace, StepTrace, Treatment
 from tba_offload.device.ranges import aligned_range
 from tba_offload.errors import TransferError
 from tba_offload.layers import untraced
-from tba_offload.layers.graph import check_version, hooks_on_top, keeps_graph, latest_node
+from tba_offload.layers.graph import (
+    check_version,
+    hooks_on_top,
+    keeps_graph,
+    latest_node,
+    pop_hooks,
+    push_hooks,
+)
 from tba_offload.renamed import names_of
 from tba_offload.transfer.storage import Handle, Record, State
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Container, Iterator
     from types import TracebackType
 
     from tba_offload.capture.registry import SeenView
@@ -113,12 +119,11 @@ class Capture:
 
     def _pop_left_hooks(self) -> None:
         """An interrupt may have struck just before a layer popped its hooks."""
-        autograd: Any = torch._C._autograd
         while (top := hooks_on_top()) is not None:
             layer_hooks = getattr(top[0], "__self__", None)
             if not isinstance(layer_hooks, LayerHooks) or layer_hooks.capture is not self:
                 return
-            autograd._pop_saved_tensors_default_hooks()
+            pop_hooks()
 
     # ---- records ---------------------------------------------------------------------------------
 
@@ -305,13 +310,13 @@ class LayerHooks:
         "_count",
         "_deferred",
         "_filling",
-        "_hooks",
         "_kept",
         "_key",
         "_learned",
         "_node",
         "_rescue",
         "_small",
+        "_unpack",
         "_when_slow",
         "capture",
         "saved",
@@ -330,21 +335,20 @@ class LayerHooks:
         self._key = key
         self._when_slow = when_slow
         self._kept = kept
-        self._learned = capture.registry.learned_of(key.layer)
+        self._learned: Container[tuple[int, int]] = capture.registry.learned.get(key.layer, ())
         self._rescue = rescue
+        # What gives back what is packed here: it must not know this object, which is of one scope only.
+        self._unpack: Callable[..., torch.Tensor] = capture.unpack
         self.saved = 0  # tensors, parameters among them: a second run counts them alike
         self._count = 0
         self._deferred: dict[Record, list[weakref.ref[Packed]]] = {}
         self._filling: dict[Record, None] = {}  # deferred until the operation that saves them has ended
         self._small: list[tuple[Kept, View]] = []  # small views, copied then
         self._node = 0  # number of the latest node when they were saved
-        self._hooks: saved_tensors_hooks | None = None
 
     def __enter__(self) -> None:
-        self.capture.offloader.raise_failures()
-        # Made here and dropped on exit, because it refers back to this object.
-        self._hooks = saved_tensors_hooks(self.pack, self._unpacker())
-        self._hooks.__enter__()
+        self.capture.offloader.failures.raise_first()
+        push_hooks(self.pack, self._unpack)
 
     def __exit__(
         self,
@@ -352,20 +356,15 @@ class LayerHooks:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        hooks, self._hooks = self._hooks, None
-        if hooks is not None:
-            hooks.__exit__(kind, error, traceback)
+        pop_hooks()
         if kind is not None and not issubclass(kind, Exception):
             self.capture.offloader.repair()
         # What was put off has to be settled in any case: nothing else would free its memory.
-        self._operation_ended()
+        if self._filling or self._small:
+            self._operation_ended()
         for record, views in self._deferred.items():
             self._decide(record, views)
         self.capture.offloader.writer.end_scope(at_once=self._when_slow)
-
-    def _unpacker(self) -> Callable[..., torch.Tensor]:
-        """Who gives back what is packed here; it must not know this object, which is of one scope only."""
-        return self.capture.unpack
 
     # ---- pack ------------------------------------------------------------------------------------
 
@@ -422,7 +421,7 @@ class LayerHooks:
             return self._keep_small(tensor, view, distinct)
         key, nbytes = ActivationKey(self._key, self._count), storage.nbytes()
         self._count += 1
-        if key.number in self._learned and capture.registry.is_learned(key, nbytes):
+        if (key.number, nbytes) in self._learned:
             return self._keep(tensor, storage, key, Treatment.LEARNED_KEEP)
         if key.number in self._kept:
             return self._keep(tensor, storage, key, Treatment.PLANNED_KEEP)
@@ -611,19 +610,18 @@ class LayerHooks:
 @contextlib.contextmanager
 def set_aside() -> Iterator[None]:
     """Takes the hooks of a scope off the stack for as long as the block lasts, if they are on top of it."""
-    autograd: Any = torch._C._autograd
     top = hooks_on_top()
     if top is None or not isinstance(getattr(top[0], "__self__", None), LayerHooks):
         yield
         return
     is_aside = False
     try:
-        autograd._pop_saved_tensors_default_hooks()
+        pop_hooks()
         is_aside = True
         yield
     finally:
         if is_aside:
-            autograd._push_saved_tensors_default_hooks(*top)
+            push_hooks(*top)
 
 
 if not TYPE_CHECKING:

@@ -45,8 +45,6 @@ class Entry(weakref.ref["torch.Tensor"]):
 SeenView = tuple[View, tuple[int, int, int]]
 """A view and its footprint."""
 
-_NONE: frozenset[int] = frozenset()
-
 
 class Registry:
     """The storages that the layers of one session have saved.
@@ -59,8 +57,8 @@ class Registry:
         kept: What stays in this step, likewise.
         views: How tensors that were saved in this step look at their storages, with footprints: equal ones
             share an object.
-        learned: Of each layer: number and bytes of what is kept elsewhere, and until which step that is
-            believed.
+        learned: Of each layer: number and bytes of activations that something else keeps, so that offloading
+            them frees nothing, and until which step that is believed.
     """
 
     def __init__(self) -> None:
@@ -125,15 +123,6 @@ class Registry:
     def learn(self, key: ActivationKey, nbytes: int) -> None:
         """Something else keeps this activation's storage: keep it too from the next step on."""
         self.learned.setdefault(key.scope.layer, {})[key.number, nbytes] = self._step + RELEARN_AFTER
-
-    def learned_of(self, layer: int) -> frozenset[int]:
-        """Numbers of the activations of a layer that may be ones that :meth:`learn` was told of."""
-        learned = self.learned.get(layer)
-        return frozenset([number for number, _ in learned]) if learned else _NONE
-
-    def is_learned(self, key: ActivationKey, nbytes: int) -> bool:
-        """Whether offloading this activation was found to free nothing."""
-        return (key.number, nbytes) in self.learned.get(key.scope.layer, ())
 
     def forget_learned(self, layers: set[int]) -> None:
         """Layers of these numbers are placed anew: what was kept elsewhere may not be any longer."""

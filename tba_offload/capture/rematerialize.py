@@ -25,7 +25,6 @@ from tba_offload.capture.hooks import LayerHooks
 from tba_offload.capture.identity import View, local_of, restore, shares_version, version_witness, viewed
 from tba_offload.capture.recipes import Finder, norms_of, watch_norm
 from tba_offload.capture.saved import Kept, Packed
-from tba_offload.capture.scope import ActivationKey
 from tba_offload.capture.trace import Treatment
 from tba_offload.errors import TbaError, UnsupportedError
 from tba_offload.layers import settings
@@ -33,7 +32,7 @@ from tba_offload.layers.graph import check_version
 from tba_offload.transfer.storage import Handle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from types import TracebackType
 
     from torch import Tensor, nn
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from tba_offload.capture.hooks import Capture
     from tba_offload.capture.recipes import Maker, Recipe
     from tba_offload.capture.registry import SeenView
-    from tba_offload.capture.scope import ScopeKey
+    from tba_offload.capture.scope import ActivationKey, ScopeKey
     from tba_offload.capture.trace import ActivationTrace
 
 
@@ -406,6 +405,7 @@ class RematerializingHooks(LayerHooks):
         kept: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__(rebuilds.capture, key, when_slow=when_slow, kept=kept)
+        self._unpack = rebuilds.unpack
         self._rebuilds = rebuilds
         self._layer = layer
         self._training: tuple[bool, ...] | None = None
@@ -432,9 +432,6 @@ class RematerializingHooks(LayerHooks):
             for handle in self._watched:
                 handle.remove()
 
-    def _unpacker(self) -> Callable[..., Tensor]:
-        return self._rebuilds.unpack
-
     def _pack_new(  # type: ignore[override]
         self, tensor: Tensor, storage: torch.UntypedStorage, seen: SeenView
     ) -> Kept | Packed | Rebuilt | OnTrial:
@@ -460,11 +457,10 @@ class RematerializingHooks(LayerHooks):
 
     def _recipe_of(self, tensor: Tensor, storage: torch.UntypedStorage, view: View) -> Recipe | None:
         """A recipe for a tensor that does not stay in memory anyway."""
-        capture, key = self.capture, ActivationKey(self._key, self._count)
-        is_small = view.footprint()[2] < capture.min_tensor_bytes
+        is_small, number = view.footprint()[2] < self.capture.min_tensor_bytes, self._count
         if local_of(tensor) is not tensor:
             return None  # recipes run operations on what is of this rank
-        if is_small or key.number in self._kept or capture.registry.is_learned(key, storage.nbytes()):
+        if is_small or number in self._kept or (number, storage.nbytes()) in self._learned:
             return None
         # Made anew each time, because it refers back to this object.
         recipe = Finder(self._share, self._rebuilds.functions).recipe_of(tensor)

@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tba_offload import compiling
+from tba_offload.capture.scope import ScopeKey
 from tba_offload.errors import SessionError
 from tba_offload.layers.checkpoint import is_recomputation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from torch import nn
 
     from tba_offload.layers.stack import Layer
 
@@ -49,10 +52,16 @@ class Site:
         """In the step that begins the layer has not run yet."""
         self.runs = self.waiting = 0
 
-    def count(self) -> int:
-        """Counts a run of the layer; returns how many there were before it."""
+    def next_run(self, micro_batch: Callable[[nn.Module], int | None] | None) -> ScopeKey:
+        """A run of the layer begins.
+
+        Args:
+            micro_batch: Tells its number, where the framework has one; otherwise runs are counted.
+        """
+        layer, count = self.layer, self.runs
+        told = micro_batch(layer.module) if micro_batch is not None else None
         self.runs += 1
-        return self.runs - 1
+        return ScopeKey(layer.id.number, count if told is None else told, layer.chunk, layer.id.name)
 
     def wait(self) -> int:
         """A run begins to wait for its backward; returns how many of them do now."""
@@ -79,8 +88,8 @@ class Site:
         return self.tracer is not None or hasattr(self.own, "_torchdynamo_orig_callable")
 
     def called_by(self, tracer: compiling.Tracer) -> None:
-        """Notes what compiles the caller; in backward nothing does."""
-        if tracer is not self.tracer and (tracer is not None or not is_recomputation()):
+        """Notes that something else compiles the caller than before; in backward nothing does."""
+        if tracer is not None or not is_recomputation():
             self.tracer = tracer
 
     @property
@@ -123,7 +132,8 @@ class _AttachedForward:
     def __call__(self, /, *args: object, **kwargs: object) -> object:
         tracer = compiling.switch(None)
         try:
-            self._site.called_by(tracer)
+            if tracer is not self._site.tracer:
+                self._site.called_by(tracer)
             return self._run(self._site, args, kwargs)
         finally:
             compiling.switch(tracer)

@@ -238,11 +238,6 @@ class StepTrace:
                 scope.gone_by = now
         return True
 
-    @property
-    def has_retained(self) -> bool:
-        """Whether a graph that a backward pass left alive was not yet found to be gone."""
-        return bool(self._retained)
-
     def backward_ended(self) -> None:
         """Notes that a backward pass is over."""
         if self._backward_began is not None:

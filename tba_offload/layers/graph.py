@@ -21,6 +21,13 @@ keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_kee
 """Whether the backward pass of the calling thread leaves the graph alive; true outside of one, too."""
 
 
+push_hooks: Callable[..., None] = torch._C._autograd._push_saved_tensors_default_hooks
+"""Has tensors saved by pack and unpack on the calling thread: ``saved_tensors_hooks`` without its frames."""
+
+pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+"""Takes the innermost hooks of the calling thread off."""
+
+
 def first_differentiable(output: object) -> torch.Tensor | None:
     """The first tensor of a layer's output through which gradients will come back."""
     first = output[0] if isinstance(output, tuple) and output else output

@@ -56,11 +56,15 @@ def holds_cache(arguments: Iterable[object]) -> bool:
 
     Forward appends to it, so that a second forward finds other keys and values in it than the first.
     """
-    others = [other for other in arguments if other is not None and type(other) is not torch.Tensor]
-    if not others:  # no module is looked up
-        return False
-    caches = _loaded(_CACHES)
-    return any(isinstance(other, caches) for other in others)
+    caches: tuple[type, ...] | None = None
+    for argument in arguments:
+        if argument is None or type(argument) is torch.Tensor:
+            continue
+        if caches is None:  # mostly all are tensors, and no module is looked up
+            caches = _loaded(_CACHES)
+        if isinstance(argument, caches):
+            return True
+    return False
 
 
 def cache_warning() -> str:

@@ -54,6 +54,9 @@ class Verifier:
         generators: What random numbers come from.
         not_compared: Why a layer must not be run only to be compared; ``None`` if it may.
         tell: Is given a sentence about layers that the planner cannot have recomputed, once for each cause.
+
+    Attributes:
+        verdicts: Of each mode that was judged: what is wrong with its second run, ``None`` if nothing is.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class Verifier:
         self._generators = generators
         self._not_compared = not_compared
         self._tell = tell
-        self._verdicts: dict[Mode, str | None] = {}
+        self.verdicts: dict[Mode, str | None] = {}
         self._told: set[str] = set()
         self._awaited: set[int] = set()  # layers of which a run of this step is compared
         self._random: RandomState | None = None
@@ -82,7 +85,7 @@ class Verifier:
 
     def may_try(self, mode: Mode) -> bool:
         """Whether a second run of a layer tells something, and changes nothing."""
-        if mode in self._verdicts:
+        if mode in self.verdicts:
             return False
         module = self.layers[mode.layer].module
         reason = self._not_compared(module)
@@ -97,17 +100,12 @@ class Verifier:
 
     def may_plan(self, index: int) -> bool:
         """Whether a second run of this layer gave the bits of the first one, in each mode that was tried."""
-        verdicts = [fault for mode, fault in self._verdicts.items() if mode.layer == index]
+        verdicts = [fault for mode, fault in self.verdicts.items() if mode.layer == index]
         return bool(verdicts) and all(fault is None for fault in verdicts)
-
-    @property
-    def has_any(self) -> bool:
-        """Whether a layer was judged."""
-        return bool(self._verdicts)
 
     def is_trusted(self, mode: Mode) -> bool:
         """Whether a second run of a layer gave the bits of the first one."""
-        return self._verdicts.get(mode, "") is None
+        return self.verdicts.get(mode, "") is None
 
     def may_repeat(self, mode: Mode) -> bool:
         """Whether the planner's choice to recompute a layer can be followed now."""
@@ -120,7 +118,7 @@ class Verifier:
     def compares(self, mode: Mode) -> bool:
         """Whether the run that begins is compared as a whole: the first one of each layer in each mode."""
         index = mode.layer
-        if index in self._awaited or mode in self._verdicts:
+        if index in self._awaited or mode in self.verdicts:
             return False
         if self._not_compared(self.layers[index].module) is not None:
             return False
@@ -130,16 +128,16 @@ class Verifier:
     def judge(self, mode: Mode, fault: str | None) -> None:
         """Takes note of what came of a second run; one fault is enough."""
         if fault is None:
-            self._verdicts.setdefault(mode, None)
+            self.verdicts.setdefault(mode, None)
         else:
-            self._verdicts[mode] = fault
+            self.verdicts[mode] = fault
 
     def withdraw(self, mode: Mode, fault: str) -> None:
         """Has a fault of one layer stand for all of its class, so that not each of them costs a step."""
         kind = type(self.layers[mode.layer].module)
-        for known in [mode, *self._verdicts]:
+        for known in [mode, *self.verdicts]:
             if type(self.layers[known.layer].module) is kind:
-                self._verdicts[known] = fault
+                self.verdicts[known] = fault
 
     def decline(self, mode: Mode, fault: str) -> None:
         """The planner has to do without recomputing a layer; each cause is told once."""
@@ -161,7 +159,7 @@ class Verifier:
 
     def is_judged(self, mode: Mode) -> bool:
         """Whether a second run of a layer was tried, or cannot be."""
-        return mode in self._verdicts
+        return mode in self.verdicts
 
     def mode_of(self, index: int) -> Mode:
         """The mode that a layer is in now; it may be in another one when backward comes to it."""

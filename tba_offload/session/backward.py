@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tba_offload.capture.retained import is_retained, life_of_layer
-from tba_offload.layers.graph import first_differentiable, nearest_nodes
+from tba_offload.layers.graph import first_differentiable, keeps_graph, nearest_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,8 +43,7 @@ class BackwardWatch:
 
         Their gradients of parameters were put in place by no pass that backward hooks are told of.
         """
-        trace = self._parts.capture.trace
-        if trace.has_retained and trace.note_gone() and not self._ongoing.is_inert:
+        if self._parts.capture.trace.note_gone() and not self._ongoing.is_inert:
             self._parts.gradients.count()
 
     def watch(self, site: Site, output: object, scope: ScopeTrace, before: int) -> None:
@@ -66,28 +65,33 @@ class BackwardWatch:
 
     def came_back(self, to: _Return) -> None:
         """Backward has come back to a run of a layer."""
-        trace, scope, is_current = to.trace, to.scope, to.step is self._ongoing.step
-        if is_current and scope.backward_began is None:
+        parts, trace, scope = self._parts, to.trace, to.scope
+        is_current = to.step is self._ongoing.step
+        if is_current and to.site.waiting and scope.backward_began is None:
             to.site.come_back()
-        self.note_gone()
-        ranges = self._parts.ranges
-        if ranges.is_on:
-            ranges.backward_reached(to.site.layer.id.name)
+        if parts.capture.trace.gone:
+            self.note_gone()
+        if parts.ranges.is_on:
+            parts.ranges.backward_reached(to.site.layer.id.name)
         is_first = trace.backward_reached(scope)
-        self._parts.memory_watch.backward_reached(to.site.index)
-        if is_retained():
+        if parts.memory_watch.is_on:
+            parts.memory_watch.backward_reached(to.site.index)
+        if keeps_graph() and is_retained():
             trace.retained(scope, life_of_layer(to.before, trace.gone.append))
         if is_first:
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._pass_ended, trace))
             if not is_current and not self._ongoing.is_inert:
-                self._parts.notices.backward_outside()
-        self._parts.capture.lookahead.reached()
-        self._ongoing.look_at_memory()
+                parts.notices.backward_outside()
+        parts.capture.lookahead.reached()
+        if self._ongoing.meter is not None:
+            self._ongoing.meter.sample()
 
     def _pass_ended(self, trace: StepTrace) -> None:
         trace.backward_ended()
-        self._parts.ranges.backward_ended()
-        self._parts.memory_watch.backward_ended()
+        if self._parts.ranges.is_on:
+            self._parts.ranges.backward_ended()
+        if self._parts.memory_watch.is_on:
+            self._parts.memory_watch.backward_ended()
         self._ended()
 
 
@@ -136,12 +140,12 @@ class TailWatch:
 
     def watch(self, output: object) -> None:
         """The model's forward has ended with this output."""
-        step = self._ongoing.step
-        if step is None or step.memory.meter is None:
+        step, meter = self._ongoing.step, self._ongoing.meter
+        if step is None or meter is None:
             return
-        self._ongoing.look_at_memory()
+        meter.sample()
         tensor = first_differentiable(output)
-        if step.memory.meter.samples and tensor is not None and tensor.grad_fn is not None:
+        if meter.samples and tensor is not None and tensor.grad_fn is not None:
             for node in nearest_nodes(tensor.grad_fn, _TAIL, after=step.graphs.end):
                 node.register_prehook(lambda _: self._look())
                 node.register_hook(lambda *_: self._look())
@@ -149,5 +153,5 @@ class TailWatch:
     def _look(self) -> None:
         step = self._ongoing.step
         if step is not None:
-            step.memory.sample()
+            self._ongoing.look_at_memory()
             step.memory.saw_rest(self._own_bytes())

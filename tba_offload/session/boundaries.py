@@ -88,10 +88,11 @@ class Boundaries:
             register_optimizer_step_pre_hook(lambda *call: _call(own, "_optimizer_begins", *call)),
             register_optimizer_step_post_hook(lambda *call: _call(own, "_optimizer_ended", *call)),
         ]
-        self._forwards: list[nn.Module] = []  # whose forward is running, the outermost first
+        # Whose forward is running, the outermost first; and whether it has called itself.
+        self._forwards: dict[nn.Module, bool] = {}
         self._tokens_are_known = False  # of the outermost forward
         for module in _callers(modules, layers):
-            before, after = _ModelHook(own, "model_begins"), _ModelHook(own, "model_ended")
+            before, after = _ModelHook(own, Boundaries.model_begins), _ModelHook(own, Boundaries.model_ended)
             self._handles += [
                 module.register_forward_pre_hook(before, with_kwargs=True),
                 module.register_forward_hook(after),
@@ -108,17 +109,21 @@ class Boundaries:
 
     def model_begins(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """The model's forward begins: opens a step unless one is open that goes on."""
-        if not torch.is_grad_enabled() or self._ongoing.is_inert or is_recomputation():
+        if self._ongoing.is_inert or is_recomputation():
             return
-        if module in self._forwards:
-            if _calls_itself(module):
-                return
+        is_running = module in self._forwards
+        if is_running and _calls_itself(module):
+            self._forwards[module] = True
+            return
+        if not torch.is_grad_enabled():
+            return
+        if is_running:
             self._forwards.clear()  # it raised an exception, so that its end was never heard
             self._fail()
         if not self._forwards:
             self._tokens_are_known = False
             self.open_step()
-        self._forwards.append(module)
+        self._forwards[module] = False
         self._count(module, args, kwargs)
 
     def _count(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
@@ -133,9 +138,11 @@ class Boundaries:
 
     def model_ended(self, module: nn.Module, _args: object, output: object) -> None:
         """The model's forward has ended."""
-        if module not in self._forwards or is_recomputation() or _calls_itself(module):
+        has_called_itself = self._forwards.get(module)
+        if has_called_itself is None or is_recomputation() or (has_called_itself and _calls_itself(module)):
             return
-        del self._forwards[self._forwards.index(module) :]
+        while self._forwards.popitem()[0] is not module:
+            pass  # it raised an exception, so that its end was never heard
         if not self._forwards and not self._ongoing.is_inert:
             self._forward_ended(output)
 
@@ -303,14 +310,16 @@ _no_hook = contextlib.nullcontext().__exit__
 class _ModelHook:
     """A hook of the model's forward; copies and pickles of the model get one that does nothing."""
 
-    def __init__(self, boundaries: weakref.ref[Boundaries], method: str) -> None:
+    def __init__(self, boundaries: weakref.ref[Boundaries], hear: Callable[..., None]) -> None:
         self._boundaries = boundaries
-        self._method = method
+        self._hear = hear
 
     def __call__(self, *arguments: object) -> None:
         if torch.compiler.is_compiling():
             return  # the first layer opens the step then
-        _call(self._boundaries, self._method, *arguments)
+        boundaries = self._boundaries()
+        if boundaries is not None:
+            self._hear(boundaries, *arguments)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _no_hook
@@ -376,13 +385,14 @@ class _InputIds:
         """The elements; ``None`` if there are no such arguments."""
         found = kwargs.get("input_ids")
         if found is None and args:
-            place = self._place(module)
+            place = self._places.get(module, -1)
+            if place == -1:
+                place = self._places[module] = _place_of("input_ids", module.forward)
             found = args[place] if place is not None and place < len(args) else None
         return found.numel() if isinstance(found, torch.Tensor) else None
 
-    def _place(self, module: nn.Module) -> int | None:
-        place = self._places.get(module, -1)
-        if place == -1:
-            names = list(inspect.signature(module.forward).parameters)
-            place = self._places[module] = names.index("input_ids") if "input_ids" in names else None
-        return place
+
+def _place_of(name: str, function: Callable[..., object]) -> int | None:
+    """Where a function takes the argument of a name by position; ``None`` if nowhere."""
+    names = list(inspect.signature(function).parameters)
+    return names.index(name) if name in names else None

@@ -48,11 +48,6 @@ class StepMemory:
         """A step of another session is open at the same time: the memory of neither can be told."""
         self._overlaps = True
 
-    def sample(self, grows_by: int = 0) -> None:
-        """Notes what is live, for a meter that sees only what it looks at."""
-        if self.meter is not None:
-            self.meter.sample(grows_by)
-
     def saw_rest(self, of_layers: int) -> None:
         """Notes what is live now beside ``of_layers`` bytes of activations of layers."""
         if self.meter is not None:

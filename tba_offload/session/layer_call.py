@@ -68,6 +68,13 @@ class Call:
 
     def offload(self, *, rebuilds: bool = False) -> object:
         """Runs the layer with hooks, through which what it saves travels."""
+        if self._parts.planning.chosen or self._parts.verifier.verdicts:
+            return self._offload_repeatable(rebuilds=rebuilds)
+        with self._hooks(rebuilds=rebuilds):
+            return self._site.forward(*self._args, **self._kwargs)
+
+    def _offload_repeatable(self, *, rebuilds: bool) -> object:
+        """As :meth:`offload`, with what runs the layer a second time, if that is of use."""
         forward = self._forward(may_be_rescued=not rebuilds)
         rescue = forward if isinstance(forward, Rescue) else None
         hooks = self._hooks(rebuilds=rebuilds, rescue=rescue)
@@ -101,7 +108,7 @@ class Call:
     def _forward(self, *, may_be_rescued: bool) -> Callable[..., object]:
         """The layer's forward; with what runs it a second time, if that is of use."""
         verifier, world = self._parts.verifier, self._parts.world
-        if not self._is_choice and not verifier.has_any:
+        if not self._is_choice and not verifier.verdicts:
             return self._site.forward  # a layer of many modules would be asked for their modes in vain
         mode = verifier.mode_of(self._site.index)
         if may_be_rescued and verifier.may_rescue(mode) and world.is_alone:
@@ -143,13 +150,12 @@ class Call:
     def _keeps_when_slow(self) -> bool:
         """``offload`` waits for a slow drive unless told otherwise, ``auto`` keeps until there is a plan."""
         planning, on_slow = self._parts.planning, self._config.on_slow
-        if planning.has_planned:
-            return False  # what is kept was decided with the budget in view
         has_budget = self._parts.budget.limits.budget is not None
-        placements = enumerate(planning.plan.placements)
-        if has_budget and not all(way_of(placement, layer).is_offloaded for layer, placement in placements):
-            return False  # what the others hold is not counted
         if on_slow is None:
             # Under a budget nothing is kept before it is known what else a step holds.
-            return self._placement is Placement.AUTO and not has_budget
-        return on_slow == "keep"
+            on_slow = "keep" if self._placement is Placement.AUTO and not has_budget else "wait"
+        if on_slow == "wait" or planning.has_planned:
+            return False  # what a plan keeps was decided with the budget in view
+        placements = enumerate(planning.plan.placements)
+        # What layers hold that do not travel is not counted.
+        return not has_budget or all(way_of(placement, layer).is_offloaded for layer, placement in placements)

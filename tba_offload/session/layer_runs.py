@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tba_offload.capture.scope import ScopeKey
 from tba_offload.config.policy import Placement
 from tba_offload.errors import UnsupportedError
 from tba_offload.layers import checkpoint
@@ -81,51 +80,56 @@ class LayerRuns:
         Raises:
             UnsupportedError: The policy has the layer recomputed, and it cannot be.
         """
+        # Checks stand here and not in what they lead to: in cold caches a call costs as much as what it does.
         if not torch.is_grad_enabled() or self._ongoing.is_inert or is_recomputation():
             self._notice_outer_checkpoint(site)
             return site.forward(*args, **kwargs)
         if self._ongoing.step is None and not self._opens_step(site):
             return site.forward(*args, **kwargs)
-        self._note_size(site, (*args, *kwargs.values()))
-        placement = self._placement_here(site)
-        graph = self._graph_before(site, placement)
-        if placement is not Placement.KEEP and _appends_to_cache(site, args, kwargs):
-            placement = self._with_cache(site, placement)
-        self._watch.note_gone()
-        before, trace = latest_node() - 1, self._parts.capture.trace
-        way, inputs = way_of(placement, site.index), self._inputs(args, kwargs)
-        scope, memory = trace.begin_scope(self._scope_key(site), way, inputs=inputs), self._parts.memory_watch
-        memory.layer_begins(site.index)
+        parts, arguments = self._parts, (*args, *kwargs.values())
+        is_planned = parts.planning.controller is not None  # otherwise nothing asks what a layer is given
+        inputs = self._note_inputs(site, arguments) if is_planned else 0
+        placement = self._placement_here(site, arguments)
+        # Graphs spare a host the launches that it makes ahead of its device: other devices have none.
+        may_be_graph = parts.device.runs_behind and placement is not Placement.KEEP
+        graph = self._graph_before(site, placement) if may_be_graph else None
+        trace, memory, way = parts.capture.trace, parts.memory_watch, way_of(placement, site.index)
+        if trace.gone:
+            self._watch.note_gone()
+        before = latest_node() - 1
+        scope = trace.begin_scope(site.next_run(self._stack.micro_batch), way, inputs=inputs)
+        if memory.is_on:
+            memory.layer_begins(site.index)
         try:
-            call = Call(self._parts, self._config, self._stack, site, placement, scope, args, kwargs)
-            output = self._taken(site, placement, call)
-            self._check_graphs(site, placement, graph)
+            call = Call(parts, self._config, self._stack, site, placement, scope, args, kwargs)
+            output = self._in_range(site, placement, call) if parts.ranges.is_on else placement.take(call)
+            if may_be_graph:
+                self._check_graphs(site, placement, graph)
         except BaseException:
             if self._ongoing.step is not None:
                 self._ongoing.step.state.fail()
             raise
         trace.end_scope(scope)
-        memory.layer_ended(site.index, way)
-        self._ongoing.look_at_memory()
+        if memory.is_on:
+            memory.layer_ended(site.index, way)
+        if self._ongoing.meter is not None:
+            self._ongoing.meter.sample()
         self._watch.watch(site, output, scope, before)
         return output
 
-    def _taken(self, site: Site, placement: Placement, call: Call) -> object:
-        """Runs a layer, in a range of its own where a profile is to show it."""
-        ranges = self._parts.ranges
-        if not ranges.is_on:
-            return placement.take(call)
-        with ranges.forward(site.layer.id.name):
+    def _in_range(self, site: Site, placement: Placement, call: Call) -> object:
+        """Runs a layer in a range of its own, for a profile to show it."""
+        with self._parts.ranges.forward(site.layer.id.name):
             return placement.take(call)
 
     def _graph_before(self, site: Site, placement: Placement) -> object:
-        """What the device ran last as a graph before a layer.
+        """What the device ran last as a graph before a layer that is not kept.
 
         Raises:
-            UnsupportedError: A graph is captured, and the layer is not kept.
+            UnsupportedError: A graph is captured.
         """
         device = self._parts.device
-        if placement is not Placement.KEEP and device.is_capturing():
+        if device.is_capturing():
             raise UnsupportedError(
                 f"{_named(site)} is placed {placement.value} and runs while a CUDA graph is captured: "
                 "a graph fixes the addresses of activations, so they cannot travel. capture no graph "
@@ -134,12 +138,12 @@ class LayerRuns:
         return device.compiled_graph()
 
     def _check_graphs(self, site: Site, placement: Placement, before: object) -> None:
-        """Checks that a layer that has run was not compiled to graphs.
+        """Checks that a layer that has run, and is not kept, was not compiled to graphs.
 
         Raises:
-            UnsupportedError: It was, and is not kept.
+            UnsupportedError: It was.
         """
-        if placement is not Placement.KEEP and self._parts.device.compiled_graph() is not before:
+        if self._parts.device.compiled_graph() is not before:
             raise UnsupportedError(
                 f"{_named(site)} is placed {placement.value} and runs as CUDA graphs, which fix the "
                 "addresses of activations, so they cannot travel. compile it with mode='default' or "
@@ -155,26 +159,28 @@ class LayerRuns:
         self._boundaries.open_step()
         return True
 
-    def _note_size(self, site: Site, arguments: Sequence[object]) -> None:
-        """Where a layer is given more than the plan is for, the rest of the step runs without it."""
+    def _note_inputs(self, site: Site, arguments: Sequence[object]) -> int:
+        """Bytes that a layer is given; where it is more than the plan is for, the step goes on without it."""
         planning = self._parts.planning
-        if not planning.has_budget:
-            return
-        if _has_backward(site.layer.module, arguments):  # one that is frozen saves nothing
+        # A layer that is frozen saves nothing.
+        if planning.has_budget and _has_backward(site.layer.module, arguments):
             size = (site.wait(), *_dimensions(arguments))
             planning.leave_if_outgrown(site.index, size)
-
-    def _inputs(self, args: tuple[object, ...], kwargs: dict[str, object]) -> int:
-        """Bytes that a layer is given, if a planner has a use for them."""
-        return 0 if self._parts.planning.controller is None else _activation_bytes((*args, *kwargs.values()))
+        return _activation_bytes(arguments)
 
     # ---- the placement ---------------------------------------------------------------------------
 
-    def _placement_here(self, site: Site) -> Placement:
-        """What the plan says, unless the layer runs where our hooks cannot be."""
+    def _placement_here(self, site: Site, arguments: Sequence[object]) -> Placement:
+        """What the plan says, unless the layer runs where our hooks or a second run cannot be.
+
+        Raises:
+            UnsupportedError: The policy has the layer recomputed, and it must not run twice.
+        """
         planning = self._parts.planning
         placement = planning.plan.placements[site.index]
-        if placement is not Placement.KEEP and _hooks_are_taken():
+        if placement is Placement.KEEP:
+            return placement
+        if _hooks_are_taken():
             self._leave_alone(site)
             return Placement.KEEP
         is_planned = placement.recomputes and site.index in planning.chosen
@@ -182,7 +188,10 @@ class LayerRuns:
         if is_planned and self._parts.world.agree is None:
             mode = self._parts.verifier.mode_of(site.index)
             if not self._parts.verifier.may_repeat(mode):
-                return Placement.OFFLOAD  # the planner chose it for another mode of the layer
+                placement = Placement.OFFLOAD  # the planner chose it for another mode of the layer
+        # Checkpointed by its framework it gets no cache.
+        if holds_cache(arguments) and not is_checkpointed(site.layer.module):
+            return self._with_cache(site, placement)
         return placement
 
     def _with_cache(self, site: Site, placement: Placement) -> Placement:
@@ -212,22 +221,9 @@ class LayerRuns:
         self._parts.capture.trace.leave_alone()
         self._parts.notices.left_alone(site.layer)
 
-    def _scope_key(self, site: Site) -> ScopeKey:
-        told = self._stack.micro_batch
-        number = told(site.layer.module) if told is not None else None
-        count = site.count()
-        return ScopeKey(
-            site.layer.id.number, count if number is None else number, site.layer.chunk, site.layer.id.name
-        )
-
 
 def _named(site: Site) -> str:
     return f"layer {site.layer.id.number} ({site.layer.id.name})"
-
-
-def _appends_to_cache(site: Site, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
-    """Whether the layer's forward leaves something in a cache; checkpointed by its framework it gets none."""
-    return holds_cache((*args, *kwargs.values())) and not is_checkpointed(site.layer.module)
 
 
 def _activation_bytes(arguments: Iterable[object]) -> int:

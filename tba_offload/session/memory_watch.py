@@ -233,11 +233,10 @@ class MemoryWatch:
     # ---- what the step is at ---------------------------------------------------------------------
 
     def layer_begins(self, index: int) -> None:
-        """A layer's forward begins."""
-        if self.is_on:
-            live = self._look()
-            self._count_last(live)
-            self._enter(FORWARD, index, live)
+        """A layer's forward begins; only while the watch is on, as what follows."""
+        live = self._look()
+        self._count_last(live)
+        self._enter(FORWARD, index, live)
 
     def layer_ended(self, index: int, way: str) -> None:
         """A layer's forward has ended.
@@ -249,8 +248,6 @@ class MemoryWatch:
             index: Of the layer.
             way: How it ran: a placement of the package.
         """
-        if not self.is_on:
-            return
         live, before = self._close(), self._now
         self._last = _holder(way), before
         if is_last := index == len(self.layers) - 1:
@@ -268,8 +265,6 @@ class MemoryWatch:
 
     def backward_reached(self, index: int) -> None:
         """Backward comes to a run of a layer, so that it is done with the one before."""
-        if not self.is_on:
-            return
         live = self._close()
         self._count_last(live)
         self._runs.reach(index)
@@ -277,10 +272,9 @@ class MemoryWatch:
 
     def backward_ended(self) -> None:
         """A backward pass is over."""
-        if self.is_on:
-            live = self._close()
-            self._runs.let_go()
-            self._enter(FORWARD, 0, live)
+        live = self._close()
+        self._runs.let_go()
+        self._enter(FORWARD, 0, live)
 
     def seen(self, live: int) -> None:
         """The meter has seen ``live`` bytes that are in use."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from tba_offload.errors import SessionError
 
 if TYPE_CHECKING:
+    from tba_offload.device.memory import MemoryMeter
     from tba_offload.session.step import Step
 
 
@@ -15,6 +16,7 @@ class Ongoing:
 
     Attributes:
         step: The step that is open, if one is.
+        meter: Of its memory; ``None`` if no step is open, or its memory is not measured.
         number: How many have ended well so far, which is the number of the one that is open.
         is_closed: Whether the session was closed.
         is_inert: Whether this is a forked child: locks, threads and descriptors are those of the parent.
@@ -22,17 +24,18 @@ class Ongoing:
 
     def __init__(self) -> None:
         self.step: Step | None = None
+        self.meter: MemoryMeter | None = None
         self.number = 0
         self.is_closed = False
         self.is_inert = False
 
     def opened(self, step: Step) -> None:
         """A step is open."""
-        self.step = step
+        self.step, self.meter = step, step.memory.meter
 
     def ended(self) -> Step | None:
         """The step that was open is not open any more; returns it."""
-        step, self.step = self.step, None
+        step, self.step, self.meter = self.step, None, None
         return step
 
     def counted(self) -> None:
@@ -46,7 +49,7 @@ class Ongoing:
     def become_inert(self) -> None:
         """The process was forked, and this is the child."""
         self.is_inert = True
-        self.step = None
+        self.step = self.meter = None
 
     def check_usable(self) -> None:
         """Checks that steps can be made.
@@ -66,5 +69,5 @@ class Ongoing:
 
     def look_at_memory(self, grows_by: int = 0) -> None:
         """Notes what is live, for a meter that sees only what it looks at."""
-        if self.step is not None:
-            self.step.memory.sample(grows_by)
+        if self.meter is not None:
+            self.meter.sample(grows_by)

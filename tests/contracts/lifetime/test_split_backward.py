@@ -212,7 +212,9 @@ def test_no_life_outlasts_its_graph() -> None:
         gc.disable()
         try:
             trace.note_gone()
-            assert not trace.has_retained
+            retained = [scope for scope in trace.scopes if scope.is_retained]
+            assert retained
+            assert all(scope.gone_by is not None for scope in retained)
         finally:
             gc.enable()
 

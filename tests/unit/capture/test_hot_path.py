@@ -103,7 +103,7 @@ def test_a_tensor_that_backward_comes_for_before_its_batch_is_due(tmp_path: Path
     calls, session = calls_of(ONCE, tmp_path, in_flight=4 * SAVED * ONE, written=False)
     assert session.report()[-1].offloaded_bytes == 0
     assert session.report()[-1].forwarded_bytes >= 0.95 * SAVED * ONE
-    assert calls / SAVED <= 30
+    assert calls / SAVED <= 26
 
 
 def test_a_tensor_whose_storage_was_saved_before(written_and_read: float, tmp_path: Path) -> None:
@@ -115,13 +115,32 @@ def test_a_tensor_whose_storage_was_saved_before(written_and_read: float, tmp_pa
 def test_a_tensor_that_is_small(tmp_path: Path) -> None:
     calls, session = calls_of(ONCE, tmp_path, min_tensor_bytes=2 * ONE)
     assert session.report()[-1].offloaded_bytes == 0
-    assert calls / SAVED <= 5
+    assert calls / SAVED <= 4
 
 
 def test_a_tensor_that_the_plan_keeps(tmp_path: Path) -> None:
     calls, session = calls_of(ONCE, tmp_path, keep=True)
     assert session.report()[-1].offloaded_bytes == 0
-    assert calls / SAVED <= 12
+    assert calls / SAVED <= 10.5
+
+
+def calls_with(layers: int, directory: Path) -> int:
+    """The calls of one step of a model of so many layers, of which each saves three small tensors."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(layers)))
+    with session_for(model, layers=list(model), directory=directory, min_tensor_bytes=ONE) as session:
+        for _ in range(3):
+            calls = Calls()
+            with session.step(), calls:
+                model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+        return calls.count
+
+
+def test_a_run_of_a_layer_and_a_pass_of_the_model(tmp_path: Path) -> None:
+    """Both with what PyTorch calls: for the layer three modules, two gradients and three saved tensors."""
+    one, nine = (calls_with(layers, tmp_path) for layers in (1, 9))
+    layer = (nine - one) / 8
+    assert layer <= 78
+    assert one - layer <= 44
 
 
 def test_a_layer_that_is_run_a_second_time(tmp_path: Path) -> None:
@@ -136,4 +155,4 @@ def test_a_layer_that_is_run_a_second_time(tmp_path: Path) -> None:
             calls = Calls()
             with session.step(), calls:
                 model(torch.ones(2, 4)).sum().backward()
-    assert calls.count <= 3_900
+    assert calls.count <= 3_400

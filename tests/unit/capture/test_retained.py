@@ -37,11 +37,10 @@ def test_a_scope_is_gone_with_the_last_of_its_lives() -> None:
     assert not trace.note_gone()
     lives.pop()
     assert trace.note_gone()
-    assert (scope.gone_by, trace.has_retained) == (None, True)
+    assert scope.gone_by is None
     lives.pop()
     assert trace.note_gone()
     assert scope.gone_by is not None
-    assert not trace.has_retained
     assert not trace.note_gone()
 
 
