@@ -275,7 +275,7 @@ def tiers_of(settings: Settings, size: Size, subject: Subject) -> dict[str, dict
 
 
 def bound(forward: float, backward: float, written: float, read: float, tier: Rates) -> float:
-    """A step that moves so much takes so long at least, in seconds.
+    """The least time of a step that moves these bytes, in seconds.
 
     Forward lasts until what is written has left, since the window holds the rest until backward uses it, and
     backward until what is read has come.

@@ -104,6 +104,15 @@ def two_threads() -> Iterator[None]:
 
 
 @pytest.fixture
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Only kernels of a GPU that give the same bits every time."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(mode=True)
+    yield
+    torch.use_deterministic_algorithms(mode=False)
+
+
+@pytest.fixture
 def kvikio(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     """The stand-in for kvikio and cuFile, whether or not there are real ones."""
     import fake_kvikio

@@ -23,11 +23,9 @@ import tba_offload as tba
 from tba_offload import BudgetConfig, OffloadConfig, Placement, Rule, StoreConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from models import History
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
 STORES = [
     "host",
@@ -47,14 +45,6 @@ HERE = Path(__file__).parent
 WINDOW = 256 * 1024
 LONG_SLEEP = 20_000_000
 """Clock cycles for which a kernel keeps the device busy: about 10 ms, in which the host gets far ahead."""
-
-
-@pytest.fixture(autouse=True)
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(mode=True)
-    yield
-    torch.use_deterministic_algorithms(mode=False)
 
 
 def config_for(placement: str, store: str, directory: Path) -> OffloadConfig:
@@ -264,7 +254,7 @@ def test_a_profile_has_the_times_of_the_device(store: str, tmp_path: Path) -> No
     assert 0.7 * sleep < forward < 1.5 * sleep
     assert 0.7 * 2 * sleep < backward < 1.5 * 2 * sleep
     gaps = [slot.gap for slot in profile.slots]
-    assert gaps[0] < 0.5 * sleep  # the device was far behind
+    assert gaps[0] < 0.5 * sleep  # although the device still had other work when the step began
     assert statistics.median(gaps) < 0.1 * sleep  # in one or the other the host may have paused
     assert step.record is not None
     assert (step.record.forward_seconds, step.record.backward_seconds) == (None, None)

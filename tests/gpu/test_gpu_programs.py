@@ -15,24 +15,15 @@ import tba_offload as tba
 from tba_offload.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 transformers = Later("transformers")
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
 PLACEMENTS = ("offload", "recompute", "recompute-offload", "offload-remat", "auto")
 WHERE = "cuda"
 ON_CPU_ONLY = {"adagrad-fused"}
-
-
-@pytest.fixture(autouse=True)
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(mode=True)
-    yield
-    torch.use_deterministic_algorithms(mode=False)
 
 
 def settings(directory: Path, **others: Any) -> dict[str, Any]:
@@ -41,6 +32,20 @@ def settings(directory: Path, **others: Any) -> dict[str, Any]:
         "budget": {"in_flight_bytes": "1MiB"},
         "store": {"kind": "file", "directories": [str(directory)]},
     } | others
+
+
+def losses_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """A few steps, with gradients that are clipped."""
+    torch.manual_seed(7)
+    losses = []
+    for number in range(4):
+        loss = loss_of(model, make_tokens(number).to(WHERE))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
 
 
 # Optimizer states
@@ -73,15 +78,7 @@ def test_states_beside_activations(tmp_path: Path) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         chosen = settings(tmp_path, states={"sub_group_bytes": "16KiB"})
         session = tba.attach(model, chosen, optimizer=optimizer) if offloads else None
-        torch.manual_seed(7)
-        losses = []
-        for number in range(4):
-            loss = loss_of(model, make_tokens(number).to(WHERE))
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
+        losses = losses_of(model, optimizer)
         if session is not None:
             session.close()
         return losses + [parameter.detach() for parameter in model.parameters()]
@@ -103,14 +100,7 @@ def test_frozen_weights(placement: str, tmp_path: Path) -> None:
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
         chosen = settings(tmp_path, default=placement, weights={"frozen": "offload"})
         session = tba.attach(model, chosen) if offloads else None
-        torch.manual_seed(7)
-        losses = []
-        for number in range(4):
-            loss = loss_of(model, make_tokens(number).to(WHERE))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
+        losses = losses_of(model, optimizer)
         if session is not None:
             assert session.weights is not None
             assert session.weights.nbytes > 0

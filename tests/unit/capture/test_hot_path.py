@@ -125,7 +125,7 @@ def test_a_tensor_that_the_plan_keeps(tmp_path: Path) -> None:
 
 
 def calls_with(layers: int, directory: Path) -> int:
-    """The calls of one step of a model of so many layers, of which each saves three small tensors."""
+    """The calls of one step of a model with that number of layers; each layer saves three small tensors."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(layers)))
     with session_for(model, layers=list(model), directory=directory, min_tensor_bytes=ONE) as session:
         for _ in range(3):
