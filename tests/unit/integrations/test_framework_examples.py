@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 STEPS = 2
 MIB = 2**20
+WINDOW = 4 * MIB  # bytes whose writes may still run when backward begins, which then takes them back
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Example:
         name: Of the file, without what all have in common.
         ranks: How many run it.
         scopes: Runs of layers in a step of one rank.
-        least_bytes: What such a step offloads at least.
+        least_bytes: What such a step offloads at least, with the writes that backward takes back.
         losses: Ranks that know the loss.
     """
 
@@ -85,7 +86,7 @@ def check(example: Example, directory: Path, python: Warm, *options: str) -> Non
         assert found["steps"][-1]["scopes"] == example.scopes  # the first one's may be more
         for step in found["steps"]:
             assert step["left_alone_scopes"] == 0
-            assert step["offloaded_bytes"] > example.least_bytes
+            assert step["offloaded_bytes"] + WINDOW > example.least_bytes
             assert step["read_bytes"] > example.least_bytes // 2  # the rest was still in memory
             assert step["kept_bytes"] < example.least_bytes // 20  # what a framework holds itself
 
@@ -99,7 +100,7 @@ def ran(
     drive.mkdir()
     policy.write_text(
         "default: offload\n"
-        "budget: {in_flight_bytes: 4MiB}\n"
+        f"budget: {{in_flight_bytes: {WINDOW}B}}\n"
         f"store: {{kind: file, directories: ['{drive}']}}\n"
     )
     path = str(EXAMPLES / f"train_{example.name}.py")
