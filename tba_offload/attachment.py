@@ -16,7 +16,7 @@ from tba_offload.session import Session
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch import nn
     from torch.optim import Optimizer
@@ -41,6 +41,7 @@ def attach(
     measure_memory: bool = True,
     status: bool = False,
     on_step: OnStep | Sequence[OnStep] | None = None,
+    trace_steps: Iterable[int] = (),
 ) -> Session:
     """Attaches offloading to a model.
 
@@ -68,6 +69,8 @@ def attach(
         on_step: A function, or several, to be called with the :class:`StepRecord` of each step when all of it
             is known: on a CPU at the step's end, on an accelerator mostly within the next step. Those of
             :mod:`tba_offload.sinks` write to TensorBoard, W&B or a table. What it raises ends the training.
+        trace_steps: Numbers of the steps, from 1, that are recorded over time as ``session.step(trace=True)``
+            records one, also where they open by themselves.
 
     Returns:
         The session. Close it, or use it as a context manager.
@@ -102,6 +105,7 @@ def attach(
             tokens=tokens,
             optimizers=optimizers,
             on_step=_listed(on_step),
+            trace_steps=trace_steps,
         )
     except ConfigError as error:
         raise error.with_traceback(None) from None  # the message says where; the way through here does not

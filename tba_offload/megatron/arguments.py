@@ -172,6 +172,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Run log, such as run.jsonl; of several ranks each has its own, run.rank0.jsonl and so on. A "
         "run that finds it used takes run.2.jsonl.",
     )
+    group.add_argument(
+        "--tba-trace-steps",
+        metavar="STEP",
+        type=int,
+        nargs="+",
+        help="Steps of this run, from 1, that the run log tells over time, for tba-offload timeline.",
+    )
     _make_help_printable(parser)
     _check_when_read(parser)
     return parser

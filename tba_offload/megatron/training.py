@@ -185,6 +185,7 @@ def open_session(
                     world=world,
                     steps_by_hand=True,
                     optimizers=[child.optimizer for child in children],
+                    trace_steps=arguments.tba_trace_steps or (),
                 )
             )
             for child, states in zip(children, session.states, strict=True):

@@ -42,7 +42,7 @@ from tba_offload.store.base import close_after
 from tba_offload.weights import FrozenWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from types import TracebackType
 
     from torch import nn
@@ -84,6 +84,7 @@ class Session:
         steps_by_hand: Whether every step is a block of :meth:`step`, and none opens by itself.
         optimizers: Those whose states are offloaded too.
         on_step: Are called with the record of each step.
+        trace_steps: Numbers of the steps that are recorded over time.
 
     Attributes:
         states: Of each of these, the states.
@@ -111,6 +112,7 @@ class Session:
         steps_by_hand: bool = False,
         optimizers: Sequence[Optimizer] = (),
         on_step: Sequence[Callable[[StepRecord], object]] = (),
+        trace_steps: Iterable[int] = (),
     ) -> None:
         check_disjoint(stack.layers)
         check_unattached(stack.layers)
@@ -143,7 +145,7 @@ class Session:
         conclusions = Conclusions(
             parts, recorded=journal.record, planned=journal.note_plan, looked=journal.note_look
         )
-        self._steps = Steps(self._ongoing, parts, conclusions)
+        self._steps = Steps(self._ongoing, parts, conclusions, traced=frozenset(trace_steps))
         self._boundaries = None if steps_by_hand else _boundaries_of(self._steps, parts, count_tokens)
         backward_ended = _nothing if self._boundaries is None else self._boundaries.backward_ended
         watch = BackwardWatch(self._ongoing, parts, backward_ended)

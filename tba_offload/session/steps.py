@@ -12,7 +12,7 @@ from tba_offload.layers.guards import checkpointing_warning, is_checkpointed
 from tba_offload.session.step import Step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Container
 
     import torch
 
@@ -32,15 +32,19 @@ class Steps:
         ongoing: Where it is noted which of them is open.
         parts: What works in a step, and is told where it begins and ends.
         conclusions: What is made of steps that have ended.
+        traced: Numbers of the steps that are recorded over time, also where they open by themselves.
 
     Attributes:
         ongoing: As given.
     """
 
-    def __init__(self, ongoing: Ongoing, parts: Parts, conclusions: Conclusions) -> None:
+    def __init__(
+        self, ongoing: Ongoing, parts: Parts, conclusions: Conclusions, *, traced: Container[int] = ()
+    ) -> None:
         self.ongoing = ongoing
         self._parts = parts
         self._conclusions = conclusions
+        self._traced = traced
         self._settle: Callable[[], object] = _nothing
         self._finish: Callable[[], object] = _nothing
         _all.add(self)
@@ -74,6 +78,7 @@ class Steps:
         opened_itself: bool = False,
     ) -> Step:
         """A step that has not begun; see :meth:`Session.step`."""
+        trace = trace or self.ongoing.number + 1 in self._traced
         planning, meters = self._parts.planning, self._parts.meters
         may_help = trace or planning.wants_memory or self._parts.budget.is_of_device
         meter = meters.of_step(wanted=measure_memory, may_help=may_help)

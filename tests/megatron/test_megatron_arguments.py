@@ -54,6 +54,7 @@ def test_without_a_flag_nothing_is_on() -> None:
         ("--tba-host-capacity", "8GiB"),
         ("--tba-checksum",),
         ("--tba-run-log", "run.jsonl"),
+        ("--tba-trace-steps", "5", "100"),
     ],
     ids=lambda flags: flags[0],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from itertools import pairwise
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from harness import KIB, session_for
+from harness import KIB, config_for, session_for
 from models import loss_of, make_model, make_tokens
 
 import tba_offload as tba
@@ -142,6 +143,21 @@ def test_a_step_is_recorded_at_a_user_s_word(session: Session, model: Model, tmp
     for suffix in ("svg", "json"):
         step.timeline.write(tmp_path / f"step.{suffix}")
         assert (tmp_path / f"step.{suffix}").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("opens_itself", [False, True], ids=["told by hand", "opens itself"])
+def test_a_step_is_recorded_by_its_number(model: Model, tmp_path: Path, *, opens_itself: bool) -> None:
+    log, optimizer = tmp_path / "run.jsonl", torch.optim.SGD(model.parameters(), lr=0.1)
+    config = config_for(in_flight=64 * KIB, directory=tmp_path)
+    with tba.attach(model, config, run_log=log, measure_memory=False, trace_steps=[2, 5]) as session:
+        for number in range(6):
+            with contextlib.nullcontext() if opens_itself else session.step():
+                loss_of(model, make_tokens(number)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    told = timelines(read_run_log(log))
+    assert [step.step for step in told] == [2, 5]
+    assert all(max(point.live for point in step.points) > 0 for step in told)
 
 
 def test_memory_is_measured_in_a_step_that_is_asked_for(model: Model, tmp_path: Path) -> None:
