@@ -4,6 +4,7 @@ pip install 'tba-offload[transformers]'
 python examples/train_huggingface.py                     # a tiny Llama with random weights
 python examples/train_huggingface.py --placement keep    # for comparison: the same losses, a higher peak
 python examples/train_huggingface.py --model Qwen/Qwen3-0.6B --placement policy.yaml
+torchrun --nproc-per-node 2 examples/train_huggingface.py --deepspeed zero.json
 
 TRL's trainers take the same callback; switch off the gradient checkpointing that they have on by default.
 """
@@ -37,6 +38,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--model", help="name of a model of the hub, or its directory")
 parser.add_argument("--placement", default="offload", help="keep, offload, recompute, … or a policy file")
 parser.add_argument("--steps", type=int, default=4)
+parser.add_argument("--deepspeed", help="file with a configuration of DeepSpeed")
 arguments = parser.parse_args()
 
 set_seed(0)
@@ -59,6 +61,7 @@ with tempfile.TemporaryDirectory() as directory:
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
+            deepspeed=arguments.deepspeed,
         ),
         train_dataset=[{"input_ids": text, "labels": text} for text in texts],
         callbacks=[callback],
@@ -67,5 +70,5 @@ with tempfile.TemporaryDirectory() as directory:
 
 for logged in trainer.state.log_history:
     if "loss" in logged:
-        peak = logged["tba-offload/activation_peak_bytes"] / 2**20
+        peak = logged.get("tba-offload/activation_peak_bytes", 0) / 2**20
         print(f"step {logged['step']}: loss {logged['loss']!r}, activation peak {peak:.1f} MiB")

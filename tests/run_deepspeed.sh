@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . examples/setup.sh
 VENV=.venv_deepspeed
-setup_venv dev deepspeed==0.19.8
+setup_venv dev,transformers,accelerate deepspeed==0.19.8
 export PATH=$PWD/$VENV/bin:$PATH DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$PWD/$VENV/extensions
 # A build that was cut off leaves a lock, which the next one would wait for without end.
 rm -f "$TORCH_EXTENSIONS_DIR"/*/lock

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from tba_offload.config import ConfigLike
     from tba_offload.session import Session
+    from tba_offload.session.step import Step
 
 
 _open: weakref.WeakSet[Training] = weakref.WeakSet()
@@ -47,6 +48,7 @@ class Training:
         self._run_log = run_log
         self._options = options
         self._reported = 0
+        self._step: Step | None = None  # told by hand, and open
 
     def begin(self, model: nn.Module, *, rank: int, ranks: int, optimizers: Sequence[Optimizer] = ()) -> None:
         """Attaches the model; a session that an exception has left open is closed first.
@@ -67,8 +69,23 @@ class Training:
         options = {"optimizer": optimizers if config.states is not None else None} | self._options
         self.session = attach(model, config, run_log=self._free_run_log(rank, ranks), **options)
 
+    def begin_step(self) -> None:
+        """Opens a step by hand, for a trainer whose steps are not found."""
+        if self.session is not None:
+            self._step = self.session.step()
+            self._step.__enter__()
+
+    def end_step(self) -> None:
+        """Ends that step, if there is one."""
+        step, self._step = self._step, None
+        if step is not None:
+            step.__exit__(None, None, None)
+
     def end(self) -> None:
-        """Closes the session; may be called twice."""
+        """Closes the session; may be called twice. A step that is open comes to nothing."""
+        step, self._step = self._step, None
+        if step is not None:
+            step.__exit__(InterruptedError, None, None)
         if self.session is not None:
             self.session.close()
 

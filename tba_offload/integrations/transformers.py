@@ -78,6 +78,19 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
             callbacks.remove(self)
             callbacks.insert(0, self)
 
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Opens a step where DeepSpeed trains: it updates copies of parameters, so none opens itself."""
+        if getattr(args, "deepspeed_plugin", None) is not None:
+            self._training.begin_step()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Ends the step that was opened."""
+        self._training.end_step()
+
     def on_log(
         self,
         args: TrainingArguments,

@@ -4,6 +4,7 @@ optimizer states; tests/run_deepspeed.sh runs this.
 
 from __future__ import annotations
 
+import json
 import re
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,18 @@ def test_zero_trains_to_the_same_bits_as_without_the_package(
 ) -> None:
     example = Example("deepspeed", ranks=2, scopes=2 * 8, least_bytes=45 * MIB, losses=(0, 1))
     check(example, tmp_path, python_with_torch, "--stage", stage)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_trainer_of_transformers_trains_to_the_same_bits_by_zero(
+    stage: int, tmp_path: Path, python_with_torch: Warm
+) -> None:
+    configuration = tmp_path / "zero.json"
+    zero = {"stage": stage, "reduce_bucket_size": MIB}  # buckets are allocated in backward
+    batch = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    configuration.write_text(json.dumps(batch | {"zero_optimization": zero}))
+    example = Example("huggingface", ranks=2, scopes=8, least_bytes=40 * MIB, losses=(0, 1))
+    check(example, tmp_path, python_with_torch, "--deepspeed", str(configuration))
 
 
 @pytest.mark.parametrize("rows", ["0", "16"], ids=["updates", "steps"])

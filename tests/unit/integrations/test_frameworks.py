@@ -21,6 +21,7 @@ from places import EXAMPLES
 from torch import Tensor, nn
 
 import tba_offload as tba
+from tba_offload.integrations.training import Training
 from tba_offload.report.run_log import read_run_log
 
 if TYPE_CHECKING:
@@ -237,6 +238,27 @@ def test_a_training_after_one_that_failed(tmp_path: Path) -> None:
     assert callback.session is not first
     assert is_given_back(trainer.model)
     assert [len(read_run_log(path).steps) for path in (log, tmp_path / "run.2.jsonl")] == [2, 4]
+
+
+def test_a_step_that_a_trainer_opens_and_fails_in_comes_to_nothing() -> None:
+    """As a trainer of transformers that runs DeepSpeed opens them."""
+    model, training = make_model(), Training(config(), None, {})
+    training.begin(model, rank=0, ranks=1)
+    training.begin_step()
+    loss_of(model, make_tokens(0))
+    training.end()  # an exception has cut the step off
+    assert is_given_back(model)
+    assert training.session.report() == []
+    training.begin(model, rank=0, ranks=1)
+    for number in range(2):
+        training.begin_step()
+        for micro_batch in range(2):
+            loss_of(model, make_tokens(2 * number + micro_batch)).backward()
+        training.end_step()
+    records = training.session.report()
+    training.end()
+    assert [(record.step, record.scopes) for record in records] == [(1, 8), (2, 8)]
+    assert is_given_back(model)
 
 
 @pytest.mark.parametrize("use_reentrant", of_which([False, True], False))
