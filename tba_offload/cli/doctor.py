@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +16,27 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tba_offload.report.endurance import Life
+    from tba_offload.report.updates import Update
+
+_COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+"""Numbers by the letter that stands for them where models are named: 7B is seven billion."""
 
 
 def _factor(_context: click.Context, _parameter: click.Parameter, number: float) -> float:
     if not math.isfinite(number):
         raise click.BadParameter(f"{number} is no factor")
     return number
+
+
+def _parameters(_context: click.Context, _parameter: click.Parameter, text: str | None) -> int | None:
+    """A number of parameters, as models are named by it."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.strip().upper())
+    count = 0 if found is None else round(float(found[1]) * _COUNTS[found[2]])
+    if count == 0:
+        raise click.BadParameter(f"{text!r} is no number of parameters; write 7B, 350M or 350000000")
+    return count
 
 
 @click.command()
@@ -50,6 +66,12 @@ def _factor(_context: click.Context, _parameter: click.Parameter, number: float)
     callback=_factor,
     help="Bytes that drives write to their cells for each that they are given, beside what ratings count on.",
 )
+@click.option(
+    "--parameters",
+    callback=_parameters,
+    metavar="COUNT",
+    help="Say what optimizer states on these drives cost for that number of trained parameters, such as 7B.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def doctor(
     directories: tuple[Path, ...],
@@ -57,6 +79,7 @@ def doctor(
     written: int | None,
     rated: int | None,
     amplification: float,
+    parameters: int | None,
     *,
     as_json: bool,
 ) -> None:
@@ -82,6 +105,10 @@ def doctor(
         life = _life(findings, day, rated, amplification)
         findings["life"] = None if life is None else life.as_json()
         told.append(f"life: {_UNKNOWN if life is None else life}")
+    if parameters is not None and is_usable(findings):
+        update = _update(findings, parameters)
+        findings["states"] = update.as_json()
+        told.append(f"states: {update}")
     click.echo(json.dumps(findings, indent=2) if as_json else "\n".join(told))
     if not is_usable(findings):
         raise click.exceptions.Exit(1)
@@ -131,6 +158,20 @@ def _life(
         return Life(bytes_per_day, rated, amplification, used)
     told = "by what they were written so far and the share of their life that this took"
     return Life(bytes_per_day, sum(allowed), amplification, used, told)
+
+
+def _update(findings: dict[str, Any], parameters: int) -> Update:
+    """What an update costs; directories on one drive share its speed and its room."""
+    from tba_offload.report.updates import Update
+
+    rates: dict[str, float] = {}
+    free: dict[str, int] = {}
+    for each in findings["directories"]:
+        drive = (each["location"]["drive"] or {}).get("name", each["directory"])
+        rate = each["ways"][each["auto"]["kind"]]["bytes_per_second"]["both"]
+        rates[drive] = max(rates.get(drive, 0.0), rate)
+        free[drive] = max(free.get(drive, 0), each["location"]["free_bytes"])
+    return Update(parameters, sum(rates.values()), sum(free.values()))
 
 
 def _wear(findings: dict[str, Any]) -> Iterator[dict[str, Any]]:

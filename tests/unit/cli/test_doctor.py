@@ -17,6 +17,7 @@ from ordered_device import OrderedDevice
 from tba_offload import cli
 from tba_offload.device import streams
 from tba_offload.report.run_log import RunHeader, RunLogWriter, StepRecord
+from tba_offload.report.updates import Update
 from tba_offload.store import doctor, gds, posix, probe
 from tba_offload.store.wear import Wear
 from tba_offload.testing.store_contract import CPU, descriptors
@@ -322,3 +323,33 @@ def test_versions_that_were_not_tested_are_told(tmp_path: Path, monkeypatch: pyt
     (found,) = findings_of(str(tmp_path))["machine"]["findings"]
     assert found["what"].startswith("torch 2.99.1+cpu was not tested")
     assert "but 2.10 to 2.13 were" in found["what"]
+
+
+@pytest.mark.usefixtures("cpu")
+def test_what_optimizer_states_cost_is_told_for_a_number_of_parameters(tmp_path: Path) -> None:
+    directories = [tmp_path / "one", tmp_path / "other"]
+    for directory in directories:
+        directory.mkdir()
+    found = findings_of(*map(str, directories), "--parameters", "1.5K")
+    rates = [each["ways"]["file"]["bytes_per_second"]["both"] for each in found["directories"]]
+    states = found["states"]
+    assert states["states_bytes"] == 8 * 1500
+    assert states["bytes_per_second"] == max(rates)  # both lie on one drive
+    assert states["seconds"] == 2 * 8 * 1500 / max(rates)
+    assert states["fits"] == ["step", "backward"]
+    assert "; room in " in call(str(tmp_path), "--parameters", "1500").stdout.splitlines()[-1]
+
+
+def test_states_that_have_no_room_are_told() -> None:
+    assert Update(10**9, 10**9, free_bytes=8 * 10**9).fits == ("step",)
+    too_many = Update(10**9, 10**9, free_bytes=8 * 10**9 - 1)
+    assert too_many.fits == ()
+    assert str(too_many).endswith("there is no room for them in 7.45 GiB")
+    assert too_many.seconds == 16.0
+
+
+@pytest.mark.parametrize("text", ["x", "-1", "0", "7 Q", "1e9", "0.0001"])
+def test_what_is_no_number_of_parameters_is_refused(text: str, tmp_path: Path) -> None:
+    result = call(str(tmp_path), "--parameters", text)
+    assert result.exit_code == 2
+    assert "is no number of parameters; write 7B" in result.output
