@@ -48,9 +48,9 @@ class Update:
     def __str__(self) -> str:
         return (
             f"{readable_size(self.states_bytes)} of Adam, {STATE_BYTES} bytes for each of "
-            f"{self.parameters:,} parameters; an update reads and writes them once, {significant(self.seconds)} s at "
-            f"{readable_rate(self.bytes_per_second)}, beside backward and the next forward as far as these "
-            f"take; {self._room()}"
+            f"{self.parameters:,} parameters; an update reads and writes them once, "
+            f"{significant(self.seconds)} s at {readable_rate(self.bytes_per_second)}, beside backward and "
+            f"the next forward as far as these take; {self._room()}"
         )
 
     def _room(self) -> str:
