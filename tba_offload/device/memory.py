@@ -304,7 +304,8 @@ class MallocMeter(MemoryMeter):
 
     Args:
         period: Seconds between two samples, or more where a sample takes long: the thread works for a
-            twentieth of the time. A peak shorter than that can be missed.
+            twentieth of the time. A peak shorter than that can be missed. Waking the thread takes some 25 us
+            of processor time, six times as much as the sample.
         static: Tells how many of the live bytes are not to be counted at the moment.
 
     Raises:
@@ -313,7 +314,7 @@ class MallocMeter(MemoryMeter):
 
     samples = True
 
-    def __init__(self, period: float = 0.0005, static: Callable[[], int] = _nothing) -> None:
+    def __init__(self, period: float = 0.002, static: Callable[[], int] = _nothing) -> None:
         super().__init__(static)
         self._count, name = allocator_count()
         self.source = f"{name}, sampled every {period * 1e3:g} ms"

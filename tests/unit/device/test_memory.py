@@ -170,8 +170,8 @@ def test_what_is_live_at_the_reset_counts() -> None:
 
 
 def test_the_source_says_how_often_it_is_sampled() -> None:
-    assert MallocMeter().source == "mallinfo2, sampled every 0.5 ms"
-    assert MallocMeter(period=0.002).source == "mallinfo2, sampled every 2 ms"
+    assert MallocMeter().source == "mallinfo2, sampled every 2 ms"
+    assert MallocMeter(period=0.0005).source == "mallinfo2, sampled every 0.5 ms"
 
 
 # Its thread
