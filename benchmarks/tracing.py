@@ -1,0 +1,111 @@
+"""What recording a step over time costs a training step of the demo's GPT, all of whose layers are offloaded.
+
+    python benchmarks/tracing.py
+
+The first figure is processor time that threads spend on recording, as a share of the processor time of the
+process: it does not depend on what else the machine does. The others are ratios of lanes with and without,
+round by round. Memory is measured in all lanes, since a recorded step has its memory measured; on a GPU that
+is free. It needs megatron-core.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+from cost import ON, Lane, Mechanism, MeteredTrainer, cost_command
+
+import tba_offload as tba
+from tba_offload.session.conclusions import Conclusions
+from tba_offload.session.step_curve import StepCurve
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from cost import Lanes
+
+WARM_UP = 3
+"""Steps: the third is recorded without being asked for."""
+
+
+class UntracedTrainer(MeteredTrainer):
+    """A strategy of the demo that measures the memory of each step, and records none."""
+
+    trace = False
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        step = self.session.step
+        wanted = {"measure_memory": True, "trace": self.trace}
+        self.session.step = lambda **settings: step(**settings | wanted)  # type: ignore[method-assign]
+
+
+class TracedTrainer(UntracedTrainer):
+    """A strategy of the demo that records each step, and says what recording took."""
+
+    trace = True
+
+    def __init__(self, **arguments: Any) -> None:
+        self._seconds: list[float] = []
+        for owner, name in ((StepCurve, "seen"), (StepCurve, "begin_step"), (Conclusions, "_look_at_times")):
+            setattr(owner, name, self._metered(getattr(owner, name)))
+        super().__init__(**arguments)
+
+    def _metered(self, function: Callable[..., object]) -> Callable[..., Any]:
+        """The same, and its time on whatever thread counts."""
+
+        def metered(*arguments: Any, **options: Any) -> object:
+            began = time.thread_time()
+            try:
+                return function(*arguments, **options)
+            finally:
+                self._seconds.append(time.thread_time() - began)
+
+        return metered
+
+    def step(self) -> dict[str, Any]:
+        """One training step; its figures and the processor seconds of recording."""
+        self._seconds.clear()
+        figures = super().step()
+        return {**figures, "recording_seconds": sum(self._seconds)}
+
+
+def config(scratch: Path) -> tba.OffloadConfig:
+    """Every layer is offloaded."""
+    return tba.OffloadConfig(
+        budget=tba.BudgetConfig(in_flight_bytes=10 << 20),
+        store=tba.StoreConfig(kind="file", directories=(scratch,)),
+    )
+
+
+def summarize(lanes: Lanes) -> dict[str, Any]:
+    """The share of the steps after the warm-up."""
+    steps = lanes[ON][WARM_UP:]
+    return {
+        "share_of_cpu": statistics.median(step["recording_seconds"] / step["cpu_seconds"] for step in steps),
+        "recording_seconds_per_step": statistics.median(step["recording_seconds"] for step in steps),
+    }
+
+
+def told(figures: dict[str, Any]) -> str:
+    """The figures for people."""
+    return (
+        f"recording takes {figures['share_of_cpu']:.2%} of the processor time of a step, "
+        f"{figures['recording_seconds_per_step'] * 1e3:.1f} ms"
+    )
+
+
+RECORDING = Mechanism(
+    "offload",
+    on=Lane(TracedTrainer, config),
+    off=Lane(UntracedTrainer, config),
+    summarize=summarize,
+    told=told,
+)
+
+main = cost_command(__doc__ or "", RECORDING, steps=13, warm_up=WARM_UP)
+
+if __name__ == "__main__":
+    main()
