@@ -23,14 +23,14 @@ import torch.distributed as dist
 from rich.console import Console
 
 from tba_offload import effects
-from tba_offload.config import OffloadConfig, read_config
+from tba_offload.config import OffloadConfig, StatesConfig, read_config
 from tba_offload.config.policy import Placement
 from tba_offload.errors import ConfigError, TbaError, UnsupportedError
 from tba_offload.formatting import grouped
 from tba_offload.megatron.arguments import add_arguments, config_of, is_on
 from tba_offload.megatron.layers import find_stack
 from tba_offload.megatron.loss import report_loss
-from tba_offload.megatron.optimizer import children_of, keep_checkpoints
+from tba_offload.megatron.optimizer import children_of, follow, masters_of
 from tba_offload.renamed import names_of
 from tba_offload.report.curves import curves_of
 from tba_offload.report.ranks import first_free_number, numbered, path_of_rank
@@ -185,10 +185,11 @@ def open_session(
                     world=world,
                     steps_by_hand=True,
                     optimizers=[child.optimizer for child in children],
+                    masters=masters_of(children),
                 )
             )
             for child, states in zip(children, session.states, strict=True):
-                keep_checkpoints(child, states)
+                follow(child, states, own.states or StatesConfig())
         undo.pop_all()
     if world.rank == 0:
         _print_plan(config.policy, world.layers)
