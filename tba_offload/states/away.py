@@ -115,10 +115,10 @@ _HARMLESS = frozenset(
         *(_TENSOR.grad.__set__, _TENSOR.grad.__delete__),
     )
 )
-"""What can be asked of a tensor without memory, and its gradient."""
+"""Functions that ask a tensor for what it knows without memory, or for its gradient, and give it one."""
 
 _ALIASES = frozenset((_TENSOR.data.__get__, _TENSOR.detach))
-"""What gives another tensor of the same memory."""
+"""Functions that give another tensor of the same memory."""
 
 
 class AwayMaster(torch.Tensor):
@@ -167,14 +167,14 @@ class AwayMaster(torch.Tensor):
             return made
         values = [*args, *(kwargs or {}).values()]
         flat = [each for value in values for each in (value if isinstance(value, list | tuple) else [value])]
-        name = next((each._tba_offload_name for each in flat if type(each) is cls), "a master")
+        name = next((each._tba_offload_name for each in flat if type(each) is cls), "")
         raise StatesAwayError(
-            f"{name} is not in memory between updates, and {func} was called with it; set states.masters to "
-            "keep, or close the OptimizerStates first"
+            f"the master {name} is not in memory between updates, and {func} was called with it; set "
+            "states.masters to keep, or close the OptimizerStates first"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # untyped there
-        return f"<{self._tba_offload_name}, away: {tuple(self.shape)}, {self.dtype}>"
+        return f"<master {self._tba_offload_name}, away: {tuple(self.shape)}, {self.dtype}>"
 
 
 def is_away(value: object) -> bool:

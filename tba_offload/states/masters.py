@@ -82,7 +82,7 @@ class Masters:
             name: What messages call it; as before, unless it is given.
         """
         if name is not None:
-            self._names[master] = f"master {name}"
+            self._names[master] = name
         if type(master) is not AwayMaster:
             AwayMaster.begin(master, self._names[master])
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from live_bytes import LiveBytes
+from live_bytes import ResizedBytes
 from models import same_bits
 from optimizers import MAKERS, Training, assert_same_state_dicts, policy
 from torch import Tensor, nn
@@ -101,27 +101,6 @@ def test_parameters_masters_and_states_have_the_bits_of_plain_training(make: str
 # ---- memory ------------------------------------------------------------------------------------------
 
 
-class Memory(LiveBytes):
-    """Bytes of all storages that were seen, as large as they are now; masters lose theirs and get them again.
-
-    Attributes:
-        most: The most since it was last set.
-    """
-
-    most = 0
-
-    def now(self) -> int:
-        alive = [storage for reference in self._storages.values() if (storage := reference()) is not None]
-        return sum(storage.nbytes() for storage in alive)
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = super().__torch_dispatch__(function, types, args, kwargs)
-        self.most = max(self.most, self.now())
-        return result
-
-
 class Chain(Mixed):
     """Many layers of one size, whose gradients are ones."""
 
@@ -138,7 +117,7 @@ def test_masters_and_states_stay_below_three_sub_groups(tmp_path: Path) -> None:
     """In the first update too; fused Adam has no temporary tensors, so that nothing else is counted."""
     depth = 32
     settings = policy(tmp_path) | {"states": {"sub_group_bytes": SUB_GROUP}}
-    with Memory() as meter:
+    with ResizedBytes() as meter:
         training = Chain("adamw-fused", depth)
         training.gradients(1)
         torch.stack([each.detach() for each in training.model.parameters()])  # which shows them to the meter
@@ -186,7 +165,7 @@ def away(tmp_path: Path) -> Iterator[Mixed]:
 @pytest.mark.parametrize("use", USES)
 def test_a_use_of_a_master_between_updates_is_an_error_that_names_it(use: str, away: Mixed) -> None:
     master = away.embedding
-    with pytest.raises(StatesAwayError, match=r"master parameter 2 is not in memory between updates"):
+    with pytest.raises(StatesAwayError, match=r"the master parameter 2 is not in memory between updates"):
         USES[use](master)
 
 
