@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,6 +104,7 @@ def follow(child: Any, states: OptimizerStates, config: StatesConfig) -> None:
         states: The states of the optimizer inside.
         config: How they are offloaded.
     """
+    _NewStatesOf(child, states)
     if hasattr(child, "_get_main_param_and_optimizer_states"):
         _CheckpointsOf(child, states)
     elif _groups_of(child) is not None:
@@ -112,16 +114,18 @@ def follow(child: Any, states: OptimizerStates, config: StatesConfig) -> None:
 
 
 class _CheckpointsOf:
-    """Stands in for two methods of a distributed optimizer.
+    """Stands in for the methods by which a distributed optimizer saves and loads states.
 
-    All formats of its checkpoints go through these, parameter by parameter. What it reads are copies in host
-    memory, so that a checkpoint may be written while training goes on.
+    All formats of its checkpoints go through two of them, parameter by parameter. What it reads are copies
+    in host memory, so that a checkpoint may be written while training goes on.
     """
 
     def __init__(self, child: Any, states: OptimizerStates) -> None:
         self._child = child
         self._states = states
         self._set_plain = child._set_main_param_and_optimizer_states
+        self._load_plain = child.load_state_dict
+        vars(child)["load_state_dict"] = self._load
         vars(child)["_get_main_param_and_optimizer_states"] = self._get
         vars(child)["_set_main_param_and_optimizer_states"] = self._set
 
@@ -141,9 +145,33 @@ class _CheckpointsOf:
         with self._states.setting(self._main(model_param)):
             self._set_plain(model_param, tensors)
 
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        """Makes states first, some at a time, where Megatron would make those of all parameters at once."""
+        if not self._child.optimizer.state:
+            self._child.init_state_fn(self._child.optimizer, self._child.config)
+        self._load_plain(state_dict)
+
+
+class _NewStatesOf:
+    """Stands in for what makes states for a checkpoint to be loaded into: all at once would be in memory."""
+
+    def __init__(self, child: Any, states: OptimizerStates) -> None:
+        self._states = states
+        self._make_plain = child.init_state_fn
+        if self._make_plain is not None:  # there is none of SGD
+            vars(child)["init_state_fn"] = self._make
+
+    def _make(self, inner: Any, *settings: Any) -> None:
+        for group in inner.param_groups:
+            for main in group["params"]:
+                if not inner.state.get(main):
+                    one = SimpleNamespace(param_groups=[{**group, "params": [main]}], state=inner.state)
+                    self._make_plain(one, *settings)
+                    self._states.take(main)
+
 
 class _MastersInCheckpointsOf:
-    """Stands in for the two methods by which an optimizer that is not distributed saves and loads masters."""
+    """Stands in for the methods by which an optimizer that is not distributed saves and loads masters."""
 
     def __init__(self, child: Any, states: OptimizerStates) -> None:
         self._child = child

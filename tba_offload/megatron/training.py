@@ -65,6 +65,8 @@ def install() -> None:
     setattr(training, _MARK, True)
     _wrap(arguments, "add_megatron_arguments", lambda add: lambda parser: add_arguments(add(parser)))
     _wrap(training, "setup_model_and_optimizer", _attaching)
+    if hasattr(training, "load_checkpoint"):
+        _wrap(training, "load_checkpoint", _attaching_first)
     _wrap(training, "get_forward_backward_func", lambda get: lambda *a, **k: stepping(get(*a, **k)))
 
 
@@ -98,6 +100,8 @@ def attach_model(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) 
 @exit_status.failing
 def _close_at_exit() -> None:
     if _session is not None:
+        for states in _session.states:
+            states.close(bring_back=False)  # nothing uses them any more, and memory may not have room
         _session.close()
 
 
@@ -137,6 +141,26 @@ def _attaching(setup: Callable[..., Any]) -> Callable[..., Any]:
         return made
 
     return setup_and_attach
+
+
+def _attaching_first(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Has states and masters go away before a checkpoint is loaded, or all of it would be in memory then."""
+
+    def attach_and_load(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        from megatron.training.global_vars import get_args
+
+        arguments = get_args()
+        if optimizer is not None and is_on(arguments) and _can_be_loaded_into(config_of(arguments)):
+            attach_model(model, optimizer)
+        return load(model, optimizer, *args, **kwargs)
+
+    return attach_and_load
+
+
+def _can_be_loaded_into(config: OffloadConfig) -> bool:
+    """Whether states are away; with weights that are away as well, a checkpoint of the model comes first."""
+    keeps_weights = config.weights is None or config.weights.frozen == "keep"
+    return config.states is not None and keeps_weights
 
 
 def _wrap(module: Any, name: str, wrapper: Callable[[Any], Any]) -> None:

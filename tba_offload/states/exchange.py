@@ -108,10 +108,12 @@ class Exchange:
 
     def is_current(self, group: SubGroup) -> bool:
         """Whether ``optimizer.state`` still shows what is away: states may be loaded, assigned or cleared."""
-        if not all(self._is_away(place) for place in group.places):
-            return False
-        entries = [self._optimizer.state.get(piece.parameter, {}) for piece in group.pieces]
-        return not any(isinstance(value, Incoming) for entry in entries for value in entry.values())
+        return all(self._is_away(place) for place in group.places) and not any(
+            isinstance(value, Incoming)
+            or (key not in group.keys_of(piece) and travels(value, piece.parameter))
+            for piece in group.pieces
+            for key, value in self._optimizer.state.get(piece.parameter, {}).items()
+        )
 
     def take_shown(self, groups: Iterable[SubGroup]) -> None:
         """Takes the states that ``optimizer.state`` shows, and forgets those that it shows no more.

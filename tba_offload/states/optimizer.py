@@ -143,8 +143,11 @@ class OptimizerStates:
         self._take_back("setting states")
         self._by_parameter.take(parameter)
 
-    def close(self) -> None:
+    def close(self, *, bring_back: bool = True) -> None:
         """Brings the states back into memory: the optimizer is as it was. May be called twice.
+
+        Args:
+            bring_back: Whether they are; without, the optimizer cannot be used any more.
 
         Raises:
             TransferError: They cannot be read.
@@ -154,7 +157,8 @@ class OptimizerStates:
         self._is_open = False
         try:
             self._stream.take_back()
-            self._stream.give_back()
+            if bring_back:
+                self._stream.give_back()
         finally:
             if self._early is not None:
                 self._early.close()

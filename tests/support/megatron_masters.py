@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from live_bytes import ResizedBytes
 from models import same_bits
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -178,6 +179,33 @@ def nbytes_of(master: Tensor) -> int:
         return master.untyped_storage().nbytes()
 
 
+class Resident(TorchDispatchMode):
+    """The most bytes of states and masters that a run has in memory, where programs see them.
+
+    Args:
+        run: The run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self._run = run
+        self.most = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        states = [
+            value.nbytes
+            for child in self._run.optimizer.chained_optimizers
+            for entry in child.optimizer.state.values()
+            for value in entry.values()
+            if type(value) is torch.Tensor
+        ]
+        self.most = max(self.most, sum(states) + sum(map(nbytes_of, self._run.masters())))
+        return result
+
+
 def check_same(found: Run, expected: Run) -> None:
     """Parameters of the model are alike, and masters are away."""
     pairs = zip(found.parameters(), expected.parameters(), strict=True)
@@ -280,22 +308,29 @@ def checkpoints(kind: Kind, store: Path, place: Path) -> dict[str, Any]:
     for seed in range(2):
         plain.step(seed)
         away.step(seed)
-    figures = {"tensors": check_same_values(save(away, place / "away"), save(plain, place / "plain"))}
+    figures: dict[str, Any] = {
+        "tensors": check_same_values(save(away, place / "away"), save(plain, place / "plain"))
+    }
     for form in kind.formats:
         save_sharded(away, form, place / f"away {form}")
         save_sharded(plain, form, place / f"plain {form}")
     check_same(away, plain)
     crossed = Run(kind, store), Run(kind, None)
-    for run, saved in zip(crossed, ("plain", "away"), strict=True):
+    for run in crossed:
         run.chunk.load_state_dict(plain.chunk.state_dict())
-        load(run, place / saved)
+    with Resident(crossed[0]) as resident:
+        load(crossed[0], place / "plain")
+    loaded = [resident.most]
+    load(crossed[1], place / "away")
     compare(*crossed, steps=2)
     for form in kind.formats:
         crossed = Run(kind, store), Run(kind, None)
-        for run, saved in zip(crossed, ("plain", "away"), strict=True):
-            load_sharded(run, form, place / f"{saved} {form}")
+        with Resident(crossed[0]) as resident:
+            load_sharded(crossed[0], form, place / f"plain {form}")
+        loaded.append(resident.most)
+        load_sharded(crossed[1], form, place / f"away {form}")
         compare(*crossed, steps=2)
-    return figures
+    return figures | {"loaded": loaded}
 
 
 def compare(away: Run, plain: Run, *, steps: int) -> None:
