@@ -431,12 +431,15 @@ class StatesConfig:
             what there was before.
         gradients: With ``when: backward``, whether they are kept until ``step``, as clipping needs it, or
             ``free``, at once.
+        masters: Whether copies in fp32, which the optimizer of Megatron-LM updates in place of parameters in
+            16 bits, are away with their states, or are kept in memory.
     """
 
     sub_group_bytes: _Threshold = 64 * 2**20
     trust: Annotated[bool, Strict()] = False
     when: Literal["step", "backward"] = "step"
     gradients: Literal["keep", "free"] = "keep"
+    masters: Literal["keep", "offload"] = "offload"
 
     @pydantic.field_validator("gradients")
     @classmethod
@@ -592,6 +595,7 @@ class OffloadConfig:
                 "trust": self.states.trust,
                 "when": self.states.when,
                 "gradients": self.states.gradients,
+                "masters": self.states.masters,
             }
         if self.weights is not None:
             document["weights"] = {"frozen": self.weights.frozen}

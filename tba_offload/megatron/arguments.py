@@ -22,7 +22,7 @@ from tba_offload.store.hanging import ask
 from tba_offload.store.run_file import check_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,14 @@ class Conflict:
         taken: Whether a value of it is in the way.
         flag: What to change on the command line.
         why: Why.
+        instead: What to do otherwise than to change that.
     """
 
     name: str
     taken: Callable[[Any], bool]
     flag: str
     why: str
+    instead: str = "the --tba- flags"
 
 
 CONFLICTS = (
@@ -100,6 +102,12 @@ STATES_CONFLICTS = (
     ),
     Conflict("optimizer_cpu_offload", bool, "--optimizer-cpu-offload", "it moves the same states"),
     Conflict("offload_optimizer_states", bool, "--offload-optimizer-states", "it moves the same states"),
+    Conflict(
+        "rl_offload_optimizer_during_inference",
+        bool,
+        "--rl-offload-optimizer-during-inference",
+        "it moves the same states",
+    ),
     Conflict("optimizer_cuda_graph", bool, "--optimizer-cuda-graph", "a graph fixes the addresses of states"),
     Conflict(
         "optimizer",
@@ -109,6 +117,16 @@ STATES_CONFLICTS = (
     ),
 )
 """Settings that do not go together with offloaded optimizer states."""
+
+_KEEP_MASTERS = "set states.masters to keep in the policy"
+
+MASTERS_CONFLICTS = (
+    Conflict(
+        "log_params_norm", bool, "--log-params-norm", "it computes with all masters at once", _KEEP_MASTERS
+    ),
+    Conflict("qk_clip", bool, "--qk-clip", "it changes masters after the update", _KEEP_MASTERS),
+)
+"""Settings that do not go together with masters that are offloaded."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -247,12 +265,20 @@ def refuse_conflicts(arguments: argparse.Namespace, config: OffloadConfig) -> No
     Raises:
         ConfigError: One of them does not go together with offloading; the message names its flag.
     """
-    for conflict in (*CONFLICTS, *(() if config.states is None else STATES_CONFLICTS)):
+    for conflict in _conflicts_of(config):
         if conflict.taken(getattr(arguments, conflict.name, None)):
             raise ConfigError(
                 f"activation offloading does not go together with {conflict.flag}: {conflict.why}; remove "
-                f"{conflict.flag.partition(' ')[0]}, or the --tba- flags"
+                f"{conflict.flag.partition(' ')[0]}, or {conflict.instead}"
             )
+
+
+def _conflicts_of(config: OffloadConfig) -> Iterator[Conflict]:
+    yield from CONFLICTS
+    if config.states is not None:
+        yield from STATES_CONFLICTS
+        if config.states.masters == "offload":
+            yield from MASTERS_CONFLICTS
 
 
 def _make_help_printable(parser: argparse.ArgumentParser) -> None:

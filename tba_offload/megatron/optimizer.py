@@ -1,22 +1,35 @@
-"""Megatron's optimizers: which ``torch`` optimizers are inside, and how their states get into checkpoints."""
+"""Megatron's optimizers: which ``torch`` optimizers are inside, their masters, and their checkpoints."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tba_offload.errors import UnsupportedError
-from tba_offload.states.away import AwayTensor
+from tba_offload.states.away import is_away
+from tba_offload.states.masters import MASTER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+    from collections.abc import Set as AbstractSet
 
     from tba_offload.config.options import StatesConfig
     from tba_offload.states import OptimizerStates
 
 _KINDS = frozenset(("DistributedOptimizer", "Float16OptimizerWithFloat16Params", "FP32Optimizer"))
 """Classes of Megatron whose states are known to be in ``optimizer.optimizer.state`` and nowhere else."""
+
+_GROUPS = (
+    ("model_float16_groups", "shard_fp32_from_float16_groups"),
+    ("float16_groups", "fp32_from_float16_groups"),
+)
+"""Attributes with parameters in 16 bits and their masters: of a distributed optimizer, of the other one."""
+
+_SAVED = ("fp32_from_fp16_params", "fp32_from_fp16")
+"""Names of the masters in a checkpoint that is not of a distributed optimizer; the second is of old ones."""
 
 
 def children_of(optimizer: Any, config: StatesConfig) -> list[Any]:
@@ -48,27 +61,71 @@ def _has_parameters(child: Any) -> bool:
     return inner is not None and any(group["params"] for group in inner.param_groups)
 
 
-def keep_checkpoints(child: Any, states: OptimizerStates) -> None:
-    """Has a distributed optimizer read and set states in its checkpoints where they are.
+def masters_of(children: Sequence[Any]) -> dict[torch.Tensor, torch.Tensor]:
+    """Masters of Megatron's optimizers, and what they are copies of: parameters, or this rank's shards.
 
-    All formats of its checkpoints go through two of its methods, parameter by parameter. What it reads are
-    copies in host memory, so that a checkpoint may be written while training goes on.
+    Those of parameters in FP8 and FP4, which are quantized together, are left out.
+    """
+    return {
+        main: part
+        for child in children
+        if not getattr(child.config, "reuse_grad_buf_for_mxfp8_param_ag", False)
+        for model_param, main in _pairs(child)
+        if main is not None and type(model_param.data) is torch.Tensor
+        for part in [_part(child, model_param)]
+    }
+
+
+def _pairs(child: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    names = _groups_of(child)
+    if names is not None:
+        for some, masters in zip(*(getattr(child, name) for name in names), strict=True):
+            yield from zip(some, masters, strict=True)
+
+
+def _groups_of(child: Any) -> tuple[str, str] | None:
+    """The names of the groups that an optimizer has; ``None`` for one without masters."""
+    return next((names for names in _GROUPS if all(hasattr(child, name) for name in names)), None)
+
+
+def _part(child: Any, model_param: torch.Tensor) -> torch.Tensor:
+    """The part of a parameter that a master on this rank is a copy of."""
+    if not hasattr(child, "_get_model_param_range_map"):
+        return model_param
+    shard = child._get_model_param_range_map(model_param)["param"]
+    return model_param.detach().view(-1)[shard.start : shard.end]
+
+
+def follow(child: Any, states: OptimizerStates, config: StatesConfig) -> None:
+    """Has an optimizer of Megatron find states and masters where they are.
 
     Args:
         child: An optimizer of Megatron.
         states: The states of the optimizer inside.
+        config: How they are offloaded.
     """
+    _NewStatesOf(child, states)
     if hasattr(child, "_get_main_param_and_optimizer_states"):
         _CheckpointsOf(child, states)
+    elif _groups_of(child) is not None:
+        _MastersInCheckpointsOf(child, states)
+    if _groups_of(child) is not None:
+        _CopiesOf(child, states, config.sub_group_bytes)
 
 
 class _CheckpointsOf:
-    """Stands in for the two methods, on one object."""
+    """Stands in for the methods by which a distributed optimizer saves and loads states.
+
+    All formats of its checkpoints go through two of them, parameter by parameter. What it reads are copies
+    in host memory, so that a checkpoint may be written while training goes on.
+    """
 
     def __init__(self, child: Any, states: OptimizerStates) -> None:
         self._child = child
         self._states = states
         self._set_plain = child._set_main_param_and_optimizer_states
+        self._load_plain = child.load_state_dict
+        vars(child)["load_state_dict"] = self._load
         vars(child)["_get_main_param_and_optimizer_states"] = self._get
         vars(child)["_set_main_param_and_optimizer_states"] = self._set
 
@@ -80,19 +137,131 @@ class _CheckpointsOf:
 
     def _get(self, model_param: torch.Tensor) -> dict[str, Any]:
         main = self._main(model_param)
-        return {"param": main, **self._states.read(main)}
+        found = self._states.read_all(main)
+        return {"param": found.pop(MASTER, main), **found}
 
     def _set(self, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
         """Lets Megatron copy into new memory, and has that taken away."""
-        main = self._main(model_param)
-        entry = self._child.optimizer.state[main]
-        for key, value in list(_away(entry)):
-            entry[key] = torch.empty_strided(
-                value.shape, value.stride(), dtype=value.dtype, device=value.device
-            )
-        self._set_plain(model_param, tensors)
-        self._states.take(main)
+        with self._states.setting(self._main(model_param)):
+            self._set_plain(model_param, tensors)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        """Makes states first, some at a time, where Megatron would make those of all parameters at once."""
+        if not self._child.optimizer.state:
+            self._child.init_state_fn(self._child.optimizer, self._child.config)
+        self._load_plain(state_dict)
 
 
-def _away(entry: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((key, value) for key, value in entry.items() if isinstance(value, AwayTensor))
+class _NewStatesOf:
+    """Stands in for what makes states for a checkpoint to be loaded into: all at once would be in memory."""
+
+    def __init__(self, child: Any, states: OptimizerStates) -> None:
+        self._states = states
+        self._make_plain = child.init_state_fn
+        if self._make_plain is not None:  # there is none of SGD
+            vars(child)["init_state_fn"] = self._make
+
+    def _make(self, inner: Any, *settings: Any) -> None:
+        for group in inner.param_groups:
+            for main in group["params"]:
+                if not inner.state.get(main):
+                    one = SimpleNamespace(param_groups=[{**group, "params": [main]}], state=inner.state)
+                    self._make_plain(one, *settings)
+                    self._states.take(main)
+
+
+class _MastersInCheckpointsOf:
+    """Stands in for the methods by which an optimizer that is not distributed saves and loads masters."""
+
+    def __init__(self, child: Any, states: OptimizerStates) -> None:
+        self._child = child
+        self._states = states
+        self._save_plain, self._load_plain = child.state_dict, child.load_state_dict
+        vars(child)["state_dict"] = self._save
+        vars(child)["load_state_dict"] = self._load
+
+    def _save(self, *arguments: Any, **options: Any) -> dict[str, Any]:
+        """A state dict with copies of masters in host memory."""
+        saved: dict[str, Any] = self._save_plain(*arguments, **options)
+        return saved | {_SAVED[0]: [[*map(self._read, group)] for group in saved[_SAVED[0]]]}
+
+    def _read(self, main: torch.Tensor) -> torch.Tensor:
+        return self._states.read_all(main)[MASTER] if is_away(main) else main
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        """Sets masters one after the other, and has each taken away."""
+        child = self._child
+        with _narrowed(child, set()):
+            self._load_plain(state_dict)
+        saved = next(state_dict[name] for name in _SAVED if name in state_dict)
+        for group, values in zip(child.fp32_from_float16_groups, saved, strict=True):
+            for main, value in zip(group, values, strict=True):
+                with self._states.setting(main, states=False):
+                    main.data.copy_(value.data)
+
+
+class _CopiesOf:
+    """Stands in for the two methods that copy between masters and parameters.
+
+    An update copies each master that is away, when it has it. What is left to Megatron are the others.
+
+    Args:
+        child: An optimizer of Megatron.
+        states: The states of the optimizer inside.
+        most: Bytes of masters that are in memory at once, while they are set to parameters.
+    """
+
+    def __init__(self, child: Any, states: OptimizerStates, most: int) -> None:
+        self._child = child
+        self._states = states
+        self._most = most
+        self._to_model = child._copy_main_params_to_model_params
+        self._to_masters = child._copy_model_params_to_main_params
+        vars(child)["_copy_main_params_to_model_params"] = self._copy_to_model
+        vars(child)["_copy_model_params_to_main_params"] = self._copy_to_masters
+
+    def _copy_to_model(self) -> None:
+        with _narrowed(self._child, {main for _, main in _pairs(self._child) if not is_away(main)}):
+            self._to_model()
+
+    def _copy_to_masters(self, *arguments: Any, **options: Any) -> None:
+        """Sets masters to parameters: a checkpoint was loaded that has no optimizer."""
+        child, states = self._child, self._states
+        mains = [main for _, main in _pairs(child)]
+        for some in _batches([main for main in mains if main is not None and is_away(main)], self._most):
+            with ExitStack() as taken:
+                for main in some:
+                    taken.enter_context(states.setting(main, states=False))
+                with _narrowed(child, set(some)):
+                    self._to_masters(*arguments, **options)
+        with _narrowed(child, {main for main in mains if not is_away(main)}):
+            self._to_masters(*arguments, **options)
+
+
+def _batches(masters: Sequence[torch.Tensor], most: int) -> Iterator[list[torch.Tensor]]:
+    """Masters of at most so many bytes at a time; a larger one alone."""
+    some: list[torch.Tensor] = []
+    for main in masters:
+        if some and sum(each.nbytes for each in (*some, main)) > most:
+            yield some
+            some = []
+        some.append(main)
+    if some:
+        yield some
+
+
+@contextmanager
+def _narrowed(child: Any, masters: AbstractSet[torch.Tensor | None]) -> Iterator[None]:
+    """Within, an optimizer has only these masters, and the parameters that they are copies of."""
+    names = _groups_of(child) or ()
+    whole = [getattr(child, name) for name in names]
+    pairs = [
+        [pair for pair in zip(*groups, strict=True) if pair[1] in masters]
+        for groups in zip(*whole, strict=True)
+    ]
+    try:
+        for place, name in enumerate(names):
+            vars(child)[name] = [[pair[place] for pair in group] for group in pairs]
+        yield
+    finally:
+        vars(child).update(zip(names, whole, strict=True))

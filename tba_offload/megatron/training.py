@@ -23,14 +23,14 @@ import torch.distributed as dist
 from rich.console import Console
 
 from tba_offload import effects
-from tba_offload.config import OffloadConfig, read_config
+from tba_offload.config import OffloadConfig, StatesConfig, read_config
 from tba_offload.config.policy import Placement
 from tba_offload.errors import ConfigError, TbaError, UnsupportedError
 from tba_offload.formatting import grouped
 from tba_offload.megatron.arguments import add_arguments, config_of, is_on
 from tba_offload.megatron.layers import find_stack
 from tba_offload.megatron.loss import report_loss
-from tba_offload.megatron.optimizer import children_of, keep_checkpoints
+from tba_offload.megatron.optimizer import children_of, follow, masters_of
 from tba_offload.renamed import names_of
 from tba_offload.report.curves import curves_of
 from tba_offload.report.ranks import first_free_number, numbered, path_of_rank
@@ -65,6 +65,8 @@ def install() -> None:
     setattr(training, _MARK, True)
     _wrap(arguments, "add_megatron_arguments", lambda add: lambda parser: add_arguments(add(parser)))
     _wrap(training, "setup_model_and_optimizer", _attaching)
+    if hasattr(training, "load_checkpoint"):
+        _wrap(training, "load_checkpoint", _attaching_first)
     _wrap(training, "get_forward_backward_func", lambda get: lambda *a, **k: stepping(get(*a, **k)))
 
 
@@ -98,6 +100,8 @@ def attach_model(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) 
 @exit_status.failing
 def _close_at_exit() -> None:
     if _session is not None:
+        for states in _session.states:
+            states.close(bring_back=False)  # nothing uses them any more, and memory may not have room
         _session.close()
 
 
@@ -137,6 +141,26 @@ def _attaching(setup: Callable[..., Any]) -> Callable[..., Any]:
         return made
 
     return setup_and_attach
+
+
+def _attaching_first(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Has states and masters go away before a checkpoint is loaded, or all of it would be in memory then."""
+
+    def attach_and_load(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        from megatron.training.global_vars import get_args
+
+        arguments = get_args()
+        if optimizer is not None and is_on(arguments) and _can_be_loaded_into(config_of(arguments)):
+            attach_model(model, optimizer)
+        return load(model, optimizer, *args, **kwargs)
+
+    return attach_and_load
+
+
+def _can_be_loaded_into(config: OffloadConfig) -> bool:
+    """Whether states are away; with weights that are away as well, a checkpoint of the model comes first."""
+    keeps_weights = config.weights is None or config.weights.frozen == "keep"
+    return config.states is not None and keeps_weights
 
 
 def _wrap(module: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
@@ -186,10 +210,11 @@ def open_session(
                     steps_by_hand=True,
                     optimizers=[child.optimizer for child in children],
                     trace_steps=arguments.tba_trace_steps or (),
+                    masters=masters_of(children),
                 )
             )
             for child, states in zip(children, session.states, strict=True):
-                keep_checkpoints(child, states)
+                follow(child, states, own.states or StatesConfig())
         undo.pop_all()
     if world.rank == 0:
         _print_plan(config.policy, world.layers)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from types import TracebackType
 
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from tba_offload.adapt.planning import Planning
@@ -83,6 +83,7 @@ class Session:
         status: Whether each step is told in a line; new plans always are: :mod:`tba_offload.session.notices`.
         steps_by_hand: Whether every step is a block of :meth:`step`, and none opens by itself.
         optimizers: Those whose states are offloaded too.
+        masters: Master copies among their parameters; see :func:`tba_offload.offload_optimizer`.
         on_step: Are called with the record of each step.
         trace_steps: Numbers of the steps that are recorded over time.
 
@@ -111,6 +112,7 @@ class Session:
         status: bool = False,
         steps_by_hand: bool = False,
         optimizers: Sequence[Optimizer] = (),
+        masters: Mapping[Tensor, Tensor] | None = None,
         on_step: Sequence[Callable[[StepRecord], object]] = (),
         trace_steps: Iterable[int] = (),
     ) -> None:
@@ -160,7 +162,8 @@ class Session:
         try:
             for number, optimizer in enumerate(optimizers):
                 updated = partial(journal.note_states, number)
-                self.states += (offload_optimizer(optimizer, config, model=modules, updated=updated),)
+                states = offload_optimizer(optimizer, config, model=modules, masters=masters, updated=updated)
+                self.states += (states,)
             if config.weights is not None and config.weights.frozen == "offload":
                 blocks = [layer.module for layer in self.layers]
                 live = parts.gradients.live

@@ -1,4 +1,4 @@
-"""What stands in an optimizer's ``state`` for a tensor whose bytes are away."""
+"""What stands for a tensor whose bytes are away: in an optimizer's ``state``, and for a master copy."""
 
 from __future__ import annotations
 
@@ -93,3 +93,90 @@ class FreedGradient(AwayTensor):
             f"{name} was used for an update in backward and freed, and {use}; what needs it, as clipping "
             "does, needs states.gradients: keep"
         )
+
+
+_FACTS = (
+    *("grad", "grad_fn", "requires_grad", "is_leaf", "shape", "dtype", "device", "layout", "ndim", "nbytes"),
+    *("itemsize", "is_cuda", "is_cpu", "is_xpu", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized"),
+    *("is_mkldnn", "is_nested", "_version", "retains_grad"),
+)
+_QUESTIONS = (
+    *("size", "stride", "numel", "nelement", "dim", "ndimension", "element_size", "storage_offset"),
+    *("is_contiguous", "is_floating_point", "is_complex", "is_conj", "is_neg", "is_inference", "get_device"),
+)
+_TENSOR: Any = torch.Tensor  # attributes of which are descriptors, as the types do not know
+_FACTORIES: Any = torch._C._VariableFunctions  # not torch itself, whose names a program may have replaced
+_HARMLESS = frozenset(
+    (
+        *(getattr(torch.Tensor, name).__get__ for name in _FACTS),
+        *(getattr(torch.Tensor, name) for name in _QUESTIONS),
+        *(_FACTORIES.zeros_like, _FACTORIES.ones_like, _FACTORIES.empty_like),
+        *(_FACTORIES.is_floating_point, _FACTORIES.is_complex),
+        *(_TENSOR.grad.__set__, _TENSOR.grad.__delete__),
+    )
+)
+"""Functions that ask a tensor for what it knows without memory, or for its gradient, and give it one."""
+
+_ALIASES = frozenset((_TENSOR.data.__get__, _TENSOR.detach))
+"""Functions that give another tensor of the same memory."""
+
+
+class AwayMaster(torch.Tensor):
+    """The class of a master copy whose bytes are away.
+
+    It is the same object as in memory: a key of ``optimizer.state``, a member of parameter groups, and what
+    gradients are assigned to. It has no bytes, tells size, data type and device, and takes a gradient; every
+    other use is an error.
+    """
+
+    _tba_offload_name: str
+    _tba_offload_class: type[torch.Tensor]
+
+    @classmethod
+    def begin(cls, master: torch.Tensor, name: str) -> None:
+        """Takes the bytes of a tensor, which owns its memory, away.
+
+        Args:
+            master: The tensor.
+            name: What it is, for messages.
+        """
+        vars(master).update(_tba_offload_name=name, _tba_offload_class=type(master))
+        storage = master.untyped_storage()
+        master.__class__ = cls  # before its memory goes
+        storage.resize_(0)
+
+    @classmethod
+    def end(cls, master: torch.Tensor) -> None:
+        """Gives it its class, and memory, whose contents are undefined, again."""
+        nbytes = master.nbytes
+        kind = vars(master)["_tba_offload_class"]
+        with torch._C.DisableTorchFunctionSubclass():
+            master.untyped_storage().resize_(nbytes)
+        master.__class__ = kind
+        del vars(master)["_tba_offload_name"], vars(master)["_tba_offload_class"]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Answers what needs no bytes, and raises for everything else."""
+        if func in _HARMLESS or func in _ALIASES:
+            with torch._C.DisableTorchFunctionSubclass():
+                made = func(*args, **(kwargs or {}))
+                if func in _ALIASES:
+                    vars(made).update(_tba_offload_name=args[0]._tba_offload_name)
+                    made.__class__ = cls
+            return made
+        values = [*args, *(kwargs or {}).values()]
+        flat = [each for value in values for each in (value if isinstance(value, list | tuple) else [value])]
+        name = next((each._tba_offload_name for each in flat if type(each) is cls), "")
+        raise StatesAwayError(
+            f"the master {name} is not in memory between updates, and {func} was called with it; set "
+            "states.masters to keep, or close the OptimizerStates first"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # untyped there
+        return f"<master {self._tba_offload_name}, away: {tuple(self.shape)}, {self.dtype}>"
+
+
+def is_away(value: object) -> bool:
+    """Whether a value is a state or a master copy whose bytes are away."""
+    return type(value) in (AwayTensor, AwayMaster)

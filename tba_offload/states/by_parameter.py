@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tba_offload.states.away import AwayTensor
+from tba_offload.states.away import AwayTensor, is_away
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from tba_offload.states.checkpoints import OnHost
+    from tba_offload.states.masters import Masters
 
 
 class ByParameter:
@@ -20,7 +22,8 @@ class ByParameter:
     Args:
         optimizer: The optimizer.
         on_host: Copies states of parameters to host memory, and those of others in their sub-groups.
-        follow: Takes the states that ``optimizer.state`` shows.
+        masters: The master copies among its parameters.
+        follow: Takes the states that ``optimizer.state`` shows, and masters that are in memory.
         most: Bytes that are shown there at most, before they are taken.
     """
 
@@ -28,37 +31,62 @@ class ByParameter:
         self,
         optimizer: torch.optim.Optimizer,
         on_host: OnHost,
+        masters: Masters,
         follow: Callable[[], object],
         most: int,
     ) -> None:
         self._optimizer = optimizer
         self._on_host = on_host
+        self._masters = masters
         self._follow = follow
         self._most = most
         self._copies: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self._shown = 0
 
     def read(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """The states of a parameter, those that are away as copies in host memory."""
-        entry: dict[str, Any] = self._optimizer.state.get(parameter, {})
-        if not any(isinstance(value, AwayTensor) for value in entry.values()):
-            return dict(entry)
+        """The states of a parameter, and the master if it is one; those that are away as host copies."""
+        entry = self._masters.with_states(parameter, self._optimizer.state.get(parameter, {}))
+        if not any(map(is_away, entry.values())):
+            return entry
         if parameter not in self._copies:  # others of its sub-group are likely to be asked for next
             self._copies = self._on_host({parameter})
         return entry | self._copies.pop(parameter)
 
     def take(self, parameter: torch.Tensor) -> None:
-        """Takes states that were put into ``optimizer.state[parameter]``, once there are enough of them."""
+        """Takes states that were put into ``optimizer.state[parameter]``, once there are enough of them.
+
+        Likewise a master that was brought back.
+        """
         self.forget()
+        entry = self._masters.with_states(parameter, self._optimizer.state.get(parameter, {}))
         self._shown += sum(
-            value.nbytes
-            for value in self._optimizer.state[parameter].values()
-            if isinstance(value, torch.Tensor) and not isinstance(value, AwayTensor)
+            value.nbytes for value in entry.values() if isinstance(value, torch.Tensor) and not is_away(value)
         )
         if self._shown >= self._most:
             self._shown = 0
             self._follow()
 
+    @contextmanager
+    def setting(self, parameter: torch.Tensor, *, states: bool) -> Iterator[None]:
+        """Within, what is away has memory, which is undefined; after an error it is away as before."""
+        entry = self._optimizer.state.get(parameter, {}) if states else {}
+        away = {key: value for key, value in entry.items() if isinstance(value, AwayTensor)}
+        was_away = is_away(parameter)
+        entry.update({key: _empty_like(value) for key, value in away.items()})
+        self._masters.bring_back(parameter)
+        try:
+            yield
+        except BaseException:
+            entry.update(away)
+            if was_away:
+                self._masters.send_away(parameter)
+            raise
+        self.take(parameter)
+
     def forget(self) -> None:
         """States are about to change: copies of them are of no use."""
         self._copies.clear()
+
+
+def _empty_like(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tba_offload.states.away import AwayTensor
+from tba_offload.states.away import AwayTensor, is_away
 from tba_offload.states.incoming import Incoming
 from tba_offload.states.layout import travels
+from tba_offload.states.masters import MASTER
 from tba_offload.states.slots import SLOTS, Slots
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from tba_offload.states.home import Homes
     from tba_offload.states.layout import Place
+    from tba_offload.states.masters import Masters
     from tba_offload.states.own_step import Entry
     from tba_offload.states.pieces import Piece
     from tba_offload.states.slots import Slot
@@ -28,6 +30,7 @@ class Exchange:
     Args:
         optimizer: The optimizer.
         homes: Where sub-groups live.
+        masters: The master copies among its parameters.
         next_use: When a sub-group is needed again; the greater, the later.
         name_of: Names a parameter, for messages.
     """
@@ -36,11 +39,13 @@ class Exchange:
         self,
         optimizer: torch.optim.Optimizer,
         homes: Homes,
+        masters: Masters,
         next_use: Callable[[SubGroup], int],
         name_of: Callable[[torch.Tensor], str],
     ) -> None:
         self.slots: Slots[SubGroup] = Slots(homes)
         self._optimizer = optimizer
+        self._masters = masters
         self._next_use = next_use
         self._name_of = name_of
         self._shared: dict[torch.Tensor, Entry] = {}
@@ -57,7 +62,7 @@ class Exchange:
             return None
         slot = self.slots.of(group)
         if slot is None:
-            slot = self.slots.take(group.nbytes, self._next_use)
+            slot = self.slots.take(group.room, self._next_use, most=SLOTS - group.is_new)
             slot.read(group)
         slot.settle()
         return slot
@@ -103,10 +108,12 @@ class Exchange:
 
     def is_current(self, group: SubGroup) -> bool:
         """Whether ``optimizer.state`` still shows what is away: states may be loaded, assigned or cleared."""
-        if not all(self._is_away(place) for place in group.places):
-            return False
-        entries = [self._optimizer.state.get(piece.parameter, {}) for piece in group.pieces]
-        return not any(isinstance(value, Incoming) for entry in entries for value in entry.values())
+        return all(self._is_away(place) for place in group.places) and not any(
+            isinstance(value, Incoming)
+            or (key not in group.keys_of(piece) and travels(value, piece.parameter))
+            for piece in group.pieces
+            for key, value in self._optimizer.state.get(piece.parameter, {}).items()
+        )
 
     def take_shown(self, groups: Iterable[SubGroup]) -> None:
         """Takes the states that ``optimizer.state`` shows, and forgets those that it shows no more.
@@ -120,12 +127,19 @@ class Exchange:
         groups = list(groups)
         if not groups:
             return  # what slices have in common is shown when all of them are updated
-        shown = {each: dict(self._optimizer.state.get(each, {})) for each in _parameters_of(groups)}
+        shown = {
+            each: self._masters.with_states(each, self._optimizer.state.get(each, {}))
+            for each in _parameters_of(groups)
+        }
         for group in groups:
             self._take_shown(group, shown)
             slot = self.slots.of(group)
             if slot is not None:
                 slot.write()
+        for place in (place for group in groups for place in group.places):
+            if place.key == MASTER:  # of slices, all of which are taken now
+                master = place.piece.parameter
+                self._masters.send_away(master, self._name_of(master))
         self.end()
 
     def _take_shown(self, group: SubGroup, shown: dict[torch.Tensor, Entry]) -> None:
@@ -135,7 +149,7 @@ class Exchange:
         }
         bound = self._bound(group, entries)
         for piece, entry in entries.items():
-            entry.update({key: bound[piece][key] for key in entry if type(entry[key]) is AwayTensor})
+            entry.update({key: bound[piece][key] for key in entry if is_away(entry[key])})
             if piece.is_whole:
                 del shown[piece.parameter]  # so that its memory is free before the next one's is taken
         self._lay_out(group, bound, entries)
@@ -146,7 +160,7 @@ class Exchange:
         self, group: SubGroup, entries: Mapping[Piece, Entry]
     ) -> Mapping[Piece, Mapping[str, torch.Tensor]]:
         """The states of a sub-group as views of its slot, if any of these are still away."""
-        if not any(type(value) is AwayTensor for entry in entries.values() for value in entry.values()):
+        if not any(is_away(value) for entry in entries.values() for value in entry.values()):
             return {}
         slot = self.load(group)
         return {} if slot is None else group.views(slot.bytes)
@@ -170,8 +184,11 @@ class Exchange:
 
     def _put_back(self, places: Iterable[Place], slot: Slot[SubGroup]) -> None:
         for place in places:
-            known = self._optimizer.state[place.piece.parameter]
             view = place.view(slot.bytes)
+            if place.key == MASTER:
+                self._masters.put_back(place.piece, view)
+                continue
+            known = self._optimizer.state[place.piece.parameter]
             if place.piece.is_whole:
                 known[place.key] = place.wrapped(view.clone())
                 continue
@@ -182,8 +199,14 @@ class Exchange:
                 )
             place.piece.part_of(known[place.key]).copy_(view)
 
-    def on_host(self, groups: Iterable[SubGroup]) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+    def on_host(
+        self, groups: Iterable[SubGroup], *, masters: bool = False
+    ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
         """Copies of states in host memory, read sub-group by sub-group.
+
+        Args:
+            groups: The sub-groups.
+            masters: Whether copies of master copies are wanted too.
 
         Raises:
             TransferError: They cannot be read.
@@ -195,7 +218,8 @@ class Exchange:
                 slot.settle()
             flat = group.home.on_host(group.nbytes) if slot is None else slot.bytes
             for place in group.places:
-                self._copy_to_host(place, place.view(flat), found)
+                if masters or place.key != MASTER:
+                    self._copy_to_host(place, place.view(flat), found)
         return found
 
     def _copy_to_host(
@@ -216,8 +240,10 @@ class Exchange:
     # ---- the parts of it -------------------------------------------------------------------------
 
     def _is_away(self, place: Place) -> bool:
-        """Whether ``optimizer.state`` shows that a state is away."""
-        return type(self._optimizer.state.get(place.piece.parameter, {}).get(place.key)) is AwayTensor
+        """Whether ``optimizer.state`` shows that a state is away, or the master itself that it is."""
+        if place.key == MASTER:
+            return is_away(place.piece.parameter)
+        return is_away(self._optimizer.state.get(place.piece.parameter, {}).get(place.key))
 
     def _lay_out(
         self,
@@ -233,15 +259,18 @@ class Exchange:
             old.clear()
         group.home.release()
         if group.lay_out(entries):
-            slot = self.slots.take(group.nbytes, self._next_use, most=SLOTS - 1)
+            slot = self.slots.take(group.room, self._next_use, most=SLOTS - 1)
             group.fill(slot.bytes, entries)
             slot.give_to(group)
 
     def _show(self, group: SubGroup, piece: Piece, entry: Entry) -> None:
         """Shows in ``optimizer.state`` the states of a piece: what is away as such, all else as it is."""
+        away = group.keys_of(piece)
+        if MASTER in away and piece.is_whole:
+            self._masters.send_away(piece.parameter, self._name_of(piece.parameter))
+        entry = {key: value for key, value in entry.items() if key != MASTER}
         if not entry:
             return
-        away = group.keys_of(piece)
         known = self._optimizer.state[piece.parameter]
         if piece.is_whole:
             for key in known.keys() - entry.keys():
@@ -298,7 +327,7 @@ def _of_piece(piece: Piece, value: Any) -> Any:
     if isinstance(value, Incoming):
         part = value.value if piece.is_whole else _part(piece, value.value)
         return part.to(device=device, dtype=value.dtype, copy=True)
-    if type(value) is AwayTensor:
+    if is_away(value):
         return value
     if isinstance(value, torch.Tensor) and travels(value, piece.parameter):
         return _part(piece, value).clone()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -19,6 +20,7 @@ from tba_offload.states.by_parameter import ByParameter
 from tba_offload.states.checkpoints import Checkpoints
 from tba_offload.states.early import Early
 from tba_offload.states.home import Homes
+from tba_offload.states.masters import MASTER, Masters
 from tba_offload.states.own_step import OwnStep
 from tba_offload.states.pieces import is_known
 from tba_offload.states.roster import Roster
@@ -28,7 +30,7 @@ from tba_offload.store import open_store
 from tba_offload.store.base import close_after
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
     from types import TracebackType
 
     from torch import nn
@@ -61,6 +63,7 @@ class OptimizerStates:
         store: ActivationStore,
         updated: Callable[[StatesRecord], object],
         modules: Sequence[nn.Module] = (),
+        masters: Mapping[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         states = config.states or StatesConfig()
         in_backward = states.when == "backward"
@@ -77,9 +80,11 @@ class OptimizerStates:
             tell=logger.warning,
         )
         self._takeover = Takeover(optimizer)
-        self._roster = Roster(optimizer, homes, states.sub_group_bytes)
+        copies = masters if masters and states.masters == "offload" else {}
+        self._masters = Masters(optimizer, copies)
+        self._roster = Roster(optimizer, homes, self._masters, states.sub_group_bytes)
         own = OwnStep(optimizer, self._takeover.kind)
-        self._stream = Stream(optimizer, own, self._roster, homes, in_backward=in_backward)
+        self._stream = Stream(optimizer, own, self._roster, homes, self._masters, in_backward=in_backward)
         self._early: Early | None = None
         if in_backward:
             frees = states.gradients == "free"
@@ -87,7 +92,10 @@ class OptimizerStates:
         self._follow()
         on_host = partial(_on_host, self._roster, self._stream.exchange)
         follow = self._stream.follow
-        self._by_parameter = ByParameter(optimizer, on_host, follow, states.sub_group_bytes)
+        with_masters = partial(on_host, masters=True)
+        self._by_parameter = ByParameter(
+            optimizer, with_masters, self._masters, follow, states.sub_group_bytes
+        )
         self._checkpoints = Checkpoints(optimizer, on_host, self._is_saved, self._loaded)
         self._takeover.begin(self._step, None if self._early is None else self._early.zero_grad)
 
@@ -97,8 +105,31 @@ class OptimizerStates:
         Raises:
             TransferError: They cannot be read.
         """
+        return {key: value for key, value in self.read_all(parameter).items() if key != MASTER}
+
+    def read_all(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """The states of a parameter, and the parameter itself, as ``MASTER``, if it is a master that travels.
+
+        Raises:
+            TransferError: They cannot be read.
+        """
         self._take_back("reading states")
         return self._by_parameter.read(parameter)
+
+    @contextmanager
+    def setting(self, parameter: torch.Tensor, *, states: bool = True) -> Iterator[None]:
+        """Within, what is away of a parameter has memory, for a program to set all of it; then it is taken.
+
+        Args:
+            parameter: The parameter; if it is a master, that is set too.
+            states: Whether its states are.
+
+        Raises:
+            TransferError: States of other parameters, which travel together with these, cannot be read.
+        """
+        self._take_back("setting states")
+        with self._by_parameter.setting(parameter, states=states):
+            yield
 
     def take(self, parameter: torch.Tensor) -> None:
         """Takes the states that a program has put into ``optimizer.state[parameter]`` itself.
@@ -112,8 +143,11 @@ class OptimizerStates:
         self._take_back("setting states")
         self._by_parameter.take(parameter)
 
-    def close(self) -> None:
+    def close(self, *, bring_back: bool = True) -> None:
         """Brings the states back into memory: the optimizer is as it was. May be called twice.
+
+        Args:
+            bring_back: Whether they are; without, the optimizer cannot be used any more.
 
         Raises:
             TransferError: They cannot be read.
@@ -123,7 +157,8 @@ class OptimizerStates:
         self._is_open = False
         try:
             self._stream.take_back()
-            self._stream.give_back()
+            if bring_back:
+                self._stream.give_back()
         finally:
             if self._early is not None:
                 self._early.close()
@@ -182,10 +217,10 @@ class OptimizerStates:
 
 
 def _on_host(
-    roster: Roster, exchange: Exchange, parameters: set[torch.Tensor]
+    roster: Roster, exchange: Exchange, parameters: set[torch.Tensor], *, masters: bool = False
 ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
     """Copies of states of parameters in host memory, and of others that travel with them."""
-    return exchange.on_host(roster.with_any(parameters))
+    return exchange.on_host(roster.with_any(parameters), masters=masters)
 
 
 def offload_optimizer(
@@ -193,6 +228,7 @@ def offload_optimizer(
     config: ConfigLike = None,
     *,
     model: nn.Module | Sequence[nn.Module] = (),
+    masters: Mapping[torch.Tensor, torch.Tensor] | None = None,
     directories: Paths | None = None,
     updated: Callable[[StatesRecord], object] | None = None,
 ) -> OptimizerStates:
@@ -208,6 +244,9 @@ def offload_optimizer(
         config: As for :func:`tba_offload.attach`; its ``states``, ``store`` and ``on_full`` count.
         model: The model that it trains, or its chunks, which ``when: backward`` needs: if a forward begins
             before the step comes, what was updated in backward is taken back.
+        masters: Copies in high precision, which the optimizer updates, and the parameters of the model that
+            they are copies of. Masters travel with their states, and each parameter is set to its master as
+            soon as that is updated.
         directories: Where the bytes go, instead of where the policy says: one path, or one for each drive.
         updated: Called after each update with what it was like.
 
@@ -224,10 +263,10 @@ def offload_optimizer(
     _check(optimizer, trusted=chosen.states is not None and chosen.states.trust)
     modules = model if isinstance(model, Sequence) else (model,)
     if chosen.states is not None and chosen.states.when == "backward":
-        _check_backward(optimizer, modules)
+        _check_backward(optimizer, modules, has_masters=bool(masters))
     store = open_store(chosen.store.options(), device=device_of(_device_of(optimizer)))
     try:
-        return OptimizerStates(optimizer, chosen, store, updated or _nothing, modules)
+        return OptimizerStates(optimizer, chosen, store, updated or _nothing, modules, masters)
     except BaseException:
         store.close()
         raise
@@ -278,7 +317,9 @@ def _check(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
                 )
 
 
-def _check_backward(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module]) -> None:
+def _check_backward(
+    optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module], *, has_masters: bool
+) -> None:
     """Checks that an optimizer can be updated in backward.
 
     Raises:
@@ -286,6 +327,8 @@ def _check_backward(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Modul
     """
     if not modules:
         raise UnsupportedError("states.when: backward needs the model; give it to offload_optimizer()")
+    if has_masters:
+        raise UnsupportedError("masters get their gradients after backward; set states.when to step")
     if has_peers():
         raise UnsupportedError(
             "with several processes gradients are final only when they are reduced, which is after backward "

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tba_offload.states.away import AwayMaster
 from tba_offload.states.shards import local
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def can_be_cut(parameter: torch.Tensor) -> bool:
     A sparse gradient has no slices.
     """
     return (
-        type(parameter.data) is torch.Tensor
+        type(parameter.data) in (torch.Tensor, AwayMaster)
         and parameter.layout == torch.strided
         and parameter.is_contiguous()
         and parameter.dtype in _EXACT

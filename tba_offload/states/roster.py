@@ -9,7 +9,7 @@ from tba_offload.states.incoming import Incoming
 from tba_offload.states.layout import travels
 from tba_offload.states.pieces import SLICE, Piece, can_be_cut, gathered, is_elementwise, numbered, pieces_of
 from tba_offload.states.shards import local
-from tba_offload.states.subgroup import SubGroup
+from tba_offload.states.subgroup import USUAL, SubGroup
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from tba_offload.states.home import Homes
-
-USUAL = 2.0
-"""Bytes of states for one byte of a parameter, until an update has told: what Adam has."""
+    from tba_offload.states.masters import Masters
 
 
 class Roster:
@@ -31,12 +29,14 @@ class Roster:
     Args:
         optimizer: The optimizer.
         homes: What the homes of sub-groups share.
+        masters: The master copies among its parameters, which lie in sub-groups before they have states.
         most: Bytes of states in a sub-group; one of a single piece may have more.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, homes: Homes, most: int) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, homes: Homes, masters: Masters, most: int) -> None:
         self._optimizer = optimizer
         self._homes = homes
+        self._masters = masters
         self._most = most
         self._sliced = is_elementwise(optimizer)
         self._ratios: dict[int, float] = {}
@@ -123,7 +123,8 @@ class Roster:
             number: The number of their parameter group.
             parameters: The parameters, in its order.
         """
-        most = max(int(self._most / self._ratios.get(number, USUAL)), 1)
+        usual = USUAL + any(each in self._masters for each in parameters)
+        most = max(int(self._most / self._ratios.get(number, usual)), 1)
         pieces = [piece for each in parameters for piece in pieces_of(each, most, sliced=self._sliced)]
         made = [
             SubGroup(number, some, Home(self._homes, self._name(some))) for some in gathered(pieces, most)
@@ -136,7 +137,7 @@ class Roster:
     def learn(self, group: SubGroup) -> None:
         """Takes over how many bytes of states a byte of parameters has, from a sub-group that has them."""
         nbytes = sum(piece.nbytes for piece in group.pieces)
-        if group.number not in self._ratios and nbytes:
+        if group.number not in self._ratios and nbytes and not group.is_new:
             states = sum(place.nbytes for place in group.layout.places) if group.layout else 0
             self._ratios[group.number] = max(states / nbytes, 1 / 16)
 
@@ -152,6 +153,7 @@ class Roster:
             for value in self._optimizer.state[each].values()
             if isinstance(value, Incoming) or travels(value, each)
         )
+        states += sum(each.nbytes for each in having if each in self._masters)
         self._ratios[number] = max(states / nbytes, 1 / 16)
 
     def _now(self) -> dict[torch.Tensor, tuple[int, int]]:

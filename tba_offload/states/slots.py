@@ -179,16 +179,25 @@ class Slots(Generic[T]):
         slot.grow(nbytes)
         return slot
 
-    def take_now(self, group: T, next_use: Callable[[T], int]) -> Slot[T] | None:
-        """A slot for a sub-group, if there is one for which nothing has to be waited."""
-        slot = self._unheld() or self._new(group.nbytes, SLOTS)
+    def take_now(
+        self, group: T, nbytes: int, next_use: Callable[[T], int], most: int = SLOTS
+    ) -> Slot[T] | None:
+        """A slot for a sub-group, if there is one for which nothing has to be waited.
+
+        Args:
+            group: The sub-group.
+            nbytes: How many bytes it needs.
+            next_use: When a sub-group is needed again; the greater, the later.
+            most: Slots that there may be.
+        """
+        slot = self._unheld() or self._new(nbytes, most)
         if slot is None:
             slot = self._latest(next_use)
             is_free = slot.is_idle and not slot.is_newer
             if not is_free or (slot.holder is not None and next_use(slot.holder) <= next_use(group)):
                 return None
         slot.clear()
-        slot.grow(group.nbytes)
+        slot.grow(nbytes)
         return slot
 
     def clear(self) -> None:

@@ -11,6 +11,7 @@ from tba_offload.states.exchange import Exchange
 from tba_offload.states.figures import Tally
 from tba_offload.states.journal import Journal, NoJournal
 from tba_offload.states.line import Line
+from tba_offload.states.masters import MASTER
 from tba_offload.states.pieces import is_elementwise
 from tba_offload.states.slots import SLOTS
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from tba_offload.states.figures import StatesRecord
     from tba_offload.states.home import Homes
+    from tba_offload.states.masters import Masters
     from tba_offload.states.own_step import OwnStep
     from tba_offload.states.roster import Roster
     from tba_offload.states.subgroup import SubGroup
@@ -34,6 +36,7 @@ class Stream:
         own: Its own update code.
         roster: Its sub-groups.
         homes: Where they live.
+        masters: The master copies among its parameters.
         in_backward: Whether sub-groups may be updated before the step; then an update is all or nothing.
     """
 
@@ -43,6 +46,7 @@ class Stream:
         own: OwnStep,
         roster: Roster,
         homes: Homes,
+        masters: Masters,
         *,
         in_backward: bool = False,
     ) -> None:
@@ -51,7 +55,8 @@ class Stream:
         self._roster = roster
         self._is_elementwise = is_elementwise(optimizer)
         self._line = Line(turns=self._is_elementwise and not in_backward)
-        self.exchange = Exchange(optimizer, homes, self._line.next_use, roster.name_of)
+        self._masters = masters
+        self.exchange = Exchange(optimizer, homes, masters, self._line.next_use, roster.name_of)
         self.journal = Journal(optimizer, homes, self.exchange.slots) if in_backward else NoJournal()
         self._tally = Tally(homes)
         self._failure: TransferError | None = None
@@ -138,7 +143,7 @@ class Stream:
         stale = [group for group in self._roster.groups if not self.exchange.is_current(group)]
         self.exchange.take_shown(self._roster.with_slices(stale))
         for number, parameters in self._roster.newcomers().items():
-            having = [each for each in parameters if self._optimizer.state.get(each)]
+            having = [each for each in parameters if self._optimizer.state.get(each) or each in self._masters]
             self._roster.learn_of(number, having)
             self.exchange.take_shown(self._roster.add(number, having))
 
@@ -228,17 +233,20 @@ class Stream:
         slot = self.exchange.load(group)
         self.journal.note(group)
         bound = {} if slot is None else group.views(slot.bytes)
-        tensors = {piece: piece.tensor() for piece in group.pieces}
-        entries = {
-            tensor: self.exchange.entry(piece) | bound.get(piece, {}) for piece, tensor in tensors.items()
-        }
+        entries = {piece: self.exchange.entry(piece) | bound.get(piece, {}) for piece in group.pieces}
+        masters = {piece: entry.pop(MASTER) for piece, entry in entries.items() if MASTER in entry}
+        tensors = {piece: self._masters.tensor(piece, masters.get(piece)) for piece in group.pieces}
         if slot is not None:
             slot.touch()
         try:
-            self._own.run(group.number, entries, options)
+            self._own.run(group.number, {tensors[piece]: entries[piece] for piece in tensors}, options)
+            for piece, master in masters.items():
+                self._masters.copy(piece, master)
         finally:
             states = self._own.states
-            now = {piece: states.get(tensor, entries[tensor]) for piece, tensor in tensors.items()}
+            now = {piece: states.get(tensor, entries[piece]) for piece, tensor in tensors.items()}
+            for piece, master in masters.items():
+                now[piece] = {**now[piece], MASTER: master}
             self.exchange.take(group, bound, now)
         self._roster.learn(group)
 
@@ -249,7 +257,8 @@ class Stream:
         slots = self.exchange.slots
         for group in self._line.next(SLOTS - 1):
             if group.layout is not None and slots.of(group) is None:
-                slot = slots.take_now(group, self._line.next_use)
+                most = SLOTS - group.is_new  # new states are in memory too, before they get their places
+                slot = slots.take_now(group, group.room, self._line.next_use, most)
                 if slot is None:
                     return
                 slot.read(group)

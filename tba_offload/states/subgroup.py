@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.states.layout import Layout
+from tba_offload.states.masters import MASTER
 from tba_offload.states.shards import local
 
 if TYPE_CHECKING:
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from tba_offload.states.home import Home
     from tba_offload.states.layout import Place
     from tba_offload.states.pieces import Piece
+
+USUAL = 2.0
+"""Bytes of states for one byte of a parameter, until an update has told: what Adam has."""
 
 
 class SubGroup:
@@ -43,6 +47,16 @@ class SubGroup:
     def nbytes(self) -> int:
         """Bytes that travel."""
         return 0 if self.layout is None else self.layout.nbytes
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing but master copies lies there: the next update may give it more bytes."""
+        return bool(self.places) and all(place.key == MASTER for place in self.places)
+
+    @property
+    def room(self) -> int:
+        """Bytes that its slot needs, those of states included that are to be expected."""
+        return int(self.nbytes * (1 + USUAL)) if self.is_new else self.nbytes
 
     @property
     def has_gradient(self) -> bool:

@@ -384,7 +384,11 @@ FOREIGN = {
     "recompute/saved_again.py": ("end", "the end of a run, which this file defines"),
     "renamed.py": ("module", "a module that is being made"),
     "session/budget.py": ("self.watched.capture", "the budget that it keeps to where a drive is slow"),
-    "states/away.py": ("made", "what the constructor makes"),
+    "states/away.py": (
+        "made master",
+        "what the constructor makes; a master while it is away has another class",
+    ),
+    "states/masters.py": ("bound", "a tensor over bytes of a master has its gradient"),
     "states/pieces.py": ("view", "a slice of a parameter has the slice of its gradient"),
     "states/takeover.py": (
         "hooked optimizer",

@@ -71,3 +71,25 @@ class LiveBytes(TorchDispatchMode):
         self._storages[storage._cdata] = weakref.ref(storage, died)
         self.live += nbytes
         self.peak = max(self.peak, self.live)
+
+
+class ResizedBytes(LiveBytes):
+    """Bytes of all storages that were seen, as large as they are now: some lose their memory.
+
+    Attributes:
+        most: The most since it was last set.
+    """
+
+    most = 0
+
+    def now(self) -> int:
+        """Bytes now."""
+        alive = [storage for reference in self._storages.values() if (storage := reference()) is not None]
+        return sum(storage.nbytes() for storage in alive)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        self.most = max(self.most, self.now())
+        return result

@@ -52,6 +52,7 @@ store: {directories: /tmp, capacity: 200GiB, stall_seconds: 0}
 store: {kind: host}
 states: null
 states: {sub_group_bytes: 32MiB, when: backward, gradients: free}
+states: {masters: keep}
 layers: [{match: 0, placement: keep}, {match: last 2, placement: recompute}]
 min_tensor_bytes: 0
 """.strip().splitlines()
@@ -102,7 +103,7 @@ KEYS = [
     for part in ("default", "on_full", "on_slow", "min_tensor_bytes", "budget.in_flight_bytes")
 ]
 KEYS += [["store", name] for name in ("kind", "directories", "capacity", "checksum", "stall_seconds")]
-KEYS += [["states", name] for name in ("sub_group_bytes", "trust", "when", "gradients")]
+KEYS += [["states", name] for name in ("sub_group_bytes", "trust", "when", "gradients", "masters")]
 
 
 @given(st.lists(st.tuples(st.sampled_from(KEYS), VALUES), max_size=3))

@@ -1,0 +1,102 @@
+"""Master copies: what an optimizer updates in place of parameters in low precision."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tba_offload.errors import UnsupportedError
+from tba_offload.states.away import AwayMaster
+from tba_offload.states.layout import travels
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from tba_offload.states.own_step import Entry
+    from tba_offload.states.pieces import Piece
+
+MASTER = "tba_offload.master"
+"""Name of a master copy among the states of its own: no optimizer has one of that name."""
+
+
+class Masters:
+    """The master copies that one optimizer updates, and what gets their values after each update.
+
+    Between updates a master has no bytes, and is the same object. An update gets a tensor over the bytes in a
+    slot in its place.
+
+    Args:
+        optimizer: The optimizer.
+        copies: Masters, and the parameters of the model, or parts of them, that are set to their values.
+
+    Raises:
+        UnsupportedError: A parameter has another shape than its master, or one of them is not contiguous.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        copies: Mapping[torch.Tensor, torch.Tensor],
+    ) -> None:
+        self._names: dict[torch.Tensor, str] = {}
+        own = {each for group in optimizer.param_groups for each in group["params"]}
+        self._copies = {
+            master: copy for master, copy in copies.items() if master in own and travels_as(master)
+        }
+        for master, copy in self._copies.items():
+            if master.shape != copy.shape or master.is_contiguous() != copy.is_contiguous():
+                raise UnsupportedError(
+                    f"a master of {tuple(master.shape)} does not lie in memory like its parameter of "
+                    f"{tuple(copy.shape)}; set states.masters to keep"
+                )
+
+    def __contains__(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter of the optimizer is a master that travels."""
+        return parameter in self._copies
+
+    def with_states(self, parameter: torch.Tensor, entry: Entry) -> Entry:
+        """States of a parameter, and the master where it is one, as a plain tensor unless it is away."""
+        return {**entry, MASTER: parameter.detach()} if parameter in self._copies else dict(entry)
+
+    def tensor(self, piece: Piece, bound: torch.Tensor | None) -> torch.Tensor:
+        """What an update gets as a piece: the bytes in a slot, if it belongs to a master."""
+        if bound is None:
+            return piece.tensor()
+        for name, value in vars(piece.parameter).items():  # an optimizer may know a parameter by them
+            setattr(bound, name, value)
+        gradient = piece.parameter.grad
+        if gradient is not None:
+            bound.grad = gradient if piece.is_whole else piece.part_of(gradient)
+        return bound
+
+    def copy(self, piece: Piece, value: torch.Tensor) -> None:
+        """Sets the parameter of the model to its master, which was updated."""
+        piece.own(self._copies[piece.parameter]).copy_(value)
+
+    def send_away(self, master: torch.Tensor, name: str | None = None) -> None:
+        """Frees the memory of a master.
+
+        Args:
+            master: The master, whose bytes lie in a slot or at home.
+            name: What messages call it; as before, unless it is given.
+        """
+        if name is not None:
+            self._names[master] = name
+        if type(master) is not AwayMaster:
+            AwayMaster.begin(master, self._names[master])
+
+    def bring_back(self, master: torch.Tensor) -> None:
+        """Gives it memory, which the caller fills."""
+        if type(master) is AwayMaster:
+            AwayMaster.end(master)
+
+    def put_back(self, piece: Piece, value: torch.Tensor) -> None:
+        """Gives a piece of a master its bytes back."""
+        self.bring_back(piece.parameter)
+        piece.own(piece.parameter).copy_(value)
+
+
+def travels_as(master: torch.Tensor) -> bool:
+    """Whether a tensor that is in memory can be away as a master."""
+    return travels(master.detach(), master)

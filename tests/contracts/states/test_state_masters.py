@@ -1,0 +1,264 @@
+"""Master copies in fp32 travel with their states; the parameters in 16 bits get the same bits."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from live_bytes import ResizedBytes
+from models import same_bits
+from optimizers import MAKERS, Training, assert_same_state_dicts, policy
+from torch import Tensor, nn
+
+import tba_offload as tba
+from tba_offload.errors import ConfigError, StatesAwayError, UnsupportedError
+from tba_offload.states.masters import MASTER
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+WIDTH = 64
+SUB_GROUP = 3 * 4 * WIDTH * WIDTH * 4
+"""Bytes of the states and masters of four layers."""
+
+SMALL = 20_000
+"""Bytes that counts of steps and stand-ins may take."""
+
+
+class Mixed(Training):
+    """A model in bf16, and an optimizer over copies of its parameters in fp32.
+
+    Attributes:
+        masters: The copies, and what they are copies of.
+        states: What is away, where it is.
+    """
+
+    def __init__(self, make: str, model: nn.Module | None = None) -> None:
+        super().__init__(MAKERS[make], torch.bfloat16)
+        self.model = self.model if model is None else model  # type: ignore[assignment]
+        self.masters = {each.detach().clone().float(): each for each in self.model.parameters()}
+        self.optimizer = MAKERS[make](self.masters)
+        self.states: tba.OptimizerStates
+
+    @property
+    def embedding(self) -> Tensor:
+        """The third master, which lies in several sub-groups."""
+        return next(each for each, parameter in self.masters.items() if parameter is self.model.embed.weight)
+
+    def gradients(self, seed: int) -> None:
+        self.optimizer.zero_grad()
+        self.model.zero_grad()
+        self.backward(seed)
+        for master, parameter in self.masters.items():
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+
+    def step(self, seed: int, *, copies: bool = True) -> None:
+        """One update; what travels is copied by it, and here all else that is a copy."""
+        self.gradients(seed)
+        torch.nn.utils.clip_grad_norm_(self.masters, 0.5)
+        self.optimizer.step()
+        for master, parameter in self.masters.items():
+            if copies or master.numel() == 1:
+                parameter.detach().copy_(master)
+
+
+def nbytes_of(master: Tensor) -> int:
+    """Bytes of memory that a master has, whether it tells of them or not."""
+    with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
+        return master.untyped_storage().nbytes()
+
+
+def assert_same(found: Mixed, expected: Mixed) -> None:
+    """Parameters in 16 bits and states, and masters once they are back."""
+    pairs = zip(found.model.parameters(), expected.model.parameters(), strict=True)
+    assert all(same_bits(a.detach(), b.detach()) for a, b in pairs)
+    assert_same_state_dicts(found.optimizer.state_dict(), expected.optimizer.state_dict())
+
+
+@pytest.mark.parametrize("make", ["adam", "adamw-fused", "adam-foreach", "sgd", "sgd-momentum", "adafactor"])
+def test_parameters_masters_and_states_have_the_bits_of_plain_training(make: str, tmp_path: Path) -> None:
+    found, expected = Mixed(make), Mixed(make)
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path), masters=found.masters) as states:
+        for seed in range(5):
+            expected.step(seed)
+            found.step(seed, copies=False)
+            assert_same(found, expected)
+        assert [nbytes_of(master) for master in found.masters] == [
+            0 if master.numel() > 1 else 4 for master in found.masters
+        ]
+        assert states.records[-1].read_bytes > 0
+    assert all(map(same_bits, found.masters, expected.masters))
+    assert all(type(master) is Tensor for master in found.masters)
+    found.step(6)
+    expected.step(6)
+    assert_same(found, expected)
+
+
+# ---- memory ------------------------------------------------------------------------------------------
+
+
+class Chain(Mixed):
+    """Many layers of one size, whose gradients are ones."""
+
+    def __init__(self, make: str, depth: int) -> None:
+        layers = (nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(depth))
+        super().__init__(make, nn.Sequential(*layers))
+
+    def gradients(self, seed: int) -> None:
+        for master in self.masters:
+            master.grad = torch.ones(WIDTH, WIDTH) * seed
+
+
+def test_masters_and_states_stay_below_three_sub_groups(tmp_path: Path) -> None:
+    """In the first update too; fused Adam has no temporary tensors, so that nothing else is counted."""
+    depth = 32
+    settings = policy(tmp_path) | {"states": {"sub_group_bytes": SUB_GROUP}}
+    with ResizedBytes() as meter:
+        training = Chain("adamw-fused", depth)
+        training.gradients(1)
+        torch.stack([each.detach() for each in training.model.parameters()])  # which shows them to the meter
+        before = meter.now()
+        assert before == depth * WIDTH * WIDTH * (2 + 4 + 4)
+        limit = before - 4 * depth * WIDTH * WIDTH + 3 * SUB_GROUP + SMALL
+        meter.most = 0
+        with tba.offload_optimizer(training.optimizer, settings, masters=training.masters) as states:
+            assert meter.most <= before + 3 * SUB_GROUP  # all masters were there
+            assert meter.now() <= limit
+            for seed in range(4):
+                meter.most = 0
+                training.optimizer.step()
+                assert meter.most <= limit, seed
+            assert states.records[-1].states_bytes == depth * 12 * WIDTH * WIDTH
+            assert states.records[-1].slot_bytes <= 3 * SUB_GROUP
+
+
+# ---- between updates ---------------------------------------------------------------------------------
+
+
+USES: dict[str, Callable[[Tensor], object]] = {
+    "computed with": lambda master: master + 1,
+    "changed through data": lambda master: master.data.copy_(torch.zeros_like(master)),
+    "in a list": lambda master: torch._foreach_norm([master]),
+    "as the second of two": lambda master: torch.zeros_like(master).add(master),
+    "shown": lambda master: master.tolist(),
+    "a pointer": lambda master: master.data_ptr(),
+    "of another type": lambda master: master.to(torch.bfloat16),
+    "copied": copy.deepcopy,
+    "pickled": pickle.dumps,
+    "detached": lambda master: master.detach().norm(),
+}
+
+
+@pytest.fixture
+def away(tmp_path: Path) -> Iterator[Mixed]:
+    training = Mixed("adamw-fused")
+    with tba.offload_optimizer(training.optimizer, policy(tmp_path), masters=training.masters) as states:
+        training.states = states
+        training.step(0, copies=False)
+        yield training
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_use_of_a_master_between_updates_is_an_error_that_names_it(use: str, away: Mixed) -> None:
+    master = away.embedding
+    with pytest.raises(StatesAwayError, match=r"the master parameter 2 is not in memory between updates"):
+        USES[use](master)
+
+
+def test_a_master_that_is_away_is_the_same_object_and_takes_gradients(away: Mixed) -> None:
+    master, parameter = away.embedding, away.model.embed.weight
+    assert away.optimizer.param_groups[0]["params"][2] is master
+    assert master in away.optimizer.state
+    assert isinstance(master, Tensor)
+    assert (master.shape, master.dtype, master.device) == (parameter.shape, torch.float32, parameter.device)
+    assert master.numel() == parameter.numel()
+    master.grad = torch.ones_like(master)
+    assert master.grad.sum() == master.numel()
+    assert repr(master) == "<master parameter 2, away: (301, 48), torch.float32>"
+    with pytest.raises(RuntimeError, match="the same size"):
+        master.grad = torch.ones(3)
+
+
+def test_a_checkpoint_is_a_plain_one_and_masters_stay_away(away: Mixed) -> None:
+    saved = away.optimizer.state_dict()
+    assert {key for entry in saved["state"].values() for key in entry} == {"step", "exp_avg", "exp_avg_sq"}
+    assert not sum(nbytes_of(master) for master in away.masters if master.numel() > 1)
+    plain = Mixed("adamw-fused")
+    plain.optimizer.load_state_dict(copy.deepcopy(saved))
+    away.optimizer.load_state_dict(copy.deepcopy(saved))
+    assert_same_state_dicts(away.optimizer.state_dict(), plain.optimizer.state_dict())
+    assert not sum(nbytes_of(master) for master in away.masters if master.numel() > 1)
+
+
+def test_masters_are_read_and_set_while_they_are_away(tmp_path: Path) -> None:
+    found, expected = Mixed("adam"), Mixed("adam")
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path), masters=found.masters) as states:
+        for training, copies in ((found, False), (expected, True)):
+            training.step(0, copies=copies)
+        for master, plain in zip(found.masters, expected.masters, strict=True):
+            if master.grad is None:
+                continue  # what is not updated is not copied
+            everything = states.read_all(master)
+            assert same_bits(everything.get(MASTER, master), plain)
+            assert MASTER not in states.read(master)
+            with states.setting(master):
+                master.copy_(plain * 2)
+                for key, value in expected.optimizer.state[plain].items():
+                    found.optimizer.state[master][key].copy_(value * 3)
+            plain.mul_(2)
+            for value in expected.optimizer.state[plain].values():
+                value.mul_(3)
+        for seed in (1, 2):
+            found.step(seed, copies=False)
+            expected.step(seed)
+            assert_same(found, expected)
+    assert all(map(same_bits, found.masters, expected.masters))
+
+
+def test_what_fails_while_it_is_set_is_as_it_was(away: Mixed) -> None:
+    expected = Mixed("adamw-fused")
+    expected.step(0)
+    master = away.embedding
+    states = away.optimizer.state[master]
+    before = dict(states)
+    with pytest.raises(KeyError), away.states.setting(master):
+        master.zero_()
+        states["exp_avg"].zero_()
+        raise KeyError
+    assert nbytes_of(master) == 0
+    assert all(states[key] is value for key, value in before.items())
+    away.step(1, copies=False)
+    expected.step(1)
+    assert_same(away, expected)
+
+
+# ---- settings ----------------------------------------------------------------------------------------
+
+
+def test_masters_can_be_kept(tmp_path: Path) -> None:
+    found, expected = Mixed("adam"), Mixed("adam")
+    settings = policy(tmp_path)
+    settings["states"] |= {"masters": "keep"}
+    with tba.offload_optimizer(found.optimizer, settings, masters=found.masters):
+        for seed in range(2):
+            found.step(seed)
+            expected.step(seed)
+            assert_same(found, expected)
+            assert all(map(same_bits, found.masters, expected.masters))
+    with pytest.raises(ConfigError):
+        tba.offload_optimizer(found.optimizer, {"states": {"masters": "away"}})
+
+
+def test_what_masters_do_not_go_together_with_is_refused(tmp_path: Path) -> None:
+    training = Mixed("adam")
+    settings = policy(tmp_path)
+    settings["states"] |= {"when": "backward"}
+    with pytest.raises(UnsupportedError, match="masters get their gradients after backward"):
+        tba.offload_optimizer(training.optimizer, settings, model=training.model, masters=training.masters)
+    flat = {master: parameter.detach().flatten() for master, parameter in training.masters.items()}
+    with pytest.raises(UnsupportedError, match="does not lie in memory like its parameter"):
+        tba.offload_optimizer(training.optimizer, policy(tmp_path), masters=flat)
