@@ -236,6 +236,15 @@ def test_what_fails_while_it_is_set_is_as_it_was(away: Mixed) -> None:
     assert_same(away, expected)
 
 
+def test_nothing_is_brought_back_where_nothing_needs_it(away: Mixed) -> None:
+    away.states.close(bring_back=False)
+    assert nbytes_of(away.embedding) == 0
+    with pytest.raises(StatesAwayError):
+        away.optimizer.state[away.embedding]["exp_avg"].clone()
+    away.states.close()  # once is enough
+    assert nbytes_of(away.embedding) == 0
+
+
 # ---- settings ----------------------------------------------------------------------------------------
 
 
