@@ -217,6 +217,11 @@ def test_masters_are_read_and_set_while_they_are_away(tmp_path: Path) -> None:
             expected.step(seed)
             assert_same(found, expected)
     assert all(map(same_bits, found.masters, expected.masters))
+    for training in (found, expected):
+        with states.setting(training.embedding):  # as a program may go on doing when all is closed
+            training.embedding.zero_()
+        training.step(3)
+    assert_same(found, expected)
 
 
 def test_what_fails_while_it_is_set_is_as_it_was(away: Mixed) -> None:
