@@ -66,7 +66,7 @@ def install() -> None:
     _wrap(arguments, "add_megatron_arguments", lambda add: lambda parser: add_arguments(add(parser)))
     _wrap(training, "setup_model_and_optimizer", _attaching)
     if hasattr(training, "load_checkpoint"):
-        _wrap(training, "load_checkpoint", _attaching_first)
+        _wrap(training, "load_checkpoint", attaching_first)
     _wrap(training, "get_forward_backward_func", lambda get: lambda *a, **k: stepping(get(*a, **k)))
 
 
@@ -143,22 +143,26 @@ def _attaching(setup: Callable[..., Any]) -> Callable[..., Any]:
     return setup_and_attach
 
 
-def _attaching_first(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Has states and masters go away before a checkpoint is loaded, or all of it would be in memory then."""
+def attaching_first(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Has states and masters be away when a checkpoint is loaded, or all of it would be in memory then.
+
+    Args:
+        load: Megatron's ``load_checkpoint``.
+    """
 
     def attach_and_load(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         from megatron.training.global_vars import get_args
 
         arguments = get_args()
-        if optimizer is not None and is_on(arguments) and _can_be_loaded_into(config_of(arguments)):
+        if optimizer is not None and is_on(arguments) and can_be_loaded_into(config_of(arguments)):
             attach_model(model, optimizer)
         return load(model, optimizer, *args, **kwargs)
 
     return attach_and_load
 
 
-def _can_be_loaded_into(config: OffloadConfig) -> bool:
-    """Whether states are away; with weights that are away as well, a checkpoint of the model comes first."""
+def can_be_loaded_into(config: OffloadConfig) -> bool:
+    """Whether only states are away; a checkpoint of the model comes before weights are."""
     keeps_weights = config.weights is None or config.weights.frozen == "keep"
     return config.states is not None and keeps_weights
 

@@ -91,10 +91,9 @@ class OptimizerStates:
             self._early = Early(optimizer, self._stream, self._roster, modules, frees=frees)
         self._follow()
         on_host = partial(_on_host, self._roster, self._stream.exchange)
-        follow = self._stream.follow
         with_masters = partial(on_host, masters=True)
         self._by_parameter = ByParameter(
-            optimizer, with_masters, self._masters, follow, states.sub_group_bytes
+            optimizer, with_masters, self._masters, self._stream.follow, states.sub_group_bytes
         )
         self._checkpoints = Checkpoints(optimizer, on_host, self._is_saved, self._loaded)
         self._takeover.begin(self._step, None if self._early is None else self._early.zero_grad)
@@ -127,6 +126,9 @@ class OptimizerStates:
         Raises:
             TransferError: States of other parameters, which travel together with these, cannot be read.
         """
+        if not self._is_open:  # nothing is away
+            yield
+            return
         self._take_back("setting states")
         with self._by_parameter.setting(parameter, states=states):
             yield
@@ -140,8 +142,9 @@ class OptimizerStates:
         Raises:
             TransferError: States of other parameters, which travel together with these, cannot be read.
         """
-        self._take_back("setting states")
-        self._by_parameter.take(parameter)
+        if self._is_open:
+            self._take_back("setting states")
+            self._by_parameter.take(parameter)
 
     def close(self, *, bring_back: bool = True) -> None:
         """Brings the states back into memory: the optimizer is as it was. May be called twice.

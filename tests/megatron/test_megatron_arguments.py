@@ -12,6 +12,7 @@ from tba_offload.config.policy import Objective, Placement, Rule
 from tba_offload.errors import ConfigError
 from tba_offload.megatron.arguments import (
     CONFLICTS,
+    MASTERS_CONFLICTS,
     STATES_CONFLICTS,
     Conflict,
     add_arguments,
@@ -157,6 +158,15 @@ def test_what_is_in_the_way_of_offloaded_states_is_refused_with_these_alone(conf
     with pytest.raises(ConfigError, match=conflict.flag):
         refuse_conflicts(taken, OffloadConfig(states=StatesConfig()))
     refuse_conflicts(argparse.Namespace(**{conflict.name: None}), OffloadConfig(states=StatesConfig()))
+
+
+@pytest.mark.parametrize("conflict", MASTERS_CONFLICTS, ids=lambda conflict: conflict.name)
+def test_what_uses_masters_between_updates_is_refused_unless_they_are_kept(conflict: Conflict) -> None:
+    taken = argparse.Namespace(**{conflict.name: True})
+    refuse_conflicts(taken, OffloadConfig())
+    refuse_conflicts(taken, OffloadConfig(states=StatesConfig(masters="keep")))
+    with pytest.raises(ConfigError, match=rf"{conflict.flag}, or set states\.masters to keep"):
+        refuse_conflicts(taken, OffloadConfig(states=StatesConfig()))
 
 
 def test_states_are_offloaded_as_the_policy_or_the_flag_says(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,11 @@ from children import environment
 from pretrain_runs import slow
 
 import tba_offload as tba
-from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig
+from tba_offload.config import BudgetConfig, OffloadConfig, StatesConfig, StoreConfig, WeightsConfig
 from tba_offload.config.policy import LayerId, Placement, Policy, Rule
 from tba_offload.errors import ConfigError, StoreError, TbaError, UnsupportedError
 from tba_offload.megatron import training
+from tba_offload.megatron.arguments import add_arguments
 from tba_offload.megatron.loss import report_loss
 
 if TYPE_CHECKING:
@@ -89,6 +91,37 @@ def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 def _listed(part: Any) -> list[Any]:
     return part if isinstance(part, list) else [part]
+
+
+@pytest.mark.parametrize(
+    ("flags", "optimizer", "expected"),
+    [
+        (["--tba-optimizer-states", "offload"], "adam", ["attached", "loaded"]),
+        (["--tba-optimizer-states", "offload"], None, ["loaded"]),
+        (["--tba-placement", "offload"], "adam", ["loaded"]),
+        ([], "adam", ["loaded"]),
+    ],
+)
+def test_states_are_away_when_a_checkpoint_is_loaded_into_an_optimizer(
+    flags: list[str], optimizer: str | None, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with weights that are kept; a checkpoint of the model comes before frozen ones are away."""
+    arguments = add_arguments(argparse.ArgumentParser()).parse_args(flags)
+    for name in ("megatron.training", "megatron.training.global_vars"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["megatron.training.global_vars"].get_args = lambda: arguments  # type: ignore[attr-defined]
+    done: list[str] = []
+    monkeypatch.setattr(training, "attach_model", lambda *given: done.append("attached") or given)
+
+    def load_checkpoint(model: str, optimizer: str | None, *, strict: bool) -> tuple[object, ...]:
+        done.append("loaded")
+        return model, optimizer, strict
+
+    load = training.attaching_first(load_checkpoint)
+    assert load("model", optimizer, strict=False) == ("model", optimizer, False)
+    assert done == expected
+    frozen = OffloadConfig(states=StatesConfig(), weights=WeightsConfig(frozen="offload"))
+    assert not training.can_be_loaded_into(frozen)
 
 
 FIRST, SECOND = (LayerId(number, f"decoder.layers.{number}") for number in range(2))

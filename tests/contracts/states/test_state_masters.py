@@ -217,6 +217,11 @@ def test_masters_are_read_and_set_while_they_are_away(tmp_path: Path) -> None:
             expected.step(seed)
             assert_same(found, expected)
     assert all(map(same_bits, found.masters, expected.masters))
+    for training in (found, expected):
+        with states.setting(training.embedding):  # as a program may go on doing when all is closed
+            training.embedding.zero_()
+        training.step(3)
+    assert_same(found, expected)
 
 
 def test_what_fails_while_it_is_set_is_as_it_was(away: Mixed) -> None:
@@ -234,6 +239,15 @@ def test_what_fails_while_it_is_set_is_as_it_was(away: Mixed) -> None:
     away.step(1, copies=False)
     expected.step(1)
     assert_same(away, expected)
+
+
+def test_nothing_is_brought_back_where_nothing_needs_it(away: Mixed) -> None:
+    away.states.close(bring_back=False)
+    assert nbytes_of(away.embedding) == 0
+    with pytest.raises(StatesAwayError):
+        away.optimizer.state[away.embedding]["exp_avg"].clone()
+    away.states.close()  # once is enough
+    assert nbytes_of(away.embedding) == 0
 
 
 # ---- settings ----------------------------------------------------------------------------------------
