@@ -112,6 +112,26 @@ class OptimizerStates:
         self._take_back("setting states")
         self._by_parameter.take(parameter)
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of the sub-groups that have states, in the order in which :meth:`arrange` has them leave."""
+        return tuple(group.nbytes for group in self._roster.spread)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that sub-groups and slots take on the device between updates."""
+        return self._stream.exchange.slots.all_bytes
+
+    def arrange(self, travelling: int) -> None:
+        """Has so many sub-groups travel from now on, where ``states.when`` is ``step``; the others stay.
+
+        They stay in slots, so that ``optimizer.state`` shows all of them as if they were away.
+
+        Raises:
+            TransferError: One of them cannot be read or written.
+        """
+        self._stream.arrange(travelling)
+
     def close(self) -> None:
         """Brings the states back into memory: the optimizer is as it was. May be called twice.
 
