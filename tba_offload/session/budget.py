@@ -67,6 +67,7 @@ class Budget:
         self._device_bytes = device_bytes
         self._static = static
         self._most_gradients = 0
+        self._share: DeviceShare | None = None
 
     @property
     def is_of_device(self) -> bool:
@@ -90,10 +91,19 @@ class Budget:
         base = record.base_bytes
         self._derive(None if base is None else base + (record.state_bytes or 0))
 
+    @property
+    def share(self) -> DeviceShare | None:
+        """What lies on the device beside activations; ``None`` before it was measured."""
+        return self._share
+
+    def limits_on(self, share: DeviceShare) -> Limits:
+        """What would hold if that lay on the device."""
+        return self._of_policy.on_device(share)
+
     def _derive(self, base_bytes: int | None) -> None:
         if self._device_bytes is None or base_bytes is None:
             return
-        device = DeviceShare(self._device_bytes, base_bytes, self._most_gradients)
+        device = self._share = DeviceShare(self._device_bytes, base_bytes, self._most_gradients)
         notices = self._watched.notices
         if device.left <= 0 and not notices.said("nothing left"):
             notices.nothing_left(device, self._static())

@@ -111,6 +111,17 @@ class Journal:
         """
         self._note("states", {"optimizer": number, "step": self._steps, **asdict(record)})
 
+    def note_states_choice(self, line: str, document: dict[str, object]) -> None:
+        """Another number of sub-groups of optimizer states travels.
+
+        Args:
+            line: How many, in words.
+            document: What that was decided by.
+        """
+        if self._header.rank == 0:
+            tell(f"states after step {self._steps}: {line}")
+        self._note("states_plan", document)
+
     def write_known(self) -> None:
         """Writes what waits for nothing any more."""
         waiting = self._waiting

@@ -29,6 +29,7 @@ class StatesRecord:
         staying_bytes: Bytes of their states.
         in_backward: Of these, how many in backward.
         taken_back: Updates of sub-groups in backward that were in vain, since the step was another one.
+        predicted_seconds: What ``states.default: auto`` predicted for ``seconds``; None where nothing was.
     """
 
     seconds: float
@@ -42,6 +43,7 @@ class StatesRecord:
     staying_bytes: int = 0
     in_backward: int = 0
     taken_back: int = 0
+    predicted_seconds: float | None = None
 
 
 @dataclass(slots=True)

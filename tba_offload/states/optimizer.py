@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -69,6 +70,7 @@ class OptimizerStates:
         self._store = store
         self._updated = updated
         self._is_open = True
+        self._expected: float | None = None
         homes = Homes(
             store,
             device_of(_device_of(optimizer)),
@@ -122,15 +124,25 @@ class OptimizerStates:
         """Bytes that sub-groups and slots take on the device between updates."""
         return self._stream.exchange.slots.all_bytes
 
-    def arrange(self, travelling: int) -> None:
+    @property
+    def turns(self) -> bool:
+        """Whether the next update goes in the reverse order of the last one."""
+        return self._stream.turns
+
+    def arrange(self, travelling: int, *, expected_seconds: float | None = None) -> None:
         """Has so many sub-groups travel from now on, where ``states.when`` is ``step``; the others stay.
 
         They stay in slots, so that ``optimizer.state`` shows all of them as if they were away.
+
+        Args:
+            travelling: How many.
+            expected_seconds: What updates are expected to take then, for their records.
 
         Raises:
             TransferError: One of them cannot be read or written.
         """
         self._stream.arrange(travelling)
+        self._expected = expected_seconds
 
     def close(self) -> None:
         """Brings the states back into memory: the optimizer is as it was. May be called twice.
@@ -160,7 +172,7 @@ class OptimizerStates:
         self._by_parameter.forget()
         if self._early is not None:
             self._early.step_begins(options)
-        record = self._stream.step(options)
+        record = replace(self._stream.step(options), predicted_seconds=self._expected)
         if self._early is not None:
             self._early.follow()
         self.records.append(record)

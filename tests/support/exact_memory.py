@@ -38,11 +38,16 @@ def exact_memory() -> Iterator[None]:
     def meter_of(_: object, static: Callable[[], int]) -> MemoryMeter:
         return AllocatorMeter(torch.device("cpu"), static)
 
+    def new_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:
+        # A storage that is made without a tensor comes from PyTorch's default allocator, whichever is set.
+        return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+
     library.count(1)
     try:
         with (
             mock.patch.multiple(torch.cpu, create=True, **statistics),
             mock.patch("tba_offload.session.meters.meter_of", meter_of),
+            mock.patch("tba_offload.device.ranges.new_storage", new_storage),
         ):
             yield
     finally:
