@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tba_offload.adapt.phases import Phase
     from tba_offload.adapt.task import Task
     from tba_offload.adapt.thinking import Thinking
-    from tba_offload.plan.model import Limits, Plan, Prediction
+    from tba_offload.plan.model import Limits, Plan
     from tba_offload.plan.sizes import RunSize
 
     Decision = tuple[Phase, Plan]
@@ -68,7 +68,6 @@ class Controller:
         self._phase: Phase = WarmUp()
         self._told: Plan | None = None
         self._warned = False
-        self._not_recomputed: frozenset[int] = frozenset()
 
     # ---- during a step ---------------------------------------------------------------------------
 
@@ -156,7 +155,7 @@ class Controller:
         return self._taken(plan)
 
     def _noted(self, observation: StepObservation) -> Moment:
-        known, self._not_recomputed = self.knowledge, observation.not_recomputed
+        known = self.knowledge
         known.end_step(observation)
         self._phase = self._phase.begun(known.steps, self.task.tuning)
         if known.size.has_grown:
@@ -257,24 +256,6 @@ class Controller:
             "plan": settled.plan.as_json(),
             **({} if writes is None else {"writes": writes.as_json()}),
         }
-
-    def prospects(self) -> Callable[[Limits], Prediction] | None:
-        """Tells what the best plan under other limits does, by what is known now; ``None`` before a plan."""
-        settled, profile, bandwidth = (
-            self._phase.settled,
-            self.knowledge.profile,
-            self.knowledge.rates.bandwidth(),
-        )
-        if settled is None or profile is None or bandwidth is None or not self.task.decides:
-            return None
-        task, careful, never = self.task, bandwidth.scaled(settled.caution), self._not_recomputed
-
-        def prospect(limits: Limits) -> Prediction:
-            wanted = dataclasses.replace(task, limits=limits)
-            plan = best_plan(wanted, profile, careful, policy=task.policy, not_recomputed=never)
-            return simulate(profile, plan, bandwidth).prediction
-
-        return prospect
 
     # ---- what ranks agree on ---------------------------------------------------------------------
 

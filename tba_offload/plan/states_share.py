@@ -47,6 +47,13 @@ class StatesLoad:
         """How many sub-groups there are."""
         return sum(map(len, self.sizes))
 
+    @classmethod
+    def of_equal(
+        cls, count: int, nbytes: int, update_seconds: float, rate: float, *, turns: bool = True
+    ) -> StatesLoad:
+        """So many sub-groups of one size, with that many bytes in all."""
+        return cls(((nbytes // count,) * count,), update_seconds, rate, turns=turns)
+
     def split(self, travelling: int) -> tuple[int, ...]:
         """How many of each optimizer travel if so many do together: an equal share of each."""
         return tuple(-(-travelling * len(sizes) // self.count) for sizes in self.sizes)
@@ -139,7 +146,7 @@ def choose(
 
     Args:
         load: The sub-groups.
-        limits_of: What activations may take if so many bytes of states, slots included, stay.
+        limits_of: What activations may take if so many travel.
         plan_of: What the best plan under limits does.
         now: How many travel now; is tried too.
 
@@ -150,7 +157,7 @@ def choose(
 
     def attempt(travelling: int) -> None:
         if travelling not in tried:
-            limits = limits_of(load.device_bytes(travelling))
+            limits = limits_of(travelling)
             tried[travelling] = Expected(travelling, limits, plan_of(limits), load.seconds(travelling))
 
     useful = load.useful()

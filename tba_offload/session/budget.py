@@ -68,6 +68,7 @@ class Budget:
         self._static = static
         self._most_gradients = 0
         self._share: DeviceShare | None = None
+        self._freeable: Callable[[], int] = int
 
     @property
     def is_of_device(self) -> bool:
@@ -91,6 +92,10 @@ class Budget:
         base = record.base_bytes
         self._derive(None if base is None else base + (record.state_bytes or 0))
 
+    def may_free(self, freeable: Callable[[], int]) -> None:
+        """States may leave the device, so many bytes as this tells: before they have, nothing is short."""
+        self._freeable = freeable
+
     @property
     def share(self) -> DeviceShare | None:
         """What lies on the device beside activations; ``None`` before it was measured."""
@@ -105,7 +110,7 @@ class Budget:
             return
         device = self._share = DeviceShare(self._device_bytes, base_bytes, self._most_gradients)
         notices = self._watched.notices
-        if device.left <= 0 and not notices.said("nothing left"):
+        if device.left + self._freeable() <= 0 and not notices.said("nothing left"):
             notices.nothing_left(device, self._static())
         before = self.limits.device
         if before is not None and before.holds_for(device):

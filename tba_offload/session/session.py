@@ -142,7 +142,7 @@ class Session:
             raise
         self._parts = parts
         journal = self._journal
-        choice = self._states_choice()
+        choice = self._choice = _states_choice(config, parts, journal)
         conclusions = Conclusions(
             parts,
             recorded=journal.record,
@@ -303,6 +303,8 @@ class Session:
         with ExitStack() as at_last:
             for states in self.states:
                 at_last.callback(states.close)
+            if self._choice is not None:
+                at_last.callback(self._choice.close)
             if self.weights is not None:
                 at_last.callback(self.weights.close)
             self._let_go()
@@ -359,13 +361,6 @@ class Session:
         self._ongoing.become_inert()
         self.offloader.become_inert()
 
-    def _states_choice(self) -> StatesChoice | None:
-        """Decides how many sub-groups of optimizer states travel, where the policy leaves that open."""
-        states = self.config.states
-        if states is None or states.default != "auto":
-            return None
-        return StatesChoice(self.planning, self._parts.budget, self._journal.note_states_choice)
-
     # ---- the plan --------------------------------------------------------------------------------
 
     def _controller_of(self, config: OffloadConfig, plan: Plan, limits: Limits) -> Controller | None:
@@ -412,6 +407,13 @@ def _boundaries_of(steps: Steps, parts: Parts, count_tokens: TokenCounter) -> Bo
 
 def _nothing(*_: object) -> None:
     """Where steps are told by hand it does not matter when a backward pass ends; not all have a choice."""
+
+
+def _states_choice(config: OffloadConfig, parts: Parts, journal: Journal) -> StatesChoice | None:
+    """Decides how many sub-groups of optimizer states travel, where the policy leaves that open."""
+    if config.states is None or config.states.default != "auto":
+        return None
+    return StatesChoice(parts.planning, parts.budget, journal.note_states_choice)
 
 
 def _updated(journal: Journal, choice: StatesChoice | None, number: int, record: StatesRecord) -> None:

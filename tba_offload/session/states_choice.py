@@ -13,6 +13,7 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from tba_offload.adapt.prospects import prospects
 from tba_offload.adapt.thinking import InSlices
 from tba_offload.formatting import readable_size, significant
 from tba_offload.plan.model import Prediction
@@ -39,25 +40,26 @@ _WAITED = 0.05
 
 
 class Basis(NamedTuple):
-    """What a choice was made from.
+    """What a choice is made from.
 
     Attributes:
         load: States and updates.
-        share: What lay on the device beside activations, with as many states as stayed then.
-        states_bytes: Bytes of those, slots included.
+        share: What lies on the device beside activations, without states.
     """
 
     load: StatesLoad
     share: DeviceShare
-    states_bytes: int
+
+    def with_states(self, travelling: int) -> DeviceShare:
+        """What lies there if so many sub-groups travel."""
+        base = self.share.base_bytes + self.load.device_bytes(travelling)
+        return dataclasses.replace(self.share, base_bytes=base)
 
     def differs_from(self, other: Basis) -> bool:
         """Whether another choice may be better now."""
-        without = dataclasses.replace(self.share, base_bytes=self.share.base_bytes - self.states_bytes)
-        then = dataclasses.replace(other.share, base_bytes=other.share.base_bytes - other.states_bytes)
         return (
             self.load.sizes != other.load.sizes
-            or not then.holds_for(without)
+            or not other.share.holds_for(self.share)
             or not math.isclose(self.load.rate, other.load.rate, rel_tol=TUNING.big_drift)
         )
 
@@ -68,11 +70,11 @@ class StatesChoice:
     Args:
         planning: Tells what plans for activations would do.
         budget: Tells what is left for them.
-        chosen: Is told of each choice, in words and for the run log.
+        chosen: Is told of each choice, for the run log, and in words if it is another one than before.
     """
 
     def __init__(
-        self, planning: Planning, budget: Budget, chosen: Callable[[str, dict[str, object]], object]
+        self, planning: Planning, budget: Budget, chosen: Callable[[str | None, dict[str, object]], object]
     ) -> None:
         self._planning = planning
         self._budget = budget
@@ -83,11 +85,28 @@ class StatesChoice:
         self._peak = 0
         self._thinking: tuple[Thinking[list[Expected]], Basis] | None = None
         self._last: Basis | None = None
+        self._share: DeviceShare | None = None
         self._travelling: int | None = None
 
     def begin(self, states: Sequence[OptimizerStates]) -> None:
         """Chooses of these from now on."""
         self._states = states
+        self._budget.may_free(self._freeable)
+
+    def _freeable(self) -> int:
+        """Bytes of sub-groups that stay and need not."""
+        sizes = tuple(states.sizes for states in self._states)
+        if self._travelling is None or not any(sizes):
+            return 0
+        load = StatesLoad(sizes, 0.0, math.inf)
+        return max(load.device_bytes(self._travelling) - load.device_bytes(load.count), 0)
+
+    def close(self) -> None:
+        """Nothing more is chosen."""
+        self._states = ()
+        if self._thinking is not None:
+            self._thinking[0].give_up()
+            self._thinking = None
 
     def updated(self, number: int, record: StatesRecord) -> None:
         """One of the optimizers has made an update."""
@@ -103,39 +122,41 @@ class StatesChoice:
             TransferError: A sub-group cannot be read or written.
         """
         self._peak = max(self._peak, record.activation_peak_bytes or 0)
-        if self._thinking is None:
-            self._look(record)
+        is_pressing = self._is_pressing
+        if self._thinking is None and (is_pressing or record.step % TUNING.turn == 0):
+            self._look()
         if self._thinking is None:
             return
         thinking, basis = self._thinking
-        is_first = self._last is None
-        if thinking.go_on(math.inf if is_first else TUNING.thinking(record.seconds)):
+        if thinking.go_on(math.inf if is_pressing else TUNING.thinking(record.seconds)):
             self._thinking = None
             self._take(thinking.answer(), basis, record)
 
-    def _look(self, record: StepRecord) -> None:
+    @property
+    def _is_pressing(self) -> bool:
+        """Whether the next step must not begin before it is known: others have taken of what is left."""
+        share = self._budget.share
+        return self._share is None or (share is not None and share.left < self._share.budget)
+
+    def _look(self) -> None:
         """Begins to think where something speaks for it."""
-        is_turn = self._last is None or record.step % TUNING.turn == 0
-        plan_of = self._prospects() if is_turn else None
+        plan_of = None if self._planning.is_over else self._prospects()
         basis = None if plan_of is None else self._basis()
         if plan_of is None or basis is None:
             return
         if self._last is not None and not basis.differs_from(self._last):
             return
-        find = partial(
-            choose,
-            basis.load,
-            partial(_limits_of, self._budget.limits_on, basis),
-            plan_of,
-            now=self._travelling,
+        limits_of = partial(_limits_of, self._budget.limits_on, basis)
+        self._thinking = (
+            InSlices(partial(choose, basis.load, limits_of, plan_of, now=self._travelling)),
+            basis,
         )
-        self._thinking = InSlices(find), basis
 
     def _prospects(self) -> Callable[[Limits], Prediction] | None:
         """What plans do; where the policy places all layers, they need what they were seen to need."""
-        controller = self._planning.controller
-        if controller is not None and controller.task.decides:
-            return controller.prospects()
+        if self._planning.has_budget:
+            controller = self._planning.controller
+            return None if controller is None else prospects(controller)
         seen = Prediction(0.0, 0.0, self._peak, 0)
         return lambda _: seen
 
@@ -151,32 +172,31 @@ class StatesChoice:
         load = StatesLoad(
             sizes, seconds, self._rate or math.inf, turns=all(states.turns for states in self._states)
         )
-        return Basis(load, share, sum(states.device_bytes for states in self._states))
+        present = sum(states.device_bytes for states in self._states)
+        return Basis(load, dataclasses.replace(share, base_bytes=share.base_bytes - present))
 
     def _take(self, tried: list[Expected], basis: Basis, record: StepRecord) -> None:
         """Takes the best if it is clearly better than what there is."""
         before = self._travelling
         best, self._last = settled(tried, before), basis
+        self._share = best.limits.device
         self._travelling = best.travelling
         parts = zip(self._states, basis.load.split(best.travelling), strict=True)
         for states, travelling in parts:
             states.arrange(travelling, expected_seconds=best.update_seconds / len(self._states))
-        if best.travelling != before:
-            self._chosen(
-                _told(best, basis.load),
-                {
-                    "step": record.step,
-                    "sub_groups": basis.load.count,
-                    **best.as_json(),
-                    "tried": [each.as_json() for each in tried],
-                },
-            )
+        self._chosen(
+            None if best.travelling == before else _told(best, basis.load),
+            {
+                "step": record.step,
+                "sub_groups": basis.load.count,
+                **best.as_json(),
+                "tried": [each.as_json() for each in tried],
+            },
+        )
 
 
-def _limits_of(limits_on: Callable[[DeviceShare], Limits], basis: Basis, states_bytes: int) -> Limits:
-    """What holds for activations where so many bytes of states stay."""
-    base = basis.share.base_bytes - basis.states_bytes + states_bytes
-    return limits_on(dataclasses.replace(basis.share, base_bytes=base))
+def _limits_of(limits_on: Callable[[DeviceShare], Limits], basis: Basis, travelling: int) -> Limits:
+    return limits_on(basis.with_states(travelling))
 
 
 def _told(best: Expected, load: StatesLoad) -> str:

@@ -18,14 +18,10 @@ class Line:
 
     Args:
         turns: Whether the next update goes in the reverse order. What was updated last is still in its slot
-            then, and needs neither be written nor read.
-
-    Attributes:
-        turns: As given.
-    """
+            then, and needs neither be written nor read.    """
 
     def __init__(self, *, turns: bool) -> None:
-        self.turns = turns
+        self._turns = turns
         self._is_reversed = False
         self._groups: list[SubGroup] = []
         self._places: dict[SubGroup, int] = {}
@@ -50,7 +46,7 @@ class Line:
 
     def end(self) -> None:
         """All are updated; the next update turns round, or may begin in the same order at any time."""
-        if self.turns:
+        if self._turns:
             self._is_reversed = not self._is_reversed
         else:
             self._at = -1
@@ -79,7 +75,7 @@ class Line:
             return place
         if place == self._at:
             return -1  # it is being updated
-        return _FAR - place if self.turns else _FAR + place
+        return _FAR - place if self._turns else _FAR + place
 
     def _line_up(self, groups: list[SubGroup]) -> None:
         self._groups = groups

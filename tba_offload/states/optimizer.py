@@ -21,7 +21,7 @@ from tba_offload.states.checkpoints import Checkpoints
 from tba_offload.states.early import Early
 from tba_offload.states.home import Homes
 from tba_offload.states.own_step import OwnStep
-from tba_offload.states.pieces import is_known
+from tba_offload.states.pieces import is_elementwise, is_known
 from tba_offload.states.roster import Roster
 from tba_offload.states.stream import Stream
 from tba_offload.states.takeover import Takeover, is_taken
@@ -127,7 +127,7 @@ class OptimizerStates:
     @property
     def turns(self) -> bool:
         """Whether the next update goes in the reverse order of the last one."""
-        return self._stream.turns
+        return is_elementwise(self.optimizer) and self._early is None
 
     def arrange(self, travelling: int, *, expected_seconds: float | None = None) -> None:
         """Has so many sub-groups travel from now on, where ``states.when`` is ``step``; the others stay.

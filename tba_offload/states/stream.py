@@ -122,11 +122,6 @@ class Stream:
     # ---- between updates -------------------------------------------------------------------------
 
     @property
-    def turns(self) -> bool:
-        """Whether the next update goes in the reverse order of the last one."""
-        return self._line.turns
-
-    @property
     def is_current(self) -> bool:
         """Whether ``optimizer.state`` shows what is away, and nothing that others have put there."""
         return all(map(self.exchange.is_current, self._roster.groups))
