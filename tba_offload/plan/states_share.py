@@ -8,18 +8,27 @@ added up.
 from __future__ import annotations
 
 import dataclasses
+import math
+import statistics
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tba_offload.formatting import readable_size, significant
 from tba_offload.plan.tuning import TUNING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from tba_offload.plan.model import Limits, Prediction
 
 SLOTS = 3
 """Sub-groups of which memory is needed as soon as one travels: the slots of :mod:`tba_offload.states`."""
+
+_REMEMBERED = 3
+"""Updates whose median counts: one may be odd, and the first makes states."""
+
+_WAITED = 0.05
+"""Share of an update; if it waits longer for the drive, its bytes tell the rate of that."""
 
 ALIKE = 0.005
 """Share of the step's time by which more sub-groups must shorten it in order to travel: they wear the drive.
@@ -46,6 +55,28 @@ class StatesLoad:
     def count(self) -> int:
         """How many sub-groups there are."""
         return sum(map(len, self.sizes))
+
+    @classmethod
+    def of_updates(cls, updates: Sequence[Mapping[str, Any]], *, turns: bool = True) -> StatesLoad | None:
+        """What updates in a run log tell, as if sub-groups were of equal size; ``None`` if that is nothing.
+
+        Args:
+            updates: Its ``states`` events.
+            turns: As of the optimizers.
+        """
+        last: dict[int, list[Mapping[str, Any]]] = {}
+        rate: float | None = None
+        for update in updates:
+            last.setdefault(update["optimizer"], []).append(update)
+            moved = update["read_bytes"] + update["written_bytes"]
+            rate = drive_rate(rate, moved, update["seconds"], update["waited_seconds"])
+        sizes = tuple(_equal_sizes(each[-1]) for each in last.values())
+        if not any(sizes):
+            return None
+        seconds = sum(
+            usual_seconds([(u["seconds"], u["waited_seconds"]) for u in each]) for each in last.values()
+        )
+        return cls(sizes, seconds, rate or math.inf, turns=turns)
 
     @classmethod
     def of_equal(
@@ -80,6 +111,34 @@ class StatesLoad:
             if self.device_bytes(travelling) < self.device_bytes(found[-1]):
                 found.append(travelling)
         return found
+
+
+def _equal_sizes(update: Mapping[str, Any]) -> tuple[int, ...]:
+    count, nbytes = update["sub_groups"], update["states_bytes"] + update.get("staying_bytes", 0)
+    return (nbytes // count,) * count if count else ()
+
+
+def usual_seconds(updates: Sequence[tuple[float, float]]) -> float:
+    """Seconds of an update if it waits for no drive.
+
+    Args:
+        updates: Of each, how long it took, and how much of that it waited.
+    """
+    return statistics.median(seconds - waited for seconds, waited in updates[-_REMEMBERED:])
+
+
+def drive_rate(before: float | None, moved: int, seconds: float, waited: float) -> float | None:
+    """Bytes a second that updates move; one that did not wait for the drive tells little of it.
+
+    Args:
+        before: What was known before.
+        moved: Bytes that an update has read and written.
+        seconds: How long it took.
+        waited: How much of that it waited.
+    """
+    if not moved or (before is not None and waited <= _WAITED * seconds):
+        return before
+    return moved / seconds
 
 
 def _slots(travelling: Sequence[int]) -> int:
@@ -173,6 +232,16 @@ def choose(
     if now is not None:
         attempt(now)
     return _sorted(list(tried.values()))
+
+
+def in_words(chosen: Expected, load: StatesLoad) -> str:
+    """What was chosen, what it leaves, and what is expected of it."""
+    left, staying = readable_size(chosen.limits.budget or 0), load.device_bytes(chosen.travelling)
+    return (
+        f"{chosen.travelling} of {load.count} sub-groups of optimizer states travel, "
+        f"{readable_size(staying)} of states and slots stay, {left} are left for activations; predicted "
+        f"step {significant(chosen.plan.seconds)} s and update {significant(chosen.update_seconds)} s"
+    )
 
 
 def settled(tried: Sequence[Expected], now: int | None) -> Expected:

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from tba_offload.adapt.prospects import prospects
 from tba_offload.adapt.thinking import InSlices
-from tba_offload.formatting import readable_size, significant
 from tba_offload.plan.model import Prediction
-from tba_offload.plan.states_share import StatesLoad, choose, settled
+from tba_offload.plan.states_share import (
+    StatesLoad,
+    choose,
+    drive_rate,
+    in_words,
+    settled,
+    usual_seconds,
+)
 from tba_offload.plan.tuning import TUNING
 
 if TYPE_CHECKING:
@@ -32,11 +37,8 @@ if TYPE_CHECKING:
     from tba_offload.session.budget import Budget
     from tba_offload.states import OptimizerStates, StatesRecord
 
-_REMEMBERED = 3
-"""Updates whose median counts: one may be odd, and the first makes states."""
-
-_WAITED = 0.05
-"""Share of an update; if it waits longer for the drive, its bytes tell the rate of that."""
+_MOST = 8
+"""Updates of an optimizer that are remembered; the median is that of fewer."""
 
 
 class Basis(NamedTuple):
@@ -80,7 +82,7 @@ class StatesChoice:
         self._budget = budget
         self._chosen = chosen
         self._states: Sequence[OptimizerStates] = ()
-        self._updates: dict[int, deque[StatesRecord]] = {}
+        self._updates: dict[int, deque[tuple[float, float]]] = {}
         self._rate: float | None = None
         self._peak = 0
         self._thinking: tuple[Thinking[list[Expected]], Basis] | None = None
@@ -110,10 +112,9 @@ class StatesChoice:
 
     def updated(self, number: int, record: StatesRecord) -> None:
         """One of the optimizers has made an update."""
-        self._updates.setdefault(number, deque(maxlen=_REMEMBERED)).append(record)
+        self._updates.setdefault(number, deque(maxlen=_MOST)).append((record.seconds, record.waited_seconds))
         moved = record.read_bytes + record.written_bytes
-        if moved and (self._rate is None or record.waited_seconds > _WAITED * record.seconds):
-            self._rate = moved / record.seconds
+        self._rate = drive_rate(self._rate, moved, record.seconds, record.waited_seconds)
 
     def step_ended(self, record: StepRecord) -> None:
         """Looks whether there is something to choose after a step, or goes on thinking about it.
@@ -166,9 +167,7 @@ class StatesChoice:
         share, updates = self._budget.share, self._updates.values()
         if share is None or len(updates) < len(self._states) or not any(sizes):
             return None
-        seconds = sum(
-            statistics.median(each.seconds - each.waited_seconds for each in records) for records in updates
-        )
+        seconds = sum(usual_seconds([*times]) for times in updates)
         load = StatesLoad(
             sizes, seconds, self._rate or math.inf, turns=all(states.turns for states in self._states)
         )
@@ -185,7 +184,7 @@ class StatesChoice:
         for states, travelling in parts:
             states.arrange(travelling, expected_seconds=best.update_seconds / len(self._states))
         self._chosen(
-            None if best.travelling == before else _told(best, basis.load),
+            None if best.travelling == before else in_words(best, basis.load),
             {
                 "step": record.step,
                 "sub_groups": basis.load.count,
@@ -197,12 +196,3 @@ class StatesChoice:
 
 def _limits_of(limits_on: Callable[[DeviceShare], Limits], basis: Basis, travelling: int) -> Limits:
     return limits_on(basis.with_states(travelling))
-
-
-def _told(best: Expected, load: StatesLoad) -> str:
-    left, staying = readable_size(best.limits.budget or 0), load.device_bytes(best.travelling)
-    return (
-        f"{best.travelling} of {load.count} sub-groups of optimizer states travel, {readable_size(staying)} "
-        f"of states and slots stay, {left} are left for activations; predicted step "
-        f"{significant(best.plan.seconds)} s and update {significant(best.update_seconds)} s"
-    )

@@ -18,7 +18,8 @@ class Line:
 
     Args:
         turns: Whether the next update goes in the reverse order. What was updated last is still in its slot
-            then, and needs neither be written nor read.    """
+            then, and needs neither be written nor read.
+    """
 
     def __init__(self, *, turns: bool) -> None:
         self._turns = turns

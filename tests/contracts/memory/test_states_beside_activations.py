@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import warnings
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
+from click.testing import CliRunner
 from covering import full
 from exact_memory import exact_memory
 from harness import KIB
 from models import loss_of, make_model, make_tokens, same_bits
 
 import tba_offload as tba
+from tba_offload import cli
+from tba_offload.config.options import StatesConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -171,3 +175,19 @@ def test_the_run_log_tells_what_was_chosen_and_from_what(tmp_path: Path) -> None
         assert event["sub_groups"] == found.updates[-1].sub_groups
     chosen = [(event["travelling"], event["update_seconds"]) for event in events]
     assert (found.travelling, found.updates[-1].predicted_seconds) in chosen
+
+    def planned(share: float) -> dict[str, Any]:
+        size = f"{int(share * max(kept.peaks))}B"
+        policy = str(tmp_path / "policy.yaml")
+        command = ["plan", str(log), "--device-bytes", size, "--json", "-o", policy]
+        result = CliRunner().invoke(cli.main, command, catch_exceptions=False)
+        assert tba.load_config(policy).states == StatesConfig(**AUTO)
+        document: dict[str, Any] = json.loads(result.stdout)
+        return document
+
+    roomy, tight = planned(2.0), planned(0.5)
+    assert roomy["states"]["travelling"] == 0
+    assert roomy["states"]["device_peak_bytes"] == pytest.approx(max(kept.peaks), rel=0.25)
+    assert tight["states"]["travelling"] > 0.8 * found.updates[-1].sub_groups
+    told = CliRunner().invoke(cli.main, ["plan", str(log), "--device-bytes", f"{max(kept.peaks)}B"])
+    assert "sub-groups of optimizer states travel" in told.output
