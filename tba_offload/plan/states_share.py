@@ -25,7 +25,7 @@ SLOTS = 3
 """Sub-groups of which memory is needed as soon as one travels: the slots of :mod:`tba_offload.states`."""
 
 _REMEMBERED = 3
-"""Updates whose median counts: one may be odd, and the first makes states."""
+"""Updates whose median counts: one may be odd."""
 
 _WAITED = 0.05
 """Share of an update; if it waits longer for the drive, its bytes tell the rate of that."""
@@ -122,9 +122,11 @@ def usual_seconds(updates: Sequence[tuple[float, float]]) -> float:
     """Seconds of an update if it waits for no drive.
 
     Args:
-        updates: Of each, how long it took, and how much of that it waited.
+        updates: Of each, how long it took, and how much of that it waited; the first, which makes states or
+            finds other ones in the slots, counts only if it is the only one.
     """
-    return statistics.median(seconds - waited for seconds, waited in updates[-_REMEMBERED:])
+    usual = updates[1:] or updates
+    return statistics.median(seconds - waited for seconds, waited in usual[-_REMEMBERED:])
 
 
 def drive_rate(before: float | None, moved: int, seconds: float, waited: float) -> float | None:

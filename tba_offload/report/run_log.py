@@ -174,7 +174,8 @@ class StepRecord:
         predicted_peak_bytes: What the plan predicted for the activation peak; None before there is a plan.
         predicted_seconds: What the plan predicted for ``seconds``; None before there is a plan.
         predicted_device_peak_bytes: What was predicted for ``device_peak_bytes``: what lies there beside
-            activations, and what the plan predicted; None without ``budget.device_bytes``.
+            activations, and what the plan predicted, less what the peaks of gradients and activations were
+            apart in the step before; None without ``budget.device_bytes``.
         extra: Keys that this version does not know; written back as they were read.
     """
 

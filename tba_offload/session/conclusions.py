@@ -98,7 +98,7 @@ class Conclusions:
                 "names": [site.layer.id.name for site in parts.sites],
                 "placements": [str(placement) for placement in plan.placements],
                 "window": parts.offloader.ledger.window.nbytes,
-                "static": static_bytes(parts.modules, parts.optimizers, device),
+                "static": static_bytes(parts.modules, parts.optimizers, parts.states, device),
                 **figures,
             },
         )

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from tba_offload.config import OffloadConfig
     from tba_offload.config.policy import LayerId, Policy
-    from tba_offload.plan.device_share import DeviceShare
-    from tba_offload.plan.model import Prediction
     from tba_offload.session.figures import Times
     from tba_offload.session.parts import Parts
     from tba_offload.session.step import Step
@@ -96,14 +94,10 @@ def record_of(
         planning_seconds=parts.planning.seconds,
         predicted_peak_bytes=prediction.peak_bytes if prediction is not None else None,
         predicted_seconds=prediction.seconds if prediction is not None else None,
-        predicted_device_peak_bytes=_device_peak(parts.budget.share, prediction),
+        predicted_device_peak_bytes=(
+            parts.budget.device_peak(prediction.peak_bytes) if prediction is not None else None
+        ),
     )
-
-
-def _device_peak(share: DeviceShare | None, prediction: Prediction | None) -> int | None:
-    if share is None or prediction is None:
-        return None
-    return share.base_bytes + share.gradient_bytes + prediction.peak_bytes
 
 
 def header_of(

@@ -165,7 +165,8 @@ class Session:
         try:
             for number, optimizer in enumerate(optimizers):
                 updated = partial(_updated, journal, choice, number)
-                self.states += (offload_optimizer(optimizer, config, model=modules, updated=updated),)
+                parts.states.append(offload_optimizer(optimizer, config, model=modules, updated=updated))
+                self.states = tuple(parts.states)
             if choice is not None:
                 choice.begin(self.states)
             if config.weights is not None and config.weights.frozen == "offload":

@@ -115,6 +115,15 @@ class StatesChoice:
         self._updates.setdefault(number, deque(maxlen=_MOST)).append((record.seconds, record.waited_seconds))
         moved = record.read_bytes + record.written_bytes
         self._rate = drive_rate(self._rate, moved, record.seconds, record.waited_seconds)
+        if self._travelling is not None and number == len(self._states) - 1:
+            self._expect()
+
+    def _expect(self) -> None:
+        """What the next updates take, by what the last ones have taken."""
+        basis = self._basis()
+        if basis is not None and self._travelling is not None:
+            for states in self._states:
+                states.expect(basis.load.seconds(self._travelling) / len(self._states))
 
     def step_ended(self, record: StepRecord) -> None:
         """Looks whether there is something to choose after a step, or goes on thinking about it.
@@ -182,7 +191,9 @@ class StatesChoice:
         self._travelling = best.travelling
         parts = zip(self._states, basis.load.split(best.travelling), strict=True)
         for states, travelling in parts:
-            states.arrange(travelling, expected_seconds=best.update_seconds / len(self._states))
+            states.arrange(travelling)
+            states.expect(best.update_seconds / len(self._states))
+        self._updates.clear()
         self._chosen(
             None if best.travelling == before else in_words(best, basis.load),
             {

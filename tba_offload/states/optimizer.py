@@ -129,20 +129,19 @@ class OptimizerStates:
         """Whether the next update goes in the reverse order of the last one."""
         return is_elementwise(self.optimizer) and self._early is None
 
-    def arrange(self, travelling: int, *, expected_seconds: float | None = None) -> None:
+    def arrange(self, travelling: int) -> None:
         """Has so many sub-groups travel from now on, where ``states.when`` is ``step``; the others stay.
 
         They stay in slots, so that ``optimizer.state`` shows all of them as if they were away.
-
-        Args:
-            travelling: How many.
-            expected_seconds: What updates are expected to take then, for their records.
 
         Raises:
             TransferError: One of them cannot be read or written.
         """
         self._stream.arrange(travelling)
-        self._expected = expected_seconds
+
+    def expect(self, seconds: float) -> None:
+        """Has the records of updates tell that they were expected to take so long."""
+        self._expected = seconds
 
     def close(self) -> None:
         """Brings the states back into memory: the optimizer is as it was. May be called twice.
