@@ -31,7 +31,9 @@ def doubts(config: OffloadConfig, layers: Sequence[LayerId]) -> list[str]:
     found = config.policy.doubts(layers)
     if (why := _why_no_budget(config, config.policy.placements(layers))) is not None:
         found.append(str(config.error_at(("budget", "activation_bytes"), why)))
-    if config.budget.device_bytes is not None and _obeys_no_budget(config.policy.placements(layers)):
+    is_shared = config.states is not None and config.states.default == "auto"
+    is_obeyed = is_shared or not _obeys_no_budget(config.policy.placements(layers))
+    if config.budget.device_bytes is not None and not is_obeyed:
         found.append(str(config.error_at(("budget", "device_bytes"), _NOTHING_KEEPS_TO_IT)))
     is_limited = config.store.write_bytes_per_day is not None
     if is_limited and Placement.AUTO not in config.policy.placements(layers):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.config import BudgetConfig, OffloadConfig
+from tba_offload.config.options import StatesConfig
 from tba_offload.config.policy import Objective, Placement, Rule
 from tba_offload.errors import ConfigError, RunLogError
 from tba_offload.formatting import readable_size, renumbered
@@ -18,6 +19,7 @@ from tba_offload.plan.model import Limits, Plan
 from tba_offload.plan.profile import StepProfile
 from tba_offload.plan.search import make_plan
 from tba_offload.plan.simulate import simulate
+from tba_offload.plan.states_share import StatesLoad, choose, in_words
 from tba_offload.plan.what_if import frontier, peak_of_keep, stretched
 from tba_offload.plan.writes import writes_of
 from tba_offload.report.plans import HostUse, PlannedStep, PlanReport, Tier, advice, title_of
@@ -27,11 +29,12 @@ from tba_offload.report.run_log import PLAN, read_run_log
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from tba_offload.plan.bandwidth import HostTier
     from tba_offload.plan.model import Prediction
     from tba_offload.plan.simulate import Outcome
+    from tba_offload.plan.states_share import Expected
     from tba_offload.plan.what_if import Choice
     from tba_offload.plan.writes import Writes
     from tba_offload.report.run_log import StepRecord
@@ -62,6 +65,7 @@ class Situation:
         not_recomputed: Layers whose forward was not the same when it ran twice, or would not be.
         beside: Bytes on the device beside activations: those live before a step, and gradients at one time;
             ``None`` where they were not measured, or there would be others.
+        states: States of optimizers that are offloaded in ``step``, which are not among those bytes then.
     """
 
     names: tuple[str, ...]
@@ -75,6 +79,7 @@ class Situation:
     title: str = ""
     not_recomputed: frozenset[int] = frozenset()
     beside: tuple[int, int] | None = None
+    states: StatesLoad | None = None
 
     @classmethod
     def of(
@@ -112,8 +117,10 @@ class Situation:
             config = OffloadConfig.from_yaml(log.header.policy or "")
         except ConfigError as error:
             raise RunLogError(f"{log.path}: the policy in it cannot be read: {error}") from error
+        updates = [] if _updates_in_backward(config) else [e for e in log.others if e["event"] == "states"]
         try:
             profile = StepProfile.from_json(event["profile"])
+            states = StatesLoad.of_updates(updates)
             limits = event["limits"]
             return cls(
                 names=tuple(event["names"]),
@@ -126,7 +133,8 @@ class Situation:
                 run=peak_and_seconds(log),
                 title=title_of(log.header.model, log.header.hardware),
                 not_recomputed=frozenset(_not_recomputed(event, profile)),
-                beside=_beside_activations(log.steps),
+                beside=_beside_activations(log.steps, updates if states is not None else []),
+                states=states,
             )
         except (KeyError, TypeError, ValueError) as error:
             raise RunLogError(f"{log.path}: its plan event cannot be read: {error!r}") from error
@@ -195,10 +203,15 @@ class Situation:
             title=self.title if count == old else f"{self.title}; what if it had {count} layers",
             not_recomputed=frozenset(n for n, like in enumerate(likes) if like in self.not_recomputed),
             beside=self.beside if count == old else None,
+            states=self.states if count == old else None,
         )
 
-    def left_on(self, device_bytes: int) -> DeviceShare:
+    def left_on(self, device_bytes: int, travelling: int = 0) -> DeviceShare:
         """What a device of that size has left for activations.
+
+        Args:
+            device_bytes: The size.
+            travelling: How many sub-groups of optimizer states travel, where :attr:`states` are known.
 
         Raises:
             ConfigError: Nothing, or it is not known what lies beside them.
@@ -208,7 +221,7 @@ class Situation:
                 "what lies on the device beside activations is not known: the run did not measure its "
                 "memory, or had other layers; give --budget instead"
             )
-        device = DeviceShare(device_bytes, *self.beside)
+        device = self._share(device_bytes, travelling)
         if device.left <= 0:
             least = readable_size(device.base_bytes + device.gradient_bytes)
             raise ConfigError(
@@ -216,6 +229,29 @@ class Situation:
                 "the states of optimizers"
             )
         return device
+
+    def _share(self, device_bytes: int, travelling: int) -> DeviceShare:
+        base, gradients = self.beside or (0, 0)
+        staying = 0 if self.states is None else self.states.device_bytes(travelling)
+        return DeviceShare(device_bytes, base + staying, gradients)
+
+    def states_on(self, device_bytes: int, objective: Objective | None = None) -> Expected | None:
+        """How many sub-groups of optimizer states travel on a device of that size; ``None`` if none do.
+
+        Args:
+            device_bytes: The size.
+            objective: What plans for activations are for.
+        """
+        if self.states is None or self.beside is None:
+            return None
+
+        def limits_of(travelling: int) -> Limits:
+            return self._limits(None).on_device(self._share(device_bytes, travelling))
+
+        def plan_of(limits: Limits) -> Prediction:
+            return self.outcome(self.plan(limits.budget, objective)).prediction
+
+        return choose(self.states, limits_of, plan_of)[0]
 
     @property
     def peak_of_keep(self) -> int:
@@ -278,6 +314,7 @@ class Situation:
         best: Plan,
         choices: Sequence[Choice],
         device: DeviceShare | None = None,
+        states: Expected | None = None,
     ) -> PlanReport:
         """All that there is to say of a plan.
 
@@ -286,6 +323,7 @@ class Situation:
             best: The plan.
             choices: The best plans for other budgets.
             device: What the budget was derived from, if it was.
+            states: What is chosen of optimizer states, if anything is.
         """
         outcome = self.outcome(best)
         return PlanReport(
@@ -308,13 +346,14 @@ class Situation:
             title=self.title,
             writes=None if (writes := self._writes(best)) is None else str(writes),
             device=None if device is None else str(device),
+            states=None if states is None or self.states is None else in_words(states, self.states),
             beside_bytes=0 if device is None else device.device_bytes - device.budget,
         )
 
     def _writes(self, best: Plan) -> Writes | None:
         return writes_of(self.profile, best, self.bandwidth, self._limits(None), self._policy)
 
-    def as_json(self, best: Plan, report: PlanReport) -> dict[str, Any]:
+    def as_json(self, best: Plan, report: PlanReport, states: Expected | None = None) -> dict[str, Any]:
         """A plan and its report for programs."""
         outcome = self.outcome(best)
         return {
@@ -327,6 +366,7 @@ class Situation:
             "why": report.whys,
             "written_bytes": {"drives": outcome.written_bytes, "host": outcome.host_written_bytes},
             "written_per_day": None if (writes := self._writes(best)) is None else writes.as_json(),
+            "states": None if states is None else states.as_json(),
             "advice": advice(report, None),
         }
 
@@ -336,6 +376,15 @@ class Situation:
         for tier, directory in zip(self.measured, places, strict=False):
             place = "host memory" if tier["tier"] == _HOST_TIER else str(directory)
             yield Tier(place=place, write=tier["write"], read=tier["read"])
+
+    def _states_for(self, device_bytes: int | None) -> StatesConfig | None:
+        """How states are offloaded: on a device of some size as few travel as may."""
+        states = self.config.states
+        if states is None and self.states is not None:
+            states = StatesConfig()
+        if states is None or states.when == "backward":
+            return states
+        return dataclasses.replace(states, default="offload" if device_bytes is None else "auto")
 
     @property
     def _policy(self) -> tuple[Placement, ...]:
@@ -361,11 +410,14 @@ class Situation:
         is_auto = Placement.AUTO in placements
         limits = [limit for limit in (plan.window, budget) if limit is not None]
         host = self.bandwidth.host
-        kept_to = is_auto or self.config.on_slow == "keep"
+        states = self._states_for(device_bytes)
+        shares = states is not None and states.default == "auto"
+        kept_to = is_auto or shares or self.config.on_slow == "keep"
         return dataclasses.replace(
             self.config,
             default=default,
             layers=rules,
+            states=states,
             store=dataclasses.replace(self.config.store, host_capacity=host.capacity if host else None),
             budget=BudgetConfig(
                 activation_bytes=budget if kept_to and device_bytes is None else None,
@@ -374,6 +426,10 @@ class Situation:
                 objective=self.config.budget.objective if is_auto and budget is not None else None,
             ),
         )
+
+
+def _updates_in_backward(config: OffloadConfig) -> bool:
+    return config.states is not None and config.states.when == "backward"
 
 
 def _not_recomputed(event: dict[str, Any], profile: StepProfile) -> Iterator[int]:
@@ -389,9 +445,21 @@ def _not_recomputed(event: dict[str, Any], profile: StepProfile) -> Iterator[int
             yield layer
 
 
-def _beside_activations(steps: Sequence[StepRecord]) -> tuple[int, int] | None:
-    """Most bytes that were live before a step, with states that it made, and of gradients at one time."""
-    bases = [step.base_bytes + (step.state_bytes or 0) for step in steps if step.base_bytes is not None]
+def _beside_activations(
+    steps: Sequence[StepRecord], updates: Sequence[Mapping[str, Any]]
+) -> tuple[int, int] | None:
+    """Most bytes that were live before a step, with states that it made, and of gradients at one time.
+
+    Where states are offloaded it is the last step that counts, without them: how many stay may have changed.
+    """
+    measured = [step for step in steps if step.base_bytes is not None]
+    if updates and measured:
+        last = measured[-1]
+        latest = {u["optimizer"]: u for u in updates if u["step"] < last.step} or {0: updates[-1]}
+        there = sum(u["slot_bytes"] + u.get("staying_bytes", 0) for u in latest.values())
+        bases = [(last.base_bytes or 0) - there]
+    else:
+        bases = [(step.base_bytes or 0) + (step.state_bytes or 0) for step in measured]
     gradients = (step.gradient_peak_bytes or step.gradient_bytes or 0 for step in steps)
     return (max(bases), max(gradients)) if bases else None
 

@@ -35,6 +35,7 @@ _REMEDY = (
 _STATES = {
     "keep": None,
     "offload": StatesConfig(),
+    "auto": StatesConfig(),
     "backward": StatesConfig(when="backward", gradients="free"),
 }
 _WIDTH = 150  # of the table where the output is not a terminal
@@ -98,6 +99,7 @@ def _settings(
     *,
     window: str | None,
     budget: str | None,
+    device_budget: str | None,
     dtype: str,
     hidden: int | None,
     sequence: int | None,
@@ -123,7 +125,7 @@ def _settings(
     for fault in faults:
         Fault.parse(fault)
     in_flight_bytes = None if window is None else parse_size(window)
-    peak = None if budget is None else _budget(budget)
+    peak, on_device = (None if each is None else _budget(each) for each in (budget, device_budget))
     read_policy(policy, model["layers"])
     refuse_run_logs(output)
     chosen = choose_dtype(dtype, device=training_device())
@@ -145,6 +147,8 @@ def _settings(
         in_flight_bytes=in_flight_bytes,
         policy=policy,
         budget=peak,
+        device_budget=on_device,
+        fewest_states=states == "auto",
         threads=threads,
         control=control,
         faults=tuple(str(Fault.parse(fault)) for fault in faults),
@@ -185,6 +189,8 @@ def _print(summary: dict[str, Any], settings: DemoSettings) -> None:
             f"{ratios[f'time_{ours}_over_recompute']:.3f} x that of recompute"
         )
         _print_prediction(summary["batch_sizes"][size][ours])
+        if "device_budget" in summary:
+            _print_device_budget(summary["device_budget"][size])
         if settings.states is not None:
             _print_states(summary, size)
         if settings.control:
@@ -230,6 +236,19 @@ def _print_states(summary: dict[str, Any], size: str) -> None:
         f"  in such a step {readable_size(of_drive['travelled_bytes'])} travel, which the drive reads and "
         f"writes at {rate / 1e9:.2f} GB/s; over the larger of the time for that and of keep's it took "
         f"{spread['median']:.3f} (quartiles {spread['low']:.3f} to {spread['high']:.3f})"
+    )
+
+
+def _print_device_budget(found: dict[str, Any]) -> None:
+    kept = "kept" if found["kept"] else "NOT kept"
+    errors = [found[f"{name}_error"] for name in ("peak", "seconds")]
+    peak, seconds = ("not predicted" if error is None else f"{error:+.1%}" for error in errors)
+    travelling = "" if found["travelling"] is None else f"; {found['travelling']} of "
+    travelling += "" if found["travelling"] is None else f"{found['sub_groups']} sub-groups of states travel"
+    click.echo(
+        f"  device budget of {readable_size(found['bytes'])} {kept} by {found['lane']}: "
+        f"{readable_size(found['peak_bytes'])} at most{travelling}; predicted against measured: peak "
+        f"{peak}, whole step {seconds} (medians)"
     )
 
 

@@ -9,7 +9,7 @@ import statistics
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tba_lab.demo import drive
 from tba_lab.demo.dtype import instruction_set
@@ -87,6 +87,9 @@ class DemoSettings:
         policy: YAML file that replaces the policy of the offload strategy, or :data:`AUTO`.
         budget: Activation peak that ``auto`` must keep to: bytes, or as a ``float`` a share of keep's peak,
             which is measured first.
+        device_budget: Likewise of weights, gradients, states and activations together; for :data:`STATES`,
+            if that races.
+        fewest_states: Whether as few states travel as let a step be fastest.
         threads: Compute threads of each process; ``None`` for PyTorch's own choice.
         control: Whether keep races twice, as :data:`CONTROL` too.
         faults: What goes wrong in the drives of the offload strategy, as
@@ -102,6 +105,8 @@ class DemoSettings:
     in_flight_bytes: int | None = None
     policy: Path | None = None
     budget: int | float | None = None
+    device_budget: int | float | None = None
+    fewest_states: bool = False
     threads: int | None = None
     control: bool = False
     faults: tuple[str, ...] = ()
@@ -113,8 +118,10 @@ class DemoSettings:
                 f"steps is {self.steps}: too few for {WARM_UP} that warm up, one that measures memory, "
                 "one for time"
             )
-        if self.budget is not None and not self.is_auto:
+        if (self.budget, self.device_budget) != (None, None) and not self.is_auto:
             raise ConfigError("a budget is for --policy auto; a policy file has its own")
+        if self.fewest_states and self.device_budget is None:
+            raise ConfigError("--states auto needs --device-budget")
         if not self.batch_sizes or min(self.batch_sizes) < 1:
             raise ConfigError(f"batch sizes are {self.batch_sizes}, and each must be at least 1")
 
@@ -122,6 +129,16 @@ class DemoSettings:
     def is_auto(self) -> bool:
         """Whether the planner decides."""
         return self.ours == AUTO
+
+    @property
+    def measures_keep(self) -> bool:
+        """Whether keep is measured first, for a budget that is a share of what it needs."""
+        return isinstance(self.budget, float) or isinstance(self.device_budget, float)
+
+    @property
+    def on_device_budget(self) -> str:
+        """The strategy that keeps to :attr:`device_budget`."""
+        return STATES if self.states is not None else self.ours
 
     @property
     def ours(self) -> str:
@@ -152,7 +169,7 @@ class DemoSettings:
         return [step for size in self.batch_sizes for step in self._planned_steps_of(size)]
 
     def _planned_steps_of(self, size: int) -> Iterator[PlannedStep]:
-        if isinstance(self.budget, float):
+        if self.measures_keep:
             for number in range(MEASURE_EVERY):
                 yield PlannedStep(f"keep alone, batch size {size}", float(size), opens=number == 0)
         for round_ in range(self.steps):
@@ -182,7 +199,7 @@ def run_demo(settings: DemoSettings, *, watch: Watch | None = None) -> Figures:
     policy = read_policy(settings.policy, settings.shape.layers)
     logs = _claim_output(settings)
     try:
-        races, rates = _race_all(settings, policy, logs, watch)
+        races, rates, budgets = _race_all(settings, policy, logs, watch)
     except BaseException:
         for log in logs.values():  # half of a comparison is none, and would be in the way of the next
             log.unlink(missing_ok=True)
@@ -191,6 +208,11 @@ def run_demo(settings: DemoSettings, *, watch: Watch | None = None) -> Figures:
     summary = {"trained": _trained(settings), **summarize(races, settings.ours)}
     if rates:
         summary["drive"] = {str(size): _drive_of(lanes, rates[size]) for size, lanes in races.items()}
+    if settings.device_budget is not None:
+        summary["device_budget"] = {
+            str(size): _on_device(lanes[settings.on_device_budget], settings, budgets[size].device or 0)
+            for size, lanes in races.items()
+        }
     if settings.faults:
         summary["faults"] = {str(size): _faults_of(lanes, settings) for size, lanes in races.items()}
     drawn = points(sorted(logs.values()))
@@ -223,30 +245,39 @@ def _race_all(
     policy: OffloadConfig | None,
     logs: Mapping[tuple[int, str], Path],
     watch: Watch,
-) -> tuple[dict[int, dict[str, list[Figures]]], dict[int, float]]:
-    """All races, and what the drive moved around those in which states travel, in bytes a second."""
+) -> tuple[dict[int, dict[str, list[Figures]]], dict[int, float], dict[int, _Budgets]]:
+    """All races; what the drive moved around those in which states travel, in bytes a second; the budgets."""
     races: dict[int, dict[str, list[Figures]]] = {}
+    budgets: dict[int, _Budgets] = {}
     rates: dict[int, float] = {}
     with tempfile.TemporaryDirectory(prefix="tba-demo-", dir=settings.output) as scratch:
         watch.phase("writing the text that is trained on")
         text = write_text(Path(scratch) / "text")
         for size in settings.batch_sizes:
+            keep = _config(settings, policy, "keep", size, Path(scratch))
+            budgets[size] = limits = _budgets_of(settings, keep, size, text, watch)
             configs = {
-                name: _impatient(_config(settings, policy, name, size, Path(scratch)), settings)
+                name: _impatient(
+                    _within(_config(settings, policy, name, size, Path(scratch)), settings, name, limits),
+                    settings,
+                )
                 for name in settings.strategies
             }
-            if isinstance(settings.budget, float):
-                watch.phase(f"starting keep alone, to measure its peak at batch size {size}")
-                peak = _peak_of_keep(settings, configs["keep"], size, text, watch)
-                for name in configs.keys() & {AUTO, STATES}:
-                    configs[name] = _with_budget(configs[name], int(settings.budget * peak))
             watch.phase(f"starting {len(configs)} processes at batch size {size}: {', '.join(configs)}")
             if STATES in configs:
                 rates[size] = drive.mixed_rate(configs[STATES])
-            races[size] = race(_entrants(settings, configs, size, text, logs), settings.steps, watch=watch)
+            entrants = _entrants(settings, configs, size, text, logs)
+            races[size] = race(entrants, settings.steps, watch=watch)
             if STATES in configs:  # a drive varies: the better of its rates makes the stricter bound
                 rates[size] = max(rates[size], drive.mixed_rate(configs[STATES]))
-    return races, rates
+    return races, rates, budgets
+
+
+class _Budgets(NamedTuple):
+    """Budgets of one race in bytes: of activations, and of all on the device."""
+
+    activations: int | None
+    device: int | None
 
 
 def _drive_of(lanes: Mapping[str, Sequence[Figures]], rate: float) -> Figures:
@@ -265,15 +296,58 @@ def _drive_of(lanes: Mapping[str, Sequence[Figures]], rate: float) -> Figures:
     }
 
 
-def _peak_of_keep(settings: DemoSettings, config: OffloadConfig, size: int, text: Path, watch: Watch) -> int:
-    """What a share of keep's activation peak is a share of: measured in a few steps of its own."""
-    entrants = _entrants(settings, {"keep": config}, size, text, {})
-    steps = race(entrants, MEASURE_EVERY, watch=watch)["keep"]
-    return max(step["activation_peak_bytes"] or 0 for step in steps)
+def _budgets_of(settings: DemoSettings, keep: OffloadConfig, size: int, text: Path, watch: Watch) -> _Budgets:
+    """The budgets; what shares are shares of is measured in a few steps of keep alone."""
+    steps: Sequence[Figures] = ()
+    if settings.measures_keep:
+        watch.phase(f"starting keep alone, to measure its peak at batch size {size}")
+        steps = race(_entrants(settings, {"keep": keep}, size, text, {}), MEASURE_EVERY, watch=watch)["keep"]
+
+    def resolved(budget: float | None, peak: str) -> int | None:
+        if not isinstance(budget, float):
+            return budget
+        return int(budget * max(step[peak] or 0 for step in steps))
+
+    return _Budgets(resolved(settings.budget, _PEAK), resolved(settings.device_budget, "device_peak_bytes"))
 
 
-def _with_budget(config: OffloadConfig, nbytes: int) -> OffloadConfig:
-    return dataclasses.replace(config, budget=BudgetConfig(activation_bytes=nbytes, in_flight_bytes=None))
+def _within(config: OffloadConfig, settings: DemoSettings, name: str, limits: _Budgets) -> OffloadConfig:
+    """The policy of a lane with the budgets that are for it."""
+    device = limits.device if name == settings.on_device_budget else None
+    activations = limits.activations if name in {AUTO, STATES} else None
+    states = config.states
+    if name == STATES and states is not None and settings.fewest_states:
+        states = dataclasses.replace(states, default="auto")
+    if (activations, device) == (None, None):
+        return config
+    budget = BudgetConfig(activation_bytes=activations, device_bytes=device, in_flight_bytes=None)
+    return dataclasses.replace(config, budget=budget, states=states)
+
+
+def _on_device(steps: Sequence[Figures], settings: DemoSettings, nbytes: int) -> Figures:
+    """How the lane that has a budget of all on the device kept to it.
+
+    Returns:
+        ``lane``, its name; ``bytes``, the budget; ``peak_bytes``, the most that was measured after the
+        warm-up; ``kept``, whether that is less; ``predicted_peak_bytes`` and ``predicted_seconds`` of the
+        last step, of all of it, and the median errors of both; how many of ``sub_groups`` of states were
+        ``travelling`` at last.
+    """
+    counted, last = steps[WARM_UP:], steps[-1]
+    peak = max(step["device_peak_bytes"] or 0 for step in counted)
+    states = last["states"][-1] if last["states"] else None
+    return {
+        "lane": settings.on_device_budget,
+        "bytes": nbytes,
+        "peak_bytes": peak,
+        "kept": peak <= nbytes,
+        "predicted_peak_bytes": last["predicted_device_peak_bytes"],
+        "peak_error": prediction_error(counted, "predicted_device_peak_bytes", "device_peak_bytes"),
+        "predicted_seconds": last["predicted_whole_seconds"],
+        "seconds_error": prediction_error(counted, "predicted_whole_seconds", "whole_step_seconds"),
+        "travelling": None if states is None else states["sub_groups"] - states["staying"],
+        "sub_groups": None if states is None else states["sub_groups"],
+    }
 
 
 def read_policy(policy: Path | None, layers: int) -> OffloadConfig | None:
@@ -461,6 +535,7 @@ def _entrants(
                 "run_log": logs.get((size, name)),
                 "threads": settings.threads,
                 "faults": settings.faults if name == settings.ours else (),
+                "device_bytes": config.budget.device_bytes if settings.is_auto else None,
             },
             FAST_ALLOCATOR,
         )
@@ -480,12 +555,11 @@ def _config(
             directories = (scratch,)
         return dataclasses.replace(policy, store=dataclasses.replace(policy.store, directories=directories))
     window = settings.window * size // min(settings.batch_sizes)
-    own = OffloadConfig(
+    return OffloadConfig(
         default=Placement.KEEP if name == CONTROL else Placement(name),
         budget=BudgetConfig(in_flight_bytes=window),
         store=StoreConfig(kind="file", directories=settings.directories or (scratch,)),
     )
-    return _with_budget(own, settings.budget) if name == AUTO and isinstance(settings.budget, int) else own
 
 
 def _in_proportion(settings: DemoSettings) -> StatesConfig:
@@ -514,8 +588,13 @@ def describe(settings: DemoSettings) -> str:
 
 
 def _limit(settings: DemoSettings) -> str:
-    if isinstance(settings.budget, float):
-        return f"budget {settings.budget:.0%} of keep's activation peak"
-    if settings.budget is not None:
-        return f"budget {format_size(settings.budget)}"
+    told = [
+        f"budget {budget:.0%} of keep's {what}"
+        if isinstance(budget, float)
+        else f"budget {format_size(budget)}"
+        for budget, what in ((settings.budget, "activation peak"), (settings.device_budget, "device bytes"))
+        if budget is not None
+    ]
+    if told:
+        return ", ".join(told)
     return f"window {format_size(settings.window)}"

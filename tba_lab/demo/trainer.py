@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+
+def _whole_seconds(figures: dict[str, Any]) -> float | None:
+    """What was predicted of a step and its updates together; ``None`` if not both were."""
+    parts = [figures["predicted_seconds"], *(states["predicted_seconds"] for states in figures["states"])]
+    return None if None in parts or not figures["states"] else sum(parts)
+
+
 _LR_WARM_UP = 10
 """Steps until the learning rate is reached."""
 
@@ -41,6 +48,8 @@ class Trainer:
         threads: Compute threads; ``None`` for PyTorch's own choice.
         faults: What goes wrong in the drives, as :class:`~tba_offload.testing.faults.Fault` reads it. A step
             that fails by it is done again, once.
+        device_bytes: The budget of the policy for weights, gradients, states and activations; what Python
+            and its libraries have is added to it here, since a CPU counts that too.
         seed: Of weights, data order and dropout.
     """
 
@@ -56,6 +65,7 @@ class Trainer:
         run_log: Path | None,
         threads: int | None = None,
         faults: Sequence[str] = (),
+        device_bytes: int | None = None,
         seed: int = 1234,
     ) -> None:
         keep_freed_pages()
@@ -77,7 +87,12 @@ class Trainer:
         self._schedule = torch.optim.lr_scheduler.LinearLR(
             self._optimizer, start_factor=1 / _LR_WARM_UP, total_iters=_LR_WARM_UP
         )
+        weights = sum(parameter.nbytes for parameter in self.model.parameters())
+        self._beside = self._meter.live() - weights  # what Python and its libraries have
         policy = tba.OffloadConfig.from_yaml(config)
+        if device_bytes is not None:
+            budget = dataclasses.replace(policy.budget, device_bytes=device_bytes + self._beside)
+            policy = dataclasses.replace(policy, budget=budget)
         self.session = self._stack.enter_context(
             tba.attach(
                 self.model,
@@ -93,9 +108,6 @@ class Trainer:
             )
         )
 
-        weights = sum(parameter.nbytes for parameter in self.model.parameters())
-        self._beside = self._meter.live() - weights  # what Python and its libraries have
-
     def step(self) -> dict[str, Any]:
         """Forward, backward and update; the figures of the step record, and the time of all three."""
         batch = next(self._batches)
@@ -110,7 +122,10 @@ class Trainer:
         seconds = time.perf_counter() - began
         figures = {**dataclasses.asdict(self.session.report()[-1]), "whole_step_seconds": seconds}
         figures["device_peak_bytes"] = self._meter.peak() - self._beside if measure_memory else None
+        if (predicted := figures["predicted_device_peak_bytes"]) is not None:
+            figures["predicted_device_peak_bytes"] = predicted - self._beside
         figures["states"] = [dataclasses.asdict(states.records[-1]) for states in self.session.states]
+        figures["predicted_whole_seconds"] = _whole_seconds(figures)
         figures["parameters"] = self._digest() if self._round == self._steps else None
         if self._faults is not None:
             figures |= {"struck": self._faults.counts(), "noticed": noticed}

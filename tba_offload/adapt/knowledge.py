@@ -35,6 +35,7 @@ class Knowledge:
         needs: What steps were seen to need of memory.
         pace: How long they took.
         seconds: How long the step took that was last looked at closely, by the clock of its device.
+        not_recomputed: Layers that must not be recomputed unless the policy says so, by the last step.
     """
 
     def __init__(self, task: Task) -> None:
@@ -43,6 +44,7 @@ class Knowledge:
         self.needs = Needs(task)
         self.pace = Pace(task.tuning)
         self.seconds = 0.0
+        self.not_recomputed: frozenset[int] = frozenset()
         self._task = task
         self._steps = 0
         self._size = StepSize()
@@ -84,6 +86,7 @@ class Knowledge:
         Of one that has grown, nothing that was measured before tells.
         """
         self._steps += 1
+        self.not_recomputed = observation.not_recomputed
         if not self._task.has_budget:
             return
         scopes = observation.trace.scopes

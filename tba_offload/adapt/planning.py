@@ -38,6 +38,7 @@ class Planning:
         controller: Renews it; ``None`` if there is nothing to decide and nothing to learn.
         chosen: Layers that the controller may have recomputed.
         seconds: How long training waited for the controller before the step; ``None`` without one.
+        is_over: Whether no step comes any more.
     """
 
     def __init__(self, plan: Plan, layers: Sequence[int], capture: Capture, offloader: Offloader) -> None:
@@ -45,6 +46,7 @@ class Planning:
         self.controller: Controller | None = None
         self.chosen: frozenset[int] = frozenset()
         self.seconds: float | None = None
+        self.is_over = False
         self._next_seconds: float | None = None
         self._observer: Controller | Agreement | None = None
         self._outgrown: Plan | None = None  # what this step began with and was too large for
@@ -99,6 +101,7 @@ class Planning:
 
     def end(self) -> None:
         """No step comes after this one: nothing is planned any more."""
+        self.is_over = True
         self.close()
         self.controller = self._observer = None
 

@@ -78,11 +78,18 @@ class _PolicyType(click.Path):
     "--budget", metavar="SIZE|SHARE", help="Activation peak for auto: 64MiB, or 35% of keep's peak."
 )
 @click.option(
+    "--device-budget",
+    metavar="SIZE|SHARE",
+    help="For auto, most bytes of weights, gradients, states and activations: 2GiB, or 75% of keep's; with "
+    "--states for the lane that offloads these.",
+)
+@click.option(
     "--states",
-    type=click.Choice(["keep", "offload", "backward"]),
+    type=click.Choice(["keep", "offload", "auto", "backward"]),
     default="keep",
     show_default=True,
-    help="One more lane, whose optimizer states are offloaded too, and updated in its step or in backward.",
+    help="One more lane, whose optimizer states are offloaded too, and updated in its step or in backward; "
+    "auto: as few as let a step with --device-budget be fastest.",
 )
 @click.option("--threads", type=click.IntRange(min=1), help="Compute threads of each process.")
 @click.option(

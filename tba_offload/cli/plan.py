@@ -99,17 +99,19 @@ def plan(
             f"--objective {wanted} needs --budget or --device-bytes: without one nothing would leave memory"
         )
     situation = Situation.of(run, left_out=say).changed(**changes)
-    device = None if device_bytes is None else situation.left_on(device_bytes)
+    states = None if device_bytes is None else situation.states_on(device_bytes, wanted)
+    travelling = 0 if states is None else states.travelling
+    device = None if device_bytes is None else situation.left_on(device_bytes, travelling)
     budget = budget if device is None else device.budget
     choices, best = situation.frontier(wanted), situation.plan(budget, wanted)
-    report = situation.report(budget, best, choices, device)
+    report = situation.report(budget, best, choices, device, states)
     if picture is not None:
         with writing(picture):
             plans.draw_frontier(report, picture)
     if output is not None:
         _write_policy(output, situation.policy_for(best, budget, device_bytes).to_yaml(), force=force)
     if as_json:
-        click.echo(json.dumps(situation.as_json(best, report), indent=2))
+        click.echo(json.dumps(situation.as_json(best, report, states), indent=2))
     else:
         plans.show(report, None if output is None else str(output))
 

@@ -422,6 +422,8 @@ class StatesConfig:
     """How the states of optimizers are offloaded.
 
     Attributes:
+        default: All of them (``offload``), or with ``budget.device_bytes`` as few as let the whole step be
+            fastest (``auto``): what they leave there is for activations, and costs travels in each update.
         sub_group_bytes: Bytes of states that travel as one; three times as many stay on the device. A state
             of a parameter that cannot be cut may be larger.
         trust: Whether an optimizer of a class that is not known updates each parameter by itself. One that
@@ -435,11 +437,19 @@ class StatesConfig:
             16 bits, are away with their states, or are kept in memory.
     """
 
+    default: Literal["offload", "auto"] = "offload"
     sub_group_bytes: _Threshold = 64 * 2**20
     trust: Annotated[bool, Strict()] = False
     when: Literal["step", "backward"] = "step"
     gradients: Literal["keep", "free"] = "keep"
     masters: Literal["keep", "offload"] = "offload"
+
+    @pydantic.field_validator("when")
+    @classmethod
+    def _is_step_for_auto(cls, when: str, others: pydantic.ValidationInfo) -> str:
+        if when == "backward" and others.data.get("default") == "auto":
+            raise ConfigError("states are auto with when: step only; set states.default to offload")
+        return when
 
     @pydantic.field_validator("gradients")
     @classmethod
@@ -501,6 +511,19 @@ class OffloadConfig:
     min_tensor_bytes: _Threshold = 64 * 2**10
     file: str | None = field(default=None, compare=False, repr=False)
     lines: Any = field(default=None, compare=False, repr=False)
+
+    @pydantic.field_validator("states")
+    @classmethod
+    def _has_a_budget(
+        cls, states: StatesConfig | None, others: pydantic.ValidationInfo
+    ) -> StatesConfig | None:
+        budget = others.data.get("budget")
+        is_auto = states is not None and states.default == "auto"
+        if is_auto and budget is not None and budget.device_bytes is None:
+            raise ConfigError(
+                "default: auto needs budget.device_bytes: without it all states would stay in memory"
+            )
+        return states
 
     @property
     def policy(self) -> Policy:
@@ -591,6 +614,7 @@ class OffloadConfig:
         }
         if self.states is not None:
             document["states"] = {
+                "default": self.states.default,
                 "sub_group_bytes": _size_word(self.states.sub_group_bytes),
                 "trust": self.states.trust,
                 "when": self.states.when,

@@ -70,6 +70,11 @@ class ByteRange:
         return empty.set_(self.storage, self.start, (self.nbytes,), (1,))
 
 
+def new_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    """Allocates bytes, with fewer calls than a tensor of them takes."""
+    return torch.UntypedStorage(nbytes, device=device)  # type: ignore[no-untyped-call]
+
+
 def aligned_range(nbytes: int, address: int, alignment: int, device: Device) -> ByteRange:
     """Allocates bytes that lie at the same place as ``address`` modulo the alignment.
 
@@ -90,5 +95,5 @@ def aligned_range(nbytes: int, address: int, alignment: int, device: Device) -> 
     lead = address % alignment
     padded = -(-(lead + nbytes) // alignment) * alignment
     size = padded + alignment - CACHE_LINE
-    room = torch.UntypedStorage(size, device=device.torch_device)  # type: ignore[no-untyped-call]
+    room = new_storage(size, device.torch_device)
     return ByteRange(room, -room.data_ptr() % alignment + lead, nbytes)

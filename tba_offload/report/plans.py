@@ -110,6 +110,7 @@ class PlanReport:
         writes: What it writes to drives in a day, in words; ``None`` if nothing limits that.
         device: Of what device the budget is left, in words; ``None`` if it was given.
         beside_bytes: Bytes of that device that are not for activations.
+        states: How many sub-groups of optimizer states travel, in words; ``None`` if none are offloaded.
     """
 
     names: tuple[str, ...]
@@ -129,6 +130,7 @@ class PlanReport:
     writes: str | None = None
     device: str | None = None
     beside_bytes: int = 0
+    states: str | None = None
 
 
 def show(report: PlanReport, policy_file: str | None) -> None:
@@ -164,6 +166,8 @@ def _situation(report: PlanReport) -> Iterator[str]:
         )
     if report.device is not None:
         yield f"{readable_size(report.step.budget_bytes or 0)} are left for activations {report.device}"
+    if report.states is not None:
+        yield report.states
 
 
 def _measured(rate: Mapping[str, float | None]) -> str:

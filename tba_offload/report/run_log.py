@@ -173,6 +173,9 @@ class StepRecord:
         planning_seconds: How long training waited for the planner before the step; None if there is none.
         predicted_peak_bytes: What the plan predicted for the activation peak; None before there is a plan.
         predicted_seconds: What the plan predicted for ``seconds``; None before there is a plan.
+        predicted_device_peak_bytes: What was predicted for ``device_peak_bytes``: what lies there beside
+            activations, and what the plan predicted, less what the peaks of gradients and activations were
+            apart in the step before; None without ``budget.device_bytes``.
         extra: Keys that this version does not know; written back as they were read.
     """
 
@@ -222,6 +225,7 @@ class StepRecord:
     planning_seconds: float | None = None
     predicted_peak_bytes: int | None = None
     predicted_seconds: float | None = None
+    predicted_device_peak_bytes: int | None = None
     extra: Json = field(default_factory=dict)
 
 

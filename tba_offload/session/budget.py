@@ -67,6 +67,9 @@ class Budget:
         self._device_bytes = device_bytes
         self._static = static
         self._most_gradients = 0
+        self._share: DeviceShare | None = None
+        self._freeable: Callable[[], int] = int
+        self._apart = 0
 
     @property
     def is_of_device(self) -> bool:
@@ -87,15 +90,42 @@ class Budget:
     def end_step(self, record: StepRecord) -> None:
         """Takes note of the gradients of a step and of states made in it, before a plan is made."""
         self._most_gradients = max(self._most_gradients, record.gradient_peak_bytes or 0)
-        base = record.base_bytes
+        base, peak = record.base_bytes, record.device_peak_bytes
+        if self._share is not None and peak is not None and record.activation_peak_bytes is not None:
+            of_peaks = self._share.base_bytes + self._most_gradients + record.activation_peak_bytes
+            self._apart = max(of_peaks - peak, 0)
         self._derive(None if base is None else base + (record.state_bytes or 0))
+
+    def may_free(self, freeable: Callable[[], int]) -> None:
+        """States may leave the device, so many bytes as this tells: before they have, nothing is short."""
+        self._freeable = freeable
+
+    @property
+    def share(self) -> DeviceShare | None:
+        """What lies on the device beside activations; ``None`` before it was measured."""
+        return self._share
+
+    def device_peak(self, activations: int) -> int | None:
+        """The most bytes on the device in a step whose activations peak at so many; ``None`` if unknown.
+
+        Most gradients come when most activations have gone: how far the peaks are apart, the last step has
+        shown. No plan counts on it, since under another one it is something else.
+        """
+        share = self._share
+        if share is None:
+            return None
+        return share.base_bytes + share.gradient_bytes + activations - self._apart
+
+    def limits_on(self, share: DeviceShare) -> Limits:
+        """What would hold if that lay on the device."""
+        return self._of_policy.on_device(share)
 
     def _derive(self, base_bytes: int | None) -> None:
         if self._device_bytes is None or base_bytes is None:
             return
-        device = DeviceShare(self._device_bytes, base_bytes, self._most_gradients)
+        device = self._share = DeviceShare(self._device_bytes, base_bytes, self._most_gradients)
         notices = self._watched.notices
-        if device.left <= 0 and not notices.said("nothing left"):
+        if device.left + self._freeable() <= 0 and not notices.said("nothing left"):
             notices.nothing_left(device, self._static())
         before = self.limits.device
         if before is not None and before.holds_for(device):

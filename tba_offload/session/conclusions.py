@@ -40,6 +40,7 @@ class Conclusions:
         planned: Is given what there is to tell of a new plan, for the run log.
         looked: Is given what was seen of a step that was looked at, for the run log: the event, and what it
             holds.
+        learned: Is given the record of each step that gradients came of, when the next one is planned.
     """
 
     def __init__(
@@ -49,11 +50,13 @@ class Conclusions:
         recorded: Callable[[StepRecord, LateFigures | None], object],
         planned: Callable[[dict[str, object]], object],
         looked: Callable[[str, dict[str, object]], object],
+        learned: Callable[[StepRecord], object],
     ) -> None:
         self._parts = parts
         self._recorded = recorded
         self._planned = planned
         self._looked = looked
+        self._learned = learned
 
     def draw(self, step: Step, times: Times, number: int) -> StepRecord:
         """Records a step that has ended, and has the next one planned by what it was like.
@@ -78,6 +81,7 @@ class Conclusions:
         parts.budget.end_step(record)
         if not step.state.skipped:
             self._learn(step, record, loads)
+            self._learned(record)
         elif number == _SKIPPED and not parts.optimizers:
             parts.notices.no_update()
         return record
@@ -94,7 +98,7 @@ class Conclusions:
                 "names": [site.layer.id.name for site in parts.sites],
                 "placements": [str(placement) for placement in plan.placements],
                 "window": parts.offloader.ledger.window.nbytes,
-                "static": static_bytes(parts.modules, parts.optimizers, device),
+                "static": static_bytes(parts.modules, parts.optimizers, parts.states, device),
                 **figures,
             },
         )

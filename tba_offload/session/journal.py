@@ -111,6 +111,17 @@ class Journal:
         """
         self._note("states", {"optimizer": number, "step": self._steps, **asdict(record)})
 
+    def note_states_choice(self, line: str | None, document: dict[str, object]) -> None:
+        """It was decided how many sub-groups of optimizer states travel.
+
+        Args:
+            line: How many, in words; ``None`` if it is as many as before.
+            document: What that was decided by.
+        """
+        if line is not None and self._header.rank == 0:
+            tell(f"states after step {self._steps}: {line}")
+        self._note("states_plan", document)
+
     def write_known(self) -> None:
         """Writes what waits for nothing any more."""
         waiting = self._waiting

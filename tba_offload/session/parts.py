@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from tba_offload.plan.model import Plan
     from tba_offload.session.ongoing import Ongoing
     from tba_offload.session.world import World
+    from tba_offload.states import OptimizerStates
     from tba_offload.store.base import ActivationStore
 
 
@@ -47,6 +48,7 @@ class Parts:
         modules: The model or its chunks.
         sites: Where the session stands in front of layers.
         optimizers: Those that were seen to update parameters of the model.
+        states: Those that are offloaded.
         budget: What activations may take.
     """
 
@@ -65,6 +67,7 @@ class Parts:
     curve: StepCurve
     ranges: Ranges
     optimizers: weakref.WeakSet[Optimizer]
+    states: list[OptimizerStates]
     notices: Notices
     world: World
     budget: Budget
@@ -120,6 +123,7 @@ def make_parts(
     )
     planning = Planning(plan, [layer.id.number for layer in stack.layers], capture, offloader)
     optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+    states: list[OptimizerStates] = []
     memory_watch = MemoryWatch(
         Sources(gradients.live, offloader, capture, ModuleTensors(modules)), len(stack.layers)
     )
@@ -141,13 +145,14 @@ def make_parts(
         curve=curve,
         ranges=Ranges(),
         optimizers=optimizers,
+        states=states,
         notices=notices,
         world=world,
         budget=Budget(
             limits_of(config),
             Watched(planning, capture, gradients.live, notices),
             device_bytes=config.budget.device_bytes,
-            static=lambda: static_bytes(modules, optimizers, device.torch_device),
+            static=lambda: static_bytes(modules, optimizers, states, device.torch_device),
         ),
     )
 

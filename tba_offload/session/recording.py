@@ -94,6 +94,9 @@ def record_of(
         planning_seconds=parts.planning.seconds,
         predicted_peak_bytes=prediction.peak_bytes if prediction is not None else None,
         predicted_seconds=prediction.seconds if prediction is not None else None,
+        predicted_device_peak_bytes=(
+            parts.budget.device_peak(prediction.peak_bytes) if prediction is not None else None
+        ),
     )
 
 

@@ -34,6 +34,7 @@ from tba_offload.session.notices import tell
 from tba_offload.session.ongoing import Ongoing
 from tba_offload.session.parts import make_parts
 from tba_offload.session.recording import header_of
+from tba_offload.session.states_choice import StatesChoice
 from tba_offload.session.steps import Steps
 from tba_offload.session.world import World
 from tba_offload.states import OptimizerStates, offload_optimizer
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from tba_offload.session.boundaries import TokenCounter
     from tba_offload.session.parts import Parts
     from tba_offload.session.step import Step
+    from tba_offload.states import StatesRecord
     from tba_offload.store.base import ActivationStore
     from tba_offload.transfer.offloader import Offloader
 
@@ -144,8 +146,13 @@ class Session:
             raise
         self._parts = parts
         journal = self._journal
+        choice = self._choice = _states_choice(config, parts, journal)
         conclusions = Conclusions(
-            parts, recorded=journal.record, planned=journal.note_plan, looked=journal.note_look
+            parts,
+            recorded=journal.record,
+            planned=journal.note_plan,
+            looked=journal.note_look,
+            learned=_nothing if choice is None else choice.step_ended,
         )
         self._steps = Steps(self._ongoing, parts, conclusions, traced=frozenset(trace_steps))
         self._boundaries = None if steps_by_hand else _boundaries_of(self._steps, parts, count_tokens)
@@ -161,9 +168,13 @@ class Session:
         self.weights: FrozenWeights | None = None
         try:
             for number, optimizer in enumerate(optimizers):
-                updated = partial(journal.note_states, number)
-                states = offload_optimizer(optimizer, config, model=modules, masters=masters, updated=updated)
-                self.states += (states,)
+                updated = partial(_updated, journal, choice, number)
+                parts.states.append(
+                    offload_optimizer(optimizer, config, model=modules, masters=masters, updated=updated)
+                )
+                self.states = tuple(parts.states)
+            if choice is not None:
+                choice.begin(self.states)
             if config.weights is not None and config.weights.frozen == "offload":
                 blocks = [layer.module for layer in self.layers]
                 live = parts.gradients.live
@@ -299,6 +310,8 @@ class Session:
         with ExitStack() as at_last:
             for states in self.states:
                 at_last.callback(states.close)
+            if self._choice is not None:
+                at_last.callback(self._choice.close)
             if self.weights is not None:
                 at_last.callback(self.weights.close)
             self._let_go()
@@ -399,8 +412,22 @@ def _boundaries_of(steps: Steps, parts: Parts, count_tokens: TokenCounter) -> Bo
     return boundaries
 
 
-def _nothing() -> None:
-    """Where steps are told by hand it does not matter when a backward pass ends."""
+def _nothing(*_: object) -> None:
+    """Where steps are told by hand it does not matter when a backward pass ends; not all have a choice."""
+
+
+def _states_choice(config: OffloadConfig, parts: Parts, journal: Journal) -> StatesChoice | None:
+    """Decides how many sub-groups of optimizer states travel, where the policy leaves that open."""
+    if config.states is None or config.states.default != "auto":
+        return None
+    return StatesChoice(parts.planning, parts.budget, journal.note_states_choice)
+
+
+def _updated(journal: Journal, choice: StatesChoice | None, number: int, record: StatesRecord) -> None:
+    """An optimizer has made an update."""
+    journal.note_states(number, record)
+    if choice is not None:
+        choice.updated(number, record)
 
 
 def _drives_of(config: OffloadConfig) -> tuple[int, ...]:

@@ -14,19 +14,24 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from tba_offload.capture.registry import Registry
+    from tba_offload.states import OptimizerStates
 
 _MOST_ITEMS = 1024
 """Entries of a list or a mapping that are looked at: a table of a model has a few, a data set millions."""
 
 
 def static_bytes(
-    modules: Iterable[nn.Module], optimizers: Iterable[Optimizer], device: torch.device
+    modules: Iterable[nn.Module],
+    optimizers: Iterable[Optimizer],
+    offloaded: Iterable[OptimizerStates],
+    device: torch.device,
 ) -> dict[str, int]:
     """Bytes of a device by what holds them, each storage once.
 
     Args:
         modules: The model or its chunks.
         optimizers: Those that update it.
+        offloaded: Offloaded states of some of these, of which slots hold what is in memory.
         device: The device.
     """
     modules = list(modules)
@@ -37,7 +42,9 @@ def static_bytes(
         "optimizer_states": chain.from_iterable(map(_states, optimizers)),
     }
     seen: set[int] = set()
-    return {name: sum(_new_bytes(found, device, seen)) for name, found in groups.items()}
+    nbytes = {name: sum(_new_bytes(found, device, seen)) for name, found in groups.items()}
+    nbytes["optimizer_states"] += sum(states.device_bytes for states in offloaded)
+    return nbytes
 
 
 def _new_bytes(found: Iterable[object], device: torch.device, seen: set[int]) -> Iterator[int]:

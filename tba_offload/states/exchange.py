@@ -133,9 +133,7 @@ class Exchange:
         }
         for group in groups:
             self._take_shown(group, shown)
-            slot = self.slots.of(group)
-            if slot is not None:
-                slot.write()
+            self.slots.write(group)
         for place in (place for group in groups for place in group.places):
             if place.key == MASTER:  # of slices, all of which are taken now
                 master = place.piece.parameter
@@ -180,7 +178,7 @@ class Exchange:
             slot = self.load(group) if places else self.slots.of(group)
             if slot is not None:
                 self._put_back(places, slot)
-                slot.clear()
+                self.slots.empty(group)
 
     def _put_back(self, places: Iterable[Place], slot: Slot[SubGroup]) -> None:
         for place in places:
@@ -252,14 +250,15 @@ class Exchange:
         entries: Mapping[Piece, Entry],
     ) -> None:
         """Gives the states of a sub-group places, and a slot."""
-        old = self.slots.of(group)
-        if old is not None:  # states in it are copied first, because their places change
+        stays = self.slots.stays(group)
+        if self.slots.of(group) is not None:  # states in it are copied first, because their places change
             for piece, entry in entries.items():
                 entry.update({key: _copy(entry[key]) for key in bound.get(piece, ()) if key in entry})
-            old.clear()
+            self.slots.empty(group)
         group.home.release()
         if group.lay_out(entries):
-            slot = self.slots.take(group.room, self._next_use, most=SLOTS - 1)
+            most = SLOTS - 1
+            slot = self.slots.stay(group) if stays else self.slots.take(group.room, self._next_use, most=most)
             group.fill(slot.bytes, entries)
             slot.give_to(group)
 

@@ -25,8 +25,11 @@ class StatesRecord:
         states_bytes: Bytes of all states that are away between updates.
         slot_bytes: Bytes of the slots, which stay on the device, and of buffers for parameters.
         sub_groups: Sub-groups that were updated.
+        staying: Of all, how many stay in memory between updates.
+        staying_bytes: Bytes of their states.
         in_backward: Of these, how many in backward.
         taken_back: Updates of sub-groups in backward that were in vain, since the step was another one.
+        predicted_seconds: What ``states.default: auto`` predicted for ``seconds``; None where nothing was.
     """
 
     seconds: float
@@ -36,8 +39,11 @@ class StatesRecord:
     states_bytes: int
     slot_bytes: int
     sub_groups: int
+    staying: int = 0
+    staying_bytes: int = 0
     in_backward: int = 0
     taken_back: int = 0
+    predicted_seconds: float | None = None
 
 
 @dataclass(slots=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from tba_offload.states.subgroup import SubGroup
 
@@ -56,9 +57,10 @@ class Line:
         gone = set(groups)
         self._line_up([group for group in self._groups if group not in gone])
 
-    def next(self, count: int) -> Sequence[SubGroup]:
-        """Those that are updated next, ``count`` at most."""
-        return self._groups[self._at + 1 : self._at + 1 + count]
+    def next(self, count: int, stays: Callable[[SubGroup], bool]) -> Iterator[SubGroup]:
+        """Those that are updated next and do not stay in memory, ``count`` at most."""
+        upcoming = islice(self._groups, self._at + 1, None)
+        return islice((group for group in upcoming if not stays(group)), count)
 
     def needs_more_than(self, held: Iterable[SubGroup]) -> bool:
         """Whether some that are still to be updated are not among these."""

@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,7 +23,7 @@ from tba_offload.states.early import Early
 from tba_offload.states.home import Homes
 from tba_offload.states.masters import MASTER, Masters
 from tba_offload.states.own_step import OwnStep
-from tba_offload.states.pieces import is_known
+from tba_offload.states.pieces import is_elementwise, is_known
 from tba_offload.states.roster import Roster
 from tba_offload.states.stream import Stream
 from tba_offload.states.takeover import Takeover, is_taken
@@ -72,6 +73,7 @@ class OptimizerStates:
         self._store = store
         self._updated = updated
         self._is_open = True
+        self._expected: float | None = None
         homes = Homes(
             store,
             device_of(_device_of(optimizer)),
@@ -146,6 +148,35 @@ class OptimizerStates:
             self._take_back("setting states")
             self._by_parameter.take(parameter)
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of the sub-groups that have states, in the order in which :meth:`arrange` has them leave."""
+        return tuple(group.nbytes for group in self._roster.spread)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that sub-groups and slots take on the device between updates."""
+        return self._stream.exchange.slots.all_bytes
+
+    @property
+    def turns(self) -> bool:
+        """Whether the next update goes in the reverse order of the last one."""
+        return is_elementwise(self.optimizer) and self._early is None
+
+    def arrange(self, travelling: int) -> None:
+        """Has so many sub-groups travel from now on, where ``states.when`` is ``step``; the others stay.
+
+        They stay in slots, so that ``optimizer.state`` shows all of them as if they were away.
+
+        Raises:
+            TransferError: One of them cannot be read or written.
+        """
+        self._stream.arrange(travelling)
+
+    def expect(self, seconds: float) -> None:
+        """Has the records of updates tell that they were expected to take so long."""
+        self._expected = seconds
+
     def close(self, *, bring_back: bool = True) -> None:
         """Brings the states back into memory: the optimizer is as it was. May be called twice.
 
@@ -178,7 +209,7 @@ class OptimizerStates:
         self._by_parameter.forget()
         if self._early is not None:
             self._early.step_begins(options)
-        record = self._stream.step(options)
+        record = replace(self._stream.step(options), predicted_seconds=self._expected)
         if self._early is not None:
             self._early.follow()
         self.records.append(record)

@@ -9,6 +9,7 @@ from tba_offload.states.incoming import Incoming
 from tba_offload.states.layout import travels
 from tba_offload.states.pieces import SLICE, Piece, can_be_cut, gathered, is_elementwise, numbered, pieces_of
 from tba_offload.states.shards import local
+from tba_offload.states.spread import evenly
 from tba_offload.states.subgroup import USUAL, SubGroup
 
 if TYPE_CHECKING:
@@ -43,6 +44,16 @@ class Roster:
         self._members: dict[torch.Tensor, tuple[int, int]] = {}
         self._numbers: dict[torch.Tensor, int] = {}
         self.groups: list[SubGroup] = []
+
+    @property
+    def spread(self) -> list[SubGroup]:
+        """The sub-groups that have states, in the order in which they leave memory.
+
+        However many have left, they lie evenly among the others in the line of an update: while those that
+        stay are updated, the next ones are read and the last ones written.
+        """
+        groups = [group for group in self.groups if group.layout is not None]
+        return [groups[place] for place in evenly(len(groups))]
 
     def outdated(self) -> list[SubGroup]:
         """The sub-groups that hold a parameter which left its parameter group or can be cut no more."""

@@ -1,4 +1,7 @@
-"""Memory of the device for a few sub-groups at a time: what is updated, what is read, what is written."""
+"""Memory of the device for a few sub-groups at a time: what is updated, what is read, what is written.
+
+A sub-group that stays has a slot of its own, which no other takes.
+"""
 
 from __future__ import annotations
 
@@ -148,19 +151,94 @@ class Slots(Generic[T]):
     def __init__(self, homes: Homes) -> None:
         self._homes = homes
         self._slots: list[Slot[T]] = []
+        self._own: dict[T, Slot[T]] = {}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots."""
+        """Bytes of all slots, without those of sub-groups that stay."""
         return sum(slot.memory.nbytes for slot in self._slots)
+
+    @property
+    def all_bytes(self) -> int:
+        """Bytes of all slots, with those of sub-groups that stay."""
+        return self.nbytes + sum(slot.memory.nbytes for slot in self._own.values())
 
     def of(self, group: T) -> Slot[T] | None:
         """The slot that holds a sub-group, or is about to."""
+        own = self._own.get(group)
+        if own is not None and own.holder is group:
+            return own
         return next((slot for slot in self._slots if slot.holder is group), None)
 
     def held(self) -> list[T]:
         """The sub-groups that slots hold, or are about to."""
-        return [slot.holder for slot in self._slots if slot.holder is not None]
+        return [*self._own, *(slot.holder for slot in self._slots if slot.holder is not None)]
+
+    # ---- sub-groups that stay --------------------------------------------------------------------
+
+    def stays(self, group: T) -> bool:
+        """Whether a sub-group lies in a slot of its own."""
+        own = self._own.get(group)
+        return own is not None and own.holder is group
+
+    def stay(self, group: T) -> Slot[T]:
+        """Gives a sub-group a slot of its own; its bytes are on the way, or the caller puts them there."""
+        slot: Slot[T] = Slot(group.nbytes, self._homes)
+        held = self.of(group)
+        if held is not None:
+            held.settle()
+            slot.bytes.copy_(held.bytes[: group.nbytes])
+            held.clear()
+            slot.give_to(group)
+        elif not group.home.is_empty:
+            slot.read(group)
+        self._own[group] = slot
+        return slot
+
+    def came(self, group: T) -> None:
+        """Waits until the bytes of a sub-group are in its own slot.
+
+        Raises:
+            TransferError: They cannot be read; it has none.
+        """
+        slot = self._own[group]
+        try:
+            slot.settle()
+        except BaseException:
+            del self._own[group]
+            raise
+        group.home.release()
+        slot.give_to(group)
+
+    def leave(self, group: T) -> None:
+        """Waits until a sub-group is written, and frees the slot of its own.
+
+        Raises:
+            TransferError: It cannot be written, where the policy forbids to keep it in host memory.
+        """
+        slot = self._own[group]
+        try:
+            slot.write()
+            slot.settle()
+        except BaseException:
+            slot.touch()
+            raise
+        del self._own[group]
+
+    # ---- for all ---------------------------------------------------------------------------------
+
+    def write(self, group: T) -> None:
+        """Begins to write a sub-group that a slot holds, unless it stays."""
+        slot = self.of(group)
+        if slot is not None and not self.stays(group):
+            slot.write()
+
+    def empty(self, group: T) -> None:
+        """Lets go of a sub-group, if a slot holds it."""
+        slot = self.of(group)
+        if slot is not None:
+            slot.clear()
+            self._own.pop(group, None)
 
     def take(self, nbytes: int, next_use: Callable[[T], int], most: int = SLOTS) -> Slot[T]:
         """A slot for other bytes; waits until there is one.
@@ -201,7 +279,7 @@ class Slots(Generic[T]):
         return slot
 
     def clear(self) -> None:
-        """Lets go of everything, and frees the memory."""
+        """Lets go of all that does not stay, and frees the memory."""
         for slot in self._slots:
             slot.clear()
         self._slots.clear()

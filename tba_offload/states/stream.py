@@ -98,7 +98,7 @@ class Stream:
             self._line.reach(group)
             self._read_ahead()
             self._update(group, {})
-            self._write(group)
+            self.exchange.slots.write(group)
             self._read_ahead()
 
     def prefetch(self) -> None:
@@ -146,6 +146,25 @@ class Stream:
             having = [each for each in parameters if self._optimizer.state.get(each) or each in self._masters]
             self._roster.learn_of(number, having)
             self.exchange.take_shown(self._roster.add(number, having))
+
+    def arrange(self, travelling: int) -> None:
+        """Has so many sub-groups travel, the first of :attr:`Roster.spread`, and the others stay in memory.
+
+        Raises:
+            TransferError: One of them cannot be read or written; those that are not arranged go on as before.
+        """
+        slots, groups = self.exchange.slots, self._roster.spread
+        with put_off(self):
+            for group in groups[:travelling]:
+                if slots.stays(group):
+                    slots.leave(group)
+            coming = [group for group in groups[travelling:] if not slots.stays(group)]
+            for group in coming:
+                slots.stay(group)
+            for group in coming:
+                slots.came(group)
+            if all(map(slots.stays, groups)):
+                slots.clear()
 
     def give_back(self) -> None:
         """Puts all states back into ``optimizer.state``, and frees slots and extents.
@@ -202,7 +221,7 @@ class Stream:
             self._update(group, options)
             self._read_ahead()
             if newcomers or self.journal.is_kept or self._line.needs_more_than(self.exchange.slots.held()):
-                self._write(group)
+                self.exchange.slots.write(group)
         for number, parameters in newcomers.items():
             self._update_newcomers(number, parameters, options)
         if not self._is_elementwise:
@@ -222,7 +241,7 @@ class Stream:
     def _update_new(self, group: SubGroup, options: Mapping[str, Any]) -> None:
         self._line.reach(group)
         self._update(group, options)
-        self._write(group)
+        self.exchange.slots.write(group)
 
     def _update_empty(self, options: Mapping[str, Any]) -> None:
         """Runs the update for parameter groups without gradients: it may count steps all the same."""
@@ -255,7 +274,7 @@ class Stream:
     def _read_ahead(self) -> None:
         """Begins to read what is updated next, as far as there are slots for it."""
         slots = self.exchange.slots
-        for group in self._line.next(SLOTS - 1):
+        for group in self._line.next(SLOTS - 1, slots.stays):
             if group.layout is not None and slots.of(group) is None:
                 most = SLOTS - group.is_new  # new states are in memory too, before they get their places
                 slot = slots.take_now(group, group.room, self._line.next_use, most)
@@ -263,14 +282,13 @@ class Stream:
                     return
                 slot.read(group)
 
-    def _write(self, group: SubGroup) -> None:
-        slot = self.exchange.slots.of(group)
-        if slot is not None:
-            slot.write()
-
     def _sizes(self) -> dict[str, int]:
+        slots = self.exchange.slots
+        staying = [group.nbytes for group in self._roster.groups if slots.stays(group)]
         return {
-            "states_bytes": sum(group.nbytes for group in self._roster.groups),
-            "slot_bytes": self.exchange.slots.nbytes + self.journal.nbytes,
+            "states_bytes": sum(group.nbytes for group in self._roster.groups) - sum(staying),
+            "slot_bytes": slots.nbytes + self.journal.nbytes,
             "sub_groups": len(self._line),
+            "staying": len(staying),
+            "staying_bytes": sum(staying),
         }

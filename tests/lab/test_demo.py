@@ -646,6 +646,31 @@ def test_a_lane_that_offloads_optimizer_states_too(states: str, tmp_path: Path) 
     ) == 5
 
 
+@pytest.mark.full
+def test_states_and_activations_within_a_share_of_what_keep_has_on_the_device(tmp_path: Path) -> None:
+    larger = ("--hidden", "256", "--sequence", "64", "--batch-size", "4", "--steps", "9")
+    auto = ("--policy", "auto", "--device-budget", "75%", "--states", "auto")
+    result = call("demo", *TINY, *larger, "--output", str(tmp_path), *auto)
+    assert result.exit_code == 0, result.output
+    assert "parameters of the 4 strategies over 9 steps: identical to the last bit" in result.stdout
+    found = json.loads((tmp_path / "summary.json").read_text())["device_budget"]["4"]
+    assert found["lane"] == "states"
+    assert found["bytes"] > found["peak_bytes"] > 0
+    assert found["kept"] is True
+    assert found["predicted_peak_bytes"] > 0 < found["predicted_seconds"]
+    assert 0 <= found["travelling"] <= found["sub_groups"]
+    assert "device budget of " in result.stdout
+    log = read_run_log(tmp_path / "states-b4.jsonl")
+    assert "states_plan" in {event["event"] for event in log.others}
+
+
+def test_states_are_auto_within_a_device_budget(tmp_path: Path) -> None:
+    auto = ("--policy", "auto", "--states", "auto")
+    result = call("demo", *TINY, "--output", str(tmp_path), *auto)
+    assert result.exit_code == 1
+    assert "--states auto needs --device-budget" in result.output
+
+
 def test_parameters_that_differ_are_found() -> None:
     lanes = {name: [*PLAYED[:-1], {**PLAYED[-1], "parameters": "1f"}] for name in STRATEGIES}
     assert summarize({2: lanes})["identical_parameters"] is True
@@ -684,8 +709,9 @@ def test_a_budget_is_a_size_or_a_share(budget: str, tmp_path: Path) -> None:
     assert "a budget is a size" in result.output or "has no unit" in result.output
 
 
-def test_a_budget_is_for_auto(tmp_path: Path) -> None:
-    result = call("demo", *TINY, "--output", str(tmp_path), "--budget", "64MiB")
+@pytest.mark.parametrize("budget", ["--budget", "--device-budget"])
+def test_a_budget_is_for_auto(budget: str, tmp_path: Path) -> None:
+    result = call("demo", *TINY, "--output", str(tmp_path), budget, "64MiB")
     assert result.exit_code == 1
     assert "a budget is for --policy auto" in result.output
 

@@ -18,14 +18,21 @@ from compiled import library_of
 from places import SUPPORT
 
 from tba_offload.device.memory import AllocatorMeter, MemoryMeter
+from tba_offload.device.ranges import new_storage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
 @contextmanager
-def exact_memory() -> Iterator[None]:
-    """Sessions that are attached in this context know each peak to the byte."""
+def exact_memory(*, slots_too: bool = False) -> Iterator[None]:
+    """Sessions that are attached in this context know each peak to the byte.
+
+    Args:
+        slots_too: Whether storages count that are made without a tensor: slots of optimizer states, and
+            what is read back. PyTorch takes them from its default allocator, whichever is set. They are not
+            told from those of a store that has its bytes in host memory.
+    """
     library = _library()
     live, peak, reset = library.live_bytes, library.peak_bytes, library.reset_peak
     statistics = {
@@ -38,11 +45,15 @@ def exact_memory() -> Iterator[None]:
     def meter_of(_: object, static: Callable[[], int]) -> MemoryMeter:
         return AllocatorMeter(torch.device("cpu"), static)
 
+    def counted(nbytes: int, device: torch.device) -> torch.UntypedStorage:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+
     library.count(1)
     try:
         with (
             mock.patch.multiple(torch.cpu, create=True, **statistics),
             mock.patch("tba_offload.session.meters.meter_of", meter_of),
+            mock.patch("tba_offload.device.ranges.new_storage", counted if slots_too else new_storage),
         ):
             yield
     finally:

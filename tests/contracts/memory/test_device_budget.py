@@ -56,7 +56,7 @@ class Run(NamedTuple):
 @pytest.fixture
 def peaks_are_exact() -> Iterator[None]:
     """Peaks are known to the byte, and only what PyTorch allocates counts."""
-    with exact_memory():
+    with exact_memory(slots_too=True):
         yield
 
 
@@ -214,7 +214,7 @@ def test_layers_that_are_placed_offload_have_less_in_flight(tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("peaks_are_exact")
 @pytest.mark.parametrize(
-    ("when", "share"), [({"when": "step"}, 0.5), ({"when": "backward", "gradients": "free"}, 0.9)]
+    ("when", "share"), [({"when": "step"}, 0.5), ({"when": "backward", "gradients": "free"}, 0.8)]
 )
 def test_states_that_are_offloaded_leave_their_room_to_activations(
     when: dict[str, str], share: float, tmp_path: Path
@@ -223,7 +223,7 @@ def test_states_that_are_offloaded_leave_their_room_to_activations(
     budget = int(0.6 * max(kept.peaks))
     policy: dict[str, object] = {"default": "auto", "budget": {"device_bytes": budget}}
     beside = run(tmp_path, policy)
-    found = run(tmp_path, {**policy, "states": {"sub_group_bytes": "256KiB", **when}}, states=True)
+    found = run(tmp_path, {**policy, "states": {"sub_group_bytes": "64KiB", **when}}, states=True)
     assert_below(found, budget)
     grown = [
         (ours.activation_budget_bytes or 0) - (theirs.activation_budget_bytes or 0)

@@ -103,7 +103,7 @@ KEYS = [
     for part in ("default", "on_full", "on_slow", "min_tensor_bytes", "budget.in_flight_bytes")
 ]
 KEYS += [["store", name] for name in ("kind", "directories", "capacity", "checksum", "stall_seconds")]
-KEYS += [["states", name] for name in ("sub_group_bytes", "trust", "when", "gradients", "masters")]
+KEYS += [["states", name] for name in ("default", "sub_group_bytes", "trust", "when", "gradients", "masters")]
 
 
 @given(st.lists(st.tuples(st.sampled_from(KEYS), VALUES), max_size=3))

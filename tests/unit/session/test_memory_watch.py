@@ -197,13 +197,13 @@ def test_each_storage_counts_once_for_what_holds_it_first() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 10)).sum().backward()
     optimizer.step()
-    assert static_bytes([model], [optimizer], CPU) == {
+    assert static_bytes([model], [optimizer], [], CPU) == {
         "parameters": 400,
         "gradients": 400,
         "buffers": 200,
         "optimizer_states": 804,
     }
-    assert set(static_bytes([model], [optimizer], torch.device("meta")).values()) == {0}
+    assert set(static_bytes([model], [optimizer], [], torch.device("meta")).values()) == {0}
 
 
 def test_attributes_of_modules_that_layers_have_saved_are_named() -> None:

@@ -1,0 +1,114 @@
+"""How many sub-groups travel: what that frees, what it costs, and which number is taken."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tba_offload.plan.device_share import DeviceShare
+from tba_offload.plan.model import Limits, Prediction
+from tba_offload.plan.states_share import SLOTS, Expected, StatesLoad, choose, settled
+from tba_offload.states import slots
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MIB = 2**20
+LOAD = StatesLoad.of_equal(20, 200 * MIB, update_seconds=0.1, rate=1e9)
+
+
+def limits_on(device: int, load: StatesLoad) -> Callable[[int], Limits]:
+    return lambda count: Limits().on_device(DeviceShare(device, load.device_bytes(count)))
+
+
+def needs(whole: int, slower: float, least: int = 0) -> Callable[[Limits], Prediction]:
+    """Activations that take a second if ``whole`` bytes are left, and longer with each byte less."""
+
+    def plan_of(limits: Limits) -> Prediction:
+        budget = limits.budget or 0
+        peak = max(min(budget, whole), least)
+        return Prediction(1.0 + slower * (whole - peak) / whole, 0.0, peak, 0)
+
+    return plan_of
+
+
+def test_slots_are_those_of_the_states() -> None:
+    assert SLOTS == slots.SLOTS
+
+
+def test_what_travels_frees_its_bytes_but_for_three_slots() -> None:
+    assert LOAD.device_bytes(0) == 200 * MIB
+    assert LOAD.device_bytes(20) == 30 * MIB
+    assert LOAD.device_bytes(5) == (150 + 30) * MIB
+    assert LOAD.useful() == [0, *range(4, 21)]
+
+
+def test_what_slots_hold_does_not_travel_where_updates_turn() -> None:
+    assert LOAD.travelled_bytes(3) == 0
+    assert LOAD.travelled_bytes(20) == 2 * 170 * MIB
+    assert StatesLoad.of_equal(20, 200 * MIB, 0.1, 1e9, turns=False).travelled_bytes(20) == 2 * 200 * MIB
+
+
+def test_travels_cost_time_where_updates_do_not_hide_them() -> None:
+    assert LOAD.seconds(0) == LOAD.seconds(7) == 0.1
+    assert LOAD.seconds(20) == pytest.approx(0.3565, rel=1e-3)
+
+
+def test_several_optimizers_have_equal_shares_travel() -> None:
+    load = StatesLoad(((10,) * 10, (10,) * 30), 0.1, 1e9)
+    assert [load.split(count) for count in (0, 20, 40)] == [(0, 0), (5, 15), (10, 30)]
+    assert load.device_bytes(40) == 60
+
+
+@pytest.mark.parametrize(("device", "expected"), [(400, 0), (290, 5), (140, 20)])
+def test_as_few_as_leave_activations_what_they_need(device: int, expected: int) -> None:
+    """Of 290 MiB those that are hidden in the update leave activations most of what they need."""
+    tried = choose(LOAD, limits_on(device * MIB, LOAD), needs(120 * MIB, slower=2.0))
+    assert tried[0].travelling in {expected, expected + 1, expected + 2, expected + 3}
+
+
+def test_none_travel_where_that_takes_longer_than_it_saves() -> None:
+    tried = choose(LOAD, limits_on(290 * MIB, LOAD), needs(120 * MIB, slower=0.001))
+    assert tried[0].travelling == 0
+
+
+def test_those_that_do_not_fit_are_the_last_resort() -> None:
+    tried = choose(LOAD, limits_on(100 * MIB, LOAD), needs(120 * MIB, slower=1.0, least=60 * MIB))
+    assert tried[0].over == 0
+    nothing = choose(LOAD, limits_on(40 * MIB, LOAD), needs(120 * MIB, slower=1.0, least=60 * MIB))
+    assert nothing[0].travelling == 20
+
+
+@given(
+    st.integers(1, 60),
+    st.integers(100, 3000).map(lambda each: each * MIB),
+    st.floats(0, 10),
+    st.floats(1e8, 1e10),
+)
+def test_what_is_tried_comes_close_to_the_best(count: int, device: int, slower: float, rate: float) -> None:
+    load = StatesLoad.of_equal(count, count * 20 * MIB, 0.1, rate)
+    limits_of, plan_of = limits_on(device, load), needs(800 * MIB, slower, least=20 * MIB)
+    best = choose(load, limits_of, plan_of)[0]
+    every = [
+        Expected(number, limits_of(number), plan_of(limits_of(number)), load.seconds(number))
+        for number in load.useful()
+    ]
+    fitting = [each for each in every if not each.over]
+    if fitting:
+        assert best.over == 0
+        assert best.seconds <= 1.02 * min(each.seconds for each in fitting)
+    assert len(choose(load, limits_of, plan_of, now=1)) <= 16
+
+
+def test_a_choice_changes_for_a_clear_gain_or_for_fewer_travels() -> None:
+    def expected(travelling: int, seconds: float, over: int = 0) -> Expected:
+        return Expected(travelling, Limits(100), Prediction(seconds, 0.0, 100 + over, 0), 0.0)
+
+    assert settled([expected(9, 1.0), expected(5, 1.01)], 5).travelling == 5
+    assert settled([expected(9, 1.0), expected(5, 1.03)], 5).travelling == 9
+    assert settled([expected(9, 1.0), expected(5, 1.01, over=1)], 5).travelling == 9
+    assert settled([expected(4, 1.0), expected(5, 1.0)], 5).travelling == 4
+    assert settled([expected(9, 1.0), expected(5, 0.9)], None).travelling == 9
