@@ -83,10 +83,10 @@ class OptimizerStates:
         )
         self._takeover = Takeover(optimizer)
         copies = masters if masters and states.masters == "offload" else {}
-        self._masters = Masters(optimizer, copies)
-        self._roster = Roster(optimizer, homes, self._masters, states.sub_group_bytes)
+        own_masters = Masters(optimizer, copies)
+        self._roster = Roster(optimizer, homes, own_masters, states.sub_group_bytes)
         own = OwnStep(optimizer, self._takeover.kind)
-        self._stream = Stream(optimizer, own, self._roster, homes, self._masters, in_backward=in_backward)
+        self._stream = Stream(optimizer, own, self._roster, homes, own_masters, in_backward=in_backward)
         self._early: Early | None = None
         if in_backward:
             frees = states.gradients == "free"
@@ -95,7 +95,7 @@ class OptimizerStates:
         on_host = partial(_on_host, self._roster, self._stream.exchange)
         with_masters = partial(on_host, masters=True)
         self._by_parameter = ByParameter(
-            optimizer, with_masters, self._masters, self._stream.follow, states.sub_group_bytes
+            optimizer, with_masters, own_masters, self._stream.follow, states.sub_group_bytes
         )
         self._checkpoints = Checkpoints(optimizer, on_host, self._is_saved, self._loaded)
         self._takeover.begin(self._step, None if self._early is None else self._early.zero_grad)
