@@ -139,8 +139,9 @@ class Placement(str, metaclass=_ByName):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, _schema: object, _handler: object) -> dict[str, object]:
-        patterns = [re.escape(word).replace("N", "[1-9][0-9]?") for word in _with_percent]
-        return {"anyOf": [{"enum": list(_known)}, *({"type": "string", "pattern": f"^{p}$"} for p in patterns)]}
+        words = (re.escape(word).replace("N", "[1-9][0-9]?") for word in _with_percent)
+        patterns = [{"type": "string", "pattern": f"^{word}$"} for word in words]
+        return {"anyOf": [{"enum": list(_known)}, *patterns]}
 
     def __str__(self) -> str:
         return str.__str__(self)

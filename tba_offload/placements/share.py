@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 class Staying:
     """Decides of one activation after the other, in the order of saving, whether it stays.
 
-    Activations stay whole: no byte is copied, and a layer needs nothing of what it is going to save. Those that
-    travel lie as evenly between the others as their sizes allow, so a drive is never given much at once. The
-    share is met to half of the largest activation.
+    Activations stay whole, so no byte is copied, and nothing has to be known of what a layer is going to save.
+    Those that travel lie as evenly between the others as their sizes allow, so that a drive is not given much
+    at once. The share is met to within half of the largest activation.
 
     Args:
         percent: Of the bytes, how many travel.

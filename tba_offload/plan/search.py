@@ -379,7 +379,7 @@ class _Search:
                 return
 
     def _shares(self) -> list[Placement]:
-        """One placement for each way to divide what layers save; the one with fewest bytes that travel first."""
+        """One placement for each way to divide what layers save; that of which fewest bytes travel is first."""
         found: dict[tuple[frozenset[int], ...], Placement] = {}
         for percent in range(1, 100):
             staying = tuple(kind.staying(percent) for kind in self._profile.kinds)
