@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 class Staying:
     """Decides of one activation after the other, in the order of saving, whether it stays.
 
-    Activations stay whole, so no byte is copied, and nothing has to be known of what a layer is going to save.
+    Activations stay whole, so no byte is copied, and nothing has to be known of what a layer will save.
     Those that travel lie as evenly between the others as their sizes allow, so that a drive is not given much
     at once. The share is met to within half of the largest activation.
 

@@ -193,6 +193,7 @@ class _Search:
         for plan in plans:
             self._trials.attempt(plan.placements, plan.kept, plan.window)
         self._try_simplest()
+        self._try_shares(self._trials.best())
         return self._finished(())
 
     def confirmed(self, plan: Plan, known: Sequence[Plan]) -> Plan:
@@ -360,7 +361,7 @@ class _Search:
         shares = self._shares()
         for placements in dict.fromkeys((found.plan.placements, self._freedom.uniform(OFFLOAD))):
             layers = {layer for layer in self._free if placements[layer] is OFFLOAD}
-            if layers and shares:
+            if layers and shares and len(self._trials) < self._trials.most:
                 self._climb([_with(placements, layers, share) for share in shares])
 
     def _climb(self, plans: Sequence[tuple[Placement, ...]]) -> None:
@@ -379,11 +380,12 @@ class _Search:
                 return
 
     def _shares(self) -> list[Placement]:
-        """One placement for each way to divide what layers save; that of which fewest bytes travel is first."""
+        """One placement for each way to divide what layers save; fewest bytes travel under the first."""
         found: dict[tuple[frozenset[int], ...], Placement] = {}
         for percent in range(1, 100):
             staying = tuple(kind.staying(percent) for kind in self._profile.kinds)
-            found.setdefault(staying, offload_share(percent))
+            if any(staying):  # otherwise it is as good as offload
+                found.setdefault(staying, offload_share(percent))
         return list(found.values())
 
     # ---- single changes --------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from tba_offload.errors import ConfigError
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 UNITS = "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"
 TOP_KEYS = "default, layers, budget, store, states, weights, on_full, on_slow, min_tensor_bytes"
-PLACEMENTS = "'keep', 'offload', 'recompute', 'recompute-offload', 'offload-remat' or 'auto'"
+PLACEMENTS = "'keep', 'offload', 'recompute', 'recompute-offload', 'offload-remat', 'auto' or 'offload-N%'"
 STORE_KEYS = (
     "kind, directories, capacity, host_capacity, write_bytes_per_day, checksum, stall_seconds, readers, "
     "writers"
