@@ -230,11 +230,9 @@ def _timings(
         finds_out = placement is Placement.OFFLOAD_REMAT and not (
             before is not None and before.kind_of(run.layer).knows_rebuilt
         )
-        percent = Placement(run.scope.placement).percent
-        has_share = percent < 100 and before is not None
-        is_odd = finds_out or (run.scope.key in partly and not has_share)
-        timing = _if_all_travelled(run, percent, before) if has_share else run.timing
-        (odd if is_odd else found)[layers[run.layer]][placement].append(timing)
+        whole = _if_all_travelled(run, before)
+        is_odd = finds_out or (run.scope.key in partly and whole is None)
+        (odd if is_odd else found)[layers[run.layer]][placement].append(whole or run.timing)
     known: list[dict[Placement, Timing]] = [{} for _ in kinds]
     if before is not None:
         for layer, kind in enumerate(layers):
@@ -247,12 +245,16 @@ def _timings(
     return tuple(timings or dict(some) for timings in renewed)  # a kind of which no layer went backward
 
 
-def _if_all_travelled(run: _Run, percent: int, before: StepProfile | None) -> Timing:
-    """What a layer of which a share travels would have taken if everything had."""
-    if before is None or not (nbytes := before.kind_of(run.layer).nbytes):
-        return run.timing
+def _if_all_travelled(run: _Run, before: StepProfile | None) -> Timing | None:
+    """What a layer of which a share travels would have taken if everything had.
+
+    ``None`` of others, and as long as nothing is known of the layer's times.
+    """
+    percent = Placement(run.scope.placement).percent
+    if percent == 100 or before is None or not before.timings[before.layers[run.layer]]:
+        return None
     kind = before.kind_of(run.layer)
-    stays = sum(kind.activations[number].nbytes for number in kind.staying(percent)) / nbytes
+    stays = sum(kind.activations[number].nbytes for number in kind.staying(percent)) / max(kind.nbytes, 1)
     offloaded, kept = (before.timing(run.layer, each) for each in (Placement.OFFLOAD, Placement.KEEP))
     return Timing(*(own + stays * (a - b) for own, a, b in zip(run.timing, offloaded, kept, strict=True)))
 

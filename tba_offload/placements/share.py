@@ -32,7 +32,7 @@ class Staying:
             nbytes: Its size; 0 of one that counts neither way.
         """
         self._owed += self._percent * nbytes
-        if not nbytes or self._owed < 50 * nbytes:
+        if not nbytes or self._owed <= 50 * nbytes:
             return False
         self._owed -= 100 * nbytes
         return True

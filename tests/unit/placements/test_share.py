@@ -75,9 +75,10 @@ def test_what_counts_neither_way_changes_nothing(
 
 
 def test_equal_activations_stay_in_turn() -> None:
-    assert staying([MIB] * 8, 50) == {0, 2, 4, 6}
-    assert staying([MIB] * 8, 75) == {1, 5}
-    assert staying([MIB] * 8, 25) == {0, 1, 3, 4, 5, 7}
+    assert staying([MIB] * 8, 50) == {1, 3, 5, 7}
+    assert staying([MIB] * 8, 75) == {2, 6}
+    assert staying([MIB] * 8, 25) == {0, 2, 3, 4, 6, 7}
+    assert staying([MIB], 50) == set()
 
 
 # Names
