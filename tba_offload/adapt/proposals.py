@@ -95,22 +95,16 @@ def _sound(
     """A plan that keeps to the budget however slow the drive is, if there is one.
 
     With a slow drive too, the plan leaves free what was never measured, if it can: the peak is at another
-    moment then, and more may lie beside the layers than at the one that was measured. A smaller window may
-    cost more than to keep less.
+    moment then, and more may lie beside the layers than at the one that was measured.
     """
     if task.limits.budget is None:
         return plan
-    careful, found, sound = task.careful_limits.budget or 0, [], []
+    careful, found = task.careful_limits.budget or 0, []
     for each, peak in _for_ever_less(task, plan, within, profile, bandwidth):
-        narrower = _narrowed(each, peak - careful, profile, bandwidth)
-        if narrower is not None:
-            sound.append(narrower)
-        if narrower is each:
-            break
+        sound = _narrowed(each, peak - careful, profile, bandwidth)
+        if sound is not None:
+            return sound
         found.append((each, peak))
-    if sound:
-        goal = GOALS[task.objective](task.limits, task.tuning)
-        return min(sound, key=lambda each: goal.score(simulate(profile, each, bandwidth)))
     narrowed = (_narrowed(each, peak - task.limits.budget, profile, bandwidth) for each, peak in found)
     lowest, _ = min(found, key=itemgetter(1))
     return next((each for each in narrowed if each is not None), lowest)

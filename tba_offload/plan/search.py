@@ -26,7 +26,6 @@ import itertools
 from typing import TYPE_CHECKING
 
 from tba_offload.config.policy import Objective, Placement
-from tba_offload.placements.builtin import offload_share
 from tba_offload.plan.condense import condensed, count_items, with_few_micro_batches
 from tba_offload.plan.goals import default_objective
 from tba_offload.plan.model import Plan
@@ -35,7 +34,7 @@ from tba_offload.plan.trials import Trials, score_of
 from tba_offload.plan.tuning import TUNING
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from tba_offload.plan.bandwidth import Bandwidth
     from tba_offload.plan.goals import Score
@@ -182,7 +181,6 @@ class _Search:
         for way in [way for way in self._choices if way.recomputes] or [others]:
             self._try_family(way, others)
         self._improve(self._trials.best())
-        self._try_shares(self._trials.best())
         self._try_smaller_windows()
         return self._finished(known)
 
@@ -193,7 +191,6 @@ class _Search:
         for plan in plans:
             self._trials.attempt(plan.placements, plan.kept, plan.window)
         self._try_simplest()
-        self._try_shares(self._trials.best())
         return self._finished(())
 
     def confirmed(self, plan: Plan, known: Sequence[Plan]) -> Plan:
@@ -346,48 +343,6 @@ class _Search:
                 placements[layer] = way
         return tuple(placements)
 
-    # ---- shares ----------------------------------------------------------------------------------
-
-    def _try_shares(self, found: Trial) -> None:
-        """Has the same share of every layer travel, instead of all of the first ones and none of the last.
-
-        A drive that is too slow for whole layers falls behind while they are saved, and idles afterwards.
-
-        Args:
-            found: The best plan of whole layers.
-        """
-        if not self._terms.whole_layers:
-            self._filled(found)
-        shares = self._shares()
-        for placements in dict.fromkeys((found.plan.placements, self._freedom.uniform(OFFLOAD))):
-            layers = {layer for layer in self._free if placements[layer] is OFFLOAD}
-            if layers and shares and len(self._trials) < self._trials.most:
-                self._climb([_with(placements, layers, share) for share in shares])
-
-    def _climb(self, plans: Sequence[tuple[Placement, ...]]) -> None:
-        """Finds the best of plans that are in order, from the middle on by ever smaller steps."""
-        place, step = len(plans) // 2, max(len(plans) // 4, 1)
-        found = self._trials.attempt(plans[place])
-        while len(self._trials) < self._trials.most:
-            near_by = [other for other in (place - step, place + step) if 0 <= other < len(plans)]
-            tried = [(self._trials.attempt(plans[other]), other) for other in near_by]
-            trial, other = min(tried, key=lambda pair: pair[0].score, default=(found, place))
-            if trial.score < found.score:
-                found, place = trial, other
-            elif step > 1:
-                step //= 2
-            else:
-                return
-
-    def _shares(self) -> list[Placement]:
-        """One placement for each way to divide what layers save; fewest bytes travel under the first."""
-        found: dict[tuple[frozenset[int], ...], Placement] = {}
-        for percent in range(1, 100):
-            staying = tuple(kind.staying(percent) for kind in self._profile.kinds)
-            if any(staying):  # otherwise it is as good as offload
-                found.setdefault(staying, offload_share(percent))
-        return list(found.values())
-
     # ---- single changes --------------------------------------------------------------------------
 
     def _improve(self, found: Trial) -> None:
@@ -410,15 +365,16 @@ class _Search:
         """Keeps single activations of the last layer that travels, those that backward needs first."""
         if self._terms.limits.budget is None or found.score[0]:
             return found
-        layers = [layer for layer in self._free if found.plan.placements[layer].is_offloaded]
+        layers = [layer for layer in self._free if found.plan.placements[layer] in {OFFLOAD, OFFLOAD_REMAT}]
         if not layers:
             return found
         layer = layers[-1]
         activations = self._profile.kind_of(layer).activations
-        staying = found.plan.staying(layer, self._profile.kind_of(layer))
         is_remat = found.plan.placements[layer] is OFFLOAD_REMAT
-        travel = {number for number, saved in enumerate(activations) if not (is_remat and saved.rebuilt)}
-        numbers = sorted(travel - staying, key=lambda number: activations[number].until)
+        numbers = sorted(
+            (number for number, saved in enumerate(activations) if not (is_remat and saved.rebuilt)),
+            key=lambda number: activations[number].until,
+        )
         for count in range(1, min(len(numbers), self._trials.most_filled)):
             kept = [frozenset[int]()] * len(self._profile.layers)
             kept[layer] = frozenset(numbers[:count])
@@ -428,10 +384,3 @@ class _Search:
             if trial.score < found.score:
                 found = trial
         return found
-
-
-def _with(
-    placements: Sequence[Placement], layers: Container[int], placement: Placement
-) -> tuple[Placement, ...]:
-    """The same placements, but for those of some layers."""
-    return tuple(placement if layer in layers else old for layer, old in enumerate(placements))

@@ -639,6 +639,7 @@ _EXPECTED = {
     "recompute_some": (_DECODER, {"offload": 21, "keep": 1, "recompute": 2}),
     "recompute_offload_inputs": (_DECODER, {"recompute-offload": 22, "keep": 2}),
     "rebuild_cheap_parts": (_DECODER, {"offload-remat": 22, "keep": 2}),
+    "share_of_each_layer": (_DECODER, {"offload-50%": 24}),
     "encoder_decoder": (_TWO_STACKS, {"offload": 20, "keep": 2, "recompute": 2}),
     "host_memory": (_DECODER, {"offload": 24}),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,7 @@ from harness import Drive, assert_all_given_back, config_for, session_for
 from hypothesis import given
 from hypothesis import strategies as st
 from models import assert_same_history, make_model, train
-from profiles import AUTO, KEEP, MIB, OFFLOAD, RECOMPUTE, make_profile
+from profiles import KEEP, MIB, OFFLOAD, make_profile
 
 import tba_offload as tba
 from tba_offload.capture.trace import Treatment
@@ -23,9 +22,8 @@ from tba_offload.placements import names, register, unregister
 from tba_offload.placements.share import Staying, staying
 from tba_offload.plan.bandwidth import Bandwidth
 from tba_offload.plan.describe import explain
-from tba_offload.plan.model import Limits, Plan
+from tba_offload.plan.model import Plan
 from tba_offload.plan.profile import StepProfile
-from tba_offload.plan.search import make_plan
 from tba_offload.plan.simulate import simulate
 from tba_offload.report.run_log import read_run_log
 from tba_offload.what_if import composition
@@ -200,18 +198,14 @@ def test_tables_count_it() -> None:
     assert composition([HALF, OFFLOAD, HALF, KEEP]) == "1 keep, 1 offload, 2 offload-50%"
 
 
-def test_a_drive_that_is_too_slow_for_whole_layers_gets_the_same_share_of_each() -> None:
-    """Whole layers would give it more than it writes in their time, and then nothing."""
+def test_half_of_each_layer_waits_less_than_half_of_the_layers() -> None:
+    """Whole layers give a slow drive more than it writes in their time, and then nothing."""
     profile = make_profile(LAYERS, sizes=(MIB,) * 16, forward=0.1, backward=0.2)
-    drive = Bandwidth(80 * MIB, 80 * MIB)
-    keep = simulate(profile, Plan((KEEP,) * LAYERS), drive).peak_bytes
-    limits = Limits(7 * keep // 10)
-    plan = make_plan(profile, drive, limits, policy=(AUTO,) * LAYERS)
-    ways = itertools.product((KEEP, OFFLOAD, RECOMPUTE), repeat=LAYERS)
-    windows = [share * keep // 20 for share in range(1, 20)]
-    tried = [simulate(profile, Plan(way, window=window), drive) for way in ways for window in windows]
-    best = min(outcome.seconds for outcome in tried if outcome.peak_bytes <= limits.planned)
-    assert plan.prediction is not None
-    assert plan.prediction.peak_bytes <= limits.planned
-    assert plan.prediction.seconds < 0.98 * best
-    assert all(0 < placement.percent < 100 for placement in plan.placements)
+    drive = Bandwidth(80 * MIB, 80 * MIB)  # half of what layers save in their time
+    half, first = (
+        simulate(profile, Plan(way, window=12 * MIB), drive)
+        for way in ((HALF,) * LAYERS, (OFFLOAD, OFFLOAD, KEEP, KEEP))
+    )
+    assert half.peak_bytes < 1.05 * first.peak_bytes
+    assert half.stall_seconds < 0.5 * first.stall_seconds
+    assert half.seconds < 0.96 * first.seconds
