@@ -1,7 +1,7 @@
 """Is the plan as good as the best of the simple ones? `auto` against policies written by hand.
 
     python benchmarks/planner.py                    every budget, with the drive as it is
-    python benchmarks/planner.py --model mixed      another model: llama, gpt2, moe, or wide and narrow layers
+    python benchmarks/planner.py --model mixed      another model, or layers that sleep (paced)
     python benchmarks/planner.py --rate 200MB       on a drive slowed down to 200 MB/s in each direction
     python benchmarks/planner.py --budget 0         without a budget, against keep and offload
     python benchmarks/planner.py --adapt            the drive halves its rate in the middle of a run

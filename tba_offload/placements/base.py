@@ -89,7 +89,6 @@ class Placement(str, metaclass=_ByName):
             share the layer must do so together.
         travels: Whether something of some such layer is written and read back.
         rebuilds: Whether cheap parts of some such layer are made again from what is read back.
-        percent: Of the bytes of a layer whose activations travel, how many do.
 
     Raises:
         ValueError: ``Placement(name)`` finds no placement of this name.
@@ -107,12 +106,16 @@ class Placement(str, metaclass=_ByName):
     recomputes: ClassVar[bool] = False
     travels: ClassVar[bool] = False
     rebuilds: ClassVar[bool] = False
-    percent: int = 100
 
     @property
     def value(self) -> str:
         """The name."""
         return str(self)
+
+    @property
+    def percent(self) -> int:
+        """Of the bytes of a layer whose activations travel, how many do."""
+        return 100
 
     @property
     def is_offloaded(self) -> bool:

@@ -40,9 +40,12 @@ class OffloadShare(Offload):
 
     def __new__(cls, percent: int) -> Self:
         """The name tells the share."""
-        placement = super().__new__(cls, f"offload-{percent}%")
-        placement.percent = percent
-        return placement
+        return super().__new__(cls, f"offload-{percent}%")
+
+    @property
+    def percent(self) -> int:
+        """The share."""
+        return int(self.removeprefix("offload-").removesuffix("%"))
 
     def take(self, ways: Ways[Result_co]) -> Result_co:
         """See :meth:`Placement.take`."""
