@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from paced import Paced
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -81,6 +82,7 @@ FAMILIES: dict[str, Callable[[GptShape], nn.Module]] = {
     "gpt2": _gpt2,
     "moe": _moe,
     "mixed": _mixed,
+    "paced": Paced,
 }
 """What the names of the option stand for."""
 

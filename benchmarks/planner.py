@@ -1,7 +1,7 @@
 """Is the plan as good as the best of the simple ones? `auto` against policies written by hand.
 
     python benchmarks/planner.py                    every budget, with the drive as it is
-    python benchmarks/planner.py --model mixed      another model: llama, gpt2, moe, or wide and narrow layers
+    python benchmarks/planner.py --model mixed      another model, or layers that sleep (paced)
     python benchmarks/planner.py --rate 200MB       on a drive slowed down to 200 MB/s in each direction
     python benchmarks/planner.py --budget 0         without a budget, against keep and offload
     python benchmarks/planner.py --adapt            the drive halves its rate in the middle of a run
@@ -53,6 +53,7 @@ from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing
 from tba_offload.plan.search import make_plan
 from tba_offload.plan.what_if import one_f_one_b, peak_of_keep
 from tba_offload.store.file import FileStore
+from tba_offload.store.thread_count import STORES
 from tba_offload.testing.around import put_around
 from tba_offload.what_if import composition
 
@@ -119,14 +120,16 @@ class PlanRunner:
         self._optimizer = torch.optim.Adam(self._model.parameters(), lr=3e-4, fused=True)
         self._shape, self._batch_size, self._rates, self._measure = shape, batch_size, dict(rates), measure
         self._count = 0
-        with mock.patch("tba_offload.store.open.FileStore", ThrottledFileStore):
+        with mock.patch.dict(STORES, {"file": ThrottledFileStore}):
             session = tba.attach(self._model, tba.OffloadConfig.from_yaml(config), measure_memory=False)
         self._session = self._stack.enter_context(session)
 
     def step(self) -> Figures:
         """One step: its time, loss, peak if it was measured, stall, plan and prediction."""
         if self._count in self._rates:
-            self._session.store.bytes_per_second = self._rates[self._count]  # type: ignore[attr-defined]
+            store = self._session.store
+            assert isinstance(store, ThrottledFileStore), "another class of store has no rate to set"
+            store.bytes_per_second = self._rates[self._count]
         seed = self._count
         measure = self._measure and measures_memory(self._count)
         self._count += 1

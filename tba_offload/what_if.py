@@ -494,5 +494,6 @@ def _host_use(tier: HostTier | None, outcome: Outcome) -> HostUse | None:
 
 def composition(placements: Sequence[Placement]) -> str:
     """How many layers have which placement: ``4 keep, 8 offload``."""
-    counts = {placement: placements.count(placement) for placement in Placement}
+    known = {placement: placements.count(placement) for placement in Placement}
+    counts = known | {placement: placements.count(placement) for placement in sorted(set(placements))}
     return ", ".join(f"{count} {placement}" for placement, count in counts.items() if count)

@@ -221,7 +221,7 @@ def _timings(
     """The median of each kind under each placement, mixed with what was known of it.
 
     What a layer takes to find out what can be rebuilt of it, or while a plan keeps a part of what it saves,
-    counts only if nothing else is known.
+    counts only if nothing else is known. Of one that has a share travel it is known what more it would take.
     """
     found: list[dict[Placement, list[Timing]]] = [defaultdict(list) for _ in kinds]
     odd: list[dict[Placement, list[Timing]]] = [defaultdict(list) for _ in kinds]
@@ -230,8 +230,9 @@ def _timings(
         finds_out = placement is Placement.OFFLOAD_REMAT and not (
             before is not None and before.kind_of(run.layer).knows_rebuilt
         )
-        is_odd = finds_out or run.scope.key in partly
-        (odd if is_odd else found)[layers[run.layer]][placement].append(run.timing)
+        whole = _if_all_travelled(run, before)
+        is_odd = finds_out or (run.scope.key in partly and whole is None)
+        (odd if is_odd else found)[layers[run.layer]][placement].append(whole or run.timing)
     known: list[dict[Placement, Timing]] = [{} for _ in kinds]
     if before is not None:
         for layer, kind in enumerate(layers):
@@ -242,6 +243,20 @@ def _timings(
     ]
     some = next(timings for timings in renewed if timings)
     return tuple(timings or dict(some) for timings in renewed)  # a kind of which no layer went backward
+
+
+def _if_all_travelled(run: _Run, before: StepProfile | None) -> Timing | None:
+    """What a layer of which a share travels would have taken if everything had.
+
+    ``None`` of others, and as long as nothing is known of the layer's times.
+    """
+    percent = Placement(run.scope.placement).percent
+    if percent == 100 or before is None or not before.timings[before.layers[run.layer]]:
+        return None
+    kind = before.kind_of(run.layer)
+    stays = sum(kind.activations[number].nbytes for number in kind.staying(percent)) / max(kind.nbytes, 1)
+    offloaded, kept = (before.timing(run.layer, each) for each in (Placement.OFFLOAD, Placement.KEEP))
+    return Timing(*(own + stays * (a - b) for own, a, b in zip(run.timing, offloaded, kept, strict=True)))
 
 
 def _partly_kept(trace: StepTrace) -> AbstractSet[ScopeKey]:
@@ -394,7 +409,7 @@ def _saved(
     saved = Saved(
         max(activation.nbytes for activation in column) if counts else 0,
         statistics.median(at),
-        statistics.median(until) if until else _used_if_remat(needed, known),
+        statistics.median(until) if until else _used_otherwise(needed, known, statistics.median(at), column),
     )
     if not treatments:
         return saved if known is None else saved._replace(rebuilt=known.rebuilt, needed=known.needed)
@@ -403,11 +418,20 @@ def _saved(
     return saved._replace(rebuilt=is_rebuilt, needed=early)
 
 
-def _used_if_remat(needed: Sequence[float], known: Saved | None) -> float:
-    """When an activation is used, if all layers that saved it were placed offload-remat or none used it."""
-    if not needed:
-        return 1.0
-    return statistics.median(needed) if known is None else known.until
+def _used_otherwise(
+    needed: Sequence[float], known: Saved | None, at: float, column: Sequence[ActivationTrace]
+) -> float:
+    """When an activation is used, if no layer tells that had it travel.
+
+    Where all layers that saved it keep it by plan, nothing is told of its use: backward uses first what was
+    saved last.
+    """
+    is_kept = any(activation.treatment is Treatment.PLANNED_KEEP for activation in column)
+    if known is not None and (needed or is_kept):
+        return known.until
+    if needed:
+        return statistics.median(needed)
+    return 1.0 - at if is_kept else 1.0
 
 
 def _share(when: float, stretch: tuple[float, float]) -> float:

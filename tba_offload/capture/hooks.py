@@ -607,6 +607,42 @@ class LayerHooks:
         return record, view
 
 
+class SharingHooks(LayerHooks):
+    """The hooks of one scope of a layer of whose bytes a share travels.
+
+    Args:
+        capture: What the session saves.
+        key: The scope.
+        stays: Says of each activation, by its bytes, whether it stays: in the order of saving, of each once.
+        when_slow: Whether activations may be kept when the window is full.
+        kept: Numbers of the activations that the plan keeps in memory.
+        rescue: Makes again what a drive does not give back, if that is possible.
+    """
+
+    __slots__ = ("_stays",)
+
+    def __init__(
+        self,
+        capture: Capture,
+        key: ScopeKey,
+        stays: Callable[[int], bool],
+        *,
+        when_slow: bool,
+        kept: frozenset[int] = frozenset(),
+        rescue: Rescue | None = None,
+    ) -> None:
+        super().__init__(capture, key, when_slow=when_slow, kept=kept, rescue=rescue)
+        self._stays = stays
+
+    def _pack_new(self, tensor: torch.Tensor, storage: torch.UntypedStorage, seen: SeenView) -> Kept | Packed:
+        """As for offloaded layers, unless its turn is to stay."""
+        is_small, nbytes = seen[1][2] < self.capture.min_tensor_bytes, storage.nbytes()
+        # What is kept elsewhere costs nothing to keep: it takes no turn.
+        if is_small or (self._count, nbytes) in self._learned or not self._stays(nbytes):
+            return super()._pack_new(tensor, storage, seen)
+        return self._keep(tensor, storage, self._next_key(), Treatment.PLANNED_KEEP)
+
+
 @contextlib.contextmanager
 def set_aside() -> Iterator[None]:
     """Takes the hooks of a scope off the stack for as long as the block lasts, if they are on top of it."""

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from tba_offload.errors import ConfigError
 from tba_offload.formatting import quoted, shortened
-from tba_offload.placements import Placement
+from tba_offload.placements import Placement, names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -357,7 +357,7 @@ def _placement(word: str) -> Placement:
     try:
         return Placement(word)
     except ValueError:
-        raise ValueError(f"placement must be one of {', '.join(Placement)}, not {quoted(word)}") from None
+        raise ValueError(f"placement must be one of {', '.join(names())}, not {quoted(word)}") from None
 
 
 def _is_ambiguous(rule: Rule, layers: Iterable[LayerId]) -> bool:

@@ -17,7 +17,6 @@ from tba_offload.config import OffloadConfig, StatesConfig, load_config, parse_s
 from tba_offload.config.policy import Objective, Placement
 from tba_offload.config.store import kinds
 from tba_offload.errors import ConfigError, StoreError
-from tba_offload.renamed import placement
 from tba_offload.store.hanging import ask
 from tba_offload.store.run_file import check_directory
 
@@ -143,8 +142,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument("--tba-policy", metavar="FILE", help="Policy in YAML.")
     group.add_argument(
         "--tba-placement",
-        type=placement,
-        choices=[each.value for each in Placement],
+        type=_placement,
+        metavar="PLACEMENT",
         help="Placement of layers that no rule of the policy matches.",
     )
     group.add_argument(
@@ -309,6 +308,18 @@ def _check_when_read(parser: argparse.ArgumentParser) -> None:
         return arguments, rest
 
     parser.parse_known_args = parse_and_check  # type: ignore[method-assign,assignment]
+
+
+def _placement(word: str) -> str:
+    """The name of a placement.
+
+    Raises:
+        argparse.ArgumentTypeError: There is none of this name.
+    """
+    try:
+        return Placement(word).value
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _placed(config: OffloadConfig, default: Placement) -> OffloadConfig:

@@ -7,14 +7,16 @@ of it. Session, simulator, the times of a profile and the planner's explanations
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from tba_offload import renamed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 _known: dict[str, Placement] = {}
+_with_percent: dict[str, Callable[[int], Placement]] = {}
 
 SomePlacement = TypeVar("SomePlacement", bound="Placement")
 Result_co = TypeVar("Result_co", covariant=True)
@@ -30,11 +32,13 @@ class Ways(Protocol[Result_co]):
     def keep(self) -> Result_co:
         """What the layer saves stays in memory. No hooks at all: autograd's own way and checks, no cost."""
 
-    def offload(self, *, rebuilds: bool = False) -> Result_co:
+    def offload(self, *, rebuilds: bool = False, percent: int = 100) -> Result_co:
         """What the layer saves passes through hooks and travels.
 
         Args:
             rebuilds: Whether what cheap parts of the layer put out is made again instead of written.
+            percent: Of its bytes, how many travel, 1 to 100; the rest stays, in whole activations. A layer
+                that rebuilds gives no other number than 100.
         """
 
     def recompute(self, *, inputs_travel: bool = False) -> Result_co:
@@ -54,9 +58,9 @@ class _ByName(type):
         (name,) = arguments
         found = _known.get(name) if isinstance(name, str) else None
         if found is None and isinstance(name, str):
-            found = _known.get(renamed.placement(name))
+            found = _known.get(renamed.placement(name)) or _found_by_percent(name)
         if found is None:
-            raise ValueError(f"{name!r} is not one of {', '.join(_known)}")
+            raise ValueError(f"{name!r} is not one of {', '.join(names())}")
         return found
 
     def __iter__(cls) -> Iterator[Placement]:
@@ -109,6 +113,11 @@ class Placement(str, metaclass=_ByName):
         return str(self)
 
     @property
+    def percent(self) -> int:
+        """Of the bytes of a layer whose activations travel, how many do."""
+        return 100
+
+    @property
     def is_offloaded(self) -> bool:
         """Whether all that a layer saves for backward may pass through hooks: it is never recomputed."""
         return self.travels and not self.recomputes
@@ -133,7 +142,9 @@ class Placement(str, metaclass=_ByName):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, _schema: object, _handler: object) -> dict[str, object]:
-        return {"enum": list(_known)}
+        words = (re.escape(word).replace("N", "[1-9][0-9]?") for word in _with_percent)
+        patterns = [{"type": "string", "pattern": f"^{word}$"} for word in words]
+        return {"anyOf": [{"enum": list(_known)}, *patterns]}
 
     def __str__(self) -> str:
         return str.__str__(self)
@@ -151,7 +162,7 @@ def _read(value: object) -> Placement:
     try:
         return Placement(value)
     except ValueError:
-        *most, last = [f"'{name}'" for name in _known]
+        *most, last = [f"'{name}'" for name in names()]
         expected = f"{', '.join(most)} or {last}"
         raise PydanticCustomError("enum", "Input should be {expected}", {"expected": expected}) from None
 
@@ -171,6 +182,30 @@ def register(placement: SomePlacement) -> SomePlacement:
     if _known.setdefault(str(placement), placement) is not placement:
         raise ValueError(f"a placement of the name {str(placement)!r} is known already")
     return placement
+
+
+def register_percentages(word: str, make: Callable[[int], Placement]) -> None:
+    """Makes placements known whose names hold a whole number from 1 to 99.
+
+    Args:
+        word: Their names, with ``N`` for the number.
+        make: Makes the placement of a number, the same one each time.
+    """
+    _with_percent[word] = make
+
+
+def _found_by_percent(name: str) -> Placement | None:
+    for word, make in _with_percent.items():
+        before, after = word.split("N")
+        number = name.removeprefix(before).removesuffix(after)
+        if f"{before}{number}{after}" == name and re.fullmatch("[1-9][0-9]?", number):
+            return make(int(number))
+    return None
+
+
+def names() -> list[str]:
+    """The names of all placements, with ``N`` where any whole number from 1 to 99 may stand."""
+    return [*_known, *_with_percent]
 
 
 def unregister(placement: Placement) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, NamedTuple
 
-from tba_offload.placements.base import Placement, register
+from tba_offload.placements.base import Placement, register, register_percentages
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from tba_offload.placements.base import Result_co, Ways
 
 
@@ -26,6 +29,27 @@ class Offload(Placement):
     def take(self, ways: Ways[Result_co]) -> Result_co:
         """See :meth:`Placement.take`."""
         return ways.offload()
+
+
+class OffloadShare(Offload):
+    """Of every layer the same share of bytes travels, the rest stays.
+
+    Args:
+        percent: The share, 1 to 99.
+    """
+
+    def __new__(cls, percent: int) -> Self:
+        """The name tells the share."""
+        return super().__new__(cls, f"offload-{percent}%")
+
+    @property
+    def percent(self) -> int:
+        """The share."""
+        return int(self.removeprefix("offload-").removesuffix("%"))
+
+    def take(self, ways: Ways[Result_co]) -> Result_co:
+        """See :meth:`Placement.take`."""
+        return ways.offload(percent=self.percent)
 
 
 class OffloadRemat(Placement):
@@ -72,6 +96,19 @@ Placement.OFFLOAD_REMAT = register(OffloadRemat("offload-remat"))
 Placement.AUTO = register(Auto("auto"))
 
 
+@functools.cache
+def offload_share(percent: int) -> OffloadShare:
+    """The placement that has a share of a layer's bytes travel.
+
+    Args:
+        percent: The share, 1 to 99.
+    """
+    return OffloadShare(percent)
+
+
+register_percentages("offload-N%", offload_share)
+
+
 class _Shipped(NamedTuple):
     """The ways that layers go, by the placement above that always goes there."""
 
@@ -80,7 +117,9 @@ class _Shipped(NamedTuple):
     def keep(self) -> Placement:
         return Placement.KEEP
 
-    def offload(self, *, rebuilds: bool = False) -> Placement:
+    def offload(self, *, rebuilds: bool = False, percent: int = 100) -> Placement:
+        if percent < 100:
+            return offload_share(percent)
         return Placement.OFFLOAD_REMAT if rebuilds else Placement.OFFLOAD
 
     def recompute(self, *, inputs_travel: bool = False) -> Placement:

@@ -87,7 +87,7 @@ class _Why(NamedTuple):
             return f"{self._again} of compute, and {inputs} travel instead of {self._size}"
         return f"{self._again} of compute spare the drive {self._travel} for {self._size}"
 
-    def offload(self, *, rebuilds: bool = False) -> str:
+    def offload(self, *, rebuilds: bool = False, percent: int = 100) -> str:  # noqa: ARG002 - the plan has it
         if rebuilds:
             return self._offload_remat()
         is_part = self._moved < self._kind.nbytes

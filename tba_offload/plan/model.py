@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.days import DAY
+from tba_offload.placements.builtin import way_of
 from tba_offload.plan.tuning import TUNING
 
 if TYPE_CHECKING:
@@ -129,12 +130,17 @@ class Plan:
         return cls(tuple(resolved[index] for index in range(len(layers))), window=window)
 
     def kept_of(self, layer: int) -> frozenset[int]:
-        """Numbers of the activations of an offloaded layer that stay in memory."""
+        """Numbers of the activations of an offloaded layer that the plan keeps in memory one by one."""
         return self.kept[layer] if self.kept else _NONE
+
+    def staying(self, layer: int, kind: LayerKind) -> frozenset[int]:
+        """Numbers of all activations of an offloaded layer that stay in memory."""
+        percent = way_of(self.placements[layer], layer).percent
+        return self.kept_of(layer) if percent == 100 else self.kept_of(layer) | kind.staying(percent)
 
     def kept_bytes(self, layer: int, kind: LayerKind) -> int:
         """Bytes of an offloaded layer's activations that stay in memory."""
-        numbers = self.kept_of(layer)  # perhaps of a step in which the layer saved more than now
+        numbers = self.staying(layer, kind)  # perhaps of a step in which the layer saved more than now
         if not numbers:
             return 0
         return sum(saved.nbytes for number, saved in enumerate(kind.activations) if number in numbers)

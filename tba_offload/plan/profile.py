@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tba_offload.config.policy import Placement
 from tba_offload.placements.builtin import way_of
+from tba_offload.placements.share import staying
 from tba_offload.plan.tuning import TUNING
 
 if TYPE_CHECKING:
@@ -93,6 +94,10 @@ class LayerKind:
             input_bytes=max(self.input_bytes, other.input_bytes),
         )
 
+    def staying(self, percent: int) -> frozenset[int]:
+        """Numbers of the activations that stay where so many percent of the bytes travel."""
+        return staying((saved.nbytes for saved in self.activations), percent)
+
     @property
     def rebuilt_bytes(self) -> int:
         """Bytes of those that are rebuilt if the layer is placed ``offload-remat``; 0 if not known."""
@@ -110,8 +115,13 @@ class LayerKind:
 
 
 def computed_as(placement: Placement, layer: int) -> Placement:
-    """The placement among keep, offload, offload-remat and recompute by which a layer computes the same."""
+    """The placement among keep, offload, offload-remat and recompute by which a layer computes the same.
+
+    A layer of which a share travels computes as one that offloads, less what that takes for what stays.
+    """
     way = way_of(placement, layer)
+    if way.percent < 100:
+        return Placement.OFFLOAD
     return Placement.RECOMPUTE if way is Placement.RECOMPUTE_OFFLOAD else way  # the inputs travel meanwhile
 
 

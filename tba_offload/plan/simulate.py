@@ -145,6 +145,8 @@ class _Run:
         in_all = [kind.nbytes + kind.small_bytes for kind in profile.kinds]
         self._nbytes = [in_all[kind] for kind in profile.layers]
         ways = [way_of(placement, layer) for layer, placement in enumerate(plan.placements)]
+        self._staying = [plan.staying(layer, kind) for layer, kind in enumerate(self._kinds)]
+        self._kept_bytes = [plan.kept_bytes(layer, kind) for layer, kind in enumerate(self._kinds)]
         self._timings = [self._timing_of(layer, way) for layer, way in enumerate(ways)]
         self._rebuilding = [
             profile.rebuild_seconds(layer) if way.rebuilds else 0.0 for layer, way in enumerate(ways)
@@ -155,13 +157,12 @@ class _Run:
         timing = self._profile.timing(layer, way)
         if not way.is_offloaded:
             return timing
-        kind = self._profile.kind_of(layer)
-        staying = self._plan.kept_bytes(layer, kind)
+        staying = self._kept_bytes[layer]
         if not staying:
             return timing
         offloaded = self._profile.timing(layer, Placement.OFFLOAD)
         kept = self._profile.timing(layer, Placement.KEEP)
-        share = staying / kind.nbytes
+        share = staying / self._kinds[layer].nbytes
         return Timing(
             *(max(own - share * (a - b), b) for own, a, b in zip(timing, offloaded, kept, strict=True))
         )
@@ -248,7 +249,7 @@ class _Run:
 
     def offloaded_forward(self, slot: Slot, kind: LayerKind, seconds: float, *, rebuilds: bool) -> None:
         """What a layer saves travels, but for what it keeps and what it can rebuild."""
-        traffic, kept = self._traffic, self._plan.kept_of(slot.layer)
+        traffic, kept = self._traffic, self._staying[slot.layer]
         items: list[Item] = []
         passed = 0.0
         traffic.hold(kind.small_bytes)
@@ -300,7 +301,7 @@ class _Run:
 
     def _remat_events(self, slot: Slot, kind: LayerKind) -> list[_Event]:
         """Backward of a layer of which some activations are rebuilt, in its order."""
-        kept = self._plan.kept_of(slot.layer)
+        kept = self._staying[slot.layer]
         moved = [saved for number, saved in enumerate(kind.activations) if number not in kept]
         events = [_Event(saved.until, saved.nbytes, rebuilds=True) for saved in moved if saved.rebuilt]
         travelled = sorted((saved for saved in moved if not saved.rebuilt), key=lambda saved: saved.fetched)
@@ -316,7 +317,7 @@ class _Run:
         """A layer has gone backward: nothing of it is left, neither what was used last."""
         self._traffic.end_backward((slot.layer, slot.micro_batch))
         self._traffic.memory.free(used)
-        self._traffic.memory.let_go(self._plan.kept_bytes(slot.layer, kind) + kind.small_bytes)
+        self._traffic.memory.let_go(self._kept_bytes[slot.layer] + kind.small_bytes)
 
 
 class _Stretch(NamedTuple):
@@ -338,7 +339,7 @@ class _Stretch(NamedTuple):
         recomputed = self.run.recomputed_from_store if inputs_travel else self.run.recomputed
         recomputed(self.slot, self.kind, self.seconds)
 
-    def offload(self, *, rebuilds: bool = False) -> None:
+    def offload(self, *, rebuilds: bool = False, percent: int = 100) -> None:  # noqa: ARG002 - the plan has it
         if not self.slot.backward:
             self.run.offloaded_forward(self.slot, self.kind, self.seconds, rebuilds=rebuilds)
         elif rebuilds:

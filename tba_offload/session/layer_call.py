@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tba_offload.capture.hooks import LayerHooks
+from tba_offload.capture.hooks import LayerHooks, SharingHooks
 from tba_offload.capture.rematerialize import RematerializingHooks
 from tba_offload.placements import Placement
 from tba_offload.placements.builtin import way_of
+from tba_offload.placements.share import Staying
 from tba_offload.recompute.rescue import Rescue
 from tba_offload.recompute.run import Run
 from tba_offload.recompute.trial import Trial
@@ -66,18 +67,18 @@ class Call:
         """Runs the layer as it is."""
         return self._site.forward(*self._args, **self._kwargs)
 
-    def offload(self, *, rebuilds: bool = False) -> object:
-        """Runs the layer with hooks, through which what it saves travels."""
+    def offload(self, *, rebuilds: bool = False, percent: int = 100) -> object:
+        """Runs the layer with hooks, through which what it saves travels, or a share of it."""
         if self._parts.planning.chosen or self._parts.verifier.verdicts:
-            return self._offload_repeatable(rebuilds=rebuilds)
-        with self._hooks(rebuilds=rebuilds):
+            return self._offload_repeatable(rebuilds=rebuilds, percent=percent)
+        with self._hooks(rebuilds=rebuilds, percent=percent):
             return self._site.forward(*self._args, **self._kwargs)
 
-    def _offload_repeatable(self, *, rebuilds: bool) -> object:
+    def _offload_repeatable(self, *, rebuilds: bool, percent: int) -> object:
         """As :meth:`offload`, with what runs the layer a second time, if that is of use."""
         forward = self._forward(may_be_rescued=not rebuilds)
         rescue = forward if isinstance(forward, Rescue) else None
-        hooks = self._hooks(rebuilds=rebuilds, rescue=rescue)
+        hooks = self._hooks(rebuilds=rebuilds, percent=percent, rescue=rescue)
         with hooks:
             output = forward(*self._args, **self._kwargs)
         if isinstance(forward, Trial):
@@ -138,12 +139,17 @@ class Call:
 
     # ---- hooks -----------------------------------------------------------------------------------
 
-    def _hooks(self, *, rebuilds: bool = False, rescue: Rescue | None = None) -> LayerHooks:
+    def _hooks(
+        self, *, rebuilds: bool = False, percent: int = 100, rescue: Rescue | None = None
+    ) -> LayerHooks:
         plan, index, key = self._parts.planning.plan, self._site.index, self._scope.key
         kept, slow = plan.kept_of(index), self._keeps_when_slow
         if rebuilds and not self._site.is_compiled:  # a graph of one node tells nothing
             layer, recipes = self._site.layer.module, self._parts.rebuilds
             return RematerializingHooks(recipes, layer, key, when_slow=slow, kept=kept)
+        if percent < 100:
+            stays = Staying(percent).stays
+            return SharingHooks(self._parts.capture, key, stays, when_slow=slow, kept=kept, rescue=rescue)
         return LayerHooks(self._parts.capture, key, when_slow=slow, kept=kept, rescue=rescue)
 
     @property

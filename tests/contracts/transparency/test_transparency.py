@@ -37,6 +37,7 @@ PLACEMENTS: dict[str, tuple[Placement, tuple[Rule, ...]]] = {
     "offload": (Placement.OFFLOAD, ()),
     "recompute": (Placement.RECOMPUTE, ()),
     INPUTS: (Placement.RECOMPUTE_OFFLOAD, ()),
+    "offload-50%": (Placement("offload-50%"), ()),
     "offload-remat": (Placement.OFFLOAD_REMAT, ()),
     "auto": (Placement.AUTO, ()),
     "mixed": (

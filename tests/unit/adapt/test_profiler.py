@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import pytest
 
 from tba_offload.adapt.profiler import profile_of
 from tba_offload.capture.scope import ActivationKey, ScopeKey
 from tba_offload.capture.trace import ActivationTrace, ScopeTrace, StepTrace, Treatment
+from tba_offload.config.policy import Placement
+from tba_offload.placements.share import staying
+
+if TYPE_CHECKING:
+    from tba_offload.plan.profile import StepProfile
 
 
 def trace_of(layers: int, micro_batches: int) -> StepTrace:
@@ -44,3 +51,52 @@ def calls_for_each_run(layers: int, micro_batches: int) -> float:
 
 def test_layers_of_which_none_is_like_another_are_told_apart_without_a_search() -> None:
     assert calls_for_each_run(layers=80, micro_batches=16) <= 1.5 * calls_for_each_run(10, 16)
+
+
+SIZES = (4, 4, 4, 4)
+
+
+def profile_under(
+    placement: str, *, forward: float, backward: float, before: StepProfile | None = None
+) -> StepProfile:
+    """The profile of a step of one layer, which saves its activations at even distances."""
+    percent = Placement(placement).percent
+    key, back = ScopeKey(0, 0, 0, "0"), forward + 10.0
+    trace = StepTrace(backward_ends=[back + backward])
+    trace.scopes.append(ScopeTrace(key, placement, 0.0, 0, forward, back))
+    for number, nbytes in enumerate(SIZES):
+        share = (number + 0.5) / len(SIZES)
+        stays = number in staying(SIZES, percent)
+        treatment = Treatment.PLANNED_KEEP if stays else Treatment.OFFLOADED
+        used = None if stays else back + (1 - share) * backward
+        activation = ActivationTrace(ActivationKey(key, number), nbytes, treatment, share * forward)
+        activation.unpacked_at = used
+        trace.activations.append(activation)
+    ended = back + backward
+    found = profile_of(trace, [], [(0, "0")], began=0.0, ended=ended, before=before)
+    assert found is not None
+    return found
+
+
+def test_what_stays_of_a_layer_is_used_when_it_was_before() -> None:
+    before = profile_under("offload", forward=1.0, backward=2.0)
+    uses = [saved.until for saved in before.kinds[0].activations]
+    assert uses == pytest.approx([0.875, 0.625, 0.375, 0.125])
+    for known in (before, None):
+        found = profile_under("offload-50%", forward=1.0, backward=2.0, before=known)
+        assert [saved.until for saved in found.kinds[0].activations] == pytest.approx(uses)
+
+
+def test_a_layer_of_which_a_share_travels_tells_how_long_it_would_offload() -> None:
+    """Half of what offloading takes is spared; that the machine has become slower is noticed all the same."""
+    before = profile_under(
+        "keep", forward=1.0, backward=2.0, before=profile_under("offload", forward=1.2, backward=2.4)
+    )
+    assert before.timing(0, Placement.OFFLOAD).whole - before.timing(
+        0, Placement.KEEP
+    ).whole == pytest.approx(0.6)
+    same = profile_under("offload-50%", forward=1.1, backward=2.2, before=before)
+    slower = profile_under("offload-50%", forward=2.1, backward=4.2, before=before)
+    assert same.timing(0, Placement.OFFLOAD) == pytest.approx(before.timing(0, Placement.OFFLOAD))
+    for placement in (Placement.OFFLOAD, Placement.KEEP):
+        assert slower.timing(0, placement).whole > 1.3 * before.timing(0, placement).whole

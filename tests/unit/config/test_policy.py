@@ -131,7 +131,7 @@ def test_a_match_must_be_text() -> None:
 
 def test_the_word_of_a_placement_will_do() -> None:
     assert Rule("0", "recompute").placement is RECOMPUTE  # type: ignore[arg-type]
-    legal = "keep, offload, recompute, recompute-offload, offload-remat, auto"
+    legal = "keep, offload, recompute, recompute-offload, offload-remat, auto, offload-N%"
     with pytest.raises(ConfigError, match=f"one of {legal}, not 'drop'"):
         Rule("0", "drop")  # type: ignore[arg-type]
 

@@ -40,6 +40,9 @@ states: {sub_group_bytes: null}
 layers: [{match: 0}]
 layers: [{match: 0, placement: keep, line: 3}]
 layers: {match: 0, placement: keep}
+default: offload-0%
+default: offload-100%
+default: offload-50
 min_tensor_bytes: 64
 """.strip().splitlines()
 
@@ -54,6 +57,7 @@ states: null
 states: {sub_group_bytes: 32MiB, when: backward, gradients: free}
 states: {masters: keep}
 layers: [{match: 0, placement: keep}, {match: last 2, placement: recompute}]
+layers: [{match: 0, placement: offload-1%}, {match: last 2, placement: offload-99%}]
 min_tensor_bytes: 0
 """.strip().splitlines()
 
@@ -128,7 +132,7 @@ def test_the_command_prints_it_with_what_is_registered() -> None:
         assert problems({"default": "mine"}) == []
     finally:
         unregister(mine)
-    assert "mine" in json.loads(result.stdout)["properties"]["default"]["enum"]
+    assert "mine" in json.loads(result.stdout)["properties"]["default"]["anyOf"][0]["enum"]
     assert problems({"default": "mine"}) != []
 
 
