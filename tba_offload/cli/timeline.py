@@ -77,8 +77,11 @@ def timeline(run: Path, outputs: tuple[Path, ...], step: int | None, profile: Pa
                 write_timeline(found[0], output)
     for each in found:
         click.echo(f"step {each.step}: {', '.join(map(str, outputs))}")
-    for number, place in dict(drive for each in found for drive in each.drives).items():
-        click.echo(f"drive {number}: {visible(place)}")
+    places = {
+        each.label_of(drive): each.place_of(drive) for each in found for drive in range(len(each.drives))
+    }
+    for label, place in places.items():
+        click.echo(f"{label}: {visible(place)}")
 
 
 def _merge(steps: list[TimelineEvent], outputs: tuple[Path, ...], profile: Path) -> list[TimelineEvent]:

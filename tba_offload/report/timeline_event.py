@@ -88,6 +88,9 @@ class Phase(NamedTuple):
 HOST = "host memory"
 """Name of the place that is no drive."""
 
+STATES = "optimizer states in "
+"""Beginning of the name of a drive where what it moves are states of optimizers."""
+
 
 class TimelineEvent(BaseModel):
     """One step over time, by the host's clock.
@@ -105,7 +108,8 @@ class TimelineEvent(BaseModel):
         updates: When optimizers worked: from, until.
         budget: Most bytes of activations that the policy allows; ``None`` for no limit.
         window: Most bytes in flight that it allows; ``None`` for no limit.
-        drives: The drives that moved bytes, each with its number among the directories, and its name.
+        drives: The drives that moved bytes, each with its number among the directories, and its name; one
+            that moved states of optimizers is there once more for these, its name after :data:`STATES`.
         moves: The calls that moved bytes, by when they began.
     """
 
@@ -174,7 +178,12 @@ class TimelineEvent(BaseModel):
     def label_of(self, drive: int) -> str:
         """What pictures call a drive: by its number among the directories, so that they show no name."""
         number, name = self.drives[drive]
-        return HOST if name == HOST else f"drive {number}"
+        label = HOST if self.place_of(drive) == HOST else f"drive {number}"
+        return f"{label}, optimizer states" if name.startswith(STATES) else label
+
+    def place_of(self, drive: int) -> str:
+        """The name of a drive, whatever it moves."""
+        return self.drives[drive][1].removeprefix(STATES)
 
     def rates_of(self, drive: int, *, writes: bool) -> list[tuple[float, float]]:
         """Bytes a second that a drive moves: from when, and how many, until the next.

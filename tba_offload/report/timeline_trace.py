@@ -78,7 +78,7 @@ class Trace:
             verb, known = "write" if move.writes else "read", threads[move.drive, move.writes]
             if move.thread not in known:
                 known.append(move.thread)
-            label, (_, place) = step.label_of(move.drive), step.drives[move.drive]
+            label, place = step.label_of(move.drive), step.place_of(move.drive)
             where = label if label == place else f"{label} ({place})"
             row = self._row_of(f"{where}: {verb} {known.index(move.thread)}")
             told = {"bytes": move.nbytes, "drive": place}

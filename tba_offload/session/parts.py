@@ -127,7 +127,7 @@ def make_parts(
     memory_watch = MemoryWatch(
         Sources(gradients.live, offloader, capture, ModuleTensors(modules)), len(stack.layers)
     )
-    curve = StepCurve(offloader, store, memory_watch)
+    curve = StepCurve(offloader, store, memory_watch, states)
     meters.tell(memory_watch, curve)
     return Parts(
         modules=tuple(modules),

@@ -10,6 +10,8 @@ import time
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
+from tba_offload.report.timeline_event import STATES
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from tba_offload.plan.model import Limits
     from tba_offload.session.memory_watch import MemoryWatch
     from tba_offload.session.step import Step
+    from tba_offload.states import OptimizerStates
     from tba_offload.store.base import ActivationStore, Moved
     from tba_offload.transfer.ledger import TransferStats
     from tba_offload.transfer.offloader import Offloader
@@ -60,15 +63,23 @@ class StepCurve:
         offloader: Knows what travels.
         store: Tells what its drives move.
         watch: Knows what layers leave in memory.
+        states: States of optimizers that travel too, in stores of their own; more may come.
     """
 
-    def __init__(self, offloader: Offloader, store: ActivationStore, watch: MemoryWatch) -> None:
+    def __init__(
+        self,
+        offloader: Offloader,
+        store: ActivationStore,
+        watch: MemoryWatch,
+        states: Sequence[OptimizerStates],
+    ) -> None:
         self._ledger = offloader.ledger
         self._store = store
         self._watch = watch
+        self._states = states
         self._is_on = False
         self._points: list[Point] = []
-        self._moves: list[Moved] = []
+        self._moves: dict[str, list[Moved]] = {}  # by what the names of drives begin with
         self._highest: Point | None = None  # of those that become the next point
         self._samples = 0  # in this step
         self._each = 1
@@ -86,11 +97,13 @@ class StepCurve:
         self.stop()
         self._points, self._highest = [], None
         self._each, self._samples = self._samples // _POINTS + 1, 0
-        self._moves = []
+        self._moves = {"": [], STATES: []}
         self._is_on = self._was_on = wanted or (meter is not None and _is_due(number + 1))
         self._source = meter.source if meter is not None else ""
         if self._is_on:
-            self._store.watch_moves(self._moves.append)
+            self._store.watch_moves(self._moves[""].append)
+            for states in self._states:
+                states.watch_moves(self._moves[STATES].append)
 
     def seen(self, live: int) -> None:
         """The meter has seen ``live`` bytes in use. Of several moments the one with most of them stays."""
@@ -127,6 +140,8 @@ class StepCurve:
         if self._is_on:
             self._is_on = False
             self._store.watch_moves(None)
+            for states in self._states:
+                states.watch_moves(None)
 
     def figures(
         self, step: Step, trace: StepTrace, stats: TransferStats, names: Sequence[str], limits: Limits
@@ -148,9 +163,9 @@ class StepCurve:
         def at(seconds: float | None) -> float | None:
             return None if seconds is None else round(max(seconds - began, 0.0), 6)
 
-        moves = _few([move for move in list(self._moves) if move.began >= began])
-        places = dict(sorted({move.drive: move.place for move in moves}.items()))
-        of_drive = {drive: number for number, drive in enumerate(places)}
+        moves = self._moves_since(began)
+        drives = sorted({(move.place.startswith(STATES), move.drive, move.place) for move in moves})
+        of_place = {place: number for number, (_, _, place) in enumerate(drives)}
         number_of: dict[int, int] = {}  # of I/O threads, in the order in which each first moved bytes
         return {
             "source": self._source,
@@ -171,19 +186,28 @@ class StepCurve:
                 [at(seconds), *[max(0, nbytes) for nbytes in (live - base, *others)]]
                 for seconds, live, *others in list(self._points)
             ],
-            "drives": [[drive, place] for drive, place in places.items()],
+            "drives": [[drive, place] for _, drive, place in drives],
             "moves": [
                 [
-                    of_drive[drive],
+                    of_place[place],
                     writes,
                     at(since),
                     at(until),
                     nbytes,
                     number_of.setdefault(thread, len(number_of)),
                 ]
-                for drive, _, writes, thread, since, until, nbytes in moves
+                for _, place, writes, thread, since, until, nbytes in moves
             ],
         }
+
+    def _moves_since(self, began: float) -> list[Moved]:
+        """The calls that moved bytes; those of optimizer states name their drives so."""
+        moves = (
+            move._replace(place=f"{prefix}{move.place}")
+            for prefix, seen in self._moves.items()
+            for move in _few([move for move in list(seen) if move.began >= began])
+        )
+        return sorted(moves, key=_began)
 
 
 def unix_offset_ns() -> int:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from tba_offload.states.exchange import Exchange
     from tba_offload.states.figures import StatesRecord
-    from tba_offload.store.base import ActivationStore
+    from tba_offload.store.base import ActivationStore, Moved
 
 _REMEMBERED = 10_000
 
@@ -176,6 +176,10 @@ class OptimizerStates:
     def expect(self, seconds: float) -> None:
         """Has the records of updates tell that they were expected to take so long."""
         self._expected = seconds
+
+    def watch_moves(self, seen: Callable[[Moved], object] | None) -> None:
+        """Has a function told of each call that moves bytes; see :meth:`ActivationStore.watch_moves`."""
+        self._store.watch_moves(seen)
 
     def close(self, *, bring_back: bool = True) -> None:
         """Brings the states back into memory: the optimizer is as it was. May be called twice.
