@@ -78,6 +78,7 @@ RECORD = StepRecord(
     planning_seconds=0.003,
     predicted_peak_bytes=11,
     predicted_seconds=1.3,
+    predicted_device_peak_bytes=2**31,
 )
 
 
