@@ -62,6 +62,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    # megatron-core warns when it is first imported: no fault of the test that comes first in a process.
+    if item.get_closest_marker("megatron") is not None:
+        from tba_offload.megatron import require_core
+
+        require_core("a test of the integration")
+
+
 def pytest_collection_finish() -> None:
     # What was imported and collected stays to the end; the collector, which many tests call, may skip it.
     gc.collect()
