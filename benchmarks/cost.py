@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 import torch
 
+import tba_offload as tba
 from tba_lab.demo.race import Entrant, Spread, paired_ratio, race
 from tba_lab.demo.text import write_text
 from tba_lab.demo.trainer import Trainer
@@ -24,8 +25,6 @@ from tba_offload.device.memory import FAST_ALLOCATOR
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import tba_offload as tba
 
     Steps = list[dict[str, Any]]
     Lanes = dict[str, Steps]
@@ -68,6 +67,14 @@ class Mechanism(NamedTuple):
     summarize: Callable[[Lanes], dict[str, Any]]
     told: Callable[[dict[str, Any]], str]
     many: Lane | None = None
+
+
+def all_offloaded(scratch: Path, *, checksum: bool = True) -> tba.OffloadConfig:
+    """A lane's configuration in which everything travels, with checksums or without."""
+    return tba.OffloadConfig(
+        budget=tba.BudgetConfig(in_flight_bytes=10 << 20),
+        store=tba.StoreConfig(kind="file", directories=(scratch,), checksum=checksum),
+    )
 
 
 def cost_command(doc: str, mechanism: Mechanism, *, steps: int, warm_up: int) -> click.Command:

@@ -16,15 +16,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from cost import MANY, OFF, ON, Lane, Mechanism, MeteredTrainer, cost_command
+from cost import MANY, OFF, ON, Lane, Mechanism, MeteredTrainer, all_offloaded, cost_command
 from xxhash import xxh3_64
 
-import tba_offload as tba
 from tba_offload.store import checksums
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from cost import Lanes
 
 WARM_UP = 2
@@ -62,14 +59,6 @@ class EightfoldTrainer(MeteredTrainer):
         return super().step()
 
 
-def config(scratch: Path, *, checksum: bool) -> tba.OffloadConfig:
-    """Everything travels, with checksums or without."""
-    return tba.OffloadConfig(
-        budget=tba.BudgetConfig(in_flight_bytes=10 << 20),
-        store=tba.StoreConfig(kind="file", directories=(scratch,), checksum=checksum),
-    )
-
-
 def summarize(lanes: Lanes) -> dict[str, Any]:
     """Shares and rates of the steps after the warm-up."""
     counted, without, many = (lanes[name][WARM_UP:] for name in (ON, OFF, MANY))
@@ -99,11 +88,11 @@ def told(figures: dict[str, Any]) -> str:
 
 CHECKSUMS = Mechanism(
     "offload",
-    on=Lane(MeteredTrainer, partial(config, checksum=True)),
-    off=Lane(MeteredTrainer, partial(config, checksum=False)),
+    on=Lane(MeteredTrainer, partial(all_offloaded, checksum=True)),
+    off=Lane(MeteredTrainer, partial(all_offloaded, checksum=False)),
     summarize=summarize,
     told=told,
-    many=Lane(EightfoldTrainer, partial(config, checksum=True)),
+    many=Lane(EightfoldTrainer, partial(all_offloaded, checksum=True)),
 )
 
 main = cost_command(__doc__ or "", CHECKSUMS, steps=10, warm_up=WARM_UP)

@@ -25,7 +25,7 @@ FORWARD = 0.06
 
 
 class _Operation(torch.autograd.Function):
-    """Saves so many copies of its input."""
+    """Saves copies of its input, as many as ``units`` says."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, units: int) -> Tensor:

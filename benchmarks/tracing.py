@@ -14,15 +14,13 @@ import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
-from cost import ON, Lane, Mechanism, MeteredTrainer, cost_command
+from cost import ON, Lane, Mechanism, MeteredTrainer, all_offloaded, cost_command
 
-import tba_offload as tba
 from tba_offload.session.conclusions import Conclusions
 from tba_offload.session.step_curve import StepCurve
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from cost import Lanes
 
@@ -72,14 +70,6 @@ class TracedTrainer(UntracedTrainer):
         return {**figures, "recording_seconds": sum(self._seconds)}
 
 
-def config(scratch: Path) -> tba.OffloadConfig:
-    """Every layer is offloaded."""
-    return tba.OffloadConfig(
-        budget=tba.BudgetConfig(in_flight_bytes=10 << 20),
-        store=tba.StoreConfig(kind="file", directories=(scratch,)),
-    )
-
-
 def summarize(lanes: Lanes) -> dict[str, Any]:
     """The share of the steps after the warm-up."""
     steps = lanes[ON][WARM_UP:]
@@ -99,8 +89,8 @@ def told(figures: dict[str, Any]) -> str:
 
 RECORDING = Mechanism(
     "offload",
-    on=Lane(TracedTrainer, config),
-    off=Lane(UntracedTrainer, config),
+    on=Lane(TracedTrainer, all_offloaded),
+    off=Lane(UntracedTrainer, all_offloaded),
     summarize=summarize,
     told=told,
 )

@@ -239,7 +239,7 @@ class _CopiesOf:
 
 
 def _batches(masters: Sequence[torch.Tensor], most: int) -> Iterator[list[torch.Tensor]]:
-    """Masters of at most so many bytes at a time; a larger one alone."""
+    """Masters of at most ``most`` bytes at a time; a larger one alone."""
     some: list[torch.Tensor] = []
     for main in masters:
         if some and sum(each.nbytes for each in (*some, main)) > most:

@@ -95,7 +95,7 @@ class LayerKind:
         )
 
     def staying(self, percent: int) -> frozenset[int]:
-        """Numbers of the activations that stay where so many percent of the bytes travel."""
+        """Numbers of the activations that stay where that percentage of the bytes travels."""
         return staying((saved.nbytes for saved in self.activations), percent)
 
     @property

@@ -82,11 +82,11 @@ class StatesLoad:
     def of_equal(
         cls, count: int, nbytes: int, update_seconds: float, rate: float, *, turns: bool = True
     ) -> StatesLoad:
-        """So many sub-groups of one size, with that many bytes in all."""
+        """``count`` sub-groups of one size, with ``nbytes`` bytes in all."""
         return cls(((nbytes // count,) * count,), update_seconds, rate, turns=turns)
 
     def split(self, travelling: int) -> tuple[int, ...]:
-        """How many of each optimizer travel if so many do together: an equal share of each."""
+        """How many of each optimizer travel if ``travelling`` do together: an equal share of each."""
         return tuple(-(-travelling * len(sizes) // self.count) for sizes in self.sizes)
 
     def device_bytes(self, travelling: int) -> int:
@@ -207,7 +207,7 @@ def choose(
 
     Args:
         load: The sub-groups.
-        limits_of: What activations may take if so many travel.
+        limits_of: What activations may take, by the number of sub-groups that travel.
         plan_of: What the best plan under limits does.
         now: How many travel now; is tried too.
 

@@ -97,7 +97,7 @@ class Budget:
         self._derive(None if base is None else base + (record.state_bytes or 0))
 
     def may_free(self, freeable: Callable[[], int]) -> None:
-        """States may leave the device, so many bytes as this tells: before they have, nothing is short."""
+        """States may leave the device, as many bytes as this tells: before they have, nothing is short."""
         self._freeable = freeable
 
     @property
@@ -106,7 +106,7 @@ class Budget:
         return self._share
 
     def device_peak(self, activations: int) -> int | None:
-        """The most bytes on the device in a step whose activations peak at so many; ``None`` if unknown.
+        """The most bytes on the device in a step by the peak of its activations; ``None`` if unknown.
 
         Most gradients come when most activations have gone: how far the peaks are apart, the last step has
         shown. No plan counts on it, since under another one it is something else.

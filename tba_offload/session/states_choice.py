@@ -53,7 +53,7 @@ class Basis(NamedTuple):
     share: DeviceShare
 
     def with_states(self, travelling: int) -> DeviceShare:
-        """What lies there if so many sub-groups travel."""
+        """What lies there if that number of sub-groups travels."""
         base = self.share.base_bytes + self.load.device_bytes(travelling)
         return dataclasses.replace(self.share, base_bytes=base)
 

@@ -19,10 +19,13 @@ class Line:
     Args:
         turns: Whether the next update goes in the reverse order. What was updated last is still in its slot
             then, and needs neither be written nor read.
+
+    Attributes:
+        turns: As given.
     """
 
     def __init__(self, *, turns: bool) -> None:
-        self._turns = turns
+        self.turns = turns
         self._is_reversed = False
         self._groups: list[SubGroup] = []
         self._places: dict[SubGroup, int] = {}
@@ -47,7 +50,7 @@ class Line:
 
     def end(self) -> None:
         """All are updated; the next update turns round, or may begin in the same order at any time."""
-        if self._turns:
+        if self.turns:
             self._is_reversed = not self._is_reversed
         else:
             self._at = -1
@@ -76,7 +79,7 @@ class Line:
             return place
         if place == self._at:
             return -1  # it is being updated
-        return _FAR - place if self._turns else _FAR + place
+        return _FAR - place if self.turns else _FAR + place
 
     def _line_up(self, groups: list[SubGroup]) -> None:
         self._groups = groups

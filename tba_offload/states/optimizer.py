@@ -23,7 +23,7 @@ from tba_offload.states.early import Early
 from tba_offload.states.home import Homes
 from tba_offload.states.masters import MASTER, Masters
 from tba_offload.states.own_step import OwnStep
-from tba_offload.states.pieces import is_elementwise, is_known
+from tba_offload.states.pieces import is_known
 from tba_offload.states.roster import Roster
 from tba_offload.states.stream import Stream
 from tba_offload.states.takeover import Takeover, is_taken
@@ -161,10 +161,10 @@ class OptimizerStates:
     @property
     def turns(self) -> bool:
         """Whether the next update goes in the reverse order of the last one."""
-        return is_elementwise(self.optimizer) and self._early is None
+        return self._stream.line.turns
 
     def arrange(self, travelling: int) -> None:
-        """Has so many sub-groups travel from now on, where ``states.when`` is ``step``; the others stay.
+        """Has a number of sub-groups travel from now on, where ``states.when`` is ``step``; the others stay.
 
         They stay in slots, so that ``optimizer.state`` shows all of them as if they were away.
 

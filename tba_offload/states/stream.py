@@ -54,9 +54,9 @@ class Stream:
         self._own = own
         self._roster = roster
         self._is_elementwise = is_elementwise(optimizer)
-        self._line = Line(turns=self._is_elementwise and not in_backward)
+        self.line = Line(turns=self._is_elementwise and not in_backward)
         self._masters = masters
-        self.exchange = Exchange(optimizer, homes, masters, self._line.next_use, roster.name_of)
+        self.exchange = Exchange(optimizer, homes, masters, self.line.next_use, roster.name_of)
         self.journal = Journal(optimizer, homes, self.exchange.slots) if in_backward else NoJournal()
         self._tally = Tally(homes)
         self._failure: TransferError | None = None
@@ -95,7 +95,7 @@ class Stream:
         """
         self._refuse_after_failure()
         with put_off(self), self._tally.counted(), self._whole():
-            self._line.reach(group)
+            self.line.reach(group)
             self._read_ahead()
             self._update(group, {})
             self.exchange.slots.write(group)
@@ -148,7 +148,7 @@ class Stream:
             self.exchange.take_shown(self._roster.add(number, having))
 
     def arrange(self, travelling: int) -> None:
-        """Has so many sub-groups travel, the first of :attr:`Roster.spread`, and the others stay in memory.
+        """Has the first sub-groups of :attr:`Roster.spread` travel, and the others stay in memory.
 
         Raises:
             TransferError: One of them cannot be read or written; those that are not arranged go on as before.
@@ -185,7 +185,7 @@ class Stream:
 
     def _remove(self, groups: Sequence[SubGroup]) -> None:
         self._roster.remove(groups)
-        self._line.remove(groups)
+        self.line.remove(groups)
         self.journal.forget(groups)
 
     # ---- all or nothing --------------------------------------------------------------------------
@@ -216,17 +216,17 @@ class Stream:
         done = set(early)
         groups = [group for group in self._roster.groups if group.has_gradient and group not in done]
         newcomers = self._roster.newcomers(with_gradients=True)
-        for group in self._line.begin(early, groups):
+        for group in self.line.begin(early, groups):
             self._read_ahead()
             self._update(group, options)
             self._read_ahead()
-            if newcomers or self.journal.is_kept or self._line.needs_more_than(self.exchange.slots.held()):
+            if newcomers or self.journal.is_kept or self.line.needs_more_than(self.exchange.slots.held()):
                 self.exchange.slots.write(group)
         for number, parameters in newcomers.items():
             self._update_newcomers(number, parameters, options)
         if not self._is_elementwise:
             self._update_empty(options)
-        self._line.end()
+        self.line.end()
 
     def _update_newcomers(
         self, number: int, parameters: list[torch.Tensor], options: Mapping[str, Any]
@@ -239,7 +239,7 @@ class Stream:
             self._update_new(group, options)
 
     def _update_new(self, group: SubGroup, options: Mapping[str, Any]) -> None:
-        self._line.reach(group)
+        self.line.reach(group)
         self._update(group, options)
         self.exchange.slots.write(group)
 
@@ -274,10 +274,10 @@ class Stream:
     def _read_ahead(self) -> None:
         """Begins to read what is updated next, as far as there are slots for it."""
         slots = self.exchange.slots
-        for group in self._line.next(SLOTS - 1, slots.stays):
+        for group in self.line.next(SLOTS - 1, slots.stays):
             if group.layout is not None and slots.of(group) is None:
                 most = SLOTS - group.is_new  # new states are in memory too, before they get their places
-                slot = slots.take_now(group, group.room, self._line.next_use, most)
+                slot = slots.take_now(group, group.room, self.line.next_use, most)
                 if slot is None:
                     return
                 slot.read(group)
@@ -288,7 +288,7 @@ class Stream:
         return {
             "states_bytes": sum(group.nbytes for group in self._roster.groups) - sum(staying),
             "slot_bytes": slots.nbytes + self.journal.nbytes,
-            "sub_groups": len(self._line),
+            "sub_groups": len(self.line),
             "staying": len(staying),
             "staying_bytes": sum(staying),
         }
