@@ -3,19 +3,25 @@
     python benchmarks/states.py DIRECTORY                 # updates alone, with gradients that are there
     python benchmarks/states.py DIRECTORY --rows 1024     # steps: forward, backward and update
     python benchmarks/states.py DIRECTORY --deepspeed     # beside DeepSpeed's ZeRO-3: zero_lane.py
+    python benchmarks/states.py DIRECTORY --device cuda --store host    # on a GPU, states in host memory
     python benchmarks/states.py --simulate h100           # where to update, by a model: update_lanes.py
 
 Lanes take turns in one process, each with parameters and an optimizer of its own and the same gradients: the
 plain optimizer, the same once more as a control, and one whose states are offloaded. Printed are the seconds
-of an update and the ratio to the plain one, round by round; what malloc handed out more at the peak of an
-update than before it, and what a lane holds between updates beyond its parameters; processor time of all
-threads; the bytes that the process read from drives and wrote there; and the bound: the bytes that travelled
-over the rate at which the drive reads and writes at once, measured between the updates with transfers of the
-same size. After the last round the parameters and states of all lanes are compared, bit for bit.
+of an update and the ratio to the plain one, round by round; what malloc, or the allocator of the device,
+handed out more at the peak of an update than before it, and what a lane holds between updates beyond its
+parameters; processor time of all threads; the bytes that the process read from drives and wrote there; and
+the bound: the bytes that travelled over the rate at which the store reads and writes at once, measured
+between the updates with transfers of the same size. After the last round the parameters and states of all
+lanes are compared, bit for bit.
 
 With ``--rows`` the matrices are the layers of a model, each step trains it on that number of rows, and
 whole steps are timed. Two more lanes update in backward: one keeps gradients until the step, one
 frees them at once.
+
+On a GPU one more lane has parameters and states in host memory too, gets gradients there, updates with the
+processor, and sends parameters back: what an update there would cost whose states never travel. The copies
+and the update come one after the other; each of them is printed.
 
 With ``--deepspeed`` one more lane, or one for each JSON object of settings for its ``aio``, is DeepSpeed's
 ZeRO-3 with ``offload_optimizer`` on the same drive, with sub-groups of the same size. Its parameters are
@@ -33,7 +39,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import update_lanes
@@ -43,8 +49,8 @@ from update_lanes import MACHINES
 import tba_offload as tba
 from tba_lab.demo.race import Spread, paired_ratio
 from tba_offload.config import format_size, parse_size
-from tba_offload.device import READY, CpuDevice
-from tba_offload.device.memory import MallocMeter
+from tba_offload.device import READY, device_of
+from tba_offload.device.memory import meter_of
 from tba_offload.states.home import PART, page_aligned
 from tba_offload.store import open_store
 
@@ -53,6 +59,8 @@ if TYPE_CHECKING:
 
     from zero_lane import Zero
 
+    from tba_offload.device import Device
+    from tba_offload.device.memory import MemoryMeter
     from tba_offload.states import OptimizerStates
     from tba_offload.store.base import ActivationStore
 
@@ -74,11 +82,12 @@ class Lane:
         optimizer: Likewise.
         states: Those of the optimizer, if they are offloaded.
         seconds: Of each update.
-        peaks: Bytes that malloc handed out at the peak of each update, above those before it.
+        peaks: Bytes that were handed out at the peak of each update, above those before it.
         processor: Seconds of processor time of each update, of all threads.
         travelled: Bytes that each update read from drives, and wrote to drives.
-        held: Bytes of malloc that are its own between updates, beyond its parameters.
+        held: Bytes that are its own between updates, beyond its parameters.
         zero: DeepSpeed's engine, if it is one of DeepSpeed.
+        on_host: What updates in host memory, if it does.
     """
 
     name: str
@@ -91,13 +100,14 @@ class Lane:
     travelled: list[tuple[int, int]] = field(default_factory=list)
     held: int = 0
     zero: Zero | None = None
+    on_host: OnHost | None = None
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
         """Those of the model."""
         return list(self.model.parameters())
 
-    def update(self, gradients: Sequence[torch.Tensor], meter: MallocMeter) -> None:
+    def update(self, gradients: Sequence[torch.Tensor], meter: MemoryMeter) -> None:
         """Makes one update."""
         if self.zero is not None:
             self.zero.backward(gradients)
@@ -107,10 +117,10 @@ class Lane:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
         with self._measured(meter):
-            self.optimizer.step()
+            self._update()
         self.optimizer.zero_grad()
 
-    def step(self, rows: torch.Tensor, meter: MallocMeter) -> None:
+    def step(self, rows: torch.Tensor, meter: MemoryMeter) -> None:
         """Makes one step of training."""
         with self._measured(meter):
             if self.zero is not None:
@@ -118,16 +128,24 @@ class Lane:
                 self.zero.update()
                 return
             self.model(rows).square().mean().backward()
-            self.optimizer.step()
+            self._update()
             self.optimizer.zero_grad()
 
+    def _update(self) -> None:
+        if self.on_host is None:
+            self.optimizer.step()
+        else:
+            self.on_host.update()
+
     @contextmanager
-    def _measured(self, meter: MallocMeter) -> Iterator[None]:
+    def _measured(self, meter: MemoryMeter) -> Iterator[None]:
+        finish(self.parameters)
         meter.reset()
         before = meter.live()
         drives = drive_bytes()
         processor, began = time.process_time(), time.perf_counter()
         yield
+        finish(self.parameters)
         self.seconds.append(time.perf_counter() - began)
         self.processor.append(time.process_time() - processor)
         self.peaks.append(meter.peak() - before)
@@ -135,11 +153,55 @@ class Lane:
         self.travelled.append((read - drives[0], written - drives[1]))
 
     @contextmanager
-    def holding(self, meter: MallocMeter) -> Iterator[None]:
+    def holding(self, meter: MemoryMeter) -> Iterator[None]:
         """What is live after the block and was not before it is the lane's."""
         before = meter.live()
         yield
         self.held += meter.live() - before
+
+
+class OnHost:
+    """Parameters and their optimizer in host memory, for a model on a GPU.
+
+    Args:
+        model: The model.
+        device: Where it is.
+
+    Attributes:
+        seconds: Of the copies of each update, and of the update itself.
+    """
+
+    def __init__(self, model: torch.nn.Module, device: Device) -> None:
+        self._parameters = list(model.parameters())
+        self._copies = [device.to_host(parameter) for parameter in self._parameters]
+        torch.accelerator.synchronize()
+        for copy in self._copies:
+            copy.grad = torch.empty_like(copy, pin_memory=True)
+        self._optimizer = torch.optim.AdamW(self._copies, fused=True)
+        self.seconds: list[tuple[float, float]] = []
+
+    def update(self) -> None:
+        """Updates with the gradients of the model."""
+        finish(self._parameters)  # the copies are timed, not what they wait for
+        began = time.perf_counter()
+        for copy, parameter in zip(self._copies, self._parameters, strict=True):
+            assert copy.grad is not None
+            copy.grad.copy_(parameter.grad, non_blocking=True)
+        finish(self._parameters)
+        copied = time.perf_counter()
+        self._optimizer.step()
+        updated = time.perf_counter()
+        with torch.no_grad():
+            for copy, parameter in zip(self._copies, self._parameters, strict=True):
+                parameter.copy_(copy, non_blocking=True)
+        finish(self._parameters)
+        self.seconds.append((copied - began + time.perf_counter() - updated, updated - copied))
+
+
+def finish(parameters: Sequence[torch.Tensor]) -> None:
+    """Waits for what a device has to do yet."""
+    if parameters[0].device.type != "cpu":
+        torch.accelerator.synchronize(parameters[0].device)
 
 
 def drive_bytes() -> tuple[int, int]:
@@ -153,13 +215,14 @@ def made(name: str, arguments: argparse.Namespace) -> Lane:
     with torch.random.fork_rng():
         torch.manual_seed(1)
         width = arguments.width
-        layers = [zero_lane.Given(width, width, bias=False) for _ in range(arguments.matrices)]
+        where = {"bias": False, "device": arguments.device}
+        layers = [zero_lane.Given(width, width, **where) for _ in range(arguments.matrices)]
     model = torch.nn.Sequential(*layers)
     return Lane(name, model, torch.optim.AdamW(model.parameters(), fused=True))
 
 
 def with_deepspeed(
-    arguments: argparse.Namespace, meter: MallocMeter, stack: contextlib.ExitStack
+    arguments: argparse.Namespace, meter: MemoryMeter, stack: contextlib.ExitStack
 ) -> Iterator[Lane]:
     """The lanes of DeepSpeed, one for each setting."""
     settings = [] if arguments.deepspeed is None else arguments.deepspeed or [{}]
@@ -177,14 +240,20 @@ def offloaded(lane: Lane, arguments: argparse.Namespace, **states: str) -> Optim
     """Has the states of a lane offloaded."""
     policy = {
         "states": {"sub_group_bytes": arguments.sub_group, **states},
-        "store": {"kind": "file", "directories": [str(arguments.directory)]},
+        "store": store_of(arguments),
     }
     return tba.offload_optimizer(lane.optimizer, policy, model=lane.model)
 
 
-def mixed_rate(store: ActivationStore) -> float:
+def store_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Where states go, as a policy says it."""
+    directories = [] if arguments.store == "host" else [str(arguments.directory)]
+    return {"kind": arguments.store, "directories": directories}
+
+
+def mixed_rate(store: ActivationStore, device: Device) -> float:
     """Bytes a second, both directions together, with transfers of the size that states travel in."""
-    memory = page_aligned(2 * PARTS * PART, CpuDevice(), store.alignment)
+    memory = page_aligned(2 * PARTS * PART, device, store.alignment)
     parts = [memory.part(number * PART, PART) for number in range(2 * PARTS)]
     extents = [store.reserve(PART, part.address) for part in parts]
     for future in [store.write(extent, part, READY) for extent, part in zip(extents, parts, strict=True)]:
@@ -199,6 +268,11 @@ def mixed_rate(store: ActivationStore) -> float:
     for extent in extents:
         store.release(extent)
     return 2 * PARTS * PART / seconds
+
+
+def random(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Numbers on the generator's device."""
+    return torch.randn(shape, generator=generator, device=generator.device)
 
 
 def differing(lanes: Sequence[Lane]) -> int:
@@ -230,12 +304,23 @@ def show(lanes: Sequence[Lane], rates: Sequence[float], warm_up: int) -> None:
             f"{statistics.median(lane.processor[warm_up:]):9.3f}"
         )
     rate = statistics.median(rates)
-    print(f"drive: {rate / 1e9:.2f} GB/s reading and writing at once")
+    print(f"store: {rate / 1e9:.2f} GB/s reading and writing at once")
     for lane in lanes:
         if lane.states is not None:
             show_states(lane, plain, rate, warm_up)
         if lane.zero is not None:
             show_zero(lane, lanes, warm_up)
+        if lane.on_host is not None:
+            copies, updates = map(Spread.of, zip(*lane.on_host.seconds[warm_up:], strict=True))
+            print(f"{lane.name}: copies of gradients and parameters {copies} s, update {updates} s")
+
+
+def machine(arguments: argparse.Namespace) -> str:
+    """What computes."""
+    if arguments.device == "cpu":
+        return f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
+    name = torch.get_device_module(arguments.device).get_device_name()
+    return f"{name}, {arguments.precision} precision, states in a {arguments.store} store"
 
 
 def medians(pairs: Sequence[tuple[int, int]]) -> list[float]:
@@ -277,7 +362,7 @@ def show_states(lane: Lane, plain: Sequence[float], rate: float, warm_up: int) -
         f"{last.written_bytes / MIB:.1f} MiB an update; waited {waits} s; {last.in_backward} sub-groups in "
         "backward"
     )
-    print(f"{lane.name}: time over max(plain, bytes / drive's rate): {Spread.of(bounded)}")
+    print(f"{lane.name}: time over max(plain, bytes / rate): {Spread.of(bounded)}")
 
 
 def main() -> None:
@@ -299,6 +384,19 @@ def main() -> None:
     parser.add_argument(
         "--rows", type=int, default=0, help="rows that a step trains the matrices on; 0 for updates alone"
     )
+    parser.add_argument("--device", default="cpu", help="where parameters are (default %(default)s)")
+    parser.add_argument(
+        "--store",
+        choices=("file", "host", "gds"),
+        default="file",
+        help="where states go (default %(default)s)",
+    )
+    parser.add_argument(
+        "--precision",
+        choices=("highest", "high", "medium"),
+        default="highest",
+        help="of matrix products in fp32; high is TF32 on a GPU",
+    )
     parser.add_argument("--rounds", type=int, default=9, help="updates of each lane (default %(default)s)")
     parser.add_argument(
         "--deepspeed",
@@ -319,20 +417,22 @@ def main() -> None:
         except zero_lane.CannotRunError as error:
             parser.error(str(error))
     warm_up = min(2, arguments.rounds - 1)
-    generator = torch.Generator().manual_seed(2)
+    torch.set_float32_matmul_precision(arguments.precision)
+    device = device_of(arguments.device)
+    generator = torch.Generator(arguments.device).manual_seed(2)
     shape = (arguments.width, arguments.width)
-    gradients = [torch.randn(shape, generator=generator) for _ in range(arguments.matrices)]
-    rows = torch.randn((arguments.rows, arguments.width), generator=generator)
+    number = 0 if arguments.rows else arguments.matrices
+    gradients = [random(shape, generator) for _ in range(number)]
+    rows = random((arguments.rows, arguments.width), generator)
     lanes = [made(name, arguments) for name in ("plain", "again", "offload")]
     if arguments.rows:
         lanes += [made(name, arguments) for name in ("backward", "free")]
     rates: list[float] = []
-    meter = MallocMeter()
-    store = open_store(kind="file", directories=[arguments.directory], device=CpuDevice())
+    meter = meter_of(device)
+    store = open_store(**store_of(arguments), device=device)
     print(
         f"{arguments.matrices} matrices of {arguments.width} x {arguments.width}, fp32, fused AdamW, "
-        f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}; sub-groups of "
-        f"{format_size(arguments.sub_group)}"
+        f"{machine(arguments)}; sub-groups of {format_size(arguments.sub_group)}"
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(store)
@@ -340,7 +440,11 @@ def main() -> None:
         for lane, states in zip(lanes[2:], settings, strict=False):
             with lane.holding(meter):
                 lane.states = stack.enter_context(offloaded(lane, arguments, **states))
+        own = list(lanes)
         lanes += with_deepspeed(arguments, meter, stack)
+        if arguments.device != "cpu":
+            lanes.append(made("host", arguments))
+            lanes[-1].on_host = OnHost(lanes[-1].model, device)
         for _ in range(arguments.rounds):
             for lane in lanes:
                 with lane.holding(meter):
@@ -348,10 +452,10 @@ def main() -> None:
                         lane.step(rows, meter)
                     else:
                         lane.update(gradients, meter)
-            rates.append(mixed_rate(store))
+            rates.append(mixed_rate(store, device))
         meter.close()
         show(lanes, rates, warm_up)
-        print(f"tensors that differ by a bit: {differing([lane for lane in lanes if lane.zero is None])}")
+        print(f"tensors that differ by a bit: {differing(own)}")
 
 
 if __name__ == "__main__":
