@@ -26,6 +26,7 @@ import torch
 from covering import each_once, full, of_which
 from harness import KIB, MIB, config_for, wait_until
 from models import assert_same_history, loss_of, make_model, make_tokens, same_bits, train
+from optimizers import MAKERS, policy
 from places import BENCHMARKS
 from torch import Tensor, nn
 
@@ -254,6 +255,41 @@ def test_same_bits_of_activations_that_lie_on_several_drives(
 def noted(sizes: list[int], verb: str, extent: Extent) -> Any:
     sizes += [extent.nbytes] if verb == "write" else []
     return nullcontext()
+
+
+# Optimizer states
+
+
+@pytest.mark.parametrize("when", ["step", "backward"])
+@pytest.mark.parametrize(("name", "store", "late"), each_once(("adam", "adamw-foreach"), STORES, LATE))
+def test_states_give_the_bits_of_the_optimizer(
+    name: str, when: str, store: str, late: str, tmp_path: Path
+) -> None:
+    def trained(*, offloads: bool) -> list[Tensor]:
+        model = made()
+        optimizer = MAKERS[name](model.parameters())
+        directories = [str(tmp_path)] if store == "file" else []
+        chosen = policy(tmp_path, store={"kind": store, "directories": directories})
+        chosen["states"]["when"] = when
+        states = tba.offload_optimizer(optimizer, chosen, model=model) if offloads else None
+        torch.manual_seed(7)
+        for number in range(4):
+            loss_on_lagging(model, number).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if states is not None:
+            last = states.records[-1]
+            assert last.read_bytes > 0 < last.written_bytes
+            assert last.in_backward == (last.sub_groups if when == "backward" else 0)
+            states.close()
+        entries = optimizer.state_dict()["state"].values()
+        moments = [entry[key] for entry in entries for key in ("exp_avg", "exp_avg_sq")]
+        return [each.detach().cpu() for each in (*model.parameters(), *moments)]
+
+    expected = trained(offloads=False)
+    with lagging.late(**{late: 0.0003}):
+        found = trained(offloads=True)
+    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
 
 
 # Memory
