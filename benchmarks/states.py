@@ -51,7 +51,7 @@ from tba_lab.demo.race import Spread, paired_ratio
 from tba_offload.config import format_size, parse_size
 from tba_offload.device import READY, device_of
 from tba_offload.device.memory import meter_of
-from tba_offload.states.home import PART, page_aligned
+from tba_offload.states.home import page_aligned, part_bytes_of
 from tba_offload.store import open_store
 
 if TYPE_CHECKING:
@@ -253,9 +253,10 @@ def store_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def mixed_rate(store: ActivationStore, device: Device) -> float:
     """Bytes a second, both directions together, with transfers of the size that states travel in."""
-    memory = page_aligned(2 * PARTS * PART, device, store.alignment)
-    parts = [memory.part(number * PART, PART) for number in range(2 * PARTS)]
-    extents = [store.reserve(PART, part.address) for part in parts]
+    size = part_bytes_of(store)
+    memory = page_aligned(2 * PARTS * size, device, store.alignment)
+    parts = [memory.part(number * size, size) for number in range(2 * PARTS)]
+    extents = [store.reserve(size, part.address) for part in parts]
     for future in [store.write(extent, part, READY) for extent, part in zip(extents, parts, strict=True)]:
         future.wait()
     pairs = list(zip(extents, parts, strict=True))
@@ -267,7 +268,7 @@ def mixed_rate(store: ActivationStore, device: Device) -> float:
     seconds = time.perf_counter() - began
     for extent in extents:
         store.release(extent)
-    return 2 * PARTS * PART / seconds
+    return 2 * PARTS * size / seconds
 
 
 def random(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -279,7 +280,7 @@ def differing(lanes: Sequence[Lane]) -> int:
     """How many tensors of parameters and states differ by a bit from those of the first lane."""
     first, *others = [[*lane.parameters, *_states_of(lane)] for lane in lanes]
     return sum(
-        not torch.equal(a.detach().view(torch.int32), b.detach().view(torch.int32))
+        not torch.equal(a.detach().cpu().view(torch.int32), b.detach().cpu().view(torch.int32))
         for other in others
         for a, b in zip(first, other, strict=True)
     )

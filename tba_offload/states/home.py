@@ -10,6 +10,7 @@ from tba_offload.device.ranges import aligned_range
 from tba_offload.device.streams import CpuDevice
 from tba_offload.errors import StoreError, TransferError
 from tba_offload.store.extents import BLOCK
+from tba_offload.store.host import HostStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 PART = 8 * 2**20
 """Bytes that travel as one extent: a sub-group has some for each drive and each thread."""
+
+HOST_PART = 64 * 2**20
+"""The same where extents lie in host memory: after each copy the link idles until a thread is awake again. An
+H200 moved 60 GB/s in parts of 8 MiB, both directions together, and 95 GB/s in parts of 64 MiB."""
 
 TRIES = 3
 """Reads of one extent before its error counts."""
@@ -52,6 +57,7 @@ class Homes:
         self.device = device
         self.keep_when_full = keep_when_full
         self.padded = padded
+        self.part_bytes = part_bytes_of(store)
         self.read_bytes = self.written_bytes = 0
         self.waited = 0.0
         self._limit = stall_limit
@@ -232,8 +238,8 @@ class Home:
         self.release()
         taken: list[Extent] = []
         try:
-            for start in range(0, memory.nbytes, PART):
-                nbytes = min(PART, memory.nbytes - start)
+            for start in range(0, memory.nbytes, self._homes.part_bytes):
+                nbytes = min(self._homes.part_bytes, memory.nbytes - start)
                 taken.append(self._homes.store.reserve(nbytes, memory.address + start))
         except BaseException:
             for extent in taken:
@@ -242,7 +248,7 @@ class Home:
         self._extents = tuple(taken)
 
     def _parts(self, memory: ByteRange) -> list[tuple[Extent, ByteRange]]:
-        starts = range(0, memory.nbytes, PART)
+        starts = range(0, memory.nbytes, self._homes.part_bytes)
         return [
             (extent, memory.part(start, extent.nbytes))
             for start, extent in zip(starts, self._extents, strict=True)
@@ -253,6 +259,11 @@ class Home:
             raise self._unwritten(cause, "make room, or set on_full: keep") from cause
         self._kept = memory.tensor().to("cpu", copy=True)
         self._homes.tell_of(cause)
+
+
+def part_bytes_of(store: ActivationStore) -> int:
+    """Bytes that travel as one extent of a store at most."""
+    return HOST_PART if store.kind == HostStore.kind else PART
 
 
 def page_aligned(nbytes: int, device: Device, alignment: int) -> ByteRange:
