@@ -2,7 +2,7 @@
 # Tests and benchmark on a machine with an NVIDIA GPU, also one without a network that is there for minutes only.
 #
 #     bash tests/gpu.sh download WHEELS
-#         where there is a network: fills a folder with what that machine may lack, about 15 MB. torch, numpy and
+#         where there is a network: fills a folder with what that machine may lack, about 17 MB. torch, numpy and
 #         cupy are not among them: it has its own, which know the GPU. Whatever else lies in the folder is installed
 #         there too: to have the benchmark compare with DeepSpeed, put in what this makes where torch is installed:
 #         DS_BUILD_OPS=0 pip wheel --no-deps --no-build-isolation deepspeed hjson einops msgpack ninja py-cpuinfo tqdm

@@ -1,0 +1,56 @@
+"""Trains torchtitan's small Llama in torchtitan's own trainer, with its activations offloaded; needs a GPU.
+
+pip install torchtitan==0.2.2, then in a checkout of torchtitan, whose tests/assets are read:
+torchrun --nproc-per-node 2 train_torchtitan.py                         # offloads every layer
+torchrun --nproc-per-node 2 train_torchtitan.py --placement keep        # for comparison: the same losses
+torchrun --nproc-per-node 2 train_torchtitan.py --training.steps 10     # other options are torchtitan's
+"""
+
+import argparse
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchtitan.config import ConfigManager
+from torchtitan.tools.logging import init_logger
+from torchtitan.train import Trainer
+
+import tba_offload as tba
+
+OPTIONS = [
+    "--model.flavor=debugmodel",
+    "--training.steps=4",
+    "--activation_checkpoint.mode=none",  # or layers are computed again, and little is left to offload
+    "--debug.deterministic",
+    "--debug.seed=0",
+]
+
+
+class PrintingTrainer(Trainer):
+    """The trainer, which prints the loss of each micro-batch to the last bit."""
+
+    def forward_backward_step(self, **batch: Any) -> torch.Tensor:
+        loss = super().forward_backward_step(**batch)
+        print(f"step {self.step}: rank {dist.get_rank()}, loss {loss.item()!r}", flush=True)
+        return loss
+
+
+def policy(placement: str) -> dict[str, object] | str:
+    """A placement for all layers, with a window for small models, or the path of a policy."""
+    if placement.endswith((".yaml", ".yml")):
+        return placement
+    return {"default": placement, "budget": {"in_flight_bytes": "64MiB"}}
+
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--placement", default="offload", help="keep, offload, recompute, … or a policy file")
+arguments, others = parser.parse_known_args()
+
+init_logger()
+trainer = PrintingTrainer(ConfigManager().parse_args([*OPTIONS, *others]))
+with tba.attach(trainer.model_parts, policy(arguments.placement)) as session:
+    trainer.train()
+for step, record in enumerate(session.report(), start=1):
+    print(f"step {step}: activation peak {(record.activation_peak_bytes or 0) / 2**20:.1f} MiB")
+trainer.close()
+dist.destroy_process_group()
