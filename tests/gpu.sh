@@ -17,7 +17,7 @@
 #     tests      120 s  all that is marked gpu but what the next two have, by JOBS processes at once, 8 by default
 #     alone       70 s  those whose times or peaks other processes would change
 #     compiled   100 s  compiled layers, and other allocators: processes and compilers of their own
-#     states      90 s  benchmarks/states.py: updates alone, and steps whose backward covers what travels
+#     states     105 s  benchmarks/states.py: updates alone, and steps whose backward covers what travels
 #     link       150 s  benchmarks/link.py; likewise
 #     sanitizer  190 s  the tests of orderly access once more, under compute-sanitizer if that is there
 #     benchmark  560 s  benchmarks/gpu.py; likewise
@@ -28,7 +28,7 @@
 #     1. here:  bash tests/gpu.sh download WHEELS
 #     2. there: bash tests/gpu.sh run WHEELS RESULTS doctor smoke                  within 2:50 min
 #     3. there: bash tests/gpu.sh run WHEELS RESULTS quick tests alone compiled    within 9:05 min
-#     4. there, another time: bash tests/gpu.sh run WHEELS RESULTS states link sanitizer    within 7:10 min
+#     4. there, another time: bash tests/gpu.sh run WHEELS RESULTS states link sanitizer    within 7:25 min
 #     5. there, another time: bash tests/gpu.sh run WHEELS RESULTS benchmark         within 9:20 min
 # Mend what the second step found before going on; LIMIT=seconds replaces the limit of every step, and ARGUMENTS go
 # to pytest, or to the benchmark: ARGUMENTS='-x -k host', ARGUMENTS='--size 8192x4x4096x1 --model torch'.
@@ -142,7 +142,7 @@ do_step() {
         ;;
     states)
         limited 45 "$PYTHON" benchmarks/states.py "${DRIVE:-.}" "${STATES[@]}" "${arguments[@]}"
-        limited 45 "$PYTHON" benchmarks/states.py "${DRIVE:-.}" "${STATES[@]}" --rows 16384 "${arguments[@]}"
+        limited 60 "$PYTHON" benchmarks/states.py "${DRIVE:-.}" "${STATES[@]}" --matrices 6 --rows 16384 "${arguments[@]}"
         ;;
     sanitizer)
         if ! command -v compute-sanitizer >/dev/null; then

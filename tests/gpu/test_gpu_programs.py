@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -85,6 +88,35 @@ def test_states_beside_activations(tmp_path: Path) -> None:
 
     pairs = zip(trained(offloads=True), trained(offloads=False), strict=True)
     assert all(same_bits(a, b) for a, b in pairs)
+
+
+def test_states_and_activations_share_a_budget_of_the_device(tmp_path: Path) -> None:
+    def trained(**chosen: Any) -> tuple[list[int], list[str], int]:
+        gc.collect()
+        torch.manual_seed(0)
+        block = (nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 1024), nn.GELU())
+        model = nn.Sequential(*(nn.Sequential(*copy.deepcopy(block)) for _ in range(8))).to(WHERE)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        chosen["store"] = {"kind": "host"}
+        with tba.attach(model, chosen, optimizer=optimizer, layers=list(model)) as session:
+            for number in range(12):
+                torch.manual_seed(number)
+                with session.step():
+                    model(torch.randn(1024, 1024, device=WHERE)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            peaks = [record.device_peak_bytes or 0 for record in session.report()]
+            staying = sum(each.records[-1].staying for each in session.states)
+        weights = [sha256(parameter.detach().cpu().numpy()).hexdigest() for parameter in model.parameters()]
+        return peaks, weights, staying
+
+    kept, expected, _ = trained(default="keep")
+    budget = int(0.75 * max(kept))
+    states = {"default": "auto", "sub_group_bytes": "16MiB"}
+    found, weights, staying = trained(default="auto", budget={"device_bytes": budget}, states=states)
+    assert weights == expected
+    assert max(found[4:]) <= budget, (kept, found)
+    assert staying > 0
 
 
 # Frozen weights
