@@ -72,6 +72,22 @@ PARTS = 16
 """Parts that are read, and as many that are written, for one measurement of the drive."""
 
 
+SETTINGS: dict[str, dict[str, str] | None] = {
+    "plain": None,
+    "again": None,
+    "offload": {},
+    "backward": {"when": "backward"},
+    "free": {"when": "backward", "gradients": "free"},
+}
+"""Of the states of each lane in the policy; ``None`` where they are not offloaded."""
+
+WITHOUT_ROWS = ("plain", "again", "offload", "host")
+"""Lanes whose updates are made in the step."""
+
+LANES = (*SETTINGS, "host")
+"""All, in the order of their turns; DeepSpeed's come before the last."""
+
+
 @dataclass
 class Lane:
     """One optimizer, and what its updates took.
@@ -393,6 +409,13 @@ def main() -> None:
         help="where states go (default %(default)s)",
     )
     parser.add_argument(
+        "--lanes",
+        nargs="*",
+        choices=LANES,
+        default=LANES,
+        help="those that take turns, plain first; all by default, as far as they can run",
+    )
+    parser.add_argument(
         "--precision",
         choices=("highest", "high", "medium"),
         default="highest",
@@ -425,9 +448,8 @@ def main() -> None:
     number = 0 if arguments.rows else arguments.matrices
     gradients = [random(shape, generator) for _ in range(number)]
     rows = random((arguments.rows, arguments.width), generator)
-    lanes = [made(name, arguments) for name in ("plain", "again", "offload")]
-    if arguments.rows:
-        lanes += [made(name, arguments) for name in ("backward", "free")]
+    wanted = [each for each in arguments.lanes if arguments.rows or each in WITHOUT_ROWS]
+    lanes = [made(name, arguments) for name in wanted if name in SETTINGS]
     rates: list[float] = []
     meter = meter_of(device)
     store = open_store(**store_of(arguments), device=device)
@@ -437,13 +459,14 @@ def main() -> None:
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(store)
-        settings = ({}, {"when": "backward"}, {"when": "backward", "gradients": "free"})
-        for lane, states in zip(lanes[2:], settings, strict=False):
-            with lane.holding(meter):
-                lane.states = stack.enter_context(offloaded(lane, arguments, **states))
+        for lane in lanes:
+            states = SETTINGS[lane.name]
+            if states is not None:
+                with lane.holding(meter):
+                    lane.states = stack.enter_context(offloaded(lane, arguments, **states))
         own = list(lanes)
         lanes += with_deepspeed(arguments, meter, stack)
-        if arguments.device != "cpu":
+        if arguments.device != "cpu" and "host" in wanted:
             lanes.append(made("host", arguments))
             lanes[-1].on_host = OnHost(lanes[-1].model, device)
         for _ in range(arguments.rounds):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _SAMPLES = 64
 """Elements that are compared one by one; more cost memory, and the sum sees what they miss."""
@@ -59,11 +62,20 @@ class Digest(NamedTuple):
 
     def equals(self, other: Digest) -> bool:
         """Whether both tensors have the same bits, as far as digests tell; waits for the device."""
-        return (
-            self.shape == other.shape
-            and self.dtype == other.dtype
-            and bool(torch.equal(self.bits, other.bits))
-        )
+        return are_equal([self], [other])
+
+
+def are_equal(some: Sequence[Digest], others: Sequence[Digest]) -> bool:
+    """Whether digests are those of tensors with the same bits, one by one; waits for the device, once.
+
+    Args:
+        some: Digests of one device, all with sums or all without.
+        others: As many, or there is a difference.
+    """
+    if [(each.shape, each.dtype) for each in some] != [(each.shape, each.dtype) for each in others]:
+        return False
+    bits = [torch.cat([each.bits for each in digests]) for digests in (some, others) if digests]
+    return not bits or bool(torch.equal(*bits))
 
 
 def _sums(plain: torch.Tensor) -> torch.Tensor:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tba_offload.device.digest import Digest
+from tba_offload.device.digest import Digest, are_equal
 from tba_offload.states.away import FreedGradient
 
 if TYPE_CHECKING:
@@ -69,21 +70,32 @@ class Basis:
             return "another setting of the optimizer"
         if any(type(parameter.grad) is not FreedGradient for parameter in self._freed):
             return "other gradients"
-        if not all(used.has_its_gradients(self._freed) for used in self._used.values()):
-            return "other gradients"
-        return None
+        return None if self._has_its_gradients() else "other gradients"
+
+    def _has_its_gradients(self) -> bool:
+        """Whether gradients have the bits of those that were used, but for those that were freed since."""
+        kept = [
+            (some, before)
+            for used in self._used.values()
+            for some, before in zip(_joined(used.kept), used.gradients, strict=True)
+            if some[0].parameter not in self._freed
+        ]
+        if not all(is_plain(piece.parameter.grad) for some, _ in kept for piece in some):
+            return False
+        return are_equal([_digest_of_gradients(some) for some, _ in kept], [before for _, before in kept])
 
     def changed_since(self) -> Sequence[torch.Tensor]:
         """Parameters of which one at least is not as its update left it; none if all are."""
         for parameter, version in self._versions.items():
             if parameter._version != version:
                 return [parameter]
-        for group, used in self._used.items():
-            found = zip(used.parameters, _digests_of_parameters(group.pieces), strict=True)
-            for place, (before, now) in enumerate(found):
-                if not now.equals(before):
-                    return [piece.parameter for piece in [*_joined(group.pieces)][place]]
-        return []
+        known = [digest for used in self._used.values() for digest in used.parameters]
+        found = [digest for group in self._used for digest in _digests_of_parameters(group.pieces)]
+        if are_equal(found, known):
+            return []
+        some = (some for group in self._used for some in _joined(group.pieces))
+        changed = (not now.equals(before) for now, before in zip(found, known, strict=True))
+        return [piece.parameter for piece in next(compress(some, changed))]
 
     def clear(self) -> None:
         """Forgets all."""
@@ -110,16 +122,6 @@ class _Used(NamedTuple):
     kept: Sequence[Piece]
     gradients: list[Digest]
     parameters: list[Digest]
-
-    def has_its_gradients(self, freed: AbstractSet[torch.Tensor]) -> bool:
-        """Whether gradients have the bits of those that were used, but for those that were freed since."""
-        found = zip(_joined(self.kept), self.gradients, strict=True)
-        return all(
-            all(is_plain(piece.parameter.grad) for piece in some)
-            and _digest_of_gradients(some).equals(before)
-            for some, before in found
-            if some[0].parameter not in freed
-        )
 
 
 def _digest_of_gradients(pieces: Sequence[Piece]) -> Digest:
@@ -153,12 +155,14 @@ def is_plain(gradient: torch.Tensor | None) -> bool:
     return gradient is not None and type(gradient) is torch.Tensor and gradient.layout is torch.strided
 
 
-def are_finite(pieces: Sequence[Piece]) -> bool:
-    """Whether plain gradients have neither infinite elements nor NaN; waits for the device, once."""
+def are_finite(pieces: Sequence[Piece]) -> torch.Tensor:
+    """Whether plain gradients have neither infinite elements nor NaN, on their device; waits for nothing."""
     gradients = [_join([piece.own(piece.parameter.grad) for piece in some]) for some in _joined(pieces)]
     values = [torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for each in gradients]
     bounds = [torch.stack(torch.aminmax(each)) for each in values if each.numel()]
-    return not bounds or bool(torch.stack([each.isfinite().all() for each in bounds]).all())
+    if not bounds:
+        return torch.ones((), dtype=torch.bool, device=gradients[0].device)
+    return torch.stack([each.isfinite().all() for each in bounds]).all()
 
 
 def _are_same(settings: dict[str, Any], others: dict[str, Any]) -> bool:

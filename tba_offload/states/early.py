@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from tba_offload.errors import SessionError
 from tba_offload.states.away import FreedGradient
 from tba_offload.states.basis import Basis, are_finite, is_plain
@@ -20,7 +22,6 @@ from tba_offload.states.watch import Watch
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import torch
     from torch import nn
 
     from tba_offload.states.roster import Roster
@@ -62,6 +63,7 @@ class Early:
         self._waiting = Waiting()
         self._basis = Basis(optimizer)
         self._vain: deque[bool] = deque(maxlen=_RECENT)
+        self._finite: list[torch.Tensor] = []
         self._watch = Watch(
             modules,
             optimizer,
@@ -88,19 +90,21 @@ class Early:
         for group in self._waiting.came(parameter):
             if not all(is_plain(piece.parameter.grad) for piece in group.pieces):
                 continue
-            if not are_finite(group.pieces):
-                self._waits_for_step()
-                return
+            if not self._frees:
+                self._finite.append(are_finite(group.pieces))
             try:
                 self._update(group)
             except BaseException:
                 self._basis.clear()  # it lacks what was updated last
                 raise
 
-    def _waits_for_step(self) -> None:
-        """A loop may leave the step out, since a gradient is not finite, and read parameters as they were."""
-        self._waiting.clear()
-        if not self._frees:
+    def _pass_ends(self) -> None:
+        """A loop may leave the step out, since a gradient is not finite, and read parameters as they were.
+
+        Only now is asked whether one is: after each sub-group the device would idle meanwhile.
+        """
+        finite, self._finite = self._finite, []
+        if finite and not bool(torch.stack(finite).all()):
             self._undo()
 
     def _pass_begins(self) -> None:
@@ -109,6 +113,8 @@ class Early:
         if self._passes.is_last:
             self._stream.follow()
             self._waiting.begin(self._roster.groups)
+            self._finite.clear()
+            torch.autograd.Variable._execution_engine.queue_callback(self._pass_ends)
 
     def _update(self, group: SubGroup) -> None:
         """Updates a sub-group whose gradients are final; at rest it only notes what that would use."""

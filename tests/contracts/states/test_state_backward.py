@@ -14,6 +14,7 @@ from live_bytes import LiveBytes
 from models import same_bits
 from optimizers import MAKERS, Training, assert_same, pair, policy
 from torch import nn, optim
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tba_offload as tba
 from tba_offload.config import read_config
@@ -185,6 +186,36 @@ def test_a_closure(tmp_path: Path) -> None:
                 training.optimizer.step(closure)
         assert_same(found, expected)
         assert states.records[-1].in_backward > 0
+
+
+class Waits(TorchDispatchMode):
+    """Counts operations that give Python a number: on a GPU they wait for all that it has to do."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: object, arguments: tuple[Any, ...] = (), options: Any = None
+    ) -> Any:
+        waiting = (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.aten.is_nonzero)
+        self.count += function.overloadpacket in waiting
+        return function(*arguments, **(options or {}))
+
+
+@pytest.mark.parametrize("gradients", ["keep", "free"])
+def test_a_step_waits_no_more_where_there_are_more_sub_groups(gradients: str, tmp_path: Path) -> None:
+    def waits(layers: int) -> int:
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(layers)))
+        optimizer = optim.AdamW(model.parameters(), fused=True)
+        with tba.offload_optimizer(optimizer, settings(tmp_path, gradients=gradients), model=model) as states:
+            for _ in range(3):
+                with Waits() as mode:
+                    model(torch.ones(2, 64)).square().mean().backward()
+                    optimizer.step()
+                optimizer.zero_grad()
+            assert states.records[-1].in_backward >= layers
+        return mode.count
+
+    assert waits(12) == waits(4) <= 3
 
 
 def abandoned_by_zero_grad(training: Training) -> None:
