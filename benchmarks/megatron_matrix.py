@@ -71,7 +71,7 @@ MODEL = f"""
     --max-position-embeddings {SEQUENCE} --position-embedding-type learned_absolute --micro-batch-size 2
     --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --mock-data --tokenizer-type NullTokenizer
     --vocab-size 127 --split 90,5,5 --eval-iters 1 --eval-interval 1000 --log-interval 1
-    --save-interval 1000 --ckpt-format torch --transformer-impl local --use-cpu-initialization
+    --save-interval 1000 --ckpt-format torch --transformer-impl local
     --num-workers 0 --no-persist-layer-norm --no-masked-softmax-fusion --no-gradient-accumulation-fusion
 """
 LLAMA = """
@@ -121,7 +121,7 @@ class Layout:
             iterations: How many.
             has_schedules: Whether batch sizes follow a schedule, as since 0.19, or ramp up, as before.
         """
-        flags = f"{MODEL} {self.flags} --distributed-backend {BACKEND}".split()
+        flags = f"{MODEL} {self.flags} {MACHINE}".split()
         if not self.grows:
             return [*flags, "--train-iters", str(iterations), "--global-batch-size", "8"]
         flags += ["--train-samples", str(sum(RAMP_UP) + 8 * (iterations - len(RAMP_UP)))]
@@ -180,7 +180,16 @@ LARGE = (
 larger there than what is copied for a second run."""
 
 ON_CPU = not torch.cuda.is_available()
-BACKEND = "gloo" if ON_CPU else "nccl"
+MACHINE = (
+    "--distributed-backend gloo --use-cpu-initialization"
+    if ON_CPU
+    else "--distributed-backend nccl --deterministic-mode"
+)
+"""Flags for what trains. On a GPU core_v0.19.0 leaves a model on the CPU that was initialized there."""
+
+DETERMINISTIC = {} if ON_CPU else {"NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""What ``--deterministic-mode`` asks of the environment."""
+
 LOOPBACK = "127.0.0.1"
 DOORS = ("launch", "patch")
 RANK_ERRORS = "ranks"
@@ -424,7 +433,7 @@ def _python(ranks: int) -> list[str]:
 def _environment() -> dict[str, str]:
     """For one process; torch's launcher overwrites it in those that it starts."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    return os.environ | alone | {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(_free_port())}
+    return os.environ | DETERMINISTIC | alone | {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(_free_port())}
 
 
 def _free_port() -> int:

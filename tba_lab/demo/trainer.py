@@ -14,8 +14,9 @@ import tba_offload as tba
 from tba_lab.demo.race import measures_memory
 from tba_lab.demo.text import batches
 from tba_lab.gpt import Batch, GptShape, build_gpt, gpt_loss, model_flops
-from tba_lab.megatron_cpu import random_state, single_process
-from tba_offload.device.memory import MallocMeter, keep_freed_pages
+from tba_lab.megatron_cpu import random_state, single_process, training_device
+from tba_offload.device import device_of
+from tba_offload.device.memory import keep_freed_pages, meter_of
 from tba_offload.errors import TbaError
 from tba_offload.testing.faults import inject
 
@@ -72,7 +73,7 @@ class Trainer:
         if threads is not None:
             torch.set_num_threads(threads)
         self._steps = steps
-        self._meter = MallocMeter()
+        self._meter = meter_of(device_of(training_device()))
         self._flops = model_flops(shape, batch_size)
         self._tokens = shape.sequence * batch_size
         self._round = 0
@@ -112,16 +113,17 @@ class Trainer:
         """Forward, backward and update; the figures of the step record, and the time of all three."""
         batch = next(self._batches)
         measure_memory, self._round = measures_memory(self._round), self._round + 1
-        if measure_memory:
-            self._meter.reset()
         began = time.perf_counter()
         noticed = self._train(batch, measure_memory=measure_memory)
+        if measure_memory:
+            self._meter.reset()
         self._optimizer.step()
         self._schedule.step()
         self._optimizer.zero_grad()
         seconds = time.perf_counter() - began
         figures = {**dataclasses.asdict(self.session.report()[-1]), "whole_step_seconds": seconds}
-        figures["device_peak_bytes"] = self._meter.peak() - self._beside if measure_memory else None
+        if (until_update := figures["device_peak_bytes"]) is not None:
+            figures["device_peak_bytes"] = max(until_update, self._meter.peak()) - self._beside
         if (predicted := figures["predicted_device_peak_bytes"]) is not None:
             figures["predicted_device_peak_bytes"] = predicted - self._beside
         figures["states"] = [dataclasses.asdict(states.records[-1]) for states in self.session.states]
