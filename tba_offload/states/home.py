@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from tba_offload.device.ranges import aligned_range
-from tba_offload.device.streams import CpuDevice
+from tba_offload.device.streams import READY, CpuDevice
 from tba_offload.errors import StoreError, TransferError
 from tba_offload.store.extents import BLOCK
 from tba_offload.store.host import HostStore
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from tba_offload.device import ByteRange, Device
+    from tba_offload.device import ByteRange, Device, Event
     from tba_offload.store.base import ActivationStore, Extent, IoFuture
 
 PART = 8 * 2**20
@@ -165,8 +165,13 @@ class Home:
         if failed is not None:
             self._keep(memory, failed)
 
-    def read(self, memory: ByteRange) -> list[IoFuture]:
+    def read(self, memory: ByteRange, after: Event | None = None) -> list[IoFuture]:
         """Begins to read all bytes; the caller waits for them with :meth:`settle_reads`.
+
+        Args:
+            memory: Where to.
+            after: The device has no more work with the memory when this point is reached; by default what the
+                calling thread has given it until now.
 
         Raises:
             StoreError: The store is closed.
@@ -181,7 +186,7 @@ class Home:
         if self._kept is not None:
             memory.tensor().copy_(self._kept)
             return []
-        after = homes.device.event()
+        after = homes.device.event() if after is None else after
         orders = [(extent, part, after) for extent, part in self._parts(memory)]
         homes.count(read=memory.nbytes)
         return homes.store.read_many(orders, padded=homes.padded)
@@ -223,7 +228,7 @@ class Home:
             TransferError: They cannot be read.
         """
         target = page_aligned(nbytes, CpuDevice(), self._homes.store.alignment)
-        self.settle_reads(self.read(target), target)
+        self.settle_reads(self.read(target, READY), target)
         return target.tensor()
 
     def release(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+from tba_offload.device import READY
 from tba_offload.errors import TransferError
 from tba_offload.states.home import page_aligned
 
@@ -56,6 +57,12 @@ class Slot(Generic[T]):
         self._writes: list[IoFuture] = []
 
     @property
+    def bytes(self) -> torch.Tensor:
+        """All its memory, 1-D uint8; what asks for it may give the device work with it."""
+        self._is_used = True
+        return self._bytes
+
+    @property
     def is_idle(self) -> bool:
         """Whether no transfer is under way."""
         return all(transfer.is_done for transfer in (*self._reads, *self._writes))
@@ -71,15 +78,17 @@ class Slot(Generic[T]):
 
     def read(self, group: T) -> None:
         """Begins to read a sub-group from where it lives."""
-        self._reads = group.home.read(self._part(group))
-        self.holder, self._is_newer = group, False
+        # What was given to the device since may be far ahead of it, and this slot may be free long before.
+        after = self._homes.device.event() if self._is_used else READY
+        self._reads = group.home.read(self._part(group), after)
+        self.holder, self._is_newer, self._is_used = group, False, False
 
     def write(self) -> None:
         """Begins to write what it holds, if that is newer than what lies at home."""
         if self.holder is not None and self._is_newer:
             self.settle()
             self._writes = self.holder.home.write(self._part(self.holder))
-            self._is_newer = False
+            self._is_newer = self._is_used = False
 
     def settle(self) -> None:
         """Waits until no transfer is under way.
@@ -130,12 +139,13 @@ class Slot(Generic[T]):
     def grow(self, nbytes: int) -> None:
         """Gets larger memory, if it is smaller; it holds nothing."""
         if self.memory.nbytes < nbytes:
-            del self.memory, self.bytes  # before there is more
+            del self.memory, self._bytes  # before there is more
             self._allocate(nbytes)
 
     def _allocate(self, nbytes: int) -> None:
         self.memory: ByteRange = page_aligned(nbytes, self._homes.device, self._homes.store.alignment)
-        self.bytes: torch.Tensor = self.memory.tensor()
+        self._bytes: torch.Tensor = self.memory.tensor()
+        self._is_used = True  # by whatever had the memory before
 
     def _part(self, group: T) -> ByteRange:
         return self.memory.part(0, group.nbytes)

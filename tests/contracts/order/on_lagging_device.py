@@ -17,6 +17,7 @@ import threading
 import types
 import warnings
 from contextlib import closing, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,8 @@ from tba_offload.device.ranges import aligned_range
 from tba_offload.errors import DeviceError, TransferError, UnsupportedError
 from tba_offload.megatron.loss import report_loss
 from tba_offload.report.run_log import read_run_log
+from tba_offload.states.home import Home, Homes
+from tba_offload.states.slots import Slots
 from tba_offload.store import open_store, striped
 from tba_offload.store.file import FileStore
 from tba_offload.store.host import HostStore
@@ -290,6 +293,39 @@ def test_states_give_the_bits_of_the_optimizer(
     with lagging.late(**{late: 0.0003}):
         found = trained(offloads=True)
     assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@dataclass(eq=False)
+class Traveller:
+    """What a slot can hold."""
+
+    home: Home
+    nbytes: int = MIB
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_states_are_read_while_the_device_has_other_work(is_used: bool) -> None:
+    """The host is far ahead of it in backward: a slot that is free already is not waited for."""
+    device = device_of(LAG)
+    with HostStore(device=device) as store:
+        homes = Homes(store, device, stall_limit=None, keep_when_full=False, tell=print)
+        slots: Slots[Traveller] = Slots(homes)
+        groups = [Traveller(Home(homes, f"sub-group {number}")) for number in range(3)]
+        for number, group in enumerate(groups):  # two slots: the first sub-group is away at the end
+            slot = slots.take(MIB, groups.index, most=2)
+            slot.give_to(group)
+            slot.bytes.fill_(number)
+            slot.write()
+            slot.settle()
+        if is_used:
+            slots._latest(groups.index).bytes.add_(1)
+        lagging.sleep(2.0)
+        then = device.event()
+        slot = slots.take(MIB, groups.index, most=2)
+        slot.read(groups[0])
+        slot.settle()
+        assert then.query() is is_used
+        assert slot.bytes.cpu().eq(0).all()
 
 
 # Memory
