@@ -317,8 +317,10 @@ def test_states_are_read_while_the_device_has_other_work(is_used: bool) -> None:
             slot.bytes.fill_(number)
             slot.write()
             slot.settle()
+        evicted = slots.of(groups[2])
+        assert evicted is not None
         if is_used:
-            slots._latest(groups.index).bytes.add_(1)
+            evicted.bytes.add_(1)
         lagging.sleep(2.0)
         then = device.event()
         slot = slots.take(MIB, groups.index, most=2)
