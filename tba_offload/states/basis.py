@@ -10,6 +10,7 @@ import torch
 
 from tba_offload.device.digest import Digest, are_equal
 from tba_offload.states.away import FreedGradient
+from tba_offload.states.shards import local
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -151,8 +152,9 @@ def _join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def is_plain(gradient: torch.Tensor | None) -> bool:
-    """Whether there is a gradient of which a digest can be made."""
-    return gradient is not None and type(gradient) is torch.Tensor and gradient.layout is torch.strided
+    """Whether there is a gradient of which a digest can be made, of a distributed one this rank's part."""
+    part = local(gradient)
+    return type(part) is torch.Tensor and part.layout is torch.strided
 
 
 def are_finite(pieces: Sequence[Piece]) -> torch.Tensor:

@@ -25,6 +25,7 @@ from tba_offload.states.masters import MASTER, Masters
 from tba_offload.states.own_step import OwnStep
 from tba_offload.states.pieces import is_known
 from tba_offload.states.roster import Roster
+from tba_offload.states.shards import is_distributed, is_fully_sharded
 from tba_offload.states.stream import Stream
 from tba_offload.states.takeover import Takeover, is_taken
 from tba_offload.store import open_store
@@ -301,7 +302,8 @@ def offload_optimizer(
     _check(optimizer, trusted=chosen.states is not None and chosen.states.trust)
     modules = model if isinstance(model, Sequence) else (model,)
     if chosen.states is not None and chosen.states.when == "backward":
-        _check_backward(optimizer, modules, has_masters=bool(masters))
+        frees = chosen.states.gradients == "free"
+        _check_backward(optimizer, modules, has_masters=bool(masters), frees=frees)
     store = open_store(chosen.store.options(), device=device_of(_device_of(optimizer)))
     try:
         return OptimizerStates(optimizer, chosen, store, updated or _nothing, modules, masters)
@@ -356,7 +358,7 @@ def _check(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
 
 
 def _check_backward(
-    optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module], *, has_masters: bool
+    optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module], *, has_masters: bool, frees: bool
 ) -> None:
     """Checks that an optimizer can be updated in backward.
 
@@ -367,10 +369,15 @@ def _check_backward(
         raise UnsupportedError("states.when: backward needs the model; give it to offload_optimizer()")
     if has_masters:
         raise UnsupportedError("masters get their gradients after backward; set states.when to step")
-    if has_peers():
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    if has_peers() and not is_fully_sharded(modules, parameters):
         raise UnsupportedError(
             "with several processes gradients are final only when they are reduced, which is after backward "
-            "has made them; set states.when to step"
+            "has made them, but where fully_shard spreads all parameters; set states.when to step"
+        )
+    if frees and any(map(is_distributed, parameters)):
+        raise UnsupportedError(
+            "gradients of distributed parameters cannot be freed in backward; set states.gradients to keep"
         )
     if not is_known(optimizer):
         raise UnsupportedError(f"whether {type(optimizer).__name__} can be updated in any order is not known")

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
+
+    from torch import nn
 
     Wrap = Callable[[torch.Tensor], torch.Tensor]
 
@@ -18,6 +20,19 @@ def is_distributed(value: object) -> bool:
     """Whether a value is a ``DTensor``; none is before PyTorch's module of them was imported."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
+
+
+def is_fully_sharded(modules: Iterable[nn.Module], parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether ``fully_shard`` has spread all parameters of a model.
+
+    It calls the hooks of a parameter when its gradient is reduced over the ranks, so that it is final then.
+    """
+    module: Any = sys.modules.get("torch.distributed.fsdp")
+    return (
+        module is not None
+        and all(map(is_distributed, parameters))
+        and any(isinstance(each, module.FSDPModule) for root in modules for each in root.modules())
+    )
 
 
 def local(value: Any) -> Any:

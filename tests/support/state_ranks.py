@@ -27,6 +27,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 import tba_offload as tba
+from tba_offload.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,11 +79,12 @@ class Run:
         self.model = SPREADS[spread](Net())
         self.optimizer = optim.AdamW(self.model.parameters(), lr=1e-2)
 
-    def step(self, number: int) -> None:
-        generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
+    def step(self, number: int, *, most: float = 0.1, batches: int = 1) -> None:
         self.optimizer.zero_grad()
-        self.model(torch.randn(4, WIDTH, generator=generator)).square().mean().backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        for batch in range(batches):
+            generator = torch.Generator().manual_seed(100 * number + 10 * batch + dist.get_rank())
+            self.model(torch.randn(4, WIDTH, generator=generator)).square().mean().backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), most)
         self.optimizer.step()
 
     def tensors(self) -> list[Tensor]:
@@ -125,12 +127,38 @@ def compared(spread: str, directory: Path) -> dict[str, Any]:
     return result
 
 
+def in_backward(directory: Path) -> dict[str, Any]:
+    """How many tensors differ where updates are made in backward, and which steps were."""
+    plain, found = Run("FSDP2"), Run("FSDP2")
+    policy: dict[str, dict[str, Any]] = {
+        "states": {"sub_group_bytes": "16KiB", "when": "backward"},
+        "store": {"directories": [str(directory)]},
+    }
+    result: dict[str, Any] = {"differing": [], "in_backward": [], "taken_back": []}
+    ways: list[dict[str, Any]] = [{}, {}, {"most": 1e-3}, {}, {"batches": 2}, {"batches": 2}, {"batches": 2}]
+    with tba.offload_optimizer(found.optimizer, policy, model=found.model) as states:
+        for number, way in enumerate(ways):
+            for run in (plain, found):
+                run.step(number, **{"most": 1e3, **way})
+            result["differing"].append(differing(found, plain))
+            result["in_backward"].append(states.records[-1].in_backward > 0)
+            result["taken_back"].append(states.records[-1].taken_back > 0)
+    result["differing"].append(differing(found, plain))
+    try:
+        policy["states"] |= {"gradients": "free"}
+        tba.offload_optimizer(found.optimizer, policy, model=found.model)
+    except UnsupportedError as error:
+        result["freed"] = str(error)
+    return result
+
+
 def rank(number: int, directory: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(number), WORLD_SIZE=str(RANKS))
     store = dist.FileStore(f"{directory}/meet", RANKS)
     dist.init_process_group("gloo", store=store, rank=number, world_size=RANKS, timeout=timedelta(seconds=60))
     try:
         results = {spread: compared(spread, Path(directory)) for spread in SPREADS}
+        results["in backward"] = in_backward(Path(directory))
         Path(f"{directory}/{number}.json").write_text(json.dumps(results))
     finally:
         dist.destroy_process_group()

@@ -35,6 +35,16 @@ def test_same_bits(spread: str, ranks: list[dict[str, Any]]) -> None:
         assert found[spread]["read"] > 0
 
 
+def test_updates_in_backward_of_fsdp2_have_the_same_bits(ranks: list[dict[str, Any]]) -> None:
+    """Its hooks come when gradients are reduced; the number of passes is learned."""
+    for found in ranks:
+        result = found["in backward"]
+        assert result["differing"] == [0] * 8
+        assert result["in_backward"] == [False, True, False, True, False, True, True]
+        assert result["taken_back"] == [False, False, True, False, True, False, False]
+        assert result["freed"].startswith("gradients of distributed parameters cannot be freed in backward")
+
+
 def test_a_rank_moves_its_own_part_only(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert WHOLE <= found["DDP"]["away"] < 1.2 * WHOLE  # padded to pages
