@@ -40,6 +40,9 @@ _STATES = {
 }
 _WIDTH = 150  # of the table where the output is not a terminal
 
+_WAITS = 0.1
+"""Share of a step that waits for the drive from which on the output says so."""
+
 
 def run_on_console(*, as_json: bool, time_limit: float, **options: Any) -> None:
     """Runs the demo with the options of the command line and prints what it found.
@@ -189,6 +192,7 @@ def _print(summary: dict[str, Any], settings: DemoSettings) -> None:
             f"{ratios[f'time_{ours}_over_recompute']:.3f} x that of recompute"
         )
         _print_prediction(summary["batch_sizes"][size][ours])
+        _print_drive(summary["batch_sizes"][size], ours)
         if "device_budget" in summary:
             _print_device_budget(summary["device_budget"][size])
         if settings.states is not None:
@@ -236,6 +240,20 @@ def _print_states(summary: dict[str, Any], size: str) -> None:
         f"  in such a step {readable_size(of_drive['travelled_bytes'])} travel, which the drive reads and "
         f"writes at {rate / 1e9:.2f} GB/s; over the larger of the time for that and of keep's it took "
         f"{spread['median']:.3f} (quartiles {spread['low']:.3f} to {spread['high']:.3f})"
+    )
+
+
+def _print_drive(lanes: dict[str, dict[str, Any]], ours: str) -> None:
+    """Says so where the drive is what a step waits for, as with a small model on a fast GPU."""
+    figures = lanes[ours]
+    if figures["stall_seconds_median"] < _WAITS * figures["step_seconds_median"]:
+        return
+    moved = figures["offloaded_bytes"] + figures["read_bytes"]
+    rate = moved / lanes["keep"]["step_seconds_median"]
+    click.echo(
+        f"  {ours} waits for the drive, which would have to read and write {rate / 1e9:.1f} GB/s to move "
+        f"{readable_size(moved)} in keep's step time. --policy auto offloads what there is time for; a wider "
+        "model computes longer for each byte"
     )
 
 

@@ -458,6 +458,21 @@ def test_without_a_policy_all_layers_do_the_same_in_a_window_that_grows(
         )
 
 
+@pytest.mark.parametrize("stall", [0.05, 0.25])
+def test_a_drive_that_is_waited_for_is_told(
+    stall: float, seen: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    slow = {"stall_seconds": stall, "offloaded_bytes": 3 * 10**9, "read_bytes": 2 * 10**9}
+    kept = [*PLAYED[:-1], figures(0.5, None)]
+    ours = [*WARM, figures(1000.0, 100, **slow), figures(1.0, None, **slow)]
+    rounds = {"keep": kept, "recompute": kept, "offload": ours}
+    monkeypatch.setattr("tba_lab.demo.run.race", fake_race(rounds, seen))
+    result = call("demo", *TINY, "--batch-size", "1", "--output", str(tmp_path / "out"))
+    assert result.exit_code == 0, result.output
+    told = "  offload waits for the drive, which would have to read and write 10.0 GB/s to move 4.66 GiB in"
+    assert (told in result.stdout) is (stall > 0.1)
+
+
 def test_a_control_tells_the_noise_and_is_not_in_the_curve(
     seen: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
