@@ -188,7 +188,7 @@ MACHINE = (
 """Flags for what trains. On a GPU core_v0.19.0 leaves a model on the CPU that was initialized there."""
 
 DETERMINISTIC = {} if ON_CPU else {"NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-"""What ``--deterministic-mode`` asks of the environment."""
+"""Environment that ``--deterministic-mode`` asks for."""
 
 LOOPBACK = "127.0.0.1"
 DOORS = ("launch", "patch")

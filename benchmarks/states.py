@@ -79,13 +79,10 @@ SETTINGS: dict[str, dict[str, str] | None] = {
     "backward": {"when": "backward"},
     "free": {"when": "backward", "gradients": "free"},
 }
-"""Of the states of each lane in the policy; ``None`` where they are not offloaded."""
-
-WITHOUT_ROWS = ("plain", "again", "offload", "host")
-"""Lanes whose updates are made in the step."""
+"""Settings of the states of each lane in the policy; ``None`` where they are not offloaded."""
 
 LANES = (*SETTINGS, "host")
-"""All, in the order of their turns; DeepSpeed's come before the last."""
+"""Lanes in the order of their turns; DeepSpeed's come before the last."""
 
 
 @dataclass
@@ -273,12 +270,12 @@ def mixed_rate(store: ActivationStore, device: Device) -> float:
     memory = page_aligned(2 * PARTS * size, device, store.alignment)
     parts = [memory.part(number * size, size) for number in range(2 * PARTS)]
     extents = [store.reserve(size, part.address) for part in parts]
-    for future in [store.write(extent, part, READY) for extent, part in zip(extents, parts, strict=True)]:
-        future.wait()
     pairs = list(zip(extents, parts, strict=True))
+    for future in store.write_many([(extent, part, READY, None) for extent, part in pairs]):
+        future.wait()
     began = time.perf_counter()
-    writes = [store.write(extent, part, READY) for extent, part in pairs[:PARTS]]
-    reads = [store.read(extent, part, READY, padded=True) for extent, part in pairs[PARTS:]]
+    writes = store.write_many([(extent, part, READY, None) for extent, part in pairs[:PARTS]])
+    reads = store.read_many([(extent, part, READY) for extent, part in pairs[PARTS:]], padded=True)
     for future in (*writes, *reads):
         future.wait()
     seconds = time.perf_counter() - began
@@ -413,7 +410,7 @@ def main() -> None:
         nargs="*",
         choices=LANES,
         default=LANES,
-        help="those that take turns, plain first; all by default, as far as they can run",
+        help="those that take turns beside plain; all by default, as far as they can run",
     )
     parser.add_argument(
         "--precision",
@@ -448,8 +445,8 @@ def main() -> None:
     number = 0 if arguments.rows else arguments.matrices
     gradients = [random(shape, generator) for _ in range(number)]
     rows = random((arguments.rows, arguments.width), generator)
-    wanted = [each for each in arguments.lanes if arguments.rows or each in WITHOUT_ROWS]
-    lanes = [made(name, arguments) for name in wanted if name in SETTINGS]
+    wanted = {"plain", *arguments.lanes} - (set() if arguments.rows else {"backward", "free"})
+    lanes = [made(name, arguments) for name in SETTINGS if name in wanted]
     rates: list[float] = []
     meter = meter_of(device)
     store = open_store(**store_of(arguments), device=device)

@@ -73,7 +73,8 @@ class Trainer:
         if threads is not None:
             torch.set_num_threads(threads)
         self._steps = steps
-        self._meter = meter_of(device_of(training_device()))
+        self._device = training_device()
+        self._meter = meter_of(device_of(self._device))
         self._flops = model_flops(shape, batch_size)
         self._tokens = shape.sequence * batch_size
         self._round = 0
@@ -120,6 +121,8 @@ class Trainer:
         self._optimizer.step()
         self._schedule.step()
         self._optimizer.zero_grad()
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)  # or the update would be in the next step's time
         seconds = time.perf_counter() - began
         figures = {**dataclasses.asdict(self.session.report()[-1]), "whole_step_seconds": seconds}
         if (until_update := figures["device_peak_bytes"]) is not None:

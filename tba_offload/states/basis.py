@@ -158,7 +158,7 @@ def is_plain(gradient: torch.Tensor | None) -> bool:
 
 
 def are_finite(pieces: Sequence[Piece]) -> torch.Tensor:
-    """Whether plain gradients have neither infinite elements nor NaN, on their device; waits for nothing."""
+    """A boolean on the device of plain gradients: they have neither infinite elements nor NaN."""
     gradients = [_join([piece.own(piece.parameter.grad) for piece in some]) for some in _joined(pieces)]
     values = [torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for each in gradients]
     bounds = [torch.stack(torch.aminmax(each)) for each in values if each.numel()]

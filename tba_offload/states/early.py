@@ -17,13 +17,15 @@ from tba_offload.errors import SessionError
 from tba_offload.states.away import FreedGradient
 from tba_offload.states.basis import Basis, are_finite, is_plain
 from tba_offload.states.passes import Passes, Waiting
+from tba_offload.states.stream_order import StreamOrder
 from tba_offload.states.watch import Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
 
+    from tba_offload.device import Device
     from tba_offload.states.roster import Roster
     from tba_offload.states.stream import Stream
     from tba_offload.states.subgroup import SubGroup
@@ -44,6 +46,7 @@ class Early:
         modules: The model or its chunks: before a forward of any part of them parameters are those
             of the last whole update.
         frees: Whether gradients are freed that were used.
+        device: Where the optimizer updates.
     """
 
     def __init__(
@@ -54,8 +57,10 @@ class Early:
         modules: Sequence[nn.Module],
         *,
         frees: bool,
+        device: Device,
     ) -> None:
         self._optimizer = optimizer
+        self._order = StreamOrder(device)
         self._stream = stream
         self._roster = roster
         self._frees = frees
@@ -63,7 +68,7 @@ class Early:
         self._waiting = Waiting()
         self._basis = Basis(optimizer)
         self._vain: deque[bool] = deque(maxlen=_RECENT)
-        self._finite: list[torch.Tensor] = []
+        self._flags: list[torch.Tensor] = []
         self._watch = Watch(
             modules,
             optimizer,
@@ -74,8 +79,9 @@ class Early:
         )
 
     def follow(self) -> None:
-        """Watches the parameters that the optimizer has now."""
-        self._watch.follow(each for group in self._optimizer.param_groups for each in group["params"])
+        """Watches the parameters that the optimizer has now; what is updated next comes after what was."""
+        with self._order:
+            self._watch.follow(each for group in self._optimizer.param_groups for each in group["params"])
 
     def close(self) -> None:
         """Takes all hooks off."""
@@ -84,6 +90,10 @@ class Early:
     # ---- backward --------------------------------------------------------------------------------
 
     def _gradient_came(self, parameter: torch.Tensor) -> None:
+        with self._order:
+            self._update_with(parameter)
+
+    def _update_with(self, parameter: torch.Tensor) -> None:
         if self._passes.has_begun():
             self._pass_begins()
         self._stream.prefetch()
@@ -91,7 +101,7 @@ class Early:
             if not all(is_plain(piece.parameter.grad) for piece in group.pieces):
                 continue
             if not self._frees:
-                self._finite.append(are_finite(group.pieces))
+                self._flags.append(are_finite(group.pieces))
             try:
                 self._update(group)
             except BaseException:
@@ -99,13 +109,18 @@ class Early:
                 raise
 
     def _pass_ends(self) -> None:
+        """FSDP2 reduces gradients in functions like this one, and all of them are to come first."""
+        _at_the_end_of_the_pass(self._gradients_are_there)
+
+    def _gradients_are_there(self) -> None:
         """A loop may leave the step out, since a gradient is not finite, and read parameters as they were.
 
-        Only now is asked whether one is: after each sub-group the device would idle meanwhile.
+        The host asks once, at the end: asking after each sub-group would leave the device idle.
         """
-        finite, self._finite = self._finite, []
-        if finite and not bool(torch.stack(finite).all()):
-            self._undo()
+        flags, self._flags = self._flags, []
+        with self._order:
+            if flags and not bool(torch.stack(flags).all()):
+                self._undo()
 
     def _pass_begins(self) -> None:
         self.take_back("another backward pass")
@@ -113,8 +128,8 @@ class Early:
         if self._passes.is_last:
             self._stream.follow()
             self._waiting.begin(self._roster.groups)
-            self._finite.clear()
-            torch.autograd.Variable._execution_engine.queue_callback(self._pass_ends)
+            self._flags.clear()
+            _at_the_end_of_the_pass(self._pass_ends)
 
     def _update(self, group: SubGroup) -> None:
         """Updates a sub-group whose gradients are final; at rest it only notes what that would use."""
@@ -148,6 +163,10 @@ class Early:
                 cannot be used once more.
             TransferError: It cannot be read back.
         """
+        with self._order:
+            self._step_begins(options)
+
+    def _step_begins(self, options: Mapping[str, Any]) -> None:
         self._passes.step_ends()
         if self._basis.is_empty:
             self.take_back("an interrupt of backward")
@@ -174,7 +193,8 @@ class Early:
                 "zero_grad(set_to_none=False) would keep gradients that states.gradients: free has freed"
             )
         self._passes.start_again()
-        self._undo()
+        with self._order:
+            self._undo()
 
     def take_back(self, reason: str) -> None:
         """Takes back what a step that has not come would have made final; that one is made as a whole then.
@@ -187,7 +207,8 @@ class Early:
             TransferError: It cannot be read back.
         """
         was_pending = bool(self._stream.journal.noted)
-        self._undo()
+        with self._order:
+            self._undo()
         if was_pending and self._frees:
             raise SessionError(
                 f"{reason} came after gradients were used in backward and freed, so that they cannot be used "
@@ -234,4 +255,10 @@ class Early:
     def _forget(self) -> None:
         self._watch.no_forwards()
         self._basis.clear()
+        self._flags.clear()
         self._waiting.clear()
+
+
+def _at_the_end_of_the_pass(function: Callable[[], None]) -> None:
+    """Has PyTorch call a function when the backward pass is over that runs now, after those it was given."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)

@@ -32,7 +32,7 @@ from tba_offload.store import open_store
 from tba_offload.store.base import close_after
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from types import TracebackType
 
     from torch import nn
@@ -91,7 +91,9 @@ class OptimizerStates:
         self._early: Early | None = None
         if in_backward:
             frees = states.gradients == "free"
-            self._early = Early(optimizer, self._stream, self._roster, modules, frees=frees)
+            self._early = Early(
+                optimizer, self._stream, self._roster, modules, frees=frees, device=homes.device
+            )
         self._follow()
         on_host = partial(_on_host, self._roster, self._stream.exchange)
         with_masters = partial(on_host, masters=True)
@@ -373,7 +375,12 @@ def _check_backward(
     if has_peers() and not is_fully_sharded(modules, parameters):
         raise UnsupportedError(
             "with several processes gradients are final only when they are reduced, which is after backward "
-            "has made them, but where fully_shard spreads all parameters; set states.when to step"
+            "has made them, unless fully_shard spreads all parameters; set states.when to step"
+        )
+    if any(map(is_distributed, parameters)) and _wait_on_host(parameters):
+        raise UnsupportedError(
+            "FSDP2 may tell of gradients that it copies to host memory before they are there; set "
+            "states.when to step"
         )
     if frees and any(map(is_distributed, parameters)):
         raise UnsupportedError(
@@ -381,6 +388,12 @@ def _check_backward(
         )
     if not is_known(optimizer):
         raise UnsupportedError(f"whether {type(optimizer).__name__} can be updated in any order is not known")
+
+
+def _wait_on_host(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether parameters of a device are in host memory: there is one, and they are not on it."""
+    on_host = any(parameter.device.type == "cpu" for parameter in parameters)
+    return on_host and torch.accelerator.is_available()
 
 
 def _takes_eps_from_the_first(group: dict[str, Any]) -> bool:

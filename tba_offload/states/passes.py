@@ -12,10 +12,6 @@ if TYPE_CHECKING:
 
     from tba_offload.states.subgroup import SubGroup
 
-_AT_ITS_END = -1
-"""Number of the pass, as PyTorch gives it in functions that it calls at the end of the pass: FSDP2 reduces
-there the gradients of layers whose input needs none."""
-
 _REMEMBERED_STEPS = 8
 """Steps whose passes are remembered: the last step of an epoch may have fewer."""
 
@@ -37,8 +33,6 @@ class Passes:
     def has_begun(self) -> bool:
         """Whether the pass that runs is another one than the last time that this was asked."""
         current = torch._C._current_graph_task_id()
-        if current == _AT_ITS_END and self._count:
-            return False
         has_begun, self._current = current != self._current, current
         self._count += has_begun
         return has_begun

@@ -78,10 +78,11 @@ class Slot(Generic[T]):
 
     def read(self, group: T) -> None:
         """Begins to read a sub-group from where it lives."""
-        # What was given to the device since may be far ahead of it, and this slot may be free long before.
+        # The host may be far ahead: what it records now is reached long after this slot's own work is done.
         after = self._homes.device.event() if self._is_used else READY
         self._reads = group.home.read(self._part(group), after)
-        self.holder, self._is_newer, self._is_used = group, False, False
+        self._is_used = not self._reads  # the device copies what was kept in host memory
+        self.holder, self._is_newer = group, False
 
     def write(self) -> None:
         """Begins to write what it holds, if that is newer than what lies at home."""

@@ -303,9 +303,8 @@ def test_the_allocators_peak_keeps_the_promise(store: str, tmp_path: Path) -> No
             return step.record.activation_peak_bytes
 
     few, many = (peak(layers, Placement.OFFLOAD) for layers in (4, 16))
-    assert (
-        many <= few + one
-    )  # an activation more or less, as transfers end; 4 to 32 layers were measured alike
+    # One activation more or less, as transfers end; 32 layers had the peak of 4, 10.25 activations.
+    assert many <= few + one
     assert many <= peak(2, Placement.KEEP) + ceiling
     assert many <= 0.5 * peak(16, Placement.KEEP)
 

@@ -28,7 +28,7 @@ NAMES = ("plain", "again", "found")
 STEPS, LAYERS = 4, 6
 MIB = 2**20
 WINDOW = 64 * MIB
-LEAST = 300 * MIB  # what the layers save in a step, and more
+SAVED = 300 * MIB  # less than the layers save in a step, of which the window may stay
 SIZE = [f"--training.steps={STEPS}", "--training.seq_len=2048", "--training.local_batch_size=4"]
 ONE_RANK = ["--experimental.custom_import=titan_one_rank", "--model.name=llama3_one_rank"]
 
@@ -53,8 +53,8 @@ def test_its_trainer_trains_to_the_same_bits(options: list[str], kind: str, tmp_
     assert len(losses_of(plain)) == len(found["steps"]) == STEPS
     for step in found["steps"]:
         assert (step["scopes"], step["left_alone_scopes"]) == (LAYERS, 0)
-        assert step["offloaded_bytes"] + WINDOW > LEAST
-    assert found["peak"] < plain["peak"] - LEAST // 2
+        assert step["offloaded_bytes"] > SAVED - WINDOW
+    assert found["peak"] < plain["peak"] - SAVED // 2
 
 
 def trained(directory: Path, *options: str) -> list[dict[str, Any]]:

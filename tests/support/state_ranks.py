@@ -16,6 +16,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -64,10 +65,18 @@ def by_shards(net: Net) -> nn.Module:
     )
 
 
+def by_layers(net: Net) -> nn.Module:
+    """Each is the root of its own."""
+    for layer in (*net.layers, net.head):
+        fully_shard(layer)
+    return net
+
+
 SPREADS: dict[str, Callable[[Net], nn.Module]] = {
     "DDP": by_batch,
     "FSDP2": by_parameters,
     "FSDP1": by_shards,
+    "FSDP2, many roots": by_layers,
 }
 
 
@@ -127,9 +136,24 @@ def compared(spread: str, directory: Path) -> dict[str, Any]:
     return result
 
 
-def in_backward(directory: Path) -> dict[str, Any]:
+def after_nan(spread: str, policy: dict[str, dict[str, Any]]) -> int:
+    """How many parameters differ where the last gradient of a backward pass is NaN, and no step comes."""
+    plain, found = Run(spread), Run(spread)
+    with tba.offload_optimizer(found.optimizer, policy, model=found.model):
+        for run in (plain, found):
+            run.step(0, most=1e3)
+            run.step(1, most=1e3)
+        found.optimizer.zero_grad()
+        x = torch.ones(4, WIDTH)
+        x[0, 0] = torch.inf  # of which tanh is one: all gradients but that of the first weight are finite
+        found.model(x).square().mean().backward()
+        pairs = zip(found.model.parameters(), plain.model.parameters(), strict=True)
+        return sum(not same_bits(local(a.detach()), local(b.detach())) for a, b in pairs)
+
+
+def in_backward(spread: str, directory: Path) -> dict[str, Any]:
     """How many tensors differ where updates are made in backward, and which steps were."""
-    plain, found = Run("FSDP2"), Run("FSDP2")
+    plain, found = Run(spread), Run(spread)
     policy: dict[str, dict[str, Any]] = {
         "states": {"sub_group_bytes": "16KiB", "when": "backward"},
         "store": {"directories": [str(directory)]},
@@ -144,12 +168,21 @@ def in_backward(directory: Path) -> dict[str, Any]:
             result["in_backward"].append(states.records[-1].in_backward > 0)
             result["taken_back"].append(states.records[-1].taken_back > 0)
     result["differing"].append(differing(found, plain))
-    try:
-        policy["states"] |= {"gradients": "free"}
-        tba.offload_optimizer(found.optimizer, policy, model=found.model)
-    except UnsupportedError as error:
-        result["freed"] = str(error)
+    result["after NaN"] = after_nan(spread, policy)
+    with mock.patch("torch.accelerator.is_available", return_value=True):
+        result["on host"] = refusal(found, policy)
+    policy["states"] |= {"gradients": "free"}
+    result["freed"] = refusal(found, policy)
     return result
+
+
+def refusal(run: Run, policy: dict[str, dict[str, Any]]) -> str:
+    """Why a policy is refused."""
+    try:
+        tba.offload_optimizer(run.optimizer, policy, model=run.model)
+    except UnsupportedError as error:
+        return str(error)
+    return "not refused"
 
 
 def rank(number: int, directory: str) -> None:
@@ -157,8 +190,9 @@ def rank(number: int, directory: str) -> None:
     store = dist.FileStore(f"{directory}/meet", RANKS)
     dist.init_process_group("gloo", store=store, rank=number, world_size=RANKS, timeout=timedelta(seconds=60))
     try:
-        results = {spread: compared(spread, Path(directory)) for spread in SPREADS}
-        results["in backward"] = in_backward(Path(directory))
+        results = {spread: compared(spread, Path(directory)) for spread in ("DDP", "FSDP2", "FSDP1")}
+        for spread in ("FSDP2", "FSDP2, many roots"):
+            results[f"{spread} in backward"] = in_backward(spread, Path(directory))
         Path(f"{directory}/{number}.json").write_text(json.dumps(results))
     finally:
         dist.destroy_process_group()

@@ -44,6 +44,7 @@ from tba_offload.megatron.loss import report_loss
 from tba_offload.report.run_log import read_run_log
 from tba_offload.states.home import Home, Homes
 from tba_offload.states.slots import Slots
+from tba_offload.states.stream_order import StreamOrder
 from tba_offload.store import open_store, striped
 from tba_offload.store.file import FileStore
 from tba_offload.store.host import HostStore
@@ -328,6 +329,20 @@ def test_states_are_read_while_the_device_has_other_work(is_used: bool) -> None:
         slot.settle()
         assert then.query() is is_used
         assert slot.bytes.cpu().eq(0).all()
+
+
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_work_on_several_streams_comes_in_the_order_of_the_host(is_ordered: bool) -> None:
+    order = StreamOrder(device_of(LAG)) if is_ordered else nullcontext()
+    data = torch.zeros(1 << 16, device=LAG)
+    torch.accelerator.synchronize()
+    with torch.Stream(LAG), order:
+        lagging.sleep(0.05)
+        data.fill_(1)
+    with torch.Stream(LAG), order:
+        found = data.clone()
+    torch.accelerator.synchronize()
+    assert bool(found.cpu().eq(1).all()) is is_ordered
 
 
 # Memory

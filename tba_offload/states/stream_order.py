@@ -1,0 +1,36 @@
+"""Work that is given to a device on several streams, in the order in which the host gives it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from tba_offload.device import Device
+
+
+class StreamOrder:
+    """A context manager: the work of a block comes after that of the block before, whatever their streams.
+
+    Hooks of autograd are called on the stream that made a gradient, FSDP2's on the one that reduced it; an
+    optimizer's step, and what comes instead of it, have another. Blocks may lie within each other.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._last = device.event()
+
+    def __enter__(self) -> None:
+        self._last.wait()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._last = self._device.event()
