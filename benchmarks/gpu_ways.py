@@ -149,7 +149,7 @@ class Subject:
     def attach(self, config: tba.OffloadConfig) -> tba.Session:
         """A session on the layers; Megatron's are found, which brings Megatron's own recomputation."""
         layers = None if self.kind == "megatron" else self.layers
-        return tba.attach(self.model, config, layers=layers, measure_memory=False)
+        return tba.attach(self.model, config, layers=layers, measure_memory=True)
 
     def batch_of(self, number: int) -> Any:
         """The batch of a round, on the device."""
@@ -270,7 +270,8 @@ class Way:
                 base = meter.live()
             began = time.perf_counter()
             marks = [device.mark()]
-            with self.session.step() if self.session else contextlib.nullcontext():
+            session_step = self.session.step(measure_memory=measure) if self.session else None
+            with session_step or contextlib.nullcontext():
                 with self._watched(figures) if self._hooks else contextlib.nullcontext():
                     loss = self._subject.loss(batch)
                 marks.append(device.mark())
@@ -279,8 +280,12 @@ class Way:
             start, turn, end = device.seconds(marks)
             figures["host_seconds"] = time.perf_counter() - began
             if measure:
-                figures["peak"] = max(meter.peak() - base, 0)
-                figures["reserved"] = meter.reserved()
+                peak, reserved = meter.peak(), meter.reserved()
+                if self.session is not None:  # it measures by the same statistics, and plans with them
+                    record = self.session.report()[-1]
+                    peak, reserved = record.device_peak_bytes or peak, record.reserved_peak_bytes
+                figures["peak"] = max(peak - base, 0)
+                figures["reserved"] = reserved
         figures |= {"seconds": end - start, "forward": turn - start, "backward": end - turn}
         if self.session is not None:
             figures |= self._record()

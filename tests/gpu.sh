@@ -17,8 +17,8 @@
 #     tests      120 s  all that is marked gpu but what the next two have, by JOBS processes at once, 8 by default
 #     alone       70 s  those whose times or peaks other processes would change
 #     compiled   100 s  compiled layers, and other allocators: processes and compilers of their own
-#     states     105 s  benchmarks/states.py: updates alone, and steps whose backward covers what travels
 #     link       150 s  benchmarks/link.py; likewise
+#     states      90 s  benchmarks/states.py: steps whose backward covers what travels
 #     sanitizer  190 s  the tests of orderly access once more, under compute-sanitizer if that is there
 #     benchmark  560 s  benchmarks/gpu.py; likewise
 #
@@ -28,7 +28,7 @@
 #     1. here:  bash tests/gpu.sh download WHEELS
 #     2. there: bash tests/gpu.sh run WHEELS RESULTS doctor smoke                  within 2:50 min
 #     3. there: bash tests/gpu.sh run WHEELS RESULTS quick tests alone compiled    within 9:05 min
-#     4. there, another time: bash tests/gpu.sh run WHEELS RESULTS states link sanitizer    within 7:25 min
+#     4. there, another time: bash tests/gpu.sh run WHEELS RESULTS link states sanitizer    within 7:10 min
 #     5. there, another time: bash tests/gpu.sh run WHEELS RESULTS benchmark         within 9:20 min
 # Mend what the second step found before going on; LIMIT=seconds replaces the limit of every step, and ARGUMENTS go
 # to pytest, or to the benchmark: ARGUMENTS='-x -k host', ARGUMENTS='--size 8192x4x4096x1 --model torch'.
@@ -90,7 +90,7 @@ TOGETHER=(-n "${JOBS:-8}")
 ALONE='times or allocators_peak or marks_tell or kept_busy'
 APART='compiled or another_allocator'
 SMOKE='TestAccelerator or slabs or gpu_memory or (test_same_bits and gpt and dtype0)'
-STATES=(--device cuda --store host --precision high --matrices 12 --width 8192 --sub-group 256MiB)
+STATES=(--device cuda --store host --precision high --matrices 6 --width 8192 --sub-group 256MiB --rows 32768)
 ORDERLY='TestAccelerator or gpu_memory or stream'
 
 # packing FOLDER ARCHIVE COMMAND...: what it writes into the folder is in the archive every ten seconds
@@ -141,8 +141,7 @@ do_step() {
             --output "$folder/link.json" "${arguments[@]}"
         ;;
     states)
-        limited 45 "$PYTHON" benchmarks/states.py "${DRIVE:-.}" "${STATES[@]}" "${arguments[@]}"
-        limited 60 "$PYTHON" benchmarks/states.py "${DRIVE:-.}" "${STATES[@]}" --matrices 6 --rows 16384 "${arguments[@]}"
+        limited 90 "$PYTHON" benchmarks/states.py "${DRIVE:-.}" "${STATES[@]}" "${arguments[@]}"
         ;;
     sanitizer)
         if ! command -v compute-sanitizer >/dev/null; then
