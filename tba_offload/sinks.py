@@ -1,4 +1,4 @@
-"""Where the figures of steps go beside the run log: TensorBoard, W&B, a table.
+"""Where the figures of steps go beside the run log: TensorBoard, W&B, a table, a line on the terminal.
 
 ::
 
@@ -17,9 +17,13 @@ from __future__ import annotations
 
 import csv
 import logging
+import shutil
+import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from tba_offload.report.curves import FIGURES, PREFIX, curves_of
+from tba_offload.report.step_line import describe_step
 
 if TYPE_CHECKING:
     from tba_offload.report.run_log import StepRecord
@@ -28,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 STEP = "step"
 """Name of the column of a table that counts steps."""
+
+_CLEARED = "\r\x1b[K"
+"""Characters that empty the line of a terminal that the cursor is in."""
 
 
 class ScalarWriter(Protocol):
@@ -120,3 +127,28 @@ class CsvSink:
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning("the table of steps cannot be written: %s; training goes on", error)
+
+
+class StatusLine:
+    """Shows the last step in one line: on a terminal always the same one, elsewhere one more for each step.
+
+    It is meant for loops that print little themselves: what they print on a terminal begins where the line
+    ends. A stream that cannot be written ends no training.
+
+    Args:
+        file: Where to; by default what ``sys.stderr`` is when a step comes.
+    """
+
+    def __init__(self, file: TextIO | None = None) -> None:
+        self._file = file
+
+    def __call__(self, record: StepRecord) -> None:
+        """Shows a step."""
+        file = self._file or sys.stderr
+        line = describe_step(record)
+        with suppress(OSError, ValueError):  # it is full, broken or closed
+            if file.isatty():
+                file.write(_CLEARED + line[: shutil.get_terminal_size().columns - 1])
+            else:
+                file.write(f"{line}\n")
+            file.flush()

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tba_offload.report.run_log import MEMORY, RunLog, RunLogWriter
-from tba_offload.session.notices import describe_step, tell
+from tba_offload.report.step_line import describe_step
+from tba_offload.session.notices import tell
 
 if TYPE_CHECKING:
     import os

@@ -16,14 +16,13 @@ import torch
 
 from tba_offload.config import format_size
 from tba_offload.errors import NoEffectWarning, NothingSavedWarning
-from tba_offload.formatting import readable_size, significant
+from tba_offload.formatting import readable_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from tba_offload.layers.stack import Layer
     from tba_offload.plan.device_share import DeviceShare
-    from tba_offload.report.run_log import StepRecord
 
 _OUTSIDE_STEP = (
     "a layer trains outside of session.step(): its activations stay in memory; "
@@ -73,29 +72,6 @@ if logger.level == logging.NOTSET:
 def tell(line: str) -> None:
     """Says one line."""
     logger.info("%s", line)
-
-
-def describe_step(record: StepRecord) -> str:
-    """The main figures of a step in one line."""
-    parts = [f"step {record.step}" + (" (skipped)" if record.skipped else "")]
-    if record.activation_peak_bytes is not None:
-        parts.append(f"activation peak {readable_size(record.activation_peak_bytes)}")
-    if record.gradient_bytes:
-        parts.append(f"gradients {readable_size(record.gradient_bytes)}")
-    waits = f", {significant(record.stall_seconds)} s of it waits" if record.stall_seconds else ""
-    parts.append(f"{significant(record.seconds)} s{waits}")
-    moved = {
-        "written": record.offloaded_bytes,
-        "read": record.read_bytes,
-        "forwarded": record.forwarded_bytes,
-        "kept": (record.kept_bytes or 0) + (record.fallback_kept_bytes or 0),
-    }
-    parts += [f"{readable_size(nbytes)} {what}" for what, nbytes in moved.items() if nbytes]
-    if record.recomputed_scopes:
-        parts.append(f"{record.recomputed_scopes} of {record.scopes} layers recomputed")
-    if record.loss is not None:
-        parts.append(f"loss {record.loss:.6g}")
-    return "; ".join(parts)
 
 
 class Notices:

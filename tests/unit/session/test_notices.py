@@ -18,7 +18,7 @@ from torch import nn
 
 import tba_offload as tba
 from tba_offload.report.run_log import StepRecord
-from tba_offload.session.notices import describe_step
+from tba_offload.report.step_line import describe_step
 
 if TYPE_CHECKING:
     from models import Model

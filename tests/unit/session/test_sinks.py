@@ -20,7 +20,7 @@ import tba_offload as tba
 from tba_offload.report.curves import FIGURES
 from tba_offload.report.run_log import StepRecord, read_run_log
 from tba_offload.session.journal import Journal
-from tba_offload.sinks import CsvSink, TensorBoardSink, WandbSink
+from tba_offload.sinks import CsvSink, StatusLine, TensorBoardSink, WandbSink
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -183,6 +183,39 @@ def test_a_table_goes_to_a_stream_too() -> None:
     CsvSink(stream)(RECORD)
     assert stream.getvalue().startswith("step,seconds,optimizer_seconds,stall_seconds,")
     assert len(stream.getvalue().splitlines()) == 2
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_the_last_step_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    terminal = Terminal()
+    status = StatusLine(terminal)
+    for number in (1, 2):
+        status(StepRecord(step=number, seconds=0.5, activation_peak_bytes=2**30, offloaded_bytes=2**40))
+    first, second = terminal.getvalue().split("\r\x1b[K")[1:]
+    assert "\n" not in terminal.getvalue()
+    assert second == "step 2; activation peak 1.00 "
+    assert len(first) == len(second) == 29
+
+
+def test_elsewhere_a_line_for_each_step_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    status = StatusLine()
+    for number in (1, 2):
+        status(StepRecord(step=number, seconds=0.5))
+    assert capsys.readouterr().err == "step 1; 0.500 s\nstep 2; 0.500 s\n"
+
+
+@pytest.mark.parametrize("trouble", [BrokenPipeError, ValueError])
+def test_a_stream_that_is_gone_ends_no_training(trouble: type[Exception]) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str, /) -> int:
+            raise trouble
+
+    StatusLine(Gone())(RECORD)
 
 
 def test_the_names_and_their_units_are_documented() -> None:
