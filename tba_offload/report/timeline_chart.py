@@ -223,7 +223,7 @@ def _draw_traffic(drives: Sequence[Axes], panels: Sequence[_Panel], seconds: flo
         axes.yaxis.set_major_locator(MaxNLocator(2 if len(panels) > 1 else 4, symmetric=True))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda rate, _: f"{abs(rate):g}"))
         axes.set_ylabel(unit)
-        axes.text(0.995, 0.96, label, ha="right", va="top", fontsize="small", transform=axes.transAxes)
+        axes.text(1.0, 1.02, label, ha="right", va="bottom", fontsize="small", transform=axes.transAxes)
     drives[0].legend(**_legend(), ncols=2)
 
 
