@@ -128,7 +128,6 @@ class Early:
         if self._passes.is_last:
             self._stream.follow()
             self._waiting.begin(self._roster.groups)
-            self._flags.clear()
             _at_the_end_of_the_pass(self._pass_ends)
 
     def _update(self, group: SubGroup) -> None:

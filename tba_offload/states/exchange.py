@@ -161,7 +161,7 @@ class Exchange:
         if not any(is_away(value) for entry in entries.values() for value in entry.values()):
             return {}
         slot = self.load(group)
-        return {} if slot is None else group.views(slot.bytes)
+        return {} if slot is None else group.views(slot.lend())
 
     def give_back(self, groups: Sequence[SubGroup]) -> None:
         """Puts states back into ``optimizer.state``, in memory of their own; not those that were cleared.
@@ -182,7 +182,7 @@ class Exchange:
 
     def _put_back(self, places: Iterable[Place], slot: Slot[SubGroup]) -> None:
         for place in places:
-            view = place.view(slot.bytes)
+            view = place.view(slot.lend())
             if place.key == MASTER:
                 self._masters.put_back(place.piece, view)
                 continue
@@ -214,7 +214,7 @@ class Exchange:
             slot = self.slots.of(group)
             if slot is not None:
                 slot.settle()
-            flat = group.home.on_host(group.nbytes) if slot is None else slot.bytes
+            flat = group.home.on_host(group.nbytes) if slot is None else slot.lend()
             for place in group.places:
                 if masters or place.key != MASTER:
                     self._copy_to_host(place, place.view(flat), found)
@@ -259,7 +259,7 @@ class Exchange:
         if group.lay_out(entries):
             most = SLOTS - 1
             slot = self.slots.stay(group) if stays else self.slots.take(group.room, self._next_use, most=most)
-            group.fill(slot.bytes, entries)
+            group.fill(slot.lend(), entries)
             slot.give_to(group)
 
     def _show(self, group: SubGroup, piece: Piece, entry: Entry) -> None:

@@ -105,7 +105,7 @@ class Journal(NoJournal):
             held.clear()
         buffer = self._buffers.take(undo.nbytes, _Undo.age, most=_BUFFERS)
         buffer.give_to(undo)
-        undo.save(buffer.bytes)
+        undo.save(buffer.lend())
         buffer.write()
         self._noted[group] = {piece.parameter: self._entry_of(piece.parameter) for piece in group.pieces}
         group.begin_version()
@@ -149,7 +149,7 @@ class Journal(NoJournal):
             buffer = self._buffers.take(undo.nbytes, _Undo.age, most=_BUFFERS)
             buffer.read(undo)
         buffer.settle()
-        undo.restore(buffer.bytes)
+        undo.restore(buffer.lend())
 
     def forget(self, groups: Sequence[SubGroup]) -> None:
         """Gives up what belongs to sub-groups that are no more."""

@@ -377,12 +377,13 @@ def _check_backward(
             "with several processes gradients are final only when they are reduced, which is after backward "
             "has made them, unless fully_shard spreads all parameters; set states.when to step"
         )
-    if any(map(is_distributed, parameters)) and _wait_on_host(parameters):
+    has_distributed = any(map(is_distributed, parameters))
+    if has_distributed and _lie_on_host(parameters):
         raise UnsupportedError(
             "FSDP2 may tell of gradients that it copies to host memory before they are there; set "
             "states.when to step"
         )
-    if frees and any(map(is_distributed, parameters)):
+    if frees and has_distributed:
         raise UnsupportedError(
             "gradients of distributed parameters cannot be freed in backward; set states.gradients to keep"
         )
@@ -390,7 +391,7 @@ def _check_backward(
         raise UnsupportedError(f"whether {type(optimizer).__name__} can be updated in any order is not known")
 
 
-def _wait_on_host(parameters: Iterable[torch.Tensor]) -> bool:
+def _lie_on_host(parameters: Iterable[torch.Tensor]) -> bool:
     """Whether parameters of a device are in host memory: there is one, and they are not on it."""
     on_host = any(parameter.device.type == "cpu" for parameter in parameters)
     return on_host and torch.accelerator.is_available()

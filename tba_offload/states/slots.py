@@ -56,9 +56,8 @@ class Slot(Generic[T]):
         self._reads: list[IoFuture] = []
         self._writes: list[IoFuture] = []
 
-    @property
-    def bytes(self) -> torch.Tensor:
-        """All its memory, 1-D uint8; what asks for it may give the device work with it."""
+    def lend(self) -> torch.Tensor:
+        """All its memory, 1-D uint8, for work of the device, after which the next read of others comes."""
         self._is_used = True
         return self._bytes
 
@@ -198,7 +197,7 @@ class Slots(Generic[T]):
         held = self.of(group)
         if held is not None:
             held.settle()
-            slot.bytes.copy_(held.bytes[: group.nbytes])
+            slot.lend().copy_(held.lend()[: group.nbytes])
             held.clear()
             slot.give_to(group)
         elif not group.home.is_empty:

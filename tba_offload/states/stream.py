@@ -251,7 +251,7 @@ class Stream:
     def _update(self, group: SubGroup, options: Mapping[str, Any]) -> None:
         slot = self.exchange.load(group)
         self.journal.note(group)
-        bound = {} if slot is None else group.views(slot.bytes)
+        bound = {} if slot is None else group.views(slot.lend())
         entries = {piece: self.exchange.entry(piece) | bound.get(piece, {}) for piece in group.pieces}
         masters = {piece: entry.pop(MASTER) for piece, entry in entries.items() if MASTER in entry}
         tensors = {piece: self._masters.tensor(piece, masters.get(piece)) for piece in group.pieces}

@@ -315,20 +315,20 @@ def test_states_are_read_while_the_device_has_other_work(is_used: bool) -> None:
         for number, group in enumerate(groups):  # two slots: the first sub-group is away at the end
             slot = slots.take(MIB, groups.index, most=2)
             slot.give_to(group)
-            slot.bytes.fill_(number)
+            slot.lend().fill_(number)
             slot.write()
             slot.settle()
         evicted = slots.of(groups[2])
         assert evicted is not None
         if is_used:
-            evicted.bytes.add_(1)
+            evicted.lend().add_(1)
         lagging.sleep(2.0)
         then = device.event()
         slot = slots.take(MIB, groups.index, most=2)
         slot.read(groups[0])
         slot.settle()
         assert then.query() is is_used
-        assert slot.bytes.cpu().eq(0).all()
+        assert slot.lend().cpu().eq(0).all()
 
 
 @pytest.mark.parametrize("is_ordered", [True, False])
