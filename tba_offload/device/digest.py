@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
+
+_AT_ONCE = 8
+"""Tensors whose digests are made together: on a device a digest takes as long as to launch its kernels."""
 
 _SAMPLES = 64
 """Elements that are compared one by one; more cost memory, and the sum sees what they miss."""
@@ -22,7 +26,7 @@ _COLUMNS = 1021
 """Columns in which words are summed: a prime number, so that moving words changes the sums."""
 
 _FACTOR = 0x9E3779B97F4A7C15 - 2**64
-"""Odd, and without a pattern in its bits: each word of the sums counts with another multiple of it."""
+"""Odd, and without a pattern in its bits: each sum counts with another multiple of it."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by their size in bytes."""
@@ -49,20 +53,25 @@ class Digest(NamedTuple):
             tensor: The tensor.
             samples_only: Leaves out the sum, for which all of the tensor has to be read.
         """
-        plain = tensor.detach()
-        if plain.is_complex():
-            plain = torch.view_as_real(plain.resolve_conj())
-        plain = plain.contiguous()
-        count = min(plain.numel(), _SAMPLES)
-        step = plain.numel() // max(count, 1)
-        samples = plain.as_strided((count,), (step,)).clone().view(_WORDS[plain.itemsize])
-        if samples_only:
-            return cls(tensor.shape, tensor.dtype, samples)
-        return cls(tensor.shape, tensor.dtype, torch.cat((samples.to(torch.int64), _sums(plain))))
+        return digests_of([tensor], samples_only=samples_only)[0]
 
     def equals(self, other: Digest) -> bool:
         """Whether both tensors have the same bits, as far as digests tell; waits for the device."""
         return are_equal([self], [other])
+
+
+def digests_of(tensors: Iterable[torch.Tensor], *, samples_only: bool = False) -> list[Digest]:
+    """The digests of plain strided tensors of one device, in order; waits for nothing.
+
+    Args:
+        tensors: The tensors, each of which may be freed when the next is asked for.
+        samples_only: Leaves out the sum, for which all of a tensor has to be read.
+    """
+    digests = (_Raw.of(tensor, samples_only=samples_only) for tensor in tensors)
+    found: list[Digest] = []
+    while some := list(islice(digests, _AT_ONCE)):
+        found += _together(some)
+    return found
 
 
 def are_equal(some: Sequence[Digest], others: Sequence[Digest]) -> bool:
@@ -78,30 +87,95 @@ def are_equal(some: Sequence[Digest], others: Sequence[Digest]) -> bool:
     return not bits or bool(torch.equal(*bits))
 
 
-def _sums(plain: torch.Tensor) -> torch.Tensor:
-    """Numbers that other bits of a contiguous tensor, or the same in another order, are unlikely to have.
+class _Raw(NamedTuple):
+    """A digest to be: its parts, as they are before they are mixed, at most 9 KiB.
+
+    Attributes:
+        shape: Of the tensor.
+        dtype: Likewise.
+        samples: Some of its bits, at equal distances.
+        sums: Of columns of all of them, and of upper halves where these need sums of their own.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    samples: torch.Tensor
+    sums: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, *, samples_only: bool) -> _Raw:
+        plain = tensor.detach()
+        if plain.is_complex():
+            plain = torch.view_as_real(plain.resolve_conj())
+        plain = plain.contiguous()
+        count = min(plain.numel(), _SAMPLES)
+        step = plain.numel() // max(count, 1)
+        bits = plain.view(_WORDS[plain.itemsize]).as_strided((count,), (step,))
+        sums = () if samples_only else _sums(plain)
+        return cls(tensor.shape, tensor.dtype, bits.to(torch.int64, copy=True), sums)
+
+    @property
+    def form(self) -> tuple[int, int]:
+        """Equal for those whose parts can be stacked."""
+        return self.samples.numel(), len(self.sums)
+
+
+def _together(some: Sequence[_Raw]) -> list[Digest]:
+    bits: dict[int, torch.Tensor] = {}
+    for form in {each.form for each in some}:
+        alike = {number: each for number, each in enumerate(some) if each.form == form}
+        samples = torch.stack([each.samples for each in alike.values()])
+        sums = list(map(torch.stack, zip(*(each.sums for each in alike.values()), strict=True)))
+        rows = torch.cat((samples, *map(_mixed, sums[:1]), *sums[1:]), 1)
+        bits.update(zip(alike, rows.unbind(), strict=True))
+    return [Digest(each.shape, each.dtype, bits[number]) for number, each in enumerate(some)]
+
+
+def _sums(plain: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (_columns(plain), _upper_halves(plain)) if plain.itemsize in _OF_64_BITS else (_columns(plain),)
+
+
+def _columns(plain: torch.Tensor) -> torch.Tensor:
+    """Sums that other bits of a contiguous tensor, or the same in another order, are unlikely to have.
 
     One sum of all would stay as it is if the sign of two elements is changed, which is the highest bit of a
-    word, or if words change places: columns are summed, and mixed. Sums of integers shorter than 64 bits take
-    twenty times as long on a CPU. But the lower half of a round number in 64 bits is zero, and of a few
-    thousand such numbers that are alike the sum is zero too: upper halves are added apart.
+    word, or if words change places: columns are summed. Sums of integers shorter than 64 bits take twenty
+    times as long on a CPU.
     """
+    words, rest = _words(plain)
+    rows = words.numel() // _COLUMNS
+    sums = words[: rows * _COLUMNS].view(rows, _COLUMNS).sum(0)
+    left = words[rows * _COLUMNS :]
+    if left.numel():  # and is not taken for another row
+        sums[: left.numel()].add_(left, alpha=_FACTOR)
+    if rest.numel():
+        sums[: rest.numel()].add_(rest, alpha=-_FACTOR)
+    return sums
+
+
+def _words(plain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bits of a contiguous tensor as integers of 64 bits, and the elements that do not fill one."""
     flat = plain.as_strided((plain.numel(),), (1,))  # also of a single element whose stride is 0
     if plain.storage_offset() * plain.itemsize % 8:
         flat = flat.clone()
     count = flat.numel() * flat.itemsize // 8 * 8 // flat.itemsize
-    words, rest = flat[:count].view(torch.int64), flat[count:].view(_WORDS[plain.itemsize])
-    sums = [_mixed(words, rest)]
-    if plain.itemsize in _OF_64_BITS:
-        starts = range(0, words.numel(), _CHUNK)
-        sums += [(words[start : start + _CHUNK] >> 32).sum() for start in starts]
-    return torch.stack(sums)
+    return flat[:count].view(torch.int64), flat[count:].view(_WORDS[plain.itemsize])
 
 
-def _mixed(words: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-    """A number that depends on each column of words, and on each word and element that is in none."""
-    rows = words.numel() // _COLUMNS
-    columns = words[: rows * _COLUMNS].view(rows, _COLUMNS).sum(0)
-    parts = torch.cat((columns, words[rows * _COLUMNS :], rest.to(torch.int64)))
-    factors = torch.arange(1, 2 * parts.numel(), 2, device=parts.device) * _FACTOR
-    return ((parts ^ (parts >> 29)) * factors).sum()
+def _upper_halves(plain: torch.Tensor) -> torch.Tensor:
+    """The sum of the upper halves of words, a single element.
+
+    The lower half of a round number in 64 bits is zero, and of a few thousand such numbers that are alike the
+    sum is zero too.
+    """
+    words, _ = _words(plain)
+    total = words.new_zeros(1)
+    for start in range(0, words.numel(), _CHUNK):
+        total += (words[start : start + _CHUNK] >> 32).sum()
+    return total
+
+
+def _mixed(columns: torch.Tensor) -> torch.Tensor:
+    """A number for each row, in a column, that depends on each of its elements and on their order."""
+    factors = torch.arange(1, 2 * _COLUMNS, 2, device=columns.device) * _FACTOR
+    return ((columns ^ (columns >> 29)) * factors).sum(1, keepdim=True)

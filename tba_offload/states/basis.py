@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from itertools import compress
+from itertools import chain, compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tba_offload.device.digest import Digest, are_equal
+from tba_offload.device.digest import are_equal, digests_of
 from tba_offload.states.away import FreedGradient
 from tba_offload.states.shards import local
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from collections.abc import Set as AbstractSet
 
+    from tba_offload.device.digest import Digest
     from tba_offload.states.pieces import Piece
     from tba_offload.states.subgroup import SubGroup
 
@@ -56,9 +57,10 @@ class Basis:
             self._settings[group.number] = deepcopy(self._settings_of(group.number))
         self._freed |= freed
         kept = [piece for piece in group.pieces if piece.parameter not in freed]
-        self._used[group] = _Used(
-            kept, [*map(_digest_of_gradients, _joined(kept))], _digests_of_parameters(group.pieces)
-        )
+        joined = list(_joined(kept))
+        tensors = chain(map(_gradient, joined), map(_parameter, _joined(group.pieces)))
+        digests = digests_of(tensors)
+        self._used[group] = _Used(kept, digests[: len(joined)], digests[len(joined) :])
         self._versions.update({piece.parameter: piece.parameter._version for piece in group.pieces})
 
     def what_differs(self) -> str | None:
@@ -83,7 +85,7 @@ class Basis:
         ]
         if not all(is_plain(piece.parameter.grad) for some, _ in kept for piece in some):
             return False
-        return are_equal([_digest_of_gradients(some) for some, _ in kept], [before for _, before in kept])
+        return are_equal(digests_of(_gradient(some) for some, _ in kept), [before for _, before in kept])
 
     def changed_since(self) -> Sequence[torch.Tensor]:
         """Parameters of which one at least is not as its update left it; none if all are."""
@@ -91,7 +93,7 @@ class Basis:
             if parameter._version != version:
                 return [parameter]
         known = [digest for used in self._used.values() for digest in used.parameters]
-        found = [digest for group in self._used for digest in _digests_of_parameters(group.pieces)]
+        found = digests_of(_parameter(some) for group in self._used for some in _joined(group.pieces))
         if are_equal(found, known):
             return []
         some = (some for group in self._used for some in _joined(group.pieces))
@@ -125,16 +127,16 @@ class _Used(NamedTuple):
     parameters: list[Digest]
 
 
-def _digest_of_gradients(pieces: Sequence[Piece]) -> Digest:
-    return Digest.of(_join([piece.own(piece.parameter.grad) for piece in pieces]))
+def _gradient(pieces: Sequence[Piece]) -> torch.Tensor:
+    return _join([piece.own(piece.parameter.grad) for piece in pieces])
 
 
-def _digests_of_parameters(pieces: Sequence[Piece]) -> list[Digest]:
-    return [Digest.of(_join([piece.own(piece.parameter) for piece in some])) for some in _joined(pieces)]
+def _parameter(pieces: Sequence[Piece]) -> torch.Tensor:
+    return _join([piece.own(piece.parameter) for piece in pieces])
 
 
 def _joined(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
-    """Small pieces of a data type together, since their digests take as long as one; others one by one.
+    """Small pieces of a data type together, since a digest of them takes as long as one; others one by one.
 
     So are slices: the gradient of their parameter may be freed with another sub-group.
     """
@@ -159,7 +161,7 @@ def is_plain(gradient: torch.Tensor | None) -> bool:
 
 def are_finite(pieces: Sequence[Piece]) -> torch.Tensor:
     """A boolean on the device of plain gradients: they have neither infinite elements nor NaN."""
-    gradients = [_join([piece.own(piece.parameter.grad) for piece in some]) for some in _joined(pieces)]
+    gradients = [_gradient(some) for some in _joined(pieces)]
     values = [torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for each in gradients]
     bounds = [torch.stack(torch.aminmax(each)) for each in values if each.numel()]
     if not bounds:

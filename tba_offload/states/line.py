@@ -30,6 +30,7 @@ class Line:
         self._groups: list[SubGroup] = []
         self._places: dict[SubGroup, int] = {}
         self._at = -1
+        self._next: Sequence[SubGroup] = ()
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -60,10 +61,11 @@ class Line:
         gone = set(groups)
         self._line_up([group for group in self._groups if group not in gone])
 
-    def next(self, count: int, stays: Callable[[SubGroup], bool]) -> Iterator[SubGroup]:
+    def next(self, count: int, stays: Callable[[SubGroup], bool]) -> Sequence[SubGroup]:
         """Those that are updated next and do not stay in memory, ``count`` at most."""
         upcoming = islice(self._groups, self._at + 1, None)
-        return islice((group for group in upcoming if not stays(group)), count)
+        self._next = list(islice((group for group in upcoming if not stays(group)), count))
+        return self._next
 
     def needs_more_than(self, held: Iterable[SubGroup]) -> bool:
         """Whether some that are still to be updated are not among these."""
@@ -71,16 +73,22 @@ class Line:
         return upcoming > sum(self._places.get(group, -1) > self._at for group in held)
 
     def next_use(self, group: SubGroup) -> int:
-        """When a sub-group is needed again: in this update, or later, in the order of the next one."""
+        """When a sub-group is needed again: in this update, or later, in the order of the next one.
+
+        In an order that never turns, the first to make room is what the last update has left, then what this
+        one updated first, although both are needed before what was updated last: their writes are over. To
+        find some states in memory still is worth a few reads; to wait for the write of what was updated last
+        before each read takes the time of all reads.
+        """
         place = self._places.get(group)
         if place is None:
             return 2 * _FAR
-        if place > self._at:
-            return place
         if place == self._at:
             return -1  # it is being updated
-        return _FAR - place if self.turns else _FAR + place
+        if place < self._at:
+            return _FAR - place
+        return place if self.turns or group in self._next else _FAR + place
 
     def _line_up(self, groups: list[SubGroup]) -> None:
-        self._groups = groups
+        self._groups, self._next = groups, ()
         self._places = {group: place for place, group in enumerate(groups)}

@@ -13,7 +13,7 @@ from tba_offload.errors import TransferError
 from tba_offload.states.home import page_aligned
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -62,14 +62,9 @@ class Slot(Generic[T]):
         return self._bytes
 
     @property
-    def is_idle(self) -> bool:
-        """Whether no transfer is under way."""
-        return all(transfer.is_done for transfer in (*self._reads, *self._writes))
-
-    @property
-    def is_newer(self) -> bool:
-        """Whether its bytes are not yet written."""
-        return self._is_newer
+    def is_free(self) -> bool:
+        """Whether no transfer is under way, and its bytes need not be written."""
+        return not self._is_newer and all(each.is_done for each in (*self._reads, *self._writes))
 
     def give_to(self, group: T) -> None:
         """Lets it hold a sub-group, whose bytes the caller puts there."""
@@ -261,7 +256,7 @@ class Slots(Generic[T]):
         Raises:
             TransferError: What the slot held cannot be written where the policy forbids to keep it.
         """
-        slot = self._unheld() or self._new(nbytes, most) or self._latest(next_use)
+        slot = self._unheld() or self._new(nbytes, most) or _latest(self._slots, next_use)
         slot.write()
         slot.clear()
         slot.grow(nbytes)
@@ -280,10 +275,11 @@ class Slots(Generic[T]):
         """
         slot = self._unheld() or self._new(nbytes, most)
         if slot is None:
-            slot = self._latest(next_use)
-            is_free = slot.is_idle and not slot.is_newer
-            if not is_free or (slot.holder is not None and next_use(slot.holder) <= next_use(group)):
+            this = next_use(group)
+            later = [each for each in self._slots if each.is_free and _next_use(each, next_use) > this]
+            if not later:
                 return None
+            slot = _latest(later, next_use)
         slot.clear()
         slot.grow(nbytes)
         return slot
@@ -304,6 +300,11 @@ class Slots(Generic[T]):
         self._slots.append(slot)
         return slot
 
-    def _latest(self, next_use: Callable[[T], int]) -> Slot[T]:
-        """The slot whose sub-group is needed last."""
-        return max(self._slots, key=lambda slot: -1 if slot.holder is None else next_use(slot.holder))
+
+def _next_use(slot: Slot[T], next_use: Callable[[T], int]) -> int:
+    return -1 if slot.holder is None else next_use(slot.holder)
+
+
+def _latest(slots: Sequence[Slot[T]], next_use: Callable[[T], int]) -> Slot[T]:
+    """The slot whose sub-group is needed last."""
+    return max(slots, key=lambda slot: _next_use(slot, next_use))

@@ -111,7 +111,9 @@ def test_states_and_activations_share_a_budget_of_the_device(tmp_path: Path) -> 
         return peaks, weights, travelling
 
     kept, expected, _ = trained(default="keep")
-    budget = int(0.6 * max(kept))  # less than weights, gradients and all states take
+    gc.collect()
+    others = torch.cuda.memory_allocated()  # as workspaces of cuBLAS, and what other tests have left
+    budget = others + int(0.6 * (max(kept) - others))  # less than weights, gradients and all states take
     states = {"default": "auto", "sub_group_bytes": "16MiB"}
     found, weights, travelling = trained(default="auto", budget={"device_bytes": budget}, states=states)
     assert weights == expected

@@ -25,8 +25,11 @@ from tba_offload.errors import (
     TransferError,
     UnsupportedError,
 )
+from tba_offload.states.exchange import Exchange
 from tba_offload.states.home import Home
 from tba_offload.states.own_step import OwnStep
+from tba_offload.states.slots import SLOTS, Slot
+from tba_offload.states.subgroup import SubGroup
 from tba_offload.testing.faults import inject
 
 if TYPE_CHECKING:
@@ -89,6 +92,39 @@ def test_what_is_updated_in_backward_is_updated_before_the_step(tmp_path: Path) 
         found.optimizer.zero_grad()
         found.backward(1)
         assert not torch.equal(before, found.model.head.weight)
+
+
+def test_no_read_waits_for_the_write_of_what_was_updated_last(tmp_path: Path) -> None:
+    """A host that is far ahead of its device waits for a slot: for one whose write began before others."""
+    found, _ = pair("adamw")
+    updated: list[SubGroup] = []
+    evicted: list[tuple[SubGroup, SubGroup | None]] = []
+
+    def load(exchange: Exchange, group: SubGroup) -> Any:
+        slot = its_load(exchange, group)
+        if slot is not None:
+            updated.append(group)
+        return slot
+
+    def clear(slot: Slot[Any]) -> None:
+        if isinstance(slot.holder, SubGroup):  # not parameters of the journal
+            evicted.append((slot.holder, updated[-1] if updated else None))
+        its_clear(slot)
+
+    its_load, its_clear = Exchange.load, Slot.clear
+    with offloaded(found, tmp_path):
+        for seed in range(2):
+            found.step(seed)
+        found.optimizer.zero_grad()
+        with (
+            mock.patch.object(Slot, "is_free", new=False),
+            mock.patch.object(Exchange, "load", load),
+            mock.patch.object(Slot, "clear", clear),
+        ):
+            found.backward(2)
+    assert [group for group, last in evicted if group is last] == []
+    assert len(updated) > 2 * SLOTS
+    assert len(evicted) >= len(updated) - SLOTS
 
 
 # ---- between backward and the step ---------------------------------------------------------------
