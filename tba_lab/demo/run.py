@@ -566,7 +566,8 @@ def _in_proportion(settings: DemoSettings) -> StatesConfig:
     """Optimizer states in sub-groups of a twentieth of them: a small model stands for a large one."""
     shape, states = settings.shape, settings.states or StatesConfig()
     nbytes = 2 * ITEM_BYTES[shape.dtype] * parameters_of(shape) // _SUB_GROUPS
-    return dataclasses.replace(states, sub_group_bytes=min(max(nbytes, 2**18), states.sub_group_bytes))
+    most = states.sub_group_on("cpu")  # also on a GPU, since a demo has few of them
+    return dataclasses.replace(states, sub_group_bytes=min(max(nbytes, 2**18), most))
 
 
 def _impatient(config: OffloadConfig, settings: DemoSettings) -> OffloadConfig:

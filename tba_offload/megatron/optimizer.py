@@ -96,13 +96,12 @@ def _part(child: Any, model_param: torch.Tensor) -> torch.Tensor:
     return model_param.detach().view(-1)[shard.start : shard.end]
 
 
-def follow(child: Any, states: OptimizerStates, config: StatesConfig) -> None:
+def follow(child: Any, states: OptimizerStates) -> None:
     """Has an optimizer of Megatron find states and masters where they are.
 
     Args:
         child: An optimizer of Megatron.
         states: The states of the optimizer inside.
-        config: How they are offloaded.
     """
     _NewStatesOf(child, states)
     if hasattr(child, "_get_main_param_and_optimizer_states"):
@@ -110,7 +109,7 @@ def follow(child: Any, states: OptimizerStates, config: StatesConfig) -> None:
     elif _groups_of(child) is not None:
         _MastersInCheckpointsOf(child, states)
     if _groups_of(child) is not None:
-        _CopiesOf(child, states, config.sub_group_bytes)
+        _CopiesOf(child, states)
 
 
 class _CheckpointsOf:
@@ -208,13 +207,11 @@ class _CopiesOf:
     Args:
         child: An optimizer of Megatron.
         states: The states of the optimizer inside.
-        most: Bytes of masters that are in memory at once, while they are set to parameters.
     """
 
-    def __init__(self, child: Any, states: OptimizerStates, most: int) -> None:
+    def __init__(self, child: Any, states: OptimizerStates) -> None:
         self._child = child
         self._states = states
-        self._most = most
         self._to_model = child._copy_main_params_to_model_params
         self._to_masters = child._copy_model_params_to_main_params
         vars(child)["_copy_main_params_to_model_params"] = self._copy_to_model
@@ -225,10 +222,11 @@ class _CopiesOf:
             self._to_model()
 
     def _copy_to_masters(self, *arguments: Any, **options: Any) -> None:
-        """Sets masters to parameters: a checkpoint was loaded that has no optimizer."""
+        """Sets masters to parameters, as many at a time as a sub-group has: a checkpoint has no optimizer."""
         child, states = self._child, self._states
         mains = [main for _, main in _pairs(child)]
-        for some in _batches([main for main in mains if main is not None and is_away(main)], self._most):
+        away = [main for main in mains if main is not None and is_away(main)]
+        for some in _batches(away, max(states.sizes, default=0)):
             with ExitStack() as taken:
                 for main in some:
                     taken.enter_context(states.setting(main, states=False))

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from tba_offload import effects
-from tba_offload.config import OffloadConfig, StatesConfig, read_config
+from tba_offload.config import OffloadConfig, read_config
 from tba_offload.config.policy import Placement
 from tba_offload.errors import ConfigError, TbaError, UnsupportedError
 from tba_offload.formatting import grouped
@@ -218,7 +218,7 @@ def open_session(
                 )
             )
             for child, states in zip(children, session.states, strict=True):
-                follow(child, states, own.states or StatesConfig())
+                follow(child, states)
         undo.pop_all()
     if world.rank == 0:
         _print_plan(config.policy, world.layers)

@@ -67,7 +67,8 @@ class OptimizerStates:
         modules: Sequence[nn.Module] = (),
         masters: Mapping[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
-        states = config.states or StatesConfig()
+        states, device = config.states or StatesConfig(), _device_of(optimizer)
+        most = states.sub_group_on(device.type)
         in_backward = states.when == "backward"
         self.optimizer = optimizer
         self.records: deque[StatesRecord] = deque(maxlen=_REMEMBERED)
@@ -77,7 +78,7 @@ class OptimizerStates:
         self._expected: float | None = None
         homes = Homes(
             store,
-            device_of(_device_of(optimizer)),
+            device_of(device),
             stall_limit=config.store.stall_seconds,
             keep_when_full=config.on_full == "keep",
             tell=logger.warning,
@@ -85,7 +86,7 @@ class OptimizerStates:
         self._takeover = Takeover(optimizer)
         copies = masters if masters and states.masters == "offload" else {}
         own_masters = Masters(optimizer, copies)
-        self._roster = Roster(optimizer, homes, own_masters, states.sub_group_bytes)
+        self._roster = Roster(optimizer, homes, own_masters, most)
         own = OwnStep(optimizer, self._takeover.kind)
         self._stream = Stream(optimizer, own, self._roster, homes, own_masters, in_backward=in_backward)
         self._early: Early | None = None
@@ -97,9 +98,7 @@ class OptimizerStates:
         self._follow()
         on_host = partial(_on_host, self._roster, self._stream.exchange)
         with_masters = partial(on_host, masters=True)
-        self._by_parameter = ByParameter(
-            optimizer, with_masters, own_masters, self._stream.follow, states.sub_group_bytes
-        )
+        self._by_parameter = ByParameter(optimizer, with_masters, own_masters, self._stream.follow, most)
         self._checkpoints = Checkpoints(optimizer, on_host, self._is_saved, self._loaded)
         self._takeover.begin(self._step, None if self._early is None else self._early.zero_grad)
 

@@ -170,7 +170,7 @@ def offload(optimizer: Any, store: Path) -> Iterator[OptimizerStates]:
     masters = masters_of(children)
     for child in children:
         offloaded = tba.offload_optimizer(child.optimizer, config, masters=masters)
-        follow(child, offloaded, states)
+        follow(child, offloaded)
         yield offloaded
 
 

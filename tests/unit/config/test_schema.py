@@ -36,7 +36,7 @@ store: {directories: [[]]}
 store: {checksum: "yes"}
 store: {stall_seconds: -1}
 states: {when: later}
-states: {sub_group_bytes: null}
+states: {sub_group_bytes: 512KB, trust: null}
 layers: [{match: 0}]
 layers: [{match: 0, placement: keep, line: 3}]
 layers: {match: 0, placement: keep}
