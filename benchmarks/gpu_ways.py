@@ -29,6 +29,9 @@ from tba_offload.device import ByteRange, device_of
 from tba_offload.device.checksum import sums
 from tba_offload.device.memory import meter_of
 from tba_offload.errors import UnsupportedError
+from tba_offload.layers.stack import explicit_layers
+from tba_offload.megatron.layers import find_stack
+from tba_offload.session import Session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -147,9 +150,13 @@ class Subject:
         self.flops = model_flops(shape, size.batch)
 
     def attach(self, config: tba.OffloadConfig) -> tba.Session:
-        """A session on the layers; Megatron's are found, which brings Megatron's own recomputation."""
-        layers = None if self.kind == "megatron" else self.layers
-        return tba.attach(self.model, config, layers=layers, measure_memory=True)
+        """A session on the layers; Megatron's are found, which brings Megatron's own recomputation.
+
+        Its steps are opened by hand: by itself the session of each way would open one in the forward of all.
+        """
+        chunks = [self.model]
+        stack = find_stack(chunks) if self.kind == "megatron" else explicit_layers(chunks, self.layers)
+        return Session(stack, chunks, config, steps_by_hand=True)
 
     def batch_of(self, number: int) -> Any:
         """The batch of a round, on the device."""

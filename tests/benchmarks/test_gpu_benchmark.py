@@ -81,6 +81,7 @@ def test_it_runs_on_a_cpu(tmp_path: Path, python_with_torch: Warm) -> None:
     ]
     ended = python_with_torch.run(*command, timeout=5 * PATIENCE)
     assert ended.returncode == 0, ended.stderr
+    assert "two attached models" not in ended.stderr  # all ways have one, and each opens its own steps only
     (folder,) = (tmp_path / "results").iterdir()
     document = json.loads((folder / "results.json").read_text())
     assert {"started", "machine", "versions", "command", "sizes", "rok"} == set(document)
