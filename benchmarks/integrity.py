@@ -15,6 +15,7 @@ import statistics
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import click
 import torch
 from cost import MANY, OFF, ON, Lane, Mechanism, MeteredTrainer, all_offloaded, cost_command
 from xxhash import xxh3_64
@@ -63,6 +64,8 @@ def summarize(lanes: Lanes) -> dict[str, Any]:
     """Shares and rates of the steps after the warm-up."""
     counted, without, many = (lanes[name][WARM_UP:] for name in (ON, OFF, MANY))
     hashed = sum(step["offloaded_bytes"] + step["read_bytes"] for step in counted)
+    if not hashed:
+        raise click.UsageError("nothing travels in steps of this size; make the model or the batch larger")
     return {
         "share_of_cpu": statistics.median(step["checksum_seconds"] / step["cpu_seconds"] for step in counted),
         "checksum_bytes_per_second": hashed / sum(step["checksum_seconds"] for step in counted),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import textwrap
-from itertools import cycle, pairwise
+from itertools import count, pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import matplotlib as mpl
@@ -405,9 +405,17 @@ def _limits(values: NDArray[np.float64]) -> tuple[float, float]:
 
 
 def _looks(strategies: Iterable[str]) -> dict[str, _Look]:
-    """A look for each strategy; beyond the tenth other one, looks repeat."""
-    more = cycle(_MORE_LOOKS)
+    """A look for each strategy."""
+    more = _more_looks()
     return {strategy: _LOOKS.get(PLACEMENTS.get(strategy, strategy)) or next(more) for strategy in strategies}
+
+
+def _more_looks() -> Iterator[_Look]:
+    """Looks of other strategies; when no colour is left, each has the marker of the next one, and so on."""
+    colours, markers, dashes = zip(*_MORE_LOOKS, strict=True)
+    for turn in count():
+        turned = markers[turn % len(markers) :] + markers[: turn % len(markers)]
+        yield from zip(colours, turned, dashes, strict=True)
 
 
 def _visible(strategy: str, most: int = 30) -> str:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import math
 import subprocess
@@ -466,6 +467,16 @@ def test_the_picture_names_axes_units_and_lines() -> None:
     entries = [text.get_text() for text in legend.get_texts()]
     assert entries == ["keep", "offload", "recompute", "Pareto set", "batch size"]
     assert sorted(text.get_text() for text in axes.texts) == ["1", "1", "2", "2", "2", "4", "4"]
+
+
+def test_no_two_strategies_look_alike() -> None:
+    from tba_offload.report.picture import rok_figure
+
+    names = ["keep", "offload", *(f"strategy {number}" for number in range(20))]
+    points = [dataclasses.replace(CURVES[0], strategy=name) for name in names]
+    (legend,) = rok_figure(points).legends
+    looks = {(str(handle.get_color()), str(handle.get_marker())) for handle in legend.get_lines()}
+    assert len(looks) == len(names) + 2  # the ring of the Pareto set, and the digit
 
 
 def test_each_line_goes_through_its_points() -> None:
