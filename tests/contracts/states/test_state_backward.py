@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -15,6 +15,7 @@ from models import same_bits
 from optimizers import MAKERS, Training, assert_same, pair, policy
 from torch import nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import tba_offload as tba
 from tba_offload.config import read_config
@@ -125,6 +126,39 @@ def test_no_read_waits_for_the_write_of_what_was_updated_last(tmp_path: Path) ->
     assert [group for group, last in evicted if group is last] == []
     assert len(updated) > 2 * SLOTS
     assert len(evicted) >= len(updated) - SLOTS
+
+
+@pytest.mark.parametrize("gradients", ["keep", "free"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_of_pytorch(reentrant: bool, gradients: str, tmp_path: Path) -> None:
+    """A reentrant one is a backward pass of its own: what is not in the last of them waits for the step."""
+
+    def trained(*, offloads: bool) -> tuple[list[torch.Tensor], list[int]]:
+        torch.manual_seed(0)
+        layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(4)
+        )
+        model = nn.ModuleList([nn.Linear(64, 64), *layers])
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+        with ExitStack() as stack:
+            made = settings(tmp_path, gradients=gradients)
+            states = None
+            if offloads:
+                states = stack.enter_context(tba.offload_optimizer(optimizer, made, model=model))
+            for seed in range(4):
+                torch.manual_seed(seed)
+                x = model[0](torch.randn(8, 64))
+                for layer in layers:
+                    x = checkpoint(layer, x, use_reentrant=reentrant)
+                x.square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            early = [] if states is None else [record.in_backward for record in states.records]
+        return [each.detach() for each in model.parameters()], early
+
+    (found, early), (expected, _) = trained(offloads=True), trained(offloads=False)
+    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+    assert early[0] == 0 < min(early[1:])
 
 
 # ---- between backward and the step ---------------------------------------------------------------
