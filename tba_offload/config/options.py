@@ -163,13 +163,13 @@ _Limit = Annotated[int | None, BeforeValidator(_limit), WithJsonSchema({"anyOf":
 _Threshold = Annotated[int, BeforeValidator(_bytes), WithJsonSchema(_SIZE_TEXT)]
 
 
-def _some_bytes(value: object) -> int | None:
+def _optional_bytes(value: object) -> int | None:
     """A size; ``None`` for what suits the device."""
     return None if value is None else _bytes(value)
 
 
-_Some = Annotated[
-    int | None, BeforeValidator(_some_bytes), WithJsonSchema({"anyOf": [_SIZE_TEXT, _NONE_TEXT]})
+_OptionalBytes = Annotated[
+    int | None, BeforeValidator(_optional_bytes), WithJsonSchema({"anyOf": [_SIZE_TEXT, _NONE_TEXT]})
 ]
 
 
@@ -428,8 +428,8 @@ class StoreConfig:
 
 
 _ON_CPU, _ON_ACCELERATOR = 64 * 2**20, 256 * 2**20
-"""Bytes of states that travel as one. What is given to another device takes a while to begin: on an H200 an
-update takes 1.6 times as long with 64 MiB, and a whole step with ``when: backward`` 1.4 times."""
+"""Bytes of states that travel as one. Work for an accelerator starts with a delay: on an H200 an update takes
+1.6 times as long with 64 MiB, and a whole step with ``when: backward`` 1.4 times."""
 
 
 @_settings
@@ -453,7 +453,7 @@ class StatesConfig:
     """
 
     default: Literal["offload", "auto"] = "offload"
-    sub_group_bytes: _Some = None
+    sub_group_bytes: _OptionalBytes = None
     trust: Annotated[bool, Strict()] = False
     when: Literal["step", "backward"] = "step"
     gradients: Literal["keep", "free"] = "keep"

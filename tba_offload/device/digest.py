@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 _AT_ONCE = 8
-"""Tensors whose digests are made together: on a device a digest takes as long as to launch its kernels."""
+"""Tensors whose digests are made together: on an accelerator it is launching kernels that takes time."""
 
 _SAMPLES = 64
 """Elements that are compared one by one; more cost memory, and the sum sees what they miss."""
@@ -24,6 +25,9 @@ _CHUNK = 2**20
 
 _COLUMNS = 1021
 """Columns in which words are summed: a prime number, so that moving words changes the sums."""
+
+_NUMBERS = 2 * _COLUMNS + 7
+"""Sums of columns, then words that fill no row, then elements that fill no word."""
 
 _FACTOR = 0x9E3779B97F4A7C15 - 2**64
 """Odd, and without a pattern in its bits: each sum counts with another multiple of it."""
@@ -67,7 +71,7 @@ def digests_of(tensors: Iterable[torch.Tensor], *, samples_only: bool = False) -
         tensors: The tensors, each of which may be freed when the next is asked for.
         samples_only: Leaves out the sum, for which all of a tensor has to be read.
     """
-    digests = (_Raw.of(tensor, samples_only=samples_only) for tensor in tensors)
+    digests = map(partial(_Raw.of, samples_only=samples_only), tensors)
     found: list[Digest] = []
     while some := list(islice(digests, _AT_ONCE)):
         found += _together(some)
@@ -88,13 +92,13 @@ def are_equal(some: Sequence[Digest], others: Sequence[Digest]) -> bool:
 
 
 class _Raw(NamedTuple):
-    """A digest to be: its parts, as they are before they are mixed, at most 9 KiB.
+    """A digest to be: its parts, as they are before they are mixed, 17 KiB.
 
     Attributes:
         shape: Of the tensor.
         dtype: Likewise.
         samples: Some of its bits, at equal distances.
-        sums: Of columns of all of them, and of upper halves where these need sums of their own.
+        sums: Of all of them, and of upper halves where these need a sum of their own.
     """
 
     shape: torch.Size
@@ -107,9 +111,10 @@ class _Raw(NamedTuple):
         plain = tensor.detach()
         if plain.is_complex():
             plain = torch.view_as_real(plain.resolve_conj())
-        plain = plain.contiguous()
+        plain = plain.resolve_neg().contiguous()
         count = min(plain.numel(), _SAMPLES)
         step = plain.numel() // max(count, 1)
+        step = max(step - 1 + step % 2, 1)  # odd, or all samples would have an even place
         bits = plain.view(_WORDS[plain.itemsize]).as_strided((count,), (step,))
         sums = () if samples_only else _sums(plain)
         return cls(tensor.shape, tensor.dtype, bits.to(torch.int64, copy=True), sums)
@@ -136,21 +141,21 @@ def _sums(plain: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _columns(plain: torch.Tensor) -> torch.Tensor:
-    """Sums that other bits of a contiguous tensor, or the same in another order, are unlikely to have.
+    """Numbers that other bits of a contiguous tensor, or the same in another order, are unlikely to have.
 
     One sum of all would stay as it is if the sign of two elements is changed, which is the highest bit of a
-    word, or if words change places: columns are summed. Sums of integers shorter than 64 bits take twenty
-    times as long on a CPU.
+    word, or if words change places: columns are summed, and what fills no row has places of its own. Sums of
+    integers shorter than 64 bits take twenty times as long on a CPU.
     """
     words, rest = _words(plain)
     rows = words.numel() // _COLUMNS
-    sums = words[: rows * _COLUMNS].view(rows, _COLUMNS).sum(0)
     left = words[rows * _COLUMNS :]
-    if left.numel():  # and is not taken for another row
-        sums[: left.numel()].add_(left, alpha=_FACTOR)
-    if rest.numel():
-        sums[: rest.numel()].add_(rest, alpha=-_FACTOR)
-    return sums
+    numbers = words.new_zeros(_NUMBERS)
+    torch.sum(words[: rows * _COLUMNS].view(rows, _COLUMNS), 0, out=numbers[:_COLUMNS])
+    for start, others in ((_COLUMNS, left), (2 * _COLUMNS, rest)):
+        if others.numel():
+            numbers[start : start + others.numel()] = others
+    return numbers
 
 
 def _words(plain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -163,19 +168,19 @@ def _words(plain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _upper_halves(plain: torch.Tensor) -> torch.Tensor:
-    """The sum of the upper halves of words, a single element.
+    """The sum of the upper halves of words, those of each chunk by another factor; a single element.
 
     The lower half of a round number in 64 bits is zero, and of a few thousand such numbers that are alike the
     sum is zero too.
     """
     words, _ = _words(plain)
     total = words.new_zeros(1)
-    for start in range(0, words.numel(), _CHUNK):
-        total += (words[start : start + _CHUNK] >> 32).sum()
+    for number, start in enumerate(range(0, words.numel(), _CHUNK)):
+        total.add_((words[start : start + _CHUNK] >> 32).sum(), alpha=2 * number + 1)
     return total
 
 
 def _mixed(columns: torch.Tensor) -> torch.Tensor:
     """A number for each row, in a column, that depends on each of its elements and on their order."""
-    factors = torch.arange(1, 2 * _COLUMNS, 2, device=columns.device) * _FACTOR
+    factors = torch.arange(1, 2 * _NUMBERS, 2, device=columns.device) * _FACTOR
     return ((columns ^ (columns >> 29)) * factors).sum(1, keepdim=True)

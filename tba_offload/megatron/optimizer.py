@@ -222,7 +222,7 @@ class _CopiesOf:
             self._to_model()
 
     def _copy_to_masters(self, *arguments: Any, **options: Any) -> None:
-        """Sets masters to parameters, as many at a time as a sub-group has: a checkpoint has no optimizer."""
+        """Sets masters to parameters after a checkpoint without optimizer, those of a sub-group at a time."""
         child, states = self._child, self._states
         mains = [main for _, main in _pairs(child)]
         away = [main for main in mains if main is not None and is_away(main)]

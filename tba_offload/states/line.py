@@ -75,10 +75,10 @@ class Line:
     def next_use(self, group: SubGroup) -> int:
         """When a sub-group is needed again: in this update, or later, in the order of the next one.
 
-        In an order that never turns, the first to make room is what the last update has left, then what this
-        one updated first, although both are needed before what was updated last: their writes are over. To
-        find some states in memory still is worth a few reads; to wait for the write of what was updated last
-        before each read takes the time of all reads.
+        An order that never turns is another matter: there the first to make room is what the last update has
+        left in memory, then what this one updated first, although both are needed before what was updated
+        last. It costs as many reads as there are slots. But their writes are over, whereas each read into the
+        slot of what was updated last would wait for that write first, and none would run beside another.
         """
         place = self._places.get(group)
         if place is None:

@@ -67,6 +67,54 @@ def test_round_numbers_in_64_bits_count(count: int) -> None:
         assert not torch.equal(Digest.of(one).bits[64:], Digest.of(other).bits[64:])
 
 
+@pytest.mark.parametrize(
+    ("dtype", "count", "places"),
+    [
+        (torch.float32, 2045, (2042, 2044)),
+        (torch.float32, 50257, (49008, 50256)),
+        (torch.bfloat16, 4091, (4084, 4088)),
+        (torch.uint8, 8183, (8168, 8176)),
+    ],
+    ids=str,
+)
+def test_words_that_fill_no_row_and_elements_that_fill_no_word(
+    dtype: torch.dtype, count: int, places: tuple[int, int]
+) -> None:
+    """A change of one does not hide that of another, though both may be the first of their kind."""
+    tensor = torch.zeros(count, dtype=dtype)
+    changed = tensor.clone()
+    changed[list(places)] = 5 if dtype is torch.uint8 else 0.5
+    assert not Digest.of(tensor).equals(Digest.of(changed))
+
+
+def test_signs_in_a_column_and_beside_the_rows() -> None:
+    tensor = torch.randn(5 * 2042, generator=torch.Generator().manual_seed(0))[:-1000]
+    changed = tensor.clone()
+    changed[[3, 4 * 2042 + 3]] *= -1  # the upper halves of two words with the same place in a row
+    assert not Digest.of(tensor).equals(Digest.of(changed))
+
+
+def test_signs_of_every_other_element() -> None:
+    """In each column the highest bits of an even number of words change, which no sum of them can tell."""
+    tensor = torch.randn(20 * 2042, generator=torch.Generator().manual_seed(0))
+    changed = tensor.clone()
+    changed[1::2] *= -1
+    assert not Digest.of(tensor).equals(Digest.of(changed))
+
+
+def test_words_that_change_places_between_chunks() -> None:
+    tensor = torch.randn(3 * 2**20 + 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    changed = tensor.clone()
+    one, other = 10, 10 + 1021 * 2000
+    changed[[one, other]] = tensor[[other, one]]
+    assert not Digest.of(tensor).equals(Digest.of(changed))
+
+
+def test_negative_bits() -> None:
+    tensor = torch.randn(1, dtype=torch.complex64).conj().imag
+    assert Digest.of(tensor).equals(Digest.of(tensor.clone()))
+
+
 def test_zeros_differ_by_their_sign() -> None:
     assert not Digest.of(torch.zeros(100)).equals(Digest.of(-torch.zeros(100)))
 
