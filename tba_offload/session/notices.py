@@ -187,8 +187,10 @@ class Notices:
 
 
 def _suggested_window(saved: int) -> int:
-    """An eighth of what a step saves, in whole MiB: wide enough that drives work while layers compute."""
-    return max(saved // 8 >> 20, 1) << 20
+    """An eighth of what a step saves, in whole MiB or, below one, KiB: drives work while layers compute."""
+    eighth = saved // 8
+    unit_bits = 20 if eighth >= 1 << 20 else 10
+    return max(eighth >> unit_bits, 1) << unit_bits
 
 
 def _stack_level() -> int:
