@@ -186,9 +186,13 @@ def _is_stack(blocks: list[nn.Module], *, may_differ: bool) -> bool:
 
 
 def _is_block(module: nn.Module) -> bool:
-    """Whether a module is composed of others, with parameters, and is called, as a list of them never is."""
+    """Whether a module is composed of others, with parameters, and is called.
+
+    Lists of modules never are, nor are bare ``nn.Module`` objects that hold the parts of a stage together, as
+    the autoencoders of latent diffusion have them: they have no forward of their own.
+    """
     return (
-        not isinstance(module, nn.ModuleList | nn.ModuleDict)
+        getattr(module.forward, "__func__", None) is not nn.Module.forward
         and any(True for _ in module.children())
         and any(True for _ in module.parameters())
     )

@@ -61,8 +61,11 @@ class Parts(nn.Module):
 class Adapted(Parts):
     """A layer with a list of adapters."""
 
+    def forward(self, x: Tensor) -> Tensor:
+        return x
 
-class Stage(Parts):
+
+class Stage(Adapted):
     """Another kind of stage than plain parts."""
 
 
@@ -141,7 +144,7 @@ def test_a_hybrid_model_has_layers_of_several_classes() -> None:
 
 def test_stages_of_several_classes_are_no_layers() -> None:
     """As the blocks of a U-Net, each of which holds a list of layers."""
-    stages = nn.ModuleList([Parts(layers=blocks(2)), Stage(layers=blocks(2)), Stage(layers=blocks(2))])
+    stages = nn.ModuleList([Adapted(layers=blocks(2)), Stage(layers=blocks(2)), Stage(layers=blocks(2))])
     assert [layer.id.name for layer in find_layers(Parts(down=stages)).layers] == [
         f"down.{stage}.layers.{layer}" for stage in range(3) for layer in range(2)
     ]
@@ -151,6 +154,18 @@ def test_a_list_is_no_layer() -> None:
     """Nothing calls it; Funnel has lists of lists."""
     model = Parts(blocks=nn.ModuleList([blocks(2), blocks(1)]))
     assert [layer.id.name for layer in find_layers(model).layers] == ["blocks.0.0", "blocks.0.1"]
+
+
+def test_a_module_without_a_forward_is_no_layer() -> None:
+    """Nothing calls it; the autoencoders of latent diffusion hold the parts of a stage in bare modules."""
+    stages = nn.ModuleList(nn.Module() for _ in range(2))
+    for stage in stages:
+        stage.block = blocks(2, Block, 16)
+        stage.downsample = nn.Linear(4, 4)
+    assert [layer.id.name for layer in find_layers(Parts(down=stages, layers=blocks(2))).layers] == [
+        *("down.0.block.0", "down.0.block.1", "down.1.block.0", "down.1.block.1"),
+        *("layers.0", "layers.1"),
+    ]
 
 
 def test_several_lists_of_one_kind_are_numbered_through() -> None:
@@ -181,7 +196,7 @@ def test_an_encoder_and_a_decoder_count_each_on_its_own() -> None:
 
 
 def test_lists_within_layers_are_not_layers() -> None:
-    model = Parts(layers=nn.ModuleList(Parts(heads=blocks(2), linear=nn.Linear(4, 4)) for _ in range(3)))
+    model = Parts(layers=nn.ModuleList(Adapted(heads=blocks(2), linear=nn.Linear(4, 4)) for _ in range(3)))
     assert [layer.id.name for layer in find_layers(model).layers] == ["layers.0", "layers.1", "layers.2"]
 
 
