@@ -191,8 +191,10 @@ def _is_block(module: nn.Module) -> bool:
     Lists of modules never are, nor are bare ``nn.Module`` objects that hold the parts of a stage together, as
     the autoencoders of latent diffusion have them: they have no forward of their own.
     """
+    forward = getattr(module, "forward", None)  # TorchScript may leave it out
     return (
-        getattr(module.forward, "__func__", None) is not nn.Module.forward
+        forward is not None
+        and getattr(forward, "__func__", None) is not nn.Module.forward
         and any(True for _ in module.children())
         and any(True for _ in module.parameters())
     )

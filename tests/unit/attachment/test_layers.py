@@ -168,6 +168,26 @@ def test_a_module_without_a_forward_is_no_layer() -> None:
     ]
 
 
+class Exported(nn.Module):
+    """Has no forward, and TorchScript compiles it without one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    @torch.jit.export
+    def encode(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_scripted_module_without_a_forward_is_no_layer() -> None:
+    scripted = nn.ModuleList(torch.jit.script(Exported()) for _ in range(2))
+    assert not hasattr(scripted[0], "forward")
+    model = Parts(codec=scripted, layers=blocks(2))
+    assert [layer.id.name for layer in find_layers(model).layers] == ["layers.0", "layers.1"]
+
+
 def test_several_lists_of_one_kind_are_numbered_through() -> None:
     model = Parts(down=Parts(layers=blocks(2)), up=Parts(layers=blocks(3, Block, 16)))
     assert found(find_layers(model)) == [
