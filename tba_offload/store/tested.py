@@ -28,7 +28,7 @@ class Tested(NamedTuple):
 
 
 TESTED = {
-    "python": Tested((3, 11), (3, 12)),
+    "python": Tested((3, 11), (3, 13)),
     "torch": Tested((2, 10), (2, 13)),
     "kvikio": Tested((26, 10), (26, 10)),
 }
