@@ -65,13 +65,15 @@ class Digest(NamedTuple):
 
 
 def digests_of(tensors: Iterable[torch.Tensor], *, samples_only: bool = False) -> list[Digest]:
-    """The digests of plain strided tensors of one device, in order; waits for nothing.
+    """The digests of plain strided tensors, in order; waits for nothing.
 
     Args:
         tensors: The tensors, each of which may be freed when the next is asked for.
         samples_only: Leaves out the sum, for which all of a tensor has to be read.
     """
     digests = map(partial(_Raw.of, samples_only=samples_only), tensors)
+    if samples_only:  # which are not mixed, so that there is nothing to be done together
+        return [Digest(each.shape, each.dtype, each.samples) for each in digests]
     found: list[Digest] = []
     while some := list(islice(digests, _AT_ONCE)):
         found += _together(some)
@@ -120,9 +122,9 @@ class _Raw(NamedTuple):
         return cls(tensor.shape, tensor.dtype, bits.to(torch.int64, copy=True), sums)
 
     @property
-    def form(self) -> tuple[int, int]:
+    def form(self) -> tuple[torch.device, int, int]:
         """Equal for those whose parts can be stacked."""
-        return self.samples.numel(), len(self.sums)
+        return self.samples.device, self.samples.numel(), len(self.sums)
 
 
 def _together(some: Sequence[_Raw]) -> list[Digest]:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from tba_offload.device.digest import Digest
+from tba_offload.device.digest import digests_of
 from tba_offload.layers.nested import tensors_in
+
+if TYPE_CHECKING:
+    from tba_offload.device.digest import Digest
 
 
 def digests(value: object, *, samples_only: bool = False) -> list[Digest]:
@@ -15,7 +20,7 @@ def digests(value: object, *, samples_only: bool = False) -> list[Digest]:
         TooManyError: There is more in it than is looked at.
     """
     parts = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors_in(value))
-    return [Digest.of(tensor, samples_only=samples_only) for tensor in parts if _is_plain(tensor)]
+    return digests_of(filter(_is_plain, parts), samples_only=samples_only)
 
 
 def equal(one: list[Digest], other: list[Digest]) -> bool:

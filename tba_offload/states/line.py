@@ -62,7 +62,7 @@ class Line:
         self._line_up([group for group in self._groups if group not in gone])
 
     def next(self, count: int, stays: Callable[[SubGroup], bool]) -> Sequence[SubGroup]:
-        """Those that are updated next and do not stay in memory, ``count`` at most."""
+        """Those that are updated next and do not stay in memory, ``count`` at most; they keep their slots."""
         upcoming = islice(self._groups, self._at + 1, None)
         self._next = list(islice((group for group in upcoming if not stays(group)), count))
         return self._next
