@@ -103,7 +103,7 @@ class NoSession:
         return contextlib.nullcontext()
 
     def report(self) -> list[types.SimpleNamespace]:
-        return [types.SimpleNamespace(activation_peak_bytes=None)]
+        return [types.SimpleNamespace(step=0, activation_peak_bytes=None)]
 
 
 class DoNothing:
