@@ -143,15 +143,18 @@ class TailWatch:
         step, meter = self._ongoing.step, self._ongoing.meter
         if step is None or meter is None:
             return
-        meter.sample()
+        if not meter.samples:
+            meter.sample()
+            return
+        meter.cut()
         tensor = first_differentiable(output)
-        if meter.samples and tensor is not None and tensor.grad_fn is not None:
+        if tensor is not None and tensor.grad_fn is not None:
             for node in nearest_nodes(tensor.grad_fn, _TAIL, after=step.graphs.end):
                 node.register_prehook(lambda _: self._look())
                 node.register_hook(lambda *_: self._look())
 
     def _look(self) -> None:
-        step = self._ongoing.step
-        if step is not None:
-            self._ongoing.look_at_memory()
+        step, meter = self._ongoing.step, self._ongoing.meter
+        if step is not None and meter is not None:
+            meter.cut()
             step.memory.saw_rest(self._own_bytes())

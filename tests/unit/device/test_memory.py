@@ -174,6 +174,33 @@ def test_the_source_says_how_often_it_is_sampled() -> None:
     assert MallocMeter(period=0.0005).source == "mallinfo2, sampled every 0.5 ms"
 
 
+def test_samples_take_a_fiftieth_of_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample of a second is followed by 49 without one, but for those that must not be missed."""
+    seconds, taken = [0.0], []
+
+    def count() -> int:
+        seconds[0] += 1
+        taken.append(seconds[0])
+        return 0
+
+    monkeypatch.setattr("tba_offload.device.memory.allocator_count", lambda: (count, "count"))
+    monkeypatch.setattr("tba_offload.device.memory.time.perf_counter", lambda: seconds[0])
+    meter = MallocMeter(period=3600)
+    monkeypatch.setattr("tba_offload.device.memory.threading.Thread.start", lambda _: None)
+    meter.reset()  # a first sample, which ends at 1
+    taken.clear()
+    for seconds[0] in (2.0, 49.0, 50.0, 60.0):
+        meter.sample()
+    assert taken == [51.0]
+    meter.cut()
+    assert taken == [51.0, 61.0]
+    for seconds[0] in (109.0, 110.0):
+        meter.sample()
+    assert taken == [51.0, 61.0, 111.0]
+    meter._thread = None
+    meter.close()
+
+
 # Its thread
 
 
