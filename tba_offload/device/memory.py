@@ -365,15 +365,24 @@ class MallocMeter(MemoryMeter):
         """Lets the thread go on."""
         self._watching.set()
 
-    @property
-    def rest(self) -> float:
-        """Seconds until another sample is due; it may be negative."""
-        return self._rests_until - time.perf_counter()
-
     def sample(self, grows_by: int = 0) -> None:  # noqa: ARG002 - a sample is of a moment
         """Takes a sample if one is due: on a busy machine the thread may get no turn for long."""
-        if self.rest <= 0:
-            self._sample()
+        self.sample_or_rest()
+
+    def sample_or_rest(self, period: float = 0.0) -> float:
+        """Takes a sample if one is due.
+
+        Args:
+            period: Seconds until the next that is wanted, if this one is taken.
+
+        Returns:
+            Seconds until the next.
+        """
+        rest = self._rests_until - time.perf_counter()
+        if rest > 0:
+            return rest
+        self._sample()
+        return max(period, self._rests_until - time.perf_counter())
 
     def cut(self) -> int:
         """Takes a sample, and returns it."""
@@ -413,13 +422,12 @@ def _watch(
     """The life of a meter's thread, which keeps no meter alive that is forgotten."""
     while not closed.is_set():
         watching.wait()
-        rest = 0.0
+        rest = period
         alive = meter()
         if alive is not None:
-            alive.sample()
-            rest = alive.rest
+            rest = alive.sample_or_rest(period)
         del alive
-        closed.wait(max(period, rest))
+        closed.wait(rest)
 
 
 def _end(watching: threading.Event, closed: threading.Event) -> None:
