@@ -283,7 +283,7 @@ def _states(evidence: Evidence) -> Iterator[Finding]:
         "optimizer states",
         evidence.without(lambda phase: phase.of("states")),
         f"states of optimizers take {readable_size(nbytes)} in every phase, and are used in the update alone",
-        "offload them too: attach(..., optimizer=optimizer)",
+        "offload them too: attach(..., optimizer=optimizer), or states in the policy of a trainer's callback",
     )
 
 

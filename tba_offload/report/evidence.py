@@ -133,7 +133,7 @@ class Evidence:
         if phase.name == "update":
             return "the optimizer's update"
         if phase.name == "step":
-            return "a step"
+            return "a phase that the log does not tell"
         if phase.name == "loss":
             return "the loss, after the last layer"
         return f"the {phase.name} of {self.layer(phase.layer or 0)}"

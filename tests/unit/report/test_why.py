@@ -85,7 +85,7 @@ def test_a_log_without_memory_events_tells_what_its_steps_do(tmp_path: Path) -> 
     assert found.evidence.peak.name == "step"
     assert found.evidence.peak.of("running") == 92 * MIB
     assert found.cause == "beside the layers"
-    assert "in a step: 100 MiB" in str(found)
+    assert "in a phase that the log does not tell: 100 MiB" in str(found)
 
 
 def test_a_fuller_step_is_named(tmp_path: Path) -> None:
