@@ -143,7 +143,7 @@ def step_over_time(log: RunLog, salt: str) -> Chart | None:
 # Memory by holder
 
 _PARTS: dict[str, tuple[str, ...]] = {
-    "model": ("parameters", "buffers", "tables"),
+    "model": ("parameters", "frozen", "buffers", "tables"),
     "gradients": ("gradients",),
     "optimizer states": ("states",),
     "in flight": ("in_flight", "read_ahead"),

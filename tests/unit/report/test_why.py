@@ -110,6 +110,28 @@ def test_nothing_stands_out_where_the_model_alone_takes_memory(tmp_path: Path) -
     assert "Nothing that is worth a change stands out." in str(found)
 
 
+def test_states_that_travel_are_not_to_be_offloaded_once_more(tmp_path: Path) -> None:
+    large = event(phases={"forward": peak(1)}, static=event()["static"] | {"optimizer_states": 999 * MIB})
+    path = write_run(tmp_path / "run.jsonl", large)
+    assert "offload them too" in why(path).findings[0].change
+    with path.open("a") as file:
+        file.write(json.dumps({"event": "states", "optimizer": 0, "step": 2}) + "\n")
+    found = why(path)
+    assert found.cause == "optimizer states"
+    assert "states.sub_group_bytes" in found.findings[0].change
+
+
+def test_frozen_weights_that_come_and_go_are_no_gradients(tmp_path: Path) -> None:
+    both = {"backward": peak(50, gradients=40)}
+    told = event(phases=both, static=event()["static"] | {"gradients": 3 * MIB})
+    header = {"policy": "default: offload\nweights:\n  frozen: offload\n"}
+    found = why(write_run(tmp_path / "frozen.jsonl", told, header=header)).evidence.peak
+    assert (found.of("gradients"), found.of("frozen")) == (3 * MIB, 37 * MIB)
+    plain = why(write_run(tmp_path / "plain.jsonl", told)).evidence.peak
+    assert (plain.of("gradients"), plain.of("frozen")) == (40 * MIB, 0)
+    assert plain.nbytes == found.nbytes
+
+
 def test_of_several_ranks_the_fullest_is_explained(tmp_path: Path) -> None:
     for rank, mib in enumerate((50, 400, 60)):
         name = path_of_rank(tmp_path / "run.jsonl", rank)
