@@ -35,7 +35,8 @@ set_seed(0)
 accelerator = Accelerator(gradient_accumulation_steps=2)
 model = GPT2LMHeadModel(TINY)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-texts = torch.randint(TINY.vocab_size, (4 * arguments.steps, 128))  # put a dataset of your own here
+count = 4 * arguments.steps * accelerator.num_processes
+texts = torch.randint(TINY.vocab_size, (count, 128))  # put a dataset of your own here
 batches = torch.utils.data.DataLoader(texts, batch_size=2)
 model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
 

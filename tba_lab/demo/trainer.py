@@ -162,7 +162,10 @@ class Trainer:
 
     def _forward_and_backward(self, batch: Batch, *, measure_memory: bool) -> None:
         with self.session.step(
-            tokens=self._tokens, model_flops=self._flops, measure_memory=measure_memory
+            tokens=self._tokens,
+            model_flops=self._flops,
+            measure_memory=measure_memory,
+            trace=measure_memory,
         ) as step:
             loss = gpt_loss(self.model, batch)
             loss.backward()  # type: ignore[no-untyped-call]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,7 +59,7 @@ def init(directories: tuple[Path, ...], output: Path, *, force: bool, as_json: b
         click.echo(visible(f"  {path}: {place.file_system_name}, {readable_size(place.free_bytes)} free"))
         for doubt in place.findings():
             click.echo(visible(f"  - {doubt.what}: {doubt.remedy}"))
-    click.echo(f"Next: tba-offload check {output} --layers N, and tba-offload doctor DIR")
+    click.echo(f"Next: tba-offload check {shlex.quote(str(output))} --layers N, and tba-offload doctor DIR")
 
 
 def looked_at(path: str) -> Location:

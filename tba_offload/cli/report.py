@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from tba_offload.cli.shared import say, size, writing
+from tba_offload.cli.shared import say, size, spare_logs, writing
 from tba_offload.writing import write_regular
 
 
@@ -37,6 +37,7 @@ def report(runs: tuple[Path, ...], output: Path, rated: int | None) -> None:
     from tba_offload.report.page import page
     from tba_offload.report.ranks import read_runs
 
+    spare_logs(output, runs)
     logs = read_runs(runs)
     for complaint in (complaint for log in logs for complaint in log.complaints):
         say(complaint)

@@ -13,7 +13,7 @@ from tba_offload.errors import ConfigError
 from tba_offload.formatting import visible
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 
 class Picture(click.Path):
@@ -65,3 +65,13 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
         raise click.ClickException(
             f"{os.fspath(path)}: cannot be written: {error.strerror or error}"
         ) from error
+
+
+def spare_logs(output: Path, runs: Iterable[Path]) -> None:
+    """Refuses to write over the logs that are read, of which there may be no other copy.
+
+    Raises:
+        ClickException: The file to write is one of them.
+    """
+    if any(output.exists() and run.exists() and output.samefile(run) for run in runs):
+        raise click.ClickException(f"{output}: is a run log, and stays as it is; choose another name with -o")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tba_offload.cli.shared import say, writing
+from tba_offload.cli.shared import say, spare_logs, writing
 from tba_offload.errors import ConfigError
 from tba_offload.formatting import visible
 
@@ -62,8 +62,9 @@ def timeline(run: Path, outputs: tuple[Path, ...], step: int | None, profile: Pa
     from tba_offload.report.run_log import read_run_log
     from tba_offload.report.timeline import check_holds_profile, timeline_of, timelines, write_timeline
 
-    if profile is not None:
-        for output in outputs:
+    for output in outputs:
+        spare_logs(output, (run,))
+        if profile is not None:
             check_holds_profile(output)
     log = read_run_log(run)
     for complaint in log.complaints:

@@ -278,13 +278,15 @@ def _gradients(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _states(evidence: Evidence) -> Iterator[Finding]:
-    nbytes = max(phase.of("states") for phase in evidence.phases)
-    yield Finding(
-        "optimizer states",
-        evidence.without(lambda phase: phase.of("states")),
-        f"states of optimizers take {readable_size(nbytes)} in every phase, and are used in the update alone",
-        "offload them too: attach(..., optimizer=optimizer)",
-    )
+    nbytes = readable_size(max(phase.of("states") for phase in evidence.phases))
+    if any(event["event"] == "states" for event in evidence.log.others):
+        what = f"states of optimizers are offloaded, and {nbytes} of them are in memory in every phase"
+        change = "have fewer in memory at a time: a smaller states.sub_group_bytes, of which three stay"
+    else:
+        what = f"states of optimizers take {nbytes} in every phase, and are used in the update alone"
+        change = "offload them too: attach(..., optimizer=optimizer), or states in the policy of a callback"
+    saves = evidence.without(lambda phase: phase.of("states"))
+    yield Finding("optimizer states", saves, what, change)
 
 
 def _graph_held(evidence: Evidence) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 HOLDERS = {
     "parameters": "parameters of the model",
+    "frozen": "frozen weights, read for layers that compute",
     "buffers": "buffers of the model",
     "tables": "held by attributes of modules, and saved by layers",
     "gradients": "gradients",
@@ -99,7 +101,8 @@ class Evidence:
         memory = max(late, key=lambda event: _peak(steps[event.step]), default=None)
         step = steps[memory.step] if memory is not None else _fullest(log)
         stored = step.offloaded_bytes if stored_in_memory(log) == "files" else 0
-        phases = (_unknown(step),) if memory is None else tuple(_phases(memory, stored))
+        brings = brings_weights(log)
+        phases = (_unknown(step),) if memory is None else tuple(_phases(memory, stored, brings=brings))
         return cls(log, step, memory, phases)
 
     @property
@@ -133,7 +136,7 @@ class Evidence:
         if phase.name == "update":
             return "the optimizer's update"
         if phase.name == "step":
-            return "a step"
+            return "a phase that the log does not tell"
         if phase.name == "loss":
             return "the loss, after the last layer"
         return f"the {phase.name} of {self.layer(phase.layer or 0)}"
@@ -169,7 +172,12 @@ def _fullest(log: RunLog) -> StepRecord:
     return max(log.steps[1:] or log.steps, key=_peak)
 
 
-def _phases(memory: MemoryEvent, stored: int) -> Iterator[Phase]:
+def brings_weights(log: RunLog) -> bool:
+    """Whether frozen weights come and go; logs count them with gradients, being no activations either."""
+    return re.search(r"^  frozen: offload$", log.header.policy or "", re.MULTILINE) is not None
+
+
+def _phases(memory: MemoryEvent, stored: int, *, brings: bool) -> Iterator[Phase]:
     static = memory.static
     lasting = {
         "parameters": static.parameters,
@@ -178,7 +186,11 @@ def _phases(memory: MemoryEvent, stored: int) -> Iterator[Phase]:
         "tables": sum(size for _, size, lasts in memory.held if lasts),
     }
     for name, peak in memory.phases.items():
-        yield Phase(name, peak.layer, {**lasting, **_held(peak), "store": stored})
+        held = _held(peak)
+        if brings:
+            born = min(held["gradients"], static.gradients)
+            held |= {"gradients": born, "frozen": held["gradients"] - born}
+        yield Phase(name, peak.layer, {**lasting, **held, "store": stored})
     yield Phase("update", None, {**lasting, "gradients": static.gradients})
 
 

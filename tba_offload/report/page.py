@@ -138,12 +138,7 @@ def _lines(text: str) -> str:
 
 def _cards(digest: Digest) -> Iterator[tuple[str, str, str]]:
     peak, waits, tokens = digest.peak_bytes, digest.waits, digest.tokens_per_second
-    source = digest.steps[-1].peak_source if digest.steps else None
-    yield (
-        "Activation peak",
-        _UNKNOWN if peak is None else readable_size(peak),
-        f"the largest of {len(digest.steps)} steps; {visible(source or 'not measured')}",
-    )
+    yield "Activation peak", _UNKNOWN if peak is None else readable_size(peak), _of_peaks(digest)
     yield from _device_card(digest)
     yield "Step", f"{significant(digest.seconds)} s", "the median, optimizer included"
     yield "Waits for I/O", _UNKNOWN if waits is None else f"{waits:.1%}", "of a step, the median"
@@ -151,6 +146,15 @@ def _cards(digest: Digest) -> Iterator[tuple[str, str, str]]:
     yield "Read back", readable_size(digest.read_bytes), "in a step, the median"
     if tokens is not None:
         yield "Throughput", f"{significant(tokens)} tokens/s", "by the median step"
+
+
+def _of_peaks(digest: Digest) -> str:
+    """Of which steps the largest activation peak is, and what measured it; not each step need be measured."""
+    sources = [step.peak_source for step in digest.steps if step.activation_peak_bytes is not None]
+    if not sources:
+        return "not measured"
+    steps = f"the largest of {len(sources)} steps" if len(sources) > 1 else "of one step"
+    return f"{steps}; {visible(sources[-1] or _UNKNOWN)}"
 
 
 def _device_card(digest: Digest) -> Iterator[tuple[str, str, str]]:

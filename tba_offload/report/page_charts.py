@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tba_offload.report.charts import MOST_POINTS, Series, Stack, over_steps, stacked
 from tba_offload.report.timeline import timelines
@@ -39,11 +39,19 @@ def charts(log: RunLog, salt: str) -> Iterator[Chart]:
         log: The run.
         salt: Makes names in the pictures unique on the page.
     """
-    yield _memory(log, f"{salt} memory")
-    yield _traffic(log, f"{salt} traffic")
-    yield _time(log, f"{salt} time")
-    if any(step.loss is not None for step in log.steps):
-        yield _loss(log, f"{salt} loss")
+    for name, draw in (("memory", _memory), ("traffic", _traffic), ("time", _time), ("loss", _loss)):
+        chart = draw(log, f"{salt} {name}")
+        if chart is not None:
+            yield chart
+
+
+def _lines(
+    log: RunLog, title: str, caption: str, series: Sequence[Series], salt: str, **options: Any
+) -> Chart | None:
+    """A chart over steps; ``None`` where nothing would be in it, as the traffic of a run that keeps all."""
+    if not any(each.is_drawn for each in series):
+        return None
+    return Chart(title, caption, over_steps(_numbers(log), series, salt=salt, label=title, **options))
 
 
 def _values(log: RunLog, name: str) -> list[float | None]:
@@ -59,7 +67,7 @@ def _binned(log: RunLog, what: str) -> str:
     return f" A point is the {what} of several steps." if len(log.steps) > MOST_POINTS else ""
 
 
-def _memory(log: RunLog, salt: str) -> Chart:
+def _memory(log: RunLog, salt: str) -> Chart | None:
     series = [
         Series("measured peak", _values(log, "activation_peak_bytes"), 0),
         Series("predicted peak", _values(log, "predicted_peak_bytes"), 1, 1),
@@ -72,10 +80,10 @@ def _memory(log: RunLog, salt: str) -> Chart:
         "Peaks in each step. Between the measured peak and what the offloader knows of lie layers that keep "
         "or recompute, logits and loss, and what one layer works with." + _binned(log, "largest")
     )
-    return Chart(title, caption, over_steps(_numbers(log), series, salt=salt, label=title))
+    return _lines(log, title, caption, series, salt)
 
 
-def _traffic(log: RunLog, salt: str) -> Chart:
+def _traffic(log: RunLog, salt: str) -> Chart | None:
     series = [
         Series("written", _values(log, "offloaded_bytes"), 1),
         Series("read", _values(log, "read_bytes"), 0, 1),
@@ -86,10 +94,10 @@ def _traffic(log: RunLog, salt: str) -> Chart:
     caption = "Bytes of activations in each step. Lines that are zero throughout are left out." + _binned(
         log, "largest"
     )
-    return Chart(title, caption, over_steps(_numbers(log), series, salt=salt, label=title))
+    return _lines(log, title, caption, series, salt)
 
 
-def _time(log: RunLog, salt: str) -> Chart:
+def _time(log: RunLog, salt: str) -> Chart | None:
     series = [
         Series("step", _values(log, "seconds"), 0),
         Series("predicted", _values(log, "predicted_seconds"), 1, 1),
@@ -100,18 +108,21 @@ def _time(log: RunLog, salt: str) -> Chart:
     caption = "Seconds by the host's clock. The optimizer's time is not part of the step's." + _binned(
         log, "median"
     )
-    picture = over_steps(_numbers(log), series, salt=salt, label=title, unit="s", of_bin=statistics.median)
-    return Chart(title, caption, picture)
+    return _lines(log, title, caption, series, salt, unit="s", of_bin=statistics.median)
 
 
-def _loss(log: RunLog, salt: str) -> Chart:
-    title = "Loss over steps"
+def _loss(log: RunLog, salt: str) -> Chart | None:
     series = [Series("loss", _values(log, "loss"), 0)]
-    picture = over_steps(
-        _numbers(log), series, salt=salt, label=title, unit="loss", of_bin=statistics.median, from_zero=False
-    )
-    return Chart(
-        title, "As the program told it; the axis need not begin at zero." + _binned(log, "median"), picture
+    caption = "As the program told it; the axis need not begin at zero." + _binned(log, "median")
+    return _lines(
+        log,
+        "Loss over steps",
+        caption,
+        series,
+        salt,
+        unit="loss",
+        of_bin=statistics.median,
+        from_zero=False,
     )
 
 
@@ -132,7 +143,7 @@ def step_over_time(log: RunLog, salt: str) -> Chart | None:
 # Memory by holder
 
 _PARTS: dict[str, tuple[str, ...]] = {
-    "model": ("parameters", "buffers", "tables"),
+    "model": ("parameters", "frozen", "buffers", "tables"),
     "gradients": ("gradients",),
     "optimizer states": ("states",),
     "in flight": ("in_flight", "read_ahead"),

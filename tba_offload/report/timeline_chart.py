@@ -63,6 +63,8 @@ def timeline_svg(timeline: TimelineEvent, *, salt: str) -> str:
         salt: Makes names in the picture unique on the page.
     """
     panels = _traffic_of(timeline)
+    if not any(rate for _, *both in panels for rates in both for rate in rates):
+        panels = []  # as of a step that keeps everything
     heights = [_MEMORY, *[_DRIVE if len(panels) > 1 else 1.5 * _DRIVE] * len(panels), _LANE * len(_LANES)]
     with chart_style(salt):
         figure = Figure(figsize=(_WIDTH, sum(heights) + _REST), layout="constrained")
@@ -224,7 +226,8 @@ def _draw_traffic(drives: Sequence[Axes], panels: Sequence[_Panel], seconds: flo
         axes.yaxis.set_major_formatter(FuncFormatter(lambda rate, _: f"{abs(rate):g}"))
         axes.set_ylabel(unit)
         axes.text(1.0, 1.02, label, ha="right", va="bottom", fontsize="small", transform=axes.transAxes)
-    drives[0].legend(**_legend(), ncols=2)
+    if panels:
+        drives[0].legend(**_legend(), ncols=2)
 
 
 def _spread(moves: Iterable[tuple[float, float, int]], width: float) -> list[float]:

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from contextlib import ExitStack, suppress
 from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -157,7 +158,7 @@ class _Blocks:
         self._after: Event = device.event()
         self._extents: list[Extent] = []
         self._flying: deque[IoFuture] = deque()
-        self._latencies: list[float] = []
+        self._noted: SimpleQueue[float] = SimpleQueue()
 
     def measured(self, seconds: float) -> Iterator[Cell]:
         """What they do in each direction.
@@ -171,14 +172,13 @@ class _Blocks:
                 self._extents.append(self._store.reserve(self._nbytes, self._source.address))
             for number in range(len(self._extents)):  # the file grows, memory is pinned, drivers start
                 self._queue(number, writes=True)
-            self._land(0)
+            self._latencies(len(self._extents))
             for direction in DIRECTIONS:
                 yield self._cell(direction, seconds)
         finally:
             self._end()
 
     def _cell(self, direction: str, seconds: float) -> Cell:
-        self._latencies.clear()
         began, number = time.perf_counter(), 0
         # Every place in flight is used twice, or there would be no latency to tell of a slow drive.
         while number < 2 * self._in_flight or time.perf_counter() - began < seconds:
@@ -188,7 +188,7 @@ class _Blocks:
             number += 1
         self._land(0)
         taken = time.perf_counter() - began
-        latencies = sorted(self._latencies)
+        latencies = sorted(self._latencies(number))
         return Cell(
             direction,
             self._nbytes,
@@ -197,7 +197,7 @@ class _Blocks:
             number,
             number * self._nbytes / taken,
             statistics.median(latencies),
-            latencies[min(int(0.99 * number), number - 1)],
+            latencies[int(0.99 * number)],
         )
 
     def _queue(self, number: int, *, writes: bool) -> None:
@@ -212,7 +212,12 @@ class _Blocks:
             self._flying[-1].add_done_callback(done)
 
     def _note(self, queued: float, _: IoFuture) -> None:
-        self._latencies.append(time.perf_counter() - queued)
+        self._noted.put(time.perf_counter() - queued)
+
+    def _latencies(self, count: int) -> list[float]:
+        """Those of the last transfers, when all have landed; I/O threads may note them a little later."""
+        self._land(0)
+        return [self._noted.get(timeout=TRANSFER_SECONDS) for _ in range(count)]
 
     def _land(self, most: int) -> None:
         """Waits for the oldest transfers until no more than ``most`` are in flight."""

@@ -122,7 +122,7 @@ def _examine_directory(directory: str, device: Device) -> Findings:
     try:
         location = ask(partial(location_of, directory), directory, TRANSFER_SECONDS)
     except OSError as error:
-        ways = {"file": {"error": str(error)}}
+        ways = {"file": {"error": _said(error)}}
         return found | {"location": None, "ways": ways, "auto": None, "findings": [], "advice": []}
     makers: dict[str, Callable[[], QueuedStore]] = {"file": partial(FileStore, directory, device=device)}
     if device.pins_memory:  # elsewhere there is no memory but the host's
@@ -167,13 +167,18 @@ def _try(make: Callable[[], QueuedStore], directory: str, device: Device) -> Fin
     except TimeoutError:
         return {"error": "a transfer hangs", "remedy": _HANGS}
     except (StoreError, torch.OutOfMemoryError) as error:
-        return {"error": str(error)}
+        return {"error": _said(error)}
     return {
         "path": told["path"],
         "reason": told["reason"],
         "alignment": told["alignment"],
         "bytes_per_second": rates._asdict(),
     }
+
+
+def _said(error: BaseException) -> str:
+    """An error without number and path: what is said of a directory stands below its name."""
+    return getattr(error, "strerror", None) or str(error)
 
 
 def lines(findings: Findings) -> list[str]:

@@ -280,6 +280,14 @@ def test_rok_reads_the_run_logs(finished: Run) -> None:
     ]
 
 
+def test_a_step_of_each_strategy_is_told_over_time(finished: Run) -> None:
+    for name in STRATEGIES:
+        picture = finished.output.parent / f"{name}.svg"
+        result = call("timeline", str(finished.log(name)), "-o", str(picture))
+        assert result.exit_code == 0, result.output
+        assert "memory was not measured" not in picture.read_text()
+
+
 def test_an_output_with_run_logs_is_not_mixed_with_another_run(finished: Run) -> None:
     before = {path: path.read_bytes() for path in finished.output.iterdir()}
     result = call("demo", *TINY, "--output", str(finished.output))

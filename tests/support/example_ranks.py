@@ -78,8 +78,9 @@ def run_rank(name: str, rank: int, place: dict[str, str], arguments: list[str]) 
     is_ours = "tba_offload.session.session" in sys.modules
     assert is_ours is (name == "with"), sorted(sys.modules)
     parameters = {key: local(parameter) for key, parameter in names["model"].named_parameters()}
+    kinds = {type(parameter.data).__name__ for parameter in names["model"].parameters()}
     steps = steps_of(names) if is_ours else []
-    found = {"printed": printed.getvalue(), "parameters": parameters, "steps": steps}
+    found = {"printed": printed.getvalue(), "parameters": parameters, "kinds": kinds, "steps": steps}
     torch.save(found, f"{name}-{rank}.pt")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from threading import Timer
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,11 +14,15 @@ from tba_offload.config import OffloadConfig
 from tba_offload.device import streams
 from tba_offload.store import bench
 from tba_offload.store.bench import DIRECTIONS, MIXED, READ, WRITE, Cell, advised
+from tba_offload.store.file import FileStore
 from tba_offload.testing.faults import inject
 from tba_offload.testing.store_contract import CPU, descriptors
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+    from tba_offload.store.base import IoFuture
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -67,6 +72,25 @@ def test_what_it_prints_last_is_a_policy(tmp_path: Path) -> None:
     assert not config.store.checksum
     assert config.min_tensor_bytes in {64 * KIB, 256 * KIB}
     assert said.count("  mixed  ") == 8
+
+
+class NotesLate(FileStore):
+    """A store whose I/O threads call back some time after a transfer counts as done."""
+
+    def write(self, *arguments: Any, done: Callable[[IoFuture], object] | None = None) -> IoFuture:
+        def late(future: IoFuture) -> None:
+            assert done is not None
+            Timer(0.05, done, (future,)).start()
+
+        return super().write(*arguments, done=late)
+
+
+def test_the_latency_of_each_transfer_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bench.STORES, "file", NotesLate)
+    result = call("--json", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    (each,) = json.loads(result.stdout)["directories"]
+    assert all(cell["p50_seconds"] >= 0.05 for cell in each["cells"] if cell["direction"] == WRITE)
 
 
 @pytest.mark.parametrize("fault", ["fail-write:after=9", "fail-read:n=2", "flip-read:n=3"])

@@ -170,8 +170,7 @@ def test_the_default_is_the_directory_for_temporary_files(
 def test_a_directory_that_cannot_be_used_is_status_1(tmp_path: Path) -> None:
     result = call(str(tmp_path), str(tmp_path / "not" / "there"))
     assert result.exit_code == 1
-    assert "cannot be used: " in result.stdout
-    assert "'not' does not exist; mount its drive" in result.stdout
+    assert "cannot be used: 'not' does not exist; mount its drive" in result.stdout
     assert "auto  takes file" in result.stdout
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from typing import TYPE_CHECKING
 
 import pytest
@@ -44,6 +45,13 @@ def test_it_writes_a_policy_that_check_takes(tmp_path: Path) -> None:
     assert [str(each) for each in config.store.directories] == [str(tmp_path)]
     assert (config.default, config.store.kind, config.on_full) == ("auto", "auto", "keep")
     assert CliRunner().invoke(cli.main, ["check", "own.yaml", "--layers", "8"]).exit_code == 0
+
+
+def test_what_to_do_next_can_be_pasted(tmp_path: Path) -> None:
+    (tmp_path / "with blanks").mkdir()
+    said = call(str(tmp_path), "-o", "with blanks/ü.yaml").stdout
+    command = shlex.split(next(line for line in said.splitlines() if line.startswith("Next: ")))
+    assert command[1:4] == ["tba-offload", "check", "with blanks/ü.yaml"]
 
 
 def test_what_is_commented_out_can_be_taken_in(tmp_path: Path) -> None:

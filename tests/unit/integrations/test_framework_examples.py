@@ -10,7 +10,7 @@ import example_ranks
 import pytest
 import torch
 from models import same_bits
-from places import EXAMPLES
+from places import EXAMPLES, SUPPORT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,14 +24,16 @@ WINDOW = 4 * MIB  # bytes whose writes may still run when backward begins, which
 
 @dataclass(frozen=True)
 class Example:
-    """A file of examples.
+    """A file of examples, or a program that runs one.
 
     Attributes:
-        name: Of the file, without what all have in common.
+        name: Of the file of examples, without what all have in common.
         ranks: How many run it.
         scopes: Runs of layers in a step of one rank.
         least_bytes: What such a step offloads at least, with the writes that backward takes back.
         losses: Ranks that know the loss.
+        kind: Class of the tensors that parameters are.
+        program: Path of the program, if another one than the file.
     """
 
     name: str
@@ -39,14 +41,25 @@ class Example:
     scopes: int
     least_bytes: int
     losses: tuple[int, ...]
+    kind: str = "Tensor"
+    program: Path | None = None
 
 
 EXAMPLES_OF_FRAMEWORKS = [
     Example("pipeline", ranks=2, scopes=4 * 4, least_bytes=45 * MIB, losses=(1,)),
-    Example("fsdp", ranks=2, scopes=8, least_bytes=25 * MIB, losses=(0, 1)),
+    Example("fsdp", ranks=2, scopes=8, least_bytes=25 * MIB, losses=(0, 1), kind="DTensor"),
+    Example(
+        "accelerate",
+        ranks=2,
+        scopes=2 * 8,
+        least_bytes=50 * MIB,
+        losses=(0, 1),
+        kind="DTensor",
+        program=SUPPORT / "accelerate_fsdp2.py",
+    ),
     Example("trl", ranks=1, scopes=8, least_bytes=25 * MIB, losses=(0,)),
 ]
-LONG = {"trl"}
+LONG = {"accelerate", "trl"}
 
 
 @pytest.mark.parametrize(
@@ -76,6 +89,7 @@ def check(example: Example, directory: Path, python: Warm, *options: str) -> Non
         assert len(losses) == (STEPS if rank in example.losses else 0)
         assert losses == re.findall(r"loss ([\d.]+)", plain["printed"])
         assert found["parameters"].keys() == plain["parameters"].keys()
+        assert found["kinds"] == plain["kinds"] == {example.kind}
         different = [
             name
             for name, parameter in found["parameters"].items()
@@ -103,8 +117,16 @@ def ran(
         f"budget: {{in_flight_bytes: {WINDOW}B}}\n"
         f"store: {{kind: file, directories: ['{drive}']}}\n"
     )
-    path = str(EXAMPLES / f"train_{example.name}.py")
-    arguments = (path, str(example.ranks), str(directory), str(policy), "--steps", str(STEPS), *options)
+    program = example.program or EXAMPLES / f"train_{example.name}.py"
+    arguments = (
+        str(program),
+        str(example.ranks),
+        str(directory),
+        str(policy),
+        "--steps",
+        str(STEPS),
+        *options,
+    )
     done = python.run(example_ranks.__file__, *arguments, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]
     return [

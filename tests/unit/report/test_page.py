@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -178,6 +179,38 @@ def test_layers_are_rows_by_placement_and_by_how_they_run(tmp_path: Path) -> Non
 def test_a_run_that_has_hardly_begun_has_its_page(tmp_path: Path, steps: int) -> None:
     bare = {"activation_peak_bytes": None, "peak_source": None, "offloaded_bytes": 0, "seconds": 0.0}
     Strict(text_of(run(tmp_path / "run.jsonl", steps=steps, **bare)))
+
+
+def test_a_peak_is_that_of_the_steps_in_which_memory_was_measured(tmp_path: Path) -> None:
+    plain = run(tmp_path / "run.jsonl")
+    lines = [json.loads(line) for line in plain.read_text().splitlines()]
+    for line in lines:
+        if line["event"] == "step" and line["step"] not in {4, 5}:
+            line |= {"activation_peak_bytes": None, "peak_source": None}
+    plain.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    said = re.sub(r"\s+", " ", " ".join(Strict(text_of(plain)).text))
+    assert "Activation peak 100 MiB the largest of 2 steps; mallinfo2" in said
+    unknown = run(tmp_path / "unknown.jsonl", activation_peak_bytes=None, peak_source=None)
+    said = re.sub(r"\s+", " ", " ".join(Strict(text_of(unknown)).text))
+    assert "Activation peak not known not measured" in said
+
+
+def test_a_run_that_moves_nothing_has_no_picture_of_traffic(tmp_path: Path) -> None:
+    assert "Traffic over steps" in text_of(run(tmp_path / "moves.jsonl"))
+    keeps = run(tmp_path / "keeps.jsonl", offloaded_bytes=0, read_bytes=0)
+    said = text_of(keeps)
+    assert "Traffic over steps" not in said
+    assert "Time over steps" in said
+
+
+@pytest.mark.parametrize("command", ["report", "timeline"])
+def test_a_log_is_not_written_over(command: str, tmp_path: Path) -> None:
+    path = run(tmp_path / "run.json")
+    before = path.read_bytes()
+    result = call(command, path, "-o", path)
+    assert result.exit_code == 1
+    assert "run.json: is a run log, and stays as it is" in result.stderr
+    assert path.read_bytes() == before
 
 
 # Hostile names

@@ -223,6 +223,14 @@ def test_the_picture_tells_drives_parts_of_memory_and_the_budget(tmp_path: Path)
         assert f">{label}<" in text, label
 
 
+def test_a_step_that_moves_nothing_has_no_panel_of_drives(tmp_path: Path) -> None:
+    still = event(points=[[0.0, 0, 0, 0, 0, 0], [0.2, 8 * MIB, 0, 0, 0, 0]])
+    picture = tmp_path / "step.svg"
+    assert call("timeline", logged(tmp_path / "run.jsonl", still), "-o", picture).exit_code == 0
+    assert "peak 8.00 MiB" in picture.read_text()
+    assert "all drives" not in picture.read_text()
+
+
 def test_a_budget_far_above_the_step_does_not_flatten_it(tmp_path: Path) -> None:
     write_timeline(checked_timeline(event(budget=1000 * MIB)), tmp_path / "step.svg")
     assert ">budget 1000 MiB, above<" in (tmp_path / "step.svg").read_text()

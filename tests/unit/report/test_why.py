@@ -85,7 +85,7 @@ def test_a_log_without_memory_events_tells_what_its_steps_do(tmp_path: Path) -> 
     assert found.evidence.peak.name == "step"
     assert found.evidence.peak.of("running") == 92 * MIB
     assert found.cause == "beside the layers"
-    assert "in a step: 100 MiB" in str(found)
+    assert "in a phase that the log does not tell: 100 MiB" in str(found)
 
 
 def test_a_fuller_step_is_named(tmp_path: Path) -> None:
@@ -108,6 +108,28 @@ def test_nothing_stands_out_where_the_model_alone_takes_memory(tmp_path: Path) -
     found = why(write_run(tmp_path / "run.jsonl", calm))
     assert found.cause is None
     assert "Nothing that is worth a change stands out." in str(found)
+
+
+def test_states_that_travel_are_not_to_be_offloaded_once_more(tmp_path: Path) -> None:
+    large = event(phases={"forward": peak(1)}, static=event()["static"] | {"optimizer_states": 999 * MIB})
+    path = write_run(tmp_path / "run.jsonl", large)
+    assert "offload them too" in why(path).findings[0].change
+    with path.open("a") as file:
+        file.write(json.dumps({"event": "states", "optimizer": 0, "step": 2}) + "\n")
+    found = why(path)
+    assert found.cause == "optimizer states"
+    assert "states.sub_group_bytes" in found.findings[0].change
+
+
+def test_frozen_weights_that_come_and_go_are_no_gradients(tmp_path: Path) -> None:
+    both = {"backward": peak(50, gradients=40)}
+    told = event(phases=both, static=event()["static"] | {"gradients": 3 * MIB})
+    header = {"policy": "default: offload\nweights:\n  frozen: offload\n"}
+    found = why(write_run(tmp_path / "frozen.jsonl", told, header=header)).evidence.peak
+    assert (found.of("gradients"), found.of("frozen")) == (3 * MIB, 37 * MIB)
+    plain = why(write_run(tmp_path / "plain.jsonl", told)).evidence.peak
+    assert (plain.of("gradients"), plain.of("frozen")) == (40 * MIB, 0)
+    assert plain.nbytes == found.nbytes
 
 
 def test_of_several_ranks_the_fullest_is_explained(tmp_path: Path) -> None:
