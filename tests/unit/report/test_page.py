@@ -181,6 +181,14 @@ def test_a_run_that_has_hardly_begun_has_its_page(tmp_path: Path, steps: int) ->
     Strict(text_of(run(tmp_path / "run.jsonl", steps=steps, **bare)))
 
 
+def test_commands_in_advice_are_set_as_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sentences = ["ask `tba-offload doctor <DIR>`; or `init`", "more layers"]
+    monkeypatch.setattr("tba_offload.report.why.Diagnosis.advice", lambda _: sentences)
+    found = text_of(run(tmp_path / "run.jsonl"))
+    assert "<li>ask <code>tba-offload doctor &lt;DIR&gt;</code>; or <code>init</code></li>" in found
+    assert "<li>more layers</li>" in found
+
+
 def test_a_peak_is_that_of_the_steps_in_which_memory_was_measured(tmp_path: Path) -> None:
     plain = run(tmp_path / "run.jsonl")
     lines = [json.loads(line) for line in plain.read_text().splitlines()]
