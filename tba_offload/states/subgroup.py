@@ -51,7 +51,7 @@ class SubGroup:
     @property
     def is_new(self) -> bool:
         """Whether nothing but master copies lies there: the next update may give it more bytes."""
-        return bool(self.places) and all(place.key == MASTER for place in self.places)
+        return {place.key for place in self.places} == {MASTER}
 
     @property
     def room(self) -> int:

@@ -12,6 +12,7 @@ import io
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -53,12 +54,18 @@ def outcomes(
             command = [*launcher, __file__, kind, *arguments]
             with (directory / run / "log.txt").open("w") as log:
                 runs[run] = subprocess.Popen(
-                    command, cwd=directory / run, env=environment, stdout=log, stderr=log
+                    command,
+                    cwd=directory / run,
+                    env=environment,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
                 )
         codes = {run: process.wait(timeout=200) for run, process in runs.items()}
     finally:
         for process in runs.values():
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what a launcher has started too
             process.wait()
     for run, code in codes.items():
         assert code == 0, (directory / run / "log.txt").read_text()[-6000:]
@@ -79,7 +86,7 @@ def assert_same_outcome(plain: dict[str, Any], *others: dict[str, Any]) -> None:
 
 
 def losses_of(run: dict[str, Any]) -> list[str]:
-    return re.findall(r"loss ([\d.]+)", run["printed"])
+    return re.findall(r"loss ([^\s,]+)", run["printed"])
 
 
 # ---- the program ---------------------------------------------------------------------------------
