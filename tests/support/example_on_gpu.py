@@ -46,12 +46,13 @@ def outcomes(
         "HF_HUB_OFFLINE": "1",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }
-    arguments = ("out.pt", str(EXAMPLES / f"train_{name}.py"), *options)
+    example = str(EXAMPLES / f"train_{name}.py")
     runs = {}
     try:
         for run, kind in (("plain", "without"), ("again", "without"), ("found", "with")):
             (directory / run).mkdir()
-            command = [*launcher, __file__, kind, *arguments]
+            out = str(directory / run / "out.pt")
+            command = [*launcher, __file__, kind, out, example, *options]
             with (directory / run / "log.txt").open("w") as log:
                 runs[run] = subprocess.Popen(
                     command,
