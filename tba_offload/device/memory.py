@@ -340,7 +340,7 @@ class MallocMeter(MemoryMeter):
         """
         before, began = self._static(), time.thread_time()
         self._latest = count = self._count()
-        self._rests_until = time.perf_counter() + _REST * (time.thread_time() - began)
+        self._rests_until = time.perf_counter() + REST * (time.thread_time() - began)
         return count - max(before, self._static())
 
     def reset(self) -> None:
@@ -444,7 +444,7 @@ class _MallInfo2(ctypes.Structure):
     )
 
 
-_REST = 49
+REST = 49
 """Rest after a sample, in samples: those that may be skipped take a fiftieth of a core at most.
 
 Of a sample its processor time counts. Its time by the clock has waits for the GIL, which reading the count

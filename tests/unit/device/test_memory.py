@@ -456,8 +456,9 @@ def static() -> dict[str, int]:
 
 
 @pytest.fixture
-def still(static: dict[str, int]) -> Iterator[Observed]:
-    """A meter that was reset, whose thread has taken its only sample, so that none comes at a bad moment."""
+def still(static: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> Iterator[Observed]:
+    """A meter that was reset, whose thread has taken its only sample, and that skips none of the test's."""
+    monkeypatch.setattr("tba_offload.device.memory.REST", 0)
     meter = Observed(period=3600, static=lambda: static["bytes"])
     meter.reset()
     meter.wait_for_samples(1)

@@ -403,6 +403,7 @@ def measured(
     monkeypatch.setattr(
         "tba_offload.session.meters.meter_of", lambda _device, static: MallocMeter(period=3600, static=static)
     )
+    monkeypatch.setattr("tba_offload.device.memory.REST", 0)
     warm_up()
     with session_for(model, default=tba.Placement.KEEP, measure_memory=True) as session:
         body(session)
