@@ -154,7 +154,6 @@ class TailWatch:
                 node.register_hook(lambda *_: self._look())
 
     def _look(self) -> None:
-        step, meter = self._ongoing.step, self._ongoing.meter
-        if step is not None and meter is not None:
-            meter.cut()
+        step = self._ongoing.step
+        if step is not None:
             step.memory.saw_rest(self._own_bytes())

@@ -49,9 +49,9 @@ class StepMemory:
         self._overlaps = True
 
     def saw_rest(self, of_layers: int) -> None:
-        """Notes what is live now beside ``of_layers`` bytes of activations of layers."""
+        """Notes what is live now, also beside ``of_layers`` bytes of activations of layers."""
         if self.meter is not None:
-            self._seen_rest = max(self._seen_rest, self.meter.live() - (self.base_bytes or 0) - of_layers)
+            self._seen_rest = max(self._seen_rest, self.meter.cut() - (self.base_bytes or 0) - of_layers)
 
     def rest_beside(self, own_peak: int) -> int:
         """Most live bytes that were found beside the activations of layers; 0 if none were.

@@ -62,10 +62,12 @@ class Layout:
     Attributes:
         places: One for each state that travels.
         nbytes: Bytes of all, padded to blocks: extents are cut at multiples of them, for direct I/O.
+        keys: Names of the states.
     """
 
     places: tuple[Place, ...]
     nbytes: int
+    keys: frozenset[str]
 
     @classmethod
     def of(cls, states: Mapping[Piece, Mapping[str, Any]]) -> Layout:
@@ -79,7 +81,7 @@ class Layout:
                     size, stride = tuple(own.shape), own.stride()
                     places.append(Place(piece, key, at, size, stride, own.dtype, wrap_of(value)))
                     at = round_up(at + own.nbytes, CACHE_LINE)
-        return cls(tuple(places), round_up(at, BLOCK))
+        return cls(tuple(places), round_up(at, BLOCK), frozenset(place.key for place in places))
 
 
 def travels(value: object, parameter: torch.Tensor) -> bool:

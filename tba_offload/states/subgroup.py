@@ -51,7 +51,7 @@ class SubGroup:
     @property
     def is_new(self) -> bool:
         """Whether nothing but master copies lies there: the next update may give it more bytes."""
-        return {place.key for place in self.places} == {MASTER}
+        return self.layout is not None and self.layout.keys == {MASTER}
 
     @property
     def room(self) -> int:

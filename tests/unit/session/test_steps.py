@@ -938,7 +938,7 @@ def test_what_lies_beside_layers_is_seen_around_the_loss_or_told_by_the_peak(
     meter = mock.Mock(samples=samples, **{"live.return_value": 100, "peak.return_value": 1000})
     memory = StepMemory(meter)
     memory.begin(gradients_allocated=True)
-    meter.live.return_value = 400
+    meter.cut.return_value = 400
     memory.saw_rest(50)
     memory.end()
     assert memory.rest_beside(300) == beside
