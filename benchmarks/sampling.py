@@ -11,10 +11,9 @@ megatron-core.
 from __future__ import annotations
 
 import statistics
-import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from cost import ON, Lane, Mechanism, MeteredTrainer, all_offloaded, cost_command
+from cost import ON, Lane, Mechanism, MeteredTrainer, all_offloaded, cost_command, metered
 
 from tba_offload.device.memory import MallocMeter
 
@@ -27,33 +26,17 @@ WARM_UP = 3
 class UnmeasuredTrainer(MeteredTrainer):
     """A strategy of the demo that measures memory in no step."""
 
-    measures = False
-
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        step = self.session.step
-        self.session.step = lambda **settings: step(  # type: ignore[method-assign]
-            **settings | {"measure_memory": self.measures}
-        )
+    settings: ClassVar = {"measure_memory": False}
 
 
-class MeasuredTrainer(UnmeasuredTrainer):
+class MeasuredTrainer(MeteredTrainer):
     """A strategy of the demo that measures memory in each step, and says how often and what it took."""
 
-    measures = True
+    settings: ClassVar = {"measure_memory": True}
 
     def __init__(self, **arguments: Any) -> None:
         self._seconds: list[float] = []
-        sample = MallocMeter._sample
-
-        def sampled(meter: MallocMeter) -> int:
-            began = time.thread_time()
-            try:
-                return sample(meter)
-            finally:
-                self._seconds.append(time.thread_time() - began)
-
-        MallocMeter._sample = sampled  # type: ignore[method-assign]
+        MallocMeter._sample = metered(MallocMeter._sample, self._seconds)  # type: ignore[method-assign]
         super().__init__(**arguments)
 
     def step(self) -> dict[str, Any]:

@@ -11,17 +11,14 @@ is free. It needs megatron-core.
 from __future__ import annotations
 
 import statistics
-import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from cost import ON, Lane, Mechanism, MeteredTrainer, all_offloaded, cost_command
+from cost import ON, Lane, Mechanism, MeteredTrainer, all_offloaded, cost_command, metered
 
 from tba_offload.session.conclusions import Conclusions
 from tba_offload.session.step_curve import StepCurve
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from cost import Lanes
 
 WARM_UP = 3
@@ -31,37 +28,19 @@ WARM_UP = 3
 class UntracedTrainer(MeteredTrainer):
     """A strategy of the demo that measures the memory of each step, and records none."""
 
-    trace = False
-
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        step = self.session.step
-        wanted = {"measure_memory": True, "trace": self.trace}
-        self.session.step = lambda **settings: step(**settings | wanted)  # type: ignore[method-assign]
+    settings: ClassVar = {"measure_memory": True, "trace": False}
 
 
-class TracedTrainer(UntracedTrainer):
+class TracedTrainer(MeteredTrainer):
     """A strategy of the demo that records each step, and says what recording took."""
 
-    trace = True
+    settings: ClassVar = {"measure_memory": True, "trace": True}
 
     def __init__(self, **arguments: Any) -> None:
         self._seconds: list[float] = []
         for owner, name in ((StepCurve, "seen"), (StepCurve, "begin_step"), (Conclusions, "_look_at_times")):
-            setattr(owner, name, self._metered(getattr(owner, name)))
+            setattr(owner, name, metered(getattr(owner, name), self._seconds))
         super().__init__(**arguments)
-
-    def _metered(self, function: Callable[..., object]) -> Callable[..., Any]:
-        """The same, and its time on whatever thread counts."""
-
-        def metered(*arguments: Any, **options: Any) -> object:
-            began = time.thread_time()
-            try:
-                return function(*arguments, **options)
-            finally:
-                self._seconds.append(time.thread_time() - began)
-
-        return metered
 
     def step(self) -> dict[str, Any]:
         """One training step; its figures and the processor seconds of recording."""

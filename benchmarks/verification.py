@@ -14,7 +14,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cost import ON, Lane, Mechanism, MeteredTrainer, cost_command
+from cost import ON, Lane, Mechanism, MeteredTrainer, cost_command, metered
 
 import tba_offload as tba
 from tba_offload.capture import site
@@ -33,28 +33,16 @@ class VerifiedTrainer(MeteredTrainer):
     """A strategy of the demo that also says what verifying took: all that a run does beside the layer."""
 
     def __init__(self, **arguments: Any) -> None:
-        self._seconds = 0.0
+        self._seconds: list[float] = []
         self._is_compared = False
-        run.Run.__call__ = self._metered(run.Run.__call__)  # type: ignore[method-assign]
+        run.Run.__call__ = metered(run.Run.__call__, self._seconds)  # type: ignore[method-assign]
         run.fault_of = self._comparing(run.fault_of)
-        Samples.add = self._metered(Samples.add)  # type: ignore[method-assign]
+        Samples.add = metered(Samples.add, self._seconds)  # type: ignore[method-assign]
         forward = site.Site.forward
         site.Site.forward = property(  # type: ignore[assignment]
             lambda each: self._left_out(partial(forward, each))
         )
         super().__init__(**arguments)
-
-    def _metered(self, function: Callable[..., object]) -> Callable[..., Any]:
-        """The same, and its time counts."""
-
-        def metered(*arguments: Any, **options: Any) -> object:
-            began = time.thread_time()
-            try:
-                return function(*arguments, **options)
-            finally:
-                self._seconds += time.thread_time() - began
-
-        return metered
 
     def _comparing(self, function: Callable[..., object]) -> Callable[..., Any]:
         """The same, and the runs of the layer within it are not left out."""
@@ -78,15 +66,15 @@ class VerifiedTrainer(MeteredTrainer):
             try:
                 return function(*arguments, **options)
             finally:
-                self._seconds -= time.thread_time() - began
+                self._seconds.append(began - time.thread_time())
 
         return left_out
 
     def step(self) -> dict[str, Any]:
         """One training step; its figures and the processor seconds of verifying."""
-        before = self._seconds
+        self._seconds.clear()
         figures = super().step()
-        return {**figures, "verifying_seconds": self._seconds - before}
+        return {**figures, "verifying_seconds": sum(self._seconds)}
 
 
 class TrustingTrainer(MeteredTrainer):
