@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from tba_offload.cli.shared import Picture, say, writing
+from tba_offload.cli.shared import Picture, say, spare_logs, writing
 from tba_offload.writing import write_regular
 
 
@@ -44,6 +44,8 @@ def rok(
     """
     if as_json and csv_file == "-":
         raise click.UsageError("--json and --csv - both want the standard output")
+    if csv_file is not None:
+        spare_logs(Path(csv_file), runs)
     from tba_offload.report import rok as report
     from tba_offload.report.advice import advice
     from tba_offload.report.points import points as points_of

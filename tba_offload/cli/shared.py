@@ -74,4 +74,4 @@ def spare_logs(output: Path, runs: Iterable[Path]) -> None:
         ClickException: The file to write is one of them.
     """
     if any(output.exists() and run.exists() and output.samefile(run) for run in runs):
-        raise click.ClickException(f"{output}: is a run log, and stays as it is; choose another name with -o")
+        raise click.ClickException(f"{output}: is a run log, and stays as it is; choose another name")

@@ -211,11 +211,11 @@ def test_a_run_that_moves_nothing_has_no_picture_of_traffic(tmp_path: Path) -> N
     assert "Time over steps" in said
 
 
-@pytest.mark.parametrize("command", ["report", "timeline"])
-def test_a_log_is_not_written_over(command: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("command", "option"), [("report", "-o"), ("timeline", "-o"), ("rok", "--csv")])
+def test_a_log_is_not_written_over(command: str, option: str, tmp_path: Path) -> None:
     path = run(tmp_path / "run.json")
     before = path.read_bytes()
-    result = call(command, path, "-o", path)
+    result = call(command, path, option, path)
     assert result.exit_code == 1
     assert "run.json: is a run log, and stays as it is" in result.stderr
     assert path.read_bytes() == before
