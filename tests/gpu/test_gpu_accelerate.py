@@ -8,7 +8,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import pytest
-from example_on_gpu import assert_same_outcome, losses_of, outcomes
+from example_on_gpu import outcomes
+from example_outcomes import assert_same_outcome, losses_of, policy_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,12 +38,7 @@ SETTINGS = ("--dynamo_backend=no", "--main_process_port=0", "--fsdp_auto_wrap_po
 def test_its_launcher_shards_to_the_same_bits(
     example: str, version: str, precision: str, least: int, tmp_path: Path
 ) -> None:
-    policy = tmp_path / "policy.yaml"
-    policy.write_text(
-        "default: offload\n"
-        f"budget: {{in_flight_bytes: {WINDOW}B}}\n"
-        f"store: {{kind: file, directories: ['{tmp_path}']}}\n"
-    )
+    policy = policy_file(tmp_path, tmp_path, WINDOW)
     settings = (*SETTINGS, f"--fsdp_version={version}", f"--mixed_precision={precision}")
     plain, again, found = outcomes(
         tmp_path,

@@ -7,7 +7,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from example_on_gpu import assert_same_outcome, losses_of, outcomes
+from example_on_gpu import outcomes
+from example_outcomes import assert_same_outcome, losses_of, policy_file
 from places import ROOT
 
 if TYPE_CHECKING:
@@ -44,12 +45,7 @@ def test_its_trainer_trains_to_the_same_bits(options: list[str], kind: str, tmp_
 
 def trained(directory: Path, *options: str) -> list[dict[str, Any]]:
     write_text_and_tokenizer(directory)
-    policy = directory / "policy.yaml"
-    policy.write_text(
-        "default: offload\n"
-        f"budget: {{in_flight_bytes: {WINDOW}B}}\n"
-        f"store: {{kind: file, directories: ['{directory}']}}\n"
-    )
+    policy = policy_file(directory, directory, WINDOW)
     return outcomes(
         directory,
         "torchtitan",

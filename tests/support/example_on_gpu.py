@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import re
 import runpy
 import signal
 import subprocess
@@ -19,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from example_ranks import do_without, local, steps_of
-from models import same_bits
 from places import EXAMPLES, ROOT, SUPPORT
 
 if TYPE_CHECKING:
@@ -71,23 +69,6 @@ def outcomes(
     for run, code in codes.items():
         assert code == 0, (directory / run / "log.txt").read_text()[-6000:]
     return [torch.load(directory / run / "out.pt") for run in runs]
-
-
-def assert_same_outcome(plain: dict[str, Any], *others: dict[str, Any]) -> None:
-    """The losses that were printed and the parameters are the same to the last bit."""
-    for number, other in enumerate(others):
-        assert losses_of(other) == losses_of(plain), number
-        assert other["parameters"].keys() == plain["parameters"].keys()
-        different = [
-            name
-            for name, parameter in other["parameters"].items()
-            if not same_bits(parameter, plain["parameters"][name])
-        ]
-        assert different == [], number
-
-
-def losses_of(run: dict[str, Any]) -> list[str]:
-    return re.findall(r"loss ([^\s,]+)", run["printed"])
 
 
 # ---- the program ---------------------------------------------------------------------------------

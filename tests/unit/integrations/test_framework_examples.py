@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import example_ranks
 import pytest
 import torch
-from models import same_bits
+from example_outcomes import assert_same_outcome, losses_of, policy_file
 from places import EXAMPLES, SUPPORT
 
 if TYPE_CHECKING:
@@ -85,17 +84,9 @@ def check(example: Example, directory: Path, python: Warm, *options: str) -> Non
         options: Of the example.
     """
     for rank, (plain, found) in enumerate(ran(example, directory, python, *options)):
-        losses = re.findall(r"loss ([\d.]+)", found["printed"])
-        assert len(losses) == (STEPS if rank in example.losses else 0)
-        assert losses == re.findall(r"loss ([\d.]+)", plain["printed"])
-        assert found["parameters"].keys() == plain["parameters"].keys()
-        assert found["kinds"] == plain["kinds"] == {example.kind}
-        different = [
-            name
-            for name, parameter in found["parameters"].items()
-            if not same_bits(parameter, plain["parameters"][name])
-        ]
-        assert different == []
+        assert len(losses_of(found)) == (STEPS if rank in example.losses else 0)
+        assert_same_outcome(plain, found)
+        assert found["kinds"] == {example.kind}
         assert len(found["steps"]) == STEPS
         assert found["steps"][-1]["scopes"] == example.scopes  # the first one's may be more
         for step in found["steps"]:
@@ -109,14 +100,9 @@ def ran(
     example: Example, directory: Path, python: Warm, *options: str
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """What came out of a training without the package and of one with it, rank by rank."""
-    policy = directory / "policy.yaml"
     drive = directory / "drive"
     drive.mkdir()
-    policy.write_text(
-        "default: offload\n"
-        f"budget: {{in_flight_bytes: {WINDOW}B}}\n"
-        f"store: {{kind: file, directories: ['{drive}']}}\n"
-    )
+    policy = policy_file(directory, drive, WINDOW)
     program = example.program or EXAMPLES / f"train_{example.name}.py"
     arguments = (
         str(program),
