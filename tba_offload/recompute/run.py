@@ -11,11 +11,10 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tba_offload.device.peers import has_peers
-from tba_offload.errors import RecomputationError, TbaError, UnsupportedError
 from tba_offload.layers.guards import is_scripted
 from tba_offload.layers.nested import TooManyError
 from tba_offload.recompute.observation import TOO_MANY
+from tba_offload.recompute.run_errors import RunErrors
 from tba_offload.recompute.samples import Samples
 from tba_offload.recompute.saved_again import SavedAgain
 from tba_offload.recompute.trial import fault_of
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tba_offload.recompute.observation import Observation
-    from tba_offload.recompute.samples import Differences
     from tba_offload.recompute.verdicts import Mode, Verifier
 
 _NO_HOOKS = "support saved tensor hooks"
@@ -49,12 +47,13 @@ class Run:
         self._verifier = verifier
         self._mode = mode
         self._forward = forward
-        self._is_planned = is_planned
+        self._errors = RunErrors(verifier, mode, is_planned=is_planned)
         self._compares = verifier.compares(mode)
+        # None of these may know this object, or it would outlive the graph until the cyclic collector runs.
         samples = partial(Samples, verifier.next_run(mode.layer), verifier.unfilled(mode))
-        self._saved = SavedAgain(self._failed, verifier.name_of(mode.layer), samples, self._are_unfilled)
+        leave_out = partial(verifier.leave_out, mode)
+        self._saved = SavedAgain(self._errors.failed, verifier.name_of(mode.layer), samples, leave_out)
         self._observed: Observation | None = None
-        self._whole: Callable[[], str | None] | None = None  # runs the layer to its end, and compares that
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> object:
         """Runs the layer: the first time to take down what it finds, then to repeat that.
@@ -88,20 +87,20 @@ class Run:
         except RuntimeError as error:
             if _NO_HOOKS not in str(error):
                 raise
-            raise self._refused(f"it forbids saved-tensor hooks ({error})") from error
+            raise self._errors.refused(f"it forbids saved-tensor hooks ({error})") from error
         fault = observed.change(args, kwargs)
         if fault is not None:
-            raise self._refused(fault)
+            raise self._errors.refused(fault)
         return output
 
     def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observation:
         """Takes down what the layer finds."""
         if is_scripted(self.__self__):
-            raise self._refused(SCRIPTED)
+            raise self._errors.refused(SCRIPTED)
         try:
             observed = self._verifier.observe(self._mode, args, kwargs)
         except TooManyError:
-            raise self._refused(TOO_MANY) from None
+            raise self._errors.refused(TOO_MANY) from None
         if observed.found.unknown is not None:
             what = f"is recomputed, but reaches {observed.found.unknown}: what it changes there, a second run"
             self._verifier.warn(self._mode, f"{what} changes once more")
@@ -117,15 +116,11 @@ class Run:
         if self._compares and observed.is_compared:
             self._compares = False
             self._compare(observed, args, kwargs)
-        if observed.is_compared:
-            self._whole = partial(fault_of, observed, self._forward, args, kwargs)
-        try:
-            with self._saved.in_second_run(observed.found.restorable()) as ended:
-                output = self._repeated(observed, ended, args, kwargs)
-        finally:
-            self._whole = None  # it holds the arguments
+        whole = partial(fault_of, observed, self._forward, args, kwargs) if observed.is_compared else None
+        with self._saved.in_second_run(observed.found.restorable(), whole) as ended:
+            output = self._repeated(observed, ended, args, kwargs)
         if not observed.is_output(output):
-            raise self._failed(OTHER_NUMBERS)
+            raise self._errors.failed(OTHER_NUMBERS)
         return output
 
     def _repeated(
@@ -138,52 +133,15 @@ class Run:
         try:
             return observed.repeat(partial(_run_to_end, self._forward, ended), args, kwargs)
         except Exception as error:  # of the layer's own code: it cannot be repeated
-            self._withdraw(str(error))
+            self._errors.withdraw(str(error))
             raise
-
-    def _are_unfilled(self, differences: Differences) -> bool:
-        """Whether a second run differs only in memory that kernels reserve for backward and do not fill.
-
-        Some do: the workspace of an LSTM, or the seed of an attention that drops nothing. Backward does not
-        read it, and it is no part of the graph. What is put out tells whether it was that.
-        """
-        if not differences.may_be_unfilled or self._whole is None:
-            return False
-        # One rank alone must not repeat a collective operation, so there it cannot be told.
-        if not has_peers() and self._whole() is not None:
-            return False
-        self._verifier.leave_out(self._mode, differences.places)
-        return True
 
     def _compare(self, observed: Observation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Runs the layer once more than backward needs it: that stops at the last tensor that was saved."""
         fault = fault_of(observed, self._forward, args, kwargs)
         self._verifier.judge(self._mode, fault)
         if fault is not None:
-            raise self._failed(fault)
-
-    def _refused(self, fault: str) -> TbaError:
-        """The error of a layer that must not run a second time."""
-        self._verifier.judge(self._mode, fault)
-        self._withdraw(fault)
-        return UnsupportedError(self._sentence(fault))
-
-    def _failed(self, fault: str) -> TbaError:
-        """The error of a layer whose second run is of no use."""
-        self._withdraw(fault)
-        return RecomputationError(self._sentence(fault))
-
-    def _withdraw(self, fault: str) -> None:
-        """Has the planner do without recomputing such layers from now on."""
-        if self._is_planned:
-            self._verifier.withdraw(self._mode, fault)
-
-    def _sentence(self, fault: str) -> str:
-        name = self._verifier.name_of(self._mode.layer)
-        remedy = "place it keep or offload"
-        if self._is_planned:
-            remedy += ", or repeat the step: the planner keeps or offloads layers of its kind now"
-        return f"{name} cannot be recomputed: {fault}; {remedy}"
+            raise self._errors.failed(fault)
 
 
 def _run_to_end(

@@ -9,6 +9,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError
 
+from tba_offload.device.peers import has_peers
 from tba_offload.errors import SavedTensorModifiedError, TbaError
 from tba_offload.layers import untraced
 from tba_offload.layers.graph import check_version, hooks_on_top, latest_node
@@ -39,7 +40,7 @@ class SavedAgain:
         failed: Makes the error for what is wrong with recomputing the layer.
         name: The layer as messages call it.
         samples: Makes what takes samples of one of the runs.
-        are_unfilled: Tells of differences whether they are only where kernels fill no memory.
+        leave_out: Is given the places, in the order of saving, of tensors that kernels do not fill.
     """
 
     def __init__(
@@ -47,12 +48,12 @@ class SavedAgain:
         failed: Callable[[str], TbaError],
         name: str,
         samples: Callable[[], Samples],
-        are_unfilled: Callable[[Differences], bool],
+        leave_out: Callable[[frozenset[int]], object],
     ) -> None:
         self._failed = failed
         self._name = name
         self._make_samples = samples
-        self._are_unfilled = are_unfilled
+        self._leave_out = leave_out
         self._count = 0  # tensors that the first run has saved
         self._samples = samples()
         self._versions: list[int] = []  # at which the latest second run has saved them, by the same number
@@ -69,16 +70,20 @@ class SavedAgain:
             yield
         self._samples.end()
 
-    def in_second_run(self, restorable: Collection[int]) -> AbstractContextManager[Callable[[], object]]:
+    def in_second_run(
+        self, restorable: Collection[int], whole: Callable[[], str | None] | None
+    ) -> AbstractContextManager[Callable[[], object]]:
         """A block for a second run of it whose tensors backward is given.
 
         It gives a function to be called when forward has ended, while the layer still holds what that wrote.
 
         Args:
             restorable: As of :meth:`in_first_run`.
+            whole: Runs the layer to its end and tells what differs then from the first run, if anything;
+                ``None`` if there is nothing to compare.
         """
         top = hooks_on_top()
-        return nullcontext(_nothing) if top is None else self._second(*top, restorable)
+        return nullcontext(_nothing) if top is None else self._second(*top, restorable, whole)
 
     def _first(
         self,
@@ -119,6 +124,7 @@ class SavedAgain:
         pack: Callable[[torch.Tensor], Any],
         unpack: Callable[[Any], torch.Tensor],
         restorable: Collection[int],
+        whole: Callable[[], str | None] | None,
     ) -> Iterator[Callable[[], object]]:
         samples = self._make_samples()
         run = _SecondRun(pack, restorable, samples, self._count)
@@ -134,12 +140,26 @@ class SavedAgain:
         try:
             samples.end()
             differences = self._samples.differences(samples)
-            if differences is not None and not self._are_unfilled(differences):
+            if differences is not None and not self._are_unfilled(differences, whole):
                 raise self._failed(OTHER_NUMBERS)
             if ended is not None:
                 raise ended
         finally:
             del ended  # it knows this frame, and so all callers
+
+    def _are_unfilled(self, differences: Differences, whole: Callable[[], str | None] | None) -> bool:
+        """Whether a second run differs only in memory that kernels reserve for backward and do not fill.
+
+        Some do: the workspace of an LSTM, or the seed of an attention that drops nothing. Backward does not
+        read it, and it is no part of the graph. What is put out tells whether it was that.
+        """
+        if not differences.may_be_unfilled or whole is None:
+            return False
+        # One rank alone must not repeat a collective operation, so there it cannot be told.
+        if not has_peers() and whole() is not None:
+            return False
+        self._leave_out(differences.places)
+        return True
 
 
 def _nothing() -> None:

@@ -1,0 +1,95 @@
+"""What a step makes is gone with its graph: nothing of it waits for the cyclic collector.
+
+Long runs switch that off, or have all ranks run it at the same step, hundreds of steps apart (``--manual-gc``
+of Megatron-LM). Small objects that wait for it keep malloc from joining the blocks that activations leave.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from harness import session_for
+from models import loss_of, make_model, make_tokens
+
+import tba_offload as tba
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+    from tba_offload.session import Session
+
+POLICIES: list[dict[str, Any]] = [
+    *({"default": placement} for placement in ("keep", "offload", "offload-50%", "offload-remat")),
+    *({"default": placement} for placement in ("recompute", "recompute-offload")),
+    {"default": "auto", "budget": {"activation_bytes": "1MiB"}},
+    *(
+        {"default": "offload", "states": {"default": "offload", "when": when}}
+        for when in ("step", "backward")
+    ),
+]
+
+
+@contextmanager
+def uncollected() -> Iterator[list[object]]:
+    """Gives a list that has, after the block, all that only the cyclic collector could free."""
+    found: list[object] = []
+    gc.collect()
+    gc.disable()
+    try:
+        yield found
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        found += gc.garbage
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+def names_of_ours(objects: list[object]) -> Counter[str]:
+    """Classes and functions of the package among objects, and tensors."""
+    kinds = (f"{thing.__module__}.{thing.__qualname__}" for thing in map(type, objects))
+    return Counter(kind for kind in kinds if kind.startswith(("tba_offload.", "torch.Tensor")))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, session: Session, *, times: int) -> None:
+    for number in range(times):
+        with session.step():
+            loss_of(model, make_tokens(number)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_no_step_leaves_what_only_the_cyclic_collector_frees(policy: dict[str, Any]) -> None:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    policy = {"min_tensor_bytes": "1KiB", "store": {"kind": "host"}, **policy}
+    with tba.attach(model, policy, optimizer=optimizer if "states" in policy else None) as session:
+        step(model, optimizer, session, times=5)
+        with uncollected() as left:
+            step(model, optimizer, session, times=4)
+    assert not names_of_ours(left)
+
+
+@pytest.mark.parametrize("placement", ["offload", "recompute-offload"])
+def test_a_step_that_fails_leaves_none_either(placement: str) -> None:
+    model = make_model()
+    with session_for(model, default=placement, min_tensor_bytes=1024) as session:
+
+        def fail() -> None:
+            with pytest.raises(RuntimeError, match="forward ends"), session.step():
+                loss_of(model, make_tokens(0))
+                raise RuntimeError("forward ends")
+
+        fail()
+        with uncollected() as left:
+            fail()
+    assert not names_of_ours(left)
