@@ -184,7 +184,8 @@ def by_hand(directory: str, layers: int, budget: int | None, peak: int, window: 
         return {"offload all": policy(directory, Placement.OFFLOAD, window=window)}
     one = peak / layers
     found = {}
-    for other in (Placement.RECOMPUTE_OFFLOAD, Placement.OFFLOAD_REMAT):
+    spared = Placement.RECOMPUTE_EXCEPT_ATTENTION
+    for other in (Placement.RECOMPUTE_OFFLOAD, spared, Placement.OFFLOAD_REMAT):
         found[f"{other} all"] = policy(directory, other, window=window)
     for other in (Placement.OFFLOAD, Placement.RECOMPUTE):
         found[f"{other} all"] = policy(directory, other, window=window)

@@ -440,7 +440,7 @@ def _not_recomputed(event: dict[str, Any], profile: StepProfile) -> Iterator[int
     found = set(event.get("not_recomputed", ()))
     kinds = {profile.layers[layer] for layer in found}
     for layer, wanted in enumerate(event.get("policy", ())):
-        was_tried = wanted in {Placement.AUTO, Placement.RECOMPUTE, Placement.RECOMPUTE_OFFLOAD}
+        was_tried = wanted is Placement.AUTO or Placement(wanted).recomputes
         if layer in found or (not was_tried and profile.layers[layer] in kinds):
             yield layer
 

@@ -8,6 +8,7 @@ give the layer's work: the device is not asked for each of them, and what counts
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import statistics
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -334,7 +335,19 @@ def _kinds(
         if kind == len(kinds):
             kinds.append(known)
         layers[layer] = kind
+    for kind, nbytes in _attention_bytes(runs, layers).items():
+        kinds[kind] = dataclasses.replace(kinds[kind], attention_bytes=nbytes)
     return tuple(kinds), tuple(layers)
+
+
+def _attention_bytes(runs: Sequence[_Run], layers: Sequence[int]) -> dict[int, int]:
+    """What attention put out, by the kinds of layers that told it in this step."""
+    found: dict[int, int] = {}
+    for run in runs:
+        if run.scope.placement == Placement.RECOMPUTE_EXCEPT_ATTENTION:
+            kind = layers[run.layer]
+            found[kind] = max(run.scope.attention_bytes, found.get(kind, 0))
+    return found
 
 
 class _Sizes:
@@ -384,6 +397,7 @@ def _kind(
         ),
         small_bytes=small,
         input_bytes=max(run.scope.input_bytes for run in runs),
+        attention_bytes=None if before is None else before.kind_of(runs[0].layer).attention_bytes,
     )
 
 

@@ -29,7 +29,13 @@ if TYPE_CHECKING:
     from tba_offload.plan.profile import StepProfile
     from tba_offload.plan.simulate import Outcome
 
-_LOOKS = (Placement.OFFLOAD, Placement.KEEP, Placement.RECOMPUTE, Placement.OFFLOAD_REMAT)
+_LOOKS = (
+    Placement.OFFLOAD,
+    Placement.KEEP,
+    Placement.RECOMPUTE,
+    Placement.OFFLOAD_REMAT,
+    Placement.RECOMPUTE_EXCEPT_ATTENTION,
+)
 """Placements that an excursion tries if the plan has none of it. Keep is among them, because plans without a
 budget are held to its time."""
 
@@ -292,7 +298,9 @@ def _may_try(
     task: Task, profile: StepProfile, layer: int, placement: Placement, not_recomputed: frozenset[int]
 ) -> bool:
     """Whether the planner may have a layer run so, and there is something to learn from it."""
-    if placement is Placement.RECOMPUTE:
+    if placement is Placement.RECOMPUTE_EXCEPT_ATTENTION and not profile.kind_of(layer).may_spare_attention:
+        return False
+    if placement.recomputes:
         return task.objective is not Objective.MEMORY and layer not in not_recomputed
     if placement is Placement.OFFLOAD_REMAT:
         kind = profile.kind_of(layer)

@@ -118,6 +118,7 @@ class ScopeTrace:
         is_retained: Whether the graph was to outlive the last backward pass that came.
         gone_by: When it was found to be gone then; ``None`` if it was not in this step.
         marks: The same in the work of a device that runs behind the host.
+        attention_bytes: Bytes that its fused attention put out, if they travel without the rest.
     """
 
     key: ScopeKey
@@ -129,6 +130,11 @@ class ScopeTrace:
     is_retained: bool = False
     gone_by: float | None = None
     marks: ScopeMarks | None = None
+    attention_bytes: int = 0
+
+    def attended(self, nbytes: int) -> None:
+        """Notes that attention has put something out that travels."""
+        self.attention_bytes += nbytes
 
 
 @dataclass(slots=True)

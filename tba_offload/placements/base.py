@@ -41,11 +41,13 @@ class Ways(Protocol[Result_co]):
                 that rebuilds gives no other number than 100.
         """
 
-    def recompute(self, *, inputs_travel: bool = False) -> Result_co:
+    def recompute(self, *, inputs_travel: bool = False, attention_travels: bool = False) -> Result_co:
         """The layer runs in a checkpoint: backward runs it again on its inputs.
 
         Args:
             inputs_travel: Whether the inputs travel meanwhile; otherwise they stay in memory.
+            attention_travels: Whether what fused attention puts out travels with them, and is not computed
+                again.
         """
 
 
@@ -100,6 +102,7 @@ class Placement(str, metaclass=_ByName):
     OFFLOAD: ClassVar[Placement]
     RECOMPUTE: ClassVar[Placement]
     RECOMPUTE_OFFLOAD: ClassVar[Placement]
+    RECOMPUTE_EXCEPT_ATTENTION: ClassVar[Placement]
     OFFLOAD_REMAT: ClassVar[Placement]
     AUTO: ClassVar[Placement]
 

@@ -84,6 +84,14 @@ class RecomputeOffload(Placement):
         return ways.recompute(inputs_travel=True)
 
 
+class RecomputeExceptAttention(RecomputeOffload):
+    """The inputs travel, and what attention puts out; backward runs the rest of the layer again."""
+
+    def take(self, ways: Ways[Result_co]) -> Result_co:
+        """See :meth:`Placement.take`."""
+        return ways.recompute(inputs_travel=True, attention_travels=True)
+
+
 class Auto(Offload):
     """Only in a policy: the planner replaces it by one of the others; until it has a plan all travels."""
 
@@ -92,6 +100,7 @@ Placement.KEEP = register(Keep("keep"))
 Placement.OFFLOAD = register(Offload("offload"))
 Placement.RECOMPUTE = register(Recompute("recompute"))
 Placement.RECOMPUTE_OFFLOAD = register(RecomputeOffload("recompute-offload"))
+Placement.RECOMPUTE_EXCEPT_ATTENTION = register(RecomputeExceptAttention("recompute-except-attention"))
 Placement.OFFLOAD_REMAT = register(OffloadRemat("offload-remat"))
 Placement.AUTO = register(Auto("auto"))
 
@@ -122,7 +131,9 @@ class _Shipped(NamedTuple):
             return offload_share(percent)
         return Placement.OFFLOAD_REMAT if rebuilds else Placement.OFFLOAD
 
-    def recompute(self, *, inputs_travel: bool = False) -> Placement:
+    def recompute(self, *, inputs_travel: bool = False, attention_travels: bool = False) -> Placement:
+        if attention_travels:
+            return Placement.RECOMPUTE_EXCEPT_ATTENTION
         return Placement.RECOMPUTE_OFFLOAD if inputs_travel else Placement.RECOMPUTE
 
 

@@ -216,7 +216,9 @@ def _kind_of_several(kind: LayerKind, size: int) -> LayerKind:
         for place in range(size)
         for saved in kind.activations
     )
-    return LayerKind(activations, kind.small_bytes * size, kind.input_bytes * size, kind.recomputed_bytes)
+    attention = None if kind.attention_bytes is None else kind.attention_bytes * size
+    sizes = kind.small_bytes * size, kind.input_bytes * size, kind.recomputed_bytes, attention
+    return LayerKind(activations, *sizes)
 
 
 def _timings_of_several(timings: dict[Placement, Timing], size: int) -> dict[Placement, Timing]:

@@ -81,7 +81,12 @@ class _Why(NamedTuple):
         cost = _milliseconds(self._timing(Placement.OFFLOAD).whole - self._timing(Placement.KEEP).whole)
         return f"{self._size} have room; offloading takes {self._travel} of the drive and {cost} more compute"
 
-    def recompute(self, *, inputs_travel: bool = False) -> str:
+    def recompute(self, *, inputs_travel: bool = False, attention_travels: bool = False) -> str:
+        if attention_travels:
+            moved = readable_size(self._kind.input_bytes + (self._kind.attention_bytes or 0))
+            again = self._more(Placement.RECOMPUTE_EXCEPT_ATTENTION)
+            all_of_it = f"{again} of compute, {self._again} with attention"
+            return f"{all_of_it}, and {moved} travel instead of {self._size}"
         if inputs_travel:
             inputs = readable_size(self._kind.input_bytes)
             return f"{self._again} of compute, and {inputs} travel instead of {self._size}"
@@ -120,8 +125,12 @@ class _Why(NamedTuple):
 
     @property
     def _again(self) -> str:
+        return self._more(Placement.RECOMPUTE)
+
+    def _more(self, placement: Placement) -> str:
+        """How much longer backward takes than of a kept layer."""
         kept = self._timing(Placement.KEEP)
-        return _milliseconds(self._timing(Placement.RECOMPUTE).backward - kept.backward)
+        return _milliseconds(self._timing(placement).backward - kept.backward)
 
     def _timing(self, placement: Placement) -> Timing:
         return self.profile.timing(self.layer, placement)

@@ -20,6 +20,7 @@ _EVERYTHING = (
     Placement.OFFLOAD,
     Placement.RECOMPUTE,
     Placement.RECOMPUTE_OFFLOAD,
+    Placement.RECOMPUTE_EXCEPT_ATTENTION,
     Placement.OFFLOAD_REMAT,
 )
 

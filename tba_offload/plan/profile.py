@@ -67,12 +67,15 @@ class LayerKind:
         input_bytes: Bytes of its input: what is left of it between forward and backward if it is recomputed.
         at_once: If it stands for several layers: most bytes that are in memory at once, inputs not counted,
             if they are recomputed one after the other.
+        attention_bytes: Bytes that its fused attention puts out; ``None`` before a layer of its kind has run
+            with the placement ``recompute-except-attention``.
     """
 
     activations: tuple[Saved, ...]
     small_bytes: int
     input_bytes: int
     at_once: int | None = None
+    attention_bytes: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -92,6 +95,7 @@ class LayerKind:
             activations=tuple(mine._replace(nbytes=max(mine.nbytes, its.nbytes)) for mine, its in pairs),
             small_bytes=max(self.small_bytes, other.small_bytes),
             input_bytes=max(self.input_bytes, other.input_bytes),
+            attention_bytes=most_known(self.attention_bytes, other.attention_bytes),
         )
 
     def staying(self, percent: int) -> frozenset[int]:
@@ -109,13 +113,23 @@ class LayerKind:
         return all(saved.rebuilt is not None for saved in self.activations)
 
     @property
+    def may_spare_attention(self) -> bool:
+        """Whether it has fused attention, or that is not known."""
+        return self.attention_bytes != 0
+
+    @property
     def recomputed_bytes(self) -> int:
         """Bytes that recomputation brings into memory beside the input."""
         return self.nbytes + self.small_bytes - self.input_bytes if self.at_once is None else self.at_once
 
 
+def most_known(*sizes: int | None) -> int | None:
+    """The largest of some sizes that are known; ``None`` if none is."""
+    return max((size for size in sizes if size is not None), default=None)
+
+
 def computed_as(placement: Placement, layer: int) -> Placement:
-    """The placement among keep, offload, offload-remat and recompute by which a layer computes the same.
+    """The placement by which a layer computes the same, of those that are measured each for itself.
 
     A layer of which a share travels computes as one that offloads, less what that takes for what stays.
     """
@@ -233,6 +247,8 @@ class StepProfile:
         placement = computed_as(placement, layer)
         if placement is Placement.RECOMPUTE:
             return self._timing_of_recompute(layer)
+        if placement is Placement.RECOMPUTE_EXCEPT_ATTENTION:
+            return self._timing_except_attention(layer)
         if placement is Placement.OFFLOAD_REMAT:
             return self._timing_of_remat(layer)
         offloaded = self._measured(kind, Placement.OFFLOAD)
@@ -249,7 +265,8 @@ class StepProfile:
         remat = self._measured(kind, Placement.OFFLOAD_REMAT)
         if remat is not None:
             return remat
-        forward, backward = self.timings[kind][Placement.RECOMPUTE]
+        own = self.timings[kind]
+        forward, backward = own.get(Placement.RECOMPUTE) or own[Placement.RECOMPUTE_EXCEPT_ATTENTION]
         return Timing(forward, max(backward - forward, 0.0))
 
     def is_measured(self, placement: Placement) -> bool:
@@ -279,6 +296,15 @@ class StepProfile:
         if measured is not None and measured.whole >= kept.whole + TUNING.least_recomputed * kept.forward:
             return measured
         return Timing(kept.forward, kept.backward + kept.forward)
+
+    def _timing_except_attention(self, layer: int) -> Timing:
+        """At most that of recomputation, and at least that of a kept layer with hooks for what travels."""
+        whole = self._timing_of_recompute(layer)
+        measured = self._measured(self.layers[layer], Placement.RECOMPUTE_EXCEPT_ATTENTION)
+        if measured is None:
+            return whole
+        least = self.timing(layer, Placement.KEEP)
+        return Timing(*(min(max(a, b), c) for a, b, c in zip(measured, least, whole, strict=True)))
 
     def _timing_of_remat(self, layer: int) -> Timing:
         kind = self.kind_of(layer)
@@ -331,6 +357,7 @@ class StepProfile:
                         int(kind["small_bytes"]),
                         int(kind["input_bytes"]),
                         kind.get("at_once"),
+                        kind.get("attention_bytes"),
                     )
                     for kind in document["kinds"]
                 ),

@@ -163,12 +163,12 @@ class _Search:
         self._freedom = freedom
         self._free = freedom.layers
         self._trials = Trials(profile, terms, freedom)
-        self._choices = self._trials.goal.choices
-
-    @property
-    def _may_rebuild(self) -> bool:
-        """Whether there is a layer that can be placed ``offload-remat``."""
-        return OFFLOAD_REMAT in self._choices and not self._freedom.not_rebuilt.issuperset(self._free)
+        # What no layer can be placed would be tried in vain: it means offload there.
+        self._choices = [
+            way
+            for way in self._trials.goal.choices
+            if way in {KEEP, OFFLOAD, Placement.RECOMPUTE} or freedom.allows_any(way)
+        ]
 
     def best(self, known: Sequence[Plan] = ()) -> Plan:
         """The best plan that is found, or known."""
@@ -176,7 +176,7 @@ class _Search:
             self._trials.set_window(self._best_window())
         self._try_simplest()
         others = self._best_others()
-        if self._may_rebuild:
+        if OFFLOAD_REMAT in self._choices:
             self._try_family(OFFLOAD_REMAT, OFFLOAD)
         for way in [way for way in self._choices if way.recomputes] or [others]:
             self._try_family(way, others)
@@ -233,8 +233,6 @@ class _Search:
 
     def _try_simplest(self) -> None:
         for placement in self._choices:
-            if placement is OFFLOAD_REMAT and not self._may_rebuild:
-                continue
             # The two that move nothing take next to no time to play.
             if self._trials.most_filled or placement in {KEEP, Placement.RECOMPUTE}:
                 self._trials.attempt(self._freedom.uniform(placement))
@@ -279,7 +277,7 @@ class _Search:
 
     def _best_others(self) -> Placement:
         """What layers had better be that are neither kept nor recomputed: offloaded, or rebuilt in part."""
-        if not self._may_rebuild:
+        if OFFLOAD_REMAT not in self._choices:
             return OFFLOAD
         return min((OFFLOAD, OFFLOAD_REMAT), key=lambda way: self._best_kept(0, way, None, way)[0].score)
 

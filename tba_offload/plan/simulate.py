@@ -221,16 +221,19 @@ class _Run:
         else:
             self._traffic.hold(kind.input_bytes)
 
-    def _recompute(self, kind: LayerKind) -> None:
-        """What a second forward saves comes into memory, and goes."""
-        nbytes = kind.recomputed_bytes
+    def _recompute(self, kind: LayerKind, there: int = 0) -> None:
+        """What a second forward saves comes into memory, but for what is there, and goes."""
+        nbytes = max(kind.recomputed_bytes - there, 0)
         self._traffic.hold(nbytes)
         self._traffic.memory.free(nbytes)
 
     # ---- layers that travel ----------------------------------------------------------------------
 
-    def recomputed_from_store(self, slot: Slot, kind: LayerKind, seconds: float) -> None:
-        """The inputs of such a layer travel."""
+    def recomputed_from_store(
+        self, slot: Slot, kind: LayerKind, seconds: float, *, attention_travels: bool
+    ) -> None:
+        """The inputs of such a layer travel, and what attention puts out that is not computed again."""
+        attention = kind.attention_bytes or 0 if attention_travels else 0
         scope, traffic = (slot.layer, slot.micro_batch), self._traffic
         if slot.backward:
             used = 0
@@ -240,10 +243,10 @@ class _Run:
                 traffic.read_ahead()
             traffic.end_backward(scope)
             traffic.compute(seconds)
-            self._recompute(kind)
+            self._recompute(kind, attention)
             traffic.memory.free(used)
         else:
-            items = [traffic.save(kind.input_bytes, 0.0)] if kind.input_bytes else []
+            items = [traffic.save(nbytes, 0.0) for nbytes in (kind.input_bytes, attention) if nbytes]
             traffic.compute(seconds)
             traffic.end_forward(scope, items)
 
@@ -335,9 +338,13 @@ class _Stretch(NamedTuple):
     def keep(self) -> None:
         self.run.stays(self.slot, self.seconds)
 
-    def recompute(self, *, inputs_travel: bool = False) -> None:
-        recomputed = self.run.recomputed_from_store if inputs_travel else self.run.recomputed
-        recomputed(self.slot, self.kind, self.seconds)
+    def recompute(self, *, inputs_travel: bool = False, attention_travels: bool = False) -> None:
+        if not inputs_travel:
+            self.run.recomputed(self.slot, self.kind, self.seconds)
+            return
+        self.run.recomputed_from_store(
+            self.slot, self.kind, self.seconds, attention_travels=attention_travels
+        )
 
     def offload(self, *, rebuilds: bool = False, percent: int = 100) -> None:  # noqa: ARG002 - the plan has it
         if not self.slot.backward:

@@ -44,11 +44,13 @@ class Freedom:
         policy: What the user wants; the planner decides on those that are ``auto``.
         not_recomputed: Layers that must not be recomputed unless the policy says so.
         not_rebuilt: Layers of which nothing can be rebuilt, or it is not known.
+        without_attention: Layers without fused attention, or it is not known.
     """
 
     policy: tuple[Placement, ...]
     not_recomputed: frozenset[int]
     not_rebuilt: frozenset[int]
+    without_attention: frozenset[int]
 
     @classmethod
     def all_of(
@@ -57,7 +59,8 @@ class Freedom:
         """That of the layers of a step."""
         count = len(profile.layers)
         not_rebuilt = frozenset(layer for layer in range(count) if not profile.kind_of(layer).rebuilt_bytes)
-        return cls(tuple(policy), not_recomputed, not_rebuilt)
+        without = frozenset(layer for layer in range(count) if not profile.kind_of(layer).attention_bytes)
+        return cls(tuple(policy), not_recomputed, not_rebuilt, without)
 
     @property
     def layers(self) -> list[int]:
@@ -76,13 +79,20 @@ class Freedom:
             return frozenset(place for place, group in enumerate(groups) if group[0] in layers)
 
         policy = tuple(self.policy[group[0]] for group in groups)
-        return Freedom(policy, of_groups(self.not_recomputed), of_groups(self.not_rebuilt))
+        sets = (self.not_recomputed, self.not_rebuilt, self.without_attention)
+        return Freedom(policy, *map(of_groups, sets))
 
     def allows(self, layer: int, placement: Placement) -> bool:
         """Whether the planner may give a layer this placement."""
         if placement is Placement.OFFLOAD_REMAT:
             return layer not in self.not_rebuilt
+        if placement is Placement.RECOMPUTE_EXCEPT_ATTENTION and layer in self.without_attention:
+            return False
         return not placement.recomputes or layer not in self.not_recomputed
+
+    def allows_any(self, placement: Placement) -> bool:
+        """Whether the planner may give this placement to some layer that it decides on."""
+        return any(self.allows(layer, placement) for layer in self.layers)
 
     def uniform(self, placement: Placement) -> tuple[Placement, ...]:
         """All layers that may be get this placement, the others are offloaded."""

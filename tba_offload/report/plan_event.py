@@ -27,7 +27,15 @@ _Saved = (
 )
 _Word = Annotated[str, Field(max_length=1000)]
 # The last word is the old one of the one before it.
-_Measured = Literal["keep", "offload", "recompute", "recompute-offload", "offload-remat", "selective"]
+_Measured = Literal[
+    "keep",
+    "offload",
+    "recompute",
+    "recompute-offload",
+    "recompute-except-attention",
+    "offload-remat",
+    "selective",
+]
 
 
 class _Kind(BaseModel):
@@ -35,6 +43,7 @@ class _Kind(BaseModel):
     small_bytes: _Bytes
     input_bytes: _Bytes
     at_once: _Bytes | None = None
+    attention_bytes: _Bytes | None = None
 
 
 class _Profile(BaseModel):

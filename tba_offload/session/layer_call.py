@@ -9,6 +9,7 @@ from tba_offload.capture.rematerialize import RematerializingHooks
 from tba_offload.placements import Placement
 from tba_offload.placements.builtin import way_of
 from tba_offload.placements.share import Staying
+from tba_offload.recompute.attention import AttentionOnce
 from tba_offload.recompute.rescue import Rescue
 from tba_offload.recompute.run import Run
 from tba_offload.recompute.trial import Trial
@@ -16,6 +17,9 @@ from tba_offload.recompute.trial import Trial
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch import Tensor
+
+    from tba_offload.capture.saved import Kept, Packed
     from tba_offload.capture.site import Site
     from tba_offload.capture.trace import ScopeTrace
     from tba_offload.config import OffloadConfig
@@ -85,19 +89,32 @@ class Call:
             forward.saved(hooks.saved)
         return output
 
-    def recompute(self, *, inputs_travel: bool = False) -> object:
+    def recompute(self, *, inputs_travel: bool = False, attention_travels: bool = False) -> object:
         """Runs the layer in a checkpoint: backward runs it again on its inputs."""
-        forward = self.repeated_forward()
         if not inputs_travel:
-            return self._stack.checkpoint(forward, *self._args, **self._kwargs)
-        with self._hooks():
+            return self._checkpoint(self._site.forward)
+        hooks = self._hooks()
+        forward = self._site.forward
+        if attention_travels:
+            forward = AttentionOnce(forward, self._packing(hooks), self._parts.capture.unpack)
+        with hooks:
             # Checkpoints save the inputs through the hooks around them, and nothing else.
-            return self._stack.checkpoint(forward, *self._args, **self._kwargs)
+            return self._checkpoint(forward)
 
-    def repeated_forward(self) -> Callable[..., object]:
-        """The layer's forward, with what verifies that its second run is the same."""
+    def _packing(self, hooks: LayerHooks) -> Callable[[Tensor], Kept | Packed]:
+        """Packs what attention puts out as if it were saved, and counts its bytes."""
+
+        def pack(output: Tensor) -> Kept | Packed:
+            self._scope.attended(output.numel() * output.itemsize)
+            return hooks.pack(output)
+
+        return pack
+
+    def _checkpoint(self, forward: Callable[..., object]) -> object:
+        """Runs the layer in a checkpoint, with what verifies that its second run is the same."""
         verifier, index = self._parts.verifier, self._site.index
-        return Run(verifier, verifier.mode_of(index), self._site.forward, is_planned=self._is_choice)
+        run = Run(verifier, verifier.mode_of(index), forward, is_planned=self._is_choice)
+        return self._stack.checkpoint(run, *self._args, **self._kwargs)
 
     # ---- forwards that may be run again ----------------------------------------------------------
 

@@ -37,6 +37,7 @@ PLACEMENTS: dict[str, tuple[Placement, tuple[Rule, ...]]] = {
     "offload": (Placement.OFFLOAD, ()),
     "recompute": (Placement.RECOMPUTE, ()),
     "recompute-offload": (Placement.RECOMPUTE_OFFLOAD, ()),
+    "recompute-except-attention": (Placement.RECOMPUTE_EXCEPT_ATTENTION, ()),
     "offload-remat": (Placement.OFFLOAD_REMAT, ()),
     "auto": (Placement.AUTO, ()),
     "mixed": (Placement.OFFLOAD, (Rule("0", Placement.RECOMPUTE), Rule("2", Placement.KEEP))),

@@ -24,7 +24,14 @@ transformers = Later("transformers")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
-PLACEMENTS = ("offload", "recompute", "recompute-offload", "offload-remat", "auto")
+PLACEMENTS = (
+    "offload",
+    "recompute",
+    "recompute-offload",
+    "recompute-except-attention",
+    "offload-remat",
+    "auto",
+)
 WHERE = "cuda"
 ON_CPU_ONLY = {"adagrad-fused"}
 

@@ -373,6 +373,7 @@ COMPARED = {
     "offload-remat": [*SPREAD, IN_STAGES],
     "recompute": [*SPREAD, *NESTED, IN_STAGES],
     "recompute-offload": [*SPREAD, *NESTED, IN_STAGES],
+    "recompute-except-attention": [*SPREAD, *NESTED, IN_STAGES],
     "auto": ["by batch", "by shards", "by parameters", "by columns", IN_STAGES],
 }
 """Which placements are compared with plain training of models that are spread how."""

@@ -499,7 +499,10 @@ def at_odds_with_others(controller: Controller) -> Controller:
     from tba_offload.config.policy import Placement
     from tba_offload.plan.model import Plan, Prediction
 
-    choices = (Placement.KEEP, Placement.OFFLOAD, Placement.RECOMPUTE, Placement.RECOMPUTE_OFFLOAD)
+    choices = (
+        *(Placement.KEEP, Placement.OFFLOAD, Placement.RECOMPUTE, Placement.RECOMPUTE_OFFLOAD),
+        Placement.RECOMPUTE_EXCEPT_ATTENTION,
+    )
     turns = itertools.count(dist.get_rank())
 
     def decided(moment: Moment, bandwidth: Bandwidth) -> tuple[Phase, Plan]:

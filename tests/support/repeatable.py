@@ -22,7 +22,11 @@ if TYPE_CHECKING:
     from tba_offload.session import Session
 
 WIDTH, ROWS, LAYERS = 64, 32, 4
-RECOMPUTED = [Placement.RECOMPUTE, Placement.RECOMPUTE_OFFLOAD]
+RECOMPUTED = [
+    Placement.RECOMPUTE,
+    Placement.RECOMPUTE_OFFLOAD,
+    Placement.RECOMPUTE_EXCEPT_ATTENTION,
+]
 SLOW = 2e6
 """Bytes a second: recomputing a layer takes a small part of what reading it back would."""
 

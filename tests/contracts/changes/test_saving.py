@@ -274,7 +274,7 @@ USED_NO_MORE: dict[str, Callable[[Tensor], Tensor]] = {
     "made again": lambda h: Doubling.apply(F.gelu(h)),
     "with a counter of its own": lambda h: Squaring.apply(h.data) + Doubling.apply(h),
 }
-PLACEMENTS = ["offload", "recompute", "recompute-offload", "offload-remat"]
+PLACEMENTS = ["offload", "recompute", "recompute-offload", "recompute-except-attention", "offload-remat"]
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -301,7 +301,7 @@ def test_what_a_node_changes_for_itself_is_no_error(name: str, placement: str) -
         assert_same(run(net, train, session, 3), expected)
 
 
-@pytest.mark.parametrize("placement", ["recompute", "recompute-offload"])
+@pytest.mark.parametrize("placement", ["recompute", "recompute-offload", "recompute-except-attention"])
 def test_a_second_backward_makes_anew_what_the_first_one_changed(placement: str) -> None:
     """Autograd refuses what the change has spoilt; here nothing is."""
 
@@ -329,7 +329,7 @@ class Asking(torch.autograd.Function):
         return gradients[0] * (ctx.saved_tensors[0] + ctx.saved_tensors[0])
 
 
-@pytest.mark.parametrize("placement", ["recompute", "recompute-offload"])
+@pytest.mark.parametrize("placement", ["recompute", "recompute-offload", "recompute-except-attention"])
 def test_what_a_checkpoint_does_not_give_is_told_of_the_layer(placement: str) -> None:
     said = r"layer 2 \(layers\.2\) cannot be recomputed: .*only once.*; place it keep or offload$"
     with (

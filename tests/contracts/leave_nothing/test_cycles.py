@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 POLICIES: list[dict[str, Any]] = [
     *({"default": placement} for placement in ("keep", "offload", "offload-50%", "offload-remat")),
-    *({"default": placement} for placement in ("recompute", "recompute-offload")),
+    *({"default": p} for p in ("recompute", "recompute-offload", "recompute-except-attention")),
     {"default": "auto", "budget": {"activation_bytes": "1MiB"}},
     *(
         {"default": "offload", "states": {"default": "offload", "when": when}}
@@ -69,7 +69,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, session: Session, *
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_no_step_leaves_what_only_the_cyclic_collector_frees(policy: dict[str, Any]) -> None:
-    model = make_model()
+    model = make_model("llama")  # which has fused attention
     optimizer = torch.optim.AdamW(model.parameters())
     policy = {"min_tensor_bytes": "1KiB", "store": {"kind": "host"}, **policy}
     with tba.attach(model, policy, optimizer=optimizer if "states" in policy else None) as session:
@@ -79,9 +79,9 @@ def test_no_step_leaves_what_only_the_cyclic_collector_frees(policy: dict[str, A
     assert not names_of_ours(left)
 
 
-@pytest.mark.parametrize("placement", ["offload", "recompute-offload"])
+@pytest.mark.parametrize("placement", ["offload", "recompute-offload", "recompute-except-attention"])
 def test_a_step_that_fails_leaves_none_either(placement: str) -> None:
-    model = make_model()
+    model = make_model("llama")
     with session_for(model, default=placement, min_tensor_bytes=1024) as session:
 
         def fail() -> None:

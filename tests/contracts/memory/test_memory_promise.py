@@ -225,12 +225,12 @@ def test_the_peak_does_not_grow_with_depth(block: type[nn.Module]) -> None:
 
 
 def test_recomputed_layers_whose_inputs_travel_need_no_more_memory_however_many_they_are() -> None:
-    """By the storages that are alive: in a small GPT without offloading each layer adds its input."""
+    """By the storages that are alive: without offloading each layer adds its input."""
     batch = 16
     one = make_tokens(0, batch)[:, :-1].numel() * HIDDEN * 4
 
-    def peak(default: str, depth: int) -> int:
-        model = make_model(layers=depth)
+    def peak(default: str, depth: int, kind: str = "gpt") -> int:
+        model = make_model(kind, layers=depth)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         with session_for(model, default=default, in_flight=4 * one) as session:
@@ -244,6 +244,8 @@ def test_recomputed_layers_whose_inputs_travel_need_no_more_memory_however_many_
     shallow, deep = 8, 24
     assert peak("recompute", deep) - peak("recompute", shallow) >= (deep - shallow) * one
     assert peak("recompute-offload", deep) - peak("recompute-offload", shallow) < one / 4
+    fused, spared = "llama", "recompute-except-attention"
+    assert peak(spared, deep, fused) - peak(spared, shallow, fused) < one / 2  # small tensors stay
 
 
 def test_restored_bytes_are_freed_as_backward_goes() -> None:

@@ -65,7 +65,15 @@ if TYPE_CHECKING:
 
 LAG = torch.device(lagging.LAG, 0)
 STORES = ("file", "host")
-PLACEMENTS = ("keep", "offload", "recompute", "recompute-offload", "offload-remat", "auto")
+PLACEMENTS = (
+    "keep",
+    "offload",
+    "recompute",
+    "recompute-offload",
+    "recompute-except-attention",
+    "offload-remat",
+    "auto",
+)
 DTYPES = (torch.float32, torch.bfloat16)
 LATE = ("operations", "copies")
 """What comes late: the host is far ahead of operations, or they are far ahead of copies."""

@@ -1047,7 +1047,14 @@ def test_a_layer_that_stands_in_the_list_twice_is_one_layer() -> None:
         return net
 
     expected = train(shared())
-    for placement in ("offload", "recompute", "recompute-offload", "offload-remat", "keep"):
+    for placement in (
+        "offload",
+        "recompute",
+        "recompute-offload",
+        "recompute-except-attention",
+        "offload-remat",
+        "keep",
+    ):
         net = shared()
         with session_for(net, default=Placement(placement)) as session:
             assert [layer.id.number for layer in session.layers] == [0, 1, 3]

@@ -34,7 +34,14 @@ sys.modules.setdefault("expecttest", types.SimpleNamespace(TestCase=unittest.Tes
 
 from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402 - after the line above
 
-PLACEMENTS = ("offload", "recompute", "recompute-offload", "offload-remat", "auto")
+PLACEMENTS = (
+    "offload",
+    "recompute",
+    "recompute-offload",
+    "recompute-except-attention",
+    "offload-remat",
+    "auto",
+)
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64)
 STEPS = 3
 SAMPLES = 6 if EVERYTHING else 2

@@ -95,6 +95,7 @@ MAIN = {
     ("recompute", "by shards, twice"),
     ("recompute-offload", "by shards, with the parameters"),
     ("recompute-offload", "by parameters, twice"),
+    ("recompute-except-attention", "by shards"),
     ("auto", "by columns"),
 }
 """Every placement and every way to spread a model, but not each with each."""

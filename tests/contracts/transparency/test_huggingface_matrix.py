@@ -88,7 +88,15 @@ ADAPTED: dict[str, dict[str, Any]] = {
 }
 WITHOUT_CACHE = ("bert", "vit", "mamba")
 WAYS = ("defaults", "lora", "autocast", "accumulation", "generation")
-PLACEMENTS = ("keep", "offload", "recompute", "recompute-offload", "offload-remat", "auto")
+PLACEMENTS = (
+    "keep",
+    "offload",
+    "recompute",
+    "recompute-offload",
+    "recompute-except-attention",
+    "offload-remat",
+    "auto",
+)
 
 
 def cases() -> list[tuple[str, str, str]]:

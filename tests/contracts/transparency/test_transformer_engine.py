@@ -169,7 +169,10 @@ def build_te_gpt(*, fp8: bool) -> Any:
     importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"
 )
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("placement", ["keep", "offload", "recompute", "recompute-offload", "offload-remat"])
+@pytest.mark.parametrize(
+    "placement",
+    ["keep", "offload", "recompute", "recompute-offload", "recompute-except-attention", "offload-remat"],
+)
 def test_layers_of_transformer_engine(*, fp8: bool, placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit; the attention kernels are told to be deterministic."""
     from tba_lab.megatron_cpu import seed_all, single_process

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 MEGATRON = "megatron-"
 KINDS = ["gpt", "llama", "encoder", *(MEGATRON + kind for kind in ("gpt", "llama", "encoder"))]
 INPUTS = "recompute-offload"
+ATTENTION = "recompute-except-attention"
 LAYERS = 3
 STEPS = 2
 PLACEMENTS: dict[str, tuple[Placement, tuple[Rule, ...]]] = {
@@ -37,6 +38,7 @@ PLACEMENTS: dict[str, tuple[Placement, tuple[Rule, ...]]] = {
     "offload": (Placement.OFFLOAD, ()),
     "recompute": (Placement.RECOMPUTE, ()),
     INPUTS: (Placement.RECOMPUTE_OFFLOAD, ()),
+    ATTENTION: (Placement.RECOMPUTE_EXCEPT_ATTENTION, ()),
     "offload-50%": (Placement("offload-50%"), ()),
     "offload-remat": (Placement.OFFLOAD_REMAT, ()),
     "auto": (Placement.AUTO, ()),
@@ -121,7 +123,7 @@ def config_for(placement: str, store: str, directory: Path) -> OffloadConfig:
     return OffloadConfig(
         default=default,
         layers=rules,
-        budget=BudgetConfig(in_flight_bytes=WINDOW_OF_INPUTS if placement == INPUTS else WINDOW),
+        budget=BudgetConfig(in_flight_bytes=WINDOW_OF_INPUTS if placement in {INPUTS, ATTENTION} else WINDOW),
         store=StoreConfig(kind=store, directories=(directory,) if store == "file" else ()),
         min_tensor_bytes=1024,
     )
@@ -129,7 +131,13 @@ def config_for(placement: str, store: str, directory: Path) -> OffloadConfig:
 
 @pytest.mark.parametrize(
     ("kind", "placement", "store", "dtype", "dropout", "micro_batches"),
-    of_kinds([name for name in PLACEMENTS if name != INPUTS], STORES, [*DTYPES], DROPOUTS, MICRO_BATCHES),
+    of_kinds(
+        [name for name in PLACEMENTS if name not in {INPUTS, ATTENTION}],
+        STORES,
+        [*DTYPES],
+        DROPOUTS,
+        MICRO_BATCHES,
+    ),
     indirect=["kind"],
 )
 def test_same_bits(
@@ -143,11 +151,12 @@ def test_same_bits(
     of_kinds(STORES, [*DTYPES], MICRO_BATCHES),
     indirect=["kind"],
 )
+@pytest.mark.parametrize("placement", [INPUTS, ATTENTION])
 def test_same_bits_where_inputs_of_recomputed_layers_travel(
-    kind: str, store: str, dtype: str, micro_batches: int, tmp_path: Path
+    kind: str, placement: str, store: str, dtype: str, micro_batches: int, tmp_path: Path
 ) -> None:
     """With dropout: without it a layer would be computed anew from its inputs all the more."""
-    assert_same_bits(kind, INPUTS, store, dtype, 0.1, micro_batches, tmp_path)
+    assert_same_bits(kind, placement, store, dtype, 0.1, micro_batches, tmp_path)
 
 
 def assert_same_bits(
@@ -173,7 +182,7 @@ def assert_same_bits(
         assert rebuilt[-1] > 0.2 * moved[-1]
     elif placement != "auto":  # which tries it
         assert not any(rebuilt)
-    recomputed = {"recompute": LAYERS, INPUTS: LAYERS, "mixed": 1}.get(placement, 0)
+    recomputed = {"recompute": LAYERS, INPUTS: LAYERS, ATTENTION: LAYERS, "mixed": 1}.get(placement, 0)
     assert {record.recomputed_scopes for record in report} == {recomputed * micro_batches}
 
 

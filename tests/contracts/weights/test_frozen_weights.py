@@ -24,7 +24,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-PLACEMENTS = ("keep", "offload", "recompute", "recompute-offload", "offload-remat", "auto")
+PLACEMENTS = (
+    "keep",
+    "offload",
+    "recompute",
+    "recompute-offload",
+    "recompute-except-attention",
+    "offload-remat",
+    "auto",
+)
 LAYERS, WIDTH = 5, 48
 WEIGHTS = 2 * WIDTH * WIDTH * 4
 """Bytes of the frozen weights of one layer."""

@@ -89,7 +89,7 @@ MODELS: dict[str, Any] = {
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_example_policies_fit_every_model(kind: str, tmp_path: Path) -> None:
     paths = sorted(path for path in POLICIES.glob("*.yaml") if path.stem != TWO_STACKS)
-    assert len(paths) == 8
+    assert len(paths) == 9
     with MODELS[kind]() as model:
         for path in paths:
             config = load_config(path)
@@ -213,7 +213,9 @@ def test_a_budget_that_no_layer_keeps_to(placement: str) -> None:
 
 
 @pytest.mark.usefixtures("on_a_drive")
-@pytest.mark.parametrize("placement", ["offload", "offload-remat", "recompute-offload"])
+@pytest.mark.parametrize(
+    "placement", ["offload", "offload-remat", "recompute-offload", "recompute-except-attention"]
+)
 def test_a_budget_above_the_limit_of_bytes_in_flight(placement: str, tmp_path: Path) -> None:
     path = tmp_path / "policy.yaml"
     path.write_text(f"default: {placement}\nbudget:\n  activation_bytes: 2GiB\n")

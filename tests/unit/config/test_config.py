@@ -29,7 +29,10 @@ from tba_offload.errors import ConfigError
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 UNITS = "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"
 TOP_KEYS = "default, layers, budget, store, states, weights, on_full, on_slow, min_tensor_bytes"
-PLACEMENTS = "'keep', 'offload', 'recompute', 'recompute-offload', 'offload-remat', 'auto' or 'offload-N%'"
+PLACEMENTS = (
+    "'keep', 'offload', 'recompute', 'recompute-offload', 'recompute-except-attention', 'offload-remat', "
+    "'auto' or 'offload-N%'"
+)
 STORE_KEYS = (
     "kind, directories, capacity, host_capacity, write_bytes_per_day, checksum, stall_seconds, readers, "
     "writers"
@@ -638,6 +641,7 @@ _EXPECTED = {
     "keep_last_layers": (_DECODER, {"offload": 22, "keep": 2}),
     "recompute_some": (_DECODER, {"offload": 21, "keep": 1, "recompute": 2}),
     "recompute_offload_inputs": (_DECODER, {"recompute-offload": 22, "keep": 2}),
+    "recompute_except_attention": (_DECODER, {"recompute-except-attention": 23, "keep": 1}),
     "rebuild_cheap_parts": (_DECODER, {"offload-remat": 22, "keep": 2}),
     "share_of_each_layer": (_DECODER, {"offload-50%": 24}),
     "encoder_decoder": (_TWO_STACKS, {"offload": 20, "keep": 2, "recompute": 2}),

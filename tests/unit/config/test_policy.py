@@ -131,7 +131,10 @@ def test_a_match_must_be_text() -> None:
 
 def test_the_word_of_a_placement_will_do() -> None:
     assert Rule("0", "recompute").placement is RECOMPUTE  # type: ignore[arg-type]
-    legal = "keep, offload, recompute, recompute-offload, offload-remat, auto, offload-N%"
+    legal = (
+        "keep, offload, recompute, recompute-offload, recompute-except-attention, offload-remat, auto, "
+        "offload-N%"
+    )
     with pytest.raises(ConfigError, match=f"one of {legal}, not 'drop'"):
         Rule("0", "drop")  # type: ignore[arg-type]
 
@@ -141,6 +144,7 @@ def test_which_placements_run_a_layer_twice() -> None:
     assert {placement.value for placement in Placement if placement.recomputes} == {
         "recompute",
         "recompute-offload",
+        "recompute-except-attention",
     }
 
 
