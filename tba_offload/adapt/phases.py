@@ -233,6 +233,7 @@ class Settled(Phase):
         is_compared: Whether a step has tried the plain plan that comes next.
         favoured: Share by which predictions favour the plan that this one has beaten in a step.
         is_overdue: Whether the budget is another one than the plan was made for.
+        looked: Step after which something else was last tried, or could have been.
     """
 
     plan: Plan
@@ -246,6 +247,7 @@ class Settled(Phase):
     is_compared: bool = False
     favoured: float = 0.0
     is_overdue: bool = False
+    looked: int = 0
 
     @property
     def settled(self) -> Settled | None:
@@ -361,17 +363,17 @@ class Settled(Phase):
             # A slow hour ends some time.
             bolder = dataclasses.replace(self, caution=min(self.caution / tuning.caution, 1.0))
             return bolder.replanned(moment, profile, bandwidth, self.plan, "the drives may have recovered")
-        if has_excursion(moment.step, tuning):
-            if moment.may_compare and not self.is_compared:
-                plain = rival(
-                    *(moment.task, profile, bandwidth, self.plan), not_recomputed=moment.not_recomputed
-                )
-                if plain is not None:
-                    return Comparison(dataclasses.replace(self, is_compared=True)), plain
-            look = excursion(moment.task, profile, bandwidth, self.plan, not_recomputed=moment.not_recomputed)
-            if look is not None:
-                return Excursion(self), look
-        return self, self.plan
+        # Ranks that share layers try something else in the same step; others when they come to it.
+        since = moment.step - 1 if moment.task.is_shared else self.looked
+        if not has_excursion(moment.step, tuning, since):
+            return self, self.plan
+        now = dataclasses.replace(self, looked=moment.step)
+        if moment.may_compare and not self.is_compared:
+            plain = rival(*(moment.task, profile, bandwidth, self.plan), not_recomputed=moment.not_recomputed)
+            if plain is not None:
+                return Comparison(dataclasses.replace(now, is_compared=True)), plain
+        look = excursion(moment.task, profile, bandwidth, self.plan, not_recomputed=moment.not_recomputed)
+        return (now, self.plan) if look is None else (Excursion(now), look)
 
     def replanned(
         self,
@@ -493,10 +495,16 @@ class Comparison(Excursion):
         return won, plain
 
 
-def has_excursion(step: int, tuning: Tuning) -> bool:
-    """Whether the step after this one may try what the plan does not."""
-    last = tuning.excursions[-1]
-    return step in tuning.excursions or (step > 0 and step % last == 0)
+def has_excursion(step: int, tuning: Tuning, since: int | None = None) -> bool:
+    """Whether the step after this one may try what the plan does not.
+
+    Args:
+        step: The step that has ended.
+        tuning: Says after which steps that is so.
+        since: The last one of which this was asked; by default the one before.
+    """
+    since, last = step - 1 if since is None else since, tuning.excursions[-1]
+    return any(since < due <= step for due in tuning.excursions) or step // last > since // last
 
 
 def is_time_to_talk(step: int, tuning: Tuning) -> bool:

@@ -206,8 +206,11 @@ def _mixed(
 ) -> tuple[Placement, ...]:
     """One layer of a kind in each group gets each placement that is a choice, the others offload."""
     placements = list(task.policy)
-    turns = (Placement.KEEP, Placement.RECOMPUTE, Placement.OFFLOAD_REMAT)
+    is_last = step + 1 >= task.tuning.learning  # before there is a plan
     for kind in set(profile.layers):
+        spares = is_last and profile.kinds[kind].may_spare_attention
+        again = Placement.RECOMPUTE_EXCEPT_ATTENTION if spares else Placement.RECOMPUTE
+        turns = (Placement.KEEP, again, Placement.OFFLOAD_REMAT)
         free = _free_layers(task, profile, kind)
         if len(free) < 3:  # it is measured by the others
             continue
@@ -277,12 +280,18 @@ def _untried(
         ]
         # What was never seen comes first: there may be fewer layers than placements.
         missing.sort(key=lambda placement: placement in profile.timings[kind])
-        for layer in free:
-            allowed = (each for each in missing if _may_try(task, profile, layer, each, not_recomputed))
-            placement = next(allowed, None)
-            if placement is not None:
-                missing.remove(placement)
+        for placement in missing:
+            allowed = (layer for layer in free if _may_try(task, profile, layer, placement, not_recomputed))
+            # One that is recomputed already has the memory to be recomputed in another way.
+            layer = min(allowed, key=lambda layer: _changes(plan, layer, placement), default=None)
+            if layer is not None:
+                free.remove(layer)
                 yield layer, placement
+
+
+def _changes(plan: Plan, layer: int, placement: Placement) -> bool:
+    """Whether a layer is recomputed under one of a plan and a placement, and not under the other."""
+    return plan.placements[layer].recomputes != placement.recomputes
 
 
 def _free_layers(task: Task, profile: StepProfile, kind: int) -> list[int]:

@@ -16,6 +16,7 @@ from profiles import AUTO, make_profile
 
 import tba_offload as tba
 from tba_offload.adapt.controller import Controller
+from tba_offload.adapt.phases import Excursion
 from tba_offload.adapt.task import Task
 from tba_offload.adapt.thinking import AtOnce, InSlices
 from tba_offload.config.policy import Objective
@@ -104,11 +105,11 @@ class Slow(AtOnce["tuple[object, Plan]"]):
         return self._left <= 0 and super().go_on(seconds)
 
 
-def machine_of(*, budget: int | None) -> Machine:
+def machine_of(*, budget: int | None, excursions: tuple[int, ...] = (99,)) -> Machine:
     layers = tuple((0, f"layers.{layer}") for layer in range(LAYERS))
     objective = Objective.MEMORY if budget is None else Objective.TIME
     task = Task((AUTO,) * LAYERS, layers, Limits(budget, 8 * MIB), objective)
-    task = dataclasses.replace(task, tuning=Tuning(excursions=(99,)))
+    task = dataclasses.replace(task, tuning=Tuning(excursions=excursions))
     return Machine(Controller(task, think=Slow), make_profile(LAYERS), DRIVE)  # type: ignore[arg-type]
 
 
@@ -120,6 +121,17 @@ def test_a_plan_comes_some_steps_later_and_the_one_before_stays_in_force() -> No
     plans = [machine.step().placements for _ in range(4 + Slow.slices)]
     assert plans[: 1 + Slow.slices] == [settled] * (1 + Slow.slices)
     assert machine.plan.placements != settled
+
+
+def test_something_else_is_tried_a_little_later_if_it_is_thought_when_that_is_due() -> None:
+    machine = machine_of(budget=60 * MIB, excursions=(TUNING.learning + 2, 99))
+    phases = []
+    for _ in range(TUNING.learning + 4 * Slow.slices):
+        machine.step()
+        phases.append(machine.controller.phase)
+    tried = [number for number, phase in enumerate(phases, start=1) if isinstance(phase, Excursion)]
+    assert len(tried) == 1
+    assert tried[0] > TUNING.learning + 2  # then the plan was made anew, as a step under it had been measured
 
 
 def test_learning_and_a_broken_budget_wait_for_no_slices() -> None:
