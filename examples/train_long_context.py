@@ -2,11 +2,13 @@
 
 python examples/train_long_context.py                        # half of what each layer saves travels
 python examples/train_long_context.py --placement keep       # for comparison: the same losses, a higher peak
+python examples/train_long_context.py --placement recompute-except-attention    # for slower drives
 python examples/train_long_context.py --placement auto --activation-bytes 60MiB    # the planner decides
 
 With long sequences activations are what fills memory, and each layer saves very much: where a pipeline stage
 has few of them, whole layers are too coarse for a drive that has time for a part. One that writes 3 GB/s
-while layers save 6 GB/s has time for half of each: offload-50%.
+while layers save 6 GB/s has time for half of each: offload-50%. One that is slower still has time for what
+attention puts out; the rest is computed again, which is little beside attention.
 """
 
 import argparse
