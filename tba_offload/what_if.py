@@ -432,6 +432,10 @@ def _updates_in_backward(config: OffloadConfig) -> bool:
     return config.states is not None and config.states.when == "backward"
 
 
+_TRIED = {Placement.AUTO, *(placement for placement in Placement if placement.recomputes)}
+"""Words of a policy by which a layer was run a second time, and compared."""
+
+
 def _not_recomputed(event: dict[str, Any], profile: StepProfile) -> Iterator[int]:
     """The layers that a run found not to be the same when they ran twice.
 
@@ -440,8 +444,7 @@ def _not_recomputed(event: dict[str, Any], profile: StepProfile) -> Iterator[int
     found = set(event.get("not_recomputed", ()))
     kinds = {profile.layers[layer] for layer in found}
     for layer, wanted in enumerate(event.get("policy", ())):
-        was_tried = wanted is Placement.AUTO or Placement(wanted).recomputes
-        if layer in found or (not was_tried and profile.layers[layer] in kinds):
+        if layer in found or (wanted not in _TRIED and profile.layers[layer] in kinds):
             yield layer
 
 

@@ -46,8 +46,8 @@ class Ways(Protocol[Result_co]):
 
         Args:
             inputs_travel: Whether the inputs travel meanwhile; otherwise they stay in memory.
-            attention_travels: Whether what fused attention puts out travels with them, and is not computed
-                again.
+            attention_travels: Whether what fused attention puts out travels, with the inputs, and is not
+                computed again.
         """
 
 

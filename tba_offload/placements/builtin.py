@@ -89,7 +89,7 @@ class RecomputeExceptAttention(RecomputeOffload):
 
     def take(self, ways: Ways[Result_co]) -> Result_co:
         """See :meth:`Placement.take`."""
-        return ways.recompute(inputs_travel=True, attention_travels=True)
+        return ways.recompute(attention_travels=True)
 
 
 class Auto(Offload):

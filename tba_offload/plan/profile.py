@@ -295,7 +295,10 @@ class StepProfile:
         kept = self.timing(layer, Placement.KEEP)
         if measured is not None and measured.whole >= kept.whole + TUNING.least_recomputed * kept.forward:
             return measured
-        return Timing(kept.forward, kept.backward + kept.forward)
+        estimated = Timing(kept.forward, kept.backward + kept.forward)
+        # What runs all but attention again was seen to take so long: all of it takes no less.
+        spared = self._measured(self.layers[layer], Placement.RECOMPUTE_EXCEPT_ATTENTION)
+        return estimated if spared is None else Timing(*map(max, spared, estimated))
 
     def _timing_except_attention(self, layer: int) -> Timing:
         """At most that of recomputation, and at least that of a kept layer with hooks for what travels."""

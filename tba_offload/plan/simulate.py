@@ -339,7 +339,7 @@ class _Stretch(NamedTuple):
         self.run.stays(self.slot, self.seconds)
 
     def recompute(self, *, inputs_travel: bool = False, attention_travels: bool = False) -> None:
-        if not inputs_travel:
+        if not (inputs_travel or attention_travels):
             self.run.recomputed(self.slot, self.kind, self.seconds)
             return
         self.run.recomputed_from_store(

@@ -79,8 +79,8 @@ class _Here(threading.local):
     instead: Callable[[Any, Callable[[], Any]], Any] | None = None
 
     @contextmanager
-    def having(self, instead: Callable[[Any, Callable[[], Any]], Any]) -> Iterator[None]:
-        """A block in which the thread does something else instead."""
+    def having(self, instead: Callable[[Any, Callable[[], Any]], Any] | None) -> Iterator[None]:
+        """A block in which the thread does something else instead, or attention itself."""
         before, self.instead = self.instead, instead
         try:
             yield
@@ -169,14 +169,19 @@ _looking: dict[str, object] = {}
 """By the name of an operation: what keeps a function in front of it, for as long as the process lasts."""
 
 
+_turn = threading.Lock()
+"""Held while functions are put in front of operations: each is put there once."""
+
+
 def _look_at_operations() -> None:
     """Puts a function in front of each operation that is known by now: packages may be loaded later."""
-    for name in OPERATIONS:
-        if name not in _looking:
-            namespace, word = name.split("::")
-            packet = getattr(getattr(torch.ops, namespace), word, None)
-            if packet is not None:
-                _looking[name] = _look_at(namespace, word, packet.default)
+    with _turn:
+        for name in OPERATIONS:
+            if name not in _looking:
+                namespace, word = name.split("::")
+                packet = getattr(getattr(torch.ops, namespace), word, None)
+                if packet is not None:
+                    _looking[name] = _look_at(namespace, word, packet.default)
 
 
 def _look_at(namespace: str, word: str, operation: Any) -> object:
@@ -191,7 +196,9 @@ def _look_at(namespace: str, word: str, operation: Any) -> object:
         instead = _here.instead
         if instead is None or not wants_gradient(args) or (drops is not None and _is_given(drops, args)):
             return run()
-        return instead(operation, run)
+        # Its kernel may call another one of them, which is no call of the layer's.
+        with _here.having(None):
+            return instead(operation, run)
 
     library: Any = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
     library.impl(word, attend, "BackendSelect", with_keyset=True)

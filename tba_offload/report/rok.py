@@ -31,7 +31,7 @@ _FORMULA = frozenset("=+-@")
 """Characters that a spreadsheet takes for the start of a formula."""
 
 _STRATEGY_WIDTH = len("recompute-offload")
-"""Characters of a label that a table always shows: those of the longest placement."""
+"""Characters of a label that a table always shows: those of all placements but the longest."""
 
 
 def table(points: Sequence[RokPoint]) -> FittedTable:

@@ -91,7 +91,7 @@ class Call:
 
     def recompute(self, *, inputs_travel: bool = False, attention_travels: bool = False) -> object:
         """Runs the layer in a checkpoint: backward runs it again on its inputs."""
-        if not inputs_travel:
+        if not (inputs_travel or attention_travels):
             return self._checkpoint(self._site.forward)
         hooks = self._hooks()
         forward = self._site.forward

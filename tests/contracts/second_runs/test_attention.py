@@ -13,6 +13,7 @@ from models import same_bits
 from torch import Tensor, nn
 
 from tba_offload.errors import SavedTensorModifiedError
+from tba_offload.recompute import attention
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -125,15 +126,15 @@ def test_all_attention_has_the_bits_of_plain_training(
             assert all(map(same_bits, found, plain))
 
 
-def written(attend: Callable[[Tensor, Tensor, Tensor], Tensor], placement: str) -> int:
-    """Bytes that a step sends to the store."""
+def sent(attend: Callable[[Tensor, Tensor, Tensor], Tensor], placement: str) -> int:
+    """Bytes that a step sends to the store, or would if backward did not come first."""
     model = layers_of(attend, torch.float32)
     with session_over(model, placement) as session:
         for number in range(3):
             with session.step() as current:
                 step(model, number)
     assert current.record is not None
-    return current.record.offloaded_bytes
+    return current.record.offloaded_bytes + current.record.forwarded_bytes
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of the compiler
@@ -145,7 +146,7 @@ def written(attend: Callable[[Tensor, Tensor, Tensor], Tensor], placement: str) 
 def test_what_it_puts_out_travels_where_a_gradient_is_wanted(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor], calls: int
 ) -> None:
-    more = written(attend, PLACEMENT) - written(attend, "recompute-offload")
+    more = sent(attend, PLACEMENT) - sent(attend, "recompute-offload")
     assert more == 3 * calls * (OUTPUT_BYTES + SUM_BYTES)
 
 
@@ -188,6 +189,24 @@ def by_package_dropping(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return Flash.apply(q, k, v, 0.1)
 
 
+@torch.library.custom_op("test_attention::outer", mutates_args=())
+def outer(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
+    """Leaves the work to another operation that is looked at."""
+    return torch.ops.flash_attn._flash_attn_forward(q, k, v, dropout_p)  # type: ignore[no-any-return]
+
+
+class Outer(Flash):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
+        output, sums = torch.ops.test_attention.outer(q, k, v, dropout_p)
+        ctx.save_for_backward(q, k, v, output, sums)
+        return output  # type: ignore[no-any-return]
+
+
+def by_outer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return Outer.apply(q, k, v, 0.0)  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(("attend", "runs"), [(by_package, 1), (by_package_dropping, 2)])
 @pytest.mark.parametrize("times", [1, 2])
 def test_it_runs_once_unless_it_draws_random_numbers(
@@ -202,6 +221,25 @@ def test_it_runs_once_unless_it_draws_random_numbers(
                 found = step(model, number, times=times)
             assert all(map(same_bits, found, plain))
     assert len(ran) == len(model) * (1 + (runs - 1) * times)
+
+
+def test_an_operation_that_calls_another_one_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the efficient kernels of CUDA do, which hand a bias on that wants a gradient."""
+    monkeypatch.setattr(attention, "OPERATIONS", (*attention.OPERATIONS, "test_attention::outer"))
+    model = layers_of(by_outer, torch.float32)
+    expected = [step(model, number) for number in range(2)]
+    with session_over(model) as session:
+        for number, plain in enumerate(expected):
+            ran.clear()
+            with session.step() as current:
+                found = step(model, number)
+            assert all(map(same_bits, found, plain))
+            assert len(ran) == len(model)
+    assert current.record is not None
+    inputs = 3 * BATCH * LENGTH * WIDTH * 4
+    assert current.record.offloaded_bytes + current.record.forwarded_bytes <= inputs + 3 * (
+        OUTPUT_BYTES + SUM_BYTES
+    )
 
 
 # What else may happen
