@@ -13,6 +13,7 @@ from tba_offload.errors import ConfigError, NoEffectWarning
 from tba_offload.formatting import quoted
 from tba_offload.layers.stack import LayerStack, explicit_layers, find_layers
 from tba_offload.session import Session
+from tba_offload.session.notices import tell
 
 if TYPE_CHECKING:
     import os
@@ -86,6 +87,8 @@ def attach(
     try:
         chunks = list(model) if isinstance(model, Sequence) else [model]
         stack = _find(chunks) if layers is None else _named(chunks, layers)
+        if stack.left_out:
+            tell(f"{', '.join(stack.left_out)}: {_LEFT_OUT}")
         chosen = _configured(config, directories, stack)
         ids = [layer.id for layer in stack.layers]
         effects.warn(chosen, ids, on_cpu=_is_on_cpu(chunks), stacklevel=2)
@@ -109,6 +112,12 @@ def attach(
         )
     except ConfigError as error:
         raise error.with_traceback(None) from None  # the message says where; the way through here does not
+
+
+_LEFT_OUT = (
+    "these blocks are none of the layers that were found, so what they save stays in memory; name all that "
+    "are to be placed: attach(model, config, layers=[...])"
+)
 
 
 def _named(chunks: list[nn.Module], layers: Sequence[nn.Module]) -> LayerStack:

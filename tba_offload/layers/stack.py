@@ -22,6 +22,10 @@ Our saved-tensor hooks around it see the inputs that it saves, and nothing that 
 """
 
 
+LEAST_LEFT_OUT = 0.1
+"""Share of the parameters of the layers that were found, from which on other blocks are worth a word."""
+
+
 @dataclass(frozen=True)
 class Layer:
     """A layer that a session can place.
@@ -50,6 +54,7 @@ class LayerStack:
             :data:`tba_offload.capture.recipes.Maker` for each.
         generators: What random numbers come from on a device.
         not_compared: Why a layer must not be run once more than training has it run; ``None`` if it may.
+        left_out: Lists of other blocks that have a share of the parameters, by name, number and class.
     """
 
     layers: tuple[Layer, ...]
@@ -58,6 +63,7 @@ class LayerStack:
     functions: Mapping[type, Callable[..., Any]] = field(default_factory=dict)
     generators: Callable[[torch.device], Sequence[Generator]] = generators_of
     not_compared: Callable[[nn.Module], str | None] = lambda _: None
+    left_out: tuple[str, ...] = ()
 
 
 def find_layers(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
@@ -65,7 +71,8 @@ def find_layers(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
 
     They are the blocks of the ``ModuleList`` (or ``Sequential``) of equal blocks that holds the most
     parameters, as in Megatron and Hugging Face models; other lists of the same kind of block count too. In
-    hybrid models, of attention and Mamba say, the blocks of a ``ModuleList`` are of several classes. A
+    hybrid models, of attention and Mamba say, the blocks of a ``ModuleList`` are of several classes, and
+    those of an encoder may be of another class than those of its decoder, as in Whisper and BART. A
     ``ModuleDict`` whose keys are numbers, as torchtitan's models have, is such a list too. The blocks are
     numbered through, but an encoder and a decoder are stacks that each count from 0.
 
@@ -84,8 +91,13 @@ def find_layers(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
             f"found no ModuleList of equal blocks in {type(chunks[0]).__name__}; "
             "name the layers: attach(model, config, layers=[...])"
         )
-    kinds = _kinds(max((blocks.values() for _, _, blocks in found), key=_parameter_count))
-    lists = [each for each in found if _kinds(each[2].values()) <= kinds]
+    _, largest, most = max(found, key=lambda each: _parameter_count(each[2].values()))
+    kinds, counterpart = _kinds(most.values()), _counterpart(largest)
+    lists: list[tuple[int, str, dict[str, nn.Module]]] = []
+    others: list[tuple[int, str, dict[str, nn.Module]]] = []
+    for each in found:
+        is_counterpart = counterpart is not None and _stack_of(each[1]) == counterpart
+        (lists if is_counterpart or _kinds(each[2].values()) <= kinds else others).append(each)
     stacks = [_stack_of(name) for _, name, _ in lists]
     if None in stacks or len(set(stacks)) == 1:
         stacks = [None] * len(lists)
@@ -94,7 +106,17 @@ def find_layers(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
     for stack, (chunk, name, blocks) in zip(stacks, lists, strict=True):
         for key, block in blocks.items():
             layers.append(Layer(LayerId(next(counts[stack]), f"{name}.{key}", stack), block, chunk))
-    return LayerStack(_counted(_distinct(layers)))
+    least = LEAST_LEFT_OUT * _parameter_count(layer.module for layer in layers)
+    left_out = (
+        _told(name, blocks) for _, name, blocks in others if _parameter_count(blocks.values()) >= least
+    )
+    return LayerStack(_counted(_distinct(layers)), left_out=tuple(left_out))
+
+
+def _told(name: str, blocks: Mapping[str, nn.Module]) -> str:
+    """A list of blocks in words."""
+    kinds = " and ".join(sorted(kind.__name__ for kind in _kinds(blocks.values())))
+    return f"{name} ({len(blocks)} of {kinds})"
 
 
 def _distinct(layers: Sequence[Layer]) -> list[Layer]:
@@ -108,6 +130,11 @@ def _distinct(layers: Sequence[Layer]) -> list[Layer]:
 def _stack_of(name: str) -> str | None:
     """Whether a list of blocks belongs to an encoder or to a decoder, by its name."""
     return next((part for part in name.split(".") if part in {"encoder", "decoder"}), None)
+
+
+def _counterpart(name: str) -> str | None:
+    """What belongs to an encoder, or to a decoder: its blocks may be of another class."""
+    return {"encoder": "decoder", "decoder": "encoder"}.get(_stack_of(name) or "")
 
 
 def explicit_layers(model: nn.Module | Sequence[nn.Module], modules: Sequence[nn.Module]) -> LayerStack:

@@ -277,6 +277,38 @@ def test_a_model_without_equal_blocks_says_what_to_do(model: nn.Module) -> None:
         tba.attach(model, tba.OffloadConfig(store=tba.StoreConfig(kind="host")))
 
 
+def test_an_encoder_of_another_class_than_its_decoder_is_found_too() -> None:
+    """As in BART, Whisper and models that are put together of two."""
+    for first, second in ((Block, OtherBlock), (OtherBlock, Block)):
+        model = Parts(encoder=Parts(layers=blocks(2, first)), decoder=Parts(layers=blocks(3, second, 16)))
+        stack = find_layers(model)
+        assert [(layer.id.stack, layer.id.number) for layer in stack.layers] == [
+            *(("encoder", number) for number in range(2)),
+            *(("decoder", number) for number in range(3)),
+        ]
+        assert stack.left_out == ()
+
+
+def test_other_blocks_that_hold_much_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """As the tower for images of a model that is told of them in words."""
+    model = Parts(
+        vision=Parts(layers=blocks(4, OtherBlock, 8)),
+        text=blocks(3, Block, 16),
+        small=blocks(2, OtherBlock, 2),
+    )
+    assert find_layers(model).left_out == ("vision.layers (4 of OtherBlock)",)
+    with caplog.at_level("INFO", logger="tba_offload.session"), session_for(model):
+        pass
+    assert (
+        "vision.layers (4 of OtherBlock): these blocks are none of the layers that were found" in caplog.text
+    )
+    every = [*model.vision.layers, *model.text, *model.small]
+    caplog.clear()
+    with caplog.at_level("INFO", logger="tba_offload.session"), session_for(model, layers=every):
+        pass
+    assert "none of the layers" not in caplog.text
+
+
 def test_what_the_message_says_works() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
     with pytest.raises(UnsupportedError, match="name the layers"):
