@@ -77,11 +77,15 @@ class VerifiedTrainer(MeteredTrainer):
         return {**figures, "verifying_seconds": sum(self._seconds)}
 
 
+def _unverified(call: Call, forward: Callable[..., object]) -> object:
+    return call._stack.checkpoint(forward, *call._args, **call._kwargs)
+
+
 class TrustingTrainer(MeteredTrainer):
     """A strategy of the demo that recomputes without a look at what comes out."""
 
     def __init__(self, **arguments: Any) -> None:
-        Call.repeated_forward = lambda call: call._site.forward  # type: ignore[method-assign]
+        Call._checkpoint = _unverified  # type: ignore[method-assign]
         super().__init__(**arguments)
 
 
