@@ -41,7 +41,7 @@ _LOOKS: dict[str, _Look] = {
     "offload": ("#D55E00", "s", "-"),
     "recompute": ("#009E73", "^", "-"),
     "recompute-offload": ("#E69F00", "h", "-"),
-    "recompute-except-attention": ("#CC79A7", "H", "-"),
+    "recompute-except-attention": ("#CC79A7", "v", "-"),
     "offload-remat": ("#56B4E9", "d", "-"),
 }
 _MORE_LOOKS: list[_Look] = [
