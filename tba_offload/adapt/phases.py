@@ -503,7 +503,7 @@ def has_excursion(step: int, tuning: Tuning, since: int | None = None) -> bool:
         tuning: Says after which steps that is so.
         since: The last one of which this was asked; by default the one before.
     """
-    since, last = step - 1 if since is None else since, tuning.excursions[-1]
+    since, last = max(step - 1, 0) if since is None else since, tuning.excursions[-1]
     return any(since < due <= step for due in tuning.excursions) or step // last > since // last
 
 

@@ -95,7 +95,7 @@ class LayerKind:
             activations=tuple(mine._replace(nbytes=max(mine.nbytes, its.nbytes)) for mine, its in pairs),
             small_bytes=max(self.small_bytes, other.small_bytes),
             input_bytes=max(self.input_bytes, other.input_bytes),
-            attention_bytes=most_known(self.attention_bytes, other.attention_bytes),
+            attention_bytes=_most_known(self.attention_bytes, other.attention_bytes),
         )
 
     def staying(self, percent: int) -> frozenset[int]:
@@ -123,7 +123,7 @@ class LayerKind:
         return self.nbytes + self.small_bytes - self.input_bytes if self.at_once is None else self.at_once
 
 
-def most_known(*sizes: int | None) -> int | None:
+def _most_known(*sizes: int | None) -> int | None:
     """The largest of some sizes that are known; ``None`` if none is."""
     return max((size for size in sizes if size is not None), default=None)
 

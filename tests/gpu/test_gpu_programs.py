@@ -7,6 +7,7 @@ import gc
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
+import harness
 import pytest
 import torch
 from later import Later
@@ -24,14 +25,7 @@ transformers = Later("transformers")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
-PLACEMENTS = (
-    "offload",
-    "recompute",
-    "recompute-offload",
-    "recompute-except-attention",
-    "offload-remat",
-    "auto",
-)
+PLACEMENTS = tuple(name for name in harness.PLACEMENTS if name != "keep")
 WHERE = "cuda"
 ON_CPU_ONLY = {"adagrad-fused"}
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def policy_file(directory: Path, drive: Path, window: int) -> Path:
-    """A policy by which everything travels to a drive, through a window of so many bytes."""
+    """A policy by which everything travels to a drive, through a window of ``window`` bytes."""
     policy = directory / "policy.yaml"
     policy.write_text(
         "default: offload\n"

@@ -36,6 +36,9 @@ Result = TypeVar("Result")
 CPU = CpuDevice()
 KIB = 1 << 10
 MIB = 1 << 20
+PLACEMENTS = tuple(map(str, tba.Placement))
+"""Names of all placements, but for those that tell a share."""
+
 COMPILER_LOOKS = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 """For tests that compile layers which are given activations: the compiler looks for gradients of those."""
 

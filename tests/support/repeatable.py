@@ -22,11 +22,7 @@ if TYPE_CHECKING:
     from tba_offload.session import Session
 
 WIDTH, ROWS, LAYERS = 64, 32, 4
-RECOMPUTED = [
-    Placement.RECOMPUTE,
-    Placement.RECOMPUTE_OFFLOAD,
-    Placement.RECOMPUTE_EXCEPT_ATTENTION,
-]
+RECOMPUTED = [placement for placement in Placement if placement.recomputes]
 SLOW = 2e6
 """Bytes a second: recomputing a layer takes a small part of what reading it back would."""
 

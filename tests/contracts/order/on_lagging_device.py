@@ -25,7 +25,7 @@ import lagging
 import pytest
 import torch
 from covering import each_once, full, of_which
-from harness import KIB, MIB, config_for, wait_until
+from harness import KIB, MIB, PLACEMENTS, config_for, wait_until
 from models import assert_same_history, loss_of, make_model, make_tokens, same_bits, train
 from optimizers import MAKERS, policy
 from places import BENCHMARKS
@@ -65,15 +65,6 @@ if TYPE_CHECKING:
 
 LAG = torch.device(lagging.LAG, 0)
 STORES = ("file", "host")
-PLACEMENTS = (
-    "keep",
-    "offload",
-    "recompute",
-    "recompute-offload",
-    "recompute-except-attention",
-    "offload-remat",
-    "auto",
-)
 DTYPES = (torch.float32, torch.bfloat16)
 LATE = ("operations", "copies")
 """What comes late: the host is far ahead of operations, or they are far ahead of copies."""

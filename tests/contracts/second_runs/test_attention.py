@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import KIB, session_for
+from harness import COMPILER_LOOKS, KIB, session_for
 from models import same_bits
 from torch import Tensor, nn
 
@@ -108,14 +108,19 @@ def session_over(model: nn.Sequential, placement: str = PLACEMENT) -> Session:
     return session_for(model, layers=list(model), default=placement, min_tensor_bytes=KIB, in_flight=4 * KIB)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of the compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("attend", WAYS, ids=lambda attend: getattr(attend, "__name__", "compiled"))
+@COMPILER_LOOKS
+@pytest.mark.parametrize(
+    ("attend", "dtype"),
+    # There are no inverses in bf16.
+    [
+        *((attend, torch.float32) for attend in WAYS),
+        *((attend, torch.bfloat16) for attend in WAYS if attend is not beside_inverses),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_all_attention_has_the_bits_of_plain_training(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor], dtype: torch.dtype
 ) -> None:
-    if attend is beside_inverses and dtype is torch.bfloat16:
-        pytest.skip("there are no inverses in bf16")
     model = layers_of(attend, dtype)
     expected = [step(model, number) for number in range(3)]
     with session_over(model) as session:
@@ -137,7 +142,7 @@ def sent(attend: Callable[[Tensor, Tensor, Tensor], Tensor], placement: str) -> 
     return current.record.offloaded_bytes + current.record.forwarded_bytes
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of the compiler
+@COMPILER_LOOKS
 @pytest.mark.parametrize(
     ("attend", "calls"),
     [(causal, 1), (twice, 2), (grouped, 1), (by_products, 0), (without_gradient, 0), (compiled, 0)],

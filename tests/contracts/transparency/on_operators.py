@@ -14,6 +14,7 @@ import unittest
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+import harness
 import pytest
 import torch
 from covering import EVERYTHING, of_which
@@ -34,14 +35,7 @@ sys.modules.setdefault("expecttest", types.SimpleNamespace(TestCase=unittest.Tes
 
 from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402 - after the line above
 
-PLACEMENTS = (
-    "offload",
-    "recompute",
-    "recompute-offload",
-    "recompute-except-attention",
-    "offload-remat",
-    "auto",
-)
+PLACEMENTS = tuple(name for name in harness.PLACEMENTS if name != "keep")
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64)
 STEPS = 3
 SAMPLES = 6 if EVERYTHING else 2

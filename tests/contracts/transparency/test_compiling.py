@@ -10,7 +10,7 @@ import pytest
 import torch
 from blocks import Net, assert_same, gradients, make_input
 from covering import each_once, of_which
-from harness import KIB, session_for
+from harness import KIB, PLACEMENTS, session_for
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -24,15 +24,6 @@ if TYPE_CHECKING:
 torch._dynamo = pytest.importorskip("torch._dynamo")
 
 LAYERS, STEPS, WIDTH = 3, 3, 64
-PLACEMENTS = (
-    "keep",
-    "offload",
-    "recompute",
-    "recompute-offload",
-    "recompute-except-attention",
-    "offload-remat",
-    "auto",
-)
 
 
 class Layer(nn.Module):

@@ -15,7 +15,7 @@ import pytest
 import test_huggingface as sizes
 import torch
 from covering import EVERYTHING
-from harness import KIB, session_for
+from harness import KIB, PLACEMENTS, session_for
 from models import History, assert_same_history
 from test_huggingface import DECODER, LANGUAGE, batch_of, quiet, transformers
 from torch import nn
@@ -88,15 +88,6 @@ ADAPTED: dict[str, dict[str, Any]] = {
 }
 WITHOUT_CACHE = ("bert", "vit", "mamba")
 WAYS = ("defaults", "lora", "autocast", "accumulation", "generation")
-PLACEMENTS = (
-    "keep",
-    "offload",
-    "recompute",
-    "recompute-offload",
-    "recompute-except-attention",
-    "offload-remat",
-    "auto",
-)
 
 
 def cases() -> list[tuple[str, str, str]]:

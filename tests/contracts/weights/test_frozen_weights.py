@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from covering import of_which
-from harness import KIB
+from harness import KIB, PLACEMENTS
 from models import same_bits
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -24,15 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-PLACEMENTS = (
-    "keep",
-    "offload",
-    "recompute",
-    "recompute-offload",
-    "recompute-except-attention",
-    "offload-remat",
-    "auto",
-)
 LAYERS, WIDTH = 5, 48
 WEIGHTS = 2 * WIDTH * WIDTH * 4
 """Bytes of the frozen weights of one layer."""
