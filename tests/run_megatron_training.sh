@@ -19,13 +19,13 @@ if command -v uv >/dev/null; then
 fi
 PYTHON=$(find_python 12 "${pythons[@]}")
 
-setup_venv dev,scripts megatron-core==0.19.2
+setup_venv dev,scripts megatron-core==0.19.2 torchtitan==0.2.2
 tests=(tests/megatron tests/benchmarks/test_megatron_matrix.py)
 # From Python 3.12 on a frame keeps more alive, and a process that ends starts no thread.
 tests+=(tests/contracts/memory/test_memory_promise.py tests/unit/session/test_steps.py)
 # TensorBoard is there.
 tests+=(tests/unit/session/test_sinks.py)
 if .venv312/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then
-    tests+=(tests/gpu/on_cuda_build.py)
+    tests+=(tests/gpu/on_cuda_build.py tests/unit/integrations/on_torchtitan.py)
 fi
 .venv312/bin/python -m pytest -n 2 --dist worksteal "${tests[@]}" "$@"

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from example_on_gpu import outcomes
 from example_outcomes import assert_same_outcome, losses_of, policy_file
-from places import ROOT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,30 +43,16 @@ def test_its_trainer_trains_to_the_same_bits(options: list[str], kind: str, tmp_
 
 
 def trained(directory: Path, *options: str) -> list[dict[str, Any]]:
-    write_text_and_tokenizer(directory)
+    from titan_text import options_with_text  # tokenizers need not be installed
+
     policy = policy_file(directory, directory, WINDOW)
     return outcomes(
         directory,
         "torchtitan",
         f"--placement={policy}",
-        f"--model.hf_assets_path={directory / 'tokenizer'}",
-        f"--training.dataset_path={directory / 'text'}",
+        *options_with_text(directory),
         *options,
     )
-
-
-def write_text_and_tokenizer(directory: Path) -> None:
-    """A data set like torchtitan's for tests, of these docs, and a tokenizer whose tokens are bytes."""
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    (directory / "text").mkdir()
-    texts = [page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").rglob("*.md"))]
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    (directory / "text" / "data.json").write_text(lines, encoding="utf-8")
-    (directory / "tokenizer").mkdir()
-    vocabulary = {token: number for number, token in enumerate(sorted(ByteLevel.alphabet()))}
-    (directory / "tokenizer" / "vocab.json").write_text(json.dumps(vocabulary))
-    (directory / "tokenizer" / "merges.txt").write_text("")
 
 
 def figures(plain: dict[str, Any], found: dict[str, Any]) -> dict[str, object]:
