@@ -73,6 +73,7 @@ class LiveBytes:
         self._known: dict[int, weakref.KeyedRef[int, torch.UntypedStorage]] = {}
         self._sizes: dict[int, int] = {}
         self._nbytes = 0
+        self._shifted = 0
         self._added = 0
         self._most = 0
         # A finalizer may run inside any lock, so it only leaves word.
@@ -85,6 +86,11 @@ class LiveBytes:
             self._take_freed()
             return self._nbytes
 
+    @property
+    def shifted(self) -> int:
+        """Those of them that :meth:`shift` has told of."""
+        return self._shifted
+
     def add(self, tensor: torch.Tensor) -> None:
         """Counts the storage of a tensor; of a sparse or a distributed one those that it is made of."""
         for plain in _plain_tensors(tensor):
@@ -96,6 +102,7 @@ class LiveBytes:
         with self._lock:
             self._take_freed()
             self._nbytes += nbytes
+            self._shifted += nbytes
             self._most = max(self._most, self._nbytes)
 
     def take_added(self) -> int:

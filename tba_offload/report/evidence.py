@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -101,8 +100,7 @@ class Evidence:
         memory = max(late, key=lambda event: _peak(steps[event.step]), default=None)
         step = steps[memory.step] if memory is not None else _fullest(log)
         stored = step.offloaded_bytes if stored_in_memory(log) == "files" else 0
-        brings = brings_weights(log)
-        phases = (_unknown(step),) if memory is None else tuple(_phases(memory, stored, brings=brings))
+        phases = (_unknown(step),) if memory is None else tuple(_phases(memory, stored))
         return cls(log, step, memory, phases)
 
     @property
@@ -172,12 +170,7 @@ def _fullest(log: RunLog) -> StepRecord:
     return max(log.steps[1:] or log.steps, key=_peak)
 
 
-def brings_weights(log: RunLog) -> bool:
-    """Whether frozen weights come and go; logs count them with gradients, being no activations either."""
-    return re.search(r"^  frozen: offload$", log.header.policy or "", re.MULTILINE) is not None
-
-
-def _phases(memory: MemoryEvent, stored: int, *, brings: bool) -> Iterator[Phase]:
+def _phases(memory: MemoryEvent, stored: int) -> Iterator[Phase]:
     static = memory.static
     lasting = {
         "parameters": static.parameters,
@@ -186,17 +179,13 @@ def _phases(memory: MemoryEvent, stored: int, *, brings: bool) -> Iterator[Phase
         "tables": sum(size for _, size, lasts in memory.held if lasts),
     }
     for name, peak in memory.phases.items():
-        held = _held(peak)
-        if brings:
-            born = min(held["gradients"], static.gradients)
-            held |= {"gradients": born, "frozen": held["gradients"] - born}
-        yield Phase(name, peak.layer, {**lasting, **held, "store": stored})
+        yield Phase(name, peak.layer, {**lasting, **_held(peak), "store": stored})
     yield Phase("update", None, {**lasting, "gradients": static.gradients})
 
 
 def _held(peak: PhasePeak) -> dict[str, int]:
     """What is told of a peak; no more than was live, as books may count what is not there any more."""
-    left, held = peak.nbytes, {"gradients": peak.gradients}
+    left, held = peak.nbytes, {"gradients": peak.gradients, "frozen": peak.frozen}
     for name, nbytes in [*peak.held.model_dump().items(), ("beside", peak.beside)]:
         held[name] = min(nbytes, left)
         left -= held[name]

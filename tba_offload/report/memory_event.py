@@ -40,6 +40,7 @@ class PhasePeak(BaseModel):
     held: HeldBytes
     beside: Bytes
     gradients: Bytes
+    frozen: Bytes = 0  # earlier logs do not tell
 
 
 class StaticBytes(BaseModel):

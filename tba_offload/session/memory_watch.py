@@ -67,6 +67,7 @@ class Peak(NamedTuple):
         held: What held them.
         beside: Those of nothing in ``held`` that were there when the layer began.
         gradients: Bytes of gradients at the time.
+        frozen: Bytes of frozen weights that were there for layers that compute.
     """
 
     nbytes: int
@@ -74,6 +75,7 @@ class Peak(NamedTuple):
     held: Held
     beside: int
     gradients: int
+    frozen: int
 
     def figures(self) -> dict[str, object]:
         """The same for a log."""
@@ -151,7 +153,7 @@ class Sources(NamedTuple):
     """What knows of memory.
 
     Attributes:
-        gradients: Bytes of gradients.
+        gradients: Bytes of gradients, and of frozen weights while they are there.
         offloader: Knows what is on its way.
         capture: Knows what layers have saved.
         attributes: Know what of that modules hold.
@@ -284,8 +286,11 @@ class MemoryWatch:
         if now.grows_to(live):
             best = self.peaks.get(now.phase)
             if best is None or nbytes > best.nbytes:
-                gradients = self._sources.gradients.nbytes
-                self.peaks[now.phase] = Peak(max(nbytes, 0), now.layer, self._held(), now.beside, gradients)
+                live_bytes = self._sources.gradients
+                frozen = live_bytes.shifted
+                self.peaks[now.phase] = Peak(
+                    max(nbytes, 0), now.layer, self._held(), now.beside, live_bytes.nbytes - frozen, frozen
+                )
 
     # ---- sums ------------------------------------------------------------------------------------
 

@@ -14,7 +14,9 @@ MIB = 1 << 20
 HELD = dict.fromkeys(("in_flight", "read_ahead", "settled", "small", "kept", "inputs", "outputs"), 0)
 
 
-def peak(mib: int, *, layer: int = 0, beside: int = 0, gradients: int = 0, **held: int) -> dict[str, Any]:
+def peak(
+    mib: int, *, layer: int = 0, beside: int = 0, gradients: int = 0, frozen: int = 0, **held: int
+) -> dict[str, Any]:
     """The peak of a phase, in MiB."""
     return {
         "nbytes": mib * MIB,
@@ -22,6 +24,7 @@ def peak(mib: int, *, layer: int = 0, beside: int = 0, gradients: int = 0, **hel
         "held": HELD | {name: size * MIB for name, size in held.items()},
         "beside": beside * MIB,
         "gradients": gradients * MIB,
+        "frozen": frozen * MIB,
     }
 
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tba_offload as tba
 from tba_offload.errors import SessionError, TransferError, UnsupportedError
+from tba_offload.report.run_log import MEMORY, read_run_log
 from tba_offload.testing.faults import inject
 
 if TYPE_CHECKING:
@@ -152,6 +153,7 @@ def test_the_same_bits_beside_activations_that_travel(placement: str, tmp_path: 
 
 def test_weights_are_no_activations_in_the_run_log(tmp_path: Path) -> None:
     peaks = []
+    log = tmp_path / "run.jsonl"
     for where in ("keep", "offload"):
         model = Model()
         policy = {
@@ -159,11 +161,16 @@ def test_weights_are_no_activations_in_the_run_log(tmp_path: Path) -> None:
             "weights": {"frozen": where},
             "store": {"kind": "file", "directories": [str(tmp_path)]},
         }
-        with tba.attach(model, policy) as session:
+        with tba.attach(model, policy, run_log=log) as session:
             for _ in range(2):
                 with session.step():
                     model(torch.ones(8, WIDTH)).sum().backward()
             peaks.append(session.gradients.live.nbytes)
+        seen = [event for event in read_run_log(log).others if event["event"] == MEMORY][-1]["phases"]
+        assert all(phase["gradients"] <= peaks[0] for phase in seen.values())
+        brought = max(phase["frozen"] for phase in seen.values())
+        assert WEIGHTS <= brought <= 3 * WEIGHTS if where == "offload" else brought == 0
+        log.unlink()
     assert peaks[0] == peaks[1]  # what is not counted: gradients, and no weights between steps
 
 

@@ -55,7 +55,7 @@ class Bench:
         offloader: Any = SimpleNamespace(ledger=self.ledger, own_bytes=0)
         self.offloader = offloader
         capture: Any = SimpleNamespace(trace=self.trace, registry=Registry())
-        gradients: Any = SimpleNamespace(nbytes=7)
+        gradients: Any = SimpleNamespace(nbytes=7, shifted=0)
         self.watch = MemoryWatch(Sources(gradients, offloader, capture, ModuleTensors([])), 2)
         self.meter.tell(self.watch.seen)
         self.begin(number)
