@@ -194,6 +194,9 @@ def by_hand(directory: str, layers: int, budget: int | None, peak: int, window: 
         if kept > 0:
             rule = Rule(f"{layers - kept}-{layers - 1}", Placement.KEEP)
             found[f"keep {kept}, {other}"] = policy(directory, other, rules=(rule,), window=window)
+    for percent in (25, 50, 75):
+        share = Placement(f"offload-{percent}%")
+        found[f"{share} all"] = policy(directory, share, window=window)
     every_other = Rule(",".join(map(str, range(0, layers, 2))), Placement.RECOMPUTE)
     found["half recompute, half offload"] = policy(
         directory, Placement.OFFLOAD, rules=(every_other,), window=window

@@ -6,10 +6,12 @@ and every plan comes with what it is expected to do. It is pure: the same argume
 Which plans are tried. Layers that are kept are the last ones: what backward needs first is not worth a round
 trip. Among the others the layers that are recomputed are spread evenly, because each gives the drive time for
 those between; their inputs stay or travel. So two numbers describe a plan, how many layers are kept and how
-many recomputed; the best pair is searched for first, for both ways of recomputing. Layers of which only cheap
-parts are rebuilt are tried in the same two roles: instead of those that are recomputed, and instead of those
-that are offloaded beside them. After that single layers change their placement as long as that helps, and at
-last single activations stay where the budget has room.
+many recomputed; the best pair is searched for, for both ways of recomputing. Layers of which only cheap parts
+are rebuilt are tried in the same two roles: instead of those that are recomputed, and instead of those that
+are offloaded beside them. Of what is not recomputed the same share of each layer may travel instead: a drive
+that has no time for whole layers falls behind while they are saved, and idles afterwards. After that single
+layers change their placement as long as that helps, and at last single activations stay where the budget has
+room.
 
 Where memory is wanted first, the window comes before all that: one that is large enough for the whole step
 frees nothing. Nor may a step take longer than if everything was kept, as far as that was measured: not only
@@ -22,10 +24,12 @@ A step with very many activations is planned on a condensed profile, and the pla
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from typing import TYPE_CHECKING
 
 from tba_offload.config.policy import Objective, Placement
+from tba_offload.placements.builtin import offload_share
 from tba_offload.plan.condense import condensed, count_items, with_few_micro_batches
 from tba_offload.plan.goals import default_objective
 from tba_offload.plan.model import Plan
@@ -34,7 +38,7 @@ from tba_offload.plan.trials import Trials, score_of
 from tba_offload.plan.tuning import TUNING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Container, Iterator, Sequence
 
     from tba_offload.plan.bandwidth import Bandwidth
     from tba_offload.plan.goals import Score
@@ -175,11 +179,13 @@ class _Search:
         if self._trials.goal.wants_memory:
             self._trials.set_window(self._best_window())
         self._try_simplest()
+        self._try_shares(self._freedom.uniform(OFFLOAD))
         others = self._best_others()
         if OFFLOAD_REMAT in self._choices:
             self._try_family(OFFLOAD_REMAT, OFFLOAD)
         for way in [way for way in self._choices if way.recomputes] or [others]:
             self._try_family(way, others)
+        self._try_shares(self._trials.best().plan.placements)
         self._improve(self._trials.best())
         self._try_smaller_windows()
         return self._finished(known)
@@ -341,6 +347,45 @@ class _Search:
                 placements[layer] = way
         return tuple(placements)
 
+    # ---- shares ----------------------------------------------------------------------------------
+
+    def _try_shares(self, placements: tuple[Placement, ...]) -> None:
+        """Has the same share of each layer travel: of those that do, and then of those that are kept too.
+
+        Args:
+            placements: Those of a good plan of whole layers.
+        """
+        for whole in ({OFFLOAD}, {OFFLOAD, KEEP}):
+            layers = {layer for layer in self._free if placements[layer] in whole}
+            plans = [_with(placements, layers, share) for share in self._shares] if layers else []
+            if plans and len(self._trials) < self._trials.most:
+                self._climb(plans)
+
+    def _climb(self, plans: Sequence[tuple[Placement, ...]]) -> None:
+        """Finds the best of plans that are in order, from the middle on by ever smaller steps."""
+        place, step = len(plans) // 2, max(len(plans) // 4, 1)
+        found = self._trials.attempt(plans[place])
+        while len(self._trials) < self._trials.most:
+            near_by = [other for other in (place - step, place + step) if 0 <= other < len(plans)]
+            tried = [(self._trials.attempt(plans[other]), other) for other in near_by]
+            trial, other = min(tried, key=lambda pair: pair[0].score, default=(found, place))
+            if trial.score < found.score:
+                found, place = trial, other
+            elif step > 1:
+                step //= 2
+            else:
+                return
+
+    @functools.cached_property
+    def _shares(self) -> list[Placement]:
+        """One placement for each way to divide what layers save; fewest bytes travel under the first."""
+        found: dict[tuple[frozenset[int], ...], Placement] = {}
+        for percent in range(1, 100):
+            staying = tuple(kind.staying(percent) for kind in self._profile.kinds)
+            if any(staying):  # else it is as good as offload
+                found.setdefault(staying, offload_share(percent))
+        return list(found.values())
+
     # ---- single changes --------------------------------------------------------------------------
 
     def _improve(self, found: Trial) -> None:
@@ -363,16 +408,15 @@ class _Search:
         """Keeps single activations of the last layer that travels, those that backward needs first."""
         if self._terms.limits.budget is None or found.score[0]:
             return found
-        layers = [layer for layer in self._free if found.plan.placements[layer] in {OFFLOAD, OFFLOAD_REMAT}]
+        layers = [layer for layer in self._free if found.plan.placements[layer].is_offloaded]
         if not layers:
             return found
         layer = layers[-1]
         activations = self._profile.kind_of(layer).activations
         is_remat = found.plan.placements[layer] is OFFLOAD_REMAT
-        numbers = sorted(
-            (number for number, saved in enumerate(activations) if not (is_remat and saved.rebuilt)),
-            key=lambda number: activations[number].until,
-        )
+        travel = {number for number, saved in enumerate(activations) if not (is_remat and saved.rebuilt)}
+        travel -= found.plan.staying(layer, self._profile.kind_of(layer))
+        numbers = sorted(travel, key=lambda number: activations[number].until)
         for count in range(1, min(len(numbers), self._trials.most_filled)):
             kept = [frozenset[int]()] * len(self._profile.layers)
             kept[layer] = frozenset(numbers[:count])
@@ -382,3 +426,10 @@ class _Search:
             if trial.score < found.score:
                 found = trial
         return found
+
+
+def _with(
+    placements: Sequence[Placement], layers: Container[int], placement: Placement
+) -> tuple[Placement, ...]:
+    """The same placements, but for those of some layers."""
+    return tuple(placement if layer in layers else old for layer, old in enumerate(placements))

@@ -152,7 +152,7 @@ def trace_of_step(profile: StepProfile, plan: Plan, slower: float = 1.0) -> tupl
         kind = profile.kind_of(slot.layer)
         key = ScopeKey(slot.layer, slot.micro_batch, 0, f"layers.{slot.layer}")
         scope = ScopeTrace(key, placement, now, kind.input_bytes, now + slower * forward)
-        saved = _saved(kind, plan.kept_of(slot.layer), key, placement, now, slower * forward)
+        saved = _saved(kind, plan.staying(slot.layer, kind), key, placement, now, slower * forward)
         trace.scopes.append(scope)
         trace.activations += [activation for activation, _ in saved]
         trace.kept_bytes += sum(a.nbytes for a, _ in saved if a.treatment is Treatment.PLANNED_KEEP)
@@ -175,7 +175,7 @@ def _saved(
     seconds: float,
 ) -> Sequence[tuple[ActivationTrace, float]]:
     """The activations of a run of a layer, and when backward uses each, as a share of its time."""
-    if placement not in {Placement.AUTO, Placement.OFFLOAD, Placement.OFFLOAD_REMAT}:
+    if placement is not Placement.AUTO and not placement.is_offloaded:
         return []
     saved = []
     for number, each in enumerate(kind.activations):

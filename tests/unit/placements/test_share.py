@@ -11,7 +11,7 @@ from harness import Drive, assert_all_given_back, config_for, session_for
 from hypothesis import given
 from hypothesis import strategies as st
 from models import assert_same_history, make_model, train
-from profiles import KEEP, MIB, OFFLOAD, make_profile
+from profiles import KEEP, MIB, OFFLOAD, RECOMPUTE, make_profile
 
 import tba_offload as tba
 from tba_offload.capture.trace import Treatment
@@ -22,8 +22,9 @@ from tba_offload.placements import names, register, unregister
 from tba_offload.placements.share import Staying, staying
 from tba_offload.plan.bandwidth import Bandwidth
 from tba_offload.plan.describe import explain
-from tba_offload.plan.model import Plan
+from tba_offload.plan.model import Limits, Plan
 from tba_offload.plan.profile import StepProfile
+from tba_offload.plan.search import make_plan
 from tba_offload.plan.simulate import simulate
 from tba_offload.report.run_log import read_run_log
 from tba_offload.what_if import composition
@@ -209,3 +210,21 @@ def test_half_of_each_layer_waits_less_than_half_of_the_layers() -> None:
     assert half.peak_bytes < 1.05 * first.peak_bytes
     assert half.stall_seconds < 0.5 * first.stall_seconds
     assert half.seconds < 0.96 * first.seconds
+
+
+@pytest.mark.parametrize("layers", [4, 16])
+def test_the_planner_finds_the_share_that_the_drive_has_time_for(layers: int) -> None:
+    profile = make_profile(layers, sizes=(MIB,) * 16, forward=0.1, backward=0.2)
+    drive = Bandwidth(80 * MIB, 80 * MIB)  # half of what layers save in their time
+    budget = int(0.6 * simulate(profile, Plan((KEEP,) * layers), drive).peak_bytes)
+    plan = make_plan(profile, drive, Limits(budget), policy=(Placement.AUTO,) * layers)
+    assert any(40 <= placement.percent <= 60 for placement in plan.placements)
+    found = simulate(profile, plan, drive)
+    assert found.peak_bytes <= budget
+    whole = [
+        simulate(profile, Plan((way,) * (layers - kept) + (KEEP,) * kept, window=window * MIB), drive)
+        for way in (OFFLOAD, RECOMPUTE)
+        for kept in range(layers)
+        for window in (3, 12, 48)
+    ]
+    assert found.seconds < 0.95 * min(each.seconds for each in whole if each.peak_bytes <= budget)
