@@ -87,9 +87,11 @@ class LiveBytes:
             return self._nbytes
 
     @property
-    def shifted(self) -> int:
-        """Those of them that :meth:`shift` has told of."""
-        return self._shifted
+    def parts(self) -> tuple[int, int]:
+        """Bytes of storages, and those that :meth:`shift` has told of, at one moment."""
+        with self._lock:
+            self._take_freed()
+            return self._nbytes - self._shifted, self._shifted
 
     def add(self, tensor: torch.Tensor) -> None:
         """Counts the storage of a tensor; of a sparse or a distributed one those that it is made of."""

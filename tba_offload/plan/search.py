@@ -24,26 +24,25 @@ A step with very many activations is planned on a condensed profile, and the pla
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from typing import TYPE_CHECKING
 
 from tba_offload.config.policy import Objective, Placement
-from tba_offload.placements.builtin import offload_share
 from tba_offload.plan.condense import condensed, count_items, with_few_micro_batches
 from tba_offload.plan.goals import default_objective
 from tba_offload.plan.model import Plan
+from tba_offload.plan.shares import ways_to_share, with_shares
 from tba_offload.plan.terms import Freedom, Terms
 from tba_offload.plan.trials import Trials, score_of
 from tba_offload.plan.tuning import TUNING
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from tba_offload.plan.bandwidth import Bandwidth
     from tba_offload.plan.goals import Score
     from tba_offload.plan.model import Limits
-    from tba_offload.plan.profile import StepProfile
+    from tba_offload.plan.profile import LayerKind, StepProfile
     from tba_offload.plan.trials import Trial
     from tba_offload.plan.tuning import Tuning
 
@@ -167,6 +166,7 @@ class _Search:
         self._freedom = freedom
         self._free = freedom.layers
         self._trials = Trials(profile, terms, freedom)
+        self._shares = ways_to_share(profile)
         # What no layer can be placed would be tried in vain: it means offload there.
         self._choices = [
             way
@@ -357,9 +357,11 @@ class _Search:
         """
         for whole in ({OFFLOAD}, {OFFLOAD, KEEP}):
             layers = {layer for layer in self._free if placements[layer] in whole}
-            plans = [_with(placements, layers, share) for share in self._shares] if layers else []
+            plans = dict.fromkeys(
+                with_shares(self._profile, placements, layers, shares) for shares in self._shares
+            )
             if plans and len(self._trials) < self._trials.most:
-                self._climb(plans)
+                self._climb(list(plans))
 
     def _climb(self, plans: Sequence[tuple[Placement, ...]]) -> None:
         """Finds the best of plans that are in order, from the middle on by ever smaller steps."""
@@ -375,16 +377,6 @@ class _Search:
                 step //= 2
             else:
                 return
-
-    @functools.cached_property
-    def _shares(self) -> list[Placement]:
-        """One placement for each way to divide what layers save; fewest bytes travel under the first."""
-        found: dict[tuple[frozenset[int], ...], Placement] = {}
-        for percent in range(1, 100):
-            staying = tuple(kind.staying(percent) for kind in self._profile.kinds)
-            if any(staying):  # else it is as good as offload
-                found.setdefault(staying, offload_share(percent))
-        return list(found.values())
 
     # ---- single changes --------------------------------------------------------------------------
 
@@ -405,22 +397,12 @@ class _Search:
                     found, changed = trial, True
 
     def _filled(self, found: Trial) -> Trial:
-        """Keeps single activations of the last layer that travels, those that backward needs first."""
+        """Keeps single activations of layers that travel, those first that backward needs first."""
         if self._terms.limits.budget is None or found.score[0]:
             return found
-        layers = [layer for layer in self._free if found.plan.placements[layer].is_offloaded]
-        if not layers:
-            return found
-        layer = layers[-1]
-        activations = self._profile.kind_of(layer).activations
-        is_remat = found.plan.placements[layer] is OFFLOAD_REMAT
-        travel = {number for number, saved in enumerate(activations) if not (is_remat and saved.rebuilt)}
-        travel -= found.plan.staying(layer, self._profile.kind_of(layer))
-        numbers = sorted(travel, key=lambda number: activations[number].until)
-        for count in range(1, min(len(numbers), self._trials.most_filled)):
-            kept = [frozenset[int]()] * len(self._profile.layers)
-            kept[layer] = frozenset(numbers[:count])
-            trial = self._trials.attempt(found.plan.placements, tuple(kept))
+        most = max(self._trials.most_filled - 1, 0)
+        for plan in itertools.islice(_with_more_kept(self._profile, found.plan, self._free), most):
+            trial = self._trials.attempt(plan.placements, plan.kept)
             if trial.score[0]:
                 return found
             if trial.score < found.score:
@@ -428,8 +410,22 @@ class _Search:
         return found
 
 
-def _with(
-    placements: Sequence[Placement], layers: Container[int], placement: Placement
-) -> tuple[Placement, ...]:
-    """The same placements, but for those of some layers."""
-    return tuple(placement if layer in layers else old for layer, old in enumerate(placements))
+def _with_more_kept(profile: StepProfile, plan: Plan, free: Sequence[int]) -> Iterator[Plan]:
+    """A plan with ever more single activations kept, from the last layer that travels on."""
+    kept = [frozenset[int]()] * len(profile.layers)
+    for layer in reversed(free):
+        placement, kind = plan.placements[layer], profile.kind_of(layer)
+        if placement.is_offloaded:
+            for number in _by_use(kind, plan.staying(layer, kind), rebuilds=placement is OFFLOAD_REMAT):
+                kept[layer] |= {number}
+                yield dataclasses.replace(plan, kept=tuple(kept))
+
+
+def _by_use(kind: LayerKind, staying: frozenset[int], *, rebuilds: bool) -> list[int]:
+    """Numbers of the activations of a layer that travel, those first that backward needs first."""
+    travel = [
+        (saved.until, number)
+        for number, saved in enumerate(kind.activations)
+        if number not in staying and not (rebuilds and saved.rebuilt)
+    ]
+    return [number for _, number in sorted(travel)]

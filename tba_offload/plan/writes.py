@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from tba_offload.plan.bandwidth import Bandwidth
     from tba_offload.plan.model import Limits, Plan
-    from tba_offload.plan.profile import StepProfile
+    from tba_offload.plan.profile import LayerKind, StepProfile
 
 
 class Writes(NamedTuple):
@@ -62,9 +62,9 @@ def writes_of(
     for slot in profile.slots:
         runs[slot.layer] += not slot.backward
     left = [
-        profile.kind_of(layer).nbytes * runs[layer]
-        for layer, placement in enumerate(plan.placements)
-        if policy[layer] is Placement.AUTO and not placement.travels
+        stays * runs[layer]
+        for layer, wanted in enumerate(policy)
+        if wanted is Placement.AUTO and (stays := _stays(plan, layer, profile.kind_of(layer)))
     ]
     room = limits.planned_in(found.seconds) - found.sent_bytes
     return Writes(
@@ -72,3 +72,8 @@ def writes_of(
         allowed=allowed,
         bounds=bool(left) and min(left) > room,
     )
+
+
+def _stays(plan: Plan, layer: int, kind: LayerKind) -> int:
+    """Bytes of a layer's activations that stay, or of which none travel because it is recomputed."""
+    return plan.kept_bytes(layer, kind) if plan.placements[layer].travels else kind.nbytes

@@ -6,6 +6,7 @@ away from every phase of the step, because under the highest peak there may be a
 
 from __future__ import annotations
 
+import re
 import statistics
 from dataclasses import dataclass
 from itertools import pairwise
@@ -31,6 +32,10 @@ _HUGE = 2.0
 
 _WINDOW_SHARE = 8
 """A window of this part of what a step saves has most of it leave memory, and drives work beside compute."""
+
+
+_SHARE = re.compile(r"offload-\d+%")
+"""Placement by which a share of what a layer saves travels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,17 +170,24 @@ def _kept(evidence: Evidence) -> Iterator[Finding]:
     memory = evidence.memory
     if memory is None or evidence.step.left_alone_scopes:
         return
-    kept = [index for index, placement in enumerate(memory.placements) if placement == "keep"]
+    whole = memory.placements.count("keep")
+    kept = [i for i, word in enumerate(memory.placements) if word == "keep" or _SHARE.fullmatch(word)]
     if not kept:
         return
+    told = []
+    if whole:
+        told.append(
+            f"{whole} of {len(memory.names)} layers are placed keep, so that all that they save stays"
+        )
+    if shares := len(kept) - whole:
+        told.append(f"{shares} of {len(memory.names)} layers let only a share of what they save travel")
     largest = max(memory.layers[index][0] for index in kept)
     planned = all(_is_auto(evidence, memory.names[index]) for index in kept)
     limit = limit_in(evidence.log)
     yield Finding(
         "layers that keep",
         evidence.without(lambda phase: max(phase.of("kept") - largest, 0)),
-        f"{len(kept)} of {len(memory.names)} layers are placed keep, so that all that they save stays in "
-        "memory",
+        f"{', and '.join(told)}: {readable_size(evidence.peak.of('kept'))} stay in memory",
         f"raise store.write_bytes_per_day: {terabytes(limit.allowed)} a day leave no room for more"
         if planned and limit is not None and limit.bounds
         else "give the planner, which keeps them, a lower budget.activation_bytes"

@@ -39,7 +39,7 @@ class Held(NamedTuple):
         read_ahead: Read back and not yet used.
         settled: Kept by the offloader: in use by backward, or refused by a drive.
         small: Saved by layers with hooks, and kept: small, not understood, or held elsewhere.
-        kept: Left in memory by layers that are placed ``keep``, or were left alone.
+        kept: Left in memory by layers that are placed ``keep`` or were left alone, and by plan by others.
         inputs: Left in memory by layers that are recomputed.
         outputs: Left in memory by layers whose activations travel, beside all that the offloader knows of.
     """
@@ -110,11 +110,9 @@ class LayerMemory:
 
 @dataclass(slots=True)
 class _Run:
-    """A run of a layer that waits for its backward: how it ran, and bytes that it has left in memory."""
+    """A run of a layer that waits for its backward: bytes that it has left in memory, by holder."""
 
-    way: str
-    left: int
-    small: int
+    left: dict[str, int]
 
 
 class _Runs:
@@ -144,9 +142,9 @@ class _Runs:
             self._leaving = None
 
     def _change(self, run: _Run, sign: int) -> None:
-        self.left[run.way] += sign * run.left
-        self.left["small"] += sign * run.small
-        self.all_left += sign * (run.left + run.small)
+        for holder, nbytes in run.left.items():
+            self.left[holder] += sign * nbytes
+            self.all_left += sign * nbytes
 
 
 class Sources(NamedTuple):
@@ -260,10 +258,14 @@ class MemoryWatch:
         if self._last is None:
             return
         (way, before), self._last = self._last, None
+        trace = self._sources.capture.trace
         left = max(live - before.live - (self._sources.offloader.own_bytes - before.known), 0)
-        small = min(self._sources.capture.trace.kept_bytes - before.small, left)
         self.layers[before.layer].left(left)
-        self._runs.wait(before.layer, _Run(way, left - small, small))
+        planned = min(trace.planned_kept_bytes - before.planned, left)
+        small = min(trace.kept_bytes - before.small - planned, left - planned)
+        holders = {"kept": planned, "small": small}
+        holders[way] = holders.get(way, 0) + left - planned - small
+        self._runs.wait(before.layer, _Run(holders))
 
     def backward_reached(self, index: int) -> None:
         """Backward comes to a run of a layer, so that it is done with the one before."""
@@ -286,11 +288,8 @@ class MemoryWatch:
         if now.grows_to(live):
             best = self.peaks.get(now.phase)
             if best is None or nbytes > best.nbytes:
-                live_bytes = self._sources.gradients
-                frozen = live_bytes.shifted
-                self.peaks[now.phase] = Peak(
-                    max(nbytes, 0), now.layer, self._held(), now.beside, live_bytes.nbytes - frozen, frozen
-                )
+                parts = self._sources.gradients.parts
+                self.peaks[now.phase] = Peak(max(nbytes, 0), now.layer, self._held(), now.beside, *parts)
 
     # ---- sums ------------------------------------------------------------------------------------
 
@@ -302,6 +301,7 @@ class MemoryWatch:
             live,
             self._sources.offloader.own_bytes,
             self._sources.capture.trace.kept_bytes,
+            self._sources.capture.trace.planned_kept_bytes,
             beside,
         )
         self.seen(live)
@@ -348,6 +348,7 @@ class _Moment:
     live: int = 0
     known: int = 0
     small: int = 0
+    planned: int = 0
     beside: int = 0
     most: int = 0
 

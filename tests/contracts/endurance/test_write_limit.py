@@ -110,8 +110,8 @@ def test_a_run_writes_no_more_than_its_share_of_a_day(tmp_path: Path) -> None:
     assert_same_history(found, expected)
     assert max(written[LEARNING:]) <= share
     assert any(written[LEARNING:])
-    assert KEEP in plan.placements
-    assert set(plan.placements) & {OFFLOAD, Placement.OFFLOAD_REMAT}
+    assert any(placement is KEEP or placement.percent < 100 for placement in plan.placements)
+    assert any(placement.is_offloaded for placement in plan.placements)
 
     log = read_run_log(tmp_path / "run.jsonl")
     writes = [event for event in log.others if event["event"] == "plan"][-1]["writes"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,7 +25,7 @@ from tba_offload.placements.share import Staying, staying
 from tba_offload.plan.bandwidth import Bandwidth
 from tba_offload.plan.describe import explain
 from tba_offload.plan.model import Limits, Plan
-from tba_offload.plan.profile import StepProfile
+from tba_offload.plan.profile import LayerKind, Saved, StepProfile, Timing
 from tba_offload.plan.search import make_plan
 from tba_offload.plan.simulate import simulate
 from tba_offload.report.run_log import read_run_log
@@ -228,3 +230,36 @@ def test_the_planner_finds_the_share_that_the_drive_has_time_for(layers: int) ->
         for window in (3, 12, 48)
     ]
     assert found.seconds < 0.95 * min(each.seconds for each in whole if each.peak_bytes <= budget)
+
+
+def test_the_planner_gives_no_share_to_layers_with_nothing_to_divide() -> None:
+    profile = make_profile(9, sizes=(MIB,) * 16, forward=0.05, backward=0.1)
+    one = LayerKind((Saved(4 * MIB, 0.5, 0.5),), 1000, MIB)
+    none = LayerKind((), 1000, MIB)
+    timings = ({KEEP: Timing(0.02, 0.04)},) * 2
+    profile = replace(
+        profile,
+        kinds=(*profile.kinds, one, none),
+        layers=(0, 1, 2) * 3,
+        timings=(*profile.timings, *timings),
+    )
+    shares = set()
+    for rate, share in product((40, 80, 120), (0.3, 0.5, 0.7, None)):
+        drive = Bandwidth(rate * MIB, rate * MIB)
+        peak = simulate(profile, Plan((KEEP,) * 9), drive).peak_bytes
+        limits = Limits(None if share is None else int(share * peak))
+        plan = make_plan(profile, drive, limits, policy=(Placement.AUTO,) * 9)
+        shares |= {(layer % 3, placement.percent < 100) for layer, placement in enumerate(plan.placements)}
+    assert (0, True) in shares
+    assert not shares & {(1, True), (2, True)}
+
+
+def test_what_the_budget_has_left_beside_shares_is_filled_in_more_than_the_last_layer() -> None:
+    """There shares leave little that could stay as well."""
+    profile, drive = make_profile(6, sizes=(MIB,) * 3, forward=0.05, backward=0.1), Bandwidth(4e7, 4e7)
+    budget = simulate(profile, Plan((KEEP,) * 6), drive).peak_bytes * 70 // 100
+    plan = make_plan(profile, drive, Limits(budget), policy=(Placement.AUTO,) * 6)
+    assert {placement.percent for placement in plan.placements} == {50}
+    assert sum(map(bool, plan.kept)) > 1
+    bare = replace(plan, kept=(), prediction=None)
+    assert simulate(profile, plan, drive).seconds < simulate(profile, bare, drive).seconds

@@ -80,6 +80,14 @@ def test_layers_that_the_planner_keeps_are_its_business(tmp_path: Path, placed: 
     assert change in found.findings[0].change
 
 
+def test_layers_that_let_a_share_travel_keep_the_rest(tmp_path: Path) -> None:
+    shares = event(placements=["offload-33%", "keep"], phases={"loss": peak(100, layer=1, kept=80)})
+    found = why(write_run(tmp_path / "run.jsonl", shares))
+    assert found.cause == "layers that keep"
+    assert "1 of 2 layers are placed keep" in found.findings[0].what
+    assert "1 of 2 layers let only a share of what they save travel: 80.0 MiB stay" in found.findings[0].what
+
+
 def test_a_log_without_memory_events_tells_what_its_steps_do(tmp_path: Path) -> None:
     found = why(write_run(tmp_path / "run.jsonl"))
     assert found.evidence.peak.name == "step"

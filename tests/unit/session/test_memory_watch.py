@@ -50,12 +50,12 @@ class Bench:
 
     def __init__(self, *, samples: bool = True, number: int = 1) -> None:
         self.ledger = SimpleNamespace(in_flight=0, read_ahead=0, settled=0)
-        self.trace = SimpleNamespace(kept_bytes=0)
+        self.trace = SimpleNamespace(kept_bytes=0, planned_kept_bytes=0)
         self.meter = Counted(samples=samples)
         offloader: Any = SimpleNamespace(ledger=self.ledger, own_bytes=0)
         self.offloader = offloader
         capture: Any = SimpleNamespace(trace=self.trace, registry=Registry())
-        gradients: Any = SimpleNamespace(nbytes=7, shifted=0)
+        gradients: Any = SimpleNamespace(parts=(7, 0))
         self.watch = MemoryWatch(Sources(gradients, offloader, capture, ModuleTensors([])), 2)
         self.meter.tell(self.watch.seen)
         self.begin(number)
@@ -141,6 +141,17 @@ def test_small_tensors_are_told_apart_from_what_else_a_layer_leaves() -> None:
     bench.watch.layer_ended(1, "offload")
     bench.grow(5)
     assert (bench.held["loss"]["small"], bench.held["loss"]["outputs"]) == (4, 6)
+
+
+def test_what_a_plan_keeps_of_a_layer_that_travels_is_kept() -> None:
+    bench = Bench()
+    bench.watch.layer_begins(1)
+    bench.trace.kept_bytes, bench.trace.planned_kept_bytes = 7, 3
+    bench.grow(10)
+    bench.watch.layer_ended(1, "offload-50%")
+    bench.grow(5)
+    held = bench.held["loss"]
+    assert (held["kept"], held["small"], held["outputs"]) == (3, 4, 3)
 
 
 def test_what_was_there_when_a_layer_began_lies_beside_it() -> None:
