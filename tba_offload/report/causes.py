@@ -33,7 +33,6 @@ _HUGE = 2.0
 _WINDOW_SHARE = 8
 """A window of this part of what a step saves has most of it leave memory, and drives work beside compute."""
 
-
 _SHARE = re.compile(r"offload-\d+%")
 """Placement by which a share of what a layer saves travels."""
 
