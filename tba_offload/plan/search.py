@@ -8,10 +8,10 @@ trip. Among the others the layers that are recomputed are spread evenly, because
 those between; their inputs stay or travel. So two numbers describe a plan, how many layers are kept and how
 many recomputed; the best pair is searched for, for both ways of recomputing. Layers of which only cheap parts
 are rebuilt are tried in the same two roles: instead of those that are recomputed, and instead of those that
-are offloaded beside them. Of what is not recomputed the same share of each layer may travel instead: a drive
-that has no time for whole layers falls behind while they are saved, and idles afterwards. After that single
-layers change their placement as long as that helps, and at last single activations stay where the budget has
-room.
+are offloaded beside them. Of what is not recomputed the same share of each layer may travel instead: while
+whole layers are saved, a slow drive is given more than it writes, and afterwards it has nothing to write.
+Next, the planner changes the placement of single layers as long as that helps, and at last it keeps single
+activations where the budget has room.
 
 Where memory is wanted first, the window comes before all that: one that is large enough for the whole step
 frees nothing. Nor may a step take longer than if everything was kept, as far as that was measured: not only
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from tba_offload.plan.goals import Score
     from tba_offload.plan.model import Limits
     from tba_offload.plan.profile import LayerKind, StepProfile
+    from tba_offload.plan.shares import Shares
     from tba_offload.plan.trials import Trial
     from tba_offload.plan.tuning import Tuning
 
@@ -166,7 +167,6 @@ class _Search:
         self._freedom = freedom
         self._free = freedom.layers
         self._trials = Trials(profile, terms, freedom)
-        self._shares = ways_to_share(profile)
         # What no layer can be placed would be tried in vain: it means offload there.
         self._choices = [
             way
@@ -179,13 +179,14 @@ class _Search:
         if self._trials.goal.wants_memory:
             self._trials.set_window(self._best_window())
         self._try_simplest()
-        self._try_shares(self._freedom.uniform(OFFLOAD))
+        shares = ways_to_share(self._profile)
+        self._try_shares(shares, self._freedom.uniform(OFFLOAD))
         others = self._best_others()
         if OFFLOAD_REMAT in self._choices:
             self._try_family(OFFLOAD_REMAT, OFFLOAD)
         for way in [way for way in self._choices if way.recomputes] or [others]:
             self._try_family(way, others)
-        self._try_shares(self._trials.best().plan.placements)
+        self._try_shares(shares, self._trials.best().plan.placements)
         self._improve(self._trials.best())
         self._try_smaller_windows()
         return self._finished(known)
@@ -349,17 +350,16 @@ class _Search:
 
     # ---- shares ----------------------------------------------------------------------------------
 
-    def _try_shares(self, placements: tuple[Placement, ...]) -> None:
+    def _try_shares(self, shares: Sequence[Shares], placements: tuple[Placement, ...]) -> None:
         """Has the same share of each layer travel: of those that do, and then of those that are kept too.
 
         Args:
+            shares: The ways to divide what layers save.
             placements: Those of a good plan of whole layers.
         """
         for whole in ({OFFLOAD}, {OFFLOAD, KEEP}):
             layers = {layer for layer in self._free if placements[layer] in whole}
-            plans = dict.fromkeys(
-                with_shares(self._profile, placements, layers, shares) for shares in self._shares
-            )
+            plans = dict.fromkeys(with_shares(self._profile, placements, layers, each) for each in shares)
             if plans and len(self._trials) < self._trials.most:
                 self._climb(list(plans))
 

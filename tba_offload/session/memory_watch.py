@@ -108,11 +108,8 @@ class LayerMemory:
             self.backward = max(self.backward, nbytes)
 
 
-@dataclass(slots=True)
-class _Run:
-    """A run of a layer that waits for its backward: bytes that it has left in memory, by holder."""
-
-    left: dict[str, int]
+_Left = dict[str, int]
+"""Bytes that a run of a layer has left in memory, by holder."""
 
 
 class _Runs:
@@ -121,10 +118,10 @@ class _Runs:
     def __init__(self) -> None:
         self.left = {"kept": 0, "inputs": 0, "outputs": 0, "small": 0}
         self.all_left = 0
-        self._waiting: dict[int, list[_Run]] = defaultdict(list)
-        self._leaving: _Run | None = None
+        self._waiting: dict[int, list[_Left]] = defaultdict(list)
+        self._leaving: _Left | None = None
 
-    def wait(self, index: int, run: _Run) -> None:
+    def wait(self, index: int, run: _Left) -> None:
         """A run begins to wait."""
         self._waiting[index].append(run)
         self._change(run, 1)
@@ -141,8 +138,8 @@ class _Runs:
             self._change(self._leaving, -1)
             self._leaving = None
 
-    def _change(self, run: _Run, sign: int) -> None:
-        for holder, nbytes in run.left.items():
+    def _change(self, run: _Left, sign: int) -> None:
+        for holder, nbytes in run.items():
             self.left[holder] += sign * nbytes
             self.all_left += sign * nbytes
 
@@ -265,7 +262,7 @@ class MemoryWatch:
         small = min(trace.kept_bytes - before.small - planned, left - planned)
         holders = {"kept": planned, "small": small}
         holders[way] = holders.get(way, 0) + left - planned - small
-        self._runs.wait(before.layer, _Run(holders))
+        self._runs.wait(before.layer, holders)
 
     def backward_reached(self, index: int) -> None:
         """Backward comes to a run of a layer, so that it is done with the one before."""
@@ -295,15 +292,8 @@ class MemoryWatch:
 
     def _enter(self, phase: str, index: int, live: int) -> None:
         beside = max(live - self._base - self._held().nbytes, 0)
-        self._now = _Moment(
-            phase,
-            index,
-            live,
-            self._sources.offloader.own_bytes,
-            self._sources.capture.trace.kept_bytes,
-            self._sources.capture.trace.planned_kept_bytes,
-            beside,
-        )
+        known, trace = self._sources.offloader.own_bytes, self._sources.capture.trace
+        self._now = _Moment(phase, index, live, known, trace.kept_bytes, trace.planned_kept_bytes, beside)
         self.seen(live)
 
     def _close(self) -> int:
