@@ -139,10 +139,11 @@ def test_training_keeps_its_bits_and_the_share_travels(percent: int, micro_batch
 
 
 def test_the_less_travels_the_more_stays() -> None:
+    settings = {"in_flight": 1 << 16, "on_slow": "wait"}
     kept, moved = [], []
     for word in ("offload", "offload-66%", "offload-33%"):
         model = make_model(layers=8)
-        with session_for(model, drive=Drive(), default=Placement(word), in_flight=1 << 16) as session:
+        with session_for(model, drive=Drive(), default=Placement(word), **settings) as session:
             train(model, session, steps=2)
             record = session.report()[-1]
             kept.append(record.kept_bytes)

@@ -795,7 +795,7 @@ def test_after_an_optimizer_that_raised_the_next_step_is_a_whole_one(model: Mode
             one_step(model, optimizer)
         assert scopes_of(session) == [LAYERS] * 4
         peaks = [record.activation_peak_bytes or 0 for record in session.report()]
-        assert peaks[0] > 0.5 * min(peaks[1:])  # samples may miss most of a peak
+        assert peaks[0] > 0.25 * min(peaks[1:])  # samples may miss most of a peak
         assert (session.report()[0].state_bytes or 0) < 64 * KIB
 
 
