@@ -75,16 +75,27 @@ class Goal(ABC):
 
     @abstractmethod
     def score(self, outcome: Outcome) -> Score:
-        """How good an outcome is."""
+        """How good an outcome is to search on from: what is left of the budget can be used."""
+
+    def final_score(self, outcome: Outcome) -> Score:
+        """How good an outcome is to end with."""
+        return self.score(outcome)
 
 
 class _Time(Goal):
-    """The shortest step; among equals, the fewest bytes on their way."""
+    """The shortest step."""
 
     def score(self, outcome: Outcome) -> Score:
+        return self.broken(outcome), _rounded(outcome.seconds), outcome.peak_bytes
+
+    def final_score(self, outcome: Outcome) -> Score:
         # Until layers have kept, offloading seems to take no time of its own; nothing is offloaded in vain.
-        # Rounded, since the same seconds in another order add up to others in their last digits.
-        return self.broken(outcome), round(outcome.seconds, 9), outcome.sent_bytes, outcome.peak_bytes
+        return self.broken(outcome), _rounded(outcome.seconds), outcome.sent_bytes, outcome.peak_bytes
+
+
+def _rounded(seconds: float) -> float:
+    """Seconds of which the last digits, which depend on the order of a sum, do not count."""
+    return round(seconds, 9)
 
 
 class _Memory(Goal):

@@ -33,7 +33,7 @@ from tba_offload.plan.goals import default_objective
 from tba_offload.plan.model import Plan
 from tba_offload.plan.shares import ways_to_share, with_shares
 from tba_offload.plan.terms import Freedom, Terms
-from tba_offload.plan.trials import Trials, score_of
+from tba_offload.plan.trials import Trials
 from tba_offload.plan.tuning import TUNING
 
 if TYPE_CHECKING:
@@ -205,19 +205,19 @@ class _Search:
         if self._trials.play(dataclasses.replace(plan, prediction=None)).score[0]:
             self._trials.attempt(plan.placements, plan.kept, plan.window)
             self._try_simplest()
-        return self._chosen(self._trials.best(), known)
+        return self._chosen(known)
 
     def _finished(self, known: Sequence[Plan]) -> Plan:
-        found = self._trials.best()
         if not self._terms.whole_layers:
-            found = self._filled(found)
-        return self._chosen(found, known)
+            self._fill(self._trials.best())
+        return self._chosen(known)
 
-    def _chosen(self, found: Trial, known: Sequence[Plan]) -> Plan:
-        """The best of a plan and those that are known, with what it is going to do."""
+    def _chosen(self, known: Sequence[Plan]) -> Plan:
+        """The best of all that were tried and those that are known, with what it is going to do."""
         trials = self._trials
-        others = (trials.play(dataclasses.replace(plan, prediction=None)) for plan in known)
-        best = min((found, *others), key=score_of)
+        for plan in known:
+            trials.play(dataclasses.replace(plan, prediction=None))
+        best = trials.final()
         if trials.bandwidth != self._terms.bandwidth:
             best = self._sound(best)
         least = self._terms.tuning.least_freed
@@ -396,18 +396,14 @@ class _Search:
                 if trial.score < found.score:
                     found, changed = trial, True
 
-    def _filled(self, found: Trial) -> Trial:
+    def _fill(self, found: Trial) -> None:
         """Keeps single activations of layers that travel, those first that backward needs first."""
         if self._terms.limits.budget is None or found.score[0]:
-            return found
+            return
         most = max(self._trials.most_filled - 1, 0)
         for plan in itertools.islice(_with_more_kept(self._profile, found.plan, self._free), most):
-            trial = self._trials.attempt(plan.placements, plan.kept)
-            if trial.score[0]:
-                return found
-            if trial.score < found.score:
-                found = trial
-        return found
+            if self._trials.attempt(plan.placements, plan.kept).score[0]:
+                return
 
 
 def _with_more_kept(profile: StepProfile, plan: Plan, free: Sequence[int]) -> Iterator[Plan]:

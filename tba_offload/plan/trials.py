@@ -146,6 +146,10 @@ class Trials:
         """The best so far."""
         return min(self._played.values(), key=score_of)
 
+    def final(self) -> Trial:
+        """The best to end with."""
+        return min(self._played.values(), key=lambda trial: self.goal.final_score(trial.outcome))
+
     def ranked(self, *others: Trial) -> list[Trial]:
         """All of them and some others, the best first."""
         return sorted({**{trial.plan: trial for trial in others}, **self._played}.values(), key=score_of)
