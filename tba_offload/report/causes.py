@@ -300,6 +300,18 @@ def _states(evidence: Evidence) -> Iterator[Finding]:
     yield Finding("optimizer states", saves, what, change)
 
 
+def _others(evidence: Evidence) -> Iterator[Finding]:
+    nbytes = readable_size(evidence.peak.of("others"))
+    yield Finding(
+        "held by the program",
+        evidence.without(lambda phase: phase.of("others")),
+        f"{nbytes} outlive steps and are neither the model's nor states of an optimizer that was seen: "
+        "masters in another precision, other models, tensors of the program",
+        "offload masters with their states: states in the policy, or --tba-optimizer-states with "
+        "Megatron-LM; keep models that do not train in fewer bits, or elsewhere",
+    )
+
+
 def _graph_held(evidence: Evidence) -> Iterator[Finding]:
     """What outlives steps grows from step to step; states of optimizers, born in the first, do not count."""
     bases = [step.base_bytes for step in evidence.log.steps[2:] if step.base_bytes is not None]
@@ -360,5 +372,6 @@ _RULES: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
     _beside,
     _gradients,
     _states,
+    _others,
     _working_set,
 )

@@ -59,8 +59,13 @@ class Digest:
 
     @property
     def seconds(self) -> float:
-        """The median time of a step, that of optimizers included."""
+        """The median time of a step, with that of optimizers that worked in it."""
         return self.median(lambda step: step.seconds + (step.optimizer_seconds or 0)) or 0.0
+
+    @property
+    def counts_optimizer(self) -> bool:
+        """Whether the time of a step has that of optimizers in it: those that update after it have not."""
+        return any(step.optimizer_seconds is not None for step in self.steps)
 
     @property
     def waits(self) -> float | None:

@@ -22,6 +22,7 @@ HOLDERS = {
     "tables": "held by attributes of modules, and saved by layers",
     "gradients": "gradients",
     "states": "states of optimizers",
+    "others": "whatever else outlives steps: masters, other models",
     "kept": "activations of layers that keep them",
     "in_flight": "activations on their way to the store",
     "read_ahead": "activations read back, not yet used",
@@ -100,8 +101,9 @@ class Evidence:
         memory = max(late, key=lambda event: _peak(steps[event.step]), default=None)
         step = steps[memory.step] if memory is not None else _fullest(log)
         stored = step.offloaded_bytes if stored_in_memory(log) == "files" else 0
-        phases = (_unknown(step),) if memory is None else tuple(_phases(memory, stored))
-        return cls(log, step, memory, phases)
+        if memory is None:
+            return cls(log, step, None, (_unknown(step),))
+        return cls(log, step, memory, tuple(_phases(memory, _lasting(step, memory), stored)))
 
     @property
     def peak(self) -> Phase:
@@ -127,7 +129,7 @@ class Evidence:
     @property
     def is_cpu(self) -> bool:
         """Whether activations lie in host memory."""
-        return (self.step.peak_source or "").startswith(_CPU)
+        return _is_cpu(self.step)
 
     def where(self, phase: Phase) -> str:
         """A phase in words."""
@@ -170,17 +172,28 @@ def _fullest(log: RunLog) -> StepRecord:
     return max(log.steps[1:] or log.steps, key=_peak)
 
 
-def _phases(memory: MemoryEvent, stored: int) -> Iterator[Phase]:
+def _is_cpu(step: StepRecord) -> bool:
+    return (step.peak_source or "").startswith(_CPU)
+
+
+def _phases(memory: MemoryEvent, lasting: Mapping[str, int], stored: int) -> Iterator[Phase]:
+    for name, peak in memory.phases.items():
+        yield Phase(name, peak.layer, {**lasting, **_held(peak), "store": stored})
+    yield Phase("update", None, {**lasting, "gradients": memory.static.gradients})
+
+
+def _lasting(step: StepRecord, memory: MemoryEvent) -> dict[str, int]:
+    """What is there in each phase."""
     static = memory.static
-    lasting = {
+    known = {
         "parameters": static.parameters,
         "buffers": static.buffers,
         "states": static.optimizer_states,
         "tables": sum(size for _, size, lasts in memory.held if lasts),
     }
-    for name, peak in memory.phases.items():
-        yield Phase(name, peak.layer, {**lasting, **_held(peak), "store": stored})
-    yield Phase("update", None, {**lasting, "gradients": static.gradients})
+    # In host memory the program itself is among it.
+    others = 0 if _is_cpu(step) else max((step.base_bytes or 0) - sum(known.values()), 0)
+    return known | {"others": others}
 
 
 def _held(peak: PhasePeak) -> dict[str, int]:

@@ -140,12 +140,13 @@ def _cards(digest: Digest) -> Iterator[tuple[str, str, str]]:
     peak, waits, tokens = digest.peak_bytes, digest.waits, digest.tokens_per_second
     yield "Activation peak", _UNKNOWN if peak is None else readable_size(peak), _of_peaks(digest)
     yield from _device_card(digest)
-    yield "Step", f"{significant(digest.seconds)} s", "the median, optimizer included"
+    optimizer = "optimizer included" if digest.counts_optimizer else "without the optimizer"
+    yield "Step", f"{significant(digest.seconds)} s", f"the median, {optimizer}"
     yield "Waits for I/O", _UNKNOWN if waits is None else f"{waits:.1%}", "of a step, the median"
     yield "Written to drives", readable_size(digest.written_bytes), "in a step, the median"
     yield "Read back", readable_size(digest.read_bytes), "in a step, the median"
     if tokens is not None:
-        yield "Throughput", f"{significant(tokens)} tokens/s", "by the median step"
+        yield "Throughput", f"{significant(tokens)} tokens/s", f"by the median step, {optimizer}"
 
 
 def _of_peaks(digest: Digest) -> str:

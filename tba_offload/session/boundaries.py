@@ -227,12 +227,12 @@ class Boundaries:
         if not self._running or self._running[-1][0] is not optimizer:
             return
         began = self._running.pop()[1]
+        self._optimizers.add(optimizer)
         step = self._steps.open_step()
         if step is None or self._running:  # a class may call the step of the one that it is derived from
             return
         # With optimizers that can do so themselves a scaler leaves it to their step to skip the update.
         overflow = getattr(optimizer, "found_inf", None)
-        self._optimizers.add(optimizer)
         step.updates.add(
             began,
             time.perf_counter(),

@@ -150,6 +150,21 @@ def test_states_of_the_optimizer(tmp_path: Path) -> None:
     assert abs(found.evidence.peak.of("states") - nbytes) < nbytes / 100
 
 
+def test_states_of_an_optimizer_that_updates_between_steps(tmp_path: Path) -> None:
+    model = Model(width=384)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with tba.attach(model, {"default": "offload"}, directories=str(tmp_path)) as session:
+        for _ in range(5):
+            with session.step():
+                model(torch.ones(16, 384)).logsumexp(-1).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = session.why()
+    assert found.cause == "optimizer states"
+    nbytes = 2 * sum(parameter.nbytes for parameter in model.parameters())
+    assert abs(found.evidence.peak.of("states") - nbytes) < nbytes / 100
+
+
 def test_a_table_that_modules_hold(tmp_path: Path) -> None:
     model = Model()
     model.layers = nn.ModuleList(Rotated(WIDTH, 4 * WIDTH) for _ in range(LAYERS))

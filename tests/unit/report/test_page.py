@@ -151,6 +151,13 @@ def test_a_run_with_a_budget_tells_what_lay_on_the_device(tmp_path: Path) -> Non
     assert "All on the device" not in text_of(without)
 
 
+@pytest.mark.parametrize(("seconds", "said"), [(0.25, "optimizer included"), (None, "without the optimizer")])
+def test_whether_the_time_of_a_step_has_the_update_in_it_is_told(
+    seconds: float | None, said: str, tmp_path: Path
+) -> None:
+    assert f"the median, {said}" in text_of(run(tmp_path / "run.jsonl", optimizer_seconds=seconds))
+
+
 def test_prediction_stands_beside_measurement(tmp_path: Path) -> None:
     path = run(tmp_path / "run.jsonl", predicted_peak_bytes=80 * MIB, predicted_seconds=0.4)
     said = re.sub(r"\s+", " ", " ".join(Strict(text_of(path)).text))

@@ -129,6 +129,18 @@ def test_states_that_travel_are_not_to_be_offloaded_once_more(tmp_path: Path) ->
     assert "states.sub_group_bytes" in found.findings[0].change
 
 
+@pytest.mark.parametrize("source", ["torch.cuda", "mallinfo2, sampled every 2 ms"])
+def test_what_else_outlives_steps_is_told_where_the_program_itself_is_not_among_it(
+    source: str, tmp_path: Path
+) -> None:
+    static = event()["static"] | {"optimizer_states": 20 * MIB}
+    log = write_run(tmp_path / "run.jsonl", event(static=static), base_bytes=330 * MIB, peak_source=source)
+    found = why(log)
+    is_device = source == "torch.cuda"
+    assert found.evidence.peak.of("others") == (300 * MIB if is_device else 0)
+    assert (found.cause == "held by the program") is is_device
+
+
 def test_frozen_weights_that_come_and_go_are_no_gradients(tmp_path: Path) -> None:
     told = event(phases={"backward": peak(50, gradients=3, frozen=37)})
     found = why(write_run(tmp_path / "run.jsonl", told)).evidence.peak
