@@ -80,11 +80,6 @@ class Gradients:
                     self.live.add(gradient)
 
     @property
-    def exist(self) -> bool:
-        """Whether backward has put any in place in this step."""
-        return bool(self._born)
-
-    @property
     def are_cleared(self) -> bool:
         """Whether all that this step has made are gone, or zeros again."""
         return bool(self._born) and all(born.is_cleared for born in self._born.values())

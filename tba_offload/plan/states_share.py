@@ -78,13 +78,6 @@ class StatesLoad:
         )
         return cls(sizes, seconds, rate or math.inf, turns=turns)
 
-    @classmethod
-    def of_equal(
-        cls, count: int, nbytes: int, update_seconds: float, rate: float, *, turns: bool = True
-    ) -> StatesLoad:
-        """``count`` sub-groups of one size, with ``nbytes`` bytes in all."""
-        return cls(((nbytes // count,) * count,), update_seconds, rate, turns=turns)
-
     def split(self, travelling: int) -> tuple[int, ...]:
         """How many of each optimizer travel if ``travelling`` do together: an equal share of each."""
         return tuple(-(-travelling * len(sizes) // self.count) for sizes in self.sizes)

@@ -72,11 +72,6 @@ class SubGroup:
         """Where its states lie in the bytes that travel; empty before the first update."""
         return () if self.layout is None else self.layout.places
 
-    @property
-    def is_between_versions(self) -> bool:
-        """Whether the states before the last update are still there."""
-        return self._before is not None
-
     def begin_version(self) -> None:
         """Has what is written from now on go elsewhere, so that the states that there are stay."""
         self.end_version()  # an interrupt may have come before the last one was

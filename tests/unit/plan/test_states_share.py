@@ -17,7 +17,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MIB = 2**20
-LOAD = StatesLoad.of_equal(20, 200 * MIB, update_seconds=0.1, rate=1e9)
+
+
+def of_equal(
+    count: int, nbytes: int, update_seconds: float, rate: float, *, turns: bool = True
+) -> StatesLoad:
+    """Sub-groups of one size, with ``nbytes`` bytes in all."""
+    return StatesLoad(((nbytes // count,) * count,), update_seconds, rate, turns=turns)
+
+
+LOAD = of_equal(20, 200 * MIB, update_seconds=0.1, rate=1e9)
 
 
 def limits_on(device: int, load: StatesLoad) -> Callable[[int], Limits]:
@@ -49,7 +58,7 @@ def test_what_travels_frees_its_bytes_but_for_three_slots() -> None:
 def test_what_slots_hold_does_not_travel_where_updates_turn() -> None:
     assert LOAD.travelled_bytes(3) == 0
     assert LOAD.travelled_bytes(20) == 2 * 170 * MIB
-    assert StatesLoad.of_equal(20, 200 * MIB, 0.1, 1e9, turns=False).travelled_bytes(20) == 2 * 200 * MIB
+    assert of_equal(20, 200 * MIB, 0.1, 1e9, turns=False).travelled_bytes(20) == 2 * 200 * MIB
 
 
 def test_travels_cost_time_where_updates_do_not_hide_them() -> None:
@@ -89,7 +98,7 @@ def test_those_that_do_not_fit_are_the_last_resort() -> None:
     st.floats(1e8, 1e10),
 )
 def test_what_is_tried_comes_close_to_the_best(count: int, device: int, slower: float, rate: float) -> None:
-    load = StatesLoad.of_equal(count, count * 20 * MIB, 0.1, rate)
+    load = of_equal(count, count * 20 * MIB, 0.1, rate)
     limits_of, plan_of = limits_on(device, load), needs(800 * MIB, slower, least=20 * MIB)
     best = choose(load, limits_of, plan_of)[0]
     every = [
