@@ -91,6 +91,9 @@ def bench_io(
             raise click.ClickException(
                 f"{visible(directory)}: a transfer hangs; check the drive and the system log"
             ) from error
+        except OSError as error:
+            reason = visible(error.strerror or str(error))
+            raise click.ClickException(f"{visible(directory)}: {reason}") from error
     advice = {directory: advised(cells) for directory, cells in found.items()}
     policy = _policy(advice, kind, checksum=not no_checksum)
     if as_json:

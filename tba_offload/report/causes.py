@@ -17,7 +17,7 @@ from tba_offload.report.endurance import limit_in, terabytes
 from tba_offload.report.evidence import stored_in_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from tba_offload.report.evidence import Evidence, Phase
 
@@ -33,6 +33,15 @@ _HUGE = 2.0
 _WINDOW_SHARE = 8
 """A window of this part of what a step saves has most of it leave memory, and drives work beside compute."""
 
+SLOTS = 3
+"""Sub-groups of offloaded states that are in memory: one is updated, one read, one written."""
+
+SUB_GROUP = {True: 64 << 20, False: 256 << 20}
+"""Bytes of a sub-group where the policy does not say, on a CPU and elsewhere."""
+
+_SLOTS_SHARE = 8
+"""Slots of this part of all states have most of them leave memory."""
+
 _SHARE = re.compile(r"offload-\d+%")
 """Placement by which a share of what a layer saves travels."""
 
@@ -47,6 +56,7 @@ class Finding:
         what: What is the case, in a sentence.
         change: What to do about it, in a sentence.
         blocks: Whether the policy has no effect because of it, so that it is to be changed before all else.
+        is_in_peak: Whether the peak that is told has the bytes in it; what was live before a step is not.
     """
 
     cause: str
@@ -54,6 +64,7 @@ class Finding:
     what: str
     change: str
     blocks: bool = False
+    is_in_peak: bool = True
 
 
 def findings(evidence: Evidence) -> list[Finding]:
@@ -82,6 +93,21 @@ def _left_alone(evidence: Evidence) -> Iterator[Finding]:
         "model.gradient_checkpointing_disable()) and let the policy place the layers: recompute-offload "
         "recomputes as it does, and frees the inputs as well",
         blocks=share >= _MOST,
+    )
+
+
+def _checkpointed(evidence: Evidence) -> Iterator[Finding]:
+    memory = evidence.memory
+    if memory is None or not memory.checkpointed:
+        return
+    yield Finding(
+        "framework checkpointing",
+        evidence.without(lambda phase: phase.of("running") // 2 if phase.name == "backward" else 0),
+        f"gradient checkpointing is switched on in {memory.checkpointed} of {len(memory.names)} layers: "
+        "backward computes them again whatever their placement, and has all that a layer saves in memory",
+        "switch it off (gradient_checkpointing=False of a Hugging Face trainer, or "
+        "model.gradient_checkpointing_disable()), and let the policy place the layers",
+        blocks=memory.checkpointed >= _MOST * len(memory.names),
     )
 
 
@@ -264,10 +290,39 @@ def _loss(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
+def _not_attached(evidence: Evidence) -> Iterator[Finding]:
+    memory = evidence.memory
+    if memory is None or not memory.not_attached:
+        return
+    nbytes = memory.not_attached * evidence.saved_bytes // max(evidence.step.scopes, 1)
+    yield Finding(
+        "layers not attached",
+        evidence.without(lambda phase: min(phase.of("running", "beside"), nbytes)),
+        f"{memory.not_attached} modules of the same class as the layers are not among these, and keep all "
+        f"that they save, about {readable_size(nbytes)}",
+        "leave out layers=... in attach, or name them there too",
+    )
+
+
+def _embeddings(evidence: Evidence) -> Iterator[Finding]:
+    def freed(phase: Phase) -> int:
+        return phase.of("running", "beside") if phase.name == "embeddings" else 0
+
+    yield Finding(
+        "embeddings",
+        evidence.without(freed),
+        f"{readable_size(max(map(freed, evidence.phases)))} are made before the first layer or after its "
+        "backward, where no placement of a layer reaches: in backward each embedding makes a gradient as "
+        "large as its weights, and one that a head shares makes two",
+        "freeze the embeddings (requires_grad_(False)) if training allows it, or shard them over ranks; "
+        "where other modules run there, name them as layers too: attach(model, policy, layers=[...])",
+    )
+
+
 def _beside(evidence: Evidence) -> Iterator[Finding]:
     yield Finding(
         "made beside layers",
-        evidence.without(lambda phase: phase.of("beside")),
+        evidence.without(lambda phase: phase.of("beside") if phase.name in {"forward", "loss"} else 0),
         f"{readable_size(evidence.peak.of('beside'))} are made in the step before, between or after the "
         "layers, such as embeddings and masks",
         "name the modules that make them as layers too: attach(model, policy, layers=[...])",
@@ -277,27 +332,58 @@ def _beside(evidence: Evidence) -> Iterator[Finding]:
 def _gradients(evidence: Evidence) -> Iterator[Finding]:
     born = evidence.step.gradient_bytes or 0
     how = "are allocated in backward, beside the activations" if born else "are there in every phase"
-    nbytes = max(phase.of("gradients") for phase in evidence.phases)
-    yield Finding(
-        "gradients",
-        evidence.without(lambda phase: phase.of("gradients")),
-        f"gradients take {readable_size(nbytes)} and {how}: they grow with the model, and no placement of a "
-        "layer makes them fewer",
-        "have updates made in backward, where gradients are freed at once: states.when: backward and "
-        "states.gradients: free, with attach(..., optimizer=optimizer)",
+    what = (
+        f"gradients take {readable_size(max(phase.of('gradients') for phase in evidence.phases))} and {how}: "
+        "they grow with the model, and no placement of a layer makes them fewer"
     )
+    if _accumulates(evidence):
+        yield Finding(
+            "gradients",
+            evidence.without(lambda phase: phase.of("gradients") // 2),
+            f"{what}; they stay from one micro-batch of a step to the next",
+            "shard them over ranks (FSDP2, ZeRO-2), or have parameters, and with them gradients, in 16 bits",
+        )
+    elif not any(_whole(update.get("in_backward")) for update in _updates(evidence)):
+        yield Finding(
+            "gradients",
+            evidence.without(lambda phase: phase.of("gradients")),
+            what,
+            "have updates made in backward, where gradients are freed at once: states.when: backward and "
+            "states.gradients: free, with attach(..., optimizer=optimizer), where nothing clips them "
+            "(max_grad_norm=0 of a Hugging Face trainer)",
+        )
+
+
+def _accumulates(evidence: Evidence) -> bool:
+    """Whether a layer runs more than once in a step."""
+    return evidence.memory is not None and evidence.step.scopes > len(evidence.memory.names)
 
 
 def _states(evidence: Evidence) -> Iterator[Finding]:
-    nbytes = readable_size(max(phase.of("states") for phase in evidence.phases))
-    if any(event["event"] == "states" for event in evidence.log.others):
-        what = f"states of optimizers are offloaded, and {nbytes} of them are in memory in every phase"
-        change = "have fewer in memory at a time: a smaller states.sub_group_bytes, of which three stay"
+    updates, most = _updates(evidence), max(phase.of("states") for phase in evidence.phases)
+    away = sum(_whole(update.get("states_bytes")) for update in updates)
+    usual = SUB_GROUP[evidence.is_cpu]
+    size = min(max((away or most) // (SLOTS * _SLOTS_SHARE) >> 20, 1) << 20, usual)
+    if updates:
+        what = f"states of optimizers are offloaded, and {readable_size(most)} of them are always in memory"
+        change = "have fewer in memory at a time"
     else:
-        what = f"states of optimizers take {nbytes} in every phase, and are used in the update alone"
+        what = f"states of optimizers take {readable_size(most)} always, and are used in the update alone"
         change = "offload them too: attach(..., optimizer=optimizer), or states in the policy of a callback"
-    saves = evidence.without(lambda phase: phase.of("states"))
+    if updates or size < usual:
+        change += f"; states.sub_group_bytes: {size >> 20}MiB, since {SLOTS} sub-groups stay in memory"
+    saves = evidence.without(lambda phase: max(phase.of("states") - SLOTS * size, 0))
     yield Finding("optimizer states", saves, what, change)
+
+
+def _updates(evidence: Evidence) -> list[Mapping[str, object]]:
+    """The latest update of each optimizer whose states are offloaded."""
+    found = {event.get("optimizer"): event for event in evidence.log.others if event["event"] == "states"}
+    return list(found.values())
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) and value > 0 else 0
 
 
 def _others(evidence: Evidence) -> Iterator[Finding]:
@@ -327,9 +413,10 @@ def _graph_held(evidence: Evidence) -> Iterator[Finding]:
         max(bases[-1] - bases[0], 0),
         f"what outlives steps grows by {readable_size(each)} a step, from {readable_size(bases[0])} to "
         f"{readable_size(bases[-1])}: the program keeps graphs, or tensors, of earlier steps",
-        "keep no loss and no output of a step with its graph: loss.item() or loss.detach(), no "
-        "retain_graph=True, torch.no_grad() in evaluations",
+        "keep no loss and no output of a step with its graph, and no list of outputs: loss.item() or "
+        "loss.detach(), no retain_graph=True, torch.no_grad() in evaluations",
         blocks=True,
+        is_in_peak=False,
     )
 
 
@@ -359,6 +446,7 @@ def _working_set(evidence: Evidence) -> Iterator[Finding]:
 
 _RULES: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
     _left_alone,
+    _checkpointed,
     _wide_window,
     _refused,
     _stored_in_memory,
@@ -369,6 +457,8 @@ _RULES: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
     _inputs,
     _huge_layer,
     _loss,
+    _not_attached,
+    _embeddings,
     _beside,
     _gradients,
     _states,

@@ -134,9 +134,11 @@ class Evidence:
     def where(self, phase: Phase) -> str:
         """A phase in words."""
         if phase.name == "update":
-            return "the optimizer's update"
+            return "the optimizer's update (what that works with comes on top)"
         if phase.name == "step":
             return "a phase that the log does not tell"
+        if phase.name == "embeddings":
+            return "what is before the first layer, or after its backward"
         if phase.name == "loss":
             return "the loss, after the last layer"
         return f"the {phase.name} of {self.layer(phase.layer or 0)}"

@@ -67,6 +67,8 @@ class MemoryEvent(BaseModel):
         phases: The peak of each phase.
         layers: Of each layer, in bytes: what a forward leaves in memory, and the most that a forward and a
             backward take beyond what was there before.
+        checkpointed: How many of the layers their own framework has run again in backward.
+        not_attached: How many modules of the same classes are not among the layers.
     """
 
     step: _Number
@@ -76,8 +78,10 @@ class MemoryEvent(BaseModel):
     window: Bytes | None
     static: StaticBytes
     held: Annotated[list[tuple[_Word, Bytes, bool]], Field(max_length=10_000)]
-    phases: dict[Literal["forward", "loss", "backward"], PhasePeak]
+    phases: dict[Literal["forward", "loss", "backward", "embeddings"], PhasePeak]
     layers: Annotated[list[tuple[Bytes, Bytes, Bytes]], Field(max_length=10_000)]
+    checkpointed: Bytes = 0  # earlier logs tell neither
+    not_attached: Bytes = 0
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -26,6 +26,7 @@ _PHASES = {
     "forward": "forward",
     "loss": "loss",
     "backward": "backward",
+    "embeddings": "embeddings",
     "update": "optimizer's update",
     "step": "somewhere in the step",
 }
@@ -87,6 +88,8 @@ class Diagnosis:
 
     def _then(self, finding: Finding) -> str:
         peak = self.evidence.peak.nbytes
+        if not finding.is_in_peak:
+            return f" That would be {readable_size(finding.saves)} less in the last step of the log."
         if not 0 < finding.saves < peak:
             return ""
         return f" The peak would be about {readable_size(peak - finding.saves)}, not {readable_size(peak)}."
@@ -169,6 +172,10 @@ def holders_table(evidence: Evidence) -> FittedTable:
 def _holder(name: str, phase: Phase) -> str:
     if name == "running" and phase.name == "loss":
         return "logits, loss and their gradients"
+    if name == "running" and phase.name == "embeddings":
+        return "embeddings, and their gradients while they are made"
+    if name == "beside" and phase.name in {"backward", "embeddings"}:
+        return "made beside layers, or gradients that wait for another (a head tied to embeddings)"
     if name == "running" and phase.name == "step":
         return "not known to the offloader"
     return HOLDERS[name]

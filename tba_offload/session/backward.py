@@ -63,6 +63,21 @@ class BackwardWatch:
         if step is not None:
             step.graphs.add(tensor.grad_fn._sequence_nr(), weakref.ref(back))
 
+    def watch_input(self, arguments: tuple[object, ...]) -> None:
+        """Has it noted when backward leaves the first layer for what has made its input, as embeddings have.
+
+        Args:
+            arguments: What the layer is given.
+        """
+        tensor = first_differentiable(arguments)
+        if tensor is not None and tensor.grad_fn is not None:
+            tensor.register_hook(partial(_left, weakref.ref(self), self._ongoing.step))  # type: ignore[no-untyped-call]
+
+    def left(self, step: Step | None) -> None:
+        """Backward has left the first layer of a step."""
+        if step is self._ongoing.step and self._parts.memory_watch.is_on:
+            self._parts.memory_watch.backward_left()
+
     def came_back(self, to: _Return) -> None:
         """Backward has come back to a run of a layer."""
         parts, trace, scope = self._parts, to.trace, to.scope
@@ -93,6 +108,12 @@ class BackwardWatch:
         if self._parts.memory_watch.is_on:
             self._parts.memory_watch.backward_ended()
         self._ended()
+
+
+def _left(watch: weakref.ref[BackwardWatch], step: Step | None, _: torch.Tensor) -> None:
+    found = watch()
+    if found is not None:
+        found.left(step)
 
 
 class _Return:

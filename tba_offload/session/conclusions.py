@@ -8,6 +8,7 @@ import torch
 
 from tba_offload.capture.trace import DeviceTimes
 from tba_offload.config.policy import Placement
+from tba_offload.layers.guards import is_checkpointed
 from tba_offload.report.run_log import MEMORY, TIMELINE
 from tba_offload.session.late import LateFigures, LateLoss, of_one_element
 from tba_offload.session.notices import tell
@@ -99,6 +100,8 @@ class Conclusions:
                 "placements": [str(placement) for placement in plan.placements],
                 "window": parts.offloader.ledger.window.nbytes,
                 "static": static_bytes(parts.modules, parts.optimizers, parts.states, device),
+                "checkpointed": sum(is_checkpointed(site.layer.module) for site in parts.sites),
+                "not_attached": _not_attached(parts),
                 **figures,
             },
         )
@@ -168,3 +171,13 @@ class Conclusions:
         if controller.has_planned and parts.world.rank == 0:
             tell(f"plan after step {record.step}: {news['summary']}")
         self._planned({"step": record.step, **news})
+
+
+def _not_attached(parts: Parts) -> int:
+    """How many modules are of the classes of the layers and not among these."""
+    layers = {id(site.layer.module) for site in parts.sites}
+    kinds = {type(site.layer.module) for site in parts.sites}
+    within = (inner for site in parts.sites for inner in site.layer.module.modules())
+    known = layers | {id(inner) for inner in within}
+    found = {id(inner) for module in parts.modules for inner in module.modules() if type(inner) in kinds}
+    return len(found - known)

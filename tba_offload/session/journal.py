@@ -61,6 +61,7 @@ class Journal:
         self._steps = 0
         self._header = header
         self._looks: deque[dict[str, object]] = deque(maxlen=_REMEMBERED_LOOKS)
+        self._updates: dict[int, dict[str, object]] = {}  # the latest of each optimizer
         self._waiting: deque[tuple[LateFigures | None, Callable[[], object]]] = deque()
 
     @property
@@ -101,7 +102,8 @@ class Journal:
             records: The records.
         """
         path = Path("this session") if self._run_log is None else self._run_log.path
-        return RunLog(header=self._header, steps=tuple(records), path=path, others=tuple(self._looks))
+        others = (*self._looks, *self._updates.values())
+        return RunLog(header=self._header, steps=tuple(records), path=path, others=others)
 
     def note_states(self, number: int, record: StatesRecord) -> None:
         """An optimizer has made an update.
@@ -110,7 +112,9 @@ class Journal:
             number: Which of the session's optimizers.
             record: What its update was like.
         """
-        self._note("states", {"optimizer": number, "step": self._steps, **asdict(record)})
+        document = {"optimizer": number, "step": self._steps, **asdict(record)}
+        self._updates[number] = {"event": "states", **document}
+        self._note("states", document)
 
     def note_states_choice(self, line: str | None, document: dict[str, object]) -> None:
         """It was decided how many sub-groups of optimizer states travel.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tba_offload.session.static_memory import ModuleTensors
     from tba_offload.transfer.offloader import Offloader
 
-FORWARD, LOSS, BACKWARD = "forward", "loss", "backward"
+FORWARD, LOSS, BACKWARD, EMBEDDINGS = "forward", "loss", "backward", "embeddings"
 
 _NEWS = 9 / 8
 """Peak of a step, in peaks of the one that was told last, from which on it is told as well."""
@@ -216,7 +216,7 @@ class MemoryWatch:
         if self._meter is not None:
             self._base = live = self._meter.live()
             self.is_on = True
-            self._enter(FORWARD, 0, live)
+            self._enter(EMBEDDINGS, 0, live)
 
     def look_back(self) -> None:
         """The step is about to end; what it has saved is known still."""
@@ -271,11 +271,17 @@ class MemoryWatch:
         self._runs.reach(index)
         self._enter(BACKWARD, index, live)
 
+    def backward_left(self) -> None:
+        """Backward has come out of the first layer, to what made the input of that."""
+        live = self._close()
+        self._runs.let_go()
+        self._enter(EMBEDDINGS, 0, live)
+
     def backward_ended(self) -> None:
         """A backward pass is over."""
         live = self._close()
         self._runs.let_go()
-        self._enter(FORWARD, 0, live)
+        self._enter(EMBEDDINGS, 0, live)
 
     def seen(self, live: int) -> None:
         """The meter has seen ``live`` bytes that are in use."""

@@ -670,7 +670,7 @@ class StoreContract:
         closing.join(PATIENCE)
         assert not closing.is_alive()
         assert all(future.done() for future in futures)
-        assert not futures[0].cancelled()
+        assert not all(future.cancelled() for future in futures)  # one of them had begun
         assert io_threads() == []
 
     def test_close_from_a_callback_is_refused(self, store: ActivationStore) -> None:

@@ -165,6 +165,59 @@ def test_states_of_an_optimizer_that_updates_between_steps(tmp_path: Path) -> No
     assert abs(found.evidence.peak.of("states") - nbytes) < nbytes / 100
 
 
+def test_states_that_travel_are_not_to_be_offloaded_again(tmp_path: Path) -> None:
+    """The session says so as well as the log; three sub-groups stay, whatever their size."""
+    model, log = Model(width=384), tmp_path / "run.jsonl"
+    optimizer = torch.optim.AdamW(model.parameters())
+    policy = {"default": "offload", "states": {"sub_group_bytes": "64MiB"}}
+    with tba.attach(model, policy, optimizer=optimizer, run_log=log, directories=str(tmp_path)) as session:
+        few_tokens(model, optimizer)
+        told = session.why()
+    assert told.as_json() == why(log).as_json()
+    found = next(each for each in told.findings if each.cause == "optimizer states")
+    assert "are offloaded" in found.what
+    assert "states.sub_group_bytes: 2MiB" in found.change
+
+
+def test_embeddings_that_the_head_shares(tmp_path: Path) -> None:
+    class Tied(Model):
+        def __init__(self) -> None:
+            super().__init__(vocabulary=20_000)
+            self.words = nn.Embedding(20_000, WIDTH)
+            self.head.weight = self.words.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.words(x.abs().mul(9_999).long().clamp(max=19_999)[:, 0]))
+
+    found = trained(tmp_path, Tied(), loop=few_tokens)
+    assert found.cause == "embeddings"
+    assert found.evidence.peak.name == "embeddings"
+    nbytes = 20_000 * WIDTH * 4
+    assert found.evidence.peak.of("running", "beside") > 1.9 * nbytes  # two gradients at once
+    layers = next(phase for phase in found.evidence.phases if phase.name == "backward")
+    assert layers.nbytes < found.evidence.peak.nbytes - nbytes / 2
+
+
+def test_layers_that_are_not_attached(tmp_path: Path) -> None:
+    model = Model()
+    found = trained(tmp_path, model, layers=list(model.layers)[:2])
+    assert found.cause == "layers not attached"
+    assert f"{LAYERS - 2} modules of the same class" in found.findings[0].what
+
+
+@pytest.mark.filterwarnings("ignore:gradient checkpointing is switched on")
+def test_checkpointing_within_layers(tmp_path: Path) -> None:
+    class Inside(Block):
+        gradient_checkpointing = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    model = Model()
+    model.layers = nn.ModuleList(Inside(WIDTH, 16 * WIDTH) for _ in range(LAYERS))
+    assert trained(tmp_path, model).cause == "framework checkpointing"
+
+
 def test_a_table_that_modules_hold(tmp_path: Path) -> None:
     model = Model()
     model.layers = nn.ModuleList(Rotated(WIDTH, 4 * WIDTH) for _ in range(LAYERS))

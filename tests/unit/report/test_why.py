@@ -10,10 +10,13 @@ from click.testing import CliRunner, Result
 from run_logs import HELD, MIB, memory_event, peak, write_run
 
 from tba_offload import cli
+from tba_offload.config.options import StatesConfig
 from tba_offload.errors import RunLogError
+from tba_offload.report import causes
 from tba_offload.report.ranks import path_of_rank
-from tba_offload.report.run_log import read_run_log
+from tba_offload.report.run_log import RunHeader, RunLogWriter, StepRecord, read_run_log
 from tba_offload.report.why import why
+from tba_offload.states import slots
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -139,6 +142,34 @@ def test_what_else_outlives_steps_is_told_where_the_program_itself_is_not_among_
     is_device = source == "torch.cuda"
     assert found.evidence.peak.of("others") == (300 * MIB if is_device else 0)
     assert (found.cause == "held by the program") is is_device
+
+
+def test_sizes_that_advice_names_are_those_of_the_package() -> None:
+    assert causes.SLOTS == slots.SLOTS
+    assert {
+        True: StatesConfig().sub_group_on("cpu"),
+        False: StatesConfig().sub_group_on("cuda"),
+    } == causes.SUB_GROUP
+
+
+def test_gradients_that_stay_for_the_next_micro_batch_cannot_be_freed_in_backward(tmp_path: Path) -> None:
+    large = event(phases={"backward": peak(900, gradients=900)})
+    once = why(write_run(tmp_path / "once.jsonl", large, scopes=2)).findings[0]
+    again = why(write_run(tmp_path / "again.jsonl", large, scopes=4)).findings[0]
+    assert (once.cause, again.cause) == ("gradients", "gradients")
+    assert "states.when: backward" in once.change
+    assert "states.when" not in again.change
+
+
+def test_a_list_of_what_steps_put_out_is_not_taken_off_the_peak(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with RunLogWriter(path, RunHeader(strategy="offload")) as log:
+        for number in range(1, 8):
+            base = number * 9 * MIB
+            log.write(StepRecord(step=number, seconds=0.5, activation_peak_bytes=MIB, base_bytes=base))
+    told = why(path)
+    assert told.cause == "graphs of earlier steps"
+    assert "That would be 36.0 MiB less in the last step of the log." in str(told)
 
 
 def test_frozen_weights_that_come_and_go_are_no_gradients(tmp_path: Path) -> None:
