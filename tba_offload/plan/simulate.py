@@ -49,6 +49,7 @@ class Outcome:
         write_seconds: How long the drive was busy with writes.
         read_seconds: How long it was busy with reads.
         host_written_bytes: Bytes that went to host memory beside the drive.
+        host_read_bytes: Bytes that came back from there.
         host_peak_bytes: Most bytes that it held.
         held_bytes: Most bytes of activations on the device that were not in flight, the rest left out.
         fallback_bytes: Bytes of offloaded layers that stayed because no tier had room for them.
@@ -65,6 +66,7 @@ class Outcome:
     write_seconds: float
     read_seconds: float
     host_written_bytes: int = 0
+    host_read_bytes: int = 0
     host_peak_bytes: int = 0
     held_bytes: int = 0
     fallback_bytes: int = 0
@@ -191,6 +193,7 @@ class _Run:
             write_seconds=drive.write_seconds,
             read_seconds=drive.read_seconds,
             host_written_bytes=host.written if host is not None else 0,
+            host_read_bytes=host.read if host is not None else 0,
             host_peak_bytes=host.peak if host is not None else 0,
             held_bytes=traffic.memory.held,
             fallback_bytes=traffic.fallback,
