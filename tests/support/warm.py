@@ -42,13 +42,14 @@ class Warm:
         self._complaints = folder / "complaints"
 
     def run(
-        self, *arguments: str, timeout: float = 120, is_strict: bool = False
+        self, *arguments: str, timeout: float = 600, is_strict: bool = False
     ) -> subprocess.CompletedProcess[str]:
         """What ``subprocess.run`` of the interpreter with these arguments returns.
 
         Args:
             arguments: ``-c`` and code, ``-m`` and a module, or a path; then those of the program.
-            timeout: Seconds, after which it is killed, and the test fails.
+            timeout: Seconds, after which it is killed, and the test fails. Products in bf16 take a hundred times
+                as long on CPUs without instructions for it.
             is_strict: Whether warnings are errors, as with ``-W error``.
         """
         output, errors = self._folder / "output", self._folder / "errors"
