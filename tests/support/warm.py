@@ -48,8 +48,8 @@ class Warm:
 
         Args:
             arguments: ``-c`` and code, ``-m`` and a module, or a path; then those of the program.
-            timeout: Seconds, after which it is killed, and the test fails. Products in bf16 take a hundred times
-                as long on CPUs without instructions for it.
+            timeout: Seconds, after which it is killed, and the test fails. Products in bf16 take a hundred
+                times as long on CPUs without instructions for it.
             is_strict: Whether warnings are errors, as with ``-W error``.
         """
         output, errors = self._folder / "output", self._folder / "errors"
