@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from tba_offload.formatting import readable_size
+from tba_offload.report.digest import whole
 from tba_offload.report.endurance import limit_in, terabytes
 from tba_offload.report.evidence import stored_in_memory
 
@@ -36,8 +37,11 @@ _WINDOW_SHARE = 8
 SLOTS = 3
 """Sub-groups of offloaded states that are in memory: one is updated, one read, one written."""
 
-SUB_GROUP = {True: 64 << 20, False: 256 << 20}
-"""Bytes of a sub-group where the policy does not say, on a CPU and elsewhere."""
+SUB_GROUP_ON_CPU = 64 << 20
+"""Bytes of a sub-group where the policy does not say, on a CPU."""
+
+SUB_GROUP = 256 << 20
+"""Likewise, on an accelerator."""
 
 _SLOTS_SHARE = 8
 """Slots of this part of all states have most of them leave memory."""
@@ -343,7 +347,7 @@ def _gradients(evidence: Evidence) -> Iterator[Finding]:
             f"{what}; they stay from one micro-batch of a step to the next",
             "shard them over ranks (FSDP2, ZeRO-2), or have parameters, and with them gradients, in 16 bits",
         )
-    elif not any(_whole(update.get("in_backward")) for update in _updates(evidence)):
+    elif not any(whole(update.get("in_backward")) for update in _updates(evidence)):
         yield Finding(
             "gradients",
             evidence.without(lambda phase: phase.of("gradients")),
@@ -361,8 +365,8 @@ def _accumulates(evidence: Evidence) -> bool:
 
 def _states(evidence: Evidence) -> Iterator[Finding]:
     updates, most = _updates(evidence), max(phase.of("states") for phase in evidence.phases)
-    away = sum(_whole(update.get("states_bytes")) for update in updates)
-    usual = SUB_GROUP[evidence.is_cpu]
+    away = sum(whole(update.get("states_bytes")) for update in updates)
+    usual = SUB_GROUP_ON_CPU if evidence.is_cpu else SUB_GROUP
     size = min(max((away or most) // (SLOTS * _SLOTS_SHARE) >> 20, 1) << 20, usual)
     if updates:
         what = f"states of optimizers are offloaded, and {readable_size(most)} of them are always in memory"
@@ -378,12 +382,8 @@ def _states(evidence: Evidence) -> Iterator[Finding]:
 
 def _updates(evidence: Evidence) -> list[Mapping[str, object]]:
     """The latest update of each optimizer whose states are offloaded."""
-    found = {event.get("optimizer"): event for event in evidence.log.others if event["event"] == "states"}
-    return list(found.values())
-
-
-def _whole(value: object) -> int:
-    return value if isinstance(value, int) and value > 0 else 0
+    updates = (event for event in evidence.log.others if event["event"] == "states")
+    return list({whole(event.get("optimizer")): event for event in updates}.values())
 
 
 def _others(evidence: Evidence) -> Iterator[Finding]:

@@ -77,7 +77,7 @@ class Digest:
         """The median of the bytes that a step writes to drives: activations, and states of optimizers."""
         activations = self.median(lambda step: step.offloaded_bytes - step.host_offloaded_bytes) or 0
         states = [
-            _whole(event.get("written_bytes")) for event in self.log.others if event["event"] == "states"
+            whole(event.get("written_bytes")) for event in self.log.others if event["event"] == "states"
         ]
         return int(activations + (statistics.median(states) if states else 0))
 
@@ -97,7 +97,8 @@ def _waits(step: StepRecord) -> float | None:
     return step.stall_seconds / step.seconds if step.stall_seconds is not None and step.seconds else None
 
 
-def _whole(value: object) -> int:
+def whole(value: object) -> int:
+    """A number of an event that nothing has checked; 0 where it is none."""
     return value if isinstance(value, int) else 0
 
 
@@ -141,7 +142,7 @@ def _when(numbers: Iterable[int]) -> str:
 def _of_log(log: RunLog) -> Iterator[tuple[str, str, str]]:
     for event in log.others:
         if event["event"] == GAP:
-            missing = _whole(event.get("missing_steps"))
+            missing = whole(event.get("missing_steps"))
             yield (
                 "steps missing from the log, which could not be written",
                 str(missing),

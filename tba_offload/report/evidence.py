@@ -99,10 +99,11 @@ class Evidence:
         late = [event for event in events if event.step > 1 or len(events) == 1]
         late = [event for event in late if event.placements == late[-1].placements]
         memory = max(late, key=lambda event: _peak(steps[event.step]), default=None)
-        step = steps[memory.step] if memory is not None else _fullest(log)
-        stored = step.offloaded_bytes if stored_in_memory(log) == "files" else 0
         if memory is None:
+            step = _fullest(log)
             return cls(log, step, None, (_unknown(step),))
+        step = steps[memory.step]
+        stored = step.offloaded_bytes if stored_in_memory(log) == "files" else 0
         return cls(log, step, memory, tuple(_phases(memory, _lasting(step, memory), stored)))
 
     @property

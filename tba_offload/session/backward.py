@@ -106,7 +106,7 @@ class BackwardWatch:
         if self._parts.ranges.is_on:
             self._parts.ranges.backward_ended()
         if self._parts.memory_watch.is_on:
-            self._parts.memory_watch.backward_ended()
+            self._parts.memory_watch.backward_left()
         self._ended()
 
 

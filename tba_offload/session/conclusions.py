@@ -175,9 +175,8 @@ class Conclusions:
 
 def _not_attached(parts: Parts) -> int:
     """How many modules are of the classes of the layers and not among these."""
-    layers = {id(site.layer.module) for site in parts.sites}
-    kinds = {type(site.layer.module) for site in parts.sites}
-    within = (inner for site in parts.sites for inner in site.layer.module.modules())
-    known = layers | {id(inner) for inner in within}
+    layers = [site.layer.module for site in parts.sites]
+    kinds = set(map(type, layers))
+    known = {id(inner) for layer in layers for inner in layer.modules()}
     found = {id(inner) for module in parts.modules for inner in module.modules() if type(inner) in kinds}
     return len(found - known)

@@ -272,13 +272,7 @@ class MemoryWatch:
         self._enter(BACKWARD, index, live)
 
     def backward_left(self) -> None:
-        """Backward has come out of the first layer, to what made the input of that."""
-        live = self._close()
-        self._runs.let_go()
-        self._enter(EMBEDDINGS, 0, live)
-
-    def backward_ended(self) -> None:
-        """A backward pass is over."""
+        """Backward has come out of the first layer, to what made the input of that, or is over."""
         live = self._close()
         self._runs.let_go()
         self._enter(EMBEDDINGS, 0, live)

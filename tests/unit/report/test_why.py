@@ -130,6 +130,9 @@ def test_states_that_travel_are_not_to_be_offloaded_once_more(tmp_path: Path) ->
     found = why(path)
     assert found.cause == "optimizer states"
     assert "states.sub_group_bytes" in found.findings[0].change
+    with path.open("a") as file:  # damaged
+        file.write(json.dumps({"event": "states", "optimizer": [], "states_bytes": "many"}) + "\n")
+    assert why(path).cause == "optimizer states"
 
 
 @pytest.mark.parametrize("source", ["torch.cuda", "mallinfo2, sampled every 2 ms"])
@@ -146,10 +149,8 @@ def test_what_else_outlives_steps_is_told_where_the_program_itself_is_not_among_
 
 def test_sizes_that_advice_names_are_those_of_the_package() -> None:
     assert causes.SLOTS == slots.SLOTS
-    assert {
-        True: StatesConfig().sub_group_on("cpu"),
-        False: StatesConfig().sub_group_on("cuda"),
-    } == causes.SUB_GROUP
+    assert StatesConfig().sub_group_on("cpu") == causes.SUB_GROUP_ON_CPU
+    assert StatesConfig().sub_group_on("cuda") == causes.SUB_GROUP
 
 
 def test_gradients_that_stay_for_the_next_micro_batch_cannot_be_freed_in_backward(tmp_path: Path) -> None:

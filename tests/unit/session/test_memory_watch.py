@@ -127,7 +127,7 @@ def test_backward_lets_go_of_a_run_when_it_comes_to_the_next() -> None:
     assert bench.held["backward"]["kept"] == 30
     assert bench.watch.peaks["backward"].layer == 0
     assert bench.watch.layers[1].backward == 100
-    bench.watch.backward_ended()
+    bench.watch.backward_left()
     bench.watch.layer_begins(0)
     bench.grow(1000)
     assert bench.held["forward"]["kept"] == 20
