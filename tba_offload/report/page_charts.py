@@ -142,10 +142,11 @@ def step_over_time(log: RunLog, salt: str) -> Chart | None:
 
 # Memory by holder
 
-_PARTS: dict[str, tuple[str, ...]] = {
+PARTS: dict[str, tuple[str, ...]] = {
     "model": ("parameters", "frozen", "buffers", "tables"),
     "gradients": ("gradients",),
     "optimizer states": ("states",),
+    "whatever else lasts": ("others",),
     "in flight": ("in_flight", "read_ahead"),
     "kept activations": ("settled", "small", "kept"),
     "inputs and outputs": ("inputs", "outputs", "beside"),
@@ -157,14 +158,15 @@ _PARTS: dict[str, tuple[str, ...]] = {
 
 def holders(evidence: Evidence, salt: str) -> Chart:
     """The peak of each phase by what holds it."""
-    parts = [name for name, of in _PARTS.items() if any(phase.of(*of) for phase in evidence.phases)]
+    parts = [name for name, of in PARTS.items() if any(phase.of(*of) for phase in evidence.phases)]
     stacks = [Stack(phase.name, _sizes(phase, parts)) for phase in evidence.phases]
     title = f"Memory at the peak of each phase of step {evidence.step.step}"
     caption = (
-        "Working set is what the layer that runs needs at once; after the last layer it is logits and loss."
+        "Working set is what the layer that runs needs at once; after the last layer it is logits and loss, "
+        "before the first one and after its backward embeddings."
     )
     return Chart(title, caption, stacked(stacks, parts, salt=salt, label=title))
 
 
 def _sizes(phase: Phase, parts: Sequence[str]) -> list[float]:
-    return [float(phase.of(*_PARTS[name])) for name in parts]
+    return [float(phase.of(*PARTS[name])) for name in parts]

@@ -22,8 +22,9 @@ from tba_offload.errors import MissingDependencyError
 from tba_offload.report.charts import Series, Stack, over_steps, stacked
 from tba_offload.report.digest import Digest, faults
 from tba_offload.report.endurance import endurance
-from tba_offload.report.evidence import Evidence
+from tba_offload.report.evidence import HOLDERS, Evidence
 from tba_offload.report.page import page
+from tba_offload.report.page_charts import PARTS
 from tba_offload.report.page_layers import layers_table
 from tba_offload.report.run_log import read_run_log
 
@@ -335,6 +336,12 @@ def opened(browser: str, folder: Path) -> str:
 def lines_of(svg: str) -> list[str]:
     """The paths of lines over steps: those with a colour of the page and no fill."""
     return re.findall(r'<path d="([^"]*)"[^>]*style="fill: none; stroke: var\(--c\d\)', svg)
+
+
+def test_each_holder_of_memory_is_in_one_part_of_a_bar(tmp_path: Path) -> None:
+    path = run(tmp_path / "run.jsonl", base_bytes=900 * MIB, peak_source="torch.cuda")
+    assert "whatever else lasts" in text_of(path)
+    assert sorted(name for part in PARTS.values() for name in part) == sorted(HOLDERS)
 
 
 def test_steps_that_are_missing_leave_a_gap() -> None:
