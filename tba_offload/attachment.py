@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from torch.nn.parameter import is_lazy
+
 from tba_offload import effects
 from tba_offload.config import ConfigLike, OffloadConfig, Paths, read_config, with_directories
 from tba_offload.errors import ConfigError, NoEffectWarning
@@ -62,7 +64,8 @@ def attach(
             forward; by default the elements of ``input_ids``, where the model is given any.
         run_log: Path of the run log to write.
         strategy: Label of the run in ROK plots.
-        model_info: What the run log says about the model: name, sizes, batch size.
+        model_info: What the run log says about the model beside the name of its class and how many parameters
+            it has: sizes, batch size, another name.
         measure_memory: Whether to measure the activation peak of steps that do not say so themselves. On CUDA
             that is free; on a CPU a thread samples, which takes part of a core.
         status: Whether each step is told in a line. New plans of ``auto`` always are: by the logger
@@ -102,7 +105,7 @@ def attach(
             chosen,
             run_log=run_log,
             strategy=strategy,
-            model_info=model_info,
+            model_info={**_about(chunks), **(model_info or {})},
             measure_memory=measure_memory,
             status=status,
             tokens=tokens,
@@ -129,6 +132,25 @@ def _named(chunks: list[nn.Module], layers: Sequence[nn.Module]) -> LayerStack:
 def _configured(config: ConfigLike, directories: Paths | None, stack: LayerStack) -> OffloadConfig:
     """The configuration, judged by the layers that it is for, with other directories if there are any."""
     return with_directories(read_config(config, layers=[layer.id for layer in stack.layers]), directories)
+
+
+def _about(chunks: Sequence[nn.Module]) -> dict[str, object]:
+    """What tells runs of one model from those of another."""
+    parameters = {parameter for chunk in chunks for parameter in chunk.parameters()}  # a shared one once
+    names = dict.fromkeys(type(_unwrapped(chunk)).__name__ for chunk in chunks)
+    known = (parameter.numel() for parameter in parameters if not is_lazy(parameter))
+    return {"name": ", ".join(names), "parameters": sum(known)}
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model in wrappers with nothing else in them, as DistributedDataParallel."""
+    while [name for name, _ in model.named_children()] in _WRAPPED:
+        (model,) = model.children()
+    return model
+
+
+_WRAPPED = (["module"], ["_orig_mod"])
+"""Names of the only child of a wrapper."""
 
 
 def _several(optimizer: Optimizer | Sequence[Optimizer] | None) -> Sequence[Optimizer]:

@@ -154,6 +154,7 @@ class StepTrace:
             forbids hooks, and were therefore not captured.
         backward_seconds: Time of the backward passes, from the first scope to the end of the graph.
         backward_ends: When they ended.
+        layers_left: When they came out of the first layer, as far as that was watched.
         marks: The step in the work of a device that runs behind the host; ``None`` if they are not wanted.
         gone: Retained graphs whose end was not noted yet.
     """
@@ -167,6 +168,7 @@ class StepTrace:
     left_alone: int = 0
     backward_seconds: float = 0.0
     backward_ends: list[float] = field(default_factory=list)
+    layers_left: list[float] = field(default_factory=list)
     marks: StepMarks | None = None
     _backward_began: float | None = None
     gone: deque[weakref.ref[Life]] = field(default_factory=deque)
@@ -245,6 +247,10 @@ class StepTrace:
             if not self._lives[id(scope)]:  # a pass that comes again gives it a new life
                 scope.gone_by = now
         return True
+
+    def backward_left(self) -> None:
+        """Notes that a backward pass is done with the first layer, and goes on to what made its input."""
+        self.layers_left.append(time.perf_counter())
 
     def backward_ended(self) -> None:
         """Notes that a backward pass is over."""

@@ -23,7 +23,9 @@ def _sizes(context: click.Context, parameter: click.Parameter, values: tuple[str
 
 
 @click.command("bench-io")
-@click.argument("directories", metavar="DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument(
+    "directories", metavar="DIR...", nargs=-1, required=True, type=click.Path(readable=False, path_type=Path)
+)
 @click.option(
     "--block",
     "blocks",

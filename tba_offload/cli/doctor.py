@@ -40,7 +40,7 @@ def _parameters(_context: click.Context, _parameter: click.Parameter, text: str 
 
 
 @click.command()
-@click.argument("directories", metavar="[DIR]...", nargs=-1, type=click.Path(path_type=Path))
+@click.argument("directories", metavar="[DIR]...", nargs=-1, type=click.Path(readable=False, path_type=Path))
 @click.option(
     "--run",
     metavar="RUN.jsonl",

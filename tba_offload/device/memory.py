@@ -192,7 +192,7 @@ class MemoryMeter(ABC):
 
     @abstractmethod
     def pause(self) -> None:
-        """Does not watch until :meth:`resume`."""
+        """What is live until :meth:`resume` is told of still, and is in no peak."""
 
     @abstractmethod
     def resume(self) -> None:
@@ -252,15 +252,18 @@ class AllocatorMeter(MemoryMeter):
     def reset(self) -> None:
         """Sets the allocator's peak to what is live now."""
         self._peak = self._whole = self._reserved = 0
-        self.resume()
+        self._paused = False
+        self._begin_stretch()
 
     def pause(self) -> None:
-        """Ends a stretch; the next one begins with :meth:`resume`."""
+        """Ends a stretch; the next one, which lasts until :meth:`resume`, is told of alone."""
         self._end_stretch()
         self._paused = True
+        self._begin_stretch()
 
     def resume(self) -> None:
         """Begins a stretch."""
+        self._end_stretch()
         self._paused = False
         self._begin_stretch()
 
@@ -273,9 +276,8 @@ class AllocatorMeter(MemoryMeter):
 
     def cut(self) -> int:
         """Ends a stretch, and begins the next; returns live bytes."""
-        if not self._paused:
-            self._end_stretch()
-            self._begin_stretch()
+        self._end_stretch()
+        self._begin_stretch()
         return self.live()
 
     def peak(self) -> int:
@@ -299,12 +301,13 @@ class AllocatorMeter(MemoryMeter):
         self._module.reset_peak_memory_stats(self._device)
 
     def _end_stretch(self) -> None:
+        static = min(self._static_before, self._static())
+        whole = self._module.max_memory_allocated(self._device)
+        most = whole - static
+        self._seen(most)
         if not self._paused:
-            static = min(self._static_before, self._static())
-            whole = self._module.max_memory_allocated(self._device)
-            self._whole, most = max(self._whole, whole), whole - static
+            self._whole = max(self._whole, whole)
             self._peak = max(self._peak, most)
-            self._seen(most)
             self._reserved = max(self._reserved, self._module.max_memory_reserved(self._device))
 
 
@@ -335,6 +338,7 @@ class MallocMeter(MemoryMeter):
         self._whole = 0
         self._latest = 0  # count that was read
         self._rests_until = 0.0
+        self._is_paused = False
         self._watching = threading.Event()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -355,6 +359,7 @@ class MallocMeter(MemoryMeter):
     def reset(self) -> None:
         """Takes a first sample and lets the thread, and :meth:`sample`, take the others."""
         with self._lock:
+            self._is_paused = False
             self._peak = self.live()
             self._whole = self._latest
         if self._thread is None:
@@ -364,13 +369,14 @@ class MallocMeter(MemoryMeter):
         self._watching.set()
 
     def pause(self) -> None:
-        """Takes a sample, and none until :meth:`resume`."""
-        if self._watching.is_set():
+        """Takes a last sample that counts; those until :meth:`resume` are told of alone."""
+        if not self._is_paused and self._watching.is_set():
             self._sample()
-            self._watching.clear()
+            self._is_paused = True
 
     def resume(self) -> None:
-        """Lets the thread go on."""
+        """Samples count again."""
+        self._is_paused = False
         self._watching.set()
 
     def sample(self, grows_by: int = 0) -> None:  # noqa: ARG002 - a sample is of a moment
@@ -399,6 +405,7 @@ class MallocMeter(MemoryMeter):
     def peak(self) -> int:
         """The largest sample; takes a last one unless it is paused."""
         self.pause()
+        self._watching.clear()
         with self._lock:
             return self._peak
 
@@ -417,10 +424,12 @@ class MallocMeter(MemoryMeter):
     def _sample(self) -> int:
         with self._lock:  # or a sample from before a reset could come after it
             live = self.live()
-            if self._watching.is_set():
+            if not self._watching.is_set():
+                return live
+            if not self._is_paused:
                 self._peak = max(self._peak, live)
                 self._whole = max(self._whole, self._latest)
-                self._seen(live)
+            self._seen(live)
             return live
 
 

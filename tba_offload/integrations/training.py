@@ -50,7 +50,15 @@ class Training:
         self._reported = 0
         self._step: Step | None = None  # told by hand, and open
 
-    def begin(self, model: nn.Module, *, rank: int, ranks: int, optimizers: Sequence[Optimizer] = ()) -> None:
+    def begin(
+        self,
+        model: nn.Module,
+        *,
+        rank: int,
+        ranks: int,
+        optimizers: Sequence[Optimizer] = (),
+        batch_size: int | None = None,
+    ) -> None:
         """Attaches the model; a session that an exception has left open is closed first.
 
         Args:
@@ -58,6 +66,7 @@ class Training:
             rank: Of this process.
             ranks: How many there are.
             optimizers: Those that train it; where the configuration has ``states``, theirs are offloaded.
+            batch_size: Sequences of a step, for the run log, unless the options have a ``model_info``.
         """
         self.end()
         for other in list(_open):  # of a callback that an exception has cut off, as in a notebook
@@ -66,7 +75,10 @@ class Training:
         _open.add(self)
         self._reported = 0
         config = read_config(self._config)
-        options = {"optimizer": optimizers if config.states is not None else None} | self._options
+        options = {
+            "optimizer": optimizers if config.states is not None else None,
+            "model_info": None if batch_size is None else {"batch_size": batch_size},
+        } | self._options
         self.session = attach(model, config, run_log=self._free_run_log(rank, ranks), **options)
 
     def begin_step(self) -> None:

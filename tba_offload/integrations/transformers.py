@@ -65,6 +65,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
             rank=args.process_index,
             ranks=args.world_size,
             optimizers=() if optimizer is None else (optimizer,),
+            batch_size=_sequences_of_a_step(args, state),
         )
 
     def _come_first(self, handler: object) -> None:
@@ -112,3 +113,9 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Gives the model back as it was."""
         self._training.end()
+
+
+def _sequences_of_a_step(args: TrainingArguments, state: TrainerState) -> int:
+    """Those of all processes; a trainer that looks for a size that fits tells its state the one it tries."""
+    at_once = getattr(state, "train_batch_size", None) or args.train_batch_size
+    return int(at_once * args.gradient_accumulation_steps * args.world_size)

@@ -61,6 +61,8 @@ class Finding:
         change: What to do about it, in a sentence.
         blocks: Whether the policy has no effect because of it, so that it is to be changed before all else.
         is_in_peak: Whether the peak that is told has the bytes in it; what was live before a step is not.
+        is_news: Whether it is told last even where it hardly matters for the peak: the policy means something
+            else than what happens.
     """
 
     cause: str
@@ -69,6 +71,7 @@ class Finding:
     change: str
     blocks: bool = False
     is_in_peak: bool = True
+    is_news: bool = False
 
 
 def findings(evidence: Evidence) -> list[Finding]:
@@ -76,7 +79,8 @@ def findings(evidence: Evidence) -> list[Finding]:
     found = [finding for rule in _RULES for finding in rule(evidence)]
     least = _WORTH * evidence.peak.nbytes
     worth = [each for each in found if each.saves > least]
-    return sorted(worth, key=lambda each: (each.blocks, each.saves), reverse=True)
+    news = [each for each in found if each.is_news and each.saves <= least]
+    return sorted(worth, key=lambda each: (each.blocks, each.saves), reverse=True) + news
 
 
 # Causes that stand in the way of the policy
@@ -97,6 +101,7 @@ def _left_alone(evidence: Evidence) -> Iterator[Finding]:
         "model.gradient_checkpointing_disable()) and let the policy place the layers: recompute-offload "
         "recomputes as it does, and frees the inputs as well",
         blocks=share >= _MOST,
+        is_news=True,
     )
 
 
@@ -112,6 +117,7 @@ def _checkpointed(evidence: Evidence) -> Iterator[Finding]:
         "switch it off (gradient_checkpointing=False of a Hugging Face trainer, or "
         "model.gradient_checkpointing_disable()), and let the policy place the layers",
         blocks=memory.checkpointed >= _MOST * len(memory.names),
+        is_news=True,
     )
 
 
@@ -348,13 +354,19 @@ def _gradients(evidence: Evidence) -> Iterator[Finding]:
             "shard them over ranks (FSDP2, ZeRO-2), or have parameters, and with them gradients, in 16 bits",
         )
     elif not any(whole(update.get("in_backward")) for update in _updates(evidence)):
+        size, told = _sub_group(evidence, max(phase.of("gradients") for phase in evidence.phases))
+
+        def freed(phase: Phase) -> int:
+            """Slots take the place of states, and where there are few of these more than that."""
+            return phase.of("gradients") - max(SLOTS * size - phase.of("states"), 0)
+
         yield Finding(
             "gradients",
-            evidence.without(lambda phase: phase.of("gradients")),
+            evidence.without(freed),
             what,
             "have updates made in backward, where gradients are freed at once: states.when: backward and "
             "states.gradients: free, with attach(..., optimizer=optimizer), where nothing clips them "
-            "(max_grad_norm=0 of a Hugging Face trainer)",
+            f"(max_grad_norm=0 of a Hugging Face trainer){told}",
         )
 
 
@@ -366,24 +378,61 @@ def _accumulates(evidence: Evidence) -> bool:
 def _states(evidence: Evidence) -> Iterator[Finding]:
     updates, most = _updates(evidence), max(phase.of("states") for phase in evidence.phases)
     away = sum(whole(update.get("states_bytes")) for update in updates)
-    usual = SUB_GROUP_ON_CPU if evidence.is_cpu else SUB_GROUP
-    size = min(max((away or most) // (SLOTS * _SLOTS_SHARE) >> 20, 1) << 20, usual)
+    size, told = _sub_group(evidence, away or most)
     if updates:
         what = f"states of optimizers are offloaded, and {readable_size(most)} of them are always in memory"
         change = "have fewer in memory at a time"
     else:
         what = f"states of optimizers take {readable_size(most)} always, and are used in the update alone"
         change = "offload them too: attach(..., optimizer=optimizer), or states in the policy of a callback"
-    if updates or size < usual:
-        change += f"; states.sub_group_bytes: {size >> 20}MiB, since {SLOTS} sub-groups stay in memory"
-    saves = evidence.without(lambda phase: max(phase.of("states") - SLOTS * size, 0))
-    yield Finding("optimizer states", saves, what, change)
+
+    def freed(phase: Phase) -> int:
+        """An update works with one sub-group at a time, too."""
+        works_with = phase.of("running") if phase.name == "update" else 0
+        return max(phase.of("states") - SLOTS * size, 0) + max(works_with - size, 0)
+
+    yield Finding("optimizer states", evidence.without(freed), what, change + told)
+
+
+def _sub_group(evidence: Evidence, nbytes: int) -> tuple[int, str]:
+    """Size of a sub-group for that many bytes of states, and the setting in words where it has to be set."""
+    usual = SUB_GROUP_ON_CPU if evidence.is_cpu else SUB_GROUP
+    size = min(max(nbytes // (SLOTS * _SLOTS_SHARE) >> 20, 1) << 20, usual)
+    if size == usual and not _updates(evidence):
+        return size, ""
+    setting = f"; states.sub_group_bytes: {size >> 20}MiB, since {SLOTS} sub-groups stay in memory"
+    return size, setting
 
 
 def _updates(evidence: Evidence) -> list[Mapping[str, object]]:
     """The latest update of each optimizer whose states are offloaded."""
     updates = (event for event in evidence.log.others if event["event"] == "states")
     return list({whole(event.get("optimizer")): event for event in updates}.values())
+
+
+def _update(evidence: Evidence) -> Iterator[Finding]:
+    def freed(holder: str) -> Callable[[Phase], int]:
+        return lambda phase: phase.of(holder) if phase.name == "update" else 0
+
+    update = next((phase for phase in evidence.phases if phase.name == "update"), None)
+    if update is None:
+        return
+    yield Finding(
+        "working memory of the optimizer",
+        evidence.without(freed("running")),
+        f"optimizers work with {readable_size(update.of('running'))} beside parameters, gradients and "
+        "states, as copies that an update makes of them",
+        "give the optimizer fused=True, where its class has that, else foreach=False, which updates one "
+        "parameter after the other"
+        + ("" if _updates(evidence) else "; or offload its states, which updates a few parameters at a time"),
+    )
+    yield Finding(
+        "held in the update",
+        evidence.without(freed("beside")),
+        f"{readable_size(update.of('beside'))} of the step, such as its outputs, are held while optimizers "
+        "work",
+        "let go of them before: del outputs, loss",
+    )
 
 
 def _others(evidence: Evidence) -> Iterator[Finding]:
@@ -462,6 +511,7 @@ _RULES: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
     _beside,
     _gradients,
     _states,
+    _update,
     _others,
     _working_set,
 )

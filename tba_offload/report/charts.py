@@ -136,7 +136,7 @@ def over_steps(
         if from_zero:
             axes.set_ylim(0, 1.08 * largest / size or 1.0)
         if known:
-            figure.legend(loc="outside upper left", ncols=2, fontsize="small", handlelength=2.2)
+            figure.legend(loc="outside upper left", ncols=2, handlelength=2.2, columnspacing=1.2)
         return page_svg(figure, label)
 
 
@@ -146,7 +146,8 @@ def _finish(axes: Axes, steps: Sequence[int], unit: str) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(5))
     first, last = (min(steps), max(steps)) if steps else (0, 1)
-    axes.set_xlim(first - 0.5 * (first == last), last + 0.5 * (first == last))
+    margin = 0.02 * (last - first) or 0.5  # marks are wider than a point
+    axes.set_xlim(first - margin, last + margin)
     axes.grid(visible=False, axis="x")
 
 
@@ -206,7 +207,7 @@ def stacked(stacks: Sequence[Stack], parts: Sequence[str], *, salt: str, label: 
         axes.set_xlabel(name)
         axes.set_xlim(left=0)
         axes.grid(visible=False, axis="y")
-        figure.legend(loc="outside upper left", ncols=2, fontsize="small", handlelength=1.4)
+        figure.legend(loc="outside upper left", ncols=2, handlelength=1.4, columnspacing=1.2)
         return page_svg(figure, label)
 
 

@@ -135,7 +135,8 @@ class Evidence:
     def where(self, phase: Phase) -> str:
         """A phase in words."""
         if phase.name == "update":
-            return "the optimizer's update (what that works with comes on top)"
+            is_measured = self.memory is not None and "update" in self.memory.phases
+            return "the optimizer's update" + ("" if is_measured else " (what that works with comes on top)")
         if phase.name == "step":
             return "a phase that the log does not tell"
         if phase.name == "embeddings":
@@ -182,7 +183,8 @@ def _is_cpu(step: StepRecord) -> bool:
 def _phases(memory: MemoryEvent, lasting: Mapping[str, int], stored: int) -> Iterator[Phase]:
     for name, peak in memory.phases.items():
         yield Phase(name, peak.layer, {**lasting, **_held(peak), "store": stored})
-    yield Phase("update", None, {**lasting, "gradients": memory.static.gradients})
+    if "update" not in memory.phases:  # as where the step's block ends before it
+        yield Phase("update", None, {**lasting, "gradients": memory.static.gradients})
 
 
 def _lasting(step: StepRecord, memory: MemoryEvent) -> dict[str, int]:

@@ -78,7 +78,7 @@ class MemoryEvent(BaseModel):
     window: Bytes | None
     static: StaticBytes
     held: Annotated[list[tuple[_Word, Bytes, bool]], Field(max_length=10_000)]
-    phases: dict[Literal["forward", "loss", "backward", "embeddings"], PhasePeak]
+    phases: dict[Literal["forward", "loss", "backward", "embeddings", "update"], PhasePeak]
     layers: Annotated[list[tuple[Bytes, Bytes, Bytes]], Field(max_length=10_000)]
     checkpointed: Bytes = 0  # earlier logs tell neither
     not_attached: Bytes = 0

@@ -190,7 +190,7 @@ def _table(
 def prediction_table(digest: Digest) -> FittedTable | None:
     """What plans predicted beside what was measured."""
     peak = _predicted(digest, "Activation peak", "predicted_peak_bytes", "activation_peak_bytes")
-    rows = [row for row in (peak, _predicted(digest, "Time of a step", *_TIMES)) if row is not None]
+    rows = [row for row in (peak, _predicted(digest, "Step without optimizers", *_TIMES)) if row is not None]
     headings = ("Median of", "Steps", "Predicted", "Measured", "Measured / predicted", "Farthest off")
     return _table(headings, rows, right=(1, 2, 3, 4, 5))
 

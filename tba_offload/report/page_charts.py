@@ -163,7 +163,7 @@ def holders(evidence: Evidence, salt: str) -> Chart:
     title = f"Memory at the peak of each phase of step {evidence.step.step}"
     caption = (
         "Working set is what the layer that runs needs at once; after the last layer it is logits and loss, "
-        "before the first one and after its backward embeddings."
+        "before the first one and after its backward embeddings, in the update what the optimizer works with."
     )
     return Chart(title, caption, stacked(stacks, parts, salt=salt, label=title))
 

@@ -396,12 +396,17 @@ def _sampled(line: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.concatenate(pieces)
 
 
+_LEAST_SPAN = 1 / 8
+"""Length of an axis in its largest value: on a shorter one, points that differ by noise lie far apart."""
+
+
 def _limits(values: NDArray[np.float64]) -> tuple[float, float]:
     """Limits of an axis: from zero, unless that would squeeze the points together."""
     low, high = float(values.min()), float(values.max()) or 1.0
     if low < high / 2 or low == high:
         return 0.0, high * 1.1
-    margin = 0.12 * (high - low)
+    span = high - low
+    margin = max(0.12 * span, (_LEAST_SPAN * high - span) / 2)
     return low - margin, high + margin
 
 

@@ -71,22 +71,25 @@ def timeline_svg(timeline: TimelineEvent, *, salt: str) -> str:
         FigureCanvasSVG(figure)
         memory, *drives, lanes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
         unit, length = (1e-3, "milliseconds") if timeline.seconds < 1 else (1.0, "seconds")
+        for axes in (memory, *drives):
+            _shade_backward(axes, timeline, is_named=axes is memory)
         _draw_memory(memory, timeline)
         _draw_traffic(drives, panels, timeline.seconds or 1.0)
         _draw_lanes(lanes, timeline)
-        for axes in (memory, *drives):
-            _shade_backward(axes, timeline)
         lanes.set_xlim(0, timeline.seconds or 1.0)
         lanes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: f"{at / unit:g}"))
         lanes.set_xlabel(f"{length} since the step began")
         return page_svg(figure, f"Memory, traffic and layers over step {timeline.step}")
 
 
-def _shade_backward(axes: Axes, timeline: TimelineEvent) -> None:
+def _shade_backward(axes: Axes, timeline: TimelineEvent, *, is_named: bool) -> None:
     axes.grid(visible=False, axis="x")
+    label = "backward" if is_named else None
     for phase in timeline.phases():
         if phase.name == "backward":
-            axes.axvspan(phase.began, phase.ended, color=GRID, alpha=0.35, linewidth=0, zorder=0)
+            look: dict[str, Any] = {"color": GRID, "alpha": 0.35, "linewidth": 0, "zorder": 0}
+            axes.axvspan(phase.began, phase.ended, label=label, **look)
+            label = None
 
 
 # Memory
@@ -145,11 +148,13 @@ def _fill(
 
 
 def _with_gaps(timeline: TimelineEvent) -> list[tuple[float, Moment | None]]:
-    """The moments, and between them ``None`` where optimizers worked, whose memory is not measured."""
+    """The moments, and between them ``None`` where optimizers worked and memory was not measured."""
     shown = _thinned(timeline.points)
     found: list[tuple[float, Moment | None]] = [(point.seconds, point) for point in shown]
     first, last = timeline.points[0].seconds, timeline.points[-1].seconds
-    found += [(since, None) for since, _ in timeline.updates if first < since < last]
+    for since, until in timeline.updates:
+        if first < since < last and not any(since < point.seconds <= until for point in timeline.points):
+            found.append((since, None))
     return sorted(found, key=lambda each: each[0])
 
 

@@ -106,6 +106,8 @@ class TimelineEvent(BaseModel):
         began_unix_ns: When the step began, in nanoseconds since the epoch; ``None`` in logs of earlier
             versions, which lack all that follows too.
         updates: When optimizers worked: from, until.
+        layers_left: When backward passes came out of the first layer, to embeddings; none in logs of earlier
+            versions.
         budget: Most bytes of activations that the policy allows; ``None`` for no limit.
         window: Most bytes in flight that it allows; ``None`` for no limit.
         drives: The drives that moved bytes, each with its number among the directories, and its name; one
@@ -122,6 +124,7 @@ class TimelineEvent(BaseModel):
     points: Annotated[list[Moment], Field(max_length=100_000)]
     began_unix_ns: _Nanoseconds | None = None
     updates: Annotated[list[tuple[_Seconds, _Seconds]], Field(max_length=100_000)] = []
+    layers_left: Annotated[list[_Seconds], Field(max_length=100_000)] = []
     budget: _Bytes | None = None
     window: _Bytes | None = None
     drives: Annotated[list[tuple[_Number, _Word]], Field(max_length=1000)] = []
@@ -156,7 +159,7 @@ class TimelineEvent(BaseModel):
         reached = [(scope, scope.backward_began) for scope in self.scopes if scope.backward_began is not None]
         begins = sorted(began for _, began in reached)
         forwards = [scope.forward_began for scope in self.scopes]
-        edges = sorted([*begins, *self.backward_ends, *forwards, self.seconds])
+        edges = sorted([*begins, *self.layers_left, *self.backward_ends, *forwards, self.seconds])
         return [(scope, began, edges[min(bisect(edges, began), len(edges) - 1)]) for scope, began in reached]
 
     def phases(self) -> list[Phase]:

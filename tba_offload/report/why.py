@@ -84,7 +84,8 @@ class Diagnosis:
             f"Cause: {first.what}.",
             f"The one change that would help most: {first.change}.{self._then(first)}",
         ]
-        return said + [f"Next: {each.what}; {each.change}." for each in others[:_OTHERS]]
+        told = [each for place, each in enumerate(others) if place < _OTHERS or each.is_news]
+        return said + [f"Next: {each.what}; {each.change}." for each in told]
 
     def _then(self, finding: Finding) -> str:
         peak = self.evidence.peak.nbytes
@@ -174,6 +175,8 @@ def _holder(name: str, phase: Phase) -> str:
         return "logits, loss and their gradients"
     if name == "running" and phase.name == "embeddings":
         return "embeddings, and their gradients while they are made"
+    if name == "running" and phase.name == "update":
+        return "what the optimizer works with"
     if name == "beside" and phase.name in {"backward", "embeddings"}:
         return "made beside layers, or gradients that wait for another (a head tied to embeddings)"
     if name == "running" and phase.name == "step":

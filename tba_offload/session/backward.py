@@ -76,6 +76,7 @@ class BackwardWatch:
     def left(self, step: Step | None) -> None:
         """Backward has left the first layer of a step."""
         if step is self._ongoing.step and self._parts.memory_watch.is_on:
+            self._parts.capture.trace.backward_left()
             self._parts.memory_watch.backward_left()
 
     def came_back(self, to: _Return) -> None:

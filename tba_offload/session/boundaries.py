@@ -240,10 +240,9 @@ class Boundaries:
             overflowed=overflow is not None and bool(overflow),
         )
         self._gradients.also_watch(p for group in optimizer.param_groups for p in group["params"])
+        step.memory.resume()
         if step.opened_itself and self._all_updated(step) and not is_recomputation():
             self.end_step(step)
-        else:
-            step.memory.resume()
 
     def _all_updated(self, step: Step) -> bool:
         """Whether the optimizers of all parameters that got a gradient have made their step."""

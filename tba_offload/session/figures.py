@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tba_offload.device.memory import MemoryMeter
+    from tba_offload.session.memory_watch import MemoryWatch
 
 
 class StepMemory:
@@ -15,6 +16,7 @@ class StepMemory:
 
     Args:
         meter: Measures it; ``None`` if that is not wanted.
+        watch: Looks at what it is for.
 
     Attributes:
         meter: As given.
@@ -25,8 +27,9 @@ class StepMemory:
         device_peak_bytes: Most live bytes in forward and backward, gradients and states included.
     """
 
-    def __init__(self, meter: MemoryMeter | None) -> None:
+    def __init__(self, meter: MemoryMeter | None, watch: MemoryWatch) -> None:
         self.meter = meter
+        self._watch = watch
         self.gradients_allocated = False
         self._seen_rest = 0
         self.state_bytes = 0
@@ -71,12 +74,16 @@ class StepMemory:
         if self.meter is not None and self._live_at_pause is None:
             self.meter.pause()
             self._live_at_pause = self.meter.live()
+            if self._watch.is_on:
+                self._watch.update_begins()
 
     def resume(self) -> None:
         """The optimizer is done; what it has left allocated are its states."""
-        self._count_states()
+        born = self._count_states()
         if self.meter is not None:
             self.meter.resume()
+            if self._watch.is_on:
+                self._watch.update_ended(born)
 
     def end(self) -> None:
         """The step has ended."""
@@ -91,10 +98,12 @@ class StepMemory:
         """Peak of live bytes, gradients and states left out that the step allocated; ``None`` if untold."""
         return None if self._overlaps else self._peak
 
-    def _count_states(self) -> None:
-        if self.meter is not None and self._live_at_pause is not None:
-            self.state_bytes += max(self.meter.live() - self._live_at_pause, 0)
-            self._live_at_pause = None
+    def _count_states(self) -> int:
+        if self.meter is None or self._live_at_pause is None:
+            return 0
+        born, self._live_at_pause = max(self.meter.live() - self._live_at_pause, 0), None
+        self.state_bytes += born
+        return born
 
 
 class Updates:

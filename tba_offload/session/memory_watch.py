@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tba_offload.session.static_memory import ModuleTensors
     from tba_offload.transfer.offloader import Offloader
 
-FORWARD, LOSS, BACKWARD, EMBEDDINGS = "forward", "loss", "backward", "embeddings"
+FORWARD, LOSS, BACKWARD, EMBEDDINGS, UPDATE = "forward", "loss", "backward", "embeddings", "update"
 
 _NEWS = 9 / 8
 """Peak of a step, in peaks of the one that was told last, from which on it is told as well."""
@@ -275,6 +275,23 @@ class MemoryWatch:
         """Backward has come out of the first layer, to what made the input of that, or is over."""
         live = self._close()
         self._runs.let_go()
+        self._enter(EMBEDDINGS, 0, live)
+
+    def update_begins(self) -> None:
+        """An optimizer works from now on; what comes after it is before a first layer, or the step's end."""
+        live = self._close()
+        self._runs.let_go()
+        self._enter(UPDATE, 0, live)
+
+    def update_ended(self, born: int) -> None:
+        """The optimizer is done.
+
+        Args:
+            born: Bytes of its states that came into being, which are none that it works with.
+        """
+        live, peak = self._close(), self.peaks.get(UPDATE)
+        if peak is not None:
+            self.peaks[UPDATE] = peak._replace(nbytes=max(peak.nbytes - born, 0))
         self._enter(EMBEDDINGS, 0, live)
 
     def seen(self, live: int) -> None:

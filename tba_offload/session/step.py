@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from tba_offload.device.memory import MemoryMeter
     from tba_offload.report.run_log import StepRecord
     from tba_offload.session.steps import Steps
 
@@ -47,7 +46,7 @@ class Step:
         *,
         tokens: int | None,
         model_flops: float | None,
-        meter: MemoryMeter | None,
+        memory: StepMemory,
         opened_itself: bool = False,
         trace: bool = False,
     ) -> None:
@@ -58,7 +57,7 @@ class Step:
         self.loss: float | torch.Tensor | LateLoss | None = None
         self.record: StepRecord | None = None
         self.timeline = StepTimeline(wanted=trace)
-        self.memory = StepMemory(meter)
+        self.memory = memory
         self.updates = Updates()
         self.state = StepState()
         self.graphs = Graphs()

@@ -177,6 +177,7 @@ class StepCurve:
                 if scope.key.name in index
             ],
             "backward_ends": [at(seconds) for seconds in trace.backward_ends],
+            "layers_left": [at(seconds) for seconds in trace.layers_left],
             "updates": [[at(since), at(until)] for since, until in step.updates.times(trace.backward_ends)],
             "stalls": [[at(since), at(until)] for since, until in stats.stalls[:_MOST_SCOPES]],
             "budget": limits.budget,

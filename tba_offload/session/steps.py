@@ -9,6 +9,7 @@ from tba_offload import interrupts
 from tba_offload.config.policy import Placement
 from tba_offload.errors import SessionError, TransferError
 from tba_offload.layers.guards import checkpointing_warning, is_checkpointed
+from tba_offload.session.figures import StepMemory
 from tba_offload.session.step import Step
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class Steps:
             self,
             tokens=tokens,
             model_flops=model_flops,
-            meter=meter,
+            memory=StepMemory(meter, self._parts.memory_watch),
             opened_itself=opened_itself,
             trace=trace,
         )

@@ -52,7 +52,7 @@ class FileSystem(NamedTuple):
         """What a store cannot rely on there, and what follows, in sentences."""
         told = []
         if self.place is Place.MEMORY:
-            told.append(f"{self.name} lies in host memory, which offloading from a GPU uses up")
+            told.append(f"{self.name} lies in host memory, so that what is offloaded still takes memory")
         if self.is_network:
             told.append(f"{self.name} is a network file system: ranks and jobs share its bandwidth")
         if self.place is Place.PROCESS:

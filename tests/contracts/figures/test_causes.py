@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -132,7 +133,8 @@ def test_gradients_that_are_born_inside(tmp_path: Path) -> None:
     assert found.cause == "gradients"
     assert "allocated in backward" in found.findings[0].what
     nbytes = sum(parameter.nbytes for parameter in Model(width=384).parameters())
-    assert 0.8 * nbytes < found.findings[0].saves < nbytes  # each was a temporary before it was in place
+    # Each was a temporary before it was in place, and slots for sub-groups of 1 MiB would come on top.
+    assert 0.7 * nbytes < found.findings[0].saves < nbytes - 3 * MIB
 
 
 def test_logits(tmp_path: Path) -> None:
@@ -177,6 +179,40 @@ def test_states_that_travel_are_not_to_be_offloaded_again(tmp_path: Path) -> Non
     found = next(each for each in told.findings if each.cause == "optimizer states")
     assert "are offloaded" in found.what
     assert "states.sub_group_bytes: 2MiB" in found.change
+
+
+class Copies(torch.optim.SGD):
+    """Works with a copy of each parameter, for long enough to be seen."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        copies = [parameter.detach().clone() for parameter in self.param_groups[0]["params"]]
+        time.sleep(0.03)
+        assert copies
+        return super().step(closure)
+
+
+def test_an_optimizer_that_works_with_copies(tmp_path: Path) -> None:
+    found = trained(tmp_path, Model(width=384), loop=few_tokens, optimizer=Copies)
+    nbytes = sum(parameter.nbytes for parameter in Model(width=384).parameters())
+    update = next(phase for phase in found.evidence.phases if phase.name == "update")
+    assert update is found.evidence.peak
+    assert abs(update.of("running") - nbytes) < nbytes / 10
+    assert abs(update.of("gradients") - nbytes) < nbytes / 10
+    assert "working memory of the optimizer" in {each.cause for each in found.findings}
+
+
+def test_outputs_that_live_on_in_the_update(tmp_path: Path) -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(5):
+            output = model(torch.randn(TOKENS, WIDTH))
+            output.logsumexp(-1).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del output  # what a step begins with is not of the step
+
+    found = trained(tmp_path, Model(vocabulary=10_000), loop=loop)
+    update = next(phase for phase in found.evidence.phases if phase.name == "update")
+    assert abs(update.of("beside") - TOKENS * 10_000 * 4) < 2 * MIB
 
 
 def test_embeddings_that_the_head_shares(tmp_path: Path) -> None:

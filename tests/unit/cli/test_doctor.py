@@ -229,7 +229,7 @@ def test_it_says_where_a_directory_is_and_what_is_doubtful_there(tmp_path: Path)
         "name": "tmpfs",
         "place": "memory",
         "is_remote": False,
-        "limits": ["tmpfs lies in host memory, which offloading from a GPU uses up"],
+        "limits": ["tmpfs lies in host memory, so that what is offloaded still takes memory"],
         "mounted": memory["location"]["file_system"]["mounted"],
     }
     for each in (own, others, memory):

@@ -491,14 +491,16 @@ def test_the_peak_of_all_bytes_has_those_that_are_left_out(still: Observed, stat
     assert abs((still.whole_peak() or 0) - before) < SLACK
 
 
-def test_a_pause_sees_nothing(still: Observed) -> None:
-    meter = still
+def test_what_a_pause_sees_is_in_no_peak(still: Observed) -> None:
+    meter, seen = still, list[int]()
+    meter.tell(seen.append)
     before = meter.live()
     meter.pause()
     tensor = allocate()
-    meter.sample()
+    meter.cut()
     del tensor
     meter.resume()
+    assert abs(max(seen) - before - SIZE) < SLACK
     assert abs(meter.peak() - before) < SLACK
 
 
@@ -554,7 +556,9 @@ def test_a_gpu_tells_the_peak_of_each_stretch(monkeypatch: pytest.MonkeyPatch) -
     meter.pause()
     cuda.allocate(1000)
     assert meter.cut() == 1250
-    assert seen == [500, 250, 250]
+    cuda.allocate(-900)
+    meter.resume()
+    assert seen == [500, 250, 250, 1250, 1250]
     assert meter.peak() == 500
 
 
@@ -566,9 +570,12 @@ def test_a_cpu_tells_of_every_sample(still: Observed) -> None:
     assert abs(still.cut() - before - SIZE) < SLACK
     assert abs(seen[-1] - before - SIZE) < SLACK
     still.pause()
-    count = len(seen)
     del tensor
     assert abs(still.cut() - before) < SLACK
+    assert abs(seen[-1] - before) < SLACK
+    still.peak()
+    count = len(seen)
+    still.cut()
     assert len(seen) == count
 
 

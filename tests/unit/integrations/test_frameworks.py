@@ -171,9 +171,13 @@ def test_a_trainer(tmp_path: Path) -> None:
     plain = trainer_of(tmp_path, tiny_llama(), [], settings=ACCUMULATING)
     plain.train()
     logged: list[dict[str, float]] = []
-    callback = OffloadCallback(config())
+    log = tmp_path / "run.jsonl"
+    callback = OffloadCallback(config(), run_log=log)
     trainer = trainer_of(tmp_path, tiny_llama(), [recorder_into(logged), callback], settings=ACCUMULATING)
     trainer.train()
+    told = read_run_log(log).header.model
+    assert (told["name"], told["batch_size"]) == (type(trainer.model).__name__, 2 * BATCH)
+    assert told["parameters"] == sum(parameter.numel() for parameter in trainer.model.parameters())
     assert_same_history(history_of(trainer), history_of(plain))
     assert callback.session is not None
     report = callback.session.report()

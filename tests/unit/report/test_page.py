@@ -163,7 +163,7 @@ def test_prediction_stands_beside_measurement(tmp_path: Path) -> None:
     path = run(tmp_path / "run.jsonl", predicted_peak_bytes=80 * MIB, predicted_seconds=0.4)
     said = re.sub(r"\s+", " ", " ".join(Strict(text_of(path)).text))
     assert "Activation peak 4 80.0 MiB 100 MiB 1.25 1.25" in said
-    assert "Time of a step 4 0.400 s 0.500 s 1.25 1.25" in said
+    assert "Step without optimizers 4 0.400 s 0.500 s 1.25 1.25" in said
 
 
 def test_layers_are_rows_by_placement_and_by_how_they_run(tmp_path: Path) -> None:

@@ -210,6 +210,12 @@ def test_phases_of_several_micro_batches_are_told_apart() -> None:
     ]
 
 
+def test_backward_of_the_first_layer_ends_where_that_of_embeddings_begins() -> None:
+    until = [ended for _, _, ended in checked_timeline(event(layers_left=[0.42])).backwards()]
+    assert until == [0.42, 0.4]
+    assert [ended for _, _, ended in checked_timeline(event()).backwards()] == [0.5, 0.4]
+
+
 def test_the_picture_tells_drives_parts_of_memory_and_the_budget(tmp_path: Path) -> None:
     points = [[0.0, 0, 0, 0, 0, 0, 0, 0], [0.2, 8 * MIB, 2 * MIB, MIB, 0, 0, MIB, MIB]]
     told = checked_timeline(event(**OF_DRIVES, points=points))
@@ -218,7 +224,14 @@ def test_the_picture_tells_drives_parts_of_memory_and_the_budget(tmp_path: Path)
     assert "mnt" not in text
     for label in (
         *("drive 0", "drive 2", "host memory", "written", "update", "peak 8.00 MiB", "budget 10.0 MiB"),
-        *("in flight", "read ahead", "in use, or refused by drives", "left by layers", "all else"),
+        *(
+            "in flight",
+            "read ahead",
+            "in use, or refused by drives",
+            "left by layers",
+            "all else",
+            "backward",
+        ),
     ):
         assert f">{label}<" in text, label
 

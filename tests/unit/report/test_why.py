@@ -162,6 +162,36 @@ def test_gradients_that_stay_for_the_next_micro_batch_cannot_be_freed_in_backwar
     assert "states.when" not in again.change
 
 
+def test_slots_of_updates_in_backward_take_the_place_of_states(tmp_path: Path) -> None:
+    """Without states they come on top, and small sub-groups make them few."""
+    phases = {"backward": peak(900, gradients=960), "loss": peak(600)}
+    for states, left in ((0, 120), (960, 0)):
+        static = event()["static"] | {"optimizer_states": states * MIB}
+        found = why(write_run(tmp_path / f"{states}.jsonl", event(phases=phases, static=static), scopes=2))
+        gradients = next(each for each in found.findings if each.cause == "gradients")
+        assert gradients.saves == (960 - left) * MIB
+        assert "states.sub_group_bytes: 40MiB" in gradients.change
+
+
+def test_what_an_optimizer_works_with_is_part_of_the_update(tmp_path: Path) -> None:
+    phases = {"loss": peak(10), "update": peak(300, gradients=20, beside=50)}
+    found = why(write_run(tmp_path / "run.jsonl", event(phases=phases)))
+    assert found.evidence.peak.name == "update"
+    causes_found = {each.cause: each.saves for each in found.findings}
+    assert causes_found["working memory of the optimizer"] == 250 * MIB
+    assert causes_found["held in the update"] == 50 * MIB
+    assert "what the optimizer works with" in str(found)
+    assert "comes on top" not in str(found)
+    assert "comes on top" in str(why(write_run(tmp_path / "not.jsonl", event())))
+
+
+def test_checkpointing_is_told_wherever_the_peak_is(tmp_path: Path) -> None:
+    found = why(write_run(tmp_path / "run.jsonl", event(checkpointed=2)))
+    assert found.cause == "logits and loss"
+    assert found.findings[-1].cause == "framework checkpointing"
+    assert "gradient checkpointing is switched on in 2 of 2 layers" in str(found)
+
+
 def test_a_list_of_what_steps_put_out_is_not_taken_off_the_peak(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     with RunLogWriter(path, RunHeader(strategy="offload")) as log:

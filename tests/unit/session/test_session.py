@@ -146,7 +146,8 @@ def test_the_run_log_holds_every_step(model: Model, tmp_path: Path) -> None:
     assert list(log.steps) == session.report()
     assert len(log.steps) == 3
     assert log.header.strategy == "mixed"
-    assert log.header.model == {"layers": 3, "name": "small"}
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert log.header.model == {"layers": 3, "name": "small", "parameters": parameters}
     assert log.header.store["kind"] == "host"
     assert log.header.versions["torch"] == torch.__version__
     assert tba.OffloadConfig.from_yaml(log.header.policy or "") == config
