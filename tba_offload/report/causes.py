@@ -435,6 +435,18 @@ def _update(evidence: Evidence) -> Iterator[Finding]:
     )
 
 
+def _caches(evidence: Evidence) -> Iterator[Finding]:
+    caches = [] if evidence.memory is None else evidence.memory.caches
+    named = ", ".join(f"{name} ({readable_size(size)})" for name, size in caches[:3])
+    yield Finding(
+        "held by modules",
+        evidence.without(lambda phase: phase.of("caches")),
+        f"attributes of modules hold {readable_size(evidence.peak.of('caches'))} from step to step that are "
+        f"neither parameters nor buffers, and that no layer saves: {named}",
+        "let go of what is of no use between steps; keep the rest in fewer bits, or elsewhere",
+    )
+
+
 def _others(evidence: Evidence) -> Iterator[Finding]:
     nbytes = readable_size(evidence.peak.of("others"))
     yield Finding(
@@ -512,6 +524,7 @@ _RULES: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
     _gradients,
     _states,
     _update,
+    _caches,
     _others,
     _working_set,
 )

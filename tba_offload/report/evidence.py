@@ -20,6 +20,7 @@ HOLDERS = {
     "frozen": "frozen weights, read for layers that compute",
     "buffers": "buffers of the model",
     "tables": "held by attributes of modules, and saved by layers",
+    "caches": "held by attributes of modules, and not saved by layers",
     "gradients": "gradients",
     "states": "states of optimizers",
     "others": "whatever else outlives steps: masters, other models",
@@ -195,6 +196,7 @@ def _lasting(step: StepRecord, memory: MemoryEvent) -> dict[str, int]:
         "buffers": static.buffers,
         "states": static.optimizer_states,
         "tables": sum(size for _, size, lasts in memory.held if lasts),
+        "caches": sum(size for _, size in memory.caches),
     }
     # In host memory the program itself is among it.
     others = 0 if _is_cpu(step) else max((step.base_bytes or 0) - sum(known.values()), 0)

@@ -64,6 +64,8 @@ class MemoryEvent(BaseModel):
         static: What lasts from step to step.
         held: What layers have saved and an attribute of a module holds: its name, its bytes, and whether it
             was there before the step.
+        caches: What else attributes of modules hold from step to step, beside parameters, buffers and
+            gradients: its name and its bytes.
         phases: The peak of each phase.
         layers: Of each layer, in bytes: what a forward leaves in memory, and the most that a forward and a
             backward take beyond what was there before.
@@ -78,6 +80,7 @@ class MemoryEvent(BaseModel):
     window: Bytes | None
     static: StaticBytes
     held: Annotated[list[tuple[_Word, Bytes, bool]], Field(max_length=10_000)]
+    caches: Annotated[list[tuple[_Word, Bytes]], Field(max_length=10_000)] = []  # earlier logs do not tell
     phases: dict[Literal["forward", "loss", "backward", "embeddings", "update"], PhasePeak]
     layers: Annotated[list[tuple[Bytes, Bytes, Bytes]], Field(max_length=10_000)]
     checkpointed: Bytes = 0  # earlier logs tell neither

@@ -146,7 +146,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "model": ("parameters", "frozen", "buffers", "tables"),
     "gradients": ("gradients",),
     "optimizer states": ("states",),
-    "whatever else lasts": ("others",),
+    "whatever else lasts": ("caches", "others"),
     "in flight": ("in_flight", "read_ahead"),
     "kept activations": ("settled", "small", "kept"),
     "inputs and outputs": ("inputs", "outputs", "beside"),

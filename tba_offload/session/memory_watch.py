@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from tba_offload.config.policy import Placement
 
 if TYPE_CHECKING:
+    import torch
+
     from tba_offload.capture.hooks import Capture
     from tba_offload.device.memory import LiveBytes, MemoryMeter
     from tba_offload.session.static_memory import ModuleTensors
@@ -151,13 +153,15 @@ class Sources(NamedTuple):
         gradients: Bytes of gradients, and of frozen weights while they are there.
         offloader: Knows what is on its way.
         capture: Knows what layers have saved.
-        attributes: Know what of that modules hold.
+        attributes: Know what of that modules hold, and what else.
+        device: Whose memory it is.
     """
 
     gradients: LiveBytes
     offloader: Offloader
     capture: Capture
     attributes: ModuleTensors
+    device: torch.device
 
 
 class MemoryWatch:
@@ -183,7 +187,7 @@ class MemoryWatch:
         self._now = _Moment(FORWARD, 0)
         self._is_due = False
         self._told = 0
-        self._found: list[tuple[str, int, bool]] = []
+        self._found: dict[str, object] = {"held": [], "caches": []}  # attributes of modules
         self._runs = _Runs()
         self._last: tuple[str, _Moment] | None = None  # its forward has ended, and the next has not begun
 
@@ -221,7 +225,11 @@ class MemoryWatch:
     def look_back(self) -> None:
         """The step is about to end; what it has saved is known still."""
         if self.is_on and self._is_due:
-            self._found = self._sources.attributes.saved(self._sources.capture.registry)
+            attributes, registry = self._sources.attributes, self._sources.capture.registry
+            self._found = {
+                "held": attributes.saved(registry),
+                "caches": attributes.lasting(registry, self._sources.device),
+            }
 
     def stop(self) -> None:
         """Nothing is looked at any more."""
@@ -340,7 +348,7 @@ class MemoryWatch:
         self._told = most
         return {
             "source": self._meter.source,
-            "held": self._found,
+            **self._found,
             "phases": {phase: peak.figures() for phase, peak in self.peaks.items()},
             "layers": [[layer.leaves, layer.forward, layer.backward] for layer in self.layers],
         }

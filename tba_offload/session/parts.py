@@ -125,7 +125,8 @@ def make_parts(
     optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
     states: list[OptimizerStates] = []
     memory_watch = MemoryWatch(
-        Sources(gradients.live, offloader, capture, ModuleTensors(modules)), len(stack.layers)
+        Sources(gradients.live, offloader, capture, ModuleTensors(modules), device.torch_device),
+        len(stack.layers),
     )
     curve = StepCurve(offloader, store, memory_watch, states)
     meters.tell(memory_watch, curve)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -72,6 +73,10 @@ def _storage(tensor: object) -> torch.UntypedStorage | None:
     return tensor.untyped_storage() if tensor.layout is torch.strided else None
 
 
+_MOST_NAMED = 100
+"""Tensors that are told: those after the first hundred hold little."""
+
+
 class ModuleTensors:
     """Tensors that attributes of modules hold, beside parameters and buffers: tables, caches, outputs.
 
@@ -86,6 +91,27 @@ class ModuleTensors:
     def begin_step(self) -> None:
         """Notes what is there before a step."""
         self._before = {storage._cdata for _, storage in self._all()}
+
+    def lasting(self, registry: Registry, device: torch.device) -> list[tuple[str, int]]:
+        """The largest of a device that were there before the step and no layer has saved: name and bytes.
+
+        Args:
+            registry: What was saved in this step.
+            device: The device.
+        """
+        seen = {
+            storage._cdata
+            for storage in map(_storage, chain.from_iterable(map(_own, self._modules)))
+            if storage
+        }
+        found: list[tuple[str, int]] = []
+        for name, storage in self._all():
+            key = storage._cdata
+            if key in self._before and key not in seen and storage.device == device:
+                seen.add(key)
+                if not _is_saved(registry, storage):
+                    found.append((name, storage.nbytes()))
+        return sorted(found, key=itemgetter(1), reverse=True)[:_MOST_NAMED]
 
     def saved(self, registry: Registry) -> list[tuple[str, int, bool]]:
         """Those that layers have saved in this step: name, bytes, and whether it was there before the step.
@@ -107,6 +133,11 @@ class ModuleTensors:
                     storage = _storage(tensor)
                     if storage is not None:
                         yield f"{name}.{attribute}".lstrip("."), storage
+
+
+def _own(module: nn.Module) -> Iterator[object]:
+    """What a module is known to hold."""
+    yield from chain(torch.nn.Module.parameters(module), torch.nn.Module.buffers(module), _gradients(module))
 
 
 def _is_saved(registry: Registry, storage: torch.UntypedStorage) -> bool:

@@ -215,6 +215,14 @@ def test_outputs_that_live_on_in_the_update(tmp_path: Path) -> None:
     assert abs(update.of("beside") - TOKENS * 10_000 * 4) < 2 * MIB
 
 
+def test_a_cache_that_no_layer_saves(tmp_path: Path) -> None:
+    model = Model()
+    model.layers[2].memo = {"keys": torch.zeros(16, MIB)}  # type: ignore[assignment]
+    found = trained(tmp_path, model)
+    assert found.cause == "held by modules"
+    assert "layers.2.memo (64.0 MiB)" in found.findings[0].what
+
+
 def test_embeddings_that_the_head_shares(tmp_path: Path) -> None:
     class Tied(Model):
         def __init__(self) -> None:

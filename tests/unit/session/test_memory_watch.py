@@ -56,7 +56,9 @@ class Bench:
         self.offloader = offloader
         capture: Any = SimpleNamespace(trace=self.trace, registry=Registry())
         gradients: Any = SimpleNamespace(parts=(7, 0))
-        self.watch = MemoryWatch(Sources(gradients, offloader, capture, ModuleTensors([])), 2)
+        self.watch = MemoryWatch(
+            Sources(gradients, offloader, capture, ModuleTensors([]), torch.device("cpu")), 2
+        )
         self.meter.tell(self.watch.seen)
         self.begin(number)
 
@@ -226,4 +228,7 @@ def test_attributes_of_modules_that_layers_have_saved_are_named() -> None:
     model[0].outputs = [made]  # type: ignore[assignment]
     for tensor in (kept, made):
         registry.note_kept(tensor.untyped_storage())
+    model[0].alias = [model[0].weight]  # type: ignore[assignment]
     assert tensors.saved(registry) == [("0.table", 40, True), ("0.outputs", 80, False)]
+    assert tensors.lasting(registry, torch.device("cpu")) == [("0.unused", 120)]
+    assert tensors.lasting(registry, torch.device("meta")) == []
