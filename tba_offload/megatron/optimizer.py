@@ -44,9 +44,7 @@ def children_of(optimizer: Any, config: StatesConfig) -> list[Any]:
             "states.when: backward cannot be had under Megatron, which reduces gradients after backward and "
             "updates copies of parameters; set it to step"
         )
-    children = [
-        each for each in getattr(optimizer, "chained_optimizers", [optimizer]) if _has_parameters(each)
-    ]
+    children = _children(optimizer)
     for child in children:
         if type(child).__name__ not in _KINDS:
             raise UnsupportedError(
@@ -54,6 +52,21 @@ def children_of(optimizer: Any, config: StatesConfig) -> list[Any]:
                 "--tba-optimizer-states, and states from the policy"
             )
     return children
+
+
+def inner_of(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """The ``torch`` optimizers inside, as far as there are any.
+
+    Args:
+        optimizer: That of Megatron, or ``None``.
+    """
+    inner = [child.optimizer for child in _children(optimizer)]
+    return [each for each in inner if isinstance(each, torch.optim.Optimizer)]
+
+
+def _children(optimizer: Any) -> list[Any]:
+    children = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [each for each in children if _has_parameters(each)]
 
 
 def _has_parameters(child: Any) -> bool:

@@ -30,7 +30,7 @@ from tba_offload.formatting import grouped
 from tba_offload.megatron.arguments import add_arguments, config_of, is_on
 from tba_offload.megatron.layers import find_stack
 from tba_offload.megatron.loss import report_loss
-from tba_offload.megatron.optimizer import children_of, follow, masters_of
+from tba_offload.megatron.optimizer import children_of, follow, inner_of, masters_of
 from tba_offload.renamed import names_of
 from tba_offload.report.curves import curves_of
 from tba_offload.report.ranks import first_free_number, numbered, path_of_rank
@@ -215,6 +215,7 @@ def open_session(
                     optimizers=[child.optimizer for child in children],
                     trace_steps=arguments.tba_trace_steps or (),
                     masters=masters_of(children),
+                    updated_by=inner_of(optimizer),
                 )
             )
             for child, states in zip(children, session.states, strict=True):

@@ -358,7 +358,7 @@ def _gradients(evidence: Evidence) -> Iterator[Finding]:
 
         def freed(phase: Phase) -> int:
             """Slots take the place of states, and where there are few of these more than that."""
-            return phase.of("gradients") - max(SLOTS * size - phase.of("states"), 0)
+            return phase.of("gradients") - max(SLOTS * size - phase.of(*_STATES), 0)
 
         yield Finding(
             "gradients",
@@ -376,22 +376,30 @@ def _accumulates(evidence: Evidence) -> bool:
 
 
 def _states(evidence: Evidence) -> Iterator[Finding]:
-    updates, most = _updates(evidence), max(phase.of("states") for phase in evidence.phases)
+    updates, most = _updates(evidence), max(phase.of(*_STATES) for phase in evidence.phases)
     away = sum(whole(update.get("states_bytes")) for update in updates)
     size, told = _sub_group(evidence, away or most)
+    names = "states and masters of optimizers" if evidence.peak.of("masters") else "states of optimizers"
     if updates:
-        what = f"states of optimizers are offloaded, and {readable_size(most)} of them are always in memory"
+        what = f"{names} are offloaded, and {readable_size(most)} of them are always in memory"
         change = "have fewer in memory at a time"
     else:
-        what = f"states of optimizers take {readable_size(most)} always, and are used in the update alone"
-        change = "offload them too: attach(..., optimizer=optimizer), or states in the policy of a callback"
+        what = f"{names} take {readable_size(most)} always, and are used in the update alone"
+        change = (
+            "offload them too: attach(..., optimizer=optimizer), states in the policy of a callback, or "
+            "--tba-optimizer-states with Megatron-LM"
+        )
 
     def freed(phase: Phase) -> int:
         """An update works with one sub-group at a time, too."""
         works_with = phase.of("running") if phase.name == "update" else 0
-        return max(phase.of("states") - SLOTS * size, 0) + max(works_with - size, 0)
+        return max(phase.of(*_STATES) - SLOTS * size, 0) + max(works_with - size, 0)
 
     yield Finding("optimizer states", evidence.without(freed), what, change + told)
+
+
+_STATES = ("states", "masters")
+"""What travels with offloaded states."""
 
 
 def _sub_group(evidence: Evidence, nbytes: int) -> tuple[int, str]:
@@ -452,10 +460,9 @@ def _others(evidence: Evidence) -> Iterator[Finding]:
     yield Finding(
         "held by the program",
         evidence.without(lambda phase: phase.of("others")),
-        f"{nbytes} outlive steps and are neither the model's nor states of an optimizer that was seen: "
-        "masters in another precision, other models, tensors of the program",
-        "offload masters with their states: states in the policy, or --tba-optimizer-states with "
-        "Megatron-LM; keep models that do not train in fewer bits, or elsewhere",
+        f"{nbytes} outlive steps and are neither of the model nor of an optimizer that was seen: other "
+        "models, averages of parameters, masters of another optimizer, tensors of the program",
+        "keep models that do not train in fewer bits, or elsewhere; let go of what is of no use in a step",
     )
 
 

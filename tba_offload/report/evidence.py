@@ -23,7 +23,8 @@ HOLDERS = {
     "caches": "held by attributes of modules, and not saved by layers",
     "gradients": "gradients",
     "states": "states of optimizers",
-    "others": "whatever else outlives steps: masters, other models",
+    "masters": "masters: copies of parameters, which optimizers update",
+    "others": "whatever else outlives steps, such as other models",
     "kept": "activations of layers that keep them",
     "in_flight": "activations on their way to the store",
     "read_ahead": "activations read back, not yet used",
@@ -195,6 +196,7 @@ def _lasting(step: StepRecord, memory: MemoryEvent) -> dict[str, int]:
         "parameters": static.parameters,
         "buffers": static.buffers,
         "states": static.optimizer_states,
+        "masters": static.masters,
         "tables": sum(size for _, size, lasts in memory.held if lasts),
         "caches": sum(size for _, size in memory.caches),
     }

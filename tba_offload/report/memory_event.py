@@ -50,6 +50,7 @@ class StaticBytes(BaseModel):
     gradients: Bytes
     buffers: Bytes
     optimizer_states: Bytes
+    masters: Bytes = 0  # earlier logs do not tell
 
 
 class MemoryEvent(BaseModel):

@@ -145,7 +145,7 @@ def step_over_time(log: RunLog, salt: str) -> Chart | None:
 PARTS: dict[str, tuple[str, ...]] = {
     "model": ("parameters", "frozen", "buffers", "tables"),
     "gradients": ("gradients",),
-    "optimizer states": ("states",),
+    "optimizer states": ("states", "masters"),
     "whatever else lasts": ("caches", "others"),
     "in flight": ("in_flight", "read_ahead"),
     "kept activations": ("settled", "small", "kept"),

@@ -86,6 +86,8 @@ class Session:
         steps_by_hand: Whether every step is a block of :meth:`step`, and none opens by itself.
         optimizers: Those whose states are offloaded too.
         masters: Master copies among their parameters; see :func:`tba_offload.offload_optimizer`.
+        updated_by: Optimizers that update the model, where every step is told by hand, and none of them is
+            seen to work.
         on_step: Are called with the record of each step.
         trace_steps: Numbers of the steps that are recorded over time.
 
@@ -115,6 +117,7 @@ class Session:
         steps_by_hand: bool = False,
         optimizers: Sequence[Optimizer] = (),
         masters: Mapping[Tensor, Tensor] | None = None,
+        updated_by: Iterable[Optimizer] = (),
         on_step: Sequence[Callable[[StepRecord], object]] = (),
         trace_steps: Iterable[int] = (),
     ) -> None:
@@ -145,6 +148,7 @@ class Session:
             parts.store.close()
             raise
         self._parts = parts
+        parts.optimizers.update(updated_by)
         journal = self._journal
         choice = self._choice = _states_choice(config, parts, journal)
         conclusions = Conclusions(

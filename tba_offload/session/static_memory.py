@@ -31,16 +31,17 @@ def static_bytes(
 
     Args:
         modules: The model or its chunks.
-        optimizers: Those that update it.
+        optimizers: Those that update it, or masters of it.
         offloaded: Offloaded states of some of these, of which slots hold what is in memory.
         device: The device.
     """
-    modules = list(modules)
+    modules, optimizers = list(modules), list(optimizers)
     groups: dict[str, Iterable[object]] = {
         "parameters": chain.from_iterable(map(torch.nn.Module.parameters, modules)),
         "gradients": chain.from_iterable(map(_gradients, modules)),
         "buffers": chain.from_iterable(map(torch.nn.Module.buffers, modules)),
         "optimizer_states": chain.from_iterable(map(_states, optimizers)),
+        "masters": chain.from_iterable(map(_updated, optimizers)),
     }
     seen: set[int] = set()
     nbytes = {name: sum(_new_bytes(found, device, seen)) for name, found in groups.items()}
@@ -64,6 +65,12 @@ def _gradients(module: nn.Module) -> Iterator[object]:
 def _states(optimizer: Optimizer) -> Iterator[object]:
     for state in optimizer.state.values():
         yield from state.values() if isinstance(state, dict) else ()
+
+
+def _updated(optimizer: Optimizer) -> Iterator[object]:
+    """What an optimizer updates: copies in another precision, where it is not the model's own."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
 
 
 def _storage(tensor: object) -> torch.UntypedStorage | None:

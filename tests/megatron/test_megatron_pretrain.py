@@ -28,7 +28,7 @@ from pretrain_runs import (
 
 from tba_offload.cli import main
 from tba_offload.megatron.arguments import CONFLICTS
-from tba_offload.report.run_log import RunLog, read_run_log
+from tba_offload.report.run_log import MEMORY, RunLog, read_run_log
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -95,6 +95,8 @@ def test_training_and_evaluation_are_those_of_the_plain_run(
     for step in log.steps:
         assert (step.scopes, step.recomputed_scopes) == (2 * LAYERS, 2 * recomputed)
         assert (step.offloaded_bytes > 0) is (placement != "recompute")
+    static = [event["static"] for event in log.others if event["event"] == MEMORY][-1]
+    assert static["optimizer_states"] >= 2 * static["parameters"] > 0  # Adam's two, in fp32
     losses = [float.fromhex(loss) / TOKENS for _, loss in plain.of("train")]
     means = [sum(pair) / 2 for pair in zip(losses[::2], losses[1::2], strict=True)]
     assert [step.loss for step in log.steps] == means

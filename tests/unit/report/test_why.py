@@ -192,6 +192,14 @@ def test_checkpointing_is_told_wherever_the_peak_is(tmp_path: Path) -> None:
     assert "gradient checkpointing is switched on in 2 of 2 layers" in str(found)
 
 
+def test_masters_travel_with_states(tmp_path: Path) -> None:
+    static = event()["static"] | {"optimizer_states": 960 * MIB, "masters": 480 * MIB}
+    first = why(write_run(tmp_path / "run.jsonl", event(static=static))).findings[0]
+    assert first.cause == "optimizer states"
+    assert "states and masters of optimizers take 1.41 GiB" in first.what
+    assert first.saves == (1440 - 3 * 60) * MIB
+
+
 def test_a_list_of_what_steps_put_out_is_not_taken_off_the_peak(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     with RunLogWriter(path, RunHeader(strategy="offload")) as log:

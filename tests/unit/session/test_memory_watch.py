@@ -215,8 +215,17 @@ def test_each_storage_counts_once_for_what_holds_it_first() -> None:
         "gradients": 400,
         "buffers": 200,
         "optimizer_states": 804,
+        "masters": 0,
     }
     assert set(static_bytes([model], [optimizer], [], torch.device("meta")).values()) == {0}
+
+
+def test_parameters_of_an_optimizer_that_are_not_the_models_are_masters() -> None:
+    model = nn.Linear(10, 10, bias=False).to(torch.bfloat16)
+    masters = [parameter.detach().float().requires_grad_() for parameter in model.parameters()]
+    optimizer = torch.optim.SGD([*masters, *model.parameters()])
+    static = static_bytes([model], [optimizer], [], CPU)
+    assert (static["parameters"], static["masters"]) == (200, 400)
 
 
 def test_attributes_of_modules_that_layers_have_saved_are_named() -> None:
