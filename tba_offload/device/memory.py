@@ -96,8 +96,22 @@ class LiveBytes:
     def add(self, tensor: torch.Tensor) -> None:
         """Counts the storage of a tensor; of a sparse or a distributed one those that it is made of."""
         for plain in _plain_tensors(tensor):
-            if plain.device == self._device:
-                self._add(plain.untyped_storage())
+            self.add_storage(plain.untyped_storage())
+
+    def add_storage(self, storage: torch.UntypedStorage) -> None:
+        """Counts a storage of the device."""
+        if storage.device != self._device:
+            return
+        with self._lock:
+            self._take_freed()
+            key = storage._cdata
+            if key in self._known and self._known[key]() is storage:
+                return
+            self._known[key] = weakref.KeyedRef(storage, self._freed.put, key)
+            self._sizes[key] = storage.nbytes()
+            self._nbytes += self._sizes[key]
+            self._added += self._sizes[key]
+            self._most = max(self._most, self._nbytes)
 
     def shift(self, nbytes: int) -> None:
         """Counts bytes that come and go without their storage, as those of weights do; negative ones go."""
@@ -119,18 +133,6 @@ class LiveBytes:
             self._take_freed()
             most, self._most = self._most, self._nbytes
             return most
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        with self._lock:
-            self._take_freed()
-            key = storage._cdata
-            if key in self._known and self._known[key]() is storage:
-                return
-            self._known[key] = weakref.KeyedRef(storage, self._freed.put, key)
-            self._sizes[key] = storage.nbytes()
-            self._nbytes += self._sizes[key]
-            self._added += self._sizes[key]
-            self._most = max(self._most, self._nbytes)
 
     def _take_freed(self) -> None:
         while not self._freed.empty():  # under the lock nothing else takes any out
@@ -157,7 +159,7 @@ def _nothing() -> int:
     return 0
 
 
-def _ignore(_: int) -> None:
+def _ignore(_live: int, _aside: int) -> None:
     """Of what a meter sees most is of no use to others."""
 
 
@@ -176,10 +178,14 @@ class MemoryMeter(ABC):
 
     def __init__(self, static: Callable[[], int] = _nothing) -> None:
         self._static = static
-        self._seen: Callable[[int], object] = _ignore
+        self._seen: Callable[[int, int], object] = _ignore
 
-    def tell(self, seen: Callable[[int], object]) -> None:
-        """Has a function told of the live bytes that the meter sees, on whatever thread."""
+    def tell(self, seen: Callable[[int, int], object]) -> None:
+        """Has a function told of the live bytes that the meter sees, on whatever thread.
+
+        Args:
+            seen: Is given those that count, and those that did not at that moment.
+        """
         self._seen = seen
 
     @abstractmethod
@@ -304,7 +310,7 @@ class AllocatorMeter(MemoryMeter):
         static = min(self._static_before, self._static())
         whole = self._module.max_memory_allocated(self._device)
         most = whole - static
-        self._seen(most)
+        self._seen(most, static)
         if not self._paused:
             self._whole = max(self._whole, whole)
             self._peak = max(self._peak, most)
@@ -429,7 +435,7 @@ class MallocMeter(MemoryMeter):
             if not self._is_paused:
                 self._peak = max(self._peak, live)
                 self._whole = max(self._whole, self._latest)
-            self._seen(live)
+            self._seen(live, self._latest - live)
             return live
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from tba_offload.report.evidence import Evidence, Phase
 
-_WORTH = 1 / 32
+WORTH = 1 / 32
 """Share of the peak that a change has to save to be told."""
 
 _MOST = 1 / 2
@@ -77,7 +77,7 @@ class Finding:
 def findings(evidence: Evidence) -> list[Finding]:
     """All causes that are worth a change, the one first whose change would help most."""
     found = [finding for rule in _RULES for finding in rule(evidence)]
-    least = _WORTH * evidence.peak.nbytes
+    least = WORTH * evidence.peak.nbytes
     worth = [each for each in found if each.saves > least]
     news = [each for each in found if each.is_news and each.saves <= least]
     return sorted(worth, key=lambda each: (each.blocks, each.saves), reverse=True) + news
@@ -187,7 +187,7 @@ def _stored_in_memory(evidence: Evidence) -> Iterator[Finding]:
 def _held_elsewhere(evidence: Evidence) -> Iterator[Finding]:
     memory = evidence.memory
     named = {name: size for name, size, _ in memory.held} if memory is not None else {}
-    held = max([sum(named.values()), *(step.held_bytes for step in evidence.log.steps)])
+    held = _held_bytes(evidence)
     if not held:
         return
     holder = ", ".join(f"{name} ({readable_size(size)})" for name, size in list(named.items())[:3])
@@ -199,6 +199,12 @@ def _held_elsewhere(evidence: Evidence) -> Iterator[Finding]:
         "make what is held a buffer of its module if it is a table; otherwise let go of it: use_cache=False, "
         "output_hidden_states=False, no list of hidden states",
     )
+
+
+def _held_bytes(evidence: Evidence) -> int:
+    """Of what layers save, that which something else holds too; later steps know it, and count it as kept."""
+    named = 0 if evidence.memory is None else sum(size for _, size, _ in evidence.memory.held)
+    return max([named, *(step.held_bytes for step in evidence.log.steps)])
 
 
 def _kept(evidence: Evidence) -> Iterator[Finding]:
@@ -219,15 +225,25 @@ def _kept(evidence: Evidence) -> Iterator[Finding]:
     largest = max(memory.layers[index][0] for index in kept)
     planned = all(_is_auto(evidence, memory.names[index]) for index in kept)
     limit = limit_in(evidence.log)
+    backward = evidence.least_of_backward
+
+    def freed(phase: Phase) -> int:
+        """Without what layers keep, backward is at its peak where most gradients are there."""
+        kept = max(phase.of("kept") - largest, 0)
+        return min(kept, max(phase.nbytes - backward, 0)) if phase.name == "backward" else kept
+
     yield Finding(
         "layers that keep",
-        evidence.without(lambda phase: max(phase.of("kept") - largest, 0)),
+        evidence.without(freed),
         f"{', and '.join(told)}: {readable_size(evidence.peak.of('kept'))} stay in memory",
         f"raise store.write_bytes_per_day: {terabytes(limit.allowed)} a day leave no room for more"
         if planned and limit is not None and limit.bounds
-        else "give the planner, which keeps them, a lower budget.activation_bytes"
+        else "give the planner, which keeps them, a budget.activation_bytes that is lower"
+        if planned and evidence.step.activation_budget_bytes is not None
+        else "give the planner a budget.activation_bytes: without one it keeps what is faster to keep"
         if planned
-        else "place them offload, or auto with a budget: `tba-offload plan` says what that would take",
+        else "place them offload, or auto with a budget; of a log of three such steps `tba-offload plan` "
+        "says what other budgets would take",
     )
 
 
@@ -237,11 +253,12 @@ def _is_auto(evidence: Evidence, name: str) -> bool:
 
 
 def _small(evidence: Evidence) -> Iterator[Finding]:
+    held = _held_bytes(evidence)  # are among them, and another cause
     yield Finding(
         "small tensors",
-        evidence.without(lambda phase: phase.of("small")),
-        f"{readable_size(evidence.peak.of('small'))} are in tensors that stay because they are smaller than "
-        "min_tensor_bytes, or of a kind that is not understood",
+        evidence.without(lambda phase: max(phase.of("small") - held, 0)),
+        f"{readable_size(max(evidence.peak.of('small') - held, 0))} are in tensors that stay because they "
+        "are smaller than min_tensor_bytes, or of a kind that is not understood",
         "set min_tensor_bytes lower",
     )
 
@@ -286,14 +303,13 @@ def _huge_layer(evidence: Evidence) -> Iterator[Finding]:
 
 def _loss(evidence: Evidence) -> Iterator[Finding]:
     def freed(phase: Phase) -> int:
-        return phase.of("running") if phase.name == "loss" else 0
+        return phase.of("running") if phase.name in {"loss", "between"} else 0
 
-    loss = next((phase for phase in evidence.phases if phase.name == "loss"), None)
-    if loss is not None:
+    if most := max(map(freed, evidence.phases)):
         yield Finding(
             "logits and loss",
             evidence.without(freed),
-            f"logits and loss take {readable_size(loss.of('running'))} after the last layer, where no "
+            f"logits and loss take {readable_size(most)} after the last layer, where no "
             "placement of a layer reaches",
             "compute the loss in chunks of tokens (or with a fused linear cross-entropy), or take smaller "
             "micro-batches",
@@ -326,6 +342,20 @@ def _embeddings(evidence: Evidence) -> Iterator[Finding]:
         "large as its weights, and one that a head shares makes two",
         "freeze the embeddings (requires_grad_(False)) if training allows it, or shard them over ranks; "
         "where other modules run there, name them as layers too: attach(model, policy, layers=[...])",
+    )
+
+
+def _put_out(evidence: Evidence) -> Iterator[Finding]:
+    # A loss may need what the model put out; what is there after it, or before the next, the program holds.
+    without_it = (phase for phase in evidence.phases if phase.name not in {"loss", "step"})
+    held = max((phase.of("put_out") for phase in without_it), default=0)
+    yield Finding(
+        "outputs",
+        evidence.without(lambda phase: min(phase.of("put_out"), held)),
+        f"the program holds {readable_size(held)} that the model put out, as outputs = model(...) does until "
+        "the next one is there",
+        "let go of them before backward: loss = model(...).loss, or del outputs; keep numbers, as by "
+        ".item(), and no tensors",
     )
 
 
@@ -399,7 +429,7 @@ def _states(evidence: Evidence) -> Iterator[Finding]:
 
 
 _STATES = ("states", "masters")
-"""What travels with offloaded states."""
+"""Holders that travel with offloaded states."""
 
 
 def _sub_group(evidence: Evidence, nbytes: int) -> tuple[int, str]:
@@ -418,28 +448,32 @@ def _updates(evidence: Evidence) -> list[Mapping[str, object]]:
     return list({whole(event.get("optimizer")): event for event in updates}.values())
 
 
-def _update(evidence: Evidence) -> Iterator[Finding]:
-    def freed(holder: str) -> Callable[[Phase], int]:
-        return lambda phase: phase.of(holder) if phase.name == "update" else 0
-
-    update = next((phase for phase in evidence.phases if phase.name == "update"), None)
-    if update is None:
+def _frozen(evidence: Evidence) -> Iterator[Finding]:
+    memory = evidence.memory
+    if memory is None:
         return
+    spare = max(memory.frozen_weights - memory.frozen_at_once, 0)
+    yield Finding(
+        "frozen weights",
+        evidence.without(lambda phase: min(spare, phase.of("parameters"))),
+        f"weights of layers that are not trained take {readable_size(memory.frozen_weights)} always, while "
+        "one layer at a time uses its own",
+        "offload them: weights: {frozen: offload} in the policy",
+    )
+
+
+def _update(evidence: Evidence) -> Iterator[Finding]:
+    def freed(phase: Phase) -> int:
+        return phase.of("running") if phase.name == "update" else 0
+
     yield Finding(
         "working memory of the optimizer",
-        evidence.without(freed("running")),
-        f"optimizers work with {readable_size(update.of('running'))} beside parameters, gradients and "
-        "states, as copies that an update makes of them",
+        evidence.without(freed),
+        f"optimizers work with {readable_size(max(map(freed, evidence.phases)))} beside parameters, "
+        "gradients and states, as copies that an update makes of them",
         "give the optimizer fused=True, where its class has that, else foreach=False, which updates one "
         "parameter after the other"
         + ("" if _updates(evidence) else "; or offload its states, which updates a few parameters at a time"),
-    )
-    yield Finding(
-        "held in the update",
-        evidence.without(freed("beside")),
-        f"{readable_size(update.of('beside'))} of the step, such as its outputs, are held while optimizers "
-        "work",
-        "let go of them before: del outputs, loss",
     )
 
 
@@ -468,12 +502,13 @@ def _others(evidence: Evidence) -> Iterator[Finding]:
 
 def _graph_held(evidence: Evidence) -> Iterator[Finding]:
     """What outlives steps grows from step to step; states of optimizers, born in the first, do not count."""
-    bases = [step.base_bytes for step in evidence.log.steps[2:] if step.base_bytes is not None]
+    later = [step for step in evidence.log.steps[2:] if step.base_bytes is not None]
+    bases = [(step.base_bytes or 0) + (step.earlier_outputs_bytes or 0) for step in later]
     grown = [after - before for before, after in pairwise(bases)]
     if len(grown) < 2:
         return
     each = int(statistics.median(grown))
-    least = _WORTH * (evidence.step.activation_peak_bytes or 0)
+    least = WORTH * (evidence.step.activation_peak_bytes or 0)
     if each <= least or sum(size > least for size in grown) < _MOST * len(grown):
         return
     yield Finding(
@@ -527,9 +562,11 @@ _RULES: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
     _loss,
     _not_attached,
     _embeddings,
+    _put_out,
     _beside,
     _gradients,
     _states,
+    _frozen,
     _update,
     _caches,
     _others,

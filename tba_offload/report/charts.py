@@ -24,7 +24,7 @@ from matplotlib.ticker import MaxNLocator
 from tba_offload.formatting import byte_scale
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from matplotlib.axes import Axes
 
@@ -181,12 +181,12 @@ class Stack:
     parts: Sequence[float]
 
 
-def stacked(stacks: Sequence[Stack], parts: Sequence[str], *, salt: str, label: str) -> str:
+def stacked(stacks: Sequence[Stack], parts: Mapping[str, int], *, salt: str, label: str) -> str:
     """Bars of bytes, one below the other, each of parts, as SVG.
 
     Args:
         stacks: The bars.
-        parts: Names of the parts.
+        parts: Names of the parts, and the number of the look of each, so that it is the same in all charts.
         salt: Makes names in the picture unique on the page.
         label: What the picture shows, for those who cannot see it.
     """
@@ -194,11 +194,11 @@ def stacked(stacks: Sequence[Stack], parts: Sequence[str], *, salt: str, label: 
     with chart_style(salt):
         figure, axes = _figure()
         left = [0.0] * len(stacks)
-        for number, part in enumerate(parts):
-            widths = [stack.parts[number] / size for stack in stacks]
+        for place, (part, number) in enumerate(parts.items()):
+            widths = [stack.parts[place] / size for stack in stacks]
             look: dict[str, Any] = {
                 "color": COLOURS[number % len(COLOURS)],
-                "hatch": "//" if number % 2 else None,
+                "hatch": "//" if (number + number // len(COLOURS)) % 2 else None,
             }
             axes.barh(range(len(stacks)), widths, left=left, height=0.6, label=part, edgecolor=PAPER, **look)
             left = [a + b for a, b in zip(left, widths, strict=True)]

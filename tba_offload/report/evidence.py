@@ -32,6 +32,7 @@ HOLDERS = {
     "small": "activations kept as small, or held elsewhere",
     "inputs": "inputs of layers that are recomputed",
     "outputs": "left by layers whose activations travel",
+    "put_out": "outputs of the model that are alive",
     "beside": "made before, between or after layers",
     "running": "working set",
     "store": "store files, which lie in memory",
@@ -106,7 +107,7 @@ class Evidence:
             return cls(log, step, None, (_unknown(step),))
         step = steps[memory.step]
         stored = step.offloaded_bytes if stored_in_memory(log) == "files" else 0
-        return cls(log, step, memory, tuple(_phases(memory, _lasting(step, memory), stored)))
+        return cls(log, step, memory, tuple(_phases(step, memory, _lasting(step, memory), stored)))
 
     @property
     def peak(self) -> Phase:
@@ -116,6 +117,15 @@ class Evidence:
     def without(self, freed: Callable[[Phase], int]) -> int:
         """By how much the peak would be lower without the bytes that ``freed`` tells for each phase."""
         return self.peak.nbytes - max(phase.nbytes - freed(phase) for phase in self.phases)
+
+    @property
+    def least_of_backward(self) -> int:
+        """Bytes that backward takes with no activations but those of one layer: what lasts, and gradients."""
+        if self.memory is None:
+            return 0
+        lasting = sum(_lasting(self.step, self.memory).values())
+        gradients = max(phase.of("gradients") for phase in self.phases)
+        return lasting + gradients + max((backward for *_, backward in self.memory.layers), default=0)
 
     @property
     def fuller(self) -> StepRecord | None:
@@ -145,6 +155,8 @@ class Evidence:
             return "what is before the first layer, or after its backward"
         if phase.name == "loss":
             return "the loss, after the last layer"
+        if phase.name == "between":
+            return "what is after a backward: clipping, another backward through the loss"
         return f"the {phase.name} of {self.layer(phase.layer or 0)}"
 
     def layer(self, index: int) -> str:
@@ -182,11 +194,15 @@ def _is_cpu(step: StepRecord) -> bool:
     return (step.peak_source or "").startswith(_CPU)
 
 
-def _phases(memory: MemoryEvent, lasting: Mapping[str, int], stored: int) -> Iterator[Phase]:
+def _phases(
+    step: StepRecord, memory: MemoryEvent, lasting: Mapping[str, int], stored: int
+) -> Iterator[Phase]:
     for name, peak in memory.phases.items():
         yield Phase(name, peak.layer, {**lasting, **_held(peak), "store": stored})
     if "update" not in memory.phases:  # as where the step's block ends before it
-        yield Phase("update", None, {**lasting, "gradients": memory.static.gradients})
+        # A block of session.step() may have freed gradients before its end, where static bytes are counted.
+        gradients = max(memory.static.gradients, step.gradient_peak_bytes or 0)
+        yield Phase("update", None, {**lasting, "gradients": gradients})
 
 
 def _lasting(step: StepRecord, memory: MemoryEvent) -> dict[str, int]:

@@ -30,6 +30,7 @@ class HeldBytes(BaseModel):
     kept: Bytes
     inputs: Bytes
     outputs: Bytes
+    put_out: Bytes = 0  # earlier logs do not tell
 
 
 class PhasePeak(BaseModel):
@@ -72,6 +73,8 @@ class MemoryEvent(BaseModel):
             backward take beyond what was there before.
         checkpointed: How many of the layers their own framework has run again in backward.
         not_attached: How many modules of the same classes are not among the layers.
+        frozen_weights: Bytes of frozen weights of layers that could be offloaded and are in memory.
+        frozen_at_once: Those of them that would be in memory at a time: of the two largest layers.
     """
 
     step: _Number
@@ -82,10 +85,12 @@ class MemoryEvent(BaseModel):
     static: StaticBytes
     held: Annotated[list[tuple[_Word, Bytes, bool]], Field(max_length=10_000)]
     caches: Annotated[list[tuple[_Word, Bytes]], Field(max_length=10_000)] = []  # earlier logs do not tell
-    phases: dict[Literal["forward", "loss", "backward", "embeddings", "update"], PhasePeak]
+    phases: dict[Literal["forward", "loss", "backward", "embeddings", "between", "update"], PhasePeak]
     layers: Annotated[list[tuple[Bytes, Bytes, Bytes]], Field(max_length=10_000)]
     checkpointed: Bytes = 0  # earlier logs tell neither
     not_attached: Bytes = 0
+    frozen_weights: Bytes = 0
+    frozen_at_once: Bytes = 0
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -11,7 +11,7 @@ from tba_offload.report.timeline import timelines
 from tba_offload.report.timeline_chart import timeline_svg
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from tba_offload.report.evidence import Evidence, Phase
     from tba_offload.report.run_log import RunLog
@@ -149,7 +149,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "whatever else lasts": ("caches", "others"),
     "in flight": ("in_flight", "read_ahead"),
     "kept activations": ("settled", "small", "kept"),
-    "inputs and outputs": ("inputs", "outputs", "beside"),
+    "inputs and outputs": ("inputs", "outputs", "put_out", "beside"),
     "working set, logits": ("running",),
     "store in memory": ("store",),
 }
@@ -158,7 +158,11 @@ PARTS: dict[str, tuple[str, ...]] = {
 
 def holders(evidence: Evidence, salt: str) -> Chart:
     """The peak of each phase by what holds it."""
-    parts = [name for name, of in PARTS.items() if any(phase.of(*of) for phase in evidence.phases)]
+    parts = {
+        name: number
+        for number, (name, of) in enumerate(PARTS.items())
+        if any(phase.of(*of) for phase in evidence.phases)
+    }
     stacks = [Stack(phase.name, _sizes(phase, parts)) for phase in evidence.phases]
     title = f"Memory at the peak of each phase of step {evidence.step.step}"
     caption = (
@@ -168,5 +172,5 @@ def holders(evidence: Evidence, salt: str) -> Chart:
     return Chart(title, caption, stacked(stacks, parts, salt=salt, label=title))
 
 
-def _sizes(phase: Phase, parts: Sequence[str]) -> list[float]:
+def _sizes(phase: Phase, parts: Iterable[str]) -> list[float]:
     return [float(phase.of(*PARTS[name])) for name in parts]

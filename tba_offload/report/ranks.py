@@ -137,6 +137,7 @@ def _how(name: str) -> Callable[[list[Any]], Any]:
         "gradient_bytes": max,  # like peaks, of the device that has most of them
         "state_bytes": max,
         "base_bytes": max,
+        "earlier_outputs_bytes": max,
         "activation_budget_bytes": min,  # of the device that has least left
     }
     if name in special:

@@ -136,8 +136,11 @@ class StepRecord:
         state_bytes: By how much optimizers let memory grow in the step, in bytes: their states, made in the
             first one.
         peak_source: How ``activation_peak_bytes`` was measured, such as ``"cuda allocator"``.
-        base_bytes: Bytes that were live in the allocator when the step began, gradients left out: parameters,
-            states of optimizers, and whatever else outlives steps. On a CPU all of the process count.
+        base_bytes: Bytes that were live in the allocator when the step began, gradients and outputs of
+            earlier steps left out: parameters, states of optimizers, and whatever else outlives steps. On a
+            CPU all of the process count.
+        earlier_outputs_bytes: Bytes of outputs of the model of earlier steps that the program held when the
+            step began, as where it is written ``outputs = model(...)``; they are part of the activation peak.
         reserved_peak_bytes: Most memory that the allocator of a GPU had taken from it: of the whole process,
             with what it holds ready for later. None on a CPU.
         device_peak_bytes: Most bytes that were live in the allocator while forward and backward ran: of all
@@ -197,6 +200,7 @@ class StepRecord:
     state_bytes: int | None = None
     peak_source: str | None = None
     base_bytes: int | None = None
+    earlier_outputs_bytes: int | None = None
     reserved_peak_bytes: int | None = None
     device_peak_bytes: int | None = None
     activation_budget_bytes: int | None = None

@@ -108,7 +108,7 @@ def _draw_memory(axes: Axes, timeline: TimelineEvent) -> None:
     unit, size = byte_scale(highest)
     _draw_parts(axes, points, size)
     live = [math.nan if point is None else point.live / size for _, point in points]
-    axes.plot([at for at, _ in points], live, color=INK, linewidth=1.1, label="live, measured")
+    axes.plot([at for at, _ in points], live, color=INK, linewidth=1.1, label=_how(timeline))
     axes.set_ylim(0, 1.22 * highest / size or 1.0)
     axes.set_ylabel(unit)
     axes.yaxis.set_major_locator(MaxNLocator(4))
@@ -118,6 +118,11 @@ def _draw_memory(axes: Axes, timeline: TimelineEvent) -> None:
             axes, timeline.budget, size, is_left=2 * top.seconds > timeline.seconds, has_line=has_line
         )
     axes.legend(**_legend(), ncols=3)
+
+
+def _how(timeline: TimelineEvent) -> str:
+    """How live bytes were found: between two samples a short peak may be missed."""
+    return "live, sampled" if "sampled" in timeline.source else "live, measured"
 
 
 def _draw_parts(axes: Axes, points: Sequence[tuple[float, Moment | None]], size: float) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tba_offload.formatting import readable_size, significant, visible
 from tba_offload.report import tables
-from tba_offload.report.causes import Finding, findings
+from tba_offload.report.causes import WORTH, Finding, findings
 from tba_offload.report.evidence import HOLDERS, Evidence
 from tba_offload.report.ranks import paths_of_ranks
 from tba_offload.report.run_log import read_run_log
@@ -27,6 +27,7 @@ _PHASES = {
     "loss": "loss",
     "backward": "backward",
     "embeddings": "embeddings",
+    "between": "after backward",
     "update": "optimizer's update",
     "step": "somewhere in the step",
 }
@@ -78,7 +79,7 @@ class Diagnosis:
     def advice(self) -> list[str]:
         """What to do, the change first that would help most; a sentence or two for each."""
         if not self.findings:
-            return ["Nothing that is worth a change stands out."]
+            return [self._nothing()]
         first, *others = self.findings
         said = [
             f"Cause: {first.what}.",
@@ -86,6 +87,15 @@ class Diagnosis:
         ]
         told = [each for place, each in enumerate(others) if place < _OTHERS or each.is_news]
         return said + [f"Next: {each.what}; {each.change}." for each in told]
+
+    def _nothing(self) -> str:
+        """No change helps; where phases are as high as the peak, each needs one of its own."""
+        evidence = self.evidence
+        near = [phase for phase in evidence.phases if phase.nbytes > (1 - WORTH) * evidence.peak.nbytes]
+        if len(near) < 2:
+            return "Nothing that is worth a change stands out."
+        high = " and ".join(_PHASES[phase.name] for phase in near)
+        return f"Nothing that is worth a change stands out: {high} are about as high."
 
     def _then(self, finding: Finding) -> str:
         peak = self.evidence.peak.nbytes
@@ -175,6 +185,8 @@ def _holder(name: str, phase: Phase) -> str:
         return "logits, loss and their gradients"
     if name == "running" and phase.name == "embeddings":
         return "embeddings, and their gradients while they are made"
+    if name == "running" and phase.name == "between":
+        return "what clipping works with, or another backward"
     if name == "running" and phase.name == "update":
         return "what the optimizer works with"
     if name == "beside" and phase.name in {"backward", "embeddings"}:

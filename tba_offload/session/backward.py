@@ -10,6 +10,7 @@ import torch
 
 from tba_offload.capture.retained import is_retained, life_of_layer
 from tba_offload.layers.graph import first_differentiable, keeps_graph, nearest_nodes
+from tba_offload.session.memory_watch import BETWEEN, EMBEDDINGS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,7 +78,7 @@ class BackwardWatch:
         """Backward has left the first layer of a step."""
         if step is self._ongoing.step and self._parts.memory_watch.is_on:
             self._parts.capture.trace.backward_left()
-            self._parts.memory_watch.backward_left()
+            self._parts.memory_watch.leave(EMBEDDINGS)
 
     def came_back(self, to: _Return) -> None:
         """Backward has come back to a run of a layer."""
@@ -107,7 +108,7 @@ class BackwardWatch:
         if self._parts.ranges.is_on:
             self._parts.ranges.backward_ended()
         if self._parts.memory_watch.is_on:
-            self._parts.memory_watch.backward_left()
+            self._parts.memory_watch.leave(BETWEEN)
         self._ended()
 
 

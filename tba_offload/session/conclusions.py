@@ -13,10 +13,12 @@ from tba_offload.report.run_log import MEMORY, TIMELINE
 from tba_offload.session.late import LateFigures, LateLoss, of_one_element
 from tba_offload.session.notices import tell
 from tba_offload.session.recording import record_of
-from tba_offload.session.static_memory import static_bytes
+from tba_offload.session.static_memory import frozen_bytes, static_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from torch import nn
 
     from tba_offload.report.run_log import StepRecord
     from tba_offload.session.figures import Times
@@ -92,6 +94,7 @@ class Conclusions:
         if figures is None:
             return
         device, plan = parts.device.torch_device, parts.planning.plan
+        layers = [site.layer.module for site in parts.sites]
         self._looked(
             MEMORY,
             {
@@ -100,8 +103,9 @@ class Conclusions:
                 "placements": [str(placement) for placement in plan.placements],
                 "window": parts.offloader.ledger.window.nbytes,
                 "static": static_bytes(parts.modules, parts.optimizers, parts.states, device),
-                "checkpointed": sum(is_checkpointed(site.layer.module) for site in parts.sites),
-                "not_attached": _not_attached(parts),
+                **frozen_bytes(parts.modules, layers, parts.capture.min_tensor_bytes),
+                "checkpointed": sum(map(is_checkpointed, layers)),
+                "not_attached": _not_attached(parts.modules, layers),
                 **figures,
             },
         )
@@ -173,10 +177,9 @@ class Conclusions:
         self._planned({"step": record.step, **news})
 
 
-def _not_attached(parts: Parts) -> int:
+def _not_attached(modules: Sequence[nn.Module], layers: Sequence[nn.Module]) -> int:
     """How many modules are of the classes of the layers and not among these."""
-    layers = [site.layer.module for site in parts.sites]
     kinds = set(map(type, layers))
     known = {id(inner) for layer in layers for inner in layer.modules()}
-    found = {id(inner) for module in parts.modules for inner in module.modules() if type(inner) in kinds}
+    found = {id(inner) for module in modules for inner in module.modules() if type(inner) in kinds}
     return len(found - known)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from tba_offload.session.memory_watch import UPDATE
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tba_offload.device.memory import MemoryMeter
     from tba_offload.session.memory_watch import MemoryWatch
+    from tba_offload.session.outputs import Outputs
 
 
 class StepMemory:
@@ -17,19 +20,22 @@ class StepMemory:
     Args:
         meter: Measures it; ``None`` if that is not wanted.
         watch: Looks at what it is for.
+        outputs: Those of earlier steps are none of what lasts.
 
     Attributes:
         meter: As given.
         gradients_allocated: Whether every gradient existed when the step began.
-        base_bytes: Bytes that were live when the step began, gradients left out; ``None`` if not measured.
+        base_bytes: Bytes that were live when the step began, gradients and outputs of earlier steps left out;
+            ``None`` if not measured.
         state_bytes: By how much optimizers have let memory grow.
         reserved_bytes: Most bytes that the allocator held in the step; ``None`` if that is not known.
         device_peak_bytes: Most live bytes in forward and backward, gradients and states included.
     """
 
-    def __init__(self, meter: MemoryMeter | None, watch: MemoryWatch) -> None:
+    def __init__(self, meter: MemoryMeter | None, watch: MemoryWatch, outputs: Outputs) -> None:
         self.meter = meter
         self._watch = watch
+        self._outputs = outputs
         self.gradients_allocated = False
         self._seen_rest = 0
         self.state_bytes = 0
@@ -43,9 +49,10 @@ class StepMemory:
     def begin(self, *, gradients_allocated: bool) -> None:
         """Reads what is live now; the step begins."""
         self.gradients_allocated = gradients_allocated
+        self._outputs.begin_step()
         if self.meter is not None:
             self.meter.reset()
-            self.base_bytes = self.meter.live()
+            self.base_bytes = self.meter.live() - self._outputs.at_begin
 
     def overlapped(self) -> None:
         """A step of another session is open at the same time: the memory of neither can be told."""
@@ -75,7 +82,7 @@ class StepMemory:
             self.meter.pause()
             self._live_at_pause = self.meter.live()
             if self._watch.is_on:
-                self._watch.update_begins()
+                self._watch.leave(UPDATE)
 
     def resume(self) -> None:
         """The optimizer is done; what it has left allocated are its states."""

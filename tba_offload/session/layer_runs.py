@@ -98,10 +98,8 @@ class LayerRuns:
             self._watch.note_gone()
         before = latest_node() - 1
         scope = trace.begin_scope(site.next_run(self._stack.micro_batch), way, inputs=inputs)
-        if memory.is_on:
-            memory.layer_begins(site.index)
-            if not site.index:
-                self._watch.watch_input(arguments)
+        if memory.is_on and memory.layer_begins(site.index):
+            self._watch.watch_input(arguments)
         try:
             call = Call(parts, self._config, self._stack, site, placement, scope, args, kwargs)
             output = self._in_range(site, placement, call) if parts.ranges.is_on else placement.take(call)

@@ -21,10 +21,13 @@ if TYPE_CHECKING:
 
     from tba_offload.capture.hooks import Capture
     from tba_offload.device.memory import LiveBytes, MemoryMeter
+    from tba_offload.session.outputs import Outputs
     from tba_offload.session.static_memory import ModuleTensors
     from tba_offload.transfer.offloader import Offloader
 
-FORWARD, LOSS, BACKWARD, EMBEDDINGS, UPDATE = "forward", "loss", "backward", "embeddings", "update"
+FORWARD, LOSS, BACKWARD, EMBEDDINGS = "forward", "loss", "backward", "embeddings"
+BETWEEN, UPDATE = "between", "update"
+"""After a backward pass: gradients are clipped, or another pass begins; and while an optimizer works."""
 
 _NEWS = 9 / 8
 """Peak of a step, in peaks of the one that was told last, from which on it is told as well."""
@@ -44,6 +47,7 @@ class Held(NamedTuple):
         kept: Left in memory by layers that are placed ``keep`` or were left alone, and by plan by others.
         inputs: Left in memory by layers that are recomputed.
         outputs: Left in memory by layers whose activations travel, beside all that the offloader knows of.
+        put_out: Put out by the model, now or in earlier steps, and alive still.
     """
 
     in_flight: int = 0
@@ -53,6 +57,7 @@ class Held(NamedTuple):
     kept: int = 0
     inputs: int = 0
     outputs: int = 0
+    put_out: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -61,7 +66,7 @@ class Held(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """The peak of one phase.
+    """The fullest moment of one phase, gradients included.
 
     Attributes:
         nbytes: Live bytes, without those that were there before the step, gradients and states of optimizers.
@@ -79,6 +84,11 @@ class Peak(NamedTuple):
     gradients: int
     frozen: int
 
+    @property
+    def whole(self) -> int:
+        """All bytes of the moment."""
+        return self.nbytes + self.gradients + self.frozen
+
     def figures(self) -> dict[str, object]:
         """The same for a log."""
         return {**self._asdict(), "held": self.held._asdict()}
@@ -90,7 +100,7 @@ class LayerMemory:
 
     Attributes:
         leaves: Left in memory by a forward, what the offloader holds left out.
-        forward: Most live bytes in a forward beyond those before it.
+        forward: Most live bytes in a forward beyond those before it; what is read ahead is of others.
         backward: The same in a backward.
     """
 
@@ -115,13 +125,31 @@ _Left = dict[str, int]
 
 
 class _Runs:
-    """The runs of layers that wait for their backward, and what they have left in memory, by holder."""
+    """The runs of layers that wait for their backward, and what they have left in memory, by holder.
 
-    def __init__(self) -> None:
+    Args:
+        final: Index of the layer after which the loss comes, as far as is known: where a model has several
+            stacks it need not be the last one.
+    """
+
+    def __init__(self, final: int) -> None:
+        self.final = final
+        self._first: int | None = None
+        self._latest = final
         self.left = {"kept": 0, "inputs": 0, "outputs": 0, "small": 0}
         self.all_left = 0
         self._waiting: dict[int, list[_Left]] = defaultdict(list)
         self._leaving: _Left | None = None
+
+    def begin(self, index: int) -> bool:
+        """A forward begins; returns whether it is of the layer whose forward was the first in the step."""
+        self._first = index if self._first is None else self._first
+        return index == self._first
+
+    def end(self, index: int) -> bool:
+        """A forward has ended; returns whether the loss comes next."""
+        self._latest = index
+        return index == self.final
 
     def wait(self, index: int, run: _Left) -> None:
         """A run begins to wait."""
@@ -130,9 +158,21 @@ class _Runs:
 
     def reach(self, index: int) -> None:
         """Backward comes to the latest run of a layer, so that it is done with the one before."""
+        self.final = self._latest
         self.let_go()
         runs = self._waiting[index]
         self._leaving = runs.pop() if runs else None
+
+    def fit(self, most: int) -> None:
+        """No more than ``most`` bytes are there: what the model's output alone had held went with that."""
+        gone = self.all_left - most
+        for run in (run for runs in self._waiting.values() for run in runs):
+            for holder in ("outputs", "small"):
+                fewer = min(max(gone, 0), run.get(holder, 0))
+                if fewer:
+                    self._change({holder: fewer}, -1)
+                    run[holder] -= fewer
+                    gone -= fewer
 
     def let_go(self) -> None:
         """Backward is done with the run that it had come to."""
@@ -151,6 +191,7 @@ class Sources(NamedTuple):
 
     Attributes:
         gradients: Bytes of gradients, and of frozen weights while they are there.
+        outputs: Bytes of what the model put out.
         offloader: Knows what is on its way.
         capture: Knows what layers have saved.
         attributes: Know what of that modules hold, and what else.
@@ -158,6 +199,7 @@ class Sources(NamedTuple):
     """
 
     gradients: LiveBytes
+    outputs: Outputs
     offloader: Offloader
     capture: Capture
     attributes: ModuleTensors
@@ -188,7 +230,7 @@ class MemoryWatch:
         self._is_due = False
         self._told = 0
         self._found: dict[str, object] = {"held": [], "caches": []}  # attributes of modules
-        self._runs = _Runs()
+        self._runs = _Runs(layers - 1)
         self._last: tuple[str, _Moment] | None = None  # its forward has ended, and the next has not begun
 
     def begin_step(self, meter: MemoryMeter | None, number: int, *, wanted: bool = False) -> None:
@@ -206,7 +248,7 @@ class MemoryWatch:
         self.is_on = False  # until the meter has forgotten the step before
         self.peaks.clear()
         self.layers = [LayerMemory() for _ in self.layers]
-        self._runs, self._last = _Runs(), None
+        self._runs, self._last = _Runs(self._runs.final), None
         if self._meter is not None and self._is_due:
             self._sources.attributes.begin_step()
 
@@ -218,7 +260,8 @@ class MemoryWatch:
     def started(self) -> None:
         """What is live from here on is of the step."""
         if self._meter is not None:
-            self._base = live = self._meter.live()
+            live = self._meter.live()
+            self._base = live - self._sources.outputs.at_begin
             self.is_on = True
             self._enter(EMBEDDINGS, 0, live)
 
@@ -237,11 +280,16 @@ class MemoryWatch:
 
     # ---- what the step is at ---------------------------------------------------------------------
 
-    def layer_begins(self, index: int) -> None:
-        """A layer's forward begins; only while the watch is on, as what follows."""
+    def layer_begins(self, index: int) -> bool:
+        """A layer's forward begins; only while the watch is on, as what follows.
+
+        Returns:
+            Whether it is the first layer, whose backward is the last.
+        """
         live = self._look()
         self._count_last(live)
         self._enter(FORWARD, index, live)
+        return self._runs.begin(index)
 
     def layer_ended(self, index: int, way: str) -> None:
         """A layer's forward has ended.
@@ -255,7 +303,7 @@ class MemoryWatch:
         """
         live, before = self._close(), self._now
         self._last = _holder(way), before
-        if is_last := index == len(self.layers) - 1:
+        if is_last := self._runs.end(index):
             self._count_last(live)
         self._enter(LOSS if is_last else FORWARD, index, live)
 
@@ -276,20 +324,20 @@ class MemoryWatch:
         """Backward comes to a run of a layer, so that it is done with the one before."""
         live = self._close()
         self._count_last(live)
+        self._runs.fit(max(live - self._base - self._sources.offloader.own_bytes, 0))
         self._runs.reach(index)
         self._enter(BACKWARD, index, live)
 
-    def backward_left(self) -> None:
-        """Backward has come out of the first layer, to what made the input of that, or is over."""
-        live = self._close()
-        self._runs.let_go()
-        self._enter(EMBEDDINGS, 0, live)
+    def leave(self, phase: str) -> None:
+        """From now on no layer runs.
 
-    def update_begins(self) -> None:
-        """An optimizer works from now on; what comes after it is before a first layer, or the step's end."""
+        Args:
+            phase: What does: ``EMBEDDINGS`` where backward has come out of the first layer, to what made the
+                input of that; ``BETWEEN`` where it is over, ``UPDATE`` where an optimizer works.
+        """
         live = self._close()
         self._runs.let_go()
-        self._enter(UPDATE, 0, live)
+        self._enter(phase, 0, live)
 
     def update_ended(self, born: int) -> None:
         """The optimizer is done.
@@ -300,32 +348,42 @@ class MemoryWatch:
         live, peak = self._close(), self.peaks.get(UPDATE)
         if peak is not None:
             self.peaks[UPDATE] = peak._replace(nbytes=max(peak.nbytes - born, 0))
-        self._enter(EMBEDDINGS, 0, live)
+        self._enter(BETWEEN, 0, live)
 
-    def seen(self, live: int) -> None:
-        """The meter has seen ``live`` bytes that are in use."""
-        if not self.is_on:
-            return
-        now, nbytes = self._now, live - self._base
-        if now.grows_to(live):
-            best = self.peaks.get(now.phase)
-            if best is None or nbytes > best.nbytes:
-                parts = self._sources.gradients.parts
-                self.peaks[now.phase] = Peak(max(nbytes, 0), now.layer, self._held(), now.beside, *parts)
+    def seen(self, live: int, aside: int) -> None:
+        """The meter has seen bytes that are in use.
+
+        Args:
+            live: Those that count.
+            aside: Gradients, and what else did not count at that moment; there may be more of them by now.
+        """
+        if self.is_on:
+            gradients, frozen = self._sources.gradients.parts
+            self._note(live, min(gradients, max(aside - frozen, 0)), frozen)
+
+    def _note(self, live: int, gradients: int, frozen: int) -> None:
+        """Of several moments of a phase the fullest stays."""
+        now, nbytes = self._now, max(live - self._base, 0)
+        now.sees(live - self._sources.offloader.ledger.read_ahead)
+        best = self.peaks.get(now.phase)
+        if best is None or nbytes + gradients + frozen > best.whole:
+            self.peaks[now.phase] = Peak(nbytes, now.layer, self._held(), now.beside, gradients, frozen)
 
     # ---- sums ------------------------------------------------------------------------------------
 
     def _enter(self, phase: str, index: int, live: int) -> None:
         beside = max(live - self._base - self._held().nbytes, 0)
-        known, trace = self._sources.offloader.own_bytes, self._sources.capture.trace
-        self._now = _Moment(phase, index, live, known, trace.kept_bytes, trace.planned_kept_bytes, beside)
-        self.seen(live)
+        offloader, trace = self._sources.offloader, self._sources.capture.trace
+        books = offloader.own_bytes, trace.kept_bytes, trace.planned_kept_bytes
+        self._now = _Moment(phase, index, live, *books, beside, live - offloader.ledger.read_ahead)
+        self._note(live, *self._sources.gradients.parts)
 
     def _close(self) -> int:
         """Ends what the step is at; returns the live bytes."""
         live, now = self._look(), self._now
         if self.layers:
-            self.layers[now.layer].took(now.phase, max(now.most, live) - now.live)
+            now.sees(live - self._sources.offloader.ledger.read_ahead)
+            self.layers[now.layer].took(now.phase, now.most - now.least)
         return live
 
     def _look(self) -> int:
@@ -338,11 +396,12 @@ class MemoryWatch:
             read_ahead=ledger.read_ahead,
             settled=ledger.settled,
             **self._runs.left,
+            put_out=self._sources.outputs.nbytes,
         )
 
     def figures(self) -> dict[str, object] | None:
         """All of it, for the run log; ``None`` of a step that was not looked at, or has no news."""
-        most = max((peak.nbytes for peak in self.peaks.values()), default=0)
+        most = max((peak.whole for peak in self.peaks.values()), default=0)
         if self._meter is None or not (self._is_due or most > _NEWS * self._told):
             return None
         self._told = most
@@ -365,13 +424,12 @@ class _Moment:
     small: int = 0
     planned: int = 0
     beside: int = 0
+    least: int = 0
     most: int = 0
 
-    def grows_to(self, live: int) -> bool:
-        """Whether ``live`` bytes are more than there were since it began."""
-        grows = live > self.most
-        self.most = max(self.most, live)
-        return grows
+    def sees(self, own: int) -> None:
+        """There were ``own`` bytes that are not read ahead; ``least`` are those that it began with."""
+        self.most = max(self.most, own)
 
 
 def _holder(way: str) -> str:

@@ -47,11 +47,11 @@ class Meters:
         """Has a watch and a curve told of what a meter sees."""
         self._told = weakref.ref(watch), weakref.ref(curve)
 
-    def _saw(self, live: int) -> None:
+    def _saw(self, live: int, aside: int) -> None:
         for found in self._told:
             told = found()
             if told is not None:
-                told.seen(live)
+                told.seen(live, aside)
 
     def of_step(self, *, wanted: bool | None, may_help: bool) -> MemoryMeter | None:
         """The meter of a step that begins.
@@ -90,7 +90,7 @@ class Meters:
             return gradients.nbytes + ongoing.state_bytes if ongoing is not None else 0
 
         meter, saw = meter_of(self._device, static), weakref.WeakMethod(self._saw)
-        meter.tell(lambda live: _call(saw, live))
+        meter.tell(lambda live, aside: _call(saw, live, aside))
         return meter
 
     def _meter_if_possible(self) -> MemoryMeter | None:
@@ -102,7 +102,7 @@ class Meters:
             return None
 
 
-def _call(saw: weakref.WeakMethod[Any], live: int) -> None:
+def _call(saw: weakref.WeakMethod[Any], live: int, aside: int) -> None:
     told = saw()
     if told is not None:
-        told(live)
+        told(live, aside)

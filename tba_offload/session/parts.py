@@ -18,6 +18,7 @@ from tba_offload.session.budget import Budget, Watched, limits_of
 from tba_offload.session.memory_watch import MemoryWatch, Sources
 from tba_offload.session.meters import Meters
 from tba_offload.session.notices import Notices, tell
+from tba_offload.session.outputs import Outputs
 from tba_offload.session.ranges import Ranges
 from tba_offload.session.static_memory import ModuleTensors, static_bytes
 from tba_offload.session.step_curve import StepCurve
@@ -63,6 +64,7 @@ class Parts:
     rebuilds: Rebuilds
     planning: Planning
     meters: Meters
+    outputs: Outputs
     memory_watch: MemoryWatch
     curve: StepCurve
     ranges: Ranges
@@ -124,8 +126,9 @@ def make_parts(
     planning = Planning(plan, [layer.id.number for layer in stack.layers], capture, offloader)
     optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
     states: list[OptimizerStates] = []
+    outputs = Outputs(device.torch_device, capture.static)
     memory_watch = MemoryWatch(
-        Sources(gradients.live, offloader, capture, ModuleTensors(modules), device.torch_device),
+        Sources(gradients.live, outputs, offloader, capture, ModuleTensors(modules), device.torch_device),
         len(stack.layers),
     )
     curve = StepCurve(offloader, store, memory_watch, states)
@@ -142,6 +145,7 @@ def make_parts(
         rebuilds=Rebuilds(capture, stack.functions),
         planning=planning,
         meters=meters,
+        outputs=outputs,
         memory_watch=memory_watch,
         curve=curve,
         ranges=Ranges(),

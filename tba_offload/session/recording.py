@@ -62,6 +62,7 @@ def record_of(
         loss=loss,
         activation_peak_bytes=memory.peak_bytes,
         base_bytes=memory.base_bytes,
+        earlier_outputs_bytes=parts.outputs.at_begin if memory.base_bytes is not None else None,
         peak_source=meter.source if meter is not None and memory.peak_bytes is not None else None,
         reserved_peak_bytes=memory.reserved_bytes,
         device_peak_bytes=memory.device_peak_bytes,

@@ -403,13 +403,19 @@ def _plan_of(config: OffloadConfig, layers: Sequence[Layer], world: World, limit
 def _boundaries_of(steps: Steps, parts: Parts, count_tokens: TokenCounter) -> Boundaries:
     offloader, capture = parts.offloader, parts.capture
     tail = TailWatch(steps.ongoing, lambda: offloader.own_bytes + capture.trace.kept_bytes)
+
+    def forward_ended(output: object) -> None:
+        tail.watch(output)
+        if steps.ongoing.meter is not None:
+            parts.outputs.note(output)
+
     boundaries = Boundaries(
         steps,
         parts.gradients,
         [site.layer.module for site in parts.sites],
         parts.modules,
         count_tokens=count_tokens,
-        forward_ended=tail.watch,
+        forward_ended=forward_ended,
         optimizers=parts.optimizers,
     )
     steps.end_by(settle=boundaries.settle, finish=boundaries.finish)

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tba_offload.weights.choice import own_storages
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import nn
     from torch.optim import Optimizer
@@ -49,9 +51,24 @@ def static_bytes(
     return nbytes
 
 
+def frozen_bytes(modules: Sequence[nn.Module], layers: Sequence[nn.Module], at_least: int) -> dict[str, int]:
+    """Bytes of frozen weights that could be offloaded and are in memory, and those of the two largest layers.
+
+    Args:
+        modules: The model or its chunks.
+        layers: Its layers.
+        at_least: Bytes of a weight that travels.
+    """
+    of_layers = dict.fromkeys(range(len(layers)), 0)
+    for number, found in own_storages(modules, layers, max(at_least, 1)):  # one that is away is empty
+        of_layers[number] += found[0][1].untyped_storage().nbytes()
+    sizes = sorted(of_layers.values(), reverse=True)
+    return {"frozen_weights": sum(sizes), "frozen_at_once": sum(sizes[:2])}
+
+
 def _new_bytes(found: Iterable[object], device: torch.device, seen: set[int]) -> Iterator[int]:
     for tensor in found:
-        storage = _storage(tensor)
+        storage = plain_storage(tensor)
         if storage is not None and storage.device == device and storage._cdata not in seen:
             seen.add(storage._cdata)
             yield storage.nbytes()
@@ -73,7 +90,7 @@ def _updated(optimizer: Optimizer) -> Iterator[object]:
         yield from group["params"]
 
 
-def _storage(tensor: object) -> torch.UntypedStorage | None:
+def plain_storage(tensor: object) -> torch.UntypedStorage | None:
     """The storage of a plain tensor; others are made of several, and have none of their own."""
     if not isinstance(tensor, torch.Tensor) or type(tensor) not in {torch.Tensor, torch.nn.Parameter}:
         return None
@@ -108,7 +125,7 @@ class ModuleTensors:
         """
         seen = {
             storage._cdata
-            for storage in map(_storage, chain.from_iterable(map(_own, self._modules)))
+            for storage in map(plain_storage, chain.from_iterable(map(_own, self._modules)))
             if storage
         }
         found: list[tuple[str, int]] = []
@@ -137,7 +154,7 @@ class ModuleTensors:
         for module in self._modules:
             for name, inner in module.named_modules():
                 for attribute, tensor in _attributes(inner):
-                    storage = _storage(tensor)
+                    storage = plain_storage(tensor)
                     if storage is not None:
                         yield f"{name}.{attribute}".lstrip("."), storage
 

@@ -105,7 +105,7 @@ class StepCurve:
             for states in self._states:
                 states.watch_moves(self._moves[STATES].append)
 
-    def seen(self, live: int) -> None:
+    def seen(self, live: int, _aside: int) -> None:
         """The meter has seen ``live`` bytes in use. Of several moments the one with most of them stays."""
         self._samples += 1
         if not self._is_on:

@@ -87,7 +87,7 @@ class Steps:
             self,
             tokens=tokens,
             model_flops=model_flops,
-            memory=StepMemory(meter, self._parts.memory_watch),
+            memory=StepMemory(meter, self._parts.memory_watch, self._parts.outputs),
             opened_itself=opened_itself,
             trace=trace,
         )

@@ -212,7 +212,29 @@ def test_outputs_that_live_on_in_the_update(tmp_path: Path) -> None:
 
     found = trained(tmp_path, Model(vocabulary=10_000), loop=loop)
     update = next(phase for phase in found.evidence.phases if phase.name == "update")
-    assert abs(update.of("beside") - TOKENS * 10_000 * 4) < 2 * MIB
+    assert abs(update.of("put_out") - TOKENS * 10_000 * 4) < 2 * MIB
+
+
+def test_outputs_that_the_program_holds_while_the_next_step_runs(tmp_path: Path) -> None:
+    class WithLoss(Model):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+            logits = super().forward(x)
+            return {"loss": logits.logsumexp(-1).mean(), "logits": logits}
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(5):
+            outputs = model(torch.randn(TOKENS, WIDTH))  # those of the step before live until it returns
+            outputs["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = trained(tmp_path, WithLoss(vocabulary=10_000), loop=loop)
+    nbytes = TOKENS * 10_000 * 4
+    assert found.evidence.step.earlier_outputs_bytes == nbytes + 4
+    forward = next(phase for phase in found.evidence.phases if phase.name == "forward")
+    assert forward.of("put_out") == nbytes + 4
+    told = next(each for each in found.findings if each.cause == "outputs")
+    assert "the program holds 39.1 MiB that the model put out" in told.what
 
 
 def test_a_cache_that_no_layer_saves(tmp_path: Path) -> None:

@@ -493,7 +493,7 @@ def test_the_peak_of_all_bytes_has_those_that_are_left_out(still: Observed, stat
 
 def test_what_a_pause_sees_is_in_no_peak(still: Observed) -> None:
     meter, seen = still, list[int]()
-    meter.tell(seen.append)
+    meter.tell(lambda live, _: seen.append(live))
     before = meter.live()
     meter.pause()
     tensor = allocate()
@@ -544,9 +544,9 @@ def test_gradients_are_left_out_of_the_peak_of_a_gpu(
 
 
 def test_a_gpu_tells_the_peak_of_each_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, seen = FakeCuda(monkeypatch), []
+    cuda, seen = FakeCuda(monkeypatch), list[int]()
     meter = AllocatorMeter(torch.device("cuda", 0))
-    meter.tell(seen.append)
+    meter.tell(lambda live, _: seen.append(live))
     meter.reset()
     cuda.allocate(500)
     cuda.allocate(-300)
@@ -564,7 +564,7 @@ def test_a_gpu_tells_the_peak_of_each_stretch(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_cpu_tells_of_every_sample(still: Observed) -> None:
     seen: list[int] = []
-    still.tell(seen.append)
+    still.tell(lambda live, _: seen.append(live))
     before = still.live()
     tensor = allocate()
     assert abs(still.cut() - before - SIZE) < SLACK

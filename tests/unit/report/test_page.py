@@ -378,7 +378,7 @@ def test_lines_without_a_value_are_not_in_the_legend() -> None:
 
 def test_pictures_take_their_colours_from_the_page() -> None:
     svg = stacked(
-        [Stack("forward", [1.0, 2.0]), Stack("loss", [3.0, 0.0])], ["a", "b"], salt="x", label="<a>"
+        [Stack("forward", [1.0, 2.0]), Stack("loss", [3.0, 0.0])], {"a": 0, "b": 1}, salt="x", label="<a>"
     )
     assert 'role="img" aria-label="&lt;a&gt;"' in svg
     assert "var(--c0)" in svg

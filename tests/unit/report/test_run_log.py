@@ -50,6 +50,7 @@ RECORD = StepRecord(
     state_bytes=2**21,
     peak_source="cuda allocator",
     base_bytes=2**32,
+    earlier_outputs_bytes=2**20,
     reserved_peak_bytes=44 * 2**30,
     device_peak_bytes=43 * 2**30,
     activation_budget_bytes=40 * 2**30,

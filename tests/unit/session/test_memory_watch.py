@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from tba_offload.capture.identity import StaticStorages
 from tba_offload.capture.registry import Registry
 from tba_offload.device.memory import MemoryMeter
-from tba_offload.session.memory_watch import MemoryWatch, Sources
+from tba_offload.session.memory_watch import BETWEEN, EMBEDDINGS, MemoryWatch, Sources
+from tba_offload.session.outputs import Outputs
 from tba_offload.session.static_memory import ModuleTensors, static_bytes
 
 CPU = torch.device("cpu")
@@ -26,6 +28,7 @@ class Counted(MemoryMeter):
         super().__init__()
         self.samples = samples
         self.now = 1000  # before the step
+        self.aside = 7  # gradients
 
     def live(self) -> int:
         return self.now
@@ -35,7 +38,7 @@ class Counted(MemoryMeter):
         return self.now
 
     def sample(self, grows_by: int = 0) -> None:
-        self._seen(self.now)
+        self._seen(self.now, self.aside)
 
     def reset(self) -> None: ...
     def pause(self) -> None: ...
@@ -56,8 +59,18 @@ class Bench:
         self.offloader = offloader
         capture: Any = SimpleNamespace(trace=self.trace, registry=Registry())
         gradients: Any = SimpleNamespace(parts=(7, 0))
+        self.gradients, self.static = gradients, StaticStorages()
+        self.outputs = Outputs(CPU, self.static)
         self.watch = MemoryWatch(
-            Sources(gradients, offloader, capture, ModuleTensors([]), torch.device("cpu")), 2
+            Sources(
+                gradients,
+                self.outputs,
+                offloader,
+                capture,
+                ModuleTensors([]),
+                torch.device("cpu"),
+            ),
+            2,
         )
         self.meter.tell(self.watch.seen)
         self.begin(number)
@@ -117,6 +130,15 @@ def test_what_is_read_ahead_is_not_in_flight_twice() -> None:
     assert (bench.held["backward"]["in_flight"], bench.held["backward"]["read_ahead"]) == (4, 6)
 
 
+def test_what_is_read_ahead_for_others_is_nothing_that_a_layer_takes() -> None:
+    bench = Bench()
+    bench.watch.backward_reached(1)
+    bench.grow(100, in_flight=100, read_ahead=100)
+    bench.grow(20, read_ahead=-15)  # it uses some, and works with more
+    bench.watch.backward_reached(0)
+    assert bench.watch.layers[1].backward == 35
+
+
 def test_backward_lets_go_of_a_run_when_it_comes_to_the_next() -> None:
     bench = Bench()
     for _ in range(2):
@@ -129,7 +151,7 @@ def test_backward_lets_go_of_a_run_when_it_comes_to_the_next() -> None:
     assert bench.held["backward"]["kept"] == 30
     assert bench.watch.peaks["backward"].layer == 0
     assert bench.watch.layers[1].backward == 100
-    bench.watch.backward_left()
+    bench.watch.leave(EMBEDDINGS)
     bench.watch.layer_begins(0)
     bench.grow(1000)
     assert bench.held["forward"]["kept"] == 20
@@ -176,6 +198,84 @@ def test_where_looking_takes_long_few_steps_are_looked_at(samples: bool, steps: 
         bench.watch.stop()
         assert not bench.watch.is_on
     assert looked == list(steps)
+
+
+def test_the_fullest_moment_counts_gradients() -> None:
+    """With activations alone it would be the first layer of backward, where hardly any are there."""
+    bench = Bench()
+    for index, gradients in ((1, 10), (0, 200)):
+        bench.gradients.parts = (gradients, 0)
+        bench.watch.backward_reached(index)
+        bench.meter.aside = gradients
+        bench.grow(50)
+        bench.grow(-60)
+    peak = bench.watch.peaks["backward"]
+    assert (peak.layer, peak.gradients) == (0, 200)
+
+
+def test_gradients_that_came_after_a_sample_do_not_count() -> None:
+    bench = Bench()
+    bench.watch.backward_reached(1)
+    bench.gradients.parts = (900, 0)
+    bench.meter.aside = 30
+    bench.grow(50)
+    assert bench.watch.peaks["backward"].gradients == 30
+
+
+def test_the_loss_comes_after_the_layer_that_runs_last() -> None:
+    """As in a model of two stacks, of which the second runs first; the first step shows which it is."""
+    bench = Bench()
+    for number in (1, 2):
+        bench.begin(number)
+        assert bench.watch.layer_begins(1)
+        bench.watch.layer_ended(1, "keep")
+        bench.grow(70)
+        assert not bench.watch.layer_begins(0)
+        bench.grow(-70)
+        bench.watch.layer_ended(0, "keep")
+        bench.grow(20)
+        bench.grow(-20)
+        bench.watch.backward_reached(0)
+    assert bench.watch.peaks["loss"].nbytes == 20
+
+
+def test_what_comes_after_a_backward_is_not_of_the_embeddings() -> None:
+    bench = Bench()
+    bench.forward("keep")
+    bench.watch.backward_reached(0)
+    bench.watch.leave(EMBEDDINGS)
+    bench.grow(5)
+    bench.watch.leave(BETWEEN)
+    bench.grow(300)
+    bench.watch.backward_reached(1)
+    assert bench.watch.peaks["between"].nbytes > 300 > bench.watch.peaks["embeddings"].nbytes
+
+
+def test_what_went_with_the_output_is_left_by_no_layer() -> None:
+    bench = Bench()
+    bench.forward("offload")
+    bench.grow(-15)
+    bench.watch.backward_reached(1)
+    assert bench.held["backward"]["outputs"] == 5
+
+
+def test_outputs_of_earlier_steps_are_none_of_what_lasts() -> None:
+    bench = Bench()
+    output = {"logits": torch.zeros(10), "cache": [torch.zeros(5)]}
+    bench.outputs.note(output)
+    bench.meter.now += 60
+    bench.outputs.begin_step()
+    bench.begin(2)
+    bench.watch.layer_begins(0)
+    assert (bench.outputs.at_begin, bench.held["forward"]["put_out"]) == (60, 60)
+    assert bench.watch.peaks["forward"].nbytes == 60
+    del output
+    assert bench.outputs.nbytes == 0
+    weight = torch.zeros(9)
+    bench.static.refresh([nn.ParameterList([weight])])
+    bench.outputs.note(nn.ParameterList([weight])[0])
+    bench.outputs.begin_step()
+    assert bench.outputs.at_begin == 0
 
 
 def test_steps_without_news_are_not_told() -> None:

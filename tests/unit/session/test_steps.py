@@ -936,10 +936,10 @@ def test_what_lies_beside_layers_is_seen_around_the_loss_or_told_by_the_peak(
 ) -> None:
     """A meter that does not sample has nothing but the peak, of which layers had no more than their own."""
     meter = mock.Mock(samples=samples, **{"live.return_value": 100, "peak.return_value": 1000})
-    memory = StepMemory(meter, mock.Mock(is_on=False))
+    memory = StepMemory(meter, mock.Mock(is_on=False), mock.Mock(at_begin=0))
     memory.begin(gradients_allocated=True)
     meter.cut.return_value = 400
     memory.saw_rest(50)
     memory.end()
     assert memory.rest_beside(300) == beside
-    assert StepMemory(None, mock.Mock(is_on=False)).rest_beside(300) == 0
+    assert StepMemory(None, mock.Mock(is_on=False), mock.Mock(at_begin=0)).rest_beside(300) == 0
