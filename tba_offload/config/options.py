@@ -627,13 +627,13 @@ class OffloadConfig:
                 "host_capacity": _size_word(self.store.host_capacity),
                 "write_bytes_per_day": _size_word(self.store.write_bytes_per_day),
                 "checksum": self.store.checksum,
-                "stall_seconds": self.store.stall_seconds or 0,
+                "stall_seconds": self.store.stall_seconds,
                 "readers": self.store.readers,
                 "writers": self.store.writers,
             },
             "on_full": self.on_full,
             "on_slow": self.on_slow,
-            "min_tensor_bytes": _size_word(self.min_tensor_bytes),
+            "min_tensor_bytes": _size_word(self.min_tensor_bytes) or 0,
         }
         if self.states is not None:
             document["states"] = {
@@ -720,9 +720,9 @@ def load_config(path: str | Path, *, layers: Sequence[LayerId] | None = None) ->
     return OffloadConfig.from_yaml(text, file=file, layers=layers)
 
 
-def _size_word(size: int | None) -> str | int:
-    """A size in YAML; the plain number 0 where there is no limit."""
-    return format_size(size) if size else 0
+def _size_word(size: int | None) -> str | None:
+    """A size in YAML; null where there is no limit."""
+    return format_size(size) if size else None
 
 
 # --------------------------------------------------------------------------------- YAML with its lines

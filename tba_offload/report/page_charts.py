@@ -156,12 +156,16 @@ PARTS: dict[str, tuple[str, ...]] = {
 """Parts of a bar, and the holders that each is made of."""
 
 
+_LEAST_PART = 0.005
+"""Share of the peak that a part takes at least to be drawn and named: smaller ones cannot be seen."""
+
+
 def holders(evidence: Evidence, salt: str) -> Chart:
     """The peak of each phase by what holds it."""
     parts = {
         name: number
         for number, (name, of) in enumerate(PARTS.items())
-        if any(phase.of(*of) for phase in evidence.phases)
+        if any(phase.of(*of) > _LEAST_PART * evidence.peak.nbytes for phase in evidence.phases)
     }
     stacks = [Stack(phase.name, _sizes(phase, parts)) for phase in evidence.phases]
     title = f"Memory at the peak of each phase of step {evidence.step.step}"

@@ -54,8 +54,9 @@ def layers_table(evidence: Evidence) -> FittedTable | None:
     rows = list(_rows(list(_layers(evidence))))
     if not rows:
         return None
+    numbers = _text("Layers", rows, lambda row: row.numbers)
     columns = [
-        _text("Layers", rows, lambda row: row.numbers),
+        *([] if all(row.numbers == row.name for row in rows) else [numbers]),  # as of several stacks
         _text("Name", rows, lambda row: row.name),
         _text("Placement", rows, lambda row: row.layers[0].placement),
         _text("Runs as", rows, lambda row: row.layers[0].runs_as),
