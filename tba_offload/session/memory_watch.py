@@ -167,12 +167,13 @@ class _Runs:
         """No more than ``most`` bytes are there: what the model's output alone had held went with that."""
         gone = self.all_left - most
         for run in (run for runs in self._waiting.values() for run in runs):
+            if gone <= 0 or not (self.left["outputs"] or self.left["small"]):
+                return
             for holder in ("outputs", "small"):
-                fewer = min(max(gone, 0), run.get(holder, 0))
-                if fewer:
-                    self._change({holder: fewer}, -1)
-                    run[holder] -= fewer
-                    gone -= fewer
+                fewer = min(gone, run.get(holder, 0))
+                self._change({holder: fewer}, -1)
+                run[holder] = run.get(holder, 0) - fewer
+                gone -= fewer
 
     def let_go(self) -> None:
         """Backward is done with the run that it had come to."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +26,9 @@ def own_storages(
     for chunk in chunks:
         for module in chunk.modules():
             number = owner.get(module)
-            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            # By the class's methods: Megatron's data-parallel wrapper has an attribute `buffers` of its own.
+            own = nn.Module.parameters(module, recurse=False), nn.Module.buffers(module, recurse=False)
+            for tensor in chain(*own):
                 if type(tensor) is nn.Parameter or type(tensor) is torch.Tensor:
                     name = "" if number is None else names[number].get(id(tensor), "")
                     users[tensor.untyped_storage()._cdata].append((number, name, tensor))

@@ -14,7 +14,7 @@ from tba_offload.capture.registry import Registry
 from tba_offload.device.memory import MemoryMeter
 from tba_offload.session.memory_watch import BETWEEN, EMBEDDINGS, MemoryWatch, Sources
 from tba_offload.session.outputs import Outputs
-from tba_offload.session.static_memory import ModuleTensors, static_bytes
+from tba_offload.session.static_memory import ModuleTensors, frozen_bytes, static_bytes
 
 CPU = torch.device("cpu")
 
@@ -318,6 +318,21 @@ def test_each_storage_counts_once_for_what_holds_it_first() -> None:
         "masters": 0,
     }
     assert set(static_bytes([model], [optimizer], [], torch.device("meta")).values()) == {0}
+
+
+def test_frozen_weights_that_could_travel_are_those_of_layers() -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(4)))
+            self.buffers = []  # type: ignore[assignment]  # as Megatron's data-parallel wrapper has it
+
+    model = Wrapped()
+    for layer in model.module[1:]:
+        layer.requires_grad_(requires_grad=False)
+    layers = list(model.module[:3])
+    assert frozen_bytes([model], layers, 64) == {"frozen_weights": 800, "frozen_at_once": 800}
+    assert frozen_bytes([model], layers, 500) == {"frozen_weights": 0, "frozen_at_once": 0}
 
 
 def test_parameters_of_an_optimizer_that_are_not_the_models_are_masters() -> None:
