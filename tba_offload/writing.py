@@ -32,8 +32,15 @@ def write_regular(path: str | os.PathLike[str], content: bytes) -> None:
     """
     path = Path(path)
     opener = None if _STREAM.fullmatch(str(path)) else _open_regular
+    is_new = not os.path.lexists(path)
     with open(path, "wb", opener=opener) as file:
-        file.write(content)
+        try:
+            file.write(content)
+            file.flush()
+        except OSError:
+            if is_new:
+                path.unlink(missing_ok=True)  # or the next try would find it
+            raise
 
 
 def _open_regular(name: str, flags: int) -> int:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("directories", metavar="[DIR]...", nargs=-1, type=click.Path(path_type=Path))
+@click.argument("directories", metavar="[DIR]...", nargs=-1, type=click.Path(readable=False, path_type=Path))
 @click.option(
     "-o",
     "--output",
@@ -66,16 +66,23 @@ def looked_at(path: str) -> Location:
     """A directory that the user names.
 
     Raises:
-        ClickException: It does not answer.
-        StoreError: It cannot be reached.
+        ClickException: It does not answer, cannot be reached, or is not to be written to.
     """
+    import os
     from functools import partial
 
+    from tba_offload.errors import StoreError
     from tba_offload.store.hanging import ask
     from tba_offload.store.location import location_of
     from tba_offload.store.probe import TRANSFER_SECONDS
 
-    return ask(partial(location_of, path), path, TRANSFER_SECONDS)
+    try:
+        found = ask(partial(location_of, path), path, TRANSFER_SECONDS)
+    except StoreError as error:
+        raise click.ClickException(f"{path}: {error.strerror}") from error
+    if not os.access(path, os.W_OK):
+        raise click.ClickException(f"{path}: cannot be written to; name a directory that you may write to")
+    return found
 
 
 _RANKS = {"NVMe": 0, "SSD": 1, "virtual": 2, "mapped": 2}
@@ -90,7 +97,7 @@ def _best_places() -> list[tuple[str, Location]]:
     for path in mounted():
         try:
             place = looked_at(path)
-        except OSError:
+        except (OSError, click.ClickException):
             continue
         rank = _rank(place)
         if rank is not None and place.drive is not None and place.drive.name not in found:

@@ -305,10 +305,16 @@ def _loss(evidence: Evidence) -> Iterator[Finding]:
     def freed(phase: Phase) -> int:
         return phase.of("running") if phase.name in {"loss", "between"} else 0
 
+    head = 0 if evidence.memory is None else evidence.memory.head
+
+    def chunked(phase: Phase) -> int:
+        """Each chunk makes a gradient of the head's weights, which is added to that of the chunks before."""
+        return max(freed(phase) - 2 * head, 0)
+
     if most := max(map(freed, evidence.phases)):
         yield Finding(
             "logits and loss",
-            evidence.without(freed),
+            evidence.without(chunked),
             f"logits and loss take {readable_size(most)} after the last layer, where no "
             "placement of a layer reaches",
             "compute the loss in chunks of tokens (or with a fused linear cross-entropy), or take smaller "
@@ -395,8 +401,8 @@ def _gradients(evidence: Evidence) -> Iterator[Finding]:
             evidence.without(freed),
             what,
             "have updates made in backward, where gradients are freed at once: states.when: backward and "
-            "states.gradients: free, with attach(..., optimizer=optimizer), where nothing clips them "
-            f"(max_grad_norm=0 of a Hugging Face trainer){told}",
+            "states.gradients: free, with attach(..., optimizer=optimizer), where nothing clips them or "
+            f"takes their norm, as a Hugging Face trainer does{told}",
         )
 
 
@@ -504,7 +510,8 @@ def _graph_held(evidence: Evidence) -> Iterator[Finding]:
     """What outlives steps grows from step to step; states of optimizers, born in the first, do not count."""
     later = [step for step in evidence.log.steps[2:] if step.base_bytes is not None]
     bases = [(step.base_bytes or 0) + (step.earlier_outputs_bytes or 0) for step in later]
-    grown = [after - before for before, after in pairwise(bases)]
+    states = [step.state_bytes or 0 for step in later]  # LBFGS makes some for many steps
+    grown = [after - before - born for (before, after), born in zip(pairwise(bases), states, strict=False)]
     if len(grown) < 2:
         return
     each = int(statistics.median(grown))

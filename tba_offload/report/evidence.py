@@ -10,7 +10,7 @@ from tba_offload.report.memory_event import MemoryEvent, checked_memory
 from tba_offload.report.run_log import MEMORY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from tba_offload.report.memory_event import PhasePeak
     from tba_offload.report.run_log import RunLog, StepRecord
@@ -105,6 +105,8 @@ class Evidence:
         if memory is None:
             step = _fullest(log)
             return cls(log, step, None, (_unknown(step),))
+        if _is_cpu(steps[memory.step]):
+            memory = memory.model_copy(update={"phases": _fullest_phases(late)})
         step = steps[memory.step]
         stored = step.offloaded_bytes if stored_in_memory(log) == "files" else 0
         return cls(log, step, memory, tuple(_phases(step, memory, _lasting(step, memory), stored)))
@@ -172,6 +174,16 @@ def stored_in_memory(log: RunLog) -> str | None:
         return "files"
     kinds = {store.get("kind") for store in found if "stores" not in store and "drives" not in store}
     return "host" if kinds == {"host"} else None
+
+
+def _fullest_phases(events: Sequence[MemoryEvent]) -> dict[Any, PhasePeak]:
+    """Of each phase the fullest moment of several steps: samples miss short ones, now here, now there."""
+    found: dict[Any, PhasePeak] = {}
+    for event in events:
+        for name, peak in event.phases.items():
+            if name not in found or peak.whole > found[name].whole:
+                found[name] = peak
+    return found
 
 
 def _stores(told: Mapping[str, Any], depth: int = 0) -> Iterator[Mapping[str, Any]]:

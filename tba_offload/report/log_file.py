@@ -174,7 +174,8 @@ def _claim(file: io.FileIO, path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise RunLogError(
-            f"{path}: another process is writing this run log; give each its own path"
+            f"{path}: another process is writing this run log; give each its own path, as "
+            f"{path.stem}.rank0{path.suffix} for rank 0"
         ) from error
     except OSError:
         pass  # a file system without locks: the check for an empty file has to do

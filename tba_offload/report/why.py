@@ -71,6 +71,7 @@ class Diagnosis:
             _summary(self.evidence),
             holders_table(self.evidence),
             phases_table(self.evidence),
+            *_sampled(self.evidence),
             *_planned(self.evidence),
             *_fuller(self.evidence),
             *self.advice(),
@@ -207,6 +208,11 @@ def phases_table(evidence: Evidence) -> FittedTable:
         ),
         title="Phases of the step",
     )
+
+
+def _sampled(evidence: Evidence) -> Iterator[str]:
+    if evidence.memory is not None and evidence.is_cpu:
+        yield "On a CPU memory is sampled: a phase may have been higher for a moment, above all a short one."
 
 
 def _fuller(evidence: Evidence) -> Iterator[str]:

@@ -13,7 +13,7 @@ from tba_offload.report.run_log import MEMORY, TIMELINE
 from tba_offload.session.late import LateFigures, LateLoss, of_one_element
 from tba_offload.session.notices import tell
 from tba_offload.session.recording import record_of
-from tba_offload.session.static_memory import frozen_bytes, static_bytes
+from tba_offload.session.static_memory import frozen_bytes, head_bytes, static_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -103,6 +103,7 @@ class Conclusions:
                 "placements": [str(placement) for placement in plan.placements],
                 "window": parts.offloader.ledger.window.nbytes,
                 "static": static_bytes(parts.modules, parts.optimizers, parts.states, device),
+                "head": head_bytes(parts.modules, layers),
                 **frozen_bytes(parts.modules, layers, parts.capture.min_tensor_bytes),
                 "checkpointed": sum(map(is_checkpointed, layers)),
                 "not_attached": _not_attached(parts.modules, layers),

@@ -7,6 +7,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from tba_offload.weights.choice import own_storages
 
@@ -51,6 +52,19 @@ def static_bytes(
     return nbytes
 
 
+def head_bytes(modules: Sequence[nn.Module], layers: Sequence[nn.Module]) -> int:
+    """Bytes of the largest trained parameter that is in no layer.
+
+    Args:
+        modules: The model or its chunks.
+        layers: Its layers.
+    """
+    of_layers = {parameter for layer in layers for parameter in torch.nn.Module.parameters(layer)}
+    all_of_them = chain.from_iterable(map(torch.nn.Module.parameters, modules))
+    trained = (each for each in all_of_them if each.requires_grad and each not in of_layers)
+    return max((each.numel() * each.element_size() for each in trained if not is_lazy(each)), default=0)
+
+
 def frozen_bytes(modules: Sequence[nn.Module], layers: Sequence[nn.Module], at_least: int) -> dict[str, int]:
     """Bytes of frozen weights that could be offloaded and are in memory, and those of the two largest layers.
 
@@ -81,7 +95,8 @@ def _gradients(module: nn.Module) -> Iterator[object]:
 
 def _states(optimizer: Optimizer) -> Iterator[object]:
     for state in optimizer.state.values():
-        yield from state.values() if isinstance(state, dict) else ()
+        for each in state.values() if isinstance(state, dict) else ():
+            yield from each if isinstance(each, (list, tuple)) else (each,)  # LBFGS: a history
 
 
 def _updated(optimizer: Optimizer) -> Iterator[object]:

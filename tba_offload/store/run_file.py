@@ -380,10 +380,11 @@ def _may_make(here: int, name: str, path: str) -> int:
 
 
 def _refuse(_here: int, name: str, path: str) -> NoReturn:
+    missing = os.path.realpath(path) if Path(path).is_symlink() else path
     raise StoreError(
         errno.ENOENT,
         f"{name!r} does not exist; mount its drive, or, if the path is right, make it: "
-        f"mkdir -p {shlex.quote(path)}",
+        f"mkdir -p {shlex.quote(missing)}",
         path,
     ) from None
 

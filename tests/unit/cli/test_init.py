@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shlex
 from typing import TYPE_CHECKING
 
@@ -89,6 +90,31 @@ def test_a_directory_that_is_missing_is_named_and_nothing_is_written(tmp_path: P
     result = call(str(tmp_path / "not" / "there"))
     assert result.exit_code == 1
     assert "'not' does not exist; mount its drive" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    result = call(str(tmp_path / "file"), "-o", str(tmp_path / "policy.yaml"))
+    assert "'file' is not a directory" in result.stderr
+    assert "Errno" not in result.stderr
+    (tmp_path / "link").symlink_to(tmp_path / "away")
+    result = call(str(tmp_path / "link"), "-o", str(tmp_path / "policy.yaml"))
+    assert f"mkdir -p {tmp_path / 'away'}" in result.stderr
+    monkeypatch.setattr("os.access", lambda *_: False)
+    result = call(str(tmp_path), "-o", str(tmp_path / "policy.yaml"))
+    assert "cannot be written to" in result.stderr
+    assert not (tmp_path / "policy.yaml").exists()
+
+
+def test_a_policy_for_which_there_is_no_room_leaves_nothing(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
+    try:
+        result = call(str(tmp_path), "-o", str(tmp_path / "policy.yaml"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert result.exit_code != 0
     assert list(tmp_path.iterdir()) == []
 
 

@@ -16,7 +16,8 @@ from run_logs import MIB, logged
 import tba_offload as tba
 from tba_offload import cli
 from tba_offload.errors import ConfigError, MissingDependencyError, RunLogError
-from tba_offload.report.run_log import TIMELINE, read_run_log
+from tba_offload.report.ranks import path_of_rank
+from tba_offload.report.run_log import TIMELINE, RunHeader, RunLogWriter, StepRecord, read_run_log
 from tba_offload.report.timeline import timeline_of, trace_of, write_timeline
 from tba_offload.report.timeline_event import checked_timeline
 
@@ -297,6 +298,17 @@ def test_the_command_writes_picture_and_trace(tmp_path: Path) -> None:
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout == f"step 3: {svg}, {trace}\n"
     check_trace(json.loads(trace.read_text()))
+
+
+def test_of_several_ranks_the_fullest_is_drawn(tmp_path: Path) -> None:
+    for rank, mib in enumerate((3, 9, 6)):
+        points = [[0.0, 0, 0, 0, 0, 0], [0.2, mib * MIB, 0, 0, 0, 0]]
+        path = path_of_rank(tmp_path / "run.jsonl", rank)
+        with RunLogWriter(path, RunHeader(strategy="offload", run="a", rank=rank, ranks=3)) as log:
+            log.write(StepRecord(step=3, seconds=0.5, activation_peak_bytes=mib * MIB))
+            log.note(TIMELINE, event(points=points))
+    assert call("timeline", tmp_path / "run.jsonl", "-o", tmp_path / "step.svg").exit_code == 0
+    assert "peak 9.00 MiB" in (tmp_path / "step.svg").read_text()
 
 
 def test_another_suffix_is_told_before_anything_is_read(tmp_path: Path) -> None:

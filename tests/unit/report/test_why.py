@@ -263,6 +263,32 @@ def test_a_list_of_what_steps_put_out_is_not_taken_off_the_peak(tmp_path: Path) 
     assert "That would be 36.0 MiB less in the last step of the log." in str(told)
 
 
+def test_states_that_come_for_many_steps_are_no_graphs(tmp_path: Path) -> None:
+    """As those of LBFGS, which keeps a history."""
+    path = tmp_path / "run.jsonl"
+    with RunLogWriter(path, RunHeader(strategy="offload")) as log:
+        for number in range(1, 8):
+            base, born = number * 9 * MIB, 9 * MIB
+            log.write(StepRecord(step=number, seconds=0.5, base_bytes=base, state_bytes=born))
+    assert why(path).cause != "graphs of earlier steps"
+
+
+def test_chunks_of_the_loss_leave_gradients_of_the_head(tmp_path: Path) -> None:
+    phases = {"loss": peak(500), "backward": peak(100)}
+    found = why(write_run(tmp_path / "run.jsonl", event(phases=phases, head=70 * MIB))).findings[0]
+    assert (found.cause, found.saves) == ("logits and loss", (500 - 2 * 70) * MIB)
+
+
+def test_of_sampled_steps_each_phase_is_the_fullest(tmp_path: Path) -> None:
+    second = event(2, phases={"loss": peak(90), "update": peak(5, gradients=20)})
+    fourth = event(4, phases={"loss": peak(80), "update": peak(40, gradients=20)})
+    for source, update in (("mallinfo2, sampled every 2 ms", 60), ("cuda allocator", 25)):
+        log = write_run(tmp_path / f"{update}.jsonl", second, fourth, peak_source=source)
+        phases = {phase.name: phase.nbytes // MIB - 10 for phase in why(log).evidence.phases}
+        assert phases == {"loss": 90, "update": update}
+        assert ("memory is sampled" in str(why(log))) is (update == 60)
+
+
 def test_frozen_weights_that_come_and_go_are_no_gradients(tmp_path: Path) -> None:
     told = event(phases={"backward": peak(50, gradients=3, frozen=37)})
     found = why(write_run(tmp_path / "run.jsonl", told)).evidence.peak

@@ -14,7 +14,7 @@ from tba_offload.capture.registry import Registry
 from tba_offload.device.memory import MemoryMeter
 from tba_offload.session.memory_watch import BETWEEN, EMBEDDINGS, MemoryWatch, Sources
 from tba_offload.session.outputs import Outputs
-from tba_offload.session.static_memory import ModuleTensors, frozen_bytes, static_bytes
+from tba_offload.session.static_memory import ModuleTensors, frozen_bytes, head_bytes, static_bytes
 
 CPU = torch.device("cpu")
 
@@ -318,6 +318,21 @@ def test_each_storage_counts_once_for_what_holds_it_first() -> None:
         "masters": 0,
     }
     assert set(static_bytes([model], [optimizer], [], torch.device("meta")).values()) == {0}
+
+
+def test_states_in_lists_count() -> None:
+    """LBFGS keeps the directions of earlier steps."""
+    model = nn.Linear(10, 10, bias=False)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    optimizer.state[model.weight] = {"old_dirs": [torch.zeros(100), torch.zeros(100)], "d": torch.zeros(100)}
+    assert static_bytes([model], [optimizer], [], CPU)["optimizer_states"] == 1200
+
+
+def test_the_head_is_the_largest_trained_parameter_beside_layers() -> None:
+    model = nn.ModuleList([nn.Linear(10, 100, bias=False), nn.Linear(10, 10), nn.Linear(10, 50, bias=False)])
+    assert head_bytes([model], [model[0]]) == 2000
+    model[2].requires_grad_(requires_grad=False)
+    assert head_bytes([model], [model[0]]) == 400
 
 
 def test_frozen_weights_that_could_travel_are_those_of_layers() -> None:
