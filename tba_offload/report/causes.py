@@ -43,6 +43,9 @@ SUB_GROUP_ON_CPU = 64 << 20
 SUB_GROUP = 256 << 20
 """Likewise, on an accelerator."""
 
+_CHUNKS = 8
+"""Chunks of a loss, of which one at a time is in memory."""
+
 _SLOTS_SHARE = 8
 """Slots of this part of all states have most of them leave memory."""
 
@@ -309,7 +312,8 @@ def _loss(evidence: Evidence) -> Iterator[Finding]:
 
     def chunked(phase: Phase) -> int:
         """Each chunk makes a gradient of the head's weights, which is added to that of the chunks before."""
-        return max(freed(phase) - 2 * head, 0)
+        by_tokens = max(freed(phase) - 2 * head, 0)
+        return by_tokens - by_tokens // _CHUNKS
 
     if most := max(map(freed, evidence.phases)):
         yield Finding(
@@ -317,8 +321,8 @@ def _loss(evidence: Evidence) -> Iterator[Finding]:
             evidence.without(chunked),
             f"logits and loss take {readable_size(most)} after the last layer, where no "
             "placement of a layer reaches",
-            "compute the loss in chunks of tokens (or with a fused linear cross-entropy), or take smaller "
-            "micro-batches",
+            f"compute the loss in {_CHUNKS} chunks of tokens (or with a fused linear cross-entropy), or take "
+            "smaller micro-batches",
         )
 
 

@@ -115,7 +115,7 @@ def test_the_page_says_what_it_is_for(tmp_path: Path) -> None:
     for part in (
         "Activation peak",
         "100 MiB",
-        "compute the loss in chunks of tokens",
+        "compute the loss in 8 chunks of tokens",
         "layers.0-2",
         "default: offload",
         "Nothing was predicted in this run",
