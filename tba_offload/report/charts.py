@@ -125,7 +125,8 @@ def over_steps(
         figure, axes = _figure()
         for each in known:
             x, y = _points(steps, [None if v is None else v / size for v in each.values], of_bin)
-            alone: dict[str, Any] = {"marker": "o", "markersize": 4} if len(x) < 3 * len(_LINES) else {}
+            has_marks = len(x) < 3 * len(_LINES) or _stands_alone(y)
+            alone: dict[str, Any] = {"marker": "o", "markersize": 4} if has_marks else {}
             line: dict[str, Any] = {
                 "color": COLOURS[each.colour],
                 "linestyle": _LINES[each.line],
@@ -138,6 +139,15 @@ def over_steps(
         if known:
             figure.legend(loc="outside upper left", ncols=2, handlelength=2.2, columnspacing=1.2)
         return page_svg(figure, label)
+
+
+def _stands_alone(values: Sequence[float]) -> bool:
+    """Whether a value has none beside it, as where every fourth step is measured: no line would show it."""
+    known = [False, *(not math.isnan(value) for value in values), False]
+    return any(
+        here and not (before or after)
+        for before, here, after in zip(known, known[1:], known[2:], strict=False)
+    )
 
 
 def _finish(axes: Axes, steps: Sequence[int], unit: str) -> None:

@@ -376,6 +376,16 @@ def test_lines_without_a_value_are_not_in_the_legend() -> None:
     assert ">zero</text>" not in svg
 
 
+def test_values_that_stand_alone_are_marked() -> None:
+    """Where every fourth step is measured, no line would show any."""
+    steps = list(range(40))
+    known: list[float | None] = [1.0 if step % 4 == 0 else None for step in steps]
+    marked, plain = (
+        over_steps(steps, [Series("peak", values, 0)], salt="x", label="a") for values in (known, [1.0] * 40)
+    )
+    assert marked.count("<use") - plain.count("<use") >= 10
+
+
 def test_pictures_take_their_colours_from_the_page() -> None:
     svg = stacked(
         [Stack("forward", [1.0, 2.0]), Stack("loss", [3.0, 0.0])], {"a": 0, "b": 1}, salt="x", label="<a>"
