@@ -12,7 +12,6 @@ from tba_offload.errors import ConfigError
 from tba_offload.formatting import visible
 
 if TYPE_CHECKING:
-    from tba_offload.report.run_log import RunLog
     from tba_offload.report.timeline_event import TimelineEvent
 
 
@@ -60,6 +59,7 @@ def timeline(run: Path, outputs: tuple[Path, ...], step: int | None, profile: Pa
     over time, and from the 16th on each whose number is a power of four, where memory is measured; and each
     step that was asked for by session.step(trace=True).
     """
+    from tba_offload.report.digest import Digest
     from tba_offload.report.ranks import paths_of_ranks
     from tba_offload.report.run_log import read_run_log
     from tba_offload.report.timeline import check_holds_profile, timeline_of, timelines, write_timeline
@@ -68,7 +68,8 @@ def timeline(run: Path, outputs: tuple[Path, ...], step: int | None, profile: Pa
         spare_logs(output, (run,))
         if profile is not None:
             check_holds_profile(output)
-    log = max(map(read_run_log, paths_of_ranks(run)), key=_peak)  # of ranks the fullest, as why tells
+    logs = map(read_run_log, paths_of_ranks(run))
+    log = max(logs, key=lambda each: Digest.of(each).peak_bytes or 0)  # of ranks the fullest, as why tells
     for complaint in log.complaints:
         say(complaint)
     found = [timeline_of(log, step)]
@@ -95,7 +96,3 @@ def _merge(steps: list[TimelineEvent], outputs: tuple[Path, ...], profile: Path)
         with writing(output):
             found = write_merged(steps, output, profile)
     return found
-
-
-def _peak(log: RunLog) -> int:
-    return max((step.activation_peak_bytes or 0 for step in log.steps), default=0)
