@@ -256,7 +256,7 @@ class Situation:
     @property
     def peak_of_keep(self) -> int:
         """The activation peak if nothing were offloaded, bytes."""
-        return peak_of_keep(self.profile, self.bandwidth)
+        return peak_of_keep(self.profile.without_gradients(), self.bandwidth)
 
     @property
     def seconds_of_keep(self) -> float | None:
@@ -268,7 +268,7 @@ class Situation:
     def frontier(self, objective: Objective | None = None) -> list[Choice]:
         """The best plans from a tenth of what keep needs up to all of it; by default the fastest."""
         return frontier(
-            self.profile,
+            self.profile.without_gradients(),
             self.bandwidth,
             self._policy,
             window=self.window,
@@ -325,12 +325,15 @@ class Situation:
             device: What the budget was derived from, if it was.
             states: What is chosen of optimizer states, if anything is.
         """
-        outcome = self.outcome(best)
+        outcome, coming = self.outcome(best), self.profile.gradient_bytes
+        fits = budget is None or outcome.peak_bytes <= budget
+        allowed = None if budget is None else budget + coming
+        others = of_activations(self)
         return PlanReport(
             names=self.names,
             placements=tuple(placement.value for placement in best.placements),
             whys=tuple(self.why(best)),
-            step=_planned_step(budget, best, outcome.prediction),
+            step=_planned_step(allowed, best, outcome.prediction, fits=fits),
             peak_in=self.peak_in(outcome),
             keep_peak_bytes=self.peak_of_keep,
             keep_seconds=self.seconds_of_keep,
@@ -339,7 +342,9 @@ class Situation:
             tiers=tuple(self._tiers()),
             host=_host_use(self.bandwidth.host, outcome),
             frontier=tuple(
-                _planned_step(choice.budget, choice.plan, self.outcome(choice.plan).prediction)
+                _planned_step(
+                    choice.budget, choice.plan, others.outcome(choice.plan).prediction, fits=choice.fits
+                )
                 for choice in choices
             ),
             run=self.run,
@@ -347,7 +352,9 @@ class Situation:
             writes=None if (writes := self._writes(best)) is None else str(writes),
             device=None if device is None else str(device),
             states=None if states is None or self.states is None else in_words(states, self.states),
-            beside_bytes=0 if device is None else device.device_bytes - device.budget,
+            beside_bytes=0
+            if device is None
+            else device.device_bytes - device.budget - (outcome.activation_bytes - outcome.peak_bytes),
         )
 
     def _writes(self, best: Plan) -> Writes | None:
@@ -473,13 +480,21 @@ def _placed_elsewhere(placed: dict[str, Any], names: Sequence[str]) -> Iterator[
             yield name, Placement(entry["placement"])
 
 
-def _planned_step(budget: int | None, plan: Plan, expected: Prediction) -> PlannedStep:
+def of_activations(situation: Situation) -> Situation:
+    """A situation with a budget of activations alone, for which it does not matter when gradients come."""
+    return dataclasses.replace(situation, profile=situation.profile.without_gradients())
+
+
+def _planned_step(budget: int | None, plan: Plan, expected: Prediction, *, fits: bool) -> PlannedStep:
     return PlannedStep(
         budget_bytes=budget,
-        fits=budget is None or expected.peak_bytes <= budget,
+        fits=fits,
         layers=composition(plan.placements),
         window_bytes=plan.window,
-        **dataclasses.asdict(expected),
+        seconds=expected.seconds,
+        stall_seconds=expected.stall_seconds,
+        peak_bytes=expected.activation_peak,
+        written_bytes=expected.written_bytes,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from tba_offload.adapt.needs import Needs
+from tba_offload.adapt.needs import Needs, taken
 from tba_offload.adapt.pace import Pace
 from tba_offload.adapt.phases import Excursion
 from tba_offload.adapt.profiler import profile_of
@@ -124,8 +124,8 @@ class Knowledge:
         return self._peak_in(record)
 
     def _peak_in(self, record: StepRecord) -> int | None:
-        """The peak of a step; where it has grown on the way, that is the peak of no plan."""
-        return None if self._size.is_mixed else record.activation_peak_bytes
+        """What a step took of the budget; where it has grown on the way, that is the peak of no plan."""
+        return None if self._size.is_mixed else taken(record, self._task.limits)
 
     @property
     def is_as_planned(self) -> bool:
@@ -160,6 +160,9 @@ class Knowledge:
             on_device=times,
             before=self._known_before(),
             has_grown=self._size.has_grown,
+            most_gradients=observation.record.gradient_peak_bytes
+            if self._task.limits.nets_gradients
+            else None,
             tuning=self._task.tuning,
         )
         if profile is None or bandwidth is None:

@@ -12,9 +12,18 @@ from tba_offload.plan.simulate import simulate
 if TYPE_CHECKING:
     from tba_offload.adapt.task import Task
     from tba_offload.plan.bandwidth import Bandwidth
-    from tba_offload.plan.model import Plan
+    from tba_offload.plan.model import Limits, Plan
     from tba_offload.plan.profile import StepProfile
     from tba_offload.report.run_log import StepRecord
+
+
+def taken(record: StepRecord, limits: Limits) -> int | None:
+    """Bytes of the budget that a step took; ``None`` if they were not measured."""
+    peak, base = record.device_peak_bytes, record.base_bytes
+    if not limits.nets_gradients or record.activation_peak_bytes is None or peak is None or base is None:
+        return record.activation_peak_bytes
+    # States that an optimizer makes after backward lie there beside all gradients.
+    return max(peak - base - (record.gradient_peak_bytes or 0) - (record.state_bytes or 0), 0)
 
 
 class Needs:
@@ -127,20 +136,21 @@ class Needs:
             plan: The plan that was in force.
             bandwidth: The rates of the step.
             record: Its figures.
-            peak: Its peak in bytes, if that was measured and tells what the plan needs.
+            peak: What it took of the budget, if that was measured and tells what the plan needs.
             is_first: Whether there was no plan yet that keeps anything.
         """
-        if peak is None:
+        activations = record.activation_peak_bytes
+        if peak is None or activations is None:
             return profile
         played = simulate(dataclasses.replace(profile, rest_bytes=0), plan, bandwidth)
         if not record.fallback_kept_bytes or played.fallback_bytes:
-            known = played.peak_bytes
+            rest = max(activations - played.activation_bytes, peak - played.peak_bytes, 0)
         elif offloads_all(plan):
-            known = record.own_peak_bytes or 0  # what was kept in need is in no plan, but counts there
+            # What was kept in need is in no plan, but counts there.
+            rest = max(activations - (record.own_peak_bytes or 0), 0)
         else:
             return profile
         self._knows_rest = True
-        rest = max(peak - known, 0)
         if self._task.has_budget:
             rest = self._most_rest(rest, is_over=peak > (self._task.limits.budget or 0))
         if is_first:

@@ -93,6 +93,7 @@ def profile_of(
     on_device: StepTimes | None = None,
     before: StepProfile | None = None,
     has_grown: bool = False,
+    most_gradients: int | None = None,
     tuning: Tuning = TUNING,
 ) -> StepProfile | None:
     """The profile of a step.
@@ -109,6 +110,8 @@ def profile_of(
             they saved then.
         has_grown: Layers were given more than before: what they saved and took then says nothing of now, but
             for those that did not run.
+        most_gradients: Most bytes of gradients that there were; ``None`` if it does not matter when they
+            come.
         tuning: Says which layers are alike, and how much a new measurement counts.
 
     Returns:
@@ -126,7 +129,7 @@ def profile_of(
     if not kinds:
         return None
     clock = ComputeClock(times.stalls)
-    slots, last = _slots(runs, clock(times.began))
+    slots, last = _slots(runs, clock(times.began), most_gradients)
     return StepProfile(
         kinds=kinds,
         layers=layers,
@@ -169,7 +172,7 @@ def _stretches(times: StepTimes) -> list[_Stretches]:
     return stretches
 
 
-def _slots(runs: Sequence[_Run], began: float) -> tuple[tuple[Slot, ...], float]:
+def _slots(runs: Sequence[_Run], began: float, most_gradients: int | None) -> tuple[tuple[Slot, ...], float]:
     """The compute of a step in its order, and when the last of it ended.
 
     A forward pass ends where a layer of its chunk runs again, or backward begins: where layers are skipped,
@@ -181,10 +184,11 @@ def _slots(runs: Sequence[_Run], began: float) -> tuple[tuple[Slot, ...], float]
     )
     slots, last = [], began
     begins = [_begin(run.scope, backward=backward) for _, _, run, backward in stretches]
+    gradients = _gradients([(run.scope, backward) for _, _, run, backward in stretches], most_gradients)
     ran: defaultdict[int, set[int]] = defaultdict(set)  # in the pass of each chunk that goes on
     passes: Counter[int] = Counter()
     pass_of: dict[int, int] = {}  # by the id of a run
-    for start, end, run, backward in stretches:
+    for (start, end, run, backward), nbytes in zip(stretches, gradients, strict=True):
         held_until = None
         if backward:
             ran.clear()
@@ -196,9 +200,29 @@ def _slots(runs: Sequence[_Run], began: float) -> tuple[tuple[Slot, ...], float]
                 ran[chunk] = set()
             ran[chunk].add(run.layer)
             pass_of[id(run)] = passes[chunk] - 1
-        slots.append(Slot(run.layer, pass_of[id(run)], backward, max(start - last, 0.0), held_until))
+        gap = max(start - last, 0.0)
+        slots.append(Slot(run.layer, pass_of[id(run)], backward, gap, held_until, nbytes))
         last = end
     return tuple(slots), last
+
+
+def _gradients(slots: Sequence[tuple[ScopeTrace, bool]], most: int | None) -> list[int]:
+    """Most bytes of gradients in each slot of a step; zeros if they were not counted.
+
+    There are as many at the end of a slot as when the next one begins: in a backward they come, and before it
+    a program may let those of the last step go.
+
+    Args:
+        slots: Scopes, and whether it is their backward.
+        most: Most bytes that there were; ``None`` if it does not matter when they come.
+    """
+    at_begin = [
+        scope.backward_gradients if is_backward else scope.forward_gradients for scope, is_backward in slots
+    ]
+    counted = [nbytes for nbytes in at_begin if nbytes is not None]
+    if most is None or len(counted) < len(slots):
+        return [0] * len(slots)
+    return [max(pair) for pair in zip(counted, [*counted[1:], most], strict=True)]
 
 
 def _begin(scope: ScopeTrace, *, backward: bool) -> float:

@@ -79,6 +79,11 @@ class Gradients:
                 if isinstance(gradient, torch.Tensor):
                     self.live.add(gradient)
 
+    def alone(self) -> int | None:
+        """Bytes that there are now; ``None`` where frozen weights come and go beside them."""
+        gradients, frozen = self.live.parts
+        return None if frozen else gradients
+
     @property
     def are_cleared(self) -> bool:
         """Whether all that this step has made are gone, or zeros again."""

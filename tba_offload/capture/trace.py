@@ -17,7 +17,7 @@ from tba_offload.renamed import names_of
 
 if TYPE_CHECKING:
     import weakref
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from tba_offload.capture.retained import Life
     from tba_offload.capture.scope import ActivationKey, ScopeKey
@@ -119,6 +119,9 @@ class ScopeTrace:
         gone_by: When it was found to be gone then; ``None`` if it was not in this step.
         marks: The same in the work of a device that runs behind the host.
         attention_bytes: Bytes that its fused attention put out, if they travel without the rest.
+        forward_gradients: Bytes of gradients that there were when it started; ``None`` if they were not
+            counted.
+        backward_gradients: The same when backward came back to it.
     """
 
     key: ScopeKey
@@ -131,6 +134,8 @@ class ScopeTrace:
     gone_by: float | None = None
     marks: ScopeMarks | None = None
     attention_bytes: int = 0
+    forward_gradients: int | None = None
+    backward_gradients: int | None = None
 
     def attended(self, nbytes: int) -> None:
         """Notes that attention has put something out that travels."""
@@ -157,6 +162,7 @@ class StepTrace:
         layers_left: When they came out of the first layer, as far as that was watched.
         marks: The step in the work of a device that runs behind the host; ``None`` if they are not wanted.
         gone: Retained graphs whose end was not noted yet.
+        gradients: Counts the bytes of gradients; ``None`` if it does not matter when they come.
     """
 
     scopes: list[ScopeTrace] = field(default_factory=list)
@@ -170,6 +176,7 @@ class StepTrace:
     backward_ends: list[float] = field(default_factory=list)
     layers_left: list[float] = field(default_factory=list)
     marks: StepMarks | None = None
+    gradients: Callable[[], int | None] | None = None
     _backward_began: float | None = None
     gone: deque[weakref.ref[Life]] = field(default_factory=deque)
     _retained: dict[int, tuple[weakref.ref[Life], ScopeTrace]] = field(default_factory=dict)  # by id of life
@@ -178,6 +185,10 @@ class StepTrace:
     def mark_times(self, device: Device) -> None:
         """The step begins, and from now on everything is marked in the work of ``device`` too."""
         self.marks = StepMarks(device, device.mark())
+
+    def count_gradients(self, count: Callable[[], int | None]) -> None:
+        """The step begins, and from now on it is noted how many bytes of gradients there are."""
+        self.gradients = count
 
     def end_step(self) -> None:
         """Notes that the step is over."""
@@ -195,6 +206,8 @@ class StepTrace:
         scope = ScopeTrace(key, placement, time.perf_counter(), input_bytes=inputs)
         if self.marks is not None:
             scope.marks = ScopeMarks(self.marks.device.mark())
+        if self.gradients is not None:
+            scope.forward_gradients = self.gradients()
         self.scopes.append(scope)
         return scope
 
@@ -220,6 +233,8 @@ class StepTrace:
         scope.is_retained = False
         if self.marks is not None and scope.marks is not None:
             scope.marks.backward_began = self.marks.device.mark()
+        if self.gradients is not None:
+            scope.backward_gradients = self.gradients()
         if self._backward_began is not None:
             return False
         self._backward_began = scope.backward_began

@@ -89,7 +89,7 @@ def plan(
     """
     from tba_offload.config.policy import Objective
     from tba_offload.report import plans
-    from tba_offload.what_if import Situation
+    from tba_offload.what_if import Situation, of_activations
 
     wanted = None if objective is None else Objective(objective)
     if budget is not None and device_bytes is not None:
@@ -99,6 +99,8 @@ def plan(
             f"--objective {wanted} needs --budget or --device-bytes: without one nothing would leave memory"
         )
     situation = Situation.of(run, left_out=say).changed(**changes)
+    if device_bytes is None:
+        situation = of_activations(situation)
     states = None if device_bytes is None else situation.states_on(device_bytes, wanted)
     travelling = 0 if states is None else states.travelling
     device = None if device_bytes is None else situation.left_on(device_bytes, travelling)

@@ -194,7 +194,11 @@ def _grouped_slots(profile: StepProfile, groups: Sequence[tuple[int, ...]]) -> t
             if slot[:3] != (expected.pop(), last.micro_batch, last.backward):
                 return None
             held = [until for until in (last.held_until, slot.held_until) if until is not None]
-            slots[-1] = last._replace(gap=last.gap + slot.gap, held_until=max(held, default=None))
+            slots[-1] = last._replace(
+                gap=last.gap + slot.gap,
+                held_until=max(held, default=None),
+                gradients=max(last.gradients, slot.gradients),
+            )
             continue
         group = groups[group_of[slot.layer]]
         order = group[::-1] if slot.backward else group

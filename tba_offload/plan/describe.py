@@ -42,9 +42,8 @@ def _predicted(plan: Plan) -> list[str]:
     if expected is None:
         return []
     waits = f", {significant(expected.stall_seconds)} s of it waits" if expected.stall_seconds else ""
-    return [
-        f"predicted peak {readable_size(expected.peak_bytes)}, step {significant(expected.seconds)} s{waits}"
-    ]
+    peak = readable_size(expected.activation_peak)
+    return [f"predicted peak {peak}, step {significant(expected.seconds)} s{waits}"]
 
 
 def _changed(names: Sequence[str], plan: Plan, before: Plan | None) -> list[str]:

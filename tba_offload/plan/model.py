@@ -33,20 +33,24 @@ class Limits:
         window: Most bytes in flight; ``None`` for no limit.
         written_per_day: Most bytes that may be written to the drives in a day; ``None`` for no limit.
         device: What the budget was derived from, if it was.
+        nets_gradients: Whether activations may lie where gradients come later: the budget leaves room for
+            all gradients, most of which come when most activations have gone.
     """
 
     budget: int | None = None
     window: int | None = None
     written_per_day: int | None = None
     device: DeviceShare | None = None
+    nets_gradients: bool = False
 
     def on_device(self, device: DeviceShare) -> Limits:
         """These limits where a device has no more left than that."""
+        nets = self.nets_gradients or self.budget is None  # no limit is of activations alone
         budget, window = (
             device.budget if limit is None else min(limit, device.budget)
             for limit in (self.budget, self.window)
         )
-        return replace(self, budget=budget, window=window, device=device)
+        return replace(self, budget=budget, window=window, device=device, nets_gradients=nets)
 
     @property
     def setting(self) -> str:
@@ -79,14 +83,22 @@ class Prediction:
     Attributes:
         seconds: Duration of the step.
         stall_seconds: How much of it compute waits for I/O.
-        peak_bytes: The activation peak.
+        peak_bytes: Bytes of the budget that it takes: the activation peak, or less where the budget leaves
+            room for gradients that come later.
         written_bytes: Bytes that go to the drives.
+        activation_bytes: The activation peak, if it is not ``peak_bytes``.
     """
 
     seconds: float
     stall_seconds: float
     peak_bytes: int
     written_bytes: int
+    activation_bytes: int | None = None
+
+    @property
+    def activation_peak(self) -> int:
+        """The activation peak, bytes."""
+        return self.peak_bytes if self.activation_bytes is None else self.activation_bytes
 
 
 @dataclass(frozen=True, slots=True)

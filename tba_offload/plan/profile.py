@@ -161,6 +161,7 @@ class Slot(NamedTuple):
         gap: Seconds of other compute before it: embedding, head, loss, communication.
         held_until: If what the layer saved outlives its backward, as with zero-bubble pipelines: the place of
             the slot by whose begin it is gone. ``None`` if backward frees it.
+        gradients: Most bytes of gradients that there are in it; 0 if they are left out.
     """
 
     layer: int
@@ -168,14 +169,15 @@ class Slot(NamedTuple):
     backward: bool
     gap: float
     held_until: int | None = None
+    gradients: int = 0
 
     def as_json(self) -> list[Any]:
         """The slot for a run log."""
-        return list(self if self.held_until is not None else self[:-1])
+        return list(self[:5] if self.held_until is not None else self[:4])
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Slot:
-        """A slot of a run log; most say nothing of what outlives backward."""
+        """A slot of a run log, without gradients; most say nothing of what outlives backward."""
         layer, micro_batch, backward, gap, *held = values
         held_until = int(held[0]) if held else None
         return cls(int(layer), int(micro_batch), bool(backward), float(gap), held_until)
@@ -217,6 +219,17 @@ class StepProfile:
     def kind_of(self, layer: int) -> LayerKind:
         """The kind of a layer."""
         return self.kinds[self.layers[layer]]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Most bytes of gradients that there are at one time; 0 if they are left out."""
+        return max((slot.gradients for slot in self.slots), default=0)
+
+    def without_gradients(self) -> StepProfile:
+        """The step for a budget of activations alone, for which it does not matter when gradients come."""
+        if not self.gradient_bytes:
+            return self
+        return dataclasses.replace(self, slots=tuple(slot._replace(gradients=0) for slot in self.slots))
 
     @property
     def layer_bytes(self) -> int:
@@ -341,6 +354,7 @@ class StepProfile:
                 for known in self.timings
             ],
             "slots": [slot.as_json() for slot in self.slots],
+            **({"gradients": [slot.gradients for slot in self.slots]} if self.gradient_bytes else {}),
             "tail": self.tail,
             "rest_bytes": self.rest_bytes,
         }
@@ -353,6 +367,8 @@ class StepProfile:
             ValueError: The document is none.
         """
         try:
+            slots = [Slot.from_json(slot) for slot in document["slots"]]
+            gradients = document.get("gradients") or [0] * len(slots)
             return cls(
                 kinds=tuple(
                     LayerKind(
@@ -369,7 +385,10 @@ class StepProfile:
                     {Placement(name): Timing(*map(float, timing)) for name, timing in known.items()}
                     for known in document["timings"]
                 ),
-                slots=tuple(Slot.from_json(slot) for slot in document["slots"]),
+                slots=tuple(
+                    slot._replace(gradients=int(nbytes))
+                    for slot, nbytes in zip(slots, gradients, strict=True)
+                ),
                 tail=float(document["tail"]),
                 rest_bytes=int(document["rest_bytes"]),
             )

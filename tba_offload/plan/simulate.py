@@ -42,7 +42,8 @@ class Outcome:
     Attributes:
         seconds: Duration of the step.
         stall_seconds: How much of it compute waited for I/O.
-        peak_bytes: Most bytes of activations on the device, the rest of the profile included.
+        peak_bytes: Most bytes of the budget that it takes: of activations on the device, the rest of the
+            profile included, less what lies where gradients come later, if the profile tells of those.
         written_bytes: Bytes that went to the drive.
         read_bytes: Bytes that came back.
         forwarded_bytes: Bytes of offloaded layers that were still there when backward came.
@@ -51,10 +52,11 @@ class Outcome:
         host_written_bytes: Bytes that went to host memory beside the drive.
         host_read_bytes: Bytes that came back from there.
         host_peak_bytes: Most bytes that it held.
-        held_bytes: Most bytes of activations on the device that were not in flight, the rest left out.
+        held_bytes: As ``peak_bytes``, of activations that were not in flight, and with the rest left out.
         fallback_bytes: Bytes of offloaded layers that stayed because no tier had room for them.
         rebuild_seconds: Compute that layers placed ``offload-remat`` took longer than kept ones.
         peak_slot: What ran when memory was at its peak; ``None`` for a step without activations.
+        activation_bytes: Most bytes of activations on the device, the rest of the profile included.
     """
 
     seconds: float
@@ -72,6 +74,7 @@ class Outcome:
     fallback_bytes: int = 0
     rebuild_seconds: float = 0.0
     peak_slot: Slot | None = None
+    activation_bytes: int = 0
 
     @property
     def sent_bytes(self) -> int:
@@ -85,7 +88,8 @@ class Outcome:
     @property
     def prediction(self) -> Prediction:
         """The figures that a step can be compared with."""
-        return Prediction(self.seconds, self.stall_seconds, self.peak_bytes, self.written_bytes)
+        known = self.seconds, self.stall_seconds, self.peak_bytes, self.written_bytes
+        return Prediction(*known, activation_bytes=self.activation_bytes)
 
 
 def simulate(profile: StepProfile, plan: Plan, bandwidth: Bandwidth) -> Outcome:
@@ -199,6 +203,7 @@ class _Run:
             fallback_bytes=traffic.fallback,
             rebuild_seconds=self._rebuild_seconds,
             peak_slot=traffic.memory.peak_slot,
+            activation_bytes=traffic.memory.activations + self._profile.rest_bytes,
         )
 
     # ---- layers that stay ------------------------------------------------------------------------

@@ -225,18 +225,23 @@ class Outbox:
 
 
 class Memory:
-    """The activations on the device.
+    """The activations on the device, and the room that gradients leave them until they have come.
+
+    Args:
+        gradients: Most bytes of gradients that there are at one time.
 
     Attributes:
         in_flight: Bytes that wait for their write to end, or were read ahead.
-        peak: Most bytes on the device.
+        activations: Most bytes on the device.
+        peak: Most of them that do not lie where gradients come later.
         peak_slot: What ran then.
-        held: Most bytes that were not in flight.
+        held: As ``peak``, of those that were not in flight.
     """
 
-    def __init__(self) -> None:
-        self.in_flight = self.peak = self.held = 0
+    def __init__(self, gradients: int = 0) -> None:
+        self.in_flight = self.activations = self.peak = self.held = 0
         self.peak_slot: Slot | None = None
+        self._gradients = self._to_come = gradients
         self._settled = 0  # bytes that are not in flight
         self._slot: Slot | None = None  # what runs
         self._leaving: dict[int, int] = defaultdict(int)  # bytes that are gone by the begin of a slot
@@ -246,6 +251,11 @@ class Memory:
         if self._leaving:
             self._settled -= self._leaving.pop(place, 0)
         self._slot = slot
+        to_come = self._gradients - slot.gradients
+        if to_come != self._to_come:
+            self._to_come = to_come
+            self._note_held()
+            self._note_peak()
 
     @property
     def outlives(self) -> bool:
@@ -255,8 +265,7 @@ class Memory:
     def hold(self, nbytes: int) -> None:
         """Something comes that is not in flight."""
         self._settled += nbytes
-        if self._settled > self.held:
-            self.held = self._settled
+        self._note_held()
         self._note_peak()
 
     def free(self, nbytes: int) -> None:
@@ -280,9 +289,16 @@ class Memory:
         """Something no longer is."""
         self.in_flight -= nbytes
 
+    def _note_held(self) -> None:
+        if self._settled - self._to_come > self.held:
+            self.held = self._settled - self._to_come
+
     def _note_peak(self) -> None:
-        if self.in_flight + self._settled > self.peak:
-            self.peak = self.in_flight + self._settled
+        there = self.in_flight + self._settled
+        if there > self.activations:
+            self.activations = there
+        if there - self._to_come > self.peak:
+            self.peak = there - self._to_come
             self.peak_slot = self._slot
 
 
@@ -348,7 +364,7 @@ class Traffic:
     def __init__(self, profile: StepProfile, plan: Plan, bandwidth: Bandwidth) -> None:
         moves = [way_of(placement, layer).travels for layer, placement in enumerate(plan.placements)]
         self._window = Window(plan.window)
-        self.memory = Memory()
+        self.memory = Memory(profile.gradient_bytes)
         self.tiers = Tiers(bandwidth, self._window)
         self.now = self.stall = 0.0
         self.forwarded = self.fallback = 0

@@ -54,6 +54,7 @@ class _Profile(BaseModel):
         list[tuple[_Number, _Number, _Flag, _Seconds] | tuple[_Number, _Number, _Flag, _Seconds, _Number]],
         Field(min_length=1, max_length=1_000_000),
     ]
+    gradients: Annotated[list[_Bytes], Field(max_length=1_000_000)] = []
     tail: _Seconds
     rest_bytes: _Bytes
 
@@ -61,6 +62,8 @@ class _Profile(BaseModel):
     def _fits_together(self) -> Self:
         if len(self.timings) != len(self.kinds) or max(self.layers) >= len(self.kinds):
             raise ValueError("kinds, their timings and layers do not fit together")
+        if self.gradients and len(self.gradients) != len(self.slots):
+            raise ValueError("there are not as many numbers of gradients as slots")
         running: set[tuple[int, int]] = set()
         for place, (layer, micro_batch, backward, _, *held) in enumerate(self.slots):
             if held and not (backward and place < held[0] <= len(self.slots)):

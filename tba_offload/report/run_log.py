@@ -146,7 +146,8 @@ class StepRecord:
         device_peak_bytes: Most bytes that were live in the allocator while forward and backward ran: of all
             that there is, on a CPU of the whole process.
         activation_budget_bytes: Most bytes of the activation peak that the step was allowed: the smaller of
-            ``budget.activation_bytes`` and what ``budget.device_bytes`` leaves; None without a budget.
+            ``budget.activation_bytes`` and what ``budget.device_bytes`` leaves, of which gradients may take
+            their part as they come; None without a budget.
         own_peak_bytes: Peak of the resident activations of captured layers by our own ledger. Layers that
             are placed keep or recompute run without hooks, and nothing is known of them.
         resident_peak_bytes: Peak resident set of the process as the operating system counts it (VmHWM).

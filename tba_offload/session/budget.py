@@ -69,7 +69,8 @@ class Budget:
         self._most_gradients = 0
         self._share: DeviceShare | None = None
         self._freeable: Callable[[], int] = int
-        self._apart = 0
+        self._at_begin = 0  # bytes of gradients
+        self._less = 0, 0  # what a step was to take of the budget, and by how much less there was of all
 
     @property
     def is_of_device(self) -> bool:
@@ -82,7 +83,8 @@ class Budget:
         Args:
             base_bytes: Live bytes of the device, without gradients; ``None`` if they were not measured.
         """
-        self._most_gradients = max(self._most_gradients, self._watched.gradients.nbytes)
+        self._at_begin = self._watched.gradients.nbytes
+        self._most_gradients = max(self._most_gradients, self._at_begin)
         self._derive(base_bytes)
         if self.is_of_device:
             self._watched.planning.leave_if_over_limits()
@@ -91,9 +93,10 @@ class Budget:
         """Takes note of the gradients of a step and of states made in it, before a plan is made."""
         self._most_gradients = max(self._most_gradients, record.gradient_peak_bytes or 0)
         base, peak = record.base_bytes, record.device_peak_bytes
-        if self._share is not None and peak is not None and record.activation_peak_bytes is not None:
-            of_peaks = self._share.base_bytes + self._most_gradients + record.activation_peak_bytes
-            self._apart = max(of_peaks - peak, 0)
+        expected = self._watched.planning.plan.prediction
+        if self._share is not None and peak is not None and expected is not None:
+            of_peaks = self._share.base_bytes + self._most_gradients + expected.peak_bytes
+            self._less = expected.peak_bytes, of_peaks - peak
         self._derive(None if base is None else base + (record.state_bytes or 0))
 
     def may_free(self, freeable: Callable[[], int]) -> None:
@@ -105,16 +108,33 @@ class Budget:
         """What lies on the device beside activations; ``None`` before it was measured."""
         return self._share
 
-    def device_peak(self, activations: int) -> int | None:
-        """The most bytes on the device in a step by the peak of its activations; ``None`` if unknown.
+    @property
+    def of_activations(self) -> int | None:
+        """The most bytes that activations may take at a time; ``None`` for no limit.
 
-        Most gradients come when most activations have gone: how far the peaks are apart, the last step has
-        shown. No plan counts on it, since under another one it is something else.
+        As long as gradients have not come, activations may have their room.
         """
-        share = self._share
+        budget = self.limits.budget
+        if budget is None or not self.limits.nets_gradients:
+            return budget
+        return budget + self._most_gradients - self._at_begin
+
+    def device_peak(self, taken: int) -> int | None:
+        """The most bytes on the device in a step; ``None`` if unknown.
+
+        What lies beside the layers goes with the loss, but counts with the last gradients too: how much less
+        there is, the last step has shown, if it was to take as much. No plan counts on it, since under
+        another one it is something else.
+
+        Args:
+            taken: Bytes of the budget that the step takes.
+        """
+        share, (before, less) = self._share, self._less
         if share is None:
             return None
-        return share.base_bytes + share.gradient_bytes + activations - self._apart
+        # Of activations alone, the peak is at another moment than that of gradients under most plans.
+        counts = taken == before or not self.limits.nets_gradients
+        return share.base_bytes + share.gradient_bytes + taken - (less if counts else 0)
 
     def limits_on(self, share: DeviceShare) -> Limits:
         """What would hold if that lay on the device."""

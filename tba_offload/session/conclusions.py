@@ -138,7 +138,7 @@ class Conclusions:
         parts, stats = self._parts, self._parts.offloader.stats
         if not stats.full:
             return
-        budget = parts.budget.limits.budget
+        budget = parts.budget.of_activations
         beyond = 0 if budget is None else stats.own_peak + parts.capture.trace.kept_bytes - budget
         parts.notices.full(stats.fallback_kept, number, beyond)
 

@@ -66,7 +66,7 @@ def record_of(
         peak_source=meter.source if meter is not None and memory.peak_bytes is not None else None,
         reserved_peak_bytes=memory.reserved_bytes,
         device_peak_bytes=memory.device_peak_bytes,
-        activation_budget_bytes=parts.budget.limits.budget,
+        activation_budget_bytes=parts.budget.of_activations,
         gradient_bytes=parts.gradients.live.take_added(),
         gradient_peak_bytes=parts.gradients.live.take_most(),
         state_bytes=memory.state_bytes if meter is not None else None,
@@ -93,7 +93,7 @@ def record_of(
         drives_out_of_service=sum(not load.in_service for load in loads),
         left_alone_scopes=trace.left_alone,
         planning_seconds=parts.planning.seconds,
-        predicted_peak_bytes=prediction.peak_bytes if prediction is not None else None,
+        predicted_peak_bytes=prediction.activation_peak if prediction is not None else None,
         predicted_seconds=prediction.seconds if prediction is not None else None,
         predicted_device_peak_bytes=(
             parts.budget.device_peak(prediction.peak_bytes) if prediction is not None else None

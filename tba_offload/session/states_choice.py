@@ -12,6 +12,7 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from tba_offload.adapt.needs import taken
 from tba_offload.adapt.prospects import prospects
 from tba_offload.adapt.thinking import InSlices
 from tba_offload.plan.model import Prediction
@@ -131,7 +132,7 @@ class StatesChoice:
         Raises:
             TransferError: A sub-group cannot be read or written.
         """
-        self._peak = max(self._peak, record.activation_peak_bytes or 0)
+        self._peak = max(self._peak, taken(record, self._budget.limits) or 0)
         is_pressing = self._is_pressing
         if self._thinking is None and (is_pressing or record.step % TUNING.turn == 0):
             self._look()

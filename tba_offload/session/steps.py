@@ -183,12 +183,17 @@ class Steps:
                 self._parts.notices.overlap()
 
     def _mark_times(self) -> None:
-        """Has times marked in the work of a device that runs behind the host, if a planner watches."""
+        """Has times marked in the work of a device that runs behind the host, if a planner watches.
+
+        Under a budget of all that lies on the device it is to know when gradients come as well.
+        """
         parts = self._parts
         wanted = parts.planning.controller is not None and parts.device.runs_behind
         parts.offloader.mark_stalls(wanted=wanted)
         if wanted:
             parts.capture.trace.mark_times(parts.device)
+        if parts.budget.limits.nets_gradients:
+            parts.capture.trace.count_gradients(parts.gradients.alone)
 
     def _warn_of_checkpointing(self) -> None:
         """Trainers may switch checkpointing on long after the model was attached: every step looks."""

@@ -264,7 +264,7 @@ def test_what_memory_holds_beside_layers_is_found_with_the_simulator_or_the_book
     """The simulator knows what backward uses, the books what was kept although no plan says so."""
     needs, bandwidth = Needs(task_of(2)), Bandwidth(100, 100)
     profile = dataclasses.replace(profile_by_hand(OFFLOAD, OFFLOAD), rest_bytes=7)
-    record = mock.Mock(own_peak_bytes=100, fallback_kept_bytes=fallback)
+    record = mock.Mock(own_peak_bytes=100, fallback_kept_bytes=fallback, activation_peak_bytes=1000)
     plan = Plan(placements, window=200)
     assert fallback or simulate(dataclasses.replace(profile, rest_bytes=0), plan, bandwidth).peak_bytes == 300
     found = needs.with_rest(profile, plan, bandwidth, record, 1000, is_first=True)
@@ -287,7 +287,8 @@ def test_a_second_step_that_has_grown_on_the_way_lets_the_first_one_count(
         step = StepObservation(StepTrace(), [], [], task.first(), record, 0.0, rest_seen)
         known.end_step(step)
         known.note(step, WarmUp())
-    profile, record = profile_by_hand(OFFLOAD, OFFLOAD), mock.Mock(own_peak_bytes=0, fallback_kept_bytes=0)
+    profile = profile_by_hand(OFFLOAD, OFFLOAD)
+    record = mock.Mock(own_peak_bytes=0, fallback_kept_bytes=0, activation_peak_bytes=1)
     found = known.needs.with_rest(profile, task.first(), Bandwidth(100, 100), record, 1, is_first=True)
     assert found.rest_bytes == rest
 

@@ -50,7 +50,8 @@ def test_where_nothing_is_left_it_stays_so() -> None:
 
 def test_the_smaller_limit_holds() -> None:
     share = DeviceShare(80 * GIB, 30 * GIB, 10 * GIB)
-    assert Limits().on_device(share) == Limits(share.budget, share.budget, device=share)
+    nets = Limits(share.budget, share.budget, device=share, nets_gradients=True)
+    assert Limits().on_device(share) == nets == nets.on_device(share)
     wide = Limits(50 * GIB, GIB, 7).on_device(share)
     assert wide == Limits(share.budget, GIB, 7, share)
     assert wide.setting == "budget.device_bytes"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tba_offload.config import BudgetConfig, OffloadConfig
+from tba_offload.plan.model import Plan
 from tba_offload.report.run_log import StepRecord
 from tba_offload.session.budget import Budget, Watched, limits_of
 from tba_offload.session.notices import Notices
@@ -23,6 +24,7 @@ class Planner:
 
     def __init__(self) -> None:
         self.told: list[Limits] = []
+        self.plan = Plan(())
         self.begun = 0
 
     def limit(self, limits: Limits) -> None:
