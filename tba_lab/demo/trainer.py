@@ -25,9 +25,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def _whole_seconds(figures: dict[str, Any]) -> float | None:
-    """What was predicted of a step and its updates together; ``None`` if not both were."""
-    parts = [figures["predicted_seconds"], *(states["predicted_seconds"] for states in figures["states"])]
+def _whole_seconds(figures: dict[str, Any], of_update: float | None) -> float | None:
+    """What was predicted of a step and its updates together; ``None`` if not both were.
+
+    Args:
+        figures: Those of the step.
+        of_update: Seconds of the last ``step()`` of an optimizer that does most in backward, which is in the
+            prediction of that; ``None`` of another one, or before there was one.
+    """
+    updates = [each["predicted_seconds"] for each in figures["states"]] if of_update is None else [of_update]
+    parts = [figures["predicted_seconds"], *updates]
     return None if None in parts or not figures["states"] else sum(parts)
 
 
@@ -78,6 +85,7 @@ class Trainer:
         self._flops = model_flops(shape, batch_size)
         self._tokens = shape.sequence * batch_size
         self._round = 0
+        self._of_update: float | None = None
         self._stack = contextlib.ExitStack()
         self._faults = self._stack.enter_context(inject(*faults)) if faults else None
         self._stack.enter_context(single_process(seed=seed))
@@ -130,7 +138,9 @@ class Trainer:
         if (predicted := figures["predicted_device_peak_bytes"]) is not None:
             figures["predicted_device_peak_bytes"] = predicted - self._beside
         figures["states"] = [dataclasses.asdict(states.records[-1]) for states in self.session.states]
-        figures["predicted_whole_seconds"] = _whole_seconds(figures)
+        figures["predicted_whole_seconds"] = _whole_seconds(figures, self._of_update)
+        if any(states["in_backward"] for states in figures["states"]):
+            self._of_update = seconds - figures["seconds"]
         figures["parameters"] = self._digest() if self._round == self._steps else None
         if self._faults is not None:
             figures |= {"struck": self._faults.counts(), "noticed": noticed}

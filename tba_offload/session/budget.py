@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from tba_offload.session.notices import Notices
 
 
+_SECOND = 2
+"""Number of the step from which on it counts how many gradients there are. In the first it is not known which
+backward pass is the last before an update, so that no optimizer can free them in backward."""
+
+
 class Watched(NamedTuple):
     """What keeps to the budget, and what it is made from.
 
@@ -91,6 +96,8 @@ class Budget:
 
     def end_step(self, record: StepRecord) -> None:
         """Takes note of the gradients of a step and of states made in it, before a plan is made."""
+        if record.step == _SECOND:
+            self._most_gradients = self._at_begin
         self._most_gradients = max(self._most_gradients, record.gradient_peak_bytes or 0)
         base, peak = record.base_bytes, record.device_peak_bytes
         expected = self._watched.planning.plan.prediction

@@ -62,6 +62,10 @@ class AwayTensor(torch.Tensor):
             "optimizer.state_dict() or OptimizerStates.read(parameter), or close the OptimizerStates first"
         )
 
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        """What it is made of: nothing, so that what counts memory by this protocol finds none."""
+        return [], None
+
     def numpy(self, **_: Any) -> NoReturn:
         """Raises, as every use does."""
         raise self._error(self._name, "numpy() was called")

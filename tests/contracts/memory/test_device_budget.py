@@ -287,6 +287,8 @@ def test_states_that_are_offloaded_leave_their_room_to_activations(
     ]
     size = sum(weight.nbytes for weight in found.weights)
     assert min(grown) > share * size  # two states and perhaps gradients, less slots of three sub-groups
+    of_gradients = max(record.gradient_peak_bytes or 0 for record in found.records[1:])
+    assert (of_gradients < 0.6 * size) is ("gradients" in when)
     assert_same_weights(found, kept)
 
 
