@@ -133,7 +133,7 @@ class Controller:
             if is_waited_for:
                 self.give_up()  # that is about steps that are no more
             elif not self._thinking[0].go_on(slice_of_time):
-                return plan
+                return self._foretold(observation, moment)
             else:
                 plan = self._taken(plan)
                 if bare(plan) != bare(observation.plan):
@@ -151,7 +151,8 @@ class Controller:
         except Exception as error:  # noqa: BLE001 - a plan is advice: training goes on, and so do the other ranks
             self._warn(_failed(error, moment.step))
         if self._thinking is None or not (is_waited_for or self._thinking[0].go_on(slice_of_time)):
-            return self._undecided(plan)
+            self._phase, plan = self._phase.undecided(plan)
+            return plan
         return self._taken(plan)
 
     def _noted(self, observation: StepObservation) -> Moment:
@@ -195,6 +196,21 @@ class Controller:
         )
         self._thinking = self._think(partial(self._phase.decide, moment, profile, bandwidth)), moment
 
+    def _foretold(self, observation: StepObservation, moment: Moment) -> Plan:
+        """The plan in force while another one is thought about, with the times of steps as they are now."""
+        settled, plan = self._phase.settled, observation.plan
+        if settled is None or settled is not self._phase or not settled.is_turn(moment):
+            return plan
+        try:
+            profile = self.knowledge.understand(observation, settled, moment.bandwidth)
+            if profile is None or moment.bandwidth is None:
+                return plan
+            self._phase = settled.foretold(profile, moment.bandwidth)
+        except Exception as error:  # noqa: BLE001 - a plan is advice: training goes on with the one it has
+            self._warn(_failed(error, moment.step))
+            return plan
+        return self._phase.plan
+
     def _taken(self, plan: Plan) -> Plan:
         """The plan that was thought about, with what follows."""
         if self._thinking is None:
@@ -204,7 +220,8 @@ class Controller:
             self._phase, plan = thinking.answer()
         except Exception as error:  # noqa: BLE001 - a plan is advice: training goes on with the one it has
             self._warn(_failed(error, moment.step))
-            return self._undecided(plan)
+            self._phase, plan = self._phase.undecided(plan)
+            return plan
         for forget in moment.forgets:
             forget(self.knowledge.pace)
         for warning in moment.warnings:
@@ -216,14 +233,6 @@ class Controller:
         if self._thinking is not None:
             self._thinking[0].give_up()
             self._thinking = None
-
-    def _undecided(self, plan: Plan) -> Plan:
-        """The plan where nothing is decided: the one that there is; an excursion is over."""
-        settled = self._phase.settled
-        if settled is None:
-            return plan
-        self._phase = settled
-        return settled.plan
 
     def _warn(self, what: str) -> None:
         if not self._warned:

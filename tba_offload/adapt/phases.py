@@ -163,6 +163,11 @@ class Phase(ABC):
         """The phase after ranks have agreed on a plan, whether or not it is another than was proposed."""
         return self
 
+    def undecided(self, plan: Plan) -> tuple[Phase, Plan]:
+        """What comes where nothing is decided after a step with that plan; an excursion is over."""
+        settled = self.settled
+        return (self, plan) if settled is None else (settled, settled.plan)
+
     def is_pressing(self, moment: Moment) -> bool:  # noqa: ARG002 - before there is a plan, each is
         """Whether the next step must not begin before it is decided what it does."""
         return True
@@ -267,6 +272,15 @@ class Settled(Phase):
     def measured(self) -> Phase:
         """Now it is known what the plan needs."""
         return dataclasses.replace(self, is_measured=True)
+
+    def foretold(self, profile: StepProfile, bandwidth: Bandwidth) -> Settled:
+        """The same plan, with the time that it takes in steps as they are now; a measured peak stays."""
+        expected = self.plan.prediction
+        if expected is None:
+            return self
+        now = simulate(profile, self.plan, bandwidth)
+        expected = dataclasses.replace(expected, seconds=now.seconds, stall_seconds=now.stall_seconds)
+        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, prediction=expected))
 
     def agreed(self, plan: Plan, *, is_changed: bool) -> Phase:
         """The agreed plan is in force."""
