@@ -470,7 +470,8 @@ def _beside_activations(
         bases = [(last.base_bytes or 0) - there]
     else:
         bases = [(step.base_bytes or 0) + (step.state_bytes or 0) for step in measured]
-    gradients = (step.gradient_peak_bytes or step.gradient_bytes or 0 for step in steps)
+    # In the first step no optimizer can free them in backward.
+    gradients = (step.gradient_peak_bytes or step.gradient_bytes or 0 for step in steps[1:] or steps)
     return (max(bases), max(gradients)) if bases else None
 
 
