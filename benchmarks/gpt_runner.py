@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import tba_offload as tba
 from tba_lab.demo.dtype import AUTO, CHOICES, choose_dtype
 from tba_lab.demo.progress import PlannedStep, shown
-from tba_lab.demo.race import Entrant, measures_memory, paired_ratio, race, turns
+from tba_lab.demo.race import Entrant, measures_memory, median_interval, paired_ratio, race, turns
 from tba_lab.gpt import GptShape, build_gpt, gpt_loss, random_batch
 from tba_lab.megatron_cpu import single_process, training_device
 from tba_offload.config import parse_size
@@ -280,7 +280,7 @@ def shown_race(entrants: Mapping[str, Entrant], rounds: int) -> dict[str, list[d
 
 
 def report(results: dict[str, list[dict[str, Any]]], *, base: dict[str, str]) -> list[dict[str, Any]]:
-    """One row a lane: peak, time and the ratios to its base."""
+    """One row a lane: peak, time, the ratios to its base, and between what the median of that one is."""
     rows = []
     for name, steps in results.items():
         other = results[base[name]]
@@ -293,6 +293,9 @@ def report(results: dict[str, list[dict[str, Any]]], *, base: dict[str, str]) ->
                 "seconds_median": statistics.median(seconds),
                 "peak_ratio": peak / base_peak,
                 "time_ratio": paired_ratio(seconds, base_seconds),
+                "time_interval": median_interval(
+                    [ours / its for ours, its in zip(seconds, base_seconds, strict=True)]
+                ),
                 "same_losses": [step["loss"] for step in steps] == [step["loss"] for step in other],
             }
         )
@@ -307,7 +310,7 @@ def _seconds(steps: list[dict[str, Any]]) -> list[float]:
 def print_table(rows: list[dict[str, Any]], json_file: str | None) -> None:
     """Prints the rows, and writes them if asked."""
     table = Table()
-    for head in ("", "peak MiB", "x keep", "step s", "x keep (quartiles)", "losses"):
+    for head in ("", "peak MiB", "x keep", "step s", "x keep (quartiles)", "95 % of the median", "losses"):
         table.add_column(head, justify="left" if not head else "right")
     for row in rows:
         table.add_row(
@@ -316,6 +319,7 @@ def print_table(rows: list[dict[str, Any]], json_file: str | None) -> None:
             f"{row['peak_ratio']:.3f}",
             f"{row['seconds_median']:.3f}",
             str(row["time_ratio"]),
+            "{:.3f} to {:.3f}".format(*row["time_interval"]),
             "same bits" if row["same_losses"] else "differ",
         )
     console = Console()

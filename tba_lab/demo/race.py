@@ -8,6 +8,7 @@ all of them alike, so that ratios of one round hold where absolute times do not.
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import statistics
@@ -102,6 +103,10 @@ class Spread:
         return f"{self.median:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
+_UNSURE = 0.05
+"""Probability that the true median lies outside of its interval."""
+
+
 def measures_memory(round_: int) -> bool:
     """Whether memory is measured in a round, counted from 0.
 
@@ -130,6 +135,21 @@ def timed_rounds(
         if found := [steps for steps in rounds if sum(step[peak] is not None for step in steps) == measured]:
             return found
     return rounds
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 95 % interval of the median: from one of the values to another, whatever their distribution is.
+
+    Each value is above the true median with probability 1/2, so that the binomial distribution tells between
+    which of the sorted values it lies (the sign test). Of fewer than six values it is all of their range.
+    """
+    ordered, count = sorted(values), len(values)
+    below, outside = 0, 2 / 2**count
+    while outside <= _UNSURE and below < (count - 1) // 2:
+        below += 1
+        outside += 2 * math.comb(count, below) / 2**count
+    first = max(below - 1, 0)
+    return ordered[first], ordered[count - 1 - first]
 
 
 def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Spread:

@@ -18,6 +18,7 @@ from tba_lab.demo.race import (
     RaceError,
     Spread,
     Watch,
+    median_interval,
     paired_ratio,
     prediction_error,
     race,
@@ -314,6 +315,15 @@ def test_spread_is_a_median_between_quartiles(values: list[float], expected: tup
 
 def test_spread_as_text() -> None:
     assert str(Spread(1.0456, 0.9, 1.25)) == "1.046 (0.900 to 1.250)"
+
+
+@pytest.mark.parametrize(
+    ("count", "places"), [(1, (1, 1)), (2, (1, 2)), (8, (1, 8)), (9, (2, 8)), (12, (3, 10)), (25, (8, 18))]
+)
+def test_a_median_lies_between_two_of_the_values(count: int, places: tuple[int, int]) -> None:
+    """As tables of the sign test have it."""
+    values = [float(place) for place in range(1, count + 1)]
+    assert median_interval(values[::-1]) == places
 
 
 def test_ratios_are_taken_round_by_round() -> None:
