@@ -133,7 +133,8 @@ class Controller:
             if is_waited_for:
                 self.give_up()  # that is about steps that are no more
             elif not self._thinking[0].go_on(slice_of_time):
-                return self._foretold(observation, moment)
+                since = moment.step - self._thinking[1].step
+                return self._foretold(observation, moment) if since.bit_count() == 1 else plan
             else:
                 plan = self._taken(plan)
                 if bare(plan) != bare(observation.plan):
@@ -197,9 +198,13 @@ class Controller:
         self._thinking = self._think(partial(self._phase.decide, moment, profile, bandwidth)), moment
 
     def _foretold(self, observation: StepObservation, moment: Moment) -> Plan:
-        """The plan in force while another one is thought about, with the times of steps as they are now."""
+        """The plan in force while another one is thought about, with the times of steps as they are now.
+
+        It takes time to look at a step closely, so that it is done ever more rarely: one, two, four steps
+        after the thinking has begun, and so on.
+        """
         settled, plan = self._phase.settled, observation.plan
-        if settled is None or settled is not self._phase or not settled.is_turn(moment):
+        if settled is None or settled is not self._phase:
             return plan
         try:
             profile = self.knowledge.understand(observation, settled, moment.bandwidth)

@@ -53,6 +53,29 @@ def test_layers_of_which_none_is_like_another_are_told_apart_without_a_search() 
     assert calls_for_each_run(layers=80, micro_batches=16) <= 1.5 * calls_for_each_run(10, 16)
 
 
+@pytest.mark.parametrize(
+    ("forward", "backward", "most", "found"),
+    [
+        ((0, 0), (3, 1), 8, [0, 1, 3, 8]),  # a head brings 1 before backward comes to the last layer
+        ((8, 8), (3, 1), 8, [8, 8, 3, 8]),  # those of the step before go when forward is over
+        ((0, 0), (2, 1), 8, [0, 1, 2, 8]),
+        ((0, 0), (2, 1), None, [0, 0, 0, 0]),  # it does not matter
+        ((0, 0), (None, 1), 8, [0, 0, 0, 0]),  # not counted throughout
+    ],
+)
+def test_gradients_are_known_from_one_begin_of_a_layer_to_the_next(
+    forward: tuple[int, ...], backward: tuple[int | None, ...], most: int | None, found: list[int]
+) -> None:
+    trace = trace_of(2, 1)
+    for scope, at_forward, at_backward in zip(trace.scopes, forward, backward, strict=True):
+        scope.forward_gradients, scope.backward_gradients = at_forward, at_backward
+    layers = [(0, str(layer)) for layer in range(2)]
+    profile = profile_of(trace, [], layers, began=0.0, ended=1e6, most_gradients=most)
+    assert profile is not None
+    assert [slot.gradients for slot in profile.slots] == found
+    assert [slot.backward for slot in profile.slots] == [False, False, True, True]
+
+
 SIZES = (4, 4, 4, 4)
 
 

@@ -123,6 +123,21 @@ def test_a_plan_comes_some_steps_later_and_the_one_before_stays_in_force() -> No
     assert machine.plan.placements != settled
 
 
+def test_what_the_plan_in_force_takes_is_foretold_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By steps as they are now, although it goes on to be thought about what they were like before."""
+    machine = machine_of(budget=60 * MIB)
+    machine.run(TUNING.learning + 1)
+    monkeypatch.setattr(Slow, "slices", 99)
+    before, expected = machine.plan, machine.plan.prediction
+    assert expected is not None
+    machine.run(8, slower=2.0)
+    assert dataclasses.replace(machine.plan, prediction=expected) == before
+    now = machine.plan.prediction
+    assert now is not None
+    assert now.seconds > 1.8 * expected.seconds
+    assert now.peak_bytes == expected.peak_bytes
+
+
 def test_something_else_is_tried_a_little_later_if_it_is_thought_when_that_is_due() -> None:
     machine = machine_of(budget=60 * MIB, excursions=(TUNING.learning + 2, 99))
     phases = []

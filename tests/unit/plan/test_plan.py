@@ -50,6 +50,7 @@ from tba_offload.store import extents
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Sequence
 
 CONDENSING = Tuning(many_items=1000, few_items=300)
 """Steps are condensed that are searched as a whole by default."""
@@ -281,6 +282,42 @@ def test_what_is_rebuilt_goes_after_its_use_and_what_it_is_made_of_after_its_own
     profile = StepProfile((kind,), (0,), ({KEEP: Timing(0.03, 0.06)},), slots)
     outcome = simulate(profile, all_of(profile, OFFLOAD_REMAT, 8 * MIB), FAST)
     assert outcome.peak_bytes == peak * MIB + 1000
+
+
+@pytest.mark.parametrize(
+    ("gradients", "taken"),
+    [
+        ((0, 0, 5, 10), 24 - 5),  # half of them come with each layer
+        ((0, 0, 10, 10), 24),  # all with the last layer, or before it as those of a head
+        ((10, 10, 0, 10), 24),  # those of the step before are there in forward
+        ((0, 0, 0, 0), 24),  # nothing is known of them
+        ((0, 0, 0, 60), 12),  # more than there are activations: what is left when they come
+    ],
+)
+def test_activations_may_lie_where_gradients_come_later(gradients: Sequence[int], taken: int) -> None:
+    """MiB: two layers keep 12 each."""
+    profile = dataclasses.replace(make_profile(2), rest_bytes=0)
+    kind = dataclasses.replace(profile.kinds[0], small_bytes=0)
+    slots = [
+        slot._replace(gradients=nbytes * MIB) for slot, nbytes in zip(profile.slots, gradients, strict=True)
+    ]
+    profile = dataclasses.replace(profile, kinds=(kind,), slots=tuple(slots))
+    outcome = simulate(profile, all_of(profile, KEEP, None), FAST)
+    assert (outcome.activation_bytes, outcome.peak_bytes) == (24 * MIB, taken * MIB)
+    assert outcome.prediction.activation_peak == 24 * MIB
+    assert profile.gradient_bytes == max(gradients) * MIB
+    assert StepProfile.from_json(profile.as_json()) == profile
+    assert ("gradients" in profile.as_json()) is any(gradients)
+    without = simulate(profile.without_gradients(), all_of(profile, KEEP, None), FAST)
+    assert without.peak_bytes == without.activation_bytes == outcome.activation_bytes
+
+
+def test_layers_that_are_taken_together_have_the_gradients_of_the_last() -> None:
+    profile = make_profile(6)
+    slots = [slot._replace(gradients=place * MIB) for place, slot in enumerate(profile.slots)]
+    profile = dataclasses.replace(profile, slots=tuple(slots))
+    small = condensed(profile, [0] * 6, 3).profile
+    assert [slot.gradients // MIB for slot in small.slots] == [1, 3, 5, 7, 9, 11]
 
 
 @given(
