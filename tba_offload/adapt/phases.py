@@ -347,7 +347,7 @@ class Settled(Phase):
         """Answers to what has become larger, to a broken budget and to doubts, or tries something else."""
         refining = moment.tuning.worth_refining
         if moment.size.has_grown:
-            why = "a layer was given more than the plan was made for"
+            why = "a layer was given more, or found more gradients, than the plan was made for"
             return self.replanned(moment, profile, bandwidth, bare(moment.plan), why, worth=refining)
         retreat = moment.needs.retreat(moment.plan)
         if retreat is not None:

@@ -196,6 +196,10 @@ def moved_slots(slots: Iterable[Slot], places: Sequence[int]) -> tuple[Slot, ...
     )
 
 
+def _gradients_in_forward(slots: Iterable[Slot]) -> int:
+    return max((slot.gradients for slot in slots if not slot.backward), default=0)
+
+
 @dataclass(frozen=True, slots=True)
 class StepProfile:
     """One step of one process.
@@ -237,7 +241,11 @@ class StepProfile:
         return sum(self.kind_of(layer).nbytes for layer in range(len(self.layers)))
 
     def at_least(self, other: StepProfile) -> StepProfile:
-        """This profile with the sizes of another one of the same layers, where those are larger."""
+        """This profile with the sizes of another one of the same layers, where those are larger.
+
+        If more gradients were there in forward in the other step, as those of other micro-batches are, it has
+        the schedule of that.
+        """
         of_layers = list(zip(self.layers, other.layers, strict=True))
         pairs = sorted(set(of_layers))
         return dataclasses.replace(
@@ -245,6 +253,7 @@ class StepProfile:
             kinds=tuple(self.kinds[mine].at_least(other.kinds[its]) for mine, its in pairs),
             layers=tuple(pairs.index(pair) for pair in of_layers),
             timings=tuple(self.timings[mine] for mine, _ in pairs),
+            slots=max(self.slots, other.slots, key=_gradients_in_forward),
             rest_bytes=max(self.rest_bytes, other.rest_bytes),
         )
 

@@ -2,7 +2,8 @@
 
 What a layer saves grows with the shapes that it is given, and not in proportion to their bytes alone:
 attention scores grow with the square of the length. So a run is within another one only if none of its
-dimensions is larger, nor the number of runs of the layer that wait for their backward.
+dimensions is larger, nor the number of runs of the layer that wait for their backward. Nor may there be more
+gradients where they leave less to activations: a plan counts on those that come later to be not there yet.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from tba_offload.plan.tuning import Tuning
 
 RunSize = tuple[int, ...]
-"""Runs of a layer that wait for their backward, this one included, and all dimensions of its tensors."""
+"""Runs of a layer that wait for their backward, this one included, bytes of gradients that take room from
+what it saves, see :func:`rough_bytes`, and all dimensions of its tensors."""
 
 
 class StepSize(NamedTuple):
@@ -110,6 +112,12 @@ class Sizes:
         seen = set().union(*self._seen.values())
         planned = (size for layer in self._seen for size in self._planned.get(layer, ()))
         return all(_is_within(size, seen) for size in planned)
+
+
+def rough_bytes(nbytes: int) -> int:
+    """Bytes rounded up to five binary digits: what differs less from one step to the next is the same."""
+    coarse = max(nbytes.bit_length() - 5, 0)
+    return -(-nbytes >> coarse) << coarse
 
 
 def _all_within(some: Mapping[int, Iterable[RunSize]], others: Mapping[int, Iterable[RunSize]]) -> bool:

@@ -14,6 +14,7 @@ from tba_offload.layers.graph import latest_node
 from tba_offload.layers.guards import cache_warning, holds_cache, is_checkpointed
 from tba_offload.layers.nested import TooManyError, tensors_in
 from tba_offload.placements.builtin import way_of
+from tba_offload.plan.sizes import rough_bytes
 from tba_offload.session.layer_call import Call
 from tba_offload.session.notices import tell
 
@@ -164,9 +165,14 @@ class LayerRuns:
         planning = self._parts.planning
         # A layer that is frozen saves nothing.
         if planning.has_budget and _has_backward(site.layer.module, arguments):
-            size = (site.wait(), *_dimensions(arguments))
+            size = (site.wait(), self._gradients_there(), *_dimensions(arguments))
             planning.leave_if_outgrown(site.index, size)
         return _activation_bytes(arguments)
+
+    def _gradients_there(self) -> int:
+        """Bytes of gradients, if activations may have their room until they come."""
+        parts = self._parts
+        return rough_bytes(parts.gradients.alone() or 0) if parts.budget.limits.nets_gradients else 0
 
     # ---- the placement ---------------------------------------------------------------------------
 

@@ -71,11 +71,13 @@ def run(
     before: Callable[[int, nn.Module], object] = lambda _step, _model: None,
     clears_late: bool = False,
     batch: int = BATCH,
+    passes: Callable[[int], int] = lambda _step: 1,
     log: Path | None = None,
 ) -> Run:
     """Trains a small GPT with AdamW; by hand the optimizer works outside of the steps.
 
-    Gradients go before the next step, or late, between its forward and its backward.
+    Gradients go before the next step, or late, between its forward and its backward. Each step has as many
+    passes as ``passes`` tells.
     """
     keeps = policy["default"] == "keep"
     gc.collect()  # what an earlier run has left would lie there until some step
@@ -95,7 +97,9 @@ def run(
                 before(step, model)
                 clear = optimizer.zero_grad
                 between = clear if clears_late else int
-                train(session, model, make_tokens(step, batch), by_hand=by_hand, between=between)
+                for number in range(passes(step)):
+                    tokens = make_tokens(10 * step + number, batch)
+                    train(session, model, tokens, by_hand=by_hand, between=between)
                 optimizer.step()
                 if not clears_late:
                     clear()
@@ -190,6 +194,31 @@ def test_activations_have_the_room_of_gradients_that_come_later(
     left_beside_all = budget - base - (found.records[-1].gradient_peak_bytes or 0)
     assert clears_late or max(record.activation_peak_bytes or 0 for record in found.records) > left_beside_all
     assert found.told == []
+
+
+@pytest.mark.usefixtures("peaks_are_exact")
+@pytest.mark.parametrize(
+    "passes",
+    [
+        pytest.param(lambda _step: 2, id="two"),
+        pytest.param(lambda step: 1 + (step >= STEPS), id="more"),
+        pytest.param(lambda step: 1 + (step < STEPS), id="fewer"),
+        pytest.param(lambda step: 1 + step % 2, id="in turn"),
+    ],
+)
+def test_gradients_of_earlier_passes_are_there_in_forward(
+    passes: Callable[[int], int], tmp_path: Path
+) -> None:
+    """A pass that finds more of them than its plan was made for goes on without that."""
+    kept = run(tmp_path, {"default": "keep"}, batch=FEW, passes=passes, steps=2 * STEPS)
+    base = kept.records[-1].base_bytes or 0
+    budget = base + int(0.8 * (max(kept.peaks) - base))
+    policy: dict[str, object] = {"default": "auto", "budget": {"device_bytes": budget}}
+    weights = [weight.numpy().copy() for weight in kept.weights]  # those of PyTorch would count
+    kept.weights.clear()
+    found = run(tmp_path, policy, batch=FEW, passes=passes, steps=2 * STEPS)
+    assert_below(found, budget)
+    assert all(map(same_bits, found.weights, map(torch.from_numpy, weights)))
 
 
 @pytest.mark.usefixtures("peaks_are_exact")
