@@ -355,6 +355,7 @@ class Situation:
             beside_bytes=0
             if device is None
             else device.device_bytes - device.budget - (outcome.activation_bytes - outcome.peak_bytes),
+            coming_bytes=coming,
         )
 
     def _writes(self, best: Plan) -> Writes | None:

@@ -111,6 +111,8 @@ class Knowledge:
         shows_rest = offloads_all(plan) and not self._size.is_mixed
         if self._has_warmed_up:
             self.rates.forget()
+            if self._profile is not None:  # in the first step no optimizer can free gradients in backward
+                self._profile = self._profile.without_gradients()
             if shows_rest:
                 self.needs.forget_first_step()
         if self.rates.note(observation.loads, fell_back=record.fallback_kept_bytes > 0):
@@ -195,6 +197,8 @@ class Knowledge:
             )
         elif not size.is_large:
             return before
+        if before is not None:
+            profile = profile.with_gradients_of(before)
         if before is not None and not size.is_full:
             profile = profile.at_least(before)
         if not self._task.has_budget:

@@ -360,9 +360,15 @@ def over_budget(task: Task, plan: Plan, profile: StepProfile, room: int | None) 
     if device is not None and device.left <= 0:
         return None  # that is told, with what takes it all
     left = "" if device is None else f" that a device has left ({device})"
+    needed = f"the lowest peak found is {readable_size(peak)}"
+    if coming := profile.gradient_bytes:
+        needed = (
+            f"the lowest peak found needs {readable_size(peak + coming)} together with gradients, where "
+            f"{readable_size(budget + coming)} are left for both"
+        )
     return (
-        f"the budget of {readable_size(budget)}{left} cannot be met: the lowest peak found is "
-        f"{readable_size(peak)}, with {readable_size(profile.rest_bytes)} beside the layers (logits, "
-        f"loss, temporaries), {readable_size(layer)} in the largest layer{window}{drives}; raise "
+        f"the budget of {readable_size(budget)}{left} cannot be met: {needed}, with "
+        f"{readable_size(profile.rest_bytes)} beside the layers (logits, loss, temporaries), "
+        f"{readable_size(layer)} in the largest layer{window}{drives}; raise "
         f"{task.limits.setting}, or take smaller micro-batches or shorter sequences"
     )

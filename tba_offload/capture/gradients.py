@@ -79,6 +79,11 @@ class Gradients:
                 if isinstance(gradient, torch.Tensor):
                     self.live.add(gradient)
 
+    @property
+    def trained(self) -> int:
+        """How many parameters are trained, or were: where more are, gradients come elsewhere too."""
+        return len(self._watched)
+
     def alone(self) -> int | None:
         """Bytes that there are now; ``None`` where frozen weights come and go beside them."""
         gradients, frozen = self.live.parts

@@ -235,6 +235,18 @@ class StepProfile:
             return self
         return dataclasses.replace(self, slots=tuple(slot._replace(gradients=0) for slot in self.slots))
 
+    def with_gradients_of(self, other: StepProfile) -> StepProfile:
+        """This step with the most gradients of two: other parameters may be trained in the next one.
+
+        Only if layers run in the same order in both, and gradients are known of both.
+        """
+        orders = [[slot[:3] for slot in slots] for slots in (self.slots, other.slots)]
+        if orders[0] != orders[1] or not (self.gradient_bytes and other.gradient_bytes):
+            return self
+        pairs = zip(self.slots, other.slots, strict=True)
+        slots = (mine._replace(gradients=max(mine.gradients, its.gradients)) for mine, its in pairs)
+        return dataclasses.replace(self, slots=tuple(slots))
+
     @property
     def layer_bytes(self) -> int:
         """Bytes that one run of each layer saves."""

@@ -55,7 +55,7 @@ class Outcome:
         held_bytes: As ``peak_bytes``, of activations that were not in flight, and with the rest left out.
         fallback_bytes: Bytes of offloaded layers that stayed because no tier had room for them.
         rebuild_seconds: Compute that layers placed ``offload-remat`` took longer than kept ones.
-        peak_slot: What ran when memory was at its peak; ``None`` for a step without activations.
+        peak_slot: What ran when there were most activations; ``None`` for a step without any.
         activation_bytes: Most bytes of activations on the device, the rest of the profile included.
     """
 

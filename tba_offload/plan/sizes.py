@@ -3,7 +3,8 @@
 What a layer saves grows with the shapes that it is given, and not in proportion to their bytes alone:
 attention scores grow with the square of the length. So a run is within another one only if none of its
 dimensions is larger, nor the number of runs of the layer that wait for their backward. Nor may there be more
-gradients where they leave less to activations: a plan counts on those that come later to be not there yet.
+gradients where they leave less to activations, or gradients of more parameters: a plan counts on those that
+come later to be not there yet.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from tba_offload.plan.tuning import Tuning
 
 RunSize = tuple[int, ...]
-"""Runs of a layer that wait for their backward, this one included, bytes of gradients that take room from
-what it saves, see :func:`rough_bytes`, and all dimensions of its tensors."""
+"""Runs of a layer that wait for their backward, this one included; where gradients take room from what it
+saves, their bytes, see :func:`rough_bytes`, and how many parameters get some; all dimensions of tensors."""
 
 
 class StepSize(NamedTuple):

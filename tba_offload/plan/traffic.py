@@ -233,8 +233,8 @@ class Memory:
     Attributes:
         in_flight: Bytes that wait for their write to end, or were read ahead.
         activations: Most bytes on the device.
-        peak: Most of them that do not lie where gradients come later.
         peak_slot: What ran then.
+        peak: Most of them that do not lie where gradients come later.
         held: As ``peak``, of those that were not in flight.
     """
 
@@ -297,9 +297,9 @@ class Memory:
         there = self.in_flight + self._settled
         if there > self.activations:
             self.activations = there
+            self.peak_slot = self._slot
         if there - self._to_come > self.peak:
             self.peak = there - self._to_come
-            self.peak_slot = self._slot
 
 
 class ReadOrder:

@@ -109,7 +109,8 @@ class PlanReport:
         title: The model and the machine.
         writes: What it writes to drives in a day, in words; ``None`` if nothing limits that.
         device: Of what device the budget is left, in words; ``None`` if it was given.
-        beside_bytes: Bytes of that device that are not for activations.
+        beside_bytes: Bytes of that device that are not for activations when they are at their peak.
+        coming_bytes: Bytes of gradients that come in backward, and have left their room to activations.
         states: How many sub-groups of optimizer states travel, in words; ``None`` if none are offloaded.
     """
 
@@ -130,6 +131,7 @@ class PlanReport:
     writes: str | None = None
     device: str | None = None
     beside_bytes: int = 0
+    coming_bytes: int = 0
     states: str | None = None
 
 
@@ -165,7 +167,9 @@ def _situation(report: PlanReport) -> Iterator[str]:
             f"read at {readable_rate(host.read)}, take what the drives have no time for"
         )
     if report.device is not None:
-        yield f"{readable_size(report.step.budget_bytes or 0)} are left for activations {report.device}"
+        left, until_then = ((report.step.budget_bytes or 0) - less for less in (report.coming_bytes, 0))
+        more = f"; until gradients come {readable_size(until_then)} are" if report.coming_bytes else ""
+        yield f"{readable_size(left)} are left for activations {report.device}{more}"
     if report.states is not None:
         yield report.states
 
@@ -245,11 +249,13 @@ def advice(report: PlanReport, policy_file: str | None) -> str:
     if not step.fits:
         budget = readable_size(step.budget_bytes or 0)
         written = "" if policy_file is None else f" {policy_file} holds that plan."
-        lowest = f"the lowest peak found ({what}), over {budget}."
         if report.device is not None:
             needed = readable_size(step.peak_bytes + report.beside_bytes)
-            return f"Give a device of more than {needed}: {peak} is {lowest}{written}"
-        return f"Give a budget of more than {peak}: that is {lowest}{written}"
+            return (
+                f"Give a device of more than {needed}, which the lowest peak found takes ({what}).{written}"
+            )
+        lowest = f"that is the lowest peak found ({what}), over {budget}."
+        return f"Give a budget of more than {peak}: {lowest}{written}"
     if set(report.placements) == {"keep"}:
         return _advice_to_keep(report, what)
     use = f"Use {'-o policy.yaml' if policy_file is None else policy_file}"

@@ -75,7 +75,7 @@ class Budget:
         self._share: DeviceShare | None = None
         self._freeable: Callable[[], int] = int
         self._at_begin = 0  # bytes of gradients
-        self._less = 0, 0  # what a step was to take of the budget, and by how much less there was of all
+        self._less: tuple[tuple[int, int], int] = (0, 0), 0  # of a step, by how much less there was of all
 
     @property
     def is_of_device(self) -> bool:
@@ -103,7 +103,7 @@ class Budget:
         expected = self._watched.planning.plan.prediction
         if self._share is not None and peak is not None and expected is not None:
             of_peaks = self._share.base_bytes + self._most_gradients + expected.peak_bytes
-            self._less = expected.peak_bytes, of_peaks - peak
+            self._less = (expected.peak_bytes, self._at_begin), of_peaks - peak
         self._derive(None if base is None else base + (record.state_bytes or 0))
 
     def may_free(self, freeable: Callable[[], int]) -> None:
@@ -130,8 +130,8 @@ class Budget:
         """The most bytes on the device in a step; ``None`` if unknown.
 
         What lies beside the layers goes with the loss, but counts with the last gradients too: how much less
-        there is, the last step has shown, if it was to take as much. No plan counts on it, since under
-        another one it is something else.
+        there is, the last step has shown, if it was to take as much and began with as many. No plan counts on
+        it, since under another one it is something else.
 
         Args:
             taken: Bytes of the budget that the step takes.
@@ -140,7 +140,7 @@ class Budget:
         if share is None:
             return None
         # Of activations alone, the peak is at another moment than that of gradients under most plans.
-        counts = taken == before or not self.limits.nets_gradients
+        counts = before == (taken, self._at_begin) or not self.limits.nets_gradients
         return share.base_bytes + share.gradient_bytes + taken - (less if counts else 0)
 
     def limits_on(self, share: DeviceShare) -> Limits:

@@ -165,14 +165,16 @@ class LayerRuns:
         planning = self._parts.planning
         # A layer that is frozen saves nothing.
         if planning.has_budget and _has_backward(site.layer.module, arguments):
-            size = (site.wait(), self._gradients_there(), *_dimensions(arguments))
+            size = (site.wait(), *self._gradients_there(), *_dimensions(arguments))
             planning.leave_if_outgrown(site.index, size)
         return _activation_bytes(arguments)
 
-    def _gradients_there(self) -> int:
-        """Bytes of gradients, if activations may have their room until they come."""
+    def _gradients_there(self) -> tuple[int, int]:
+        """Bytes of gradients, and parameters that get some, if those take room from activations."""
         parts = self._parts
-        return rough_bytes(parts.gradients.alone() or 0) if parts.budget.limits.nets_gradients else 0
+        if not parts.budget.limits.nets_gradients:
+            return 0, 0
+        return rough_bytes(parts.gradients.alone() or 0), parts.gradients.trained
 
     # ---- the placement ---------------------------------------------------------------------------
 
