@@ -221,6 +221,26 @@ def test_gradients_of_earlier_passes_are_there_in_forward(
     assert all(map(same_bits, found.weights, map(torch.from_numpy, weights)))
 
 
+def trains_halves(step: int, model: nn.Module) -> None:
+    """The last layers are trained for some steps, then the first ones, whose gradients come later."""
+    for number, layer in enumerate(model.layers):  # type: ignore[arg-type]
+        layer.requires_grad_((number < LAYERS // 2) is (step >= STEPS // 2))
+
+
+@pytest.mark.usefixtures("peaks_are_exact")
+@pytest.mark.parametrize("share", [0.9, 0.75])
+def test_layers_that_are_trained_from_some_step_on_have_gradients_elsewhere(
+    share: float, tmp_path: Path
+) -> None:
+    kept = run(tmp_path, {"default": "keep"}, batch=FEW, before=trains_halves, steps=2 * STEPS)
+    kept.weights.clear()
+    base = kept.records[-1].base_bytes or 0
+    budget = base + int(share * (max(kept.peaks) - base))
+    policy: dict[str, object] = {"default": "auto", "budget": {"device_bytes": budget}}
+    found = run(tmp_path, policy, batch=FEW, before=trains_halves, steps=2 * STEPS)
+    assert_below(found, budget)
+
+
 @pytest.mark.usefixtures("peaks_are_exact")
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_what_is_left_for_activations_is_derived_from_what_lies_there(

@@ -312,6 +312,20 @@ def test_activations_may_lie_where_gradients_come_later(gradients: Sequence[int]
     assert without.peak_bytes == without.activation_bytes == outcome.activation_bytes
 
 
+def test_a_step_may_have_the_most_gradients_of_two() -> None:
+    """But not of one whose layers ran in another order, nor where nothing is known of them."""
+
+    def step_with(gradients: Sequence[int], layers: int = 2) -> StepProfile:
+        profile = make_profile(layers)
+        pairs = zip(profile.slots, gradients, strict=True)
+        return dataclasses.replace(profile, slots=tuple(s._replace(gradients=g) for s, g in pairs))
+
+    early, late = step_with((0, 0, 5, 5)), step_with((0, 1, 1, 5))
+    assert late.with_gradients_of(early) == step_with((0, 1, 5, 5))
+    assert late.with_gradients_of(step_with((9,) * 6, 3)) == late
+    assert step_with((0,) * 4).with_gradients_of(early) == step_with((0,) * 4)
+
+
 def test_layers_that_are_taken_together_have_the_gradients_of_the_last() -> None:
     profile = make_profile(6)
     slots = [slot._replace(gradients=place * MIB) for place, slot in enumerate(profile.slots)]
