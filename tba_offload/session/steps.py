@@ -145,7 +145,7 @@ class Steps:
         parts.meters.resident.reset()
         parts.meters.leave(step.memory.meter)
         self._note_overlap(step)
-        self._mark_times()
+        self._trace_for_planner()
         parts.ranges.begin_step(self.ongoing.number + 1, wanted=step.timeline.is_wanted)
         step.start(gradients_allocated=all(map(_has_gradient, parts.gradients.parameters())))
         parts.budget.begin_step(step.memory.base_bytes)
@@ -182,10 +182,11 @@ class Steps:
                 other.memory.overlapped()
                 self._parts.notices.overlap()
 
-    def _mark_times(self) -> None:
-        """Has times marked in the work of a device that runs behind the host, if a planner watches.
+    def _trace_for_planner(self) -> None:
+        """Has the trace note what the planner asks of it beside the times of the host.
 
-        Under a budget of all that lies on the device it is to know when gradients come as well.
+        These are times of the device, if it does its work later than the host gives it out, and under a
+        budget of all that lies on the device when gradients come.
         """
         parts = self._parts
         wanted = parts.planning.controller is not None and parts.device.runs_behind

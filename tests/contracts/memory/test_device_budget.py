@@ -12,7 +12,7 @@ import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
@@ -157,6 +157,18 @@ FEW = 4
 """Sequences in a step with which gradients are a third of what activations are."""
 
 
+def run_within(directory: Path, share: float, **how: Any) -> tuple[Run, Run, int]:
+    """A run that keeps all, one with a share of what that takes in its steps, and the budget of that."""
+    kept = run(directory, {"default": "keep"}, batch=FEW, steps=2 * STEPS, **how)
+    base = kept.records[-1].base_bytes or 0
+    budget = base + int(share * (max(kept.peaks) - base))
+    weights = [weight.numpy().copy() for weight in kept.weights]  # those of PyTorch would count
+    kept.weights.clear()
+    policy: dict[str, object] = {"default": "auto", "budget": {"device_bytes": budget}}
+    found = run(directory, policy, batch=FEW, steps=2 * STEPS, **how)
+    return kept._replace(weights=[*map(torch.from_numpy, weights)]), found, budget
+
+
 @pytest.mark.usefixtures("peaks_are_exact")
 def test_where_a_plain_step_fits_nothing_leaves_memory(tmp_path: Path) -> None:
     """Most gradients come when most activations have gone, so that both need less than their peaks do."""
@@ -184,13 +196,9 @@ def test_activations_have_the_room_of_gradients_that_come_later(
     share: float, tmp_path: Path, *, clears_late: bool
 ) -> None:
     """Not where a program lets those of the last step go before backward only: they are there in forward."""
-    kept = run(tmp_path, {"default": "keep"}, clears_late=clears_late, batch=FEW)
-    kept.weights.clear()
-    base = kept.records[-1].base_bytes or 0
-    budget = base + int(share * (max(kept.peaks) - base))
-    policy: dict[str, object] = {"default": "auto", "budget": {"device_bytes": budget}}
-    found = run(tmp_path, policy, clears_late=clears_late, batch=FEW, steps=2 * STEPS)
+    kept, found, budget = run_within(tmp_path, share, clears_late=clears_late)
     assert_below(found, budget)
+    base = kept.records[-1].base_bytes or 0
     left_beside_all = budget - base - (found.records[-1].gradient_peak_bytes or 0)
     assert clears_late or max(record.activation_peak_bytes or 0 for record in found.records) > left_beside_all
     assert found.told == []
@@ -210,15 +218,9 @@ def test_gradients_of_earlier_passes_are_there_in_forward(
     passes: Callable[[int], int], tmp_path: Path
 ) -> None:
     """A pass that finds more of them than its plan was made for goes on without that."""
-    kept = run(tmp_path, {"default": "keep"}, batch=FEW, passes=passes, steps=2 * STEPS)
-    base = kept.records[-1].base_bytes or 0
-    budget = base + int(0.8 * (max(kept.peaks) - base))
-    policy: dict[str, object] = {"default": "auto", "budget": {"device_bytes": budget}}
-    weights = [weight.numpy().copy() for weight in kept.weights]  # those of PyTorch would count
-    kept.weights.clear()
-    found = run(tmp_path, policy, batch=FEW, passes=passes, steps=2 * STEPS)
+    kept, found, budget = run_within(tmp_path, 0.8, passes=passes)
     assert_below(found, budget)
-    assert all(map(same_bits, found.weights, map(torch.from_numpy, weights)))
+    assert_same_weights(found, kept)
 
 
 def trains_halves(step: int, model: nn.Module) -> None:
@@ -232,13 +234,9 @@ def trains_halves(step: int, model: nn.Module) -> None:
 def test_layers_that_are_trained_from_some_step_on_have_gradients_elsewhere(
     share: float, tmp_path: Path
 ) -> None:
-    kept = run(tmp_path, {"default": "keep"}, batch=FEW, before=trains_halves, steps=2 * STEPS)
-    kept.weights.clear()
-    base = kept.records[-1].base_bytes or 0
-    budget = base + int(share * (max(kept.peaks) - base))
-    policy: dict[str, object] = {"default": "auto", "budget": {"device_bytes": budget}}
-    found = run(tmp_path, policy, batch=FEW, before=trains_halves, steps=2 * STEPS)
+    kept, found, budget = run_within(tmp_path, share, before=trains_halves)
     assert_below(found, budget)
+    assert_same_weights(found, kept)
 
 
 @pytest.mark.usefixtures("peaks_are_exact")
