@@ -19,9 +19,10 @@ With ``--rows`` the matrices are the layers of a model, each step trains it on t
 whole steps are timed. Two more lanes update in backward: one keeps gradients until the step, one
 frees them at once.
 
-On a GPU one more lane has parameters and states in host memory too, gets gradients there, updates with the
-processor, and sends parameters back: what an update there would cost whose states never travel. The copies
-and the update come one after the other; each of them is printed.
+On a GPU there are lanes in which the processor updates all sub-groups (``host``), half of them while the GPU
+updates the others (``half``, as Deep Optimizer States with k = 2), or as many as let both end together
+(``both``). Their bits are other ones, since the processor's kernels are, and are not compared. Printed is
+what the lanes' rates predicted as well.
 
 With ``--deepspeed`` one more lane, or one for each JSON object of settings for its ``aio``, is DeepSpeed's
 ZeRO-3 with ``offload_optimizer`` on the same drive, with sub-groups of the same size. Its parameters are
@@ -78,11 +79,17 @@ SETTINGS: dict[str, dict[str, str] | None] = {
     "offload": {},
     "backward": {"when": "backward"},
     "free": {"when": "backward", "gradients": "free"},
+    "host": {"update": "host"},
+    "half": {"update": "host-50%"},
+    "both": {"update": "auto"},
 }
 """Settings of the states of each lane in the policy; ``None`` where they are not offloaded."""
 
-LANES = (*SETTINGS, "host")
-"""Lanes in the order of their turns; DeepSpeed's come before the last."""
+BY_PROCESSOR = ("host", "half", "both")
+"""Lanes in which the processor updates as well."""
+
+LATER = ("backward", "free")
+"""Lanes that need steps with a backward."""
 
 
 @dataclass
@@ -100,7 +107,6 @@ class Lane:
         travelled: Bytes that each update read from drives, and wrote to drives.
         held: Bytes that are its own between updates, beyond its parameters.
         zero: DeepSpeed's engine, if it is one of DeepSpeed.
-        on_host: What updates in host memory, if it does.
     """
 
     name: str
@@ -113,7 +119,6 @@ class Lane:
     travelled: list[tuple[int, int]] = field(default_factory=list)
     held: int = 0
     zero: Zero | None = None
-    on_host: OnHost | None = None
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -130,7 +135,7 @@ class Lane:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
         with self._measured(meter):
-            self._update()
+            self.optimizer.step()
         self.optimizer.zero_grad()
 
     def step(self, rows: torch.Tensor, meter: MemoryMeter) -> None:
@@ -141,14 +146,8 @@ class Lane:
                 self.zero.update()
                 return
             self.model(rows).square().mean().backward()
-            self._update()
-            self.optimizer.zero_grad()
-
-    def _update(self) -> None:
-        if self.on_host is None:
             self.optimizer.step()
-        else:
-            self.on_host.update()
+            self.optimizer.zero_grad()
 
     @contextmanager
     def _measured(self, meter: MemoryMeter) -> Iterator[None]:
@@ -171,44 +170,6 @@ class Lane:
         before = meter.live()
         yield
         self.held += meter.live() - before
-
-
-class OnHost:
-    """Parameters and their optimizer in host memory, for a model on a GPU.
-
-    Args:
-        model: The model.
-        device: Where it is.
-
-    Attributes:
-        seconds: Of the copies of each update, and of the update itself.
-    """
-
-    def __init__(self, model: torch.nn.Module, device: Device) -> None:
-        self._parameters = list(model.parameters())
-        self._copies = [device.to_host(parameter) for parameter in self._parameters]
-        torch.accelerator.synchronize()
-        for copy in self._copies:
-            copy.grad = torch.empty_like(copy, pin_memory=True)
-        self._optimizer = torch.optim.AdamW(self._copies, fused=True)
-        self.seconds: list[tuple[float, float]] = []
-
-    def update(self) -> None:
-        """Updates with the gradients of the model."""
-        finish(self._parameters)  # the copies are timed, not what they wait for
-        began = time.perf_counter()
-        for copy, parameter in zip(self._copies, self._parameters, strict=True):
-            assert copy.grad is not None
-            copy.grad.copy_(parameter.grad, non_blocking=True)
-        finish(self._parameters)
-        copied = time.perf_counter()
-        self._optimizer.step()
-        updated = time.perf_counter()
-        with torch.no_grad():
-            for copy, parameter in zip(self._copies, self._parameters, strict=True):
-                parameter.copy_(copy, non_blocking=True)
-        finish(self._parameters)
-        self.seconds.append((copied - began + time.perf_counter() - updated, updated - copied))
 
 
 def finish(parameters: Sequence[torch.Tensor]) -> None:
@@ -324,9 +285,6 @@ def show(lanes: Sequence[Lane], rates: Sequence[float], warm_up: int) -> None:
             show_states(lane, plain, rate, warm_up)
         if lane.zero is not None:
             show_zero(lane, lanes, warm_up)
-        if lane.on_host is not None:
-            copies, updates = map(Spread.of, zip(*lane.on_host.seconds[warm_up:], strict=True))
-            print(f"{lane.name}: copies of gradients and parameters {copies} s, update {updates} s")
 
 
 def machine(arguments: argparse.Namespace) -> str:
@@ -377,6 +335,12 @@ def show_states(lane: Lane, plain: Sequence[float], rate: float, warm_up: int) -
         "backward"
     )
     print(f"{lane.name}: time over max(plain, bytes / rate): {Spread.of(bounded)}")
+    if last.on_host:
+        ratios = [each.seconds / each.predicted_seconds for each in records if each.predicted_seconds]
+        print(
+            f"{lane.name}: the processor updated {last.on_host} sub-groups, with {last.host_bytes / MIB:.1f} "
+            f"MiB of host memory; time over what the rates predicted: {Spread.of(ratios)}"
+        )
 
 
 def main() -> None:
@@ -408,8 +372,8 @@ def main() -> None:
     parser.add_argument(
         "--lanes",
         nargs="*",
-        choices=LANES,
-        default=LANES,
+        choices=SETTINGS,
+        default=list(SETTINGS),
         help="those that take turns beside plain; all by default, as far as they can run",
     )
     parser.add_argument(
@@ -437,7 +401,7 @@ def main() -> None:
             zero_lane.require()
         except zero_lane.CannotRunError as error:
             parser.error(str(error))
-    warm_up = min(2, arguments.rounds - 1)
+    warm_up = min(3, arguments.rounds - 1)  # in the second update lanes are split, in the third as they pay
     torch.set_float32_matmul_precision(arguments.precision)
     device = device_of(arguments.device)
     generator = torch.Generator(arguments.device).manual_seed(2)
@@ -445,7 +409,8 @@ def main() -> None:
     number = 0 if arguments.rows else arguments.matrices
     gradients = [random(shape, generator) for _ in range(number)]
     rows = random((arguments.rows, arguments.width), generator)
-    wanted = {"plain", *arguments.lanes} - (set() if arguments.rows else {"backward", "free"})
+    wanted = {"plain", *arguments.lanes} - set(() if arguments.rows else LATER)
+    wanted -= set(BY_PROCESSOR if arguments.device == "cpu" else ())
     lanes = [made(name, arguments) for name in SETTINGS if name in wanted]
     rates: list[float] = []
     meter = meter_of(device)
@@ -461,11 +426,8 @@ def main() -> None:
             if states is not None:
                 with lane.holding(meter):
                     lane.states = stack.enter_context(offloaded(lane, arguments, **states))
-        own = list(lanes)
+        own = [lane for lane in lanes if lane.name not in BY_PROCESSOR]
         lanes += with_deepspeed(arguments, meter, stack)
-        if arguments.device != "cpu" and "host" in wanted:
-            lanes.append(made("host", arguments))
-            lanes[-1].on_host = OnHost(lanes[-1].model, device)
         for _ in range(arguments.rounds):
             for lane in lanes:
                 with lane.holding(meter):

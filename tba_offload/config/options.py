@@ -432,6 +432,10 @@ _ON_CPU, _ON_ACCELERATOR = 64 * 2**20, 256 * 2**20
 1.6 times as long with 64 MiB, and a whole step with ``when: backward`` 1.4 times."""
 
 
+_UPDATES = "device|host|auto|host-([1-9][0-9]?)%"
+_Update = Annotated[str, Strict(), WithJsonSchema({"type": "string", "pattern": f"^({_UPDATES})$"})]
+
+
 @_settings
 class StatesConfig:
     """How the states of optimizers are offloaded.
@@ -450,6 +454,10 @@ class StatesConfig:
             ``free``, at once.
         masters: Whether copies in fp32, which the optimizer of Megatron-LM updates in place of parameters in
             16 bits, are away with their states, or are kept in memory.
+        update: Where sub-groups are updated: on the ``device``; in ``host`` memory, by the processor; or both
+            at the same time, ``host-25%`` of them by the processor or, with ``auto``, as many as let both end
+            together. The processor's kernels may round differently, so parameters get other bits than in
+            plain training, and with ``auto`` others in each run. Without an accelerator it means nothing.
     """
 
     default: Literal["offload", "auto"] = "offload"
@@ -458,6 +466,24 @@ class StatesConfig:
     when: Literal["step", "backward"] = "step"
     gradients: Literal["keep", "free"] = "keep"
     masters: Literal["keep", "offload"] = "offload"
+    update: _Update = "device"
+
+    @pydantic.field_validator("update")
+    @classmethod
+    def _names_lanes(cls, update: str, others: pydantic.ValidationInfo) -> str:
+        if re.fullmatch(_UPDATES, update) is None:
+            raise ConfigError(
+                f"{quoted(update)} is none of device, host, auto, and host-1% to host-99%, the share of the "
+                "sub-groups that the processor updates"
+            )
+        if update != "device" and (others.data.get("when"), others.data.get("default")) != (
+            "step",
+            "offload",
+        ):
+            raise ConfigError(
+                f"{update} goes with when: step and default: offload only; set these, or update to device"
+            )
+        return update
 
     @pydantic.field_validator("when")
     @classmethod
@@ -479,6 +505,14 @@ class StatesConfig:
         if nbytes is not None and nbytes < BLOCK:
             raise ConfigError(f"{nbytes} bytes are less than one block; the least is {BLOCK} bytes")
         return nbytes
+
+    @property
+    def host_percent(self) -> int | None:
+        """Percent of the sub-groups that the processor updates; ``None`` if that is to be found out."""
+        found = re.fullmatch(_UPDATES, self.update)
+        if found is None or self.update == "auto":
+            return None
+        return int(found[1] or (100 if self.update == "host" else 0))
 
     def sub_group_on(self, device_type: str) -> int:
         """Bytes of states that travel as one on a device.
@@ -643,6 +677,7 @@ class OffloadConfig:
                 "when": self.states.when,
                 "gradients": self.states.gradients,
                 "masters": self.states.masters,
+                "update": self.states.update,
             }
         if self.weights is not None:
             document["weights"] = {"frozen": self.weights.frozen}

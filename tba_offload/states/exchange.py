@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 class Exchange:
     """Moves states between ``optimizer.state`` and the slots.
 
+    Sub-groups that the processor updates are in slots of their own kind, and leave those before the device
+    gets them.
+
     Args:
         optimizer: The optimizer.
         homes: Where sub-groups live.
@@ -44,6 +47,7 @@ class Exchange:
         name_of: Callable[[torch.Tensor], str],
     ) -> None:
         self.slots: Slots[SubGroup] = Slots(homes)
+        self.host_slots: Slots[SubGroup] = Slots(homes.on_host())
         self._optimizer = optimizer
         self._masters = masters
         self._next_use = next_use
@@ -197,6 +201,11 @@ class Exchange:
                 )
             place.piece.part_of(known[place.key]).copy_(view)
 
+    def clear(self) -> None:
+        """Frees the memory of all slots but those of sub-groups that stay."""
+        self.slots.clear()
+        self.host_slots.clear()
+
     def on_host(
         self, groups: Iterable[SubGroup], *, masters: bool = False
     ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
@@ -211,7 +220,7 @@ class Exchange:
         """
         found: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         for group in groups:
-            slot = self.slots.of(group)
+            slot = self.slots.of(group) or self.host_slots.of(group)
             if slot is not None:
                 slot.settle()
             flat = group.home.on_host(group.nbytes) if slot is None else slot.lend()
@@ -302,7 +311,7 @@ def _has_moved(bound: Mapping[Piece, Mapping[str, torch.Tensor]], entries: Mappi
             if view is None:
                 moved = moved or travels(value, piece.parameter)
             elif value is not view:
-                if _is_alike(value, view):
+                if is_alike(value, view):
                     view.copy_(value)
                     entry[key] = view
                 else:
@@ -310,7 +319,8 @@ def _has_moved(bound: Mapping[Piece, Mapping[str, torch.Tensor]], entries: Mappi
     return moved
 
 
-def _is_alike(value: object, view: torch.Tensor) -> bool:
+def is_alike(value: object, view: torch.Tensor) -> bool:
+    """Whether a state could lie where another one does."""
     return (
         isinstance(value, torch.Tensor)
         and (value.shape, value.dtype, value.device) == (view.shape, view.dtype, view.device)

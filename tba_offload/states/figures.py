@@ -29,7 +29,10 @@ class StatesRecord:
         staying_bytes: Bytes of their states.
         in_backward: Of these, how many in backward.
         taken_back: Updates of sub-groups in backward that were in vain, since the step was another one.
-        predicted_seconds: What ``states.default: auto`` predicted for ``seconds``; None where nothing was.
+        predicted_seconds: What ``states.default: auto`` predicted for ``seconds``, or what follows from the
+            rates of device and processor where ``states.update`` has both work; None where nothing was.
+        on_host: Of the sub-groups, how many the processor updated.
+        host_bytes: Bytes of host memory that it has for that, for states and for copies.
     """
 
     seconds: float
@@ -44,6 +47,8 @@ class StatesRecord:
     in_backward: int = 0
     taken_back: int = 0
     predicted_seconds: float | None = None
+    on_host: int = 0
+    host_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -99,11 +104,12 @@ class Tally:
         """Updates were in vain."""
         self._sums.took_back(sub_groups)
 
-    def record(self, sizes: Mapping[str, int]) -> StatesRecord:
+    def record(self, sizes: Mapping[str, int], *, predicted: float | None = None) -> StatesRecord:
         """The update is done; counting begins anew.
 
         Args:
             sizes: What else the record says.
+            predicted: Seconds that the update was expected to take.
         """
         sums, self._sums = self._sums, _Sums()
         return StatesRecord(
@@ -112,5 +118,6 @@ class Tally:
             read_bytes=sums.read,
             written_bytes=sums.written,
             taken_back=sums.taken_back,
+            predicted_seconds=predicted,
             **sizes,
         )

@@ -64,6 +64,17 @@ class Homes:
         self._tell = tell
         self._has_told = False
 
+    def on_host(self) -> Homes:
+        """The same for memory of the host, which counts for itself."""
+        return Homes(
+            self.store,
+            CpuDevice(),
+            stall_limit=self._limit,
+            keep_when_full=self.keep_when_full,
+            tell=self._tell,
+            padded=self.padded,
+        )
+
     def wait(self, transfer: IoFuture) -> None:
         """Waits for a transfer, within the limit.
 
@@ -86,6 +97,11 @@ class Homes:
         """Counts bytes whose transfers begin."""
         self.read_bytes += read
         self.written_bytes += written
+
+    def hand_over(self, others: Homes) -> None:
+        """Counts with others what was moved until now."""
+        others.count(read=self.read_bytes, written=self.written_bytes)
+        self.read_bytes = self.written_bytes = 0
 
     def tell_of(self, cause: BaseException) -> None:
         """Says, the first time, that the states of a sub-group stay in host memory."""
@@ -112,6 +128,14 @@ class Home:
         self._what = what
         self._extents: tuple[Extent, ...] = ()
         self._kept: torch.Tensor | None = None
+
+    def serve(self, homes: Homes) -> None:
+        """From now on its bytes come from, and go to, memory of another device; no transfer is under way.
+
+        Args:
+            homes: Of that device, with the same store.
+        """
+        self._homes = homes
 
     def another(self, what: str = "optimizer states") -> Home:
         """An empty home for other bytes of the same owner.

@@ -97,12 +97,12 @@ def travels(value: object, parameter: torch.Tensor) -> bool:
         and value.layout == torch.strided
         and value.device == parameter.device
         and value.untyped_storage().nbytes() == value.nbytes
-        and _is_dense(value)
+        and is_dense(value)
         and not (value.is_conj() or value.is_neg())
     )
 
 
-def _is_dense(value: torch.Tensor) -> bool:
+def is_dense(value: torch.Tensor) -> bool:
     """Whether the elements fill a range of memory, in whatever order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):

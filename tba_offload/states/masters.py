@@ -72,7 +72,11 @@ class Masters:
 
     def copy(self, piece: Piece, value: torch.Tensor) -> None:
         """Sets the parameter of the model to its master, which was updated."""
-        piece.own(self._copies[piece.parameter]).copy_(value)
+        self.model_part(piece).copy_(value)
+
+    def model_part(self, piece: Piece) -> torch.Tensor:
+        """What an update of a piece changes of the model: what a master is a copy of, else the piece."""
+        return piece.own(self._copies.get(piece.parameter, piece.parameter))
 
     def send_away(self, master: torch.Tensor, name: str | None = None) -> None:
         """Frees the memory of a master.

@@ -21,9 +21,10 @@ from tba_offload.states.by_parameter import ByParameter
 from tba_offload.states.checkpoints import Checkpoints
 from tba_offload.states.early import Early
 from tba_offload.states.home import Homes
+from tba_offload.states.host_share import HostShare
 from tba_offload.states.masters import MASTER, Masters
 from tba_offload.states.own_step import OwnStep
-from tba_offload.states.pieces import is_known
+from tba_offload.states.pieces import is_known, is_of_torch
 from tba_offload.states.roster import Roster
 from tba_offload.states.shards import is_distributed, is_fully_sharded
 from tba_offload.states.stream import Stream
@@ -88,7 +89,11 @@ class OptimizerStates:
         own_masters = Masters(optimizer, copies)
         self._roster = Roster(optimizer, homes, own_masters, most)
         own = OwnStep(optimizer, self._takeover.kind)
-        self._stream = Stream(optimizer, own, self._roster, homes, own_masters, in_backward=in_backward)
+        has_lanes = states.update != "device" and homes.device.runs_behind  # a CPU's memory is the host's
+        share = HostShare(states.host_percent) if has_lanes else None
+        self._stream = Stream(
+            optimizer, own, self._roster, homes, own_masters, in_backward=in_backward, share=share
+        )
         self._early: Early | None = None
         if in_backward:
             frees = states.gradients == "free"
@@ -215,7 +220,9 @@ class OptimizerStates:
         self._by_parameter.forget()
         if self._early is not None:
             self._early.step_begins(options)
-        record = replace(self._stream.step(options), predicted_seconds=self._expected)
+        record = self._stream.step(options)
+        if self._expected is not None:
+            record = replace(record, predicted_seconds=self._expected)
         if self._early is not None:
             self._early.follow()
         self.records.append(record)
@@ -302,6 +309,8 @@ def offload_optimizer(
     optimizer = _innermost(optimizer)
     _check(optimizer, trusted=chosen.states is not None and chosen.states.trust)
     modules = model if isinstance(model, Sequence) else (model,)
+    if chosen.states is not None and chosen.states.update != "device":
+        _check_host(optimizer, chosen.states.update)
     if chosen.states is not None and chosen.states.when == "backward":
         frees = chosen.states.gradients == "free"
         _check_backward(optimizer, modules, has_masters=bool(masters), frees=frees)
@@ -388,6 +397,24 @@ def _check_backward(
         )
     if not is_known(optimizer):
         raise UnsupportedError(f"whether {type(optimizer).__name__} can be updated in any order is not known")
+
+
+def _check_host(optimizer: torch.optim.Optimizer, update: str) -> None:
+    """Checks that the processor can update sub-groups of an optimizer.
+
+    Raises:
+        UnsupportedError: It cannot.
+    """
+    if not is_of_torch(optimizer):
+        raise UnsupportedError(
+            f"whether {type(optimizer).__name__} updates parameters in host memory is not known; set "
+            "states.update to device"
+        )
+    if update == "auto" and has_peers():
+        raise UnsupportedError(
+            "with several processes each would choose for itself what its processor updates, and parameters "
+            "that several of them hold would drift apart; set states.update to host-N%, with a number for N"
+        )
 
 
 def _lie_on_host(parameters: Iterable[torch.Tensor]) -> bool:

@@ -26,11 +26,15 @@ class OwnStep:
     Args:
         optimizer: The optimizer.
         kind: Its class.
+
+    Attributes:
+        kind: As given.
+        states: What the last run has left.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> None:
         self._optimizer = optimizer
-        self._kind = kind
+        self.kind = kind
         self._update = _beneath_hooks(kind)
         self._groups: dict[int, dict[str, Any]] = {}
         self._attributes: dict[str, Any] = {}
@@ -51,14 +55,22 @@ class OwnStep:
             entries: Parameters, or views of slices, and their states; an empty entry where there are none.
             options: Further arguments of the optimizer's ``step``.
         """
-        twin: Any = object.__new__(self._kind)
-        group = {**self._optimizer.param_groups[number], "params": list(entries)}
+        twin: Any = object.__new__(self.kind)
+        group = {**self._settings(number), "params": list(entries)}
         states: defaultdict[torch.Tensor, Entry] = defaultdict(dict)
         states.update({tensor: entry for tensor, entry in entries.items() if entry})
-        vars(twin).update({**vars(self._optimizer), "param_groups": [group], "state": states})
+        vars(twin).update({**self._own_attributes(), "param_groups": [group], "state": states})
         self.states, self._groups[number], self._attributes = states, group, vars(twin)
         self._update(twin, **options)
         self.states = twin.state
+
+    def _settings(self, number: int) -> dict[str, Any]:
+        """What the twin's parameter group says."""
+        return self._optimizer.param_groups[number]
+
+    def _own_attributes(self) -> dict[str, Any]:
+        """The attributes that the twin starts with."""
+        return vars(self._optimizer)
 
     def commit(self) -> None:
         """Gives the optimizer what its update changed in itself and in its parameter groups."""

@@ -94,9 +94,12 @@ _FUSED = frozenset(
 def is_known(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer is known to update each parameter by itself: PyTorch's do, but for LBFGS."""
     kind = type(optimizer)
-    return (
-        f"{kind.__module__}.".startswith("torch.optim.") or f"{kind.__module__}.{kind.__qualname__}" in _FUSED
-    )
+    return is_of_torch(optimizer) or f"{kind.__module__}.{kind.__qualname__}" in _FUSED
+
+
+def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is one of PyTorch's own."""
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:

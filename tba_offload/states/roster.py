@@ -13,7 +13,7 @@ from tba_offload.states.spread import evenly
 from tba_offload.states.subgroup import USUAL, SubGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import torch
 
@@ -110,15 +110,21 @@ class Roster:
                 found.setdefault(number, []).append(parameter)
         return found
 
-    def without_group(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of some parameters that are in no sub-group yet."""
-        return [each for each in parameters if each not in self._members]
-
     def name_of(self, parameter: torch.Tensor) -> str:
         """A parameter by its number, as ``state_dict`` counts them."""
         return f"parameter {self._numbers.get(parameter)}"
 
-    def add_first(self, number: int, parameters: Sequence[torch.Tensor]) -> list[SubGroup]:
+    def arrivals(self, number: int, parameters: Sequence[torch.Tensor]) -> Iterator[SubGroup]:
+        """Makes sub-groups of parameters, each of which is updated before the next is asked for.
+
+        Args:
+            number: The number of their parameter group.
+            parameters: The parameters, in its order.
+        """
+        yield from self._add_first(number, parameters)
+        yield from self.add(number, [each for each in parameters if each not in self._members])
+
+    def _add_first(self, number: int, parameters: Sequence[torch.Tensor]) -> list[SubGroup]:
         """Makes sub-groups of the first parameters only, or of all if the size of states is known."""
         count = 0
         for place, parameter in enumerate(parameters, 1):

@@ -9,6 +9,7 @@ from tba_offload.errors import SessionError, TransferError
 from tba_offload.interrupts import put_off
 from tba_offload.states.exchange import Exchange
 from tba_offload.states.figures import Tally
+from tba_offload.states.host_lane import HostLane, NoHostLane
 from tba_offload.states.journal import Journal, NoJournal
 from tba_offload.states.line import Line
 from tba_offload.states.masters import MASTER
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from tba_offload.states.figures import StatesRecord
     from tba_offload.states.home import Homes
+    from tba_offload.states.host_share import HostShare
     from tba_offload.states.masters import Masters
     from tba_offload.states.own_step import OwnStep
     from tba_offload.states.roster import Roster
@@ -38,6 +40,7 @@ class Stream:
         homes: Where they live.
         masters: The master copies among its parameters.
         in_backward: Whether sub-groups may be updated before the step; then an update is all or nothing.
+        share: How many the processor updates; ``None`` if all are updated on the device.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class Stream:
         masters: Masters,
         *,
         in_backward: bool = False,
+        share: HostShare | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._own = own
@@ -58,6 +62,9 @@ class Stream:
         self._masters = masters
         self.exchange = Exchange(optimizer, homes, masters, self.line.next_use, roster.name_of)
         self.journal = Journal(optimizer, homes, self.exchange.slots) if in_backward else NoJournal()
+        self._host: NoHostLane = NoHostLane()
+        if share is not None:
+            self._host = HostLane(optimizer, own.kind, homes, self.exchange, roster, masters, share)
         self._tally = Tally(homes)
         self._failure: TransferError | None = None
 
@@ -85,7 +92,8 @@ class Stream:
             finally:
                 self._own.commit()
                 self.exchange.end()
-        return self._tally.record(self._sizes() | {"in_backward": len(early)})
+        sizes = self._sizes() | {"in_backward": len(early)}
+        return self._tally.record(sizes, predicted=self._host.predicted_seconds)
 
     def update_in_backward(self, group: SubGroup) -> None:
         """Updates one sub-group before the step.
@@ -138,10 +146,13 @@ class Stream:
             TransferError: States cannot be read.
         """
         outdated = self._roster.outdated()
+        self._host.give_up(outdated)
         self.exchange.give_back(outdated)
         self._remove(outdated)
         stale = [group for group in self._roster.groups if not self.exchange.is_current(group)]
-        self.exchange.take_shown(self._roster.with_slices(stale))
+        stale = self._roster.with_slices(stale)
+        self._host.give_up(stale)
+        self.exchange.take_shown(stale)
         for number, parameters in self._roster.newcomers().items():
             having = [each for each in parameters if self._optimizer.state.get(each) or each in self._masters]
             self._roster.learn_of(number, having)
@@ -174,9 +185,10 @@ class Stream:
         """
         self.follow()
         groups = list(self._roster.groups)
+        self._host.give_up(groups)
         self.exchange.give_back(groups)
         self._remove(groups)
-        self.exchange.slots.clear()
+        self.exchange.clear()
         self.journal.clear()
 
     def forgive(self) -> None:
@@ -216,14 +228,15 @@ class Stream:
         done = set(early)
         groups = [group for group in self._roster.groups if group.has_gradient and group not in done]
         newcomers = self._roster.newcomers(with_gradients=True)
-        for group in self.line.begin(early, groups):
-            self._read_ahead()
-            self._update(group, options)
-            self._read_ahead()
-            if newcomers or self.journal.is_kept or self.line.needs_more_than(self.exchange.slots.held()):
-                self.exchange.slots.write(group)
-        for number, parameters in newcomers.items():
-            self._update_newcomers(number, parameters, options)
+        with self._host.updating(groups, options) as rest:
+            for group in self.line.begin(early, rest):
+                self._read_ahead()
+                self._update(group, options)
+                self._read_ahead()
+                if newcomers or self.journal.is_kept or self.line.needs_more_than(self.exchange.slots.held()):
+                    self.exchange.slots.write(group)
+            for number, parameters in newcomers.items():
+                self._update_newcomers(number, parameters, options)
         if not self._is_elementwise:
             self._update_empty(options)
         self.line.end()
@@ -232,16 +245,10 @@ class Stream:
         self, number: int, parameters: list[torch.Tensor], options: Mapping[str, Any]
     ) -> None:
         """Makes sub-groups of parameters that are in none yet, and updates them."""
-        first = self._roster.add_first(number, parameters)
-        for group in first:
-            self._update_new(group, options)
-        for group in self._roster.add(number, self._roster.without_group(parameters)):
-            self._update_new(group, options)
-
-    def _update_new(self, group: SubGroup, options: Mapping[str, Any]) -> None:
-        self.line.reach(group)
-        self._update(group, options)
-        self.exchange.slots.write(group)
+        for group in self._roster.arrivals(number, parameters):
+            self.line.reach(group)
+            self._update(group, options)
+            self.exchange.slots.write(group)
 
     def _update_empty(self, options: Mapping[str, Any]) -> None:
         """Runs the update for parameter groups without gradients: it may count steps all the same."""
@@ -288,7 +295,9 @@ class Stream:
         return {
             "states_bytes": sum(group.nbytes for group in self._roster.groups) - sum(staying),
             "slot_bytes": slots.nbytes + self.journal.nbytes,
-            "sub_groups": len(self.line),
+            "sub_groups": len(self.line) + self._host.updated,
+            "on_host": self._host.updated,
+            "host_bytes": self._host.nbytes,
             "staying": len(staying),
             "staying_bytes": sum(staying),
         }

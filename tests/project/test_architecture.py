@@ -388,6 +388,7 @@ FOREIGN = {
         "made master",
         "what the constructor makes; a master while it is away has another class",
     ),
+    "states/host_update.py": ("self.tensor", "a tensor in host memory has a gradient there"),
     "states/masters.py": ("bound", "a tensor over bytes of a master has its gradient"),
     "states/pieces.py": ("view", "a slice of a parameter has the slice of its gradient"),
     "states/takeover.py": (

@@ -1,0 +1,390 @@
+"""What ``test_state_lanes.py`` runs in a process of its own, on the device of ``lagging.py``.
+
+There the kernels of device and processor are the same, so that bits may be compared. The device computes
+late, gives freed memory away at once and overwrites it: what nothing orders gives other bits.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import lagging
+import pytest
+import torch
+from covering import each_once
+from models import same_bits
+from optimizers import MAKERS, Training, assert_same, assert_same_state_dicts, policy
+from torch import Tensor, nn, optim
+
+import tba_offload as tba
+from tba_offload.errors import ConfigError, TransferError, UnsupportedError
+from tba_offload.states.host_share import HostShare
+from tba_offload.testing.faults import inject
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+UPDATES = ("host", "host-50%", "auto")
+STORES = ("file", "host")
+SAME_KERNELS = [name for name in MAKERS if "fused" not in name and name != "adam-foreach"]
+
+
+def lanes(tmp_path: Path, update: str = "host-50%", store: str = "host", **states: Any) -> dict[str, Any]:
+    directories = [str(tmp_path)] if store == "file" else []
+    chosen = policy(tmp_path, store={"kind": store, "directories": directories})
+    chosen["states"] |= {"update": update, **states}
+    return chosen
+
+
+def looped(make: Callable[..., optim.Optimizer] | str) -> Callable[[Any], optim.Optimizer]:
+    """An optimizer that goes from parameter to parameter: that gives the same bits on both sides."""
+    made = MAKERS[make] if isinstance(make, str) else make
+
+    def built(parameters: Any) -> optim.Optimizer:
+        optimizer = made(parameters)
+        for group in optimizer.param_groups:
+            if "foreach" in group:
+                group["foreach"] = False
+        return optimizer
+
+    return built
+
+
+class Given(Training):
+    """A training whose gradients are random numbers, the same on every device."""
+
+    def step(self, seed: int) -> None:
+        self.gradients(seed)
+        self.optimizer.step()
+
+    def gradients(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        for each in self.model.parameters():
+            gradient = torch.randn(each.shape).to(each.device, each.dtype)
+            each.grad = gradient if each.requires_grad and each is not self.model.unused else None
+
+    def parameter(self, name: str) -> Tensor:
+        return dict(self.model.named_parameters())[name].detach().cpu()
+
+
+def pair(make: Callable[..., optim.Optimizer] | str = "adamw") -> tuple[Given, Given]:
+    return Given(looped(make), device=lagging.LAG), Given(looped(make), device=lagging.LAG)
+
+
+def train(found: Training, expected: Training, *seeds: int) -> None:
+    for seed in seeds:
+        found.step(seed)
+        expected.step(seed)
+
+
+@pytest.fixture(autouse=True)
+def it_lags() -> Iterator[None]:
+    with lagging.late(operations=0.0002):
+        yield
+    lagging.heal()
+
+
+@pytest.fixture(autouse=True)
+def no_thread_stays() -> Iterator[None]:
+    yield
+    assert not [thread for thread in threading.enumerate() if "tba-update" in thread.name]
+
+
+@pytest.mark.parametrize(("name", "update", "store"), each_once(SAME_KERNELS, UPDATES, STORES))
+def test_both_lanes_give_the_bits_of_the_optimizer(
+    name: str, update: str, store: str, tmp_path: Path
+) -> None:
+    found, expected = pair(name)
+    with tba.offload_optimizer(found.optimizer, lanes(tmp_path, update, store)) as states:
+        train(found, expected, *range(5))
+        assert_same(found, expected)
+        last = states.records[-1]
+        if name != "sgd":  # which has no states
+            assert 0 < last.on_host <= last.sub_groups
+            assert last.host_bytes > 0
+            if update == "host-50%":
+                assert last.on_host < last.sub_groups
+    assert_same(found, expected)
+
+
+def test_the_processor_takes_the_fused_kernel_where_the_choice_is_left_to_pytorch(tmp_path: Path) -> None:
+    found = Given(lambda parameters: optim.AdamW(parameters, lr=1e-2), device=lagging.LAG)
+    expected = Given(lambda parameters: optim.AdamW(parameters, lr=1e-2, fused=True))
+    with tba.offload_optimizer(found.optimizer, lanes(tmp_path, "host")) as states:
+        for seed in range(3):
+            found.step(seed)
+            expected.step(seed)
+            if seed == 0:  # its states came into being on the device, by kernels of that
+                copy_all(found, expected)
+        assert states.records[-1].on_host == states.records[-1].sub_groups - 1  # that of one number stays
+        whole = [name for name, each in found.model.named_parameters() if each.numel() > 1]
+        assert [
+            name for name in whole if not same_bits(found.parameter(name), expected.parameter(name))
+        ] == []
+    assert found.optimizer.param_groups[0]["fused"] is None
+
+
+def copied(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint that shares nothing with an optimizer; what lies on this device has no deep copy."""
+    states = {
+        number: {key: value.clone() if isinstance(value, Tensor) else value for key, value in entry.items()}
+        for number, entry in checkpoint["state"].items()
+    }
+    return checkpoint | {"state": states}
+
+
+def copy_all(found: Given, expected: Given) -> None:
+    """Has the second training go on from where the first is."""
+    for name, each in expected.model.named_parameters():
+        each.data.copy_(found.parameter(name))
+    states = copied(found.optimizer.state_dict())["state"]
+    groups = expected.optimizer.state_dict()["param_groups"]
+    expected.optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+
+# What is done to an optimizer between updates
+
+
+def test_checkpoints_hold_what_the_processor_has(tmp_path: Path) -> None:
+    found, expected = pair()
+    with tba.offload_optimizer(found.optimizer, lanes(tmp_path, "host")) as states:
+        train(found, expected, 0, 1, 2)
+        saved = copied(found.optimizer.state_dict())
+        assert_same_state_dicts(saved, expected.optimizer.state_dict())
+        train(found, expected, 3)
+        for training in (found, expected):
+            training.optimizer.load_state_dict(copied(saved))
+        train(found, expected, 4, 5)
+        assert_same(found, expected)
+        assert states.records[-1].on_host
+
+
+def test_settings_that_change_hold_for_both_lanes(tmp_path: Path) -> None:
+    found, expected = pair()
+    with tba.offload_optimizer(found.optimizer, lanes(tmp_path)):
+        schedulers = [optim.lr_scheduler.StepLR(each.optimizer, 1, 0.5) for each in (found, expected)]
+        for seed in range(4):
+            train(found, expected, seed)
+            for scheduler in schedulers:
+                scheduler.step()
+        assert_same(found, expected)
+
+
+def test_states_that_come_later_go_to_the_device(tmp_path: Path) -> None:
+    found, expected = pair()
+    with tba.offload_optimizer(found.optimizer, lanes(tmp_path, "host")) as states:
+        train(found, expected, 0, 1, 2)
+        for training in (found, expected):  # all momenta begin anew, with one state more
+            training.optimizer.param_groups[0]["amsgrad"] = True
+            training.optimizer.state.clear()
+        train(found, expected, 3, 4, 5)
+        assert_same(found, expected)
+        assert states.records[-1].on_host
+
+
+class Growing(optim.SGD):
+    """Has a further state from the third update on."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    entry = self.state[each]
+                    entry["updates"] = entry.get("updates", 0) + 1
+                    if entry["updates"] > 2 and "slow" not in entry:
+                        entry["slow"] = torch.zeros_like(each)
+                    if "slow" in entry:
+                        entry["slow"] = entry["slow"] * 0.5 + each.detach()
+
+
+Growing.__module__ = "torch.optim.growing"
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_an_update_that_makes_further_states(store: str, tmp_path: Path) -> None:
+    found, expected = pair(lambda parameters: Growing(parameters, lr=1e-3, momentum=0.9))
+    with tba.offload_optimizer(found.optimizer, lanes(tmp_path, "host", store)) as states:
+        train(found, expected, *range(6))
+        assert_same(found, expected)
+        assert states.records[-1].on_host
+    assert_same(found, expected)
+
+
+def test_parameters_that_come_and_go(tmp_path: Path) -> None:
+    found, expected = pair()
+    with tba.offload_optimizer(found.optimizer, lanes(tmp_path, "host")):
+        train(found, expected, 0, 1)
+        for training in (found, expected):
+            training.model.layers[2].requires_grad_(requires_grad=False)
+        train(found, expected, 2, 3)
+        for training in (found, expected):
+            training.model.layers[2].requires_grad_(requires_grad=True)
+            fresh = nn.Parameter(torch.ones(48, 48, device=lagging.LAG))
+            training.optimizer.add_param_group({"params": [fresh], "lr": 1e-3})
+            training.model.extra = fresh
+        train(found, expected, 4, 5, 6)
+        assert_same(found, expected)
+
+
+def test_the_share_may_change_at_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = iter((0, 9, 3, 3, 0, 6, 1, 9))
+    monkeypatch.setattr(HostShare, "count", lambda *_: next(counts))
+    for store in STORES:
+        found, expected = pair()
+        counts = iter((0, 9, 3, 3, 0, 6, 1, 9))
+        with tba.offload_optimizer(found.optimizer, lanes(tmp_path, "auto", store)) as states:
+            train(found, expected, *range(8))
+            assert_same(found, expected)
+            assert [record.on_host for record in states.records] == [0, 9, 3, 3, 0, 6, 1, 9]
+
+
+# Masters
+
+
+class Mixed(Given):
+    """A model in bf16, and an optimizer over copies of its parameters in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__(looped("adamw"), torch.bfloat16, lagging.LAG)
+        self.masters = {each.detach().float().clone(): each for each in self.model.parameters()}
+        self.optimizer = looped("adamw")(self.masters)
+
+    def step(self, seed: int) -> None:
+        self.gradients(seed)
+        for master, each in self.masters.items():
+            master.grad = None if each.grad is None else each.grad.float()
+        self.optimizer.step()
+
+    def copy(self, *, only_small: bool) -> None:
+        for master, each in self.masters.items():
+            if not only_small or master.numel() == 1:
+                each.data.copy_(master)
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("update", UPDATES)
+def test_masters_are_updated_in_host_memory(update: str, store: str, tmp_path: Path) -> None:
+    found, expected = Mixed(), Mixed()
+    chosen = lanes(tmp_path, update, store)
+    with tba.offload_optimizer(found.optimizer, chosen, masters=found.masters) as states:
+        for seed in range(4):
+            found.step(seed)
+            found.copy(only_small=True)
+            expected.step(seed)
+            expected.copy(only_small=False)
+        assert states.records[-1].on_host
+        assert_same_state_dicts(found.optimizer.state_dict(), expected.optimizer.state_dict())
+    named = zip(found.model.named_parameters(), expected.model.parameters(), strict=True)
+    assert [name for (name, a), b in named if not same_bits(a.detach(), b.detach())] == []
+    both = zip(found.masters, expected.masters, strict=True)
+    assert all(same_bits(a, b) for a, b in both)
+
+
+# What goes wrong
+
+
+@pytest.mark.parametrize("fault", ["fail-read:n=5", "flip-read:n=7"])
+def test_reads_that_fail_are_tried_again(fault: str, tmp_path: Path) -> None:
+    found, expected = pair()
+    with inject(fault), tba.offload_optimizer(found.optimizer, lanes(tmp_path, "host", "file")):
+        train(found, expected, *range(4))
+        assert_same(found, expected)
+
+
+def test_states_that_cannot_be_read_are_an_error_with_a_name(tmp_path: Path) -> None:
+    found, expected = pair()
+    with tba.offload_optimizer(found.optimizer, lanes(tmp_path, "host", "file")):
+        train(found, expected, 0, 1)
+        with (
+            inject("fail-read"),
+            pytest.raises(TransferError, match=r"states of parameters? .* be read back"),
+        ):
+            found.step(2)
+        found.optimizer.load_state_dict(copied(expected.optimizer.state_dict()))
+        found.model.load_state_dict(expected.model.state_dict())
+        train(found, expected, 3, 4)
+        assert_same(found, expected)
+
+
+def test_an_error_in_an_update_ends_both_lanes(tmp_path: Path) -> None:
+    found, _ = pair(lambda parameters: Failing(parameters, lr=1e-3, momentum=0.9))
+    with tba.offload_optimizer(found.optimizer, lanes(tmp_path)):
+        found.step(0)
+        found.step(1)
+        Failing.fails = True
+        try:
+            with pytest.raises(ZeroDivisionError):
+                found.step(2)
+        finally:
+            Failing.fails = False
+        found.step(3)
+
+
+class Failing(optim.SGD):
+    fails = False
+
+    def step(self, closure: Any = None) -> None:
+        if Failing.fails:
+            raise ZeroDivisionError
+        super().step(closure)
+
+
+Failing.__module__ = "torch.optim.failing"
+
+
+# What it goes with
+
+
+@pytest.mark.parametrize(
+    ("states", "message"),
+    [
+        ({"update": "cpu"}, "is none of device, host, auto, and host-1% to host-99%"),
+        ({"update": "host-100%"}, "is none of device"),
+        ({"update": "host-0%"}, "is none of device"),
+        ({"update": "auto", "when": "backward"}, "goes with when: step and default: offload only"),
+    ],
+)
+def test_settings_that_make_no_sense(states: dict[str, Any], message: str, tmp_path: Path) -> None:
+    found, _ = pair()
+    with pytest.raises(ConfigError, match=message):
+        tba.offload_optimizer(found.optimizer, policy(tmp_path) | {"states": states})
+
+
+def test_an_optimizer_of_others_is_refused(tmp_path: Path) -> None:
+    class Own(optim.SGD):
+        pass
+
+    found, _ = pair(lambda parameters: Own(parameters, lr=1e-3))
+    with pytest.raises(UnsupportedError, match=r"Own updates parameters in host memory is not known"):
+        tba.offload_optimizer(found.optimizer, lanes(tmp_path, trust=True))
+
+
+def test_a_session_tells_which_lane_updated(tmp_path: Path) -> None:
+    def trained(log: Path | None = None) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(48, 48) for _ in range(6))).to(lagging.LAG)
+        optimizer, inputs = looped("adamw")(model.parameters()), torch.ones(5, 48, device=lagging.LAG)
+        session = None
+        if log is not None:
+            session = tba.attach(model, lanes(tmp_path), layers=list(model), optimizer=optimizer, run_log=log)
+        for _ in range(4):
+            with nullcontext() if session is None else session.step():
+                model(inputs).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        if session is not None:
+            session.close()
+        return model
+
+    trained()  # the first matrix products of a process round otherwise here than all later ones
+    log = tmp_path / "run.jsonl"
+    pairs = zip(trained(log).parameters(), trained().parameters(), strict=True)
+    assert all(same_bits(a.detach(), b.detach()) for a, b in pairs)
+    updates = [event for event in map(json.loads, log.read_text().splitlines()) if "on_host" in event]
+    assert [event["on_host"] > 0 for event in updates] == [False, True, True, True]
+    assert updates[-1]["predicted_seconds"] > 0
