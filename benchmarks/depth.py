@@ -10,12 +10,16 @@ keep. What the two lanes of keep differ by is noise.
 from __future__ import annotations
 
 import click
-from gpt_runner import CONTROL, SHAPE, dtype_option, lanes, print_table, report, settled_dtype
+from gpt_runner import CONTROL, SHAPE, dtype_option, lanes, print_table, report, settled_dtype, settled_hidden
+
+WIDEST = 1408
+WAYS = (("keep", "keep"), (CONTROL, "keep"), ("offload", "offload"))
+"""Lanes, and what each does."""
 
 
 @click.command()
 @click.option("--depth", "depths", type=int, multiple=True, default=(6, 12, 24, 48), show_default=True)
-@click.option("--hidden", default=1408, show_default=True)
+@click.option("--hidden", type=int, default=None, help=f"Width.  [default: what fits, at most {WIDEST}]")
 @click.option("--sequence", default=160, show_default=True)
 @click.option("--batch-size", default=2, show_default=True)
 @click.option(
@@ -34,16 +38,16 @@ def main(
     dtype: str,
     directory: str | None,
     json_file: str | None,
-    **shape: int,
+    hidden: int | None,
+    sequence: int,
 ) -> None:
     """Race keep, keep again and offload at every depth."""
     rows = []
-    model = SHAPE | shape | {"dtype": settled_dtype(dtype), "dropout": 0.1}
+    model = SHAPE | {"dtype": settled_dtype(dtype), "dropout": 0.1, "sequence": sequence}
+    deepest = model | {"layers": max(depths), "hidden": hidden}
+    model["hidden"] = settled_hidden(most=WIDEST, processes=len(WAYS), batch_size=batch_size, **deepest)
     for depth in depths:
-        entrants = {
-            f"{name}, {depth} layers": (way, model | {"layers": depth})
-            for name, way in (("keep", "keep"), (CONTROL, "keep"), ("offload", "offload"))
-        }
+        entrants = {f"{name}, {depth} layers": (way, model | {"layers": depth}) for name, way in WAYS}
         results = lanes(entrants, steps=steps, batch_size=batch_size, window=window, directory=directory)
         rows += report(results, base=dict.fromkeys(entrants, f"keep, {depth} layers"))
     print_table(rows, json_file)

@@ -21,11 +21,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import tba_offload as tba
 from tba_lab.demo.dtype import AUTO, CHOICES, choose_dtype
+from tba_lab.demo.fit import MEMORY_SHARE, Job
 from tba_lab.demo.progress import PlannedStep, shown
 from tba_lab.demo.race import Entrant, measures_memory, median_interval, paired_ratio, race, turns
 from tba_lab.gpt import GptShape, build_gpt, gpt_loss, random_batch
 from tba_lab.megatron_cpu import single_process, training_device
 from tba_offload.config import parse_size
+from tba_offload.device.available import available_bytes
 from tba_offload.device.memory import FAST_ALLOCATOR, keep_freed_pages, meter_of
 from tba_offload.device.streams import device_of
 
@@ -235,6 +237,30 @@ def settled_dtype(dtype: str) -> str:
     chosen = choose_dtype(dtype, device=training_device())
     click.echo(str(chosen))
     return chosen.dtype
+
+
+def settled_hidden(hidden: int | None, *, most: int, processes: int, batch_size: int, **shape: Any) -> int:
+    """The width of the option; where none is given, the widest model of which all lanes fit into memory.
+
+    Args:
+        hidden: The option.
+        most: The widest that is tried.
+        processes: How many lanes race at a time, each with a model and an optimizer of its own.
+        batch_size: Sequences in a step.
+        shape: The other fields of :class:`GptShape`.
+    """
+    if hidden is not None:
+        return hidden
+    room = int(MEMORY_SHARE * available_bytes(training_device()))
+    for width in range(most, HEAD_WIDTH, -HEAD_WIDTH):
+        model = GptShape(hidden=width, heads=width // HEAD_WIDTH, **shape)
+        needed = Job(model, 1, (batch_size,), ("keep",) * processes).memory_bytes
+        if needed <= room:
+            break
+    else:
+        width = HEAD_WIDTH
+    click.echo(f"width {width}: the widest of at most {most} of which {processes} lanes fit into memory")
+    return width
 
 
 def lanes(

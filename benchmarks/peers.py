@@ -14,12 +14,24 @@ the rest. The offloading hooks of torchtune and TRL do not run without an accele
 from __future__ import annotations
 
 import click
-from gpt_runner import CONTROL, SHAPE, WAYS, dtype_option, lanes, print_table, report, settled_dtype
+from gpt_runner import (
+    CONTROL,
+    SHAPE,
+    WAYS,
+    dtype_option,
+    lanes,
+    print_table,
+    report,
+    settled_dtype,
+    settled_hidden,
+)
+
+WIDEST = 1024
 
 
 @click.command()
 @click.option("--layers", default=12, show_default=True)
-@click.option("--hidden", default=1024, show_default=True)
+@click.option("--hidden", type=int, default=None, help=f"Width.  [default: what fits, at most {WIDEST}]")
 @click.option("--sequence", default=256, show_default=True)
 @click.option("--batch-size", default=2, show_default=True)
 @click.option("--steps", type=click.IntRange(min=5), default=14, show_default=True, help="Steps of each way.")
@@ -35,10 +47,12 @@ def main(
     directory: str | None,
     json_file: str | None,
     batch_size: int,
+    hidden: int | None,
     **shape: int,
 ) -> None:
     """Race keep, keep again, checkpoints, torch.save hooks, save_on_cpu and offload."""
-    model = SHAPE | shape | {"dtype": settled_dtype(dtype)}
+    model = SHAPE | shape | {"dtype": settled_dtype(dtype), "hidden": hidden}
+    model["hidden"] = settled_hidden(most=WIDEST, processes=len(WAYS) + 1, batch_size=batch_size, **model)
     entrants = {CONTROL: ("keep", model), **{way: (way, model) for way in WAYS}}
     results = lanes(entrants, steps=steps, batch_size=batch_size, window=window, directory=directory)
     print_table(report(results, base=dict.fromkeys(entrants, "keep")), json_file)
