@@ -185,23 +185,19 @@ class HostLane(NoHostLane):
         """Updates a sub-group, on a thread of the pool."""
         states = self._ring.load(group)
         after.synchronize()
-        desk = self._desks.pop()
+        device, desk = self._homes.device, self._desks.pop()
         try:
-            update = HostUpdate(group, states, resident, self._masters, desk)
-            self._copy(update.arriving())
+            with device.on_side_stream():  # another one would wait for all that the device has to do
+                update = HostUpdate(group, states, resident, self._masters, desk)
+                update.fetch()
             with self._computing:
                 update.run(self._own, options)
-            self._copy(update.leaving())
+            with device.on_side_stream():
+                update.give_back()
         finally:
             self._desks.append(desk)
             self._ring.store(group)
         return _Done(update, time.perf_counter())
-
-    def _copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copies between host memory and the device, and waits until all has arrived."""
-        with self._homes.device.on_side_stream():
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
 
     def _take(self, group: SubGroup, update: HostUpdate) -> None:
         """Shows the states that an update has left.

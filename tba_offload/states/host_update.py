@@ -162,13 +162,16 @@ class HostUpdate:
             )
         ]
 
-    def arriving(self) -> list[Pair]:
-        """What is copied to host memory before it runs: targets and sources."""
-        return [pair for part in self._parts for pair in part.arriving()]
+    def fetch(self) -> None:
+        """Copies parameters and gradients to host memory, on the calling thread's stream."""
+        _copy([pair for part in self._parts for pair in part.arriving()])
 
-    def leaving(self) -> list[Pair]:
-        """What is copied to the device after it has run: targets and sources."""
-        return [pair for part in self._parts for pair in part.leaving()]
+    def give_back(self) -> None:
+        """Copies parameters to the device, on the calling thread's stream, and states that lay there."""
+        _copy([pair for part in self._parts for pair in part.leaving()])
+        for piece, entry in self.entries.items():
+            before, bound = self._resident[piece], self.bound.get(piece, {})
+            entry.update({key: _like(entry[key], before.get(key)) for key in entry.keys() - bound.keys()})
 
     def entries_on(self, device: torch.device) -> dict[Piece, Entry]:
         """The states of all pieces, with those of more than one element on a device."""
@@ -200,19 +203,16 @@ class HostUpdate:
             own.discard()
 
     def _take(self, part: _Part, left: Entry) -> None:
-        """Notes the states of a piece; what the device has of them goes back there."""
-        piece, resident = part.piece, self._resident[part.piece]
-        bound = self.bound.get(piece, {})
+        """Notes the states of a piece."""
+        piece, bound = part.piece, self.bound.get(part.piece, {})
         now = dict(left)
         if MASTER in bound:
             now[MASTER] = bound[MASTER]
         self.is_as_before = self.is_as_before and now.keys() == self.entries[piece].keys()
-        for key, value in now.items():
-            if key not in bound:
-                now[key] = _like(value, resident.get(key))
-            elif value is not bound[key]:
-                if is_alike(value, bound[key]):
-                    now[key] = bound[key].copy_(value)
+        for key in now.keys() & bound.keys():
+            if now[key] is not bound[key]:
+                if is_alike(now[key], bound[key]):
+                    now[key] = bound[key].copy_(now[key])
                 else:
                     self.is_as_before = False
         self.entries[piece] = now
@@ -257,6 +257,11 @@ def _on_host(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
         return value.to(_HOST)
     return value
+
+
+def _copy(pairs: Sequence[Pair]) -> None:
+    for target, source in pairs:
+        target.copy_(source, non_blocking=True)
 
 
 def _like(value: Any, before: Any) -> Any:
