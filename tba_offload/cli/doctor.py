@@ -98,6 +98,9 @@ def doctor(
 
     if run is not None and written is not None:
         raise click.UsageError("--run and --written both say what is written in a day; give one of them")
+    for directory in directories:
+        if sum(directory.absolute() == each.absolute() for each in directories) > 1:
+            raise click.UsageError(f"{directory} is given twice; name each directory once")
     day = _of_run(run) if run is not None else written
     findings = examine(directories or (Path(tempfile.gettempdir()),), streams.default_device())
     told = lines(findings)

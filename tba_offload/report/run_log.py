@@ -82,7 +82,6 @@ class RunHeader:
         policy: The policy as YAML, None where there was none.
         plan: Name of a layer to its number, its placement, and why; of all ranks.
         store: The store: kind, the I/O path that each directory really used, alignment, and so on.
-        notes: Whatever else belongs to the run.
         extra: Keys that this version does not know; written back as they were read.
     """
 
@@ -100,7 +99,6 @@ class RunHeader:
     policy: str | None = None
     plan: Json = field(default_factory=dict)
     store: Json = field(default_factory=dict)
-    notes: Json = field(default_factory=dict)
     extra: Json = field(default_factory=dict)
 
 

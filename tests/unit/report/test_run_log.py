@@ -31,7 +31,7 @@ HEADER = RunHeader(
     model={"name": "gpt", "layers": 24, "batch_size": 4},
     policy="default: offload\n",
     store={"kind": "file", "paths": {"/mnt/a": "O_DIRECT"}, "alignment": 512},
-    notes={"why": "a test, naïve"},
+    extra={"why": "a test, naïve"},
 )
 RECORD = StepRecord(
     step=3,
@@ -170,9 +170,9 @@ def test_a_nan_loss_comes_back_and_the_line_stays_strict_json(tmp_path: Path) ->
 
 
 def test_not_finite_numbers_in_free_form_stay_words(tmp_path: Path) -> None:
-    header = RunHeader(strategy="keep", notes={"clip": math.inf, "deep": [{"a": (-math.inf, 1.0)}]})
+    header = RunHeader(strategy="keep", hardware={"clip": math.inf, "deep": [{"a": (-math.inf, 1.0)}]})
     log = read_run_log(write_log(tmp_path / "run.jsonl", header=header))
-    assert log.header.notes == {"clip": "inf", "deep": [{"a": ["-inf", 1.0]}]}
+    assert log.header.hardware == {"clip": "inf", "deep": [{"a": ["-inf", 1.0]}]}
 
 
 def test_a_whole_number_is_a_float_where_the_field_is_one(tmp_path: Path) -> None:
