@@ -410,6 +410,11 @@ def _check_host(optimizer: torch.optim.Optimizer, update: str) -> None:
             f"whether {type(optimizer).__name__} updates parameters in host memory is not known; set "
             "states.update to device"
         )
+    if any(is_distributed(each) for group in optimizer.param_groups for each in group["params"]):
+        raise UnsupportedError(
+            "distributed parameters, as fully_shard makes them, are updated on the device only; set "
+            "states.update to device"
+        )
     if update == "auto" and has_peers():
         raise UnsupportedError(
             "with several processes each would choose for itself what its processor updates, and parameters "
