@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tba_offload.layers import settings
 from tba_offload.layers.context import Context
+from tba_offload.layers.guards import holds_cache
 from tba_offload.layers.randomness import RandomState
 from tba_offload.recompute.digest import digests, equal
 from tba_offload.recompute.surroundings import Surroundings, argument_name
@@ -94,6 +95,11 @@ class Observation:
         self.found.end_first_run()
         arguments = _by_name(args, kwargs)
         argument = self.found.changed_argument(arguments) or self._changed_argument(arguments)
+        if argument is not None and holds_cache(arguments.values()):
+            return (
+                "its forward appends to a cache of keys and values, and would do so twice: switch it off "
+                "(use_cache=False, to the model or in its config)"
+            )
         if argument is not None:
             return f"its forward changes the tensors in its argument {argument}, and would change them twice"
         state = self.found.changed_in_place() or self._changed_large()

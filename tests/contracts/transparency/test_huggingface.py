@@ -199,7 +199,9 @@ def test_a_layer_that_fills_a_cache_is_not_recomputed(placement: Placement) -> N
 
 @pytest.mark.filterwarnings(f"ignore:{CACHE}")
 @pytest.mark.parametrize("use_cache", [False, True])
-def test_the_planner_recomputes_layers_unless_they_fill_a_cache(use_cache: bool) -> None:
+def test_the_planner_recomputes_layers_unless_they_fill_a_cache(
+    use_cache: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     """On a drive that takes many times as long as computing a layer anew."""
     drive = Drive()
     drive.writes.bytes_per_second = drive.reads.bytes_per_second = 5e6
@@ -208,6 +210,7 @@ def test_the_planner_recomputes_layers_unless_they_fill_a_cache(use_cache: bool)
         assert_same_history(train("llama", model, steps=5), plain("llama", steps=5))
         recomputed = [record.recomputed_scopes for record in session.report()]
     assert any(recomputed) != use_cache
+    assert ("its forward appends to a cache of keys and values" in caplog.text) == use_cache
 
 
 # Checkpointing by the framework
