@@ -12,11 +12,12 @@ import pytest
 import torch
 from later import Later
 from models import VOCAB, loss_of, make_model, make_tokens, same_bits
-from optimizers import MAKERS, assert_same, pair, policy
+from optimizers import MAKERS, Given, assert_same, go_on_from, pair, policy
 from torch import Tensor, nn
 
 import tba_offload as tba
 from tba_offload.errors import UnsupportedError
+from tba_offload.states.pieces import SLICE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,6 +75,48 @@ def test_states_give_the_bits_of_the_optimizer(name: str, when: str, kind: str, 
     found.step(9)
     expected.step(9)
     assert_same(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["file", "host"])
+@pytest.mark.parametrize("fused", [None, True])
+def test_what_the_processor_updates_has_the_bits_of_a_cpu(
+    fused: bool | None, kind: str, tmp_path: Path
+) -> None:
+    found = Given(lambda parameters: torch.optim.AdamW(parameters, fused=fused), device=WHERE)
+    expected = Given(lambda parameters: torch.optim.AdamW(parameters, fused=True))
+    store = {} if kind == "file" else {"kind": "host", "directories": []}
+    chosen = policy(tmp_path, store=store)
+    chosen["states"]["update"] = "host"
+    with tba.offload_optimizer(found.optimizer, chosen) as states:
+        for seed in range(4):
+            found.step(seed)
+            expected.step(seed)
+            if seed == 0:  # states come into being on the device, by its kernels
+                go_on_from(found, expected)
+        assert states.records[-1].on_host == states.records[-1].sub_groups - 1  # that of one number stays
+        whole = [name for name, each in found.model.named_parameters() if each.numel() > 1]
+        assert all(same_bits(found.parameter(name), expected.parameter(name)) for name in whole)
+    for entry in found.optimizer.state_dict()["state"].values():
+        assert entry["exp_avg"].device.type == WHERE
+
+
+@pytest.mark.parametrize("update", ["host-50%", "auto"])
+def test_each_lane_gives_the_bits_of_its_kernels(update: str, tmp_path: Path) -> None:
+    make = MAKERS["adamw-fused"]
+    found, device, cpu = Given(make, device=WHERE), Given(make, device=WHERE), Given(make)
+    chosen = policy(tmp_path, store={"kind": "host", "directories": []})
+    chosen["states"]["update"] = update
+    with tba.offload_optimizer(found.optimizer, chosen) as states:
+        for training in (found, device):
+            training.step(0)
+        go_on_from(found, cpu)
+        for training in (found, device, cpu):
+            training.step(1)
+        assert 0 < states.records[-1].on_host < states.records[-1].sub_groups
+        for name, _ in found.model.named_parameters():
+            all_of = [training.parameter(name).flatten().split(SLICE) for training in (found, device, cpu)]
+            for ours, *ways in zip(*all_of, strict=True):  # slices of one may be in both lanes
+                assert any(same_bits(ours, way) for way in ways), name
 
 
 def test_states_beside_activations(tmp_path: Path) -> None:

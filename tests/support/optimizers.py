@@ -97,6 +97,25 @@ class Training:
         self.optimizer.step()
 
 
+class Given(Training):
+    """A training whose gradients are random numbers, the same on every device."""
+
+    def step(self, seed: int) -> None:
+        self.gradients(seed)
+        self.optimizer.step()
+
+    def gradients(self, seed: int) -> None:
+        """Gives gradients to all parameters that are trained but one."""
+        torch.manual_seed(seed)
+        for each in self.model.parameters():
+            gradient = torch.randn(each.shape).to(each.device, each.dtype)
+            each.grad = gradient if each.requires_grad and each is not self.model.unused else None
+
+    def parameter(self, name: str) -> Tensor:
+        """A parameter on the CPU."""
+        return dict(self.model.named_parameters())[name].detach().cpu()
+
+
 def pair(
     make: Make | str, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> tuple[Training, Training]:
@@ -136,3 +155,21 @@ def assert_same_state_dicts(found: dict[str, Any], expected: dict[str, Any]) -> 
 def plain_copy(state_dict: dict[str, Any]) -> dict[str, Any]:
     """A checkpoint as it comes from a file: nothing in it is shared with an optimizer."""
     return copy.deepcopy(state_dict)
+
+
+def copied(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint that shares no tensor with an optimizer; not every device has deep copies."""
+    states = {
+        number: {key: value.clone() if isinstance(value, Tensor) else value for key, value in entry.items()}
+        for number, entry in state_dict["state"].items()
+    }
+    return state_dict | {"state": states}
+
+
+def go_on_from(found: Given, expected: Given) -> None:
+    """Has the second training, on a CPU, go on from where the first is."""
+    for name, each in expected.model.named_parameters():
+        each.data.copy_(found.parameter(name))
+    states = copied(found.optimizer.state_dict())["state"]
+    groups = expected.optimizer.state_dict()["param_groups"]
+    expected.optimizer.load_state_dict({"state": states, "param_groups": groups})

@@ -16,8 +16,17 @@ import pytest
 import torch
 from covering import each_once
 from models import same_bits
-from optimizers import MAKERS, Training, assert_same, assert_same_state_dicts, policy
-from torch import Tensor, nn, optim
+from optimizers import (
+    MAKERS,
+    Given,
+    Training,
+    assert_same,
+    assert_same_state_dicts,
+    copied,
+    go_on_from,
+    policy,
+)
+from torch import nn, optim
 
 import tba_offload as tba
 from tba_offload.errors import ConfigError, TransferError, UnsupportedError
@@ -52,23 +61,6 @@ def looped(make: Callable[..., optim.Optimizer] | str) -> Callable[[Any], optim.
         return optimizer
 
     return built
-
-
-class Given(Training):
-    """A training whose gradients are random numbers, the same on every device."""
-
-    def step(self, seed: int) -> None:
-        self.gradients(seed)
-        self.optimizer.step()
-
-    def gradients(self, seed: int) -> None:
-        torch.manual_seed(seed)
-        for each in self.model.parameters():
-            gradient = torch.randn(each.shape).to(each.device, each.dtype)
-            each.grad = gradient if each.requires_grad and each is not self.model.unused else None
-
-    def parameter(self, name: str) -> Tensor:
-        return dict(self.model.named_parameters())[name].detach().cpu()
 
 
 def pair(make: Callable[..., optim.Optimizer] | str = "adamw") -> tuple[Given, Given]:
@@ -119,31 +111,13 @@ def test_the_processor_takes_the_fused_kernel_where_the_choice_is_left_to_pytorc
             found.step(seed)
             expected.step(seed)
             if seed == 0:  # its states came into being on the device, by kernels of that
-                copy_all(found, expected)
+                go_on_from(found, expected)
         assert states.records[-1].on_host == states.records[-1].sub_groups - 1  # that of one number stays
         whole = [name for name, each in found.model.named_parameters() if each.numel() > 1]
         assert [
             name for name in whole if not same_bits(found.parameter(name), expected.parameter(name))
         ] == []
     assert found.optimizer.param_groups[0]["fused"] is None
-
-
-def copied(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint that shares nothing with an optimizer; what lies on this device has no deep copy."""
-    states = {
-        number: {key: value.clone() if isinstance(value, Tensor) else value for key, value in entry.items()}
-        for number, entry in checkpoint["state"].items()
-    }
-    return checkpoint | {"state": states}
-
-
-def copy_all(found: Given, expected: Given) -> None:
-    """Has the second training go on from where the first is."""
-    for name, each in expected.model.named_parameters():
-        each.data.copy_(found.parameter(name))
-    states = copied(found.optimizer.state_dict())["state"]
-    groups = expected.optimizer.state_dict()["param_groups"]
-    expected.optimizer.load_state_dict({"state": states, "param_groups": groups})
 
 
 # What is done to an optimizer between updates
