@@ -219,16 +219,20 @@ class HostUpdate:
 
 
 def can_be_copied(group: SubGroup) -> bool:
-    """Whether a sub-group has states, and parameters that are plain tensors."""
+    """Whether a sub-group has states, and the processor can update all of its pieces."""
     if group.layout is None or group.is_new:
         return False
-    return all(
-        type(piece.parameter.data) in (torch.Tensor, AwayMaster)
-        and (type(piece.parameter.data) is AwayMaster or is_dense(piece.parameter))
-        and (piece.parameter.grad is None or type(piece.parameter.grad) is torch.Tensor)
-        and (piece.parameter.grad is None or piece.parameter.grad.layout == torch.strided)
-        for piece in group.pieces
-    )
+    return all(_is_plain(piece.parameter) for piece in group.pieces)
+
+
+def _is_plain(parameter: torch.Tensor) -> bool:
+    """Whether a parameter and its gradient are plain tensors of real numbers, which fused kernels need."""
+    kind, gradient = type(parameter.data), parameter.grad
+    if kind is not AwayMaster and not (kind is torch.Tensor and is_dense(parameter)):
+        return False
+    if not parameter.is_floating_point():
+        return False
+    return gradient is None or (type(gradient) is torch.Tensor and gradient.layout == torch.strided)
 
 
 def gradient_of(piece: Piece) -> torch.Tensor | None:
