@@ -140,10 +140,11 @@ class HostLane(NoHostLane):
         rest = [group for group in groups if group not in self._groups]
         on_device, on_host = _bytes_of(rest), _bytes_of(mine)
         self.updated, self.predicted_seconds = len(mine), self._share.expected(on_device, on_host)
-        after, began = self._homes.device.event(), time.perf_counter()
+        resident = {group: self._resident(group) for group in mine}
+        after, began = self._homes.device.event(), time.perf_counter()  # which copies among them are before
         with ThreadPoolExecutor(_THREADS, "tba-update", self._homes.device.bind_thread) as pool:
-            jobs = [pool.submit(self._update, group, self._resident(group), options, after) for group in mine]
             try:
+                jobs = [pool.submit(self._update, group, resident[group], options, after) for group in mine]
                 yield rest
                 device_seconds = time.perf_counter() - began
                 done = [job.result() for job in jobs]

@@ -32,13 +32,14 @@ class HostStep(OwnStep):
     """The update of an optimizer over tensors in host memory.
 
     Where the optimizer leaves the implementation to PyTorch, the fused one is taken if there is one: the loop
-    that PyTorch chooses for tensors of a CPU goes through memory some ten times.
+    that PyTorch chooses for tensors of a CPU goes through memory some ten times. It takes no parameters of
+    which some have states and others are about to get theirs.
     """
 
-    def _settings(self, number: int) -> dict[str, Any]:
-        settings = on_host(super()._settings(number))
+    def _settings(self, number: int, entries: Mapping[torch.Tensor, Entry]) -> dict[str, Any]:
+        settings = on_host(super()._settings(number, entries))
         if "fused" in settings and settings["fused"] is None and settings.get("foreach") is None:
-            settings["fused"] = True
+            settings["fused"] = all(entry for each, entry in entries.items() if each.grad is not None) or None
         return settings
 
     def _own_attributes(self) -> dict[str, Any]:
@@ -199,8 +200,16 @@ class HostUpdate:
             for part in self._parts:
                 part.cast()
                 self._take(part, own.states.get(part.tensor, given[part.piece]))
+            if not self.is_as_before:
+                self._let_go_of_bytes()
         finally:
             own.discard()
+
+    def _let_go_of_bytes(self) -> None:
+        """Copies what lies in the bytes, which are those of another sub-group by the time it is taken."""
+        for piece, bound in self.bound.items():
+            entry = self.entries[piece]
+            entry.update({key: view.clone() for key, view in bound.items() if entry.get(key) is view})
 
     def _take(self, part: _Part, left: Entry) -> None:
         """Notes the states of a piece."""

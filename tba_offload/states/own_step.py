@@ -56,7 +56,7 @@ class OwnStep:
             options: Further arguments of the optimizer's ``step``.
         """
         twin: Any = object.__new__(self.kind)
-        group = {**self._settings(number), "params": list(entries)}
+        group = {**self._settings(number, entries), "params": list(entries)}
         states: defaultdict[torch.Tensor, Entry] = defaultdict(dict)
         states.update({tensor: entry for tensor, entry in entries.items() if entry})
         vars(twin).update({**self._own_attributes(), "param_groups": [group], "state": states})
@@ -64,7 +64,11 @@ class OwnStep:
         self._update(twin, **options)
         self.states = twin.state
 
-    def _settings(self, number: int) -> dict[str, Any]:
+    def _settings(
+        self,
+        number: int,
+        entries: Mapping[torch.Tensor, Entry],  # noqa: ARG002 - a choice may depend on them
+    ) -> dict[str, Any]:
         """What the twin's parameter group says."""
         return self._optimizer.param_groups[number]
 
