@@ -476,10 +476,8 @@ class StatesConfig:
                 f"{quoted(update)} is none of device, host, auto, and host-1% to host-99%, the share of the "
                 "sub-groups that the processor updates"
             )
-        if update != "device" and (others.data.get("when"), others.data.get("default")) != (
-            "step",
-            "offload",
-        ):
+        known = others.data  # without those that are wrong themselves
+        if update != "device" and (known.get("when") == "backward" or known.get("default") == "auto"):
             raise ConfigError(
                 f"{update} goes with when: step and default: offload only; set these, or update to device"
             )

@@ -10,6 +10,7 @@ from tba_offload.states.away import AwayTensor, is_away
 from tba_offload.states.incoming import Incoming
 from tba_offload.states.layout import travels
 from tba_offload.states.masters import MASTER
+from tba_offload.states.shards import local
 from tba_offload.states.slots import SLOTS, Slots
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Exchange:
         masters: The master copies among its parameters.
         next_use: When a sub-group is needed again; the greater, the later.
         name_of: Names a parameter, for messages.
+        arrived: Called when a sub-group has got its states, which lie in a slot of the device.
     """
 
     def __init__(
@@ -45,13 +47,16 @@ class Exchange:
         masters: Masters,
         next_use: Callable[[SubGroup], int],
         name_of: Callable[[torch.Tensor], str],
+        arrived: Callable[[SubGroup], object],
     ) -> None:
         self.slots: Slots[SubGroup] = Slots(homes)
-        self.host_slots: Slots[SubGroup] = Slots(homes.on_host())
+        self.host_homes = homes.on_host()
+        self.host_slots: Slots[SubGroup] = Slots(self.host_homes)
         self._optimizer = optimizer
         self._masters = masters
         self._next_use = next_use
         self._name_of = name_of
+        self._arrived = arrived
         self._shared: dict[torch.Tensor, Entry] = {}
 
     # ---- for an update ---------------------------------------------------------------------------
@@ -179,10 +184,13 @@ class Exchange:
         away = {place for group in groups for place in group.places if self._is_away(place)}
         for group in groups:
             places = [place for place in group.places if place in away]
-            slot = self.load(group) if places else self.slots.of(group)
+            slot = self._held(group)
+            if slot is None and places:
+                slot = self.load(group)
             if slot is not None:
                 self._put_back(places, slot)
                 self.slots.empty(group)
+                self.host_slots.empty(group)
 
     def _put_back(self, places: Iterable[Place], slot: Slot[SubGroup]) -> None:
         for place in places:
@@ -192,7 +200,8 @@ class Exchange:
                 continue
             known = self._optimizer.state[place.piece.parameter]
             if place.piece.is_whole:
-                known[place.key] = place.wrapped(view.clone())
+                parameter = place.piece.parameter
+                known[place.key] = place.wrapped(view.to(local(parameter).device, copy=True))
                 continue
             shown = known[place.key]
             if isinstance(shown, AwayTensor):
@@ -220,9 +229,7 @@ class Exchange:
         """
         found: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         for group in groups:
-            slot = self.slots.of(group) or self.host_slots.of(group)
-            if slot is not None:
-                slot.settle()
+            slot = self._held(group)
             flat = group.home.on_host(group.nbytes) if slot is None else slot.lend()
             for place in group.places:
                 if masters or place.key != MASTER:
@@ -245,6 +252,17 @@ class Exchange:
         piece.part_of(entry[key]).copy_(view)
 
     # ---- the parts of it -------------------------------------------------------------------------
+
+    def _held(self, group: SubGroup) -> Slot[SubGroup] | None:
+        """The slot that holds a sub-group, with its bytes; ``None`` if they are at home."""
+        slot = self.host_slots.of(group) or self.slots.of(group)
+        if slot is not None:
+            slot.settle()
+        return slot
+
+    def shows_any(self, group: SubGroup) -> bool:
+        """Whether ``optimizer.state`` shows some of its states as away, so that they are needed yet."""
+        return any(map(self._is_away, group.places))
 
     def _is_away(self, place: Place) -> bool:
         """Whether ``optimizer.state`` shows that a state is away, or the master itself that it is."""
@@ -270,6 +288,7 @@ class Exchange:
             slot = self.slots.stay(group) if stays else self.slots.take(group.room, self._next_use, most=most)
             group.fill(slot.lend(), entries)
             slot.give_to(group)
+            self._arrived(group)
 
     def _show(self, group: SubGroup, piece: Piece, entry: Entry) -> None:
         """Shows in ``optimizer.state`` the states of a piece: what is away as such, all else as it is."""

@@ -8,34 +8,32 @@ for a CPU here, which may round differently.
 
 from __future__ import annotations
 
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tba_offload.errors import UnsupportedError
+from tba_offload.states.host_ring import HostRing
 from tba_offload.states.host_share import LaneTime
-from tba_offload.states.host_update import Desk, HostStep, HostUpdate, can_be_copied
-from tba_offload.store.host import HostStore
+from tba_offload.states.host_update import can_be_copied
+from tba_offload.states.host_workers import HostWorkers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from concurrent.futures import Future
 
     import torch
 
-    from tba_offload.device import Event
     from tba_offload.states.exchange import Exchange
     from tba_offload.states.home import Homes
     from tba_offload.states.host_share import HostShare
+    from tba_offload.states.host_update import HostUpdate
+    from tba_offload.states.host_workers import Done
     from tba_offload.states.masters import Masters
     from tba_offload.states.own_step import Entry
     from tba_offload.states.pieces import Piece
     from tba_offload.states.roster import Roster
-    from tba_offload.states.slots import Slots
     from tba_offload.states.subgroup import SubGroup
-
-_THREADS = 2
-"""While one updates, on all cores, the other copies what it has updated and what it is going to."""
 
 
 class NoHostLane:
@@ -74,6 +72,9 @@ class NoHostLane:
         """
         yield groups
 
+    def welcome(self, group: SubGroup) -> None:
+        """A sub-group has got its states, which lie in a slot of the device."""
+
     def give_up(self, groups: Iterable[SubGroup]) -> None:
         """Leaves sub-groups to the device.
 
@@ -81,12 +82,34 @@ class NoHostLane:
             TransferError: Their states cannot be written.
         """
 
+    def forget(self, groups: Iterable[SubGroup]) -> None:
+        """These sub-groups are no more."""
 
-class _Done(NamedTuple):
-    """An update that was made, and when it had ended."""
+    def check_may_stay(self) -> None:
+        """Checks that sub-groups may stay on the device.
 
-    update: HostUpdate
-    at: float
+        Raises:
+            UnsupportedError: They may not.
+        """
+
+    def close(self) -> None:
+        """Nothing is updated any more."""
+
+
+class _Split(NamedTuple):
+    """How an update was split, and when each lane had ended."""
+
+    on_device: int
+    on_host: int
+    began: Future[float]
+    device_ended: Future[float]
+    host_ended: float
+
+    def lanes(self) -> tuple[LaneTime, LaneTime]:
+        """What the device did, and the processor."""
+        began = self.began.result()
+        device, host = self.device_ended.result() - began, self.host_ended - began
+        return LaneTime(self.on_device, device), LaneTime(self.on_host, host)
 
 
 class HostLane(NoHostLane):
@@ -115,58 +138,89 @@ class HostLane(NoHostLane):
         masters: Masters,
         share: HostShare,
     ) -> None:
-        self._own = HostStep(optimizer, kind)
-        self._computing = threading.Lock()  # one update at a time has all cores
-        self._homes = homes
+        self._device = homes.device
         self._exchange = exchange
         self._roster = roster
-        self._masters = masters
         self._share = share
         self._groups: set[SubGroup] = set()
-        self._ring = _Ring(homes, exchange.host_slots)
-        self._desks = [Desk(homes.device) for _ in range(_THREADS)]
+        self._ring = HostRing(homes, exchange.host_homes, exchange.host_slots)
+        self._workers = HostWorkers(optimizer, kind, homes.device, masters, self._ring)
+        self._last: _Split | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of host memory that it has, for states and for copies."""
-        return self._exchange.host_slots.all_bytes + sum(desk.nbytes for desk in self._desks)
+        return self._exchange.host_slots.all_bytes + self._workers.nbytes
 
     @contextmanager
     def updating(
         self, groups: Sequence[SubGroup], options: Mapping[str, Any]
     ) -> Iterator[Sequence[SubGroup]]:
         """See :meth:`NoHostLane.updating`."""
+        if self._last is not None:  # by now the device is done with that
+            self._share.learn(*self._last.lanes())
+            self._last = None
         mine = self._chosen(groups)
         rest = [group for group in groups if group not in self._groups]
         on_device, on_host = _bytes_of(rest), _bytes_of(mine)
         self.updated, self.predicted_seconds = len(mine), self._share.expected(on_device, on_host)
         resident = {group: self._resident(group) for group in mine}
-        after, began = self._homes.device.event(), time.perf_counter()  # which copies among them are before
-        with ThreadPoolExecutor(_THREADS, "tba-update", self._homes.device.bind_thread) as pool:
-            try:
-                jobs = [pool.submit(self._update, group, resident[group], options, after) for group in mine]
-                yield rest
-                device_seconds = time.perf_counter() - began
-                done = [job.result() for job in jobs]
-            except BaseException:
-                pool.shutdown(cancel_futures=True)  # and waits for those that run
-                raise
-        for group, (update, _) in zip(mine, done, strict=True):
-            self._take(group, update)
-        self._ring.count()
-        host_seconds = max((at for _, at in done), default=began) - began
-        self._share.learn(LaneTime(on_device, device_seconds), LaneTime(on_host, host_seconds))
+        after = self._device.event()  # copies among them are made before
+        began = self._workers.reached(after)
+        jobs: dict[SubGroup, Future[Done]] = {}
+        try:
+            for group in mine:
+                jobs[group] = self._workers.update(group, resident[group], options, after)
+            yield rest
+            device_ended = self._workers.reached(self._device.event())
+            host_ended = max((job.result().at for job in jobs.values()), default=0.0)
+        finally:
+            self._end(jobs)
+        self._last = _Split(on_device, on_host, began, device_ended, host_ended)
+
+    def welcome(self, group: SubGroup) -> None:
+        """See :meth:`NoHostLane.welcome`.
+
+        Where states live in host memory those of the processor come to their own slots at once, so that the
+        store takes no memory for them.
+        """
+        if self._ring.is_home and can_be_copied(group):
+            sizes = [each.nbytes for each in self._roster.groups if can_be_copied(each)]
+            if self._share.count(sizes, len(self._groups)) > len(self._groups):
+                slots = self._exchange.slots
+                if (slot := slots.of(group)) is not None:
+                    self._ring.adopt(group, slot.lend()[: group.nbytes])
+                    self._groups.add(group)
+                    slots.empty(group)
 
     def give_up(self, groups: Iterable[SubGroup]) -> None:
         """See :meth:`NoHostLane.give_up`."""
         for group in self._groups.intersection(groups):
-            self._ring.leave(group)
+            if self._exchange.shows_any(group):
+                self._ring.leave(group)
+            else:  # others are there in place of its states, as of a checkpoint
+                self._ring.drop(group)
             self._groups.remove(group)
+
+    def forget(self, groups: Iterable[SubGroup]) -> None:
+        """See :meth:`NoHostLane.forget`."""
+        self._groups.difference_update(groups)
+
+    def check_may_stay(self) -> None:
+        """See :meth:`NoHostLane.check_may_stay`."""
+        raise UnsupportedError(
+            "no sub-group stays on the device where the processor updates some; set states.update to device"
+        )
+
+    def close(self) -> None:
+        """See :meth:`NoHostLane.close`."""
+        self._workers.close()
 
     def _chosen(self, groups: Sequence[SubGroup]) -> list[SubGroup]:
         """Takes over the sub-groups that it updates now, and gives up the others."""
         updated = set(groups)
         able = [group for group in self._roster.spread if group in updated and can_be_copied(group)]
+        able.sort(key=lambda group: group not in self._groups)  # those that it has stay as far as they may
         count = self._share.count([group.nbytes for group in able], len(self._groups))
         chosen = set(able[:count])
         self.give_up(updated - chosen)
@@ -180,109 +234,25 @@ class HostLane(NoHostLane):
     def _resident(self, group: SubGroup) -> dict[Piece, Entry]:
         return {piece: self._exchange.entry(piece) for piece in group.pieces}
 
-    def _update(
-        self, group: SubGroup, resident: Mapping[Piece, Entry], options: Mapping[str, Any], after: Event
-    ) -> _Done:
-        """Updates a sub-group, on a thread of the pool."""
-        states = self._ring.load(group)
-        after.synchronize()
-        device, desk = self._homes.device, self._desks.pop()
-        try:
-            with device.on_side_stream():  # another one would wait for all that the device has to do
-                update = HostUpdate(group, states, resident, self._masters, desk)
-                update.fetch()
-            with self._computing:
-                update.run(self._own, options)
-            with device.on_side_stream():
-                update.give_back()
-        finally:
-            self._desks.append(desk)
-            self._ring.store(group)
-        return _Done(update, time.perf_counter())
+    def _end(self, jobs: Mapping[SubGroup, Future[Done]]) -> None:
+        """Lets no job begin any more, waits for those that run, and takes what was done."""
+        for job in jobs.values():
+            job.cancel()
+        wait(jobs.values())
+        for group, job in jobs.items():
+            if not job.cancelled() and job.exception() is None:
+                self._take(group, job.result().update)
+        self._ring.count()
 
     def _take(self, group: SubGroup, update: HostUpdate) -> None:
-        """Shows the states that an update has left.
-
-        Where they are others than before, as when amsgrad is switched on, the device goes on with them.
-        """
+        """Shows the states that an update has left; where they are others than before, they arrive anew."""
         if update.is_as_before:
             self._exchange.take(group, update.bound, update.entries)
             return
-        entries = update.entries_on(self._homes.device.torch_device)
+        entries = update.entries_on(self._device.torch_device)
         self._ring.drop(group)
         self._groups.remove(group)
         self._exchange.take(group, {}, entries)
-
-
-class _Ring:
-    """Host memory for the states of sub-groups that the processor updates; its methods may run on any thread.
-
-    Args:
-        homes: Where sub-groups live that the device updates.
-        slots: The memory.
-    """
-
-    def __init__(self, homes: Homes, slots: Slots[SubGroup]) -> None:
-        self._homes = homes
-        self._slots = slots
-        self._own_homes = homes.on_host()
-        self._is_home = homes.store.kind == HostStore.kind  # no need to travel any further
-        self._busy: set[SubGroup] = set()
-        self._lock = threading.Lock()
-
-    def enter(self, group: SubGroup) -> None:
-        """A sub-group is the processor's from now on."""
-        group.home.serve(self._own_homes)
-
-    def leave(self, group: SubGroup) -> None:
-        """A sub-group is the device's again.
-
-        Raises:
-            TransferError: Its states cannot be written.
-        """
-        if self._slots.stays(group):
-            self._slots.leave(group)
-        else:
-            self._slots.write(group)
-            self._slots.empty(group)
-        group.home.serve(self._homes)
-
-    def drop(self, group: SubGroup) -> None:
-        """Likewise, when its states lie elsewhere."""
-        self._slots.empty(group)
-        group.home.serve(self._homes)
-
-    def load(self, group: SubGroup) -> torch.Tensor:
-        """The bytes of a sub-group's states, once they are there, for an update.
-
-        Raises:
-            TransferError: They cannot be read.
-        """
-        with self._lock:
-            self._busy.add(group)
-            slot = self._slots.of(group)
-            if slot is None and self._is_home:
-                slot = self._slots.stay(group)
-                self._slots.came(group)
-            elif slot is None:
-                slot = self._slots.take(group.room, self._next_use)
-                slot.read(group)
-        slot.settle()
-        slot.touch()
-        return slot.lend()
-
-    def store(self, group: SubGroup) -> None:
-        """Begins to write them, unless they stay."""
-        with self._lock:
-            self._slots.write(group)
-            self._busy.discard(group)
-
-    def count(self) -> None:
-        """What was moved counts with what is moved for the device."""
-        self._own_homes.hand_over(self._homes)
-
-    def _next_use(self, group: SubGroup) -> int:
-        return -1 if group in self._busy else 1
 
 
 def _bytes_of(groups: Iterable[SubGroup]) -> int:

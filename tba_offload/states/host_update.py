@@ -42,6 +42,11 @@ class HostStep(OwnStep):
             settings["fused"] = all(entry for each, entry in entries.items() if each.grad is not None) or None
         return settings
 
+    @property
+    def unscales(self) -> bool:
+        """Whether a gradient scaler has the update divide gradients, which fused kernels do in place."""
+        return getattr(self._optimizer, "grad_scale", None) is not None
+
     def _own_attributes(self) -> dict[str, Any]:
         return on_host(super()._own_attributes())
 
@@ -117,9 +122,12 @@ class _Part:
         if self._master is not None and self._gradient is not None:
             self._copy.copy_(self._master)
 
-    def leaving(self) -> list[Pair]:
+    def leaving(self, *, with_gradient: bool) -> list[Pair]:
         """What is copied to the device: target and source."""
-        return [] if self._gradient is None else [(self._model, self._copy)]
+        if self._gradient is None or self.tensor.grad is None:
+            return []
+        pairs = [(self._model, self._copy)]
+        return [*pairs, (self._gradient, self.tensor.grad)] if with_gradient else pairs
 
 
 class HostUpdate:
@@ -167,9 +175,13 @@ class HostUpdate:
         """Copies parameters and gradients to host memory, on the calling thread's stream."""
         _copy([pair for part in self._parts for pair in part.arriving()])
 
-    def give_back(self) -> None:
-        """Copies parameters to the device, on the calling thread's stream, and states that lay there."""
-        _copy([pair for part in self._parts for pair in part.leaving()])
+    def give_back(self, *, with_gradients: bool) -> None:
+        """Copies parameters to the device, on the calling thread's stream, and states that lay there.
+
+        Args:
+            with_gradients: Whether gradients are as well, as the update has changed them.
+        """
+        _copy([pair for part in self._parts for pair in part.leaving(with_gradient=with_gradients)])
         for piece, entry in self.entries.items():
             before, bound = self._resident[piece], self.bound.get(piece, {})
             entry.update({key: _like(entry[key], before.get(key)) for key in entry.keys() - bound.keys()})

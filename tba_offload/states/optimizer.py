@@ -177,6 +177,7 @@ class OptimizerStates:
 
         Raises:
             TransferError: One of them cannot be read or written.
+            UnsupportedError: The processor updates some of them, by ``states.update``.
         """
         self._stream.arrange(travelling)
 
@@ -309,7 +310,8 @@ def offload_optimizer(
     optimizer = _innermost(optimizer)
     _check(optimizer, trusted=chosen.states is not None and chosen.states.trust)
     modules = model if isinstance(model, Sequence) else (model,)
-    if chosen.states is not None and chosen.states.update != "device":
+    is_on_cpu = _device_of(optimizer).type == "cpu"
+    if chosen.states is not None and chosen.states.update != "device" and not is_on_cpu:
         _check_host(optimizer, chosen.states.update)
     if chosen.states is not None and chosen.states.when == "backward":
         frees = chosen.states.gradients == "free"
@@ -415,10 +417,10 @@ def _check_host(optimizer: torch.optim.Optimizer, update: str) -> None:
             "distributed parameters, as fully_shard makes them, are updated on the device only; set "
             "states.update to device"
         )
-    if update == "auto" and has_peers():
+    if update != "host" and has_peers():
         raise UnsupportedError(
             "with several processes each would choose for itself what its processor updates, and parameters "
-            "that several of them hold would drift apart; set states.update to host-N%, with a number for N"
+            "that several of them hold would drift apart; set states.update to device, or to host"
         )
 
 

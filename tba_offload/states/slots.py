@@ -103,8 +103,8 @@ class Slot(Generic[T]):
         try:
             group.home.settle_reads(self._reads, self._part(group))
         except BaseException:
-            self.holder, self._reads = None, []
             self._allocate(self.memory.nbytes)  # a read that hangs may fill the old memory yet
+            self.holder, self._reads = None, []
             raise
         self._reads = []
 

@@ -60,7 +60,7 @@ class Stream:
         self._is_elementwise = is_elementwise(optimizer)
         self.line = Line(turns=self._is_elementwise and not in_backward)
         self._masters = masters
-        self.exchange = Exchange(optimizer, homes, masters, self.line.next_use, roster.name_of)
+        self.exchange = Exchange(optimizer, homes, masters, self.line.next_use, roster.name_of, self._arrived)
         self.journal = Journal(optimizer, homes, self.exchange.slots) if in_backward else NoJournal()
         self._host: NoHostLane = NoHostLane()
         if share is not None:
@@ -146,7 +146,6 @@ class Stream:
             TransferError: States cannot be read.
         """
         outdated = self._roster.outdated()
-        self._host.give_up(outdated)
         self.exchange.give_back(outdated)
         self._remove(outdated)
         stale = [group for group in self._roster.groups if not self.exchange.is_current(group)]
@@ -164,6 +163,7 @@ class Stream:
         Raises:
             TransferError: One of them cannot be read or written; those that are not arranged go on as before.
         """
+        self._host.check_may_stay()
         slots, groups = self.exchange.slots, self._roster.spread
         with put_off(self):
             for group in groups[:travelling]:
@@ -185,9 +185,9 @@ class Stream:
         """
         self.follow()
         groups = list(self._roster.groups)
-        self._host.give_up(groups)
         self.exchange.give_back(groups)
         self._remove(groups)
+        self._host.close()
         self.exchange.clear()
         self.journal.clear()
 
@@ -198,6 +198,7 @@ class Stream:
     def _remove(self, groups: Sequence[SubGroup]) -> None:
         self._roster.remove(groups)
         self.line.remove(groups)
+        self._host.forget(groups)
         self.journal.forget(groups)
 
     # ---- all or nothing --------------------------------------------------------------------------
@@ -275,6 +276,9 @@ class Stream:
                 now[piece] = {**now[piece], MASTER: master}
             self.exchange.take(group, bound, now)
         self._roster.learn(group)
+
+    def _arrived(self, group: SubGroup) -> None:
+        self._host.welcome(group)
 
     # ---- slots -----------------------------------------------------------------------------------
 

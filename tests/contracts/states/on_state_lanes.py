@@ -7,9 +7,12 @@ late, gives freed memory away at once and overwrites it: what nothing orders giv
 from __future__ import annotations
 
 import json
+import signal
 import threading
+import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import lagging
 import pytest
@@ -31,11 +34,16 @@ from torch import nn, optim
 import tba_offload as tba
 from tba_offload.errors import ConfigError, TransferError, UnsupportedError
 from tba_offload.states.host_share import HostShare
+from tba_offload.states.host_update import HostUpdate
+from tba_offload.states.slots import SLOTS
+from tba_offload.states.stream import Stream
 from tba_offload.testing.faults import inject
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from tba_offload.states.subgroup import SubGroup
 
 UPDATES = ("host", "host-50%", "auto")
 STORES = ("file", "host")
@@ -205,16 +213,157 @@ def test_parameters_that_come_and_go(tmp_path: Path) -> None:
         assert_same(found, expected)
 
 
-def test_the_share_may_change_at_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = iter((0, 9, 3, 3, 0, 6, 1, 9))
-    monkeypatch.setattr(HostShare, "count", lambda *_: next(counts))
-    for store in STORES:
-        found, expected = pair()
-        counts = iter((0, 9, 3, 3, 0, 6, 1, 9))
-        with tba.offload_optimizer(found.optimizer, lanes(tmp_path, "auto", store)) as states:
-            train(found, expected, *range(8))
-            assert_same(found, expected)
-            assert [record.on_host for record in states.records] == [0, 9, 3, 3, 0, 6, 1, 9]
+@pytest.mark.parametrize("store", STORES)
+def test_the_share_may_change_at_any_time(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = [0]
+    monkeypatch.setattr(HostShare, "count", lambda *_: wanted[0])
+    found, expected = pair()
+    with tba.offload_optimizer(found.optimizer, lanes(tmp_path, "auto", store)) as states:
+        for seed, count in enumerate((0, 9, 3, 3, 0, 6, 1, 9)):
+            wanted[0] = count
+            train(found, expected, seed)
+            assert states.records[-1].on_host == count
+        assert_same(found, expected)
+
+
+def test_the_store_takes_no_memory_for_what_the_processor_has(tmp_path: Path) -> None:
+    """Neither at first, nor when a checkpoint is loaded."""
+    found, expected = pair()
+    with tba.offload_optimizer(found.optimizer, lanes(tmp_path, "host")) as states:
+        train(found, expected, 0, 1)
+        for training in (found, expected):
+            training.optimizer.load_state_dict(copied(training.optimizer.state_dict()))
+        train(found, expected, 2)
+        assert states._store.host_bytes == 0
+        assert_same(found, expected)
+        assert states.records[-1].on_host == states.records[-1].sub_groups - 1
+    assert_same(found, expected)
+
+
+class Many(Given):
+    """So many matrices and vectors that a ring of three slots takes several sub-groups in turn."""
+
+    def __init__(self, make: Callable[[Any], optim.Optimizer], device: str = lagging.LAG) -> None:
+        torch.manual_seed(7)
+        sizes = (size for _ in range(12) for size in (1500, 300))
+        self.parameters = [nn.Parameter(torch.randn(size).to(device)) for size in sizes]
+        self.optimizer = make(self.parameters)
+
+    def gradients(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        for each in self.parameters:
+            each.grad = torch.randn(each.shape).to(each.device)
+
+    def differing(self, other: Many) -> list[int]:
+        pairs = zip(self.parameters, other.parameters, strict=True)
+        return [n for n, (a, b) in enumerate(pairs) if not same_bits(a.detach(), b.detach())]
+
+
+def many(make: Callable[..., optim.Optimizer] | str = "adamw") -> tuple[Many, Many]:
+    return Many(looped(make)), Many(looped(make))
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("which", [3, 7, 11])
+def test_states_that_begin_anew_are_no_others_bytes(which: int, store: str, tmp_path: Path) -> None:
+    found, expected = many()
+    with tba.offload_optimizer(found.optimizer, lanes(tmp_path, "host", store)) as states:
+        train(found, expected, 0, 1, 2)
+        for training in (found, expected):
+            training.optimizer.state[training.parameters[which]].clear()
+        train(found, expected, 3, 4)
+        assert found.differing(expected) == []
+        assert states.records[-1].on_host > SLOTS
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("store", STORES)
+def test_gradients_that_come_late(store: str, update: str, tmp_path: Path) -> None:
+    """As those of an expert that no token was sent to; momentum comes with the first."""
+    found, expected = many("sgd-momentum")
+    with tba.offload_optimizer(found.optimizer, lanes(tmp_path, update, store)):
+        for seed in range(6):
+            for training in (found, expected):
+                training.gradients(seed)
+                if seed < 3:
+                    training.parameters[3].grad = training.parameters[5].grad = None
+                training.optimizer.step()
+        assert found.differing(expected) == []
+
+
+def test_a_momentum_that_begins_anew_where_pytorch_chooses_the_kernel(tmp_path: Path) -> None:
+    found = Many(lambda parameters: optim.SGD(parameters, lr=1e-2, momentum=0.9))
+    with tba.offload_optimizer(found.optimizer, lanes(tmp_path, "host")):
+        found.step(0)
+        found.step(1)
+        found.optimizer.state[found.parameters[3]].clear()
+        found.step(2)
+        assert torch.equal(
+            found.optimizer.state_dict()["state"][3]["momentum_buffer"], found.parameters[3].grad.cpu()
+        )
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_a_gradient_that_is_not_contiguous(update: str, tmp_path: Path) -> None:
+    found, expected = pair()
+    with (
+        lagging.late(operations=0.002),
+        tba.offload_optimizer(found.optimizer, lanes(tmp_path, update)),
+    ):
+        for seed in range(3):
+            for training in (found, expected):
+                training.gradients(seed)
+                embedding = training.model.embed.weight  # which is cut
+                embedding.grad = embedding.grad.t().contiguous().t()
+                training.optimizer.step()
+        assert_same(found, expected)
+
+
+def test_on_a_stream_of_the_program(tmp_path: Path) -> None:
+    """ASGD keeps numbers on the device, which slices get copies of."""
+    found, expected = pair("asgd")
+    with lagging.late(operations=0.004, copies=0.004):
+        torch.accelerator.synchronize()
+        with torch.get_device_module(lagging.LAG).stream(torch.Stream(lagging.LAG)):
+            with tba.offload_optimizer(found.optimizer, lanes(tmp_path, "host")):
+                train(found, expected, *range(4))
+                torch.accelerator.synchronize()
+                assert_same(found, expected)
+
+
+def test_a_parameter_that_leaves_has_its_states(tmp_path: Path) -> None:
+    found, expected = pair()
+    with tba.offload_optimizer(found.optimizer, lanes(tmp_path, "host")):
+        train(found, expected, 0, 1)
+        for training in (found, expected):
+            group = training.optimizer.param_groups[0]
+            gone = training.model.embed.weight
+            group["params"] = [each for each in group["params"] if each is not gone]
+        train(found, expected, 2)
+        states = [each.optimizer.state[each.model.embed.weight] for each in (found, expected)]
+        assert all(same_bits(states[0][key], states[1][key]) for key in ("exp_avg", "exp_avg_sq"))
+        train(found, expected, 3)
+        mine, others = (list(each.model.parameters()) for each in (found, expected))
+        assert all(same_bits(a.detach(), b.detach()) for a, b in zip(mine, others, strict=True))
+
+
+def test_a_fused_update_leaves_gradients_unscaled(tmp_path: Path) -> None:
+    """As every fused update does with a gradient scaler."""
+    found = Many(lambda parameters: optim.SGD(parameters, lr=1e-2, momentum=0.9))
+    with tba.offload_optimizer(found.optimizer, lanes(tmp_path, "host")):
+        found.step(0)
+        for inverse, expected in ((4.0, 2.0), (None, 8.0)):
+            for each in found.parameters:
+                each.grad = torch.full_like(each, 8.0)
+            if inverse is not None:
+                found.optimizer.grad_scale = torch.tensor(inverse, device=lagging.LAG)
+                found.optimizer.found_inf = torch.tensor(0.0, device=lagging.LAG)
+            found.optimizer.step()
+            for name in ("grad_scale", "found_inf"):
+                vars(found.optimizer).pop(name, None)
+            assert all(each.grad.cpu().eq(expected).all() for each in found.parameters)
 
 
 # Masters
@@ -299,6 +448,61 @@ def test_an_error_in_an_update_ends_both_lanes(tmp_path: Path) -> None:
         found.step(3)
 
 
+def test_what_the_processor_has_done_counts_when_the_device_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, _ = many("asgd")  # which counts steps on the device
+    with tba.offload_optimizer(found.optimizer, lanes(tmp_path)) as states:
+        found.step(0)
+        found.step(1)
+        updated, update = [], Stream._update
+
+        def failing(stream: Stream, group: SubGroup, options: dict[str, Any]) -> None:
+            updated.append(group)
+            if len(updated) == 2:
+                raise torch.OutOfMemoryError
+            update(stream, group, options)
+
+        monkeypatch.setattr(Stream, "_update", failing)
+        found.gradients(2)
+        before = {n: each["ax"].clone() for n, each in found.optimizer.state_dict()["state"].items()}
+        with pytest.raises(torch.OutOfMemoryError):
+            found.optimizer.step()
+        monkeypatch.undo()
+        for number, entry in found.optimizer.state_dict()["state"].items():
+            is_updated = not torch.equal(entry["ax"].cpu(), before[number].cpu())
+            assert entry["step"].item() == 2 + is_updated
+        assert states.records[-1].on_host
+
+
+def test_an_interrupt_leaves_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = many()
+    ran: list[int] = []
+    run, start = HostUpdate.run, threading.Thread.start
+
+    def slow(update: HostUpdate, *arguments: Any) -> None:
+        run(update, *arguments)
+        time.sleep(0.02)
+        ran.append(1)
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if "tba-update" in thread.name:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(HostUpdate, "run", slow)
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with tba.offload_optimizer(found.optimizer, lanes(tmp_path, "host")):
+        found.step(0)
+        with pytest.raises(KeyboardInterrupt):
+            for seed in range(1, 4):
+                found.step(seed)
+        then = len(ran)
+        time.sleep(0.3)
+        assert len(ran) == then
+        found.step(5)
+
+
 class Failing(optim.SGD):
     fails = False
 
@@ -336,6 +540,33 @@ def test_an_optimizer_of_others_is_refused(tmp_path: Path) -> None:
     found, _ = pair(lambda parameters: Own(parameters, lr=1e-3))
     with pytest.raises(UnsupportedError, match=r"Own updates parameters in host memory is not known"):
         tba.offload_optimizer(found.optimizer, lanes(tmp_path, trust=True))
+
+
+@pytest.mark.parametrize(
+    ("update", "what", "message"),
+    [
+        ("auto", "has_peers", "with several processes each would choose for itself"),
+        ("host-50%", "has_peers", "with several processes each would choose for itself"),
+        ("host", "is_distributed", "distributed parameters, as fully_shard makes them"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused(update: str, what: str, message: str, tmp_path: Path) -> None:
+    found, _ = pair()
+    with (
+        mock.patch(f"tba_offload.states.optimizer.{what}", return_value=True),
+        pytest.raises(UnsupportedError, match=message),
+    ):
+        tba.offload_optimizer(found.optimizer, lanes(tmp_path, update))
+
+
+def test_no_sub_group_is_told_to_stay(tmp_path: Path) -> None:
+    found, expected = pair()
+    with tba.offload_optimizer(found.optimizer, lanes(tmp_path, "host")) as states:
+        train(found, expected, 0, 1)
+        with pytest.raises(UnsupportedError, match=r"set states.update to device"):
+            states.arrange(0)
+        train(found, expected, 2)
+        assert_same(found, expected)
 
 
 def test_a_session_tells_which_lane_updated(tmp_path: Path) -> None:

@@ -6,14 +6,12 @@ A CPU is no such device, so the tests are those of ``on_state_lanes.py``, on one
 from __future__ import annotations
 
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from children import run_tests
 from optimizers import assert_same, pair, policy
 
 import tba_offload as tba
-from tba_offload.errors import UnsupportedError
 from tba_offload.states.host_share import HostShare, LaneTime
 
 TESTS = Path(__file__).with_name("on_state_lanes.py")
@@ -36,24 +34,6 @@ def test_on_a_cpu_the_memory_of_the_device_is_that_of_the_host(tmp_path: Path) -
             expected.step(seed)
         assert_same(found, expected)
         assert [record.on_host for record in states.records] == [0, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("update", "what", "message"),
-    [
-        ("auto", "has_peers", "with several processes each would choose for itself"),
-        ("host", "is_distributed", "distributed parameters, as fully_shard makes them"),
-    ],
-)
-def test_what_ranks_cannot_do_is_refused(update: str, what: str, message: str, tmp_path: Path) -> None:
-    found, _ = pair("adamw")
-    chosen = policy(tmp_path)
-    chosen["states"]["update"] = update
-    with (
-        mock.patch(f"tba_offload.states.optimizer.{what}", return_value=True),
-        pytest.raises(UnsupportedError, match=message),
-    ):
-        tba.offload_optimizer(found.optimizer, chosen)
 
 
 @pytest.mark.parametrize(("percent", "count"), [(100, 10), (50, 5), (25, 2), (1, 0), (0, 0)])
