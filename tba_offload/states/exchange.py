@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,7 +57,7 @@ class Exchange:
         self._masters = masters
         self._next_use = next_use
         self._name_of = name_of
-        self._arrived = arrived
+        self._arrived = weakref.WeakMethod(arrived)  # whose object has this one
         self._shared: dict[torch.Tensor, Entry] = {}
 
     # ---- for an update ---------------------------------------------------------------------------
@@ -210,10 +211,12 @@ class Exchange:
                 )
             place.piece.part_of(known[place.key]).copy_(view)
 
-    def clear(self) -> None:
-        """Frees the memory of all slots but those of sub-groups that stay."""
-        self.slots.clear()
-        self.host_slots.clear()
+    def drop_replaced(self, groups: Iterable[SubGroup]) -> None:
+        """Gives up what slots hold of sub-groups whose states were all replaced, written or not."""
+        for group in groups:
+            slot = self.host_slots.of(group) or self.slots.of(group)
+            if slot is not None and not self.shows_any(group):
+                slot.drop()
 
     def on_host(
         self, groups: Iterable[SubGroup], *, masters: bool = False
@@ -233,23 +236,8 @@ class Exchange:
             flat = group.home.on_host(group.nbytes) if slot is None else slot.lend()
             for place in group.places:
                 if masters or place.key != MASTER:
-                    self._copy_to_host(place, place.view(flat), found)
+                    _copy_to_host(place, place.view(flat), found)
         return found
-
-    def _copy_to_host(
-        self,
-        place: Place,
-        view: torch.Tensor,
-        found: dict[torch.Tensor, dict[str, torch.Tensor]],
-    ) -> None:
-        piece, key = place.piece, place.key
-        entry = found.setdefault(piece.parameter, {})
-        if piece.is_whole:
-            entry[key] = place.wrapped(view.to("cpu", copy=True))
-            return
-        if key not in entry:
-            entry[key] = torch.empty(piece.parameter.shape, dtype=view.dtype)
-        piece.part_of(entry[key]).copy_(view)
 
     # ---- the parts of it -------------------------------------------------------------------------
 
@@ -288,7 +276,8 @@ class Exchange:
             slot = self.slots.stay(group) if stays else self.slots.take(group.room, self._next_use, most=most)
             group.fill(slot.lend(), entries)
             slot.give_to(group)
-            self._arrived(group)
+            if (arrived := self._arrived()) is not None:
+                arrived(group)
 
     def _show(self, group: SubGroup, piece: Piece, entry: Entry) -> None:
         """Shows in ``optimizer.state`` the states of a piece: what is away as such, all else as it is."""
@@ -317,6 +306,21 @@ class Exchange:
             return
         name = f"{key!r} of {self._name_of(piece.parameter)}"
         known[key] = AwayTensor(like.shape, like.stride(), value.dtype, value.device, name)
+
+
+def _copy_to_host(
+    place: Place,
+    view: torch.Tensor,
+    found: dict[torch.Tensor, dict[str, torch.Tensor]],
+) -> None:
+    piece, key = place.piece, place.key
+    entry = found.setdefault(piece.parameter, {})
+    if piece.is_whole:
+        entry[key] = place.wrapped(view.to("cpu", copy=True))
+        return
+    if key not in entry:
+        entry[key] = torch.empty(piece.parameter.shape, dtype=view.dtype)
+    piece.part_of(entry[key]).copy_(view)
 
 
 def _has_moved(bound: Mapping[Piece, Mapping[str, torch.Tensor]], entries: Mapping[Piece, Entry]) -> bool:

@@ -19,7 +19,7 @@ class StatesRecord:
 
     Attributes:
         seconds: The whole update, without the closure and hooks; with what of it was done in backward.
-        waited_seconds: Of these, waiting for drives.
+        waited_seconds: Of these, what the thread that trains waited for drives.
         read_bytes: Bytes of states that were read.
         written_bytes: Bytes of states that were written, and of parameters to take an update back.
         states_bytes: Bytes of all states that are away between updates.

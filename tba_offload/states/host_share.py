@@ -33,10 +33,10 @@ class LaneTime(NamedTuple):
 class HostShare:
     """Follows ``states.update``: all, a fixed share, or what lets both lanes end at the same time.
 
-    With ``auto`` the first update that can be split is split in halves. From then on the lanes' rates are
-    known, and each sub-group goes to the lane that ends it first: the time of an update is
-    ``max(device bytes / device rate, host bytes / host rate)``, as in Deep Optimizer States, with rates that
-    hold what host memory and link allow when both work.
+    With ``auto`` updates are split in halves until one was timed. From then on the lanes' rates are known,
+    and each sub-group goes to the lane that ends it first: the time of an update is ``max(device bytes /
+    device rate, host bytes / host rate)``, as in Deep Optimizer States, with rates that hold what host memory
+    and link allow when both work.
 
     Args:
         percent: Of the sub-groups, what the processor updates; ``None`` for ``auto``.

@@ -245,6 +245,7 @@ class OptimizerStates:
 
     def _loaded(self) -> None:
         self._by_parameter.forget()
+        self._store.resume()  # a drive that has failed may have been seen to
         self._stream.forgive()
         self._follow()
 

@@ -153,14 +153,15 @@ class Roster:
 
     def learn(self, group: SubGroup) -> None:
         """Takes over how many bytes of states a byte of parameters has, from a sub-group that has them."""
-        nbytes = sum(piece.nbytes for piece in group.pieces)
+        # States of single numbers stay: they say nothing of those of others.
+        nbytes = sum(piece.nbytes for piece in group.pieces if piece.parameter.numel() > 1)
         if group.number not in self._ratios and nbytes and not group.is_new:
             states = sum(place.nbytes for place in group.layout.places) if group.layout else 0
             self._ratios[group.number] = max(states / nbytes, 1 / 16)
 
     def learn_of(self, number: int, parameters: Iterable[torch.Tensor]) -> None:
         """Likewise, from states that lie in memory."""
-        having = [each for each in parameters if self._optimizer.state.get(each)]
+        having = [each for each in parameters if self._optimizer.state.get(each) and each.numel() > 1]
         nbytes = sum(local(each).nbytes for each in having)
         if number in self._ratios or not nbytes:
             return

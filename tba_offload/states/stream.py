@@ -188,12 +188,14 @@ class Stream:
         self.exchange.give_back(groups)
         self._remove(groups)
         self._host.close()
-        self.exchange.clear()
+        self.exchange.slots.clear()
+        self.exchange.host_slots.clear()
         self.journal.clear()
 
     def forgive(self) -> None:
         """Forgets that an update failed: a checkpoint was loaded."""
         self._failure = None
+        self.exchange.drop_replaced(self._roster.groups)
 
     def _remove(self, groups: Sequence[SubGroup]) -> None:
         self._roster.remove(groups)

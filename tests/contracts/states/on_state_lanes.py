@@ -33,17 +33,20 @@ from torch import nn, optim
 
 import tba_offload as tba
 from tba_offload.errors import ConfigError, TransferError, UnsupportedError
+from tba_offload.states.exchange import Exchange
 from tba_offload.states.host_share import HostShare
 from tba_offload.states.host_update import HostUpdate
 from tba_offload.states.slots import SLOTS
-from tba_offload.states.stream import Stream
+from tba_offload.store import open_store
 from tba_offload.testing.faults import inject
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from tba_offload.states.slots import Slot
     from tba_offload.states.subgroup import SubGroup
+    from tba_offload.store.base import ActivationStore
 
 UPDATES = ("host", "host-50%", "auto")
 STORES = ("file", "host")
@@ -228,15 +231,24 @@ def test_the_share_may_change_at_any_time(
         assert_same(found, expected)
 
 
-def test_the_store_takes_no_memory_for_what_the_processor_has(tmp_path: Path) -> None:
+def test_the_store_takes_no_memory_for_what_the_processor_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither at first, nor when a checkpoint is loaded."""
     found, expected = pair()
+    stores: list[ActivationStore] = []
+
+    def opened(*arguments: Any, **settings: Any) -> ActivationStore:
+        stores.append(open_store(*arguments, **settings))
+        return stores[-1]
+
+    monkeypatch.setattr("tba_offload.states.optimizer.open_store", opened)
     with tba.offload_optimizer(found.optimizer, lanes(tmp_path, "host")) as states:
         train(found, expected, 0, 1)
         for training in (found, expected):
             training.optimizer.load_state_dict(copied(training.optimizer.state_dict()))
         train(found, expected, 2)
-        assert states._store.host_bytes == 0
+        assert stores[0].host_bytes == 0
         assert_same(found, expected)
         assert states.records[-1].on_host == states.records[-1].sub_groups - 1
     assert_same(found, expected)
@@ -455,15 +467,15 @@ def test_what_the_processor_has_done_counts_when_the_device_fails(
     with tba.offload_optimizer(found.optimizer, lanes(tmp_path)) as states:
         found.step(0)
         found.step(1)
-        updated, update = [], Stream._update
+        loaded, load = [], Exchange.load
 
-        def failing(stream: Stream, group: SubGroup, options: dict[str, Any]) -> None:
-            updated.append(group)
-            if len(updated) == 2:
+        def failing(exchange: Exchange, group: SubGroup) -> Slot[SubGroup] | None:
+            loaded.append(group)
+            if len(loaded) == 2:
                 raise torch.OutOfMemoryError
-            update(stream, group, options)
+            return load(exchange, group)
 
-        monkeypatch.setattr(Stream, "_update", failing)
+        monkeypatch.setattr(Exchange, "load", failing)
         found.gradients(2)
         before = {n: each["ax"].clone() for n, each in found.optimizer.state_dict()["state"].items()}
         with pytest.raises(torch.OutOfMemoryError):

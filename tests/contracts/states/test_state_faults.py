@@ -15,7 +15,7 @@ import pytest
 import torch
 from covering import of_which
 from models import same_bits
-from optimizers import Training, assert_same, pair, policy
+from optimizers import Training, assert_same, pair, plain_copy, policy
 from torch import optim
 
 import tba_offload as tba
@@ -65,6 +65,22 @@ def test_a_full_drive_is_an_error_where_the_policy_says_so(tmp_path: Path) -> No
         tba.offload_optimizer(found.optimizer, settings),
     ):
         found.step(0)
+
+
+def test_a_checkpoint_is_loaded_after_writes_that_failed(tmp_path: Path) -> None:
+    found, expected = pair("adamw")
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path, on_full="error")):
+        for training in (found, expected):
+            training.step(0)
+        with inject("fail-write"), pytest.raises(TransferError, match="cannot be written"):
+            for seed in range(1, 4):
+                found.step(seed)
+        found.model.load_state_dict(expected.model.state_dict())
+        found.optimizer.load_state_dict(plain_copy(expected.optimizer.state_dict()))
+        for seed in range(1, 4):
+            for training in (found, expected):
+                training.step(seed)
+        assert_same(found, expected)
 
 
 @pytest.mark.parametrize("fault", ["fail-read:n=2", "flip-read:n=3", "short-read"])

@@ -58,6 +58,18 @@ def test_updates_stay_below_three_sub_groups(depth: int, tmp_path: Path) -> None
             assert states.records[-1].slot_bytes <= 3 * SUB_GROUP
 
 
+def test_a_first_parameter_of_one_number_says_nothing_of_the_others(tmp_path: Path) -> None:
+    """As the temperature of CLIP, whose states stay."""
+    scale, others = nn.Parameter(torch.ones(())), chain(32)
+    optimizer = optim.AdamW([scale, *others.parameters()], fused=True)
+    with tba.offload_optimizer(optimizer, settings(tmp_path)) as states:
+        for each in (scale, *others.parameters()):
+            each.grad = torch.ones_like(each)
+        optimizer.step()
+        assert max(states.sizes) <= SUB_GROUP
+        assert states.records[-1].slot_bytes <= 3 * SUB_GROUP
+
+
 def test_states_leave_when_they_are_there_already(tmp_path: Path) -> None:
     with LiveBytes() as meter:
         model = chain(32)
