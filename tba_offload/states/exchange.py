@@ -212,11 +212,10 @@ class Exchange:
             place.piece.part_of(known[place.key]).copy_(view)
 
     def drop_replaced(self, groups: Iterable[SubGroup]) -> None:
-        """Gives up what slots hold of sub-groups whose states were all replaced, written or not."""
+        """Gives up what travels of sub-groups whose states were all replaced, written or not."""
         for group in groups:
-            slot = self.host_slots.of(group) or self.slots.of(group)
-            if slot is not None and not self.shows_any(group):
-                slot.drop()
+            if not self.shows_any(group) and not self.slots.stays(group):
+                self.slots.drop(group)
 
     def on_host(
         self, groups: Iterable[SubGroup], *, masters: bool = False

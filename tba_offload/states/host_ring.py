@@ -66,7 +66,7 @@ class HostRing:
 
     def drop(self, group: SubGroup) -> None:
         """Likewise, when its states lie elsewhere."""
-        self._slots.empty(group)
+        self._slots.drop(group)
         group.home.serve(self._homes)
 
     def load(self, group: SubGroup) -> torch.Tensor:

@@ -245,6 +245,13 @@ class Slots(Generic[T]):
             slot.clear()
             self._own.pop(group, None)
 
+    def drop(self, group: T) -> None:
+        """Gives up what a slot holds of a sub-group, written or not, if one does."""
+        slot = self.of(group)
+        if slot is not None:
+            slot.drop()
+            self._own.pop(group, None)
+
     def take(self, nbytes: int, next_use: Callable[[T], int], most: int = SLOTS) -> Slot[T]:
         """A slot for other bytes; waits until there is one.
 

@@ -183,11 +183,11 @@ class Stream:
         Raises:
             TransferError: They cannot be read.
         """
+        self._host.close()
         self.follow()
         groups = list(self._roster.groups)
         self.exchange.give_back(groups)
         self._remove(groups)
-        self._host.close()
         self.exchange.slots.clear()
         self.exchange.host_slots.clear()
         self.journal.clear()

@@ -446,6 +446,23 @@ def test_states_that_cannot_be_read_are_an_error_with_a_name(tmp_path: Path) -> 
         assert_same(found, expected)
 
 
+def test_a_checkpoint_is_loaded_after_writes_that_failed(tmp_path: Path) -> None:
+    found, expected = many()
+    with tba.offload_optimizer(
+        found.optimizer, lanes(tmp_path, "host", "file") | {"on_full": "error"}
+    ) as states:
+        train(found, expected, 0, 1)
+        with inject("fail-write"), pytest.raises(TransferError, match="cannot be written"):
+            for seed in (2, 3):
+                found.step(seed)
+        for mine, other in zip(found.parameters, expected.parameters, strict=True):
+            mine.data.copy_(other.detach())
+        found.optimizer.load_state_dict(copied(expected.optimizer.state_dict()))
+        train(found, expected, 2, 3)
+        assert found.differing(expected) == []
+        assert states.records[-1].on_host
+
+
 def test_an_error_in_an_update_ends_both_lanes(tmp_path: Path) -> None:
     found, _ = pair(lambda parameters: Failing(parameters, lr=1e-3, momentum=0.9))
     with tba.offload_optimizer(found.optimizer, lanes(tmp_path)):

@@ -76,6 +76,9 @@ def test_checkpoints_know_what_stays(tmp_path: Path) -> None:
         for training in (found, expected):
             training.optimizer.load_state_dict(plain_copy(saved))
         staying = len(states.sizes) - 5
+        for training in (found, expected):
+            training.step(9)
+        assert states.records[-1].staying == staying
         train(found, expected, states, 5, 5)
         assert_same(found, expected)
         assert states.records[-1].staying == staying
