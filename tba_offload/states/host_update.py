@@ -162,7 +162,7 @@ class HostUpdate:
         }
         self.is_as_before = True
         models = [masters.model_part(piece) for piece in group.pieces]
-        gradients = [gradient_of(piece) for piece in group.pieces]
+        gradients = [piece.gradient() for piece in group.pieces]
         copies = desk.lay([*models, *map(_dense_like, gradients)])
         self._parts = [
             _Part(piece, model, gradient, copy, gradient_copy, self.entries[piece].get(MASTER))
@@ -254,12 +254,6 @@ def _is_plain(parameter: torch.Tensor) -> bool:
     if not parameter.is_floating_point():
         return False
     return gradient is None or (type(gradient) is torch.Tensor and gradient.layout == torch.strided)
-
-
-def gradient_of(piece: Piece) -> torch.Tensor | None:
-    """The gradient of a piece, on the device."""
-    gradient = piece.parameter.grad
-    return gradient if gradient is None or piece.is_whole else piece.part_of(gradient)
 
 
 def _dense_like(gradient: torch.Tensor | None) -> torch.Tensor:

@@ -65,9 +65,7 @@ class Masters:
             return piece.tensor()
         for name, value in vars(piece.parameter).items():  # an optimizer may know a parameter by them
             setattr(bound, name, value)
-        gradient = piece.parameter.grad
-        if gradient is not None:
-            bound.grad = gradient if piece.is_whole else piece.part_of(gradient)
+        bound.grad = piece.gradient()
         return bound
 
     def copy(self, piece: Piece, value: torch.Tensor) -> None:

@@ -68,9 +68,13 @@ class Piece:
         if self.is_whole:
             return self.parameter
         view = self.part_of(self.parameter.detach())
-        if self.parameter.grad is not None:
-            view.grad = self.part_of(self.parameter.grad)
+        view.grad = self.gradient()
         return view
+
+    def gradient(self) -> torch.Tensor | None:
+        """Its part of the parameter's gradient; ``None`` if there is none."""
+        gradient = self.parameter.grad
+        return gradient if gradient is None or self.is_whole else self.part_of(gradient)
 
     def own(self, value: Any) -> torch.Tensor:
         """Its part of the parameter or of a tensor like that, on this rank and without a gradient."""

@@ -2,9 +2,9 @@
 
     PYTHONPATH=.:tests/support python tests/support/lagging_lanes.py 0.5 1
 
-The device takes so many milliseconds longer for each operation, and for each copy, than the processor. Lanes
-take turns; written are medians of the updates after the fourth, and how long the host took over what the
-rates of the two lanes predicted; it does not wait for the last operations of the device.
+The two numbers are milliseconds that the device takes longer than the processor, for each operation and for
+each copy. Lanes take turns; written are medians of the updates after the fourth, and how long the host took
+over what the rates of the two lanes predicted; it does not wait for the last operations of the device.
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ def test_the_store_takes_no_memory_for_what_the_processor_has(
 
 
 class Many(Given):
-    """So many matrices and vectors that a ring of three slots takes several sub-groups in turn."""
+    """Enough matrices and vectors that a ring of three slots takes several sub-groups in turn."""
 
     def __init__(self, make: Callable[[Any], optim.Optimizer], device: str = lagging.LAG) -> None:
         torch.manual_seed(7)
