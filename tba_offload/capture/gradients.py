@@ -31,6 +31,7 @@ class Gradients:
 
     Attributes:
         live: Their bytes.
+        all_exist: Whether each parameter had one when the step began.
         was_dropped: Whether one of this step was freed and made again, so that what was accumulated is lost.
     """
 
@@ -38,6 +39,7 @@ class Gradients:
         self, modules: Sequence[nn.Module], device: torch.device, about_to_count: Callable[[int], object]
     ) -> None:
         self.live = LiveBytes(device)
+        self.all_exist = False
         self.was_dropped = False
         self._modules = modules
         self._about_to_count = about_to_count
@@ -51,8 +53,10 @@ class Gradients:
         self._born.clear()
         self.was_dropped = False
         self._forget_gone()
-        self.also_watch(self.parameters())
-        self.count()
+        parameters = list(self.parameters())  # once: a model may have thousands of modules
+        self.also_watch(parameters)
+        self._count(parameters)
+        self.all_exist = all(map(_has_gradient, parameters))
         self.live.take_added()
 
     def parameters(self) -> Iterable[torch.Tensor]:
@@ -74,7 +78,10 @@ class Gradients:
 
     def count(self) -> None:
         """Counts gradients that exist and came without a word, as those of sharded parameters do."""
-        for parameter in self.parameters():
+        self._count(self.parameters())
+
+    def _count(self, parameters: Iterable[torch.Tensor]) -> None:
+        for parameter in parameters:
             for gradient in (parameter.grad, getattr(parameter, "main_grad", None)):
                 if isinstance(gradient, torch.Tensor):
                     self.live.add(gradient)
@@ -125,6 +132,11 @@ class Gradients:
         self._born[id(parameter)] = watched
         self._about_to_count(gradient.nbytes if gradient.layout is torch.strided else 0)
         self.live.add(gradient)
+
+
+def _has_gradient(parameter: torch.Tensor) -> bool:
+    """Whether the memory of its gradient exists; Megatron's lies in a buffer of its own."""
+    return parameter.grad is not None or getattr(parameter, "main_grad", None) is not None
 
 
 def _unwatch(all_watched: dict[int, _Watched]) -> None:

@@ -72,7 +72,7 @@ _SIZE = (4.9, 3.1)
 MOST_POINTS = 400
 """Points of a line: more than that many steps are drawn in bins."""
 
-_LINES: tuple[Any, ...] = ("-", "--", "-.", ":")
+_LINES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 
 
 @dataclass(frozen=True, slots=True)

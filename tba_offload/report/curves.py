@@ -51,6 +51,8 @@ FIGURES = {
     "drives_out_of_service": "drives",
     "device_peak_bytes": "bytes",
     "activation_budget_bytes": "bytes",
+    "weights_read_bytes": "bytes",
+    "weights_waited_seconds": "s",
 }
 """Fields of a step record that sinks write, and the unit of each; names stay, and more come at the end."""
 

@@ -94,7 +94,9 @@ class Digest:
 
 
 def _waits(step: StepRecord) -> float | None:
-    return step.stall_seconds / step.seconds if step.stall_seconds is not None and step.seconds else None
+    if step.stall_seconds is None or not step.seconds:
+        return None
+    return (step.stall_seconds + (step.weights_waited_seconds or 0.0)) / step.seconds
 
 
 def whole(value: object) -> int:

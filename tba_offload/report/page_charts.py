@@ -89,10 +89,12 @@ def _traffic(log: RunLog, salt: str) -> Chart | None:
         Series("read", _values(log, "read_bytes"), 0, 1),
         Series("used without a read", _values(log, "forwarded_bytes"), 2, 2),
         Series("kept, not as planned", _values(log, "fallback_kept_bytes"), 3, 3),
+        Series("frozen weights read", _values(log, "weights_read_bytes"), 4, 4),
     ]
     title = "Traffic over steps"
-    caption = "Bytes of activations in each step. Lines that are zero throughout are left out." + _binned(
-        log, "largest"
+    caption = (
+        "Bytes of activations and frozen weights in each step. Lines that are zero throughout are left out."
+        + _binned(log, "largest")
     )
     return _lines(log, title, caption, series, salt)
 
@@ -102,6 +104,7 @@ def _time(log: RunLog, salt: str) -> Chart | None:
         Series("step", _values(log, "seconds"), 0),
         Series("predicted", _values(log, "predicted_seconds"), 1, 1),
         Series("of it waits for I/O", _values(log, "stall_seconds"), 3, 2),
+        Series("of it waits for frozen weights", _values(log, "weights_waited_seconds"), 4, 4),
         Series("optimizer", _values(log, "optimizer_seconds"), 2, 3),
     ]
     title = "Time over steps"

@@ -120,7 +120,8 @@ class StepRecord:
             overflow. Nothing is planned from such a step.
         forward_seconds: Time spent in forward passes; None on a GPU.
         backward_seconds: Time spent in backward passes; None on a GPU.
-        stall_seconds: Time that the training thread waited for I/O; a GPU may have had work meanwhile.
+        stall_seconds: Time that the training thread waited for I/O of activations; a GPU may have had work
+            meanwhile.
         tokens: Tokens trained on.
         model_flops: Algorithmic floating point operations of the step; recomputation is not counted.
         loss: The loss, exactly as the caller gave it; may be NaN or infinite. None until the device has come
@@ -171,6 +172,9 @@ class StepRecord:
             in the step and since the last one; none where a GPU computes them.
         drives_out_of_service: Drives that take no writes at the end of the step: a write to them failed, or
             found no room.
+        weights_read_bytes: Bytes of frozen weights that were read, in the step and since the last one; None
+            where none are offloaded.
+        weights_waited_seconds: Time that layers waited for them, no part of ``stall_seconds``; likewise.
         left_alone_scopes: Executions of layers inside saved-tensor hooks of other code, not captured.
         planning_seconds: How long training waited for the planner before the step; None if there is none.
         predicted_peak_bytes: What the plan predicted for the activation peak; None before there is a plan.
@@ -224,6 +228,8 @@ class StepRecord:
     fallback_kept_bytes: int = 0
     checksum_seconds: float | None = None
     drives_out_of_service: int = 0
+    weights_read_bytes: int | None = None
+    weights_waited_seconds: float | None = None
     left_alone_scopes: int = 0
     planning_seconds: float | None = None
     predicted_peak_bytes: int | None = None
@@ -666,7 +672,14 @@ def _decoded(cls: type[_Event], event: Json) -> _Event:
     return cls(**values)
 
 
-_MEASURED = ("seconds", "optimizer_seconds", "forward_seconds", "backward_seconds", "stall_seconds")
+_MEASURED = (
+    "seconds",
+    "optimizer_seconds",
+    "forward_seconds",
+    "backward_seconds",
+    "stall_seconds",
+    "weights_waited_seconds",
+)
 """The times of a step that clocks told, so that they are times, however odd the step."""
 
 

@@ -91,6 +91,16 @@ HOST = "host memory"
 STATES = "optimizer states in "
 """Beginning of the name of a drive where what it moves are states of optimizers."""
 
+WEIGHTS = "frozen weights in "
+"""Beginning of the name of a drive where what it moves are frozen weights."""
+
+_LABELS = {STATES: ", optimizer states", WEIGHTS: ", frozen weights"}
+
+
+def prefix_of(name: str) -> str:
+    """What the name of a drive begins with: empty where it moves activations."""
+    return next(filter(name.startswith, _LABELS), "")
+
 
 class TimelineEvent(BaseModel):
     """One step over time, by the host's clock.
@@ -111,7 +121,8 @@ class TimelineEvent(BaseModel):
         budget: Most bytes of activations that the policy allows; ``None`` for no limit.
         window: Most bytes in flight that it allows; ``None`` for no limit.
         drives: The drives that moved bytes, each with its number among the directories, and its name; one
-            that moved states of optimizers is there once more for these, its name after :data:`STATES`.
+            that moved states of optimizers, or frozen weights, is there once more for these, its name after
+            :data:`STATES` or :data:`WEIGHTS`.
         moves: The calls that moved bytes, by when they began.
     """
 
@@ -182,11 +193,12 @@ class TimelineEvent(BaseModel):
         """What pictures call a drive: by its number among the directories, so that they show no name."""
         number, name = self.drives[drive]
         label = HOST if self.place_of(drive) == HOST else f"drive {number}"
-        return f"{label}, optimizer states" if name.startswith(STATES) else label
+        return label + _LABELS.get(prefix_of(name), "")
 
     def place_of(self, drive: int) -> str:
         """The name of a drive, whatever it moves."""
-        return self.drives[drive][1].removeprefix(STATES)
+        name = self.drives[drive][1]
+        return name.removeprefix(prefix_of(name))
 
     def rates_of(self, drive: int, *, writes: bool) -> list[tuple[float, float]]:
         """Bytes a second that a drive moves: from when, and how many, until the next.

@@ -75,10 +75,11 @@ class Conclusions:
         self._warn_of_wide_window(number)
         loads = parts.store.take_loads()
         loss, late = self._figures_of(step, times)
-        record = record_of(step, times, number, loads, parts, loss=loss)
+        weights = parts.weights.take()
+        record = record_of(step, times, number, loads, weights, parts, loss=loss)
         self._recorded(record, late)
         self._look_at_memory(number)
-        self._look_at_times(step, number)
+        self._look_at_times(step, number, [] if weights is None else weights.waits)
         if number == 1 and record.gradient_bytes and not (record.scopes or record.left_alone_scopes):
             parts.notices.no_layer_ran()
         parts.budget.end_step(record)
@@ -111,11 +112,13 @@ class Conclusions:
             },
         )
 
-    def _look_at_times(self, step: Step, number: int) -> None:
+    def _look_at_times(
+        self, step: Step, number: int, waits_for_weights: Sequence[tuple[float, float]]
+    ) -> None:
         parts = self._parts
         names = [site.layer.id.name for site in parts.sites]
-        trace, stats = parts.capture.trace, parts.offloader.stats
-        found = parts.curve.figures(step, trace, stats, names, parts.budget.limits)
+        waits = sorted([*parts.offloader.stats.stalls, *waits_for_weights])
+        found = parts.curve.figures(step, parts.capture.trace, waits, names, parts.budget.limits)
         if found is not None:
             figures: dict[str, object] = {"step": number, **found}
             step.timeline.tell(figures)

@@ -24,6 +24,7 @@ from tba_offload.session.static_memory import ModuleTensors, static_bytes
 from tba_offload.session.step_curve import StepCurve
 from tba_offload.store import open_store
 from tba_offload.transfer.offloader import Offloader
+from tba_offload.weights import WeightsTraffic
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,6 +51,7 @@ class Parts:
         sites: Where the session stands in front of layers.
         optimizers: Those that were seen to update parameters of the model.
         states: Those that are offloaded.
+        weights: What frozen weights move, if they are offloaded.
         budget: What activations may take.
     """
 
@@ -70,6 +72,7 @@ class Parts:
     ranges: Ranges
     optimizers: weakref.WeakSet[Optimizer]
     states: list[OptimizerStates]
+    weights: WeightsTraffic
     notices: Notices
     world: World
     budget: Budget
@@ -126,12 +129,13 @@ def make_parts(
     planning = Planning(plan, [layer.id.number for layer in stack.layers], capture, offloader)
     optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
     states: list[OptimizerStates] = []
+    weights = WeightsTraffic()
     outputs = Outputs(device.torch_device, capture.static)
     memory_watch = MemoryWatch(
         Sources(gradients.live, outputs, offloader, capture, ModuleTensors(modules), device.torch_device),
         len(stack.layers),
     )
-    curve = StepCurve(offloader, store, memory_watch, states)
+    curve = StepCurve(offloader, store, memory_watch, states, weights)
     meters.tell(memory_watch, curve)
     return Parts(
         modules=tuple(modules),
@@ -151,6 +155,7 @@ def make_parts(
         ranges=Ranges(),
         optimizers=optimizers,
         states=states,
+        weights=weights,
         notices=notices,
         world=world,
         budget=Budget(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tba_offload.session.parts import Parts
     from tba_offload.session.step import Step
     from tba_offload.store.base import DriveLoad
+    from tba_offload.weights import WeightsMoved
 
 
 def record_of(
@@ -29,6 +30,7 @@ def record_of(
     times: Times,
     number: int,
     loads: Sequence[DriveLoad],
+    weights: WeightsMoved | None,
     parts: Parts,
     *,
     loss: float | None,
@@ -40,6 +42,7 @@ def record_of(
         times: How long it took.
         number: Of the step.
         loads: What drives and host memory moved in it.
+        weights: What frozen weights moved; ``None`` if none are offloaded.
         parts: What worked in it.
         loss: Its loss, if that is known by now.
     """
@@ -91,6 +94,8 @@ def record_of(
         fallback_kept_bytes=stats.fallback_kept + parts.capture.slow_kept_bytes,
         checksum_seconds=sum(load.checksum_seconds for load in loads),
         drives_out_of_service=sum(not load.in_service for load in loads),
+        weights_read_bytes=None if weights is None else weights.read_bytes,
+        weights_waited_seconds=None if weights is None else weights.waited_seconds,
         left_alone_scopes=trace.left_alone,
         planning_seconds=parts.planning.seconds,
         predicted_peak_bytes=prediction.activation_peak if prediction is not None else None,

@@ -182,7 +182,9 @@ class Session:
             if config.weights is not None and config.weights.frozen == "offload":
                 blocks = [layer.module for layer in self.layers]
                 live = parts.gradients.live
-                self.weights = FrozenWeights(modules, blocks, config, count=live.shift, tell=tell)
+                self.weights = FrozenWeights(
+                    modules, blocks, config, count=live.shift, tell=tell, traffic=parts.weights
+                )
         except BaseException:
             self.close()
             raise

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import time
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from tba_offload.report.timeline_event import STATES
+from tba_offload.report.timeline_event import STATES, WEIGHTS, prefix_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from tba_offload.capture.trace import ScopeTrace, StepTrace
     from tba_offload.device.memory import MemoryMeter
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from tba_offload.session.step import Step
     from tba_offload.states import OptimizerStates
     from tba_offload.store.base import ActivationStore, Moved
-    from tba_offload.transfer.ledger import TransferStats
     from tba_offload.transfer.offloader import Offloader
+    from tba_offload.weights import WeightsTraffic
 
 _FIRST = 3
 """Number of the first step that is recorded: states exist, and drives are warm."""
@@ -64,6 +64,7 @@ class StepCurve:
         store: Tells what its drives move.
         watch: Knows what layers leave in memory.
         states: States of optimizers that travel too, in stores of their own; more may come.
+        weights: What frozen weights move, likewise.
     """
 
     def __init__(
@@ -72,11 +73,11 @@ class StepCurve:
         store: ActivationStore,
         watch: MemoryWatch,
         states: Sequence[OptimizerStates],
+        weights: WeightsTraffic,
     ) -> None:
         self._ledger = offloader.ledger
-        self._store = store
+        self._watched = _Watched(store, states, weights)
         self._watch = watch
-        self._states = states
         self._is_on = False
         self._points: list[Point] = []
         self._moves: dict[str, list[Moved]] = {}  # by what the names of drives begin with
@@ -97,13 +98,11 @@ class StepCurve:
         self.stop()
         self._points, self._highest = [], None
         self._each, self._samples = self._samples // _POINTS + 1, 0
-        self._moves = {"": [], STATES: []}
+        self._moves = {"": [], STATES: [], WEIGHTS: []}
         self._is_on = self._was_on = wanted or (meter is not None and _is_due(number + 1))
         self._source = meter.source if meter is not None else ""
         if self._is_on:
-            self._store.watch_moves(self._moves[""].append)
-            for states in self._states:
-                states.watch_moves(self._moves[STATES].append)
+            self._watched.tell({prefix: moves.append for prefix, moves in self._moves.items()})
 
     def seen(self, live: int, _aside: int) -> None:
         """The meter has seen ``live`` bytes in use. Of several moments the one with most of them stays."""
@@ -139,19 +138,22 @@ class StepCurve:
         """Nothing is recorded any more."""
         if self._is_on:
             self._is_on = False
-            self._store.watch_moves(None)
-            for states in self._states:
-                states.watch_moves(None)
+            self._watched.tell({})
 
     def figures(
-        self, step: Step, trace: StepTrace, stats: TransferStats, names: Sequence[str], limits: Limits
+        self,
+        step: Step,
+        trace: StepTrace,
+        waits: Sequence[tuple[float, float]],
+        names: Sequence[str],
+        limits: Limits,
     ) -> dict[str, object] | None:
         """All of it, for the run log; ``None`` of a step that was not recorded.
 
         Args:
             step: The step, which has ended.
             trace: What ran.
-            stats: When training waited.
+            waits: When training waited for I/O: from, until.
             names: Module names of the layers.
             limits: Budget and window.
         """
@@ -164,7 +166,7 @@ class StepCurve:
             return None if seconds is None else round(max(seconds - began, 0.0), 6)
 
         moves = self._moves_since(began)
-        drives = sorted({(move.place.startswith(STATES), move.drive, move.place) for move in moves})
+        drives = sorted({(prefix_of(move.place), move.drive, move.place) for move in moves})
         of_place = {place: number for number, (_, _, place) in enumerate(drives)}
         number_of: dict[int, int] = {}  # of I/O threads, in the order in which each first moved bytes
         return {
@@ -179,7 +181,7 @@ class StepCurve:
             "backward_ends": [at(seconds) for seconds in trace.backward_ends],
             "layers_left": [at(seconds) for seconds in trace.layers_left],
             "updates": [[at(since), at(until)] for since, until in step.updates.times(trace.backward_ends)],
-            "stalls": [[at(since), at(until)] for since, until in stats.stalls[:_MOST_SCOPES]],
+            "stalls": [[at(since), at(until)] for since, until in waits[:_MOST_SCOPES]],
             "budget": limits.budget,
             "window": limits.window,
             "points": [
@@ -202,13 +204,28 @@ class StepCurve:
         }
 
     def _moves_since(self, began: float) -> list[Moved]:
-        """The calls that moved bytes; those of optimizer states name their drives so."""
+        """The calls that moved bytes; those of optimizer states and of weights name their drives so."""
         moves = (
             move._replace(place=f"{prefix}{move.place}")
             for prefix, seen in self._moves.items()
             for move in _few([move for move in list(seen) if move.began >= began])
         )
         return sorted(moves, key=_began)
+
+
+class _Watched(NamedTuple):
+    """What tells of the calls that move bytes."""
+
+    store: ActivationStore
+    states: Sequence[OptimizerStates]
+    weights: WeightsTraffic
+
+    def tell(self, seen: Mapping[str, Callable[[Moved], object]]) -> None:
+        """Has functions told, by what the names of drives begin with; others are told no more."""
+        self.store.watch_moves(seen.get(""))
+        for states in self.states:
+            states.watch_moves(seen.get(STATES))
+        self.weights.watch_moves(seen.get(WEIGHTS))
 
 
 def unix_offset_ns() -> int:

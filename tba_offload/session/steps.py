@@ -15,8 +15,6 @@ from tba_offload.session.step import Step
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
 
-    import torch
-
     from tba_offload.capture.trace import StepTrace
     from tba_offload.device import Device
     from tba_offload.report.run_log import StepRecord
@@ -147,7 +145,7 @@ class Steps:
         self._note_overlap(step)
         self._trace_for_planner()
         parts.ranges.begin_step(self.ongoing.number + 1, wanted=step.timeline.is_wanted)
-        step.start(gradients_allocated=all(map(_has_gradient, parts.gradients.parameters())))
+        step.start(gradients_allocated=parts.gradients.all_exist)
         parts.budget.begin_step(step.memory.base_bytes)
         self.ongoing.opened(step)
         parts.memory_watch.started()
@@ -263,11 +261,6 @@ class Steps:
 
 def _nothing() -> None:
     """Steps that are told by hand end where they are told to."""
-
-
-def _has_gradient(parameter: torch.Tensor) -> bool:
-    """Whether the memory of its gradient exists; Megatron's lies in a buffer of its own."""
-    return parameter.grad is not None or getattr(parameter, "main_grad", None) is not None
 
 
 _all: weakref.WeakSet[Steps] = weakref.WeakSet()

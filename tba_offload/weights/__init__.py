@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from tba_offload.weights.frozen import FrozenWeights, offload_frozen
+from tba_offload.weights.traffic import WeightsMoved, WeightsTraffic
 
-__all__ = ["FrozenWeights", "offload_frozen"]
+__all__ = ["FrozenWeights", "WeightsMoved", "WeightsTraffic", "offload_frozen"]

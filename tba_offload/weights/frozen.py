@@ -27,6 +27,7 @@ from tba_offload.store.base import close_after
 from tba_offload.weights.choice import name_others, own_storages
 from tba_offload.weights.in_use import InUse
 from tba_offload.weights.piece import Piece
+from tba_offload.weights.traffic import WeightsTraffic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -85,6 +86,7 @@ class FrozenWeights:
         config: Its store, ``on_full`` and ``min_tensor_bytes`` count.
         count: Told by how many bytes memory of the device grows, or shrinks.
         tell: Called with a line where weights stay in memory.
+        traffic: Takes note of what they move; by default nothing does.
 
     Attributes:
         nbytes: Bytes of all that travel.
@@ -100,6 +102,7 @@ class FrozenWeights:
         *,
         count: Callable[[int], object] = lambda _: None,
         tell: Callable[[str], object] = lambda _: None,
+        traffic: WeightsTraffic | None = None,
     ) -> None:
         self.nbytes = self.resident_bytes = self.peak_bytes = 0
         self._told = count
@@ -119,8 +122,10 @@ class FrozenWeights:
             padded=False,
         )
         self._pieces: list[list[Piece]] = [[] for _ in layers]
+        self._traffic = traffic or WeightsTraffic()
         try:
             self._take_over(chunks, config, homes, tell)
+            self._traffic.begin(homes)
             for number, layer in enumerate(layers):
                 if self._pieces[number]:
                     self._handles += self._watch(layer, number)
@@ -237,8 +242,9 @@ class FrozenWeights:
         for each in (number, *near - {number}):
             for piece in self._pieces[each]:
                 piece.begin()
-        for piece in self._pieces[number]:
-            piece.arrive()
+        with self._traffic.waiting():
+            for piece in self._pieces[number]:
+                piece.arrive()
 
     def ran(self, number: int, output: object) -> None:
         """The forward of a layer has ended."""

@@ -174,6 +174,38 @@ def test_weights_are_no_activations_in_the_run_log(tmp_path: Path) -> None:
     assert peaks[0] == peaks[1]  # what is not counted: gradients, and no weights between steps
 
 
+def test_the_run_log_tells_what_weights_move_and_how_long_layers_wait_for_them(tmp_path: Path) -> None:
+    model, delay, log = Model(), 0.005, tmp_path / "run.jsonl"
+    policy = {
+        "min_tensor_bytes": "2KiB",
+        "weights": {"frozen": "offload"},
+        "store": {"kind": "file", "directories": [str(tmp_path)]},
+    }
+    with inject(f"delay-read:seconds={delay}"), tba.attach(model, policy, run_log=log) as session:
+        for number in range(3):
+            with session.step(trace=number == 2) as step:
+                model(torch.ones(8, WIDTH)).sum().backward()
+        told = step.timeline.event
+    for record in read_run_log(log).steps[1:]:
+        # Of the last layer the weights stay from its forward to its backward.
+        assert record.weights_read_bytes == (2 * LAYERS - 1) * WEIGHTS
+        assert delay < (record.weights_waited_seconds or 0.0) < record.seconds
+    [drive] = [number for number in range(len(told.drives)) if "frozen weights" in told.label_of(number)]
+    moves = [move for move in told.moves if move.drive == drive]
+    assert sum(move.nbytes for move in moves) == (2 * LAYERS - 1) * WEIGHTS
+    assert not any(move.writes for move in moves)
+    assert told.place_of(drive) == told.place_of(0)
+    waited = sum(until - since for since, until in told.stalls)
+    assert waited >= 0.9 * ((step.record.weights_waited_seconds or 0.0) + (step.record.stall_seconds or 0.0))
+
+
+def test_a_run_whose_weights_stay_tells_nothing_of_them(tmp_path: Path) -> None:
+    with tba.attach(Model(), {"store": {"kind": "file", "directories": [str(tmp_path)]}}) as session:
+        with session.step() as step:
+            session.layers[0].module(torch.ones(8, WIDTH))["hidden"].sum().backward()
+    assert step.record.weights_read_bytes is step.record.weights_waited_seconds is None
+
+
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_a_model_of_transformers_with_lora(tmp_path: Path) -> None:
     import peft
