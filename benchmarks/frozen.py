@@ -2,10 +2,11 @@
 
     python benchmarks/frozen.py DIRECTORY
 
-Three models with the same weights take turns, step by step: one keeps its weights, one does so once more as a
-control, and one has its frozen weights offloaded. Printed are the ratios of step times to the first, round by
-round; how much memory malloc has handed out before and after the weights were taken over; and the most bytes
-of them that were in memory. Losses and what is trained are compared bit for bit.
+Models with the same weights take turns, step by step: one keeps its weights, one does so once more as a
+control, and of the others a share of the frozen weights is offloaded, or all of them. Printed are the ratios
+of step times to the first, round by round; how much memory malloc has handed out before and after the weights
+were taken over; and the most bytes of them that were in memory. Losses and what is trained are compared bit
+for bit.
 """
 
 from __future__ import annotations
@@ -87,41 +88,62 @@ def make(layers: int, width: int) -> Lane:
     return Lane(nn.Sequential(*(Layer(width) for _ in range(layers))))
 
 
+def taken_over(lane: Lane, directory: str, share: int, meter: MallocMeter) -> tuple[tba.FrozenWeights, int]:
+    """The frozen weights of a lane, of which a share travels in percent, and by how much live bytes fell."""
+    frozen = "offload" if share == 100 else f"offload-{share}%"
+    policy = {"store": {"directories": [directory]}, "weights": {"frozen": frozen}}
+    before = meter.live()
+    weights = tba.offload_frozen(lane.model, policy, layers=list(lane.model))
+    taken, weights.peak_bytes = before - meter.live(), 0
+    return weights, taken
+
+
 @click.command(help=(__doc__ or "").splitlines()[0])
 @click.argument("directory")
 @click.option("--layers", default=12, show_default=True)
 @click.option("--width", default=1024, show_default=True)
 @click.option("--rows", default=512, show_default=True, help="Of a micro-batch.")
 @click.option("--steps", default=12, show_default=True)
-def main(*, directory: str, layers: int, width: int, rows: int, steps: int) -> None:
+@click.option(
+    "--share",
+    "shares",
+    type=click.IntRange(1, 100),
+    multiple=True,
+    default=[100],
+    show_default=True,
+    help="Percent of the bytes that travel; may be given several times.",
+)
+def main(*, directory: str, layers: int, width: int, rows: int, steps: int, shares: tuple[int, ...]) -> None:
     """Measures and prints."""
-    meter = MallocMeter()
+    kept, control, *others = lanes = [make(layers, width) for _ in range(2 + len(shares))]
     with ExitStack() as stack:
-        lanes = [make(layers, width) for _ in range(3)]
-        before = meter.live()
-        policy = {"store": {"directories": [directory]}}
-        weights = stack.enter_context(tba.offload_frozen(lanes[2].model, policy, layers=list(lanes[2].model)))
-        taken, weights.peak_bytes = before - meter.live(), 0
+        away = [
+            taken_over(lane, directory, share, MallocMeter())
+            for lane, share in zip(others, shares, strict=True)
+        ]
+        for weights, _ in away:
+            stack.enter_context(weights)
         for number in range(steps):
             x = torch.randn(rows, width)
             for lane in lanes if number % 2 else lanes[::-1]:
                 lane.step(x)
-        same = [
-            a.view(torch.int32).equal(b.view(torch.int32))
-            for a, b in zip(lanes[0].results(), lanes[2].results(), strict=True)
-        ]
-        peak, nbytes = weights.peak_bytes, weights.nbytes
-    kept, control, away = (lane.seconds[WARM_UP:] for lane in lanes)
+        peaks = [weights.peak_bytes for weights, _ in away]
+        sizes = [weights.nbytes for weights, _ in away]
     where = f"fp32 on {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
-    click.echo(
-        f"{where}; {layers} layers of width {width}, {rows} rows: {sorted(kept)[len(kept) // 2]:.2f} s a step"
-    )
-    click.echo(
-        f"frozen weights: {readable_size(nbytes)}, malloc's live bytes fell by {readable_size(taken)}; "
-        f"at most {readable_size(peak)} of them were in memory\n"
-        f"step time over keep: {paired_ratio(away, kept)}; keep over keep: {paired_ratio(control, kept)}\n"
-        f"losses and trained parameters identical: {all(same)}"
-    )
+    usual = sorted(kept.seconds[WARM_UP:])[steps // 2 - 1]
+    click.echo(f"{where}; {layers} layers of width {width}, {rows} rows: {usual:.2f} s a step")
+    click.echo(f"keep over keep: {paired_ratio(control.seconds[WARM_UP:], kept.seconds[WARM_UP:])}")
+    for lane, share, nbytes, peak, (_, taken) in zip(others, shares, sizes, peaks, away, strict=True):
+        same = all(
+            a.view(torch.int32).equal(b.view(torch.int32))
+            for a, b in zip(kept.results(), lane.results(), strict=True)
+        )
+        click.echo(
+            f"{share} %, {readable_size(nbytes)}: malloc's live bytes fell by {readable_size(taken)}; at "
+            f"most {readable_size(peak)} of them were in memory; step time over keep: "
+            f"{paired_ratio(lane.seconds[WARM_UP:], kept.seconds[WARM_UP:])}; "
+            f"losses and trained parameters identical: {same}"
+        )
 
 
 if __name__ == "__main__":

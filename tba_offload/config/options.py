@@ -521,16 +521,37 @@ class StatesConfig:
         return self.sub_group_bytes or (_ON_CPU if device_type == "cpu" else _ON_ACCELERATOR)
 
 
+_FROZEN = "keep|offload|offload-([1-9][0-9]?)%"
+_Frozen = Annotated[str, Strict(), WithJsonSchema({"type": "string", "pattern": f"^({_FROZEN})$"})]
+
+
 @_settings
 class WeightsConfig:
     """Where weights are while their layer does not compute.
 
     Attributes:
         frozen: Whether those that are not trained, as the model below LoRA, are kept in memory, or
-            ``offload``: read before the forward and the backward of their layer.
+            ``offload``: read before the forward and the backward of their layer; ``offload-25%`` for a share
+            of their bytes, in whole weights, evenly over the layers.
     """
 
-    frozen: Literal["keep", "offload"] = "keep"
+    frozen: _Frozen = "keep"
+
+    @pydantic.field_validator("frozen")
+    @classmethod
+    def _names_a_share(cls, frozen: str) -> str:
+        if re.fullmatch(_FROZEN, frozen) is None:
+            raise ConfigError(
+                f"{quoted(frozen)} is none of keep, offload, and offload-1% to offload-99%, the share of the "
+                "bytes that travels"
+            )
+        return frozen
+
+    @property
+    def percent(self) -> int:
+        """Percent of the bytes of frozen weights that travel."""
+        found = re.fullmatch(_FROZEN, self.frozen)
+        return int(found[1]) if found is not None and found[1] else 100 * (self.frozen == "offload")
 
 
 @_settings

@@ -163,7 +163,7 @@ def attaching_first(load: Callable[..., Any]) -> Callable[..., Any]:
 
 def can_be_loaded_into(config: OffloadConfig) -> bool:
     """Whether only states are away; a checkpoint of the model comes before weights are."""
-    keeps_weights = config.weights is None or config.weights.frozen == "keep"
+    keeps_weights = config.weights is None or not config.weights.percent
     return config.states is not None and keeps_weights
 
 

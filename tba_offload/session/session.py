@@ -179,7 +179,7 @@ class Session:
                 self.states = tuple(parts.states)
             if choice is not None:
                 choice.begin(self.states)
-            if config.weights is not None and config.weights.frozen == "offload":
+            if config.weights is not None and config.weights.percent:
                 blocks = [layer.module for layer in self.layers]
                 live = parts.gradients.live
                 self.weights = FrozenWeights(

@@ -21,6 +21,7 @@ from tba_offload.errors import SessionError, TransferError
 from tba_offload.layers import untraced
 from tba_offload.layers.nested import TooManyError, tensors_in
 from tba_offload.layers.stack import explicit_layers, find_layers
+from tba_offload.placements.share import Staying
 from tba_offload.states.home import Home, Homes
 from tba_offload.store import open_store
 from tba_offload.store.base import close_after
@@ -58,7 +59,8 @@ def offload_frozen(
 
     Args:
         model: The model, or its chunks.
-        config: As for :func:`tba_offload.attach`; its ``store``, ``on_full`` and ``min_tensor_bytes`` count.
+        config: As for :func:`tba_offload.attach`; its ``store``, ``on_full`` and ``min_tensor_bytes`` count,
+            and the share if its ``weights`` name one.
         layers: The layers, if they cannot be found or others are wanted.
         directories: Where the bytes go, instead of where the policy says: one path, or one for each drive.
 
@@ -83,7 +85,7 @@ class FrozenWeights:
     Args:
         chunks: The model or its chunks.
         layers: In the order in which they run.
-        config: Its store, ``on_full`` and ``min_tensor_bytes`` count.
+        config: Its store, ``on_full``, ``min_tensor_bytes`` and the share of its ``weights`` count.
         count: Told by how many bytes memory of the device grows, or shrinks.
         tell: Called with a line where weights stay in memory.
         traffic: Takes note of what they move; by default nothing does.
@@ -175,7 +177,10 @@ class FrozenWeights:
     def _take_over(
         self, chunks: Sequence[nn.Module], config: OffloadConfig, homes: Homes, tell: Callable[[str], object]
     ) -> None:
+        share = Staying((config.weights.percent if config.weights is not None else 0) or 100)
         for number, parameters in own_storages(chunks, self._layers, config.min_tensor_bytes):
+            if share.stays(parameters[0][1].untyped_storage().nbytes()):
+                continue
             piece = Piece(parameters, Home(homes, parameters[0][0], "frozen weights"), self._grow)
             self._pieces[number].append(piece)  # first: an interrupt must not lose what was sent
             try:

@@ -62,7 +62,7 @@ ALLOWED = {
         "weights",
     },
     "states": {"config", "device", "store"},
-    "weights": {"config", "device", "layers", "states", "store"},
+    "weights": {"config", "device", "layers", "placements", "states", "store"},
     "megatron": {"capture", "config", "effects", "layers", "report", "session", "states", "store"},
     "adapt": {"capture", "config", "plan", "report", "store", "transfer"},
     "what_if": {"config", "plan", "report"},

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tba_offload as tba
-from tba_offload.errors import SessionError, TransferError, UnsupportedError
+from tba_offload.errors import ConfigError, SessionError, TransferError, UnsupportedError
 from tba_offload.report.run_log import MEMORY, read_run_log
 from tba_offload.testing.faults import inject
 
@@ -131,6 +131,29 @@ def test_training_has_the_same_bits_on_the_memory_of_two_layers(
     assert_same(found, expected)
     after = frozen(model)
     assert all(same_bits(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("percent", [10, 50, 90])
+def test_a_share_of_the_bytes_travels_evenly_over_the_layers(percent: int, tmp_path: Path) -> None:
+    expected = trained(Model())
+    model = Model()
+    each = WEIGHTS // 2  # of one weight
+    with offloaded(model, tmp_path, weights={"frozen": f"offload-{percent}%"}) as weights:
+        assert abs(weights.nbytes - percent / 100 * LAYERS * WEIGHTS) <= each / 2
+        away = [bool(layer.one.base.weight.isnan().all()) for layer in model.layers]
+        away += [bool(layer.two.base.weight.isnan().all()) for layer in model.layers]
+        assert sum(away) == weights.nbytes // each
+        weights.peak_bytes = 0
+        found = trained(model)
+        assert each <= weights.peak_bytes <= min(2 * WEIGHTS, weights.nbytes)
+    assert_same(found, expected)
+    assert not any(parameter.isnan().any() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("wrong", ["offload-0%", "offload-100%", "offload-5", "auto", "half"])
+def test_another_share_is_an_error_that_names_the_legal_ones(wrong: str) -> None:
+    with pytest.raises(ConfigError, match="is none of keep, offload, and offload-1% to offload-99%"):
+        tba.OffloadConfig.from_dict({"weights": {"frozen": wrong}})
 
 
 @pytest.mark.parametrize("placement", of_which(PLACEMENTS, "offload", "recompute", "auto"))
