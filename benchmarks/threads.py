@@ -4,7 +4,8 @@
 
 Each way trains a GPT in a process of its own; single steps alternate. Times are of whole steps; beside each
 stands the processor time of all threads of its process. Ratios are to keep, with quartiles; keep runs twice,
-and so does offload: how far these are apart is what the machine does by itself.
+and so does offload: how far these are apart is what the machine does by itself. For each way it also says, of
+a step, how long I/O threads ran, how long the training thread ran, and how long that had work but no core.
 """
 
 from __future__ import annotations
@@ -93,10 +94,26 @@ class ThreadsRunner(GptRunner):
                     os.sched_setaffinity(thread.native_id, last)
 
     def step(self) -> dict[str, Any]:
-        """One step; also the processor seconds of the process."""
-        began = time.process_time()
+        """One step; also the processor seconds of the process, of I/O threads and of the training thread."""
+        began, before = time.process_time(), _threads()
         figures = super().step()
-        return {**figures, "cpu": time.process_time() - began}
+        threads = {name: seconds - before[name] for name, seconds in _threads().items()}
+        return {**figures, "cpu": time.process_time() - began, **threads}
+
+
+def _threads() -> dict[str, float]:
+    """Seconds that I/O threads ran, and that this thread ran, and waited for a core, since they began."""
+    ran, waited, _ = Path("/proc/thread-self/schedstat").read_text().split()
+    clocks = [
+        time.pthread_getcpuclockid(thread.ident)
+        for thread in threading.enumerate()
+        if thread.name.startswith(("tba-write", "tba-read")) and thread.ident is not None
+    ]
+    return {
+        "io": sum(map(time.clock_gettime, clocks)),
+        "training": int(ran) / 1e9,
+        "no_core": int(waited) / 1e9,
+    }
 
 
 @click.command(help=(__doc__ or "").splitlines()[0])
@@ -140,11 +157,16 @@ def main(
         for figure in ("seconds", "cpu"):
             pairs = [(ours[figure], base[figure]) for ours, base in rounds if "peak" not in ours]
             found[figure] = paired_ratio([ours for ours, _ in pairs], [base for _, base in pairs])
-        median = statistics.median(ours["seconds"] for ours, _ in rounds)
+        usual = {
+            figure: statistics.median(ours[figure] for ours, _ in rounds if "peak" not in ours)
+            for figure in ("seconds", "io", "training", "no_core")
+        }
         click.echo(
-            f"{name:30} {median:.3f} s, x keep {found['seconds']}; processor time x keep {found['cpu']}"
+            f"{name:30} {usual['seconds']:.3f} s, x keep {found['seconds']}; processor time x keep "
+            f"{found['cpu']}; I/O threads {usual['io']:.3f} s, training thread {usual['training']:.3f} s and "
+            f"{usual['no_core']:.3f} s without a core"
         )
-        figures[name] = {key: dataclasses.asdict(spread) for key, spread in found.items()}
+        figures[name] = {key: dataclasses.asdict(spread) for key, spread in found.items()} | {"usual": usual}
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=2) + "\n")
 
