@@ -11,6 +11,7 @@ for bit.
 
 from __future__ import annotations
 
+import statistics
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -103,7 +104,7 @@ def taken_over(lane: Lane, directory: str, share: int, meter: MallocMeter) -> tu
 @click.option("--layers", default=12, show_default=True)
 @click.option("--width", default=1024, show_default=True)
 @click.option("--rows", default=512, show_default=True, help="Of a micro-batch.")
-@click.option("--steps", default=12, show_default=True)
+@click.option("--steps", type=click.IntRange(WARM_UP + 1), default=12, show_default=True)
 @click.option(
     "--share",
     "shares",
@@ -117,12 +118,10 @@ def main(*, directory: str, layers: int, width: int, rows: int, steps: int, shar
     """Measures and prints."""
     kept, control, *others = lanes = [make(layers, width) for _ in range(2 + len(shares))]
     with ExitStack() as stack:
-        away = [
-            taken_over(lane, directory, share, MallocMeter())
-            for lane, share in zip(others, shares, strict=True)
-        ]
-        for weights, _ in away:
-            stack.enter_context(weights)
+        away = []
+        for lane, share in zip(others, shares, strict=True):
+            away.append(taken_over(lane, directory, share, MallocMeter()))
+            stack.enter_context(away[-1][0])
         for number in range(steps):
             x = torch.randn(rows, width)
             for lane in lanes if number % 2 else lanes[::-1]:
@@ -130,7 +129,7 @@ def main(*, directory: str, layers: int, width: int, rows: int, steps: int, shar
         peaks = [weights.peak_bytes for weights, _ in away]
         sizes = [weights.nbytes for weights, _ in away]
     where = f"fp32 on {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
-    usual = sorted(kept.seconds[WARM_UP:])[steps // 2 - 1]
+    usual = statistics.median(kept.seconds[WARM_UP:])
     click.echo(f"{where}; {layers} layers of width {width}, {rows} rows: {usual:.2f} s a step")
     click.echo(f"keep over keep: {paired_ratio(control.seconds[WARM_UP:], kept.seconds[WARM_UP:])}")
     for lane, share, nbytes, peak, (_, taken) in zip(others, shares, sizes, peaks, away, strict=True):

@@ -432,7 +432,7 @@ _ON_CPU, _ON_ACCELERATOR = 64 * 2**20, 256 * 2**20
 1.6 times as long with 64 MiB, and a whole step with ``when: backward`` 1.4 times."""
 
 
-_UPDATES = "device|host|auto|host-([1-9][0-9]?)%"
+_UPDATES = "device|host|auto|host-[1-9][0-9]?%"
 _Update = Annotated[str, Strict(), WithJsonSchema({"type": "string", "pattern": f"^({_UPDATES})$"})]
 
 
@@ -507,10 +507,7 @@ class StatesConfig:
     @property
     def host_percent(self) -> int | None:
         """Percent of the sub-groups that the processor updates; ``None`` if that is to be found out."""
-        found = re.fullmatch(_UPDATES, self.update)
-        if found is None or self.update == "auto":
-            return None
-        return int(found[1] or (100 if self.update == "host" else 0))
+        return None if self.update == "auto" else _percent(self.update, "host")
 
     def sub_group_on(self, device_type: str) -> int:
         """Bytes of states that travel as one on a device.
@@ -521,7 +518,7 @@ class StatesConfig:
         return self.sub_group_bytes or (_ON_CPU if device_type == "cpu" else _ON_ACCELERATOR)
 
 
-_FROZEN = "keep|offload|offload-([1-9][0-9]?)%"
+_FROZEN = "keep|offload|offload-[1-9][0-9]?%"
 _Frozen = Annotated[str, Strict(), WithJsonSchema({"type": "string", "pattern": f"^({_FROZEN})$"})]
 
 
@@ -550,8 +547,13 @@ class WeightsConfig:
     @property
     def percent(self) -> int:
         """Percent of the bytes of frozen weights that travel."""
-        found = re.fullmatch(_FROZEN, self.frozen)
-        return int(found[1]) if found is not None and found[1] else 100 * (self.frozen == "offload")
+        return _percent(self.frozen, "offload")
+
+
+def _percent(value: str, whole: str) -> int:
+    """What a value such as ``host-25%`` names: 100 where it is the whole word, 0 where it is another one."""
+    found = re.fullmatch(f"{whole}-([1-9][0-9]?)%", value)
+    return int(found[1]) if found is not None else 100 * (value == whole)
 
 
 @_settings

@@ -1,4 +1,4 @@
-"""Which activations of a layer stay where only a share of its bytes travels."""
+"""Which activations of a layer, or weights of a model, stay where only a share of the bytes travels."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
 
 
 class Staying:
-    """Decides of one activation after the other, in the order of saving, whether it stays.
+    """Decides of one activation or weight after the other, in their order, whether it stays.
 
-    Activations stay whole, so no byte is copied, and nothing has to be known of what a layer will save.
-    Those that travel lie as evenly between the others as their sizes allow, so that a drive is not given much
-    at once. The share is met to within half of the largest activation.
+    They stay whole, so no byte is copied, and nothing has to be known of those to come. Those that travel lie
+    as evenly between the others as their sizes allow, so that a drive is not given much at once. The share is
+    met to within half of the largest.
 
     Args:
         percent: Of the bytes, how many travel.
@@ -26,7 +26,7 @@ class Staying:
         self._owed = 0  # hundredths of bytes that should have stayed by now, less those that have
 
     def stays(self, nbytes: int) -> bool:
-        """Whether the next activation stays.
+        """Whether the next one stays.
 
         Args:
             nbytes: Its size; 0 of one that counts neither way.

@@ -172,9 +172,10 @@ class StepRecord:
             in the step and since the last one; none where a GPU computes them.
         drives_out_of_service: Drives that take no writes at the end of the step: a write to them failed, or
             found no room.
-        weights_read_bytes: Bytes of frozen weights that were read, in the step and since the last one; None
-            where none are offloaded.
-        weights_waited_seconds: Time that layers waited for them, no part of ``stall_seconds``; likewise.
+        weights_read_bytes: Bytes of frozen weights that were read in the step; None where the session has
+            none offloaded.
+        weights_waited_seconds: Time that the training thread waited for them, no part of ``stall_seconds``;
+            likewise.
         left_alone_scopes: Executions of layers inside saved-tensor hooks of other code, not captured.
         planning_seconds: How long training waited for the planner before the step; None if there is none.
         predicted_peak_bytes: What the plan predicted for the activation peak; None before there is a plan.

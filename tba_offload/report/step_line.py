@@ -27,8 +27,9 @@ def describe_step(record: StepRecord) -> str:
     }
     parts += [f"{readable_size(nbytes)} {what}" for what, nbytes in moved.items() if nbytes]
     if record.weights_read_bytes:
-        read, waited = record.weights_read_bytes, record.weights_waited_seconds or 0.0
-        parts.append(f"{readable_size(read)} of frozen weights read, {significant(waited)} s of waits")
+        waited = record.weights_waited_seconds
+        waits = f", waited for {significant(waited)} s" if waited else ""
+        parts.append(f"{readable_size(record.weights_read_bytes)} of frozen weights read{waits}")
     if record.recomputed_scopes:
         parts.append(f"{record.recomputed_scopes} of {record.scopes} layers recomputed")
     if record.loss is not None:

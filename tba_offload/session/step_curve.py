@@ -76,7 +76,7 @@ class StepCurve:
         weights: WeightsTraffic,
     ) -> None:
         self._ledger = offloader.ledger
-        self._watched = _Watched(store, states, weights)
+        self._movers = _Movers(store, states, weights)
         self._watch = watch
         self._is_on = False
         self._points: list[Point] = []
@@ -102,7 +102,7 @@ class StepCurve:
         self._is_on = self._was_on = wanted or (meter is not None and _is_due(number + 1))
         self._source = meter.source if meter is not None else ""
         if self._is_on:
-            self._watched.tell({prefix: moves.append for prefix, moves in self._moves.items()})
+            self._movers.tell({prefix: moves.append for prefix, moves in self._moves.items()})
 
     def seen(self, live: int, _aside: int) -> None:
         """The meter has seen ``live`` bytes in use. Of several moments the one with most of them stays."""
@@ -138,7 +138,7 @@ class StepCurve:
         """Nothing is recorded any more."""
         if self._is_on:
             self._is_on = False
-            self._watched.tell({})
+            self._movers.tell({})
 
     def figures(
         self,
@@ -213,7 +213,7 @@ class StepCurve:
         return sorted(moves, key=_began)
 
 
-class _Watched(NamedTuple):
+class _Movers(NamedTuple):
     """What tells of the calls that move bytes."""
 
     store: ActivationStore

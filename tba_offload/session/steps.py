@@ -162,6 +162,8 @@ class Steps:
         parts.planning.begin_step()
         parts.offloader.reset_stats()
         parts.store.take_loads()  # those of a failed step belong to none
+        # So are those of evaluations; a compiled model has read the weights of its first layers by now.
+        parts.weights.begin_step(parts.gradients.live.parts[1])
         parts.gradients.begin_step()
         parts.gradients.live.take_most()
         wanted = step.timeline.is_wanted

@@ -162,6 +162,7 @@ class FrozenWeights:
 
     def _close_store(self) -> None:
         if not any(self._pieces):
+            self._traffic.end()
             self._store.close()
 
     def __enter__(self) -> Self:
@@ -177,8 +178,11 @@ class FrozenWeights:
     def _take_over(
         self, chunks: Sequence[nn.Module], config: OffloadConfig, homes: Homes, tell: Callable[[str], object]
     ) -> None:
-        share = Staying((config.weights.percent if config.weights is not None else 0) or 100)
+        percent = (config.weights.percent if config.weights is not None else 0) or 100
+        share = Staying(percent)
+        could_travel = False
         for number, parameters in own_storages(chunks, self._layers, config.min_tensor_bytes):
+            could_travel = True
             if share.stays(parameters[0][1].untyped_storage().nbytes()):
                 continue
             piece = Piece(parameters, Home(homes, parameters[0][0], "frozen weights"), self._grow)
@@ -192,7 +196,10 @@ class FrozenWeights:
                 tell(f"frozen weights stay in memory from here on, since they cannot be written: {error}")
                 return
             self.nbytes += piece.nbytes
-        name_others(self._layers, config.min_tensor_bytes, travels=self.nbytes > 0, tell=tell)
+        name_others(self._layers, config.min_tensor_bytes, travels=could_travel, tell=tell)
+        if could_travel and not self.nbytes:
+            few = f"{percent} % of the bytes are less than half of one"
+            tell(f"no frozen weight travels: {few}; raise weights.frozen")
 
     def _watch(self, layer: nn.Module, number: int) -> Iterator[RemovableHandle]:
         yield layer.register_forward_pre_hook(_Before(self, number), prepend=True)
@@ -235,11 +242,11 @@ class FrozenWeights:
             return
         with self._lock:
             self._in_use.begin(number, within_backward=_current_pass() != -1)
-            self._bring(number, then=number + 1)
+            self._bring(number, then=_next(number, self._pieces))
 
     def _bring(self, number: int, *, then: int) -> None:
         """Has the weights of a layer here, while those of another are on their way."""
-        near = {number, then} & set(range(len(self._pieces)))
+        near = {number, then}
         # Of these others some were read in vain, as of a layer that was left out.
         for other in self._in_memory - near:
             self._send_away(other)
@@ -258,7 +265,7 @@ class FrozenWeights:
             if not self._in_use.end(number):  # it was made again for its backward, which is to come
                 return
             # The last layer is the first that backward comes back to.
-            if not (returns and number == len(self._pieces) - 1):
+            if not (returns and number == _next(number, self._pieces)):
                 self._send_away(number)
 
     def note_return(self, number: int, output: object) -> bool:
@@ -294,7 +301,7 @@ class FrozenWeights:
                 engine.queue_callback(partial(self._pass_ended, threading.get_ident(), this))
             elif before != number:
                 self._send_away(before)
-            self._bring(number, then=number - 1)
+            self._bring(number, then=_next(number, self._pieces, by=-1))
 
     def _pass_ended(self, thread: int, this: int) -> None:
         with self._lock:
@@ -305,8 +312,9 @@ class FrozenWeights:
     def _send_away(self, number: int) -> None:
         """Frees the memory of a layer's weights, unless it computes."""
         if number not in self._in_use:
-            for piece in self._pieces[number]:
-                piece.leave()
+            with self._traffic.waiting():  # for reads in vain
+                for piece in self._pieces[number]:
+                    piece.leave()
             self._in_memory.discard(number)
 
     # ---- checkpoints -----------------------------------------------------------------------------
@@ -336,6 +344,18 @@ class FrozenWeights:
         """They were."""
         with self._lock:
             self._send_away(number)
+
+
+def _next(number: int, pieces: Sequence[Sequence[Piece]], *, by: int = 1) -> int:
+    """The next layer of which a weight travels, after another one; that one itself if there is none.
+
+    Args:
+        number: The other one.
+        pieces: Of each layer.
+        by: 1 as forward goes, -1 as backward does.
+    """
+    others = range(number + by, len(pieces) if by > 0 else -1, by)
+    return next((other for other in others if pieces[other]), number)
 
 
 def _is_made_again() -> bool:

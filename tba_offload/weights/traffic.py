@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from tba_offload.store.base import Moved
 
 _MOST_WAITS = 20_000
-"""Waits that are remembered: those of a step that a run log tells over time."""
+"""Waits that are remembered: more than a layer has two of in any step."""
 
 
 class WeightsMoved(NamedTuple):
@@ -23,7 +24,7 @@ class WeightsMoved(NamedTuple):
     Attributes:
         read_bytes: Bytes that were read.
         waited_seconds: How long layers waited for them.
-        waits: When, by :func:`time.perf_counter`: from, until; the latest, if they were many.
+        waits: When, by :func:`time.perf_counter`: from, until; the latest 20,000.
     """
 
     read_bytes: int
@@ -32,9 +33,13 @@ class WeightsMoved(NamedTuple):
 
 
 class WeightsTraffic:
-    """What the frozen weights of a model move; nothing before some are taken over."""
+    """What the frozen weights of a model move while they live in a store.
+
+    What is noted may be taken by another thread, as where one evaluates while a step ends in another.
+    """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._homes: Homes | None = None
         self._read = 0  # bytes that were taken note of
         self._waited = 0.0
@@ -47,6 +52,11 @@ class WeightsTraffic:
             homes: Where they live from now on.
         """
         self._homes = homes
+        self._read = homes.read_bytes
+
+    def end(self) -> None:
+        """The weights are in memory for good."""
+        self._homes = None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -60,17 +70,31 @@ class WeightsTraffic:
             yield
         finally:
             if homes.waited > before:
-                self._waited += homes.waited - before
-                self._waits.append((began, time.perf_counter()))
+                with self._lock:
+                    self._waited += homes.waited - before
+                    self._waits.append((began, time.perf_counter()))
+
+    def begin_step(self, resident: int) -> None:
+        """A step begins: what was moved before is none of it, but for what is in memory.
+
+        Args:
+            resident: Bytes of weights that are.
+        """
+        if self.take() is not None:
+            with self._lock:
+                self._read -= resident
 
     def take(self) -> WeightsMoved | None:
-        """What was moved since the last call; ``None`` if no weights were taken over."""
-        if self._homes is None:
+        """What was moved since the step began, or the last call; ``None`` without weights in a store."""
+        homes = self._homes
+        if homes is None:
             return None
-        read, self._read = self._homes.read_bytes - self._read, self._homes.read_bytes
-        waited, self._waited = self._waited, 0.0
-        waits = tuple(self._waits)
-        self._waits.clear()
+        with self._lock:
+            now = homes.read_bytes
+            read, self._read = now - self._read, now
+            waited, self._waited = self._waited, 0.0
+            waits = tuple(self._waits)
+            self._waits.clear()
         return WeightsMoved(read, waited, waits)
 
     def watch_moves(self, seen: Callable[[Moved], object] | None) -> None:

@@ -6,6 +6,7 @@ import copy
 import pickle
 import threading
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -143,6 +144,10 @@ def test_a_share_of_the_bytes_travels_evenly_over_the_layers(percent: int, tmp_p
         away = [bool(layer.one.base.weight.isnan().all()) for layer in model.layers]
         away += [bool(layer.two.base.weight.isnan().all()) for layer in model.layers]
         assert sum(away) == weights.nbytes // each
+        in_order = [
+            bool(part.base.weight.isnan().all()) for layer in model.layers for part in (layer.one, layer.two)
+        ]
+        assert all(abs(sum(in_order[:n]) - percent / 100 * n) <= 1 / 2 for n in range(2 * LAYERS + 1))
         weights.peak_bytes = 0
         found = trained(model)
         assert each <= weights.peak_bytes <= min(2 * WEIGHTS, weights.nbytes)
@@ -220,6 +225,92 @@ def test_the_run_log_tells_what_weights_move_and_how_long_layers_wait_for_them(t
     assert told.place_of(drive) == told.place_of(0)
     waited = sum(until - since for since, until in told.stalls)
     assert waited >= 0.9 * ((step.record.weights_waited_seconds or 0.0) + (step.record.stall_seconds or 0.0))
+
+
+def test_where_few_weights_travel_those_of_the_next_layer_are_read_ahead(tmp_path: Path) -> None:
+    model = Model()
+    with offloaded(model, tmp_path, weights={"frozen": "offload-20%"}) as weights:
+        numbers = [
+            number
+            for number, layer in enumerate(model.layers)
+            if any(part.base.weight.isnan().all() for part in (layer.one, layer.two))
+        ]
+        assert any(after - before > 1 for before, after in pairwise(numbers))
+        within: list[int] = []
+        model.layers[numbers[0]].norm.register_forward_hook(lambda *_: within.append(weights.resident_bytes))
+        trained(model, steps=1)
+        assert within
+        assert set(within) == {2 * WEIGHTS // 2}  # its own weight, and that of the next one
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("compiles", [False, True])
+def test_what_evaluations_and_failed_steps_read_belongs_to_no_step(*, compiles: bool, tmp_path: Path) -> None:
+    model, x = Model(), torch.ones(8, WIDTH)
+    run = torch.compile(model, backend="eager") if compiles else model
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    policy = {
+        "min_tensor_bytes": "2KiB",
+        "weights": {"frozen": "offload"},
+        "store": {"kind": "file", "directories": [str(tmp_path)]},
+    }
+    with inject("delay-read:seconds=0.005"), tba.attach(model, policy) as session:
+        for _ in range(3):
+            run(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with pytest.raises(RuntimeError, match="on purpose"), session.step():
+                model(x)
+                raise RuntimeError("on purpose")
+            with torch.no_grad():
+                for _ in range(5):
+                    model(x)
+        records = session.report()
+    for record in records:
+        assert record.weights_read_bytes == (2 * LAYERS - 1) * WEIGHTS
+        assert (record.weights_waited_seconds or 0.0) <= record.seconds
+
+
+@pytest.mark.parametrize("left_out", [0, LAYERS - 1])
+def test_waits_for_reads_in_vain_are_told_too(left_out: int, tmp_path: Path) -> None:
+    model, delay = Model(), 0.1
+    for layer in model.layers[:left_out]:  # backward ends above them
+        layer.requires_grad_(requires_grad=False)
+    policy = {
+        "min_tensor_bytes": "2KiB",
+        "weights": {"frozen": "offload"},
+        "store": {"kind": "file", "directories": [str(tmp_path)]},
+    }
+    computing = []
+    with tba.attach(model, policy) as session:
+        for fault in (None, None, f"delay-read:seconds={delay}"):
+            with nullcontext() if fault is None else inject(fault), session.step() as step:
+                model(torch.ones(8, WIDTH)).sum().backward()
+            computing.append(step.record.seconds - (step.record.weights_waited_seconds or 0.0))
+    assert computing[2] < computing[1] + delay
+
+
+def test_once_they_are_back_nothing_is_told_of_them(tmp_path: Path) -> None:
+    model = Model()
+    policy = {"weights": {"frozen": "offload"}, "store": {"kind": "file", "directories": [str(tmp_path)]}}
+    with tba.attach(model, policy | {"min_tensor_bytes": "2KiB"}) as session:
+        assert session.weights is not None
+        session.weights.close()
+        with session.step() as step:
+            model(torch.ones(8, WIDTH)).sum().backward()
+    assert step.record.weights_read_bytes is step.record.weights_waited_seconds is None
+
+
+@pytest.mark.parametrize("has_others", [False, True])
+def test_a_share_that_is_too_small_is_told(
+    *, has_others: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Model()
+    if has_others:
+        quantize(model, ("one",))
+    with offloaded(model, tmp_path, weights={"frozen": "offload-1%"}) as weights:
+        assert weights.nbytes == 0
+    assert "no frozen weight travels: 1 % of the bytes are less than half of one" in caplog.text
 
 
 def test_a_run_whose_weights_stay_tells_nothing_of_them(tmp_path: Path) -> None:
