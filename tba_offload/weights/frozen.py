@@ -198,8 +198,10 @@ class FrozenWeights:
             self.nbytes += piece.nbytes
         name_others(self._layers, config.min_tensor_bytes, travels=could_travel, tell=tell)
         if could_travel and not self.nbytes:
-            few = f"{percent} % of the bytes are less than half of one"
-            tell(f"no frozen weight travels: {few}; raise weights.frozen")
+            tell(
+                f"no frozen weight travels: {percent} % of the bytes are less than half of one; "
+                "raise weights.frozen"
+            )
 
     def _watch(self, layer: nn.Module, number: int) -> Iterator[RemovableHandle]:
         yield layer.register_forward_pre_hook(_Before(self, number), prepend=True)
