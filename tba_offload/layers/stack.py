@@ -153,6 +153,11 @@ def explicit_layers(model: nn.Module | Sequence[nn.Module], modules: Sequence[nn
     for number, module in enumerate(modules):
         if module not in names:
             raise UnsupportedError(f"layer {number} ({type(module).__name__}) is not a module of the model")
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and not _is_called(module):
+            raise UnsupportedError(
+                f"layer {number} ({names[module][1]}) is a {type(module).__name__}, which is never called; "
+                "name the modules in it that are"
+            )
         chunk, name = names[module]
         layers.append(Layer(LayerId(number, name or type(module).__name__), module, chunk))
     layers = _distinct(layers)
@@ -189,7 +194,7 @@ def _stacks(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Module]]]:
     for name, module in model.named_modules():
         if any(name.startswith(outer) for outer in inside):
             continue
-        blocks = _members(module)
+        blocks = _rows(_members(module))
         if _is_stack(list(blocks.values()), may_differ=not isinstance(module, nn.Sequential)):
             inside.append(f"{name}." if name else "")
             yield name or type(module).__name__, blocks
@@ -202,6 +207,21 @@ def _members(module: nn.Module) -> dict[str, nn.Module]:
     if isinstance(module, nn.ModuleList | nn.Sequential):
         return {str(place): member for place, member in enumerate(module)}
     return {}
+
+
+def _rows(members: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """The blocks in the lists of a list, which the model calls one by one; other members as they are.
+
+    lucidrains' models have a list of rows, each of attention and feed-forward, and no module that is a layer.
+    """
+    if len(members) < 2 or not all(type(row) is nn.ModuleList for row in members.values()):
+        return members
+    return {
+        f"{place}.{within}": block
+        for place, row in members.items()
+        for within, block in row._modules.items()
+        if block is not None and _is_block(block)
+    }
 
 
 def _is_stack(blocks: list[nn.Module], *, may_differ: bool) -> bool:
@@ -218,13 +238,15 @@ def _is_block(module: nn.Module) -> bool:
     Lists of modules never are, nor are bare ``nn.Module`` objects that hold the parts of a stage together, as
     the autoencoders of latent diffusion have them: they have no forward of their own.
     """
-    forward = getattr(module, "forward", None)  # TorchScript may leave it out
     return (
-        forward is not None
-        and getattr(forward, "__func__", None) is not nn.Module.forward
-        and any(True for _ in module.children())
-        and any(True for _ in module.parameters())
+        _is_called(module) and any(True for _ in module.children()) and any(True for _ in module.parameters())
     )
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether a module has a forward of its own."""
+    forward = getattr(module, "forward", None)  # TorchScript may leave it out
+    return forward is not None and getattr(forward, "__func__", None) is not nn.Module.forward
 
 
 def _consist_of_stacks(blocks: list[nn.Module]) -> bool:

@@ -253,7 +253,11 @@ def _modules_of(layer: nn.Module) -> Iterator[nn.Module]:
     while waiting:
         module = waiting.pop()
         yield module
-        waiting += (child for child in module._modules.values() if child and not isinstance(child, sharded))
+        waiting += (
+            child
+            for child in module._modules.values()
+            if child is not None and not isinstance(child, sharded)
+        )
 
 
 def _contains(module: nn.Module, layer: nn.Module) -> bool:

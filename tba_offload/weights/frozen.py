@@ -215,6 +215,7 @@ class FrozenWeights:
             if not own:
                 continue
             found = list(dict.fromkeys(pieces[id(parameter)] for parameter in own))
+            yield owner.register_forward_pre_hook(_Part(self, number), prepend=True)
             yield owner.register_forward_hook(_Output(self, number))
             yield owner.register_state_dict_post_hook(_Saved(self, number, found))  # type: ignore[no-untyped-call]
             yield owner.register_load_state_dict_pre_hook(_Load(self, number, found))  # type: ignore[no-untyped-call]
@@ -234,16 +235,28 @@ class FrozenWeights:
             TransferError: Its weights cannot be read.
             SessionError: One was changed while it was away, or a transform of ``torch.func`` runs the layer.
         """
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise SessionError(
-                "transforms of torch.func cannot run layers whose frozen weights are in the store; "
-                "close them first"
-            )
+        _check_no_transform()
         if _is_made_again():
             self.returned(number)
             return
         with self._lock:
             self._in_use.begin(number, within_backward=_current_pass() != -1)
+            self._bring(number, then=_next(number, self._pieces))
+
+    def part_begins(self, number: int) -> None:
+        """The forward of a module in a layer begins; its layer may not run at all, as in ``layer.step()``.
+
+        Raises:
+            TransferError: Its weights cannot be read.
+            SessionError: As in :meth:`begins`.
+        """
+        if number in self._in_use:
+            return
+        _check_no_transform()
+        if _is_made_again():
+            self.returned(number)
+            return
+        with self._lock:
             self._bring(number, then=_next(number, self._pieces))
 
     def _bring(self, number: int, *, then: int) -> None:
@@ -360,6 +373,14 @@ def _next(number: int, pieces: Sequence[Sequence[Piece]], *, by: int = 1) -> int
     return next((other for other in others if pieces[other]), number)
 
 
+def _check_no_transform() -> None:
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise SessionError(
+            "transforms of torch.func cannot run layers whose frozen weights are in the store; "
+            "close them first"
+        )
+
+
 def _is_made_again() -> bool:
     """Whether a forward is one that backward asks for; without gradients it is an evaluation in a hook."""
     return _current_pass() != -1 and torch.is_grad_enabled()
@@ -391,6 +412,12 @@ class _After(_Hook):
     @untraced.hook
     def __call__(self, _layer: nn.Module, _arguments: object, output: object) -> None:
         self._weights.ran(self._number, output)
+
+
+class _Part(_Hook):
+    def __call__(self, *_: object) -> None:
+        if not torch.compiler.is_compiling():  # what is compiled runs within its layer
+            self._weights.part_begins(self._number)
 
 
 class _Output(_Hook):

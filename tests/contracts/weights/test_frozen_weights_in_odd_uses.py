@@ -22,6 +22,30 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+def without_its_layer(model: Model, x: Tensor) -> Tensor:
+    """A part of each layer runs, as where a model generates by ``layer.step()``."""
+    for layer in model.layers:
+        x = layer.two(torch.nn.functional.gelu(layer.one(x)))
+    return x.sum()
+
+
+def test_a_part_that_runs_without_its_layer_has_its_weights(tmp_path: Path) -> None:
+    model, plain = Model().eval(), Model().eval()
+    expected = without_its_layer(plain, rows())
+    expected.backward()
+    with offloaded(model, tmp_path) as weights:
+        with torch.no_grad():
+            assert same_bits(without_its_layer(model, rows()), expected.detach())
+        weights.peak_bytes = 0
+        found = without_its_layer(model, rows())
+        found.backward()
+        assert WEIGHTS <= weights.peak_bytes <= 2 * WEIGHTS
+    assert same_bits(found.detach(), expected.detach())
+    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (mine.grad is None) == (its.grad is None)
+        assert mine.grad is None or its.grad is None or same_bits(mine.grad, its.grad)
+
+
 def rows() -> Tensor:
     return torch.arange(8 * WIDTH).reshape(8, WIDTH).div(400).sin().requires_grad_()
 

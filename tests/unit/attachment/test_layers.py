@@ -153,7 +153,23 @@ def test_stages_of_several_classes_are_no_layers() -> None:
 def test_a_list_is_no_layer() -> None:
     """Nothing calls it; Funnel has lists of lists."""
     model = Parts(blocks=nn.ModuleList([blocks(2), blocks(1)]))
-    assert [layer.id.name for layer in find_layers(model).layers] == ["blocks.0.0", "blocks.0.1"]
+    assert [layer.id.name for layer in find_layers(model).layers] == [
+        *("blocks.0.0", "blocks.0.1", "blocks.1.0"),
+    ]
+
+
+def test_the_blocks_of_rows_are_layers() -> None:
+    """As some vision transformers have them: rows of attention and feed-forward, and perhaps more."""
+    rows = [nn.ModuleList([Block(), OtherBlock(), nn.Identity()]) for _ in range(3)]
+    assert [layer.id.name for layer in find_layers(Parts(layers=nn.ModuleList(rows))).layers] == [
+        f"layers.{row}.{within}" for row in range(3) for within in range(2)
+    ]
+
+
+def test_a_list_that_is_named_as_a_layer_is_an_error() -> None:
+    model = Parts(rows=nn.ModuleList(nn.ModuleList([Block()]) for _ in range(2)))
+    with pytest.raises(UnsupportedError, match=r"layer 0 \(rows.0\) is a ModuleList, which is never called"):
+        explicit_layers(model, list(model.rows))
 
 
 def test_a_module_without_a_forward_is_no_layer() -> None:

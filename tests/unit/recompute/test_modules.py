@@ -169,6 +169,33 @@ def test_what_a_second_run_changes_is_put_back() -> None:
     assert found.are_as_found()
 
 
+class Unsized(nn.Module):
+    """As what ``torch.compile`` makes of a module: it has no length, and says so by an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __len__(self) -> int:
+        raise TypeError("no length")
+
+
+class Empty(Unsized):
+    def __len__(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("kind", [Unsized, Empty])
+def test_a_part_is_looked_at_whatever_its_length(kind: type[Unsized]) -> None:
+    layer = Layer()
+    layer.part = part = kind()
+    found = Modules(layer)
+    with ExitStack() as undo:
+        found.put_back(undo.callback)
+        part.count = 1
+    assert part.count == 0
+
+
 def test_a_later_change_is_not_lost_by_an_earlier_run() -> None:
     """A run in between has another look, and each second run finds what its first one did."""
     layer = Layer()
