@@ -228,35 +228,31 @@ class FrozenWeights:
 
     # ---- while the model runs --------------------------------------------------------------------
 
-    def begins(self, number: int) -> None:
+    def begins(self, number: int, *, is_part: bool = False) -> None:
         """The forward of a layer begins: for the first time, or once more because backward has come to it.
+
+        Args:
+            number: The layer.
+            is_part: It is that of a module in it, whose layer may not run at all, as in ``layer.step()``.
 
         Raises:
             TransferError: Its weights cannot be read.
             SessionError: One was changed while it was away, or a transform of ``torch.func`` runs the layer.
         """
-        _check_no_transform()
+        with self._lock:
+            if is_part and number in self._in_use:
+                return
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise SessionError(
+                "transforms of torch.func cannot run layers whose frozen weights are in the store; "
+                "close them first"
+            )
         if _is_made_again():
             self.returned(number)
             return
         with self._lock:
-            self._in_use.begin(number, within_backward=_current_pass() != -1)
-            self._bring(number, then=_next(number, self._pieces))
-
-    def part_begins(self, number: int) -> None:
-        """The forward of a module in a layer begins; its layer may not run at all, as in ``layer.step()``.
-
-        Raises:
-            TransferError: Its weights cannot be read.
-            SessionError: As in :meth:`begins`.
-        """
-        if number in self._in_use:
-            return
-        _check_no_transform()
-        if _is_made_again():
-            self.returned(number)
-            return
-        with self._lock:
+            if not is_part:
+                self._in_use.begin(number, within_backward=_current_pass() != -1)
             self._bring(number, then=_next(number, self._pieces))
 
     def _bring(self, number: int, *, then: int) -> None:
@@ -373,14 +369,6 @@ def _next(number: int, pieces: Sequence[Sequence[Piece]], *, by: int = 1) -> int
     return next((other for other in others if pieces[other]), number)
 
 
-def _check_no_transform() -> None:
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise SessionError(
-            "transforms of torch.func cannot run layers whose frozen weights are in the store; "
-            "close them first"
-        )
-
-
 def _is_made_again() -> bool:
     """Whether a forward is one that backward asks for; without gradients it is an evaluation in a hook."""
     return _current_pass() != -1 and torch.is_grad_enabled()
@@ -417,7 +405,7 @@ class _After(_Hook):
 class _Part(_Hook):
     def __call__(self, *_: object) -> None:
         if not torch.compiler.is_compiling():  # what is compiled runs within its layer
-            self._weights.part_begins(self._number)
+            self._weights.begins(self._number, is_part=True)
 
 
 class _Output(_Hook):
