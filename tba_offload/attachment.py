@@ -91,7 +91,7 @@ def attach(
         chunks = list(model) if isinstance(model, Sequence) else [model]
         stack = _find(chunks) if layers is None else _named(chunks, layers)
         if stack.left_out:
-            tell(f"{', '.join(stack.left_out)}: {_LEFT_OUT}")
+            tell(f"{', '.join(map(str, stack.left_out))}: {_LEFT_OUT}")
         chosen = _configured(config, directories, stack)
         ids = [layer.id for layer in stack.layers]
         effects.warn(chosen, ids, on_cpu=_is_on_cpu(chunks), stacklevel=2)
@@ -118,8 +118,8 @@ def attach(
 
 
 _LEFT_OUT = (
-    "these blocks are none of the layers that were found, so what they save stays in memory; name all that "
-    "are to be placed: attach(model, config, layers=[...])"
+    "these blocks are none of the layers that were found, so what they save stays in memory, and frozen "
+    "weights of theirs too; name all that are to be placed: attach(model, config, layers=[...])"
 )
 
 

@@ -110,6 +110,10 @@ class Gradients:
         """Whether all that this step has made belong to parameters of these ids."""
         return self._born.keys() <= parameters
 
+    def reached(self, module: nn.Module) -> bool:
+        """Whether this step has made a gradient of a parameter of a module."""
+        return any(id(parameter) in self._born for parameter in torch.nn.Module.parameters(module))
+
     def close(self) -> None:
         """Takes the hooks off."""
         _unwatch(self._watched)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -41,6 +41,22 @@ class Layer:
     chunk: int = 0
 
 
+class LeftOut(NamedTuple):
+    """A list of blocks that are none of the layers.
+
+    Attributes:
+        name: Where it is.
+        blocks: Its blocks.
+    """
+
+    name: str
+    blocks: tuple[nn.Module, ...]
+
+    def __str__(self) -> str:
+        kinds = " and ".join(sorted(kind.__name__ for kind in _kinds(self.blocks)))
+        return f"{self.name} ({len(self.blocks)} of {kinds})"
+
+
 @dataclass(frozen=True)
 class LayerStack:
     """The layers of a model and what its framework does differently.
@@ -54,7 +70,7 @@ class LayerStack:
             :data:`tba_offload.capture.recipes.Maker` for each.
         generators: What random numbers come from on a device.
         not_compared: Why a layer must not be run once more than training has it run; ``None`` if it may.
-        left_out: Lists of other blocks that have a share of the parameters, by name, number and class.
+        left_out: Lists of other blocks that have a share of the parameters.
     """
 
     layers: tuple[Layer, ...]
@@ -63,7 +79,7 @@ class LayerStack:
     functions: Mapping[type, Callable[..., Any]] = field(default_factory=dict)
     generators: Callable[[torch.device], Sequence[Generator]] = generators_of
     not_compared: Callable[[nn.Module], str | None] = lambda _: None
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
 
 
 def find_layers(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
@@ -108,15 +124,11 @@ def find_layers(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
             layers.append(Layer(LayerId(next(counts[stack]), f"{name}.{key}", stack), block, chunk))
     least = LEAST_LEFT_OUT * _parameter_count(layer.module for layer in layers)
     left_out = (
-        _told(name, blocks) for _, name, blocks in others if _parameter_count(blocks.values()) >= least
+        LeftOut(name, tuple(blocks.values()))
+        for _, name, blocks in others
+        if _parameter_count(blocks.values()) >= least
     )
     return LayerStack(_counted(_distinct(layers)), left_out=tuple(left_out))
-
-
-def _told(name: str, blocks: Mapping[str, nn.Module]) -> str:
-    """A list of blocks in words."""
-    kinds = " and ".join(sorted(kind.__name__ for kind in _kinds(blocks.values())))
-    return f"{name} ({len(blocks)} of {kinds})"
 
 
 def _distinct(layers: Sequence[Layer]) -> list[Layer]:

@@ -28,6 +28,12 @@ WORTH = 1 / 32
 _MOST = 1 / 2
 """Share of what layers save, or of their runs, from which on a cause leaves the policy without effect."""
 
+_SWITCHES = (
+    "gradient_checkpointing=False of a Hugging Face trainer, model.gradient_checkpointing_disable(), "
+    "disable_gradient_checkpointing() of diffusers, set_grad_checkpointing(False) of timm and open_clip"
+)
+"""Calls by which frameworks leave checkpointing."""
+
 _HUGE = 2.0
 """Bytes of a huge layer, in those of the median layer, from which on it is named."""
 
@@ -100,9 +106,8 @@ def _left_alone(evidence: Evidence) -> Iterator[Finding]:
         evidence.without(lambda phase: int(share * phase.of("kept"))),
         f"{step.left_alone_scopes} of {runs} runs of layers take place inside a checkpoint or other "
         "saved-tensor hooks of the framework, where tba-offload cannot see what they save",
-        "switch the framework's own activation checkpointing off (as by "
-        "model.gradient_checkpointing_disable()) and let the policy place the layers: recompute-offload "
-        "recomputes as it does, and frees the inputs as well",
+        f"switch the framework's own activation checkpointing off ({_SWITCHES}), and let the policy place "
+        "the layers: recompute-offload recomputes as it does, and frees the inputs as well",
         blocks=share >= _MOST,
         is_news=True,
     )
@@ -117,8 +122,7 @@ def _checkpointed(evidence: Evidence) -> Iterator[Finding]:
         evidence.without(lambda phase: phase.of("running") // 2 if phase.name == "backward" else 0),
         f"gradient checkpointing is switched on in {memory.checkpointed} of {len(memory.names)} layers: "
         "backward computes them again whatever their placement, and has all that a layer saves in memory",
-        "switch it off (gradient_checkpointing=False of a Hugging Face trainer, or "
-        "model.gradient_checkpointing_disable()), and let the policy place the layers",
+        f"switch it off ({_SWITCHES}), and let the policy place the layers",
         blocks=memory.checkpointed >= _MOST * len(memory.names),
         is_news=True,
     )
@@ -328,15 +332,23 @@ def _loss(evidence: Evidence) -> Iterator[Finding]:
 
 def _not_attached(evidence: Evidence) -> Iterator[Finding]:
     memory = evidence.memory
-    if memory is None or not memory.not_attached:
+    if memory is None:
         return
-    nbytes = memory.not_attached * evidence.saved_bytes // max(evidence.step.scopes, 1)
+    alike, others = memory.not_attached, [words for words, _ in memory.left_out]
+    count = alike + sum(blocks for _, blocks in memory.left_out)
+    if not count:
+        return
+    # Blocks of other classes are taken to save as much as a layer does.
+    nbytes = count * evidence.saved_bytes // max(evidence.step.scopes, 1)
+    found = [*([f"{alike} modules of the same class as the layers"] * (alike > 0)), *others]
     yield Finding(
         "layers not attached",
         evidence.without(lambda phase: min(phase.of("running", "beside"), nbytes)),
-        f"{memory.not_attached} modules of the same class as the layers are not among these, and keep all "
-        f"that they save, about {readable_size(nbytes)}",
-        "leave out layers=... in attach, or name them there too",
+        f"{' and '.join(found)} are not among the layers, and keep all that they save, about "
+        f"{readable_size(nbytes)}",
+        "name all that are to be placed: attach(model, policy, layers=[...])"
+        if others
+        else "leave out layers=... in attach, or name them there too",
     )
 
 

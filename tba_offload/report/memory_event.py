@@ -78,6 +78,7 @@ class MemoryEvent(BaseModel):
             backward take beyond what was there before.
         checkpointed: How many of the layers their own framework has run again in backward.
         not_attached: How many modules of the same classes are not among the layers.
+        left_out: Lists of trained blocks of other classes that are not either, in words, with their numbers.
         head: Bytes of the largest trained parameter beside the layers, which a loss may need a gradient of.
         frozen_weights: Bytes of frozen weights of layers that could be offloaded and are in memory.
         frozen_at_once: Those of them that would be in memory at a time: of the two largest layers.
@@ -95,6 +96,7 @@ class MemoryEvent(BaseModel):
     layers: Annotated[list[tuple[Bytes, Bytes, Bytes]], Field(max_length=10_000)]
     checkpointed: Bytes = 0  # earlier logs tell neither
     not_attached: Bytes = 0
+    left_out: Annotated[list[tuple[_Word, _Number]], Field(max_length=1000)] = []
     head: Bytes = 0
     frozen_weights: Bytes = 0
     frozen_at_once: Bytes = 0

@@ -108,6 +108,11 @@ class Conclusions:
                 **frozen_bytes(parts.modules, layers, parts.capture.min_tensor_bytes),
                 "checkpointed": sum(map(is_checkpointed, layers)),
                 "not_attached": _not_attached(parts.modules, layers),
+                "left_out": [
+                    (str(each), len(each.blocks))
+                    for each in parts.left_out
+                    if any(map(parts.gradients.reached, each.blocks))
+                ],
                 **figures,
             },
         )

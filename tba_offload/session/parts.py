@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from tba_offload.config import OffloadConfig
     from tba_offload.device.streams import Device
-    from tba_offload.layers.stack import LayerStack
+    from tba_offload.layers.stack import LayerStack, LeftOut
     from tba_offload.plan.model import Plan
     from tba_offload.session.ongoing import Ongoing
     from tba_offload.session.world import World
@@ -49,6 +49,7 @@ class Parts:
     Attributes:
         modules: The model or its chunks.
         sites: Where the session stands in front of layers.
+        left_out: Blocks that are none of the layers.
         optimizers: Those that were seen to update parameters of the model.
         states: Those that are offloaded.
         weights: What frozen weights move, if they are offloaded.
@@ -57,6 +58,7 @@ class Parts:
 
     modules: Sequence[nn.Module]
     sites: Sequence[Site]
+    left_out: Sequence[LeftOut]
     device: Device
     store: ActivationStore
     offloader: Offloader
@@ -140,6 +142,7 @@ def make_parts(
     return Parts(
         modules=tuple(modules),
         sites=[Site(layer, index) for index, layer in enumerate(stack.layers)],
+        left_out=stack.left_out,
         device=device,
         store=store,
         offloader=offloader,

@@ -271,6 +271,35 @@ def test_layers_that_are_not_attached(tmp_path: Path) -> None:
     assert f"{LAYERS - 2} modules of the same class" in found.findings[0].what
 
 
+class Narrower(Block):
+    """Of another class than the layers."""
+
+
+class TwoStreams(Model):
+    """Blocks of two classes in two lists, as some diffusion transformers have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.singles = nn.ModuleList(Narrower(WIDTH, 3 * WIDTH) for _ in range(2 * LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.singles:
+            x = block(x)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_blocks_of_another_class_are_told_where_they_train(*, trains: bool, tmp_path: Path) -> None:
+    model = TwoStreams()
+    model.layers = nn.ModuleList(Block(WIDTH, 8 * WIDTH) for _ in range(LAYERS))
+    model.singles.requires_grad_(trains)
+    found = trained(tmp_path, model)
+    told = [each.what for each in found.findings if each.cause == "layers not attached"]
+    assert [f"singles ({2 * LAYERS} of Narrower) are not among the layers" in what for what in told] == (
+        [True] * trains
+    )
+
+
 @pytest.mark.filterwarnings("ignore:gradient checkpointing is switched on")
 def test_checkpointing_within_layers(tmp_path: Path) -> None:
     class Inside(Block):
