@@ -215,7 +215,8 @@ class FrozenWeights:
             if not own:
                 continue
             found = list(dict.fromkeys(pieces[id(parameter)] for parameter in own))
-            yield owner.register_forward_pre_hook(_Part(self, number), prepend=True)
+            if owner is not layer:
+                yield owner.register_forward_pre_hook(_Part(self, number), prepend=True)
             yield owner.register_forward_hook(_Output(self, number))
             yield owner.register_state_dict_post_hook(_Saved(self, number, found))  # type: ignore[no-untyped-call]
             yield owner.register_load_state_dict_pre_hook(_Load(self, number, found))  # type: ignore[no-untyped-call]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tba_offload.store.base import Moved
 
 _MOST_WAITS = 20_000
-"""Waits that are remembered: more than a layer has two of in any step."""
+"""Waits that are remembered: as many as a timeline tells."""
 
 
 class WeightsMoved(NamedTuple):
