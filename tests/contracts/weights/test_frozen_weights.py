@@ -108,6 +108,11 @@ def frozen(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
 
 
+def away_of(layer: nn.Module) -> list[bool]:
+    """Of each frozen weight of a layer, in their order, whether it is in the store now."""
+    return [bool(part.base.weight.isnan().all()) for part in (layer.one, layer.two)]
+
+
 def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
     assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
 
@@ -141,13 +146,9 @@ def test_a_share_of_the_bytes_travels_evenly_over_the_layers(percent: int, tmp_p
     each = WEIGHTS // 2  # of one weight
     with offloaded(model, tmp_path, weights={"frozen": f"offload-{percent}%"}) as weights:
         assert abs(weights.nbytes - percent / 100 * LAYERS * WEIGHTS) <= each / 2
-        away = [bool(layer.one.base.weight.isnan().all()) for layer in model.layers]
-        away += [bool(layer.two.base.weight.isnan().all()) for layer in model.layers]
+        away = [is_away for layer in model.layers for is_away in away_of(layer)]
         assert sum(away) == weights.nbytes // each
-        in_order = [
-            bool(part.base.weight.isnan().all()) for layer in model.layers for part in (layer.one, layer.two)
-        ]
-        assert all(abs(sum(in_order[:n]) - percent / 100 * n) <= 1 / 2 for n in range(2 * LAYERS + 1))
+        assert all(abs(sum(away[:n]) - percent / 100 * n) <= 1 / 2 for n in range(2 * LAYERS + 1))
         weights.peak_bytes = 0
         found = trained(model)
         assert each <= weights.peak_bytes <= min(2 * WEIGHTS, weights.nbytes)
@@ -230,11 +231,7 @@ def test_the_run_log_tells_what_weights_move_and_how_long_layers_wait_for_them(t
 def test_where_few_weights_travel_those_of_the_next_layer_are_read_ahead(tmp_path: Path) -> None:
     model = Model()
     with offloaded(model, tmp_path, weights={"frozen": "offload-20%"}) as weights:
-        numbers = [
-            number
-            for number, layer in enumerate(model.layers)
-            if any(part.base.weight.isnan().all() for part in (layer.one, layer.two))
-        ]
+        numbers = [number for number, layer in enumerate(model.layers) if any(away_of(layer))]
         assert any(after - before > 1 for before, after in pairwise(numbers))
         within: list[int] = []
         model.layers[numbers[0]].norm.register_forward_hook(lambda *_: within.append(weights.resident_bytes))
