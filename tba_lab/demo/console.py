@@ -105,6 +105,7 @@ def _settings(
     device_budget: str | None,
     dtype: str,
     hidden: int | None,
+    heads: int | None,
     sequence: int | None,
     steps: int | None,
     batch_sizes: tuple[int, ...],
@@ -119,7 +120,7 @@ def _settings(
 ) -> DemoSettings:
     """The job that the options, and where they say nothing the machine, ask for."""
     from tba_lab.demo.dtype import choose_dtype
-    from tba_lab.demo.fit import TARGET_SECONDS, Wish
+    from tba_lab.demo.fit import TARGET_SECONDS, Wish, heads_for
     from tba_lab.demo.run import DemoSettings, read_policy, refuse_run_logs, strategies_of
     from tba_lab.demo.sizing import fitted
     from tba_lab.megatron_cpu import training_device
@@ -137,7 +138,8 @@ def _settings(
         tuple(sorted(set(batch_sizes))),
         strategies_of(policy, states=states != "keep", control=control),
     )
-    wish = Wish(hidden, sequence, steps, sizes, strategies, {**model, "dtype": chosen.dtype})
+    model |= {"heads": heads or heads_for(hidden), "dtype": chosen.dtype}
+    wish = Wish(hidden, sequence, steps, sizes, strategies, model)
     seconds = min(TARGET_SECONDS, progress.time_limit)
     found = fitted(wish, directories or (output,), seconds=seconds, threads=threads, watch=progress)
     say(str(found))

@@ -56,6 +56,8 @@ long as forward and backward of a small batch."""
 _STATES = 4
 """Of each parameter there is itself, its gradient and two moments of Adam, all in its dtype."""
 
+MOST_HEADS = 12
+
 _HEAD_WIDTH = 16
 """Widths that are tried are multiples of this, for each head."""
 
@@ -194,6 +196,16 @@ class Fit:
             return f"{self.job}, as given: {needs}"
         rest = f"; this still needs {' and '.join(self.broken)}" if self.broken else ""
         return f"{self.job}, fitted to this machine: {self.largest} {needs}{rest}"
+
+
+def heads_for(hidden: int | None) -> int:
+    """Attention heads of a model, at most :data:`MOST_HEADS`, each of an even width for rotary positions.
+
+    Args:
+        hidden: Width of the model; ``None`` if it is going to be a multiple of what is returned.
+    """
+    counts = range(MOST_HEADS, 0, -1)
+    return next((count for count in counts if hidden is None or hidden % (2 * count) == 0), 1)
 
 
 @dataclass(frozen=True)

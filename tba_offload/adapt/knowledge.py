@@ -9,7 +9,6 @@ from tba_offload.adapt.needs import Needs, taken
 from tba_offload.adapt.pace import Pace
 from tba_offload.adapt.phases import Excursion
 from tba_offload.adapt.profiler import profile_of
-from tba_offload.adapt.proposals import offloads_all
 from tba_offload.adapt.rates import Rates
 from tba_offload.plan.sizes import Sizes, StepSize
 from tba_offload.plan.skipped import with_skipped
@@ -108,17 +107,17 @@ class Knowledge:
         """
         record, plan = observation.record, observation.plan
         # A step that has grown on the way ran layers under another plan before.
-        shows_rest = offloads_all(plan) and not self._size.is_mixed
+        rest = None if self._size.is_mixed else observation.rest_bytes
         if self._has_warmed_up:
             self.rates.forget()
             if self._profile is not None:  # in the first step no optimizer can free gradients in backward
                 self._profile = self._profile.without_gradients()
-            if shows_rest:
+            if rest is not None:
                 self.needs.forget_first_step()
         if self.rates.note(observation.loads, fell_back=record.fallback_kept_bytes > 0):
             self.needs.forget_peaks()
-        if shows_rest:
-            self.needs.see_rest(observation.rest_bytes)
+        if rest is not None:
+            self.needs.see_rest(rest)
         self.needs.note_peak(plan, self._peak_in(record), is_largest=self._size.is_largest)
         self.pace.end_last_step()
         if self.is_as_planned and not isinstance(phase, Excursion):

@@ -40,7 +40,7 @@ class Needs:
         self._peaks: dict[Plan, int] = {}  # the highest that was measured under each plan
         self._rests: deque[int] = deque(maxlen=task.tuning.remembered_rests)
         self._rest_over = 0  # of steps that peaked over the budget
-        self._seen_rest = 0  # in steps in which every layer ran with hooks
+        self._seen_rest = 0  # around the loss, where little of the layers may have been in memory
         self._knows_rest = False
 
     def limit(self, task: Task) -> None:
@@ -59,7 +59,7 @@ class Needs:
     def forget_first_step(self) -> None:
         """Forgets the memory of the first step, in which a process allocates much that it needs once.
 
-        The second step shows anew what there is beside the layers, if it offloads them all too.
+        The second step shows anew what there is beside the layers.
         """
         self.forget()
         self._seen_rest = 0
@@ -116,7 +116,7 @@ class Needs:
         return fitting[-1] if fitting else min(self._peaks, key=self._peaks.__getitem__)
 
     def see_rest(self, nbytes: int) -> None:
-        """Notes what was seen beside the layers in a step in which all of them ran with hooks."""
+        """Notes what was seen beside the layers around the loss."""
         self._seen_rest = max(self._seen_rest, nbytes)
 
     def with_rest(

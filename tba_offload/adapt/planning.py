@@ -154,7 +154,7 @@ class Planning:
         loads: Sequence[DriveLoad],
         *,
         began: float,
-        rest_bytes: int,
+        rest_bytes: int | None,
         repeatable: Iterable[int],
         on_device: DeviceTimes | None,
     ) -> dict[str, object] | None:
@@ -164,7 +164,7 @@ class Planning:
             record: The figures of the step.
             loads: What the drives moved.
             began: When it began, by :func:`time.perf_counter`.
-            rest_bytes: Most bytes that were seen beside the activations of layers.
+            rest_bytes: As of :class:`StepObservation`.
             repeatable: Layers that are the same if their forward runs twice.
             on_device: Its times by the clock of a device whose work ends later than the host gave it out.
 

@@ -13,6 +13,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from tba_offload.device.memory import LiveBytes
+from tba_offload.layers.nested import parameters_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -54,7 +55,8 @@ class Gradients:
         self.was_dropped = False
         self._forget_gone()
         parameters = list(self.parameters())  # once: a model may have thousands of modules
-        self.also_watch(parameters)
+        for parameter in parameters:
+            self._watch(parameter)
         self._count(parameters)
         self.all_exist = all(map(_has_gradient, parameters))
         self.live.take_added()
@@ -64,21 +66,17 @@ class Gradients:
 
         Those that were computed, as ``functional_call`` may give the model, get no gradients of their own.
         """
-        for module in self._modules:
-            # By the class's method: Megatron's data-parallel wrapper has attributes of its own.
-            for parameter in torch.nn.Module.parameters(module):
-                if parameter.requires_grad and parameter.is_leaf and not is_lazy(parameter):
-                    yield parameter
+        return filter(_is_trained, parameters_in(self._modules))
 
     def also_watch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Counts the gradients of parameters of the model, or of those that train together with it."""
-        for parameter in parameters:
-            if parameter.requires_grad and parameter.is_leaf and not is_lazy(parameter):
-                self._watch(parameter)
+        for parameter in filter(_is_trained, parameters):
+            self._watch(parameter)
 
     def count(self) -> None:
         """Counts gradients that exist and came without a word, as those of sharded parameters do."""
-        self._count(self.parameters())
+        watched = [(each.parameter(), each.gradient()) for each in self._watched.values()]
+        self._count(each for each, told in watched if each is not None and _has_other(each, told))
 
     def _count(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:
@@ -112,7 +110,7 @@ class Gradients:
 
     def reached(self, module: nn.Module) -> bool:
         """Whether this step has made a gradient of a parameter of a module."""
-        return any(id(parameter) in self._born for parameter in torch.nn.Module.parameters(module))
+        return any(id(parameter) in self._born for parameter in parameters_in((module,)))
 
     def close(self) -> None:
         """Takes the hooks off."""
@@ -138,9 +136,18 @@ class Gradients:
         self.live.add(gradient)
 
 
+def _is_trained(parameter: torch.Tensor) -> bool:
+    return parameter.requires_grad and parameter.is_leaf and not is_lazy(parameter)
+
+
 def _has_gradient(parameter: torch.Tensor) -> bool:
     """Whether the memory of its gradient exists; Megatron's lies in a buffer of its own."""
     return parameter.grad is not None or getattr(parameter, "main_grad", None) is not None
+
+
+def _has_other(parameter: torch.Tensor, told: torch.Tensor | None) -> bool:
+    """Whether it has a gradient besides one that was told of."""
+    return parameter.grad is not told or hasattr(parameter, "main_grad")
 
 
 def _unwatch(all_watched: dict[int, _Watched]) -> None:

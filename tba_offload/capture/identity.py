@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import sys
 import weakref
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from tba_offload.device.ranges import blank
+from tba_offload.layers.nested import modules_in
 from tba_offload.renamed import names_of
 
 if TYPE_CHECKING:
@@ -139,12 +141,15 @@ def _is_distributed(tensor: torch.Tensor) -> bool:
     return module is not None and type(tensor) is module.DTensor
 
 
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that has the bytes: of a distributed one the local one, else itself.
 
     A collective that is still to deliver them is waited for, as the operation that saves them does next.
     """
-    if type(tensor) is torch.Tensor or not _is_distributed(tensor):
+    if type(tensor) in _PLAIN or not _is_distributed(tensor):
         return tensor
     local: Any = tensor._local_tensor  # type: ignore[attr-defined]
     return local.trigger_wait() if hasattr(local, "trigger_wait") else local  # type: ignore[no-any-return]
@@ -191,7 +196,8 @@ class StaticStorages:
 
     def refresh(self, modules: Iterable[torch.nn.Module]) -> None:
         """Reads the storages anew; between steps, because optimizers may replace them."""
-        storages = (tensor.untyped_storage() for module in modules for tensor in _static_tensors(module))
+        tensors = filter(_has_storage, chain.from_iterable(map(_static_tensors, modules)))
+        storages = (local_of(tensor).untyped_storage() for tensor in tensors)
         self.addresses = {storage._cdata: weakref.ref(storage) for storage in storages}
 
     def __contains__(self, storage: torch.UntypedStorage) -> bool:
@@ -203,22 +209,28 @@ class StaticStorages:
         return len(self.addresses)
 
 
-def _static_tensors(module: torch.nn.Module) -> Iterable[torch.Tensor]:
-    # By the class's methods: Megatron's data-parallel wrapper has an attribute ``buffers`` of its own.
-    for parameter in torch.nn.Module.parameters(module):
-        # One that was computed, as ``functional_call`` may give the model, has no gradient to ask for.
-        gradient = parameter.grad if parameter.is_leaf else None
-        yield from _with_storage(parameter, gradient, getattr(parameter, "main_grad", None))
-    yield from _with_storage(*torch.nn.Module.buffers(module))
+def _static_tensors(module: torch.nn.Module) -> list[Any]:
+    """Parameters, their gradients, and buffers; ``None`` in place of some that are not there."""
+    found: list[Any] = []
+    for inner in modules_in(module):
+        found += inner._buffers.values()
+        for parameter in inner._parameters.values():
+            found.append(parameter)
+            # One that was computed, as ``functional_call`` may give the model, has no gradient to ask for.
+            if parameter is not None and parameter.is_leaf and parameter.grad is not None:
+                found.append(parameter.grad)
+            found.append(getattr(parameter, "main_grad", None))
+    return found
 
 
-def _with_storage(*tensors: object) -> Iterable[torch.Tensor]:
-    for tensor in tensors:
-        if not isinstance(tensor, torch.Tensor) or is_lazy(tensor) or tensor.layout is not torch.strided:
-            continue
-        # A transform of the whole model gives it wrappers for parameters, which have no storage.
-        if not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            yield local_of(tensor)
+def _has_storage(tensor: object) -> bool:
+    """Whether it is a tensor with bytes of its own; a transform of the whole model gives it wrappers."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and not is_lazy(tensor)
+        and tensor.layout is torch.strided
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
 
 
 if not TYPE_CHECKING:

@@ -30,7 +30,9 @@ class _PolicyType(click.Path):
 @click.option(
     "--hidden", type=click.IntRange(min=1), help="Width.  [default: what fits the machine, at most 1536]"
 )
-@click.option("--heads", type=click.IntRange(min=1), default=12, show_default=True)
+@click.option(
+    "--heads", type=click.IntRange(min=1), help="Of attention.  [default: what divides the width, at most 12]"
+)
 @click.option(
     "--sequence", type=click.IntRange(min=1), help="Tokens.  [default: what fits the machine, at most 160]"
 )

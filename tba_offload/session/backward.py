@@ -154,12 +154,10 @@ class TailWatch:
 
     Args:
         ongoing: The step that is open.
-        own_bytes: Tells the bytes of activations of layers that are in memory.
     """
 
-    def __init__(self, ongoing: Ongoing, own_bytes: Callable[[], int]) -> None:
+    def __init__(self, ongoing: Ongoing) -> None:
         self._ongoing = ongoing
-        self._own_bytes = own_bytes
 
     def watch(self, output: object) -> None:
         """The model's forward has ended with this output."""
@@ -177,6 +175,6 @@ class TailWatch:
                 node.register_hook(lambda *_: self._look())
 
     def _look(self) -> None:
-        step = self._ongoing.step
-        if step is not None:
-            step.memory.saw_rest(self._own_bytes())
+        meter = self._ongoing.meter
+        if meter is not None:
+            meter.cut()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from tba_offload.session.memory_watch import UPDATE
+from tba_offload.session.memory_watch import LOSS, UPDATE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +37,6 @@ class StepMemory:
         self._watch = watch
         self._outputs = outputs
         self.gradients_allocated = False
-        self._seen_rest = 0
         self.state_bytes = 0
         self.base_bytes: int | None = None
         self._live_at_pause: int | None = None
@@ -58,23 +57,14 @@ class StepMemory:
         """A step of another session is open at the same time: the memory of neither can be told."""
         self._overlaps = True
 
-    def saw_rest(self, of_layers: int) -> None:
-        """Notes what is live now, also beside ``of_layers`` bytes of activations of layers."""
-        if self.meter is not None:
-            self._seen_rest = max(self._seen_rest, self.meter.cut() - (self.base_bytes or 0) - of_layers)
+    @property
+    def beside_at_loss(self) -> int | None:
+        """Live bytes beside the activations of layers where there were most after the last layer's forward.
 
-    def rest_beside(self, own_peak: int) -> int:
-        """Most live bytes that were found beside the activations of layers; 0 if none were.
-
-        They are seen around the loss by a meter that samples. One that does not knows the peak alone, and of
-        that no more was of layers than their own peak.
-
-        Args:
-            own_peak: Most bytes of activations of layers in a step in which all layers ran with hooks.
+        ``None`` if the memory of this step was not looked at.
         """
-        if self.meter is None or self.meter.samples:
-            return self._seen_rest
-        return max((self.peak_bytes or 0) - own_peak, 0)
+        peak = None if self._overlaps else self._watch.peaks.get(LOSS)
+        return None if peak is None else peak.of_no_layer
 
     def pause(self) -> None:
         """From now on an optimizer works: its memory is not that of activations."""

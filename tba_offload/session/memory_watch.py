@@ -89,6 +89,11 @@ class Peak(NamedTuple):
         """All bytes of the moment."""
         return self.nbytes + self.gradients + self.frozen
 
+    @property
+    def of_no_layer(self) -> int:
+        """Bytes that are none of activations of layers: logits, temporaries, what the model has put out."""
+        return max(self.nbytes - self.held.nbytes + self.held.put_out, 0)
+
     def figures(self) -> dict[str, object]:
         """The same for a log."""
         return {**self._asdict(), "held": self.held._asdict()}

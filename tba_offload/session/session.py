@@ -403,8 +403,7 @@ def _plan_of(config: OffloadConfig, layers: Sequence[Layer], world: World, limit
 
 
 def _boundaries_of(steps: Steps, parts: Parts, count_tokens: TokenCounter) -> Boundaries:
-    offloader, capture = parts.offloader, parts.capture
-    tail = TailWatch(steps.ongoing, lambda: offloader.own_bytes + capture.trace.kept_bytes)
+    tail = TailWatch(steps.ongoing)
 
     def forward_ended(output: object) -> None:
         tail.watch(output)

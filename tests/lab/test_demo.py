@@ -588,8 +588,11 @@ def test_a_file_where_a_directory_must_be(option: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--hidden", "100"), "no such model: hidden 100 is not a multiple of heads 12"),
-        (("--hidden", "60", "--style", "llama"), "rotary positions need an even head size, not 5"),
+        (("--hidden", "100", "--heads", "12"), "no such model: hidden 100 is not a multiple of heads 12"),
+        (
+            ("--hidden", "60", "--heads", "12", "--style", "llama"),
+            "rotary positions need an even head size, not 5",
+        ),
         (("--window", "10"), "'10' has no unit; write one of "),
         (("--window", "much"), "'much' is not a size; write a number and a unit"),
     ],

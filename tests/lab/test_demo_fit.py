@@ -23,6 +23,7 @@ from tba_lab.demo.fit import (
     Wish,
     check_room,
     fit,
+    heads_for,
     parameters_of,
 )
 from tba_lab.demo.race import Watch
@@ -238,6 +239,14 @@ def test_more_than_there_is_is_refused() -> None:
         with pytest.raises(DoesNotFitError, match=r"needs .* GiB\); give a smaller --hidden, ") as caught:
             check_room(job, room)
         assert isinstance(caught.value, ConfigError)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "heads"),
+    [(None, 12), (1536, 12), (768, 12), (512, 8), (1000, 10), (60, 10), (7, 1)],
+)
+def test_heads_divide_the_width(hidden: int | None, heads: int) -> None:
+    assert heads_for(hidden) == heads
 
 
 def test_widths_are_multiples_of_the_heads() -> None:

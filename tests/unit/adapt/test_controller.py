@@ -293,6 +293,23 @@ def test_a_second_step_that_has_grown_on_the_way_lets_the_first_one_count(
     assert found.rest_bytes == rest
 
 
+def test_what_a_process_allocates_once_in_its_first_step_is_none_of_what_lies_beside_layers() -> None:
+    """Kernels take workspaces then; the next step is one of probes, and does not offload everything."""
+    model, once = make_model(layers=LAYERS), []
+
+    def allocate_once(*_: object) -> None:
+        if not once:
+            once.append(torch.zeros(64 * MIB // 4))
+
+    model.register_forward_hook(allocate_once)
+    with auto_session(model, Drive(), activation=16 * MIB) as session:
+        train(model, session, steps=3)
+        report = session.report()
+        assert profile_in(session).rest_bytes < 32 * MIB
+    assert (report[0].activation_peak_bytes or 0) >= 64 * MIB
+    assert report[1].recomputed_scopes or report[1].kept_bytes
+
+
 def test_what_is_not_rebuilt_any_longer_is_noticed() -> None:
     before = profile_by_hand(OFFLOAD, OFFLOAD_REMAT)
     (kind,) = profile_by_hand(OFFLOAD, OFFLOAD_REMAT, before=before, rebuilt=()).kinds

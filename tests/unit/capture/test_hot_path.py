@@ -143,6 +143,23 @@ def test_a_run_of_a_layer_and_a_pass_of_the_model(tmp_path: Path) -> None:
     assert one - layer <= 44
 
 
+def calls_beside(modules: int, directory: Path) -> int:
+    """The calls of a step, its begin and end too, of a model that has so many modules of two weights each."""
+    model = nn.Sequential(nn.Linear(4, 4), *(nn.Sequential(nn.Linear(4, 4)) for _ in range(modules)))
+    with session_for(model, layers=[model[0]], directory=directory, min_tensor_bytes=ONE) as session:
+        for _ in range(3):
+            calls = Calls()
+            with calls, session.step():
+                model[0](torch.ones(2, 4)).sum().backward()
+        return calls.count
+
+
+def test_weights_that_a_step_does_not_meet(tmp_path: Path) -> None:
+    """Adapters make thousands of small modules of a model, and each step looks at all of its parameters."""
+    few, many = (calls_beside(modules, tmp_path) for modules in (10, 210))
+    assert (many - few) / 200 <= 20
+
+
 def test_a_layer_that_is_run_a_second_time(tmp_path: Path) -> None:
     """What verifying takes for each module of a layer, and for all that they share, such as settings."""
     layer = nn.Sequential(*(nn.Linear(4, 4) for _ in range(20)))

@@ -106,7 +106,7 @@ def test_what_layers_leave_is_told_by_how_they_ran(way: str, holder: str) -> Non
     bench = Bench()
     bench.forward(way)
     bench.grow(30)
-    assert bench.watch.peaks["loss"].nbytes == 50
+    assert (bench.watch.peaks["loss"].nbytes, bench.watch.peaks["loss"].of_no_layer) == (50, 30)
     assert bench.held["loss"][holder] == 20
     assert sum(bench.held["loss"].values()) == 20
     assert [(layer.leaves, layer.forward) for layer in bench.watch.layers] == [(10, 15), (10, 15)]

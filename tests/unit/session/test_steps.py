@@ -23,6 +23,7 @@ import tba_offload as tba
 from tba_offload.device.memory import MallocMeter
 from tba_offload.report.run_log import read_run_log
 from tba_offload.session.figures import StepMemory
+from tba_offload.session.memory_watch import Held, Peak
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -930,16 +931,11 @@ def test_an_exception_outside_of_the_layers_that_is_kept(model: Model) -> None:
     del kept
 
 
-@pytest.mark.parametrize(("samples", "beside"), [(True, 250), (False, 600)])
-def test_what_lies_beside_layers_is_seen_around_the_loss_or_told_by_the_peak(
-    *, samples: bool, beside: int
-) -> None:
-    """A meter that does not sample has nothing but the peak, of which layers had no more than their own."""
-    meter = mock.Mock(samples=samples, **{"live.return_value": 100, "peak.return_value": 1000})
-    memory = StepMemory(meter, mock.Mock(is_on=False), mock.Mock(at_begin=0))
-    memory.begin(gradients_allocated=True)
-    meter.cut.return_value = 400
-    memory.saw_rest(50)
-    memory.end()
-    assert memory.rest_beside(300) == beside
-    assert StepMemory(None, mock.Mock(is_on=False), mock.Mock(at_begin=0)).rest_beside(300) == 0
+def test_what_lies_beside_layers_is_what_the_watch_has_seen_at_the_loss_of_this_step_alone() -> None:
+    watch, outputs = mock.Mock(is_on=False, peaks={}), mock.Mock(at_begin=0)
+    memory = StepMemory(mock.Mock(), watch, outputs)
+    assert memory.beside_at_loss is None
+    watch.peaks["loss"] = Peak(1000, 0, Held(in_flight=300, kept=400, put_out=50), 0, gradients=77, frozen=0)
+    assert memory.beside_at_loss == 300
+    memory.overlapped()
+    assert memory.beside_at_loss is None
