@@ -40,6 +40,8 @@ class Needs:
         self._peaks: dict[Plan, int] = {}  # the highest that was measured under each plan
         self._rests: deque[int] = deque(maxlen=task.tuning.remembered_rests)
         self._rest_over = 0  # of steps that peaked over the budget
+        self._patience = task.tuning.remembered_rests  # measured steps that go well until it is forgotten
+        self._went_well = 0
         self._seen_rest = 0  # around the loss, where little of the layers may have been in memory
         self._knows_rest = False
 
@@ -161,10 +163,16 @@ class Needs:
     def _most_rest(self, rest: int, *, is_over: bool) -> int:
         """What is planned with under a budget: the most of the last steps, since samples may miss a peak.
 
-        What was found when a step broke the budget stays, or what broke it would be planned again.
+        What was found when a step broke the budget stays, or what broke it would be planned again, until as
+        many went well, and twice as many the next time: kernels for shapes that are new take memory once.
         """
         self._rests.append(rest)
         most = max(*self._rests, self._rest_over)
         if is_over:
-            self._rest_over = most
+            self._rest_over, self._went_well = most, 0
+        elif self._rest_over:
+            self._went_well += 1
+            if self._went_well == self._patience:
+                self._rest_over, self._patience = 0, 2 * self._patience
+                self.forget_peaks()
         return most

@@ -15,6 +15,7 @@ settled, but must be measured and refined anew; an excursion ends with its step,
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -239,6 +240,7 @@ class Settled(Phase):
         favoured: Share by which predictions favour the plan that this one has beaten in a step.
         is_overdue: Whether the budget is another one than the plan was made for.
         looked: Step after which something else was last tried, or could have been.
+        rest_bytes: What memory held beside the layers when the plan was made.
     """
 
     plan: Plan
@@ -253,6 +255,7 @@ class Settled(Phase):
     favoured: float = 0.0
     is_overdue: bool = False
     looked: int = 0
+    rest_bytes: int = 0
 
     @property
     def settled(self) -> Settled | None:
@@ -359,10 +362,18 @@ class Settled(Phase):
             why = "a step under the plan was measured"
             refined = dataclasses.replace(self, is_refined=True)
             return refined.replanned(moment, profile, bandwidth, self.plan, why, worth=refining)
+        if self._rest_is_less(moment, profile):
+            why = f"memory holds {readable_size(profile.rest_bytes)} beside the layers now"
+            return self.replanned(moment, profile, bandwidth, self.plan, why, worth=refining)
         if writes_too_much(moment.task, moment.plan, profile, bandwidth):
             return self.replanned(moment, profile, bandwidth, self.plan, _TOO_MUCH)
         confirmed = dataclasses.replace(self, plan=predicted(moment.plan, profile, bandwidth))
         return confirmed._gone_on(moment, profile, bandwidth)
+
+    def _rest_is_less(self, moment: Moment, profile: StepProfile) -> bool:
+        """Whether layers have more room than when the plan was made, by more than plans leave free."""
+        freed = self.rest_bytes - profile.rest_bytes
+        return freed > moment.tuning.unmeasured * (moment.task.limits.budget or math.inf)
 
     def _retreated(self, moment: Moment, plan: Plan) -> tuple[Phase, Plan]:
         """A plan that is known to keep to the budget, or to come closer to it."""
@@ -406,6 +417,7 @@ class Settled(Phase):
             planned_for=bandwidth,
             caution=self._new_caution(moment, bandwidth),
             is_overdue=False,
+            rest_bytes=profile.rest_bytes,
         )
         moment.forgets.append(Pace.forget_waits)
         if not task.decides:
@@ -548,7 +560,8 @@ def _first_plan(moment: Moment, profile: StepProfile, bandwidth: Bandwidth, why:
         return Settled(_as_policy(moment, moment.plan, profile, bandwidth), why, bandwidth)
     plan = moment.best_plan(profile, bandwidth)
     moment.forgets.append(Pace.forget_seconds)
-    settled = Settled(moment.within_budget(plan, profile, bandwidth), why, bandwidth)
+    first = moment.within_budget(plan, profile, bandwidth)
+    settled = Settled(first, why, bandwidth, rest_bytes=profile.rest_bytes)
     moment.check_limits(settled.plan, profile, bandwidth)
     return settled
 

@@ -354,8 +354,15 @@ def test_a_plan_made_from_a_run_log_may_rebuild(tmp_path: Path) -> None:
     ) as session:
         train(model, session, steps=4)
     profile = Situation.of(path).profile
+    (kind,) = profile.kinds
+    shares = [(number + 0.5) / len(kind.activations) for number in range(len(kind.activations))]
+    evenly = tuple(
+        saved._replace(at=share, until=1 - share, needed=None if saved.needed is None else 1 - share)
+        for saved, share in zip(kind.activations, shares, strict=True)
+    )
     cheap = dataclasses.replace(
         profile,
+        kinds=(dataclasses.replace(kind, activations=evenly),),
         timings=({OFFLOAD: Timing(0.01, 0.02), OFFLOAD_REMAT: Timing(0.01, 0.0201)},),
         slots=tuple(slot._replace(gap=0.0) for slot in profile.slots),
         tail=0.0,
@@ -782,6 +789,31 @@ def machine_of(bandwidth: Bandwidth = HALF, **options: Any) -> Machine:
 def settled_in(machine: Machine) -> Settled:
     assert machine.controller.phase.settled is not None
     return machine.controller.phase.settled
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_broke_the_budget_in_early_steps_is_forgotten_when_many_went_well(*, again: bool) -> None:
+    """Kernels for shapes that are new take memory once; what comes back is remembered for twice as long."""
+    machine, long = machine_of(budget=60 * MIB), TUNING.turn * TUNING.remembered_rests
+    usual = machine.profile
+
+    def run_with(rest: int, steps: int) -> int:
+        machine.profile = dataclasses.replace(usual, rest_bytes=rest)
+        machine.run(steps)
+        profile = machine.controller.knowledge.profile
+        assert profile is not None
+        return profile.rest_bytes
+
+    with pytest.warns(RuntimeWarning, match="cannot be met"):
+        assert run_with(100 * MIB, 5) == 100 * MIB
+    poor = settled_in(machine).plan
+    assert run_with(MIB, TUNING.remembered_rests - 2) == 100 * MIB
+    assert run_with(MIB, long) == MIB
+    assert settled_in(machine).plan.placements.count(OFFLOAD) < poor.placements.count(OFFLOAD)
+    if again:
+        assert run_with(100 * MIB, 1) == 100 * MIB
+        assert run_with(MIB, long) == 100 * MIB
+        assert run_with(MIB, 2 * long) == MIB
 
 
 def test_a_session_that_waits_where_nothing_should_wait_plans_for_a_slower_drive() -> None:
