@@ -83,6 +83,10 @@ class Verifier:
         """A layer that was to be compared in a step that failed is compared in the next one."""
         self._awaited.clear()
 
+    def close(self) -> None:
+        """Forgets what modules were found with: forwards of the session are among it."""
+        self._modules = [None] * len(self.layers)
+
     def may_try(self, mode: Mode) -> bool:
         """Whether a second run of a layer tells something, and changes nothing."""
         if mode in self.verdicts:

@@ -327,6 +327,8 @@ class Session:
             site.uninstall()
         if self._boundaries is not None:
             self._boundaries.close()
+            self._steps.end_by(settle=_nothing, finish=_nothing)
+        self._parts.verifier.close()  # in cycles, as with the boundaries, all would stay alive, and the model
         self.gradients.close()
         resize.unwatch(self.capture)
         transforms.unwatch(self.capture)

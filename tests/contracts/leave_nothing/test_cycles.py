@@ -7,6 +7,7 @@ of Megatron-LM). Small objects that wait for it keep malloc from joining the blo
 from __future__ import annotations
 
 import gc
+import weakref
 from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -93,3 +94,25 @@ def test_a_step_that_fails_leaves_none_either(placement: str) -> None:
         with uncollected() as left:
             fail()
     assert not names_of_ours(left)
+
+
+@pytest.mark.parametrize("times", [0, 5])
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_a_model_is_gone_with_its_last_name_after_its_session_is_closed(
+    policy: dict[str, Any], times: int
+) -> None:
+    """Or the next model finds its memory taken, and that goes in the middle of a step that is measured."""
+    gc.collect()
+    gc.disable()
+    try:
+        model = make_model()
+        optimizer = torch.optim.AdamW(model.parameters())
+        policy = {"min_tensor_bytes": "1KiB", "store": {"kind": "host"}, **policy}
+        with tba.attach(model, policy, optimizer=optimizer if "states" in policy else None) as session:
+            step(model, optimizer, session, times=times)
+            session.report()
+        alive = weakref.ref(model)
+        del model, optimizer, session
+        assert alive() is None
+    finally:
+        gc.enable()
