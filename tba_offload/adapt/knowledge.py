@@ -112,7 +112,7 @@ class Knowledge:
             self.rates.forget()
             if self._profile is not None:  # in the first step no optimizer can free gradients in backward
                 self._profile = self._profile.without_gradients()
-            if rest is not None:
+            if self._peak_in(record) is not None:  # of which there is something to plan with
                 self.needs.forget_first_step()
         if self.rates.note(observation.loads, fell_back=record.fallback_kept_bytes > 0):
             self.needs.forget_peaks()

@@ -42,6 +42,7 @@ class Needs:
         self._rest_over = 0  # of steps that peaked over the budget
         self._patience = task.tuning.remembered_rests  # measured steps that go well until it is forgotten
         self._went_well = 0
+        self._has_forgiven = False
         self._seen_rest = 0  # around the loss, where little of the layers may have been in memory
         self._knows_rest = False
 
@@ -59,10 +60,7 @@ class Needs:
         return self._knows_rest
 
     def forget_first_step(self) -> None:
-        """Forgets the memory of the first step, in which a process allocates much that it needs once.
-
-        The second step shows anew what there is beside the layers.
-        """
+        """Forgets the memory of the first step, in which a process allocates much that it needs once."""
         self.forget()
         self._seen_rest = 0
 
@@ -173,6 +171,7 @@ class Needs:
         elif self._rest_over:
             self._went_well += 1
             if self._went_well == self._patience:
-                self._rest_over, self._patience = 0, 2 * self._patience
-                self.forget_peaks()
+                if not self._has_forgiven:  # a plan that breaks the budget once more stays out
+                    self.forget_peaks()
+                self._rest_over, self._patience, self._has_forgiven = 0, 2 * self._patience, True
         return most

@@ -25,8 +25,8 @@ class StepObservation:
         plan: The plan that was in force.
         record: Its figures.
         began: When it began, by :func:`time.perf_counter`.
-        rest_bytes: Bytes that were seen around the loss beside the activations of layers; ``None`` if nothing
-            looked.
+        rest_bytes: Most bytes that were seen around the loss beside the activations of layers; ``None`` if
+            nothing looked.
         on_device: Its times by the clock of a device that runs behind the host. The device is waited for only
             after the steps that are looked at closely.
         not_recomputed: Layers that would not be the same if their forward ran twice, or may not be.

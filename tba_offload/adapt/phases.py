@@ -354,7 +354,8 @@ class Settled(Phase):
             return self.replanned(moment, profile, bandwidth, bare(moment.plan), why, worth=refining)
         retreat = moment.needs.retreat(moment.plan)
         if retreat is not None:
-            return self._retreated(moment, moment.known_plan(retreat, profile, bandwidth))
+            known = moment.known_plan(retreat, profile, bandwidth)
+            return self._retreated(moment, known, rest_bytes=profile.rest_bytes)
         doubt = self.doubt(moment, bandwidth)
         if doubt is not None:
             return self.replanned(moment, profile, bandwidth, self.plan, doubt)
@@ -375,11 +376,14 @@ class Settled(Phase):
         freed = self.rest_bytes - profile.rest_bytes
         return freed > moment.tuning.unmeasured * (moment.task.limits.budget or math.inf)
 
-    def _retreated(self, moment: Moment, plan: Plan) -> tuple[Phase, Plan]:
+    def _retreated(self, moment: Moment, plan: Plan, *, rest_bytes: int) -> tuple[Phase, Plan]:
         """A plan that is known to keep to the budget, or to come closer to it."""
         why = _broken_budget(moment.needs.peak_of(moment.plan), moment.task.limits.budget) or self.why
         moment.forgets.append(Pace.forget_seconds)
-        return dataclasses.replace(self, plan=plan, why=why, is_measured=False, is_overdue=False), plan
+        now = dataclasses.replace(
+            self, plan=plan, why=why, is_measured=False, is_overdue=False, rest_bytes=rest_bytes
+        )
+        return now, plan
 
     def _gone_on(self, moment: Moment, profile: StepProfile, bandwidth: Bandwidth) -> tuple[Phase, Plan]:
         """What comes after a step that was as planned."""

@@ -7,6 +7,7 @@ activations: they grow with the model, not with the batch, and no placement of a
 from __future__ import annotations
 
 import weakref
+from itertools import filterfalse
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,8 +76,14 @@ class Gradients:
 
     def count(self) -> None:
         """Counts gradients that exist and came without a word, as those of sharded parameters do."""
-        watched = [(each.parameter(), each.gradient()) for each in self._watched.values()]
-        self._count(each for each, told in watched if each is not None and _has_other(each, told))
+        self._count(filterfalse(self._told_of, self.parameters()))
+
+    def _told_of(self, parameter: torch.Tensor) -> bool:
+        """Whether its gradient, if it has one, came with a word. One that is given other bytes still has."""
+        watched = self._watched.get(id(parameter))
+        if watched is None or watched.parameter() is not parameter or hasattr(parameter, "main_grad"):
+            return False
+        return parameter.grad is watched.gradient()
 
     def _count(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:
@@ -143,11 +150,6 @@ def _is_trained(parameter: torch.Tensor) -> bool:
 def _has_gradient(parameter: torch.Tensor) -> bool:
     """Whether the memory of its gradient exists; Megatron's lies in a buffer of its own."""
     return parameter.grad is not None or getattr(parameter, "main_grad", None) is not None
-
-
-def _has_other(parameter: torch.Tensor, told: torch.Tensor | None) -> bool:
-    """Whether it has a gradient besides one that was told of."""
-    return parameter.grad is not told or hasattr(parameter, "main_grad")
 
 
 def _unwatch(all_watched: dict[int, _Watched]) -> None:

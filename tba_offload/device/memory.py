@@ -155,6 +155,15 @@ def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [tensor] if tensor.layout is torch.strided else []
 
 
+def plain_storage(tensor: object) -> torch.UntypedStorage | None:
+    """The storage of a plain tensor; others, made of several or standing for one, have none of their own."""
+    if not isinstance(tensor, torch.Tensor) or type(tensor) not in {torch.Tensor, torch.nn.Parameter}:
+        return None
+    if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return None
+    return tensor.untyped_storage()
+
+
 def _nothing() -> int:
     return 0
 

@@ -48,7 +48,8 @@ def modules_in(layer: torch.nn.Module) -> list[torch.nn.Module]:
 def parameters_in(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
     """The parameters of all that lies in some modules, each once; much quicker than ``parameters()``.
 
-    A step asks for them several times, and adapters make thousands of small modules of a model.
+    A step asks for them several times, and adapters make thousands of small modules of a model. What a module
+    says by a ``named_parameters`` of its own is not asked.
     """
     found: dict[int, torch.Tensor] = {}  # by id: tensors are hashed in Python
     for module in modules:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from tba_offload.session.memory_watch import LOSS, UPDATE
+from tba_offload.session.memory_watch import UPDATE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,12 +59,11 @@ class StepMemory:
 
     @property
     def beside_at_loss(self) -> int | None:
-        """Live bytes beside the activations of layers where there were most after the last layer's forward.
+        """Most live bytes beside the activations of layers between the last layer's forward and its backward.
 
-        ``None`` if the memory of this step was not looked at.
+        ``None`` if the memory of this step was not looked at then.
         """
-        peak = None if self._overlaps else self._watch.peaks.get(LOSS)
-        return None if peak is None else peak.of_no_layer
+        return None if self._overlaps else self._watch.runs.beside_at_loss
 
     def pause(self) -> None:
         """From now on an optimizer works: its memory is not that of activations."""

@@ -64,6 +64,11 @@ class Held(NamedTuple):
         """All of it."""
         return sum(self)
 
+    @property
+    def planned(self) -> int:
+        """Bytes of which plans know: activations of layers."""
+        return self.nbytes - self.outputs - self.put_out
+
 
 class Peak(NamedTuple):
     """The fullest moment of one phase, gradients included.
@@ -88,11 +93,6 @@ class Peak(NamedTuple):
     def whole(self) -> int:
         """All bytes of the moment."""
         return self.nbytes + self.gradients + self.frozen
-
-    @property
-    def of_no_layer(self) -> int:
-        """Bytes that are none of activations of layers: logits, temporaries, what the model has put out."""
-        return max(self.nbytes - self.held.nbytes + self.held.put_out, 0)
 
     def figures(self) -> dict[str, object]:
         """The same for a log."""
@@ -129,12 +129,18 @@ _Left = dict[str, int]
 """Bytes that a run of a layer has left in memory, by holder."""
 
 
-class _Runs:
+class Runs:
     """The runs of layers that wait for their backward, and what they have left in memory, by holder.
 
     Args:
         final: Index of the layer after which the loss comes, as far as is known: where a model has several
             stacks it need not be the last one.
+
+    Attributes:
+        left: Bytes that runs have left in memory for backward, beside what the offloader holds.
+        all_left: All of them.
+        beside_at_loss: Most bytes between the last layer's forward and its backward that plans do not know
+            of: logits, temporaries, what the model has put out; ``None`` if that was not seen.
     """
 
     def __init__(self, final: int) -> None:
@@ -143,6 +149,8 @@ class _Runs:
         self._latest = final
         self.left = {"kept": 0, "inputs": 0, "outputs": 0, "small": 0}
         self.all_left = 0
+        self.beside_at_loss: int | None = None
+        self._of_layers = 0  # when the loss was last looked at
         self._waiting: dict[int, list[_Left]] = defaultdict(list)
         self._leaving: _Left | None = None
 
@@ -179,6 +187,19 @@ class _Runs:
                 self._change({holder: fewer}, -1)
                 run[holder] = run.get(holder, 0) - fewer
                 gone -= fewer
+
+    def at_loss(self, live: int, of_layers: int, *, at_once: bool) -> None:
+        """Bytes were seen around the loss.
+
+        Args:
+            live: Those of the step.
+            of_layers: Those of activations of layers.
+            at_once: Whether both were so at one moment. Otherwise ``live`` are the most since the last time,
+                when layers may have had more than now.
+        """
+        known = of_layers if at_once else max(of_layers, self._of_layers)
+        self._of_layers = of_layers
+        self.beside_at_loss = max(self.beside_at_loss or 0, live - known)
 
     def let_go(self) -> None:
         """Backward is done with the run that it had come to."""
@@ -223,6 +244,7 @@ class MemoryWatch:
         is_on: Whether the step that is open is looked at.
         peaks: Of each phase.
         layers: What each layer did.
+        runs: Those of layers.
     """
 
     def __init__(self, sources: Sources, layers: int) -> None:
@@ -236,7 +258,7 @@ class MemoryWatch:
         self._is_due = False
         self._told = 0
         self._found: dict[str, object] = {"held": [], "caches": []}  # attributes of modules
-        self._runs = _Runs(layers - 1)
+        self.runs = Runs(layers - 1)
         self._last: tuple[str, _Moment] | None = None  # its forward has ended, and the next has not begun
 
     def begin_step(self, meter: MemoryMeter | None, number: int, *, wanted: bool = False) -> None:
@@ -245,7 +267,7 @@ class MemoryWatch:
         Args:
             meter: Its meter; ``None`` if its memory is not measured.
             number: How many ended before it.
-            wanted: Whether the meter is to look before and after each run of a layer, for a timeline.
+            wanted: Whether the meter is to look before and after each run of a layer.
         """
         self._is_due = number < _ALL or (number + 1).bit_count() == 1
         # A meter that samples looks at every tensor anyway.
@@ -254,14 +276,9 @@ class MemoryWatch:
         self.is_on = False  # until the meter has forgotten the step before
         self.peaks.clear()
         self.layers = [LayerMemory() for _ in self.layers]
-        self._runs, self._last = _Runs(self._runs.final), None
+        self.runs, self._last = Runs(self.runs.final), None
         if self._meter is not None and self._is_due:
             self._sources.attributes.begin_step()
-
-    @property
-    def left_bytes(self) -> int:
-        """Bytes that layers have left in memory for backward, beside what the offloader holds."""
-        return self._runs.all_left
 
     def started(self) -> None:
         """What is live from here on is of the step."""
@@ -295,7 +312,7 @@ class MemoryWatch:
         live = self._look()
         self._count_last(live)
         self._enter(FORWARD, index, live)
-        return self._runs.begin(index)
+        return self.runs.begin(index)
 
     def layer_ended(self, index: int, way: str) -> None:
         """A layer's forward has ended.
@@ -309,7 +326,7 @@ class MemoryWatch:
         """
         live, before = self._close(), self._now
         self._last = _holder(way), before
-        if is_last := self._runs.end(index):
+        if is_last := self.runs.end(index):
             self._count_last(live)
         self._enter(LOSS if is_last else FORWARD, index, live)
 
@@ -324,14 +341,21 @@ class MemoryWatch:
         small = min(trace.kept_bytes - before.small - planned, left - planned)
         holders = {"kept": planned, "small": small}
         holders[way] = holders.get(way, 0) + left - planned - small
-        self._runs.wait(before.layer, holders)
+        self.runs.wait(before.layer, holders)
+
+    def model_ended(self) -> None:
+        """The model's forward has ended: the loss comes next, whichever layer ran last."""
+        if self.is_on and self._now.phase == FORWARD:
+            live = self._close()
+            self._count_last(live)
+            self._enter(LOSS, self._now.layer, live)
 
     def backward_reached(self, index: int) -> None:
         """Backward comes to a run of a layer, so that it is done with the one before."""
         live = self._close()
         self._count_last(live)
-        self._runs.fit(max(live - self._base - self._sources.offloader.own_bytes, 0))
-        self._runs.reach(index)
+        self.runs.fit(max(live - self._base - self._sources.offloader.own_bytes, 0))
+        self.runs.reach(index)
         self._enter(BACKWARD, index, live)
 
     def leave(self, phase: str) -> None:
@@ -342,7 +366,7 @@ class MemoryWatch:
                 input of that; ``BETWEEN`` where it is over, ``UPDATE`` where an optimizer works.
         """
         live = self._close()
-        self._runs.let_go()
+        self.runs.let_go()
         self._enter(phase, 0, live)
 
     def update_ended(self, born: int) -> None:
@@ -374,6 +398,8 @@ class MemoryWatch:
         best = self.peaks.get(now.phase)
         if best is None or nbytes + gradients + frozen > best.whole:
             self.peaks[now.phase] = Peak(nbytes, now.layer, self._held(), now.beside, gradients, frozen)
+        if now.phase == LOSS and self._meter is not None:
+            self.runs.at_loss(nbytes, self._held().planned, at_once=self._meter.samples)
 
     # ---- sums ------------------------------------------------------------------------------------
 
@@ -401,7 +427,7 @@ class MemoryWatch:
             in_flight=max(ledger.in_flight - ledger.read_ahead, 0),
             read_ahead=ledger.read_ahead,
             settled=ledger.settled,
-            **self._runs.left,
+            **self.runs.left,
             put_out=self._sources.outputs.nbytes,
         )
 

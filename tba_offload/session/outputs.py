@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tba_offload.device.memory import LiveBytes
+from tba_offload.device.memory import LiveBytes, plain_storage
 from tba_offload.layers.nested import TooManyError, tensors_in
-from tba_offload.session.static_memory import plain_storage
 
 if TYPE_CHECKING:
     import torch

@@ -405,9 +405,11 @@ def _plan_of(config: OffloadConfig, layers: Sequence[Layer], world: World, limit
 
 
 def _boundaries_of(steps: Steps, parts: Parts, count_tokens: TokenCounter) -> Boundaries:
-    tail = TailWatch(steps.ongoing)
+    tail, is_whole = TailWatch(steps.ongoing), len(parts.modules) == 1
 
     def forward_ended(output: object) -> None:
+        if is_whole:  # a loss does not follow each chunk
+            parts.memory_watch.model_ended()
         tail.watch(output)
         if steps.ongoing.meter is not None:
             parts.outputs.note(output)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.parameter import is_lazy
 
+from tba_offload.device.memory import plain_storage
 from tba_offload.weights.choice import own_storages
 
 if TYPE_CHECKING:
@@ -103,13 +104,6 @@ def _updated(optimizer: Optimizer) -> Iterator[object]:
     """What an optimizer updates: copies in another precision, where it is not the model's own."""
     for group in optimizer.param_groups:
         yield from group["params"]
-
-
-def plain_storage(tensor: object) -> torch.UntypedStorage | None:
-    """The storage of a plain tensor; others are made of several, and have none of their own."""
-    if not isinstance(tensor, torch.Tensor) or type(tensor) not in {torch.Tensor, torch.nn.Parameter}:
-        return None
-    return tensor.untyped_storage() if tensor.layout is torch.strided else None
 
 
 _MOST_NAMED = 100

@@ -120,7 +120,7 @@ class StepCurve:
                 stats.offloaded,
                 stats.read,
                 ledger.settled,
-                self._watch.left_bytes,
+                self._watch.runs.all_left,
             )
         if self._samples % self._each == 0:
             self._keep()

@@ -167,7 +167,8 @@ class Steps:
         parts.gradients.begin_step()
         parts.gradients.live.take_most()
         wanted = step.timeline.is_wanted
-        parts.memory_watch.begin_step(meter, self.ongoing.number, wanted=wanted)
+        looks = wanted or parts.planning.wants_memory
+        parts.memory_watch.begin_step(meter, self.ongoing.number, wanted=looks)
         parts.curve.begin_step(meter, self.ongoing.number, wanted=wanted)
 
     def _note_overlap(self, step: Step) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tba_offload.config import format_size
+from tba_offload.device.memory import plain_storage
 from tba_offload.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -29,9 +30,10 @@ def own_storages(
             # By the class's methods: Megatron's data-parallel wrapper has an attribute `buffers` of its own.
             own = nn.Module.parameters(module, recurse=False), nn.Module.buffers(module, recurse=False)
             for tensor in chain(*own):
-                if type(tensor) is nn.Parameter or type(tensor) is torch.Tensor:
+                storage = plain_storage(tensor)
+                if storage is not None:
                     name = "" if number is None else names[number].get(id(tensor), "")
-                    users[tensor.untyped_storage()._cdata].append((number, name, tensor))
+                    users[storage._cdata].append((number, name, tensor))
     for found in users.values():
         numbers = {number for number, _, _ in found}
         (number, _, first), *_ = found

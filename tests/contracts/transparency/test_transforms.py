@@ -68,12 +68,13 @@ def train(net: Net, transform: Callable[[Net, int], list[Tensor]]) -> list[Tenso
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("placement", of_which(PLACEMENTS, Placement.OFFLOAD, Placement.RECOMPUTE))
 @pytest.mark.parametrize("transform", [gradients, gradients_of_samples, directions])
+@pytest.mark.parametrize("measure_memory", [False, True])
 def test_transforms_of_the_model_give_the_same_bits(
-    transform: Callable[[Net, int], list[Tensor]], placement: Placement
+    transform: Callable[[Net, int], list[Tensor]], placement: Placement, *, measure_memory: bool
 ) -> None:
     expected = train(make(Plain), transform)
-    net = make(Plain)
-    with session_for(net, layers=list(net.layers), default=placement) as session:
+    net, options = make(Plain), {"measure_memory": measure_memory}
+    with session_for(net, layers=list(net.layers), default=placement, **options) as session:
         assert_same(train(net, transform), expected)
         report = session.report()
     assert len(report) == STEPS

@@ -302,12 +302,12 @@ def test_what_a_process_allocates_once_in_its_first_step_is_none_of_what_lies_be
             once.append(torch.zeros(64 * MIB // 4))
 
     model.register_forward_hook(allocate_once)
-    with auto_session(model, Drive(), activation=16 * MIB) as session:
+    with auto_session(model, Drive(), activation=256 * MIB) as session:
         train(model, session, steps=3)
         report = session.report()
         assert profile_in(session).rest_bytes < 32 * MIB
     assert (report[0].activation_peak_bytes or 0) >= 64 * MIB
-    assert report[1].recomputed_scopes or report[1].kept_bytes
+    assert report[1].recomputed_scopes
 
 
 def test_what_is_not_rebuilt_any_longer_is_noticed() -> None:
@@ -810,10 +810,37 @@ def test_what_broke_the_budget_in_early_steps_is_forgotten_when_many_went_well(*
     assert run_with(MIB, TUNING.remembered_rests - 2) == 100 * MIB
     assert run_with(MIB, long) == MIB
     assert settled_in(machine).plan.placements.count(OFFLOAD) < poor.placements.count(OFFLOAD)
+    assert "beside the layers now" in settled_in(machine).why
     if again:
         assert run_with(100 * MIB, 1) == 100 * MIB
         assert run_with(MIB, long) == 100 * MIB
         assert run_with(MIB, 2 * long) == MIB
+
+
+def test_a_plan_that_was_retreated_from_comes_back_when_what_broke_it_is_gone() -> None:
+    """Without an excursion, which might find it too."""
+    machine = machine_of(budget=60 * MIB, tuning=dataclasses.replace(TUNING, excursions=(10**6,)))
+    machine.run(20)
+    usual, good = machine.profile, bare(settled_in(machine).plan)
+    machine.profile = dataclasses.replace(usual, rest_bytes=40 * MIB)
+    machine.step()
+    machine.profile = usual
+    assert bare(machine.plan) != good
+    machine.run(2 * TUNING.turn * TUNING.remembered_rests)
+    assert bare(machine.plan) == good
+
+
+def test_a_plan_that_breaks_the_budget_again_stays_out() -> None:
+    """What it needs is its own, and was not allocated once: it is forgiven a single time."""
+    machine = machine_of(budget=60 * MIB, tuning=dataclasses.replace(TUNING, excursions=(10**6,)))
+    machine.run(20)
+    usual, bold, broken = machine.profile, machine.plan.placements, 0
+    for _ in range(600):
+        is_bold = machine.plan.placements == bold
+        machine.profile = dataclasses.replace(usual, rest_bytes=40 * MIB) if is_bold else usual
+        machine.step()
+        broken += is_bold
+    assert broken == 2
 
 
 def test_a_session_that_waits_where_nothing_should_wait_plans_for_a_slower_drive() -> None:

@@ -126,7 +126,7 @@ def test_a_plan_comes_some_steps_later_and_the_one_before_stays_in_force() -> No
 def test_what_the_plan_in_force_takes_is_foretold_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """By steps as they are now, although it goes on to be thought about what they were like before."""
     machine = machine_of(budget=60 * MIB)
-    machine.run(TUNING.learning + 1)
+    machine.run(TUNING.learning + 3)  # until what lies beside the layers under the plan is in its prediction
     monkeypatch.setattr(Slow, "slices", 99)
     before, expected = machine.plan, machine.plan.prediction
     assert expected is not None

@@ -157,7 +157,7 @@ def calls_beside(modules: int, directory: Path) -> int:
 def test_weights_that_a_step_does_not_meet(tmp_path: Path) -> None:
     """Adapters make thousands of small modules of a model, and each step looks at all of its parameters."""
     few, many = (calls_beside(modules, tmp_path) for modules in (10, 210))
-    assert (many - few) / 200 <= 20
+    assert (many - few) / 200 <= 26
 
 
 def test_a_layer_that_is_run_a_second_time(tmp_path: Path) -> None:

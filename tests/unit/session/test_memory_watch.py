@@ -106,10 +106,36 @@ def test_what_layers_leave_is_told_by_how_they_ran(way: str, holder: str) -> Non
     bench = Bench()
     bench.forward(way)
     bench.grow(30)
-    assert (bench.watch.peaks["loss"].nbytes, bench.watch.peaks["loss"].of_no_layer) == (50, 30)
+    assert bench.watch.peaks["loss"].nbytes == 50
+    # Of what layers leave whose activations travel no plan knows.
+    assert bench.watch.runs.beside_at_loss == (50 if holder == "outputs" else 30)
     assert bench.held["loss"][holder] == 20
     assert sum(bench.held["loss"].values()) == 20
     assert [(layer.leaves, layer.forward) for layer in bench.watch.layers] == [(10, 15), (10, 15)]
+
+
+@pytest.mark.parametrize(("samples", "beside"), [(True, 50), (False, 10)])
+def test_the_most_beside_layers_need_not_be_there_when_there_is_most_of_all(
+    *, samples: bool, beside: int
+) -> None:
+    """A meter of stretches does not tell when in one there was most: perhaps before the window drained."""
+    bench = Bench(samples=samples)
+    bench.grow(60, in_flight=60)
+    bench.forward("keep", nbytes=0)
+    bench.grow(10)
+    bench.grow(-20, in_flight=-60)
+    assert bench.watch.runs.beside_at_loss == beside
+
+
+def test_the_loss_comes_after_the_model_whichever_layer_ran_last() -> None:
+    bench = Bench()
+    bench.watch.layer_begins(0)
+    bench.grow(10)
+    bench.watch.layer_ended(0, "keep")  # the next one is skipped
+    bench.watch.model_ended()
+    bench.grow(30)
+    assert bench.watch.runs.beside_at_loss == 30
+    assert bench.held["loss"]["kept"] == 10
 
 
 def test_what_the_offloader_holds_is_left_by_no_layer() -> None:

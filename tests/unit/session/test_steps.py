@@ -23,7 +23,6 @@ import tba_offload as tba
 from tba_offload.device.memory import MallocMeter
 from tba_offload.report.run_log import read_run_log
 from tba_offload.session.figures import StepMemory
-from tba_offload.session.memory_watch import Held, Peak
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -932,10 +931,8 @@ def test_an_exception_outside_of_the_layers_that_is_kept(model: Model) -> None:
 
 
 def test_what_lies_beside_layers_is_what_the_watch_has_seen_at_the_loss_of_this_step_alone() -> None:
-    watch, outputs = mock.Mock(is_on=False, peaks={}), mock.Mock(at_begin=0)
-    memory = StepMemory(mock.Mock(), watch, outputs)
-    assert memory.beside_at_loss is None
-    watch.peaks["loss"] = Peak(1000, 0, Held(in_flight=300, kept=400, put_out=50), 0, gradients=77, frozen=0)
+    watch = mock.Mock(**{"runs.beside_at_loss": 300})
+    memory = StepMemory(mock.Mock(), watch, mock.Mock(at_begin=0))
     assert memory.beside_at_loss == 300
     memory.overlapped()
     assert memory.beside_at_loss is None
