@@ -152,7 +152,7 @@ def late(*, operations: float = 0.0, copies: float = 0.0) -> Iterator[None]:
 @contextmanager
 def memory_of(nbytes: int) -> Iterator[None]:
     """The device has no more memory than that."""
-    library.lag_limit(nbytes)
+    library.lag_limit(max(nbytes, 1))  # 0 is no limit
     try:
         yield
     finally:
