@@ -106,23 +106,24 @@ class Knowledge:
             Its peak in bytes, if that was measured.
         """
         record, plan = observation.record, observation.plan
+        peak = self._peak_in(record)
         # A step that has grown on the way ran layers under another plan before.
         rest = None if self._size.is_mixed else observation.rest_bytes
         if self._has_warmed_up:
             self.rates.forget()
             if self._profile is not None:  # in the first step no optimizer can free gradients in backward
                 self._profile = self._profile.without_gradients()
-            if self._peak_in(record) is not None:  # of which there is something to plan with
+            if peak is not None:  # of which there is something to plan with
                 self.needs.forget_first_step()
         if self.rates.note(observation.loads, fell_back=record.fallback_kept_bytes > 0):
             self.needs.forget_peaks()
         if rest is not None:
             self.needs.see_rest(rest)
-        self.needs.note_peak(plan, self._peak_in(record), is_largest=self._size.is_largest)
+        self.needs.note_peak(plan, peak, is_largest=self._size.is_largest)
         self.pace.end_last_step()
         if self.is_as_planned and not isinstance(phase, Excursion):
             self.pace.note(record, observation.on_device, is_planned=phase.settled is not None)
-        return self._peak_in(record)
+        return peak
 
     def _peak_in(self, record: StepRecord) -> int | None:
         """What a step took of the budget; where it has grown on the way, that is the peak of no plan."""

@@ -42,7 +42,6 @@ class Needs:
         self._rest_over = 0  # of steps that peaked over the budget
         self._patience = task.tuning.remembered_rests  # measured steps that go well until it is forgotten
         self._went_well = 0
-        self._has_forgiven = False
         self._seen_rest = 0  # around the loss, where little of the layers may have been in memory
         self._knows_rest = False
 
@@ -171,7 +170,7 @@ class Needs:
         elif self._rest_over:
             self._went_well += 1
             if self._went_well == self._patience:
-                if not self._has_forgiven:  # a plan that breaks the budget once more stays out
-                    self.forget_peaks()
-                self._rest_over, self._patience, self._has_forgiven = 0, 2 * self._patience, True
+                if self._patience == self._task.tuning.remembered_rests:
+                    self.forget_peaks()  # once: a plan that breaks the budget again stays out
+                self._rest_over, self._patience = 0, 2 * self._patience
         return most

@@ -144,7 +144,7 @@ def test_a_run_of_a_layer_and_a_pass_of_the_model(tmp_path: Path) -> None:
 
 
 def calls_beside(modules: int, directory: Path) -> int:
-    """The calls of a step, its begin and end too, of a model that has so many modules of two weights each."""
+    """The calls of a whole step of a model: a layer, and that number of modules of two weights each."""
     model = nn.Sequential(nn.Linear(4, 4), *(nn.Sequential(nn.Linear(4, 4)) for _ in range(modules)))
     with session_for(model, layers=[model[0]], directory=directory, min_tensor_bytes=ONE) as session:
         for _ in range(3):
