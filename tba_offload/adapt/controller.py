@@ -210,7 +210,7 @@ class Controller:
             profile = self.knowledge.understand(observation, settled, moment.bandwidth)
             if profile is None or moment.bandwidth is None:
                 return plan
-            self._phase = settled.foretold(profile, moment.bandwidth)
+            self._phase = settled.foretold(profile, moment.bandwidth, self.knowledge.needs)
         except Exception as error:  # noqa: BLE001 - a plan is advice: training goes on with the one it has
             self._warn(_failed(error, moment.step))
             return plan

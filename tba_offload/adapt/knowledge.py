@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from tba_offload.adapt.beside import BesideLayers
 from tba_offload.adapt.needs import Needs, taken
 from tba_offload.adapt.pace import Pace
 from tba_offload.adapt.phases import Excursion
@@ -32,6 +33,7 @@ class Knowledge:
         rates: How fast the tiers are.
         sizes: How large the runs of layers are.
         needs: What steps were seen to need of memory.
+        beside: What was seen to lie beside layers.
         pace: How long they took.
         seconds: How long the step took that was last looked at closely, by the clock of its device.
         not_recomputed: Layers that must not be recomputed unless the policy says so, by the last step.
@@ -41,6 +43,7 @@ class Knowledge:
         self.rates = Rates(task)
         self.sizes = Sizes(task.tuning)
         self.needs = Needs(task)
+        self.beside = BesideLayers()
         self.pace = Pace(task.tuning)
         self.seconds = 0.0
         self.not_recomputed: frozenset[int] = frozenset()
@@ -107,18 +110,15 @@ class Knowledge:
         """
         record, plan = observation.record, observation.plan
         peak = self._peak_in(record)
-        # A step that has grown on the way ran layers under another plan before.
-        rest = None if self._size.is_mixed else observation.rest_bytes
         if self._has_warmed_up:
             self.rates.forget()
             if self._profile is not None:  # in the first step no optimizer can free gradients in backward
                 self._profile = self._profile.without_gradients()
             if peak is not None:  # of which there is something to plan with
-                self.needs.forget_first_step()
+                self.needs.forget()
+                self.beside.forget()
         if self.rates.note(observation.loads, fell_back=record.fallback_kept_bytes > 0):
             self.needs.forget_peaks()
-        if rest is not None:
-            self.needs.see_rest(rest)
         self.needs.note_peak(plan, peak, is_largest=self._size.is_largest)
         self.pace.end_last_step()
         if self.is_as_planned and not isinstance(phase, Excursion):
@@ -169,7 +169,7 @@ class Knowledge:
         )
         if profile is None or bandwidth is None:
             return None
-        self._profile = self._of_largest(profile, observation, bandwidth, is_first=phase.settled is None)
+        self._profile = self._of_largest(profile, observation, bandwidth)
         return self._profile
 
     def _known_before(self) -> StepProfile | None:
@@ -179,7 +179,7 @@ class Knowledge:
         return dataclasses.replace(self._profile, timings=({},) * len(self._profile.kinds))
 
     def _of_largest(
-        self, profile: StepProfile, observation: StepObservation, bandwidth: Bandwidth, *, is_first: bool
+        self, profile: StepProfile, observation: StepObservation, bandwidth: Bandwidth
     ) -> StepProfile:
         """The profile that plans are made from: of the largest step, with what another one tells of times.
 
@@ -190,11 +190,13 @@ class Knowledge:
             # What lies beside the layers is taken to have grown as they have, unless it was measured.
             growth = max(profile.layer_bytes / before.layer_bytes, 1.0)
             profile = dataclasses.replace(profile, rest_bytes=int(growth * profile.rest_bytes))
+            self.beside.grow(growth)
         if before is None or size.is_full or size.has_grown:
+            if observation.beside is not None and not size.is_mixed:  # or its layers ran under two plans
+                self.beside.note(observation.beside, observation.plan, profile)
             peak, record = self._peak_in(observation.record), observation.record
-            profile = self.needs.with_rest(
-                profile, observation.plan, bandwidth, record, peak, is_first=is_first
-            )
+            profile = self.beside.put_in(profile)
+            profile = self.needs.with_rest(profile, observation.plan, bandwidth, record, peak)
         elif not size.is_large:
             return before
         if before is not None:

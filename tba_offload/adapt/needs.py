@@ -42,7 +42,6 @@ class Needs:
         self._rest_over = 0  # of steps that peaked over the budget
         self._patience = task.tuning.remembered_rests  # measured steps that go well until it is forgotten
         self._went_well = 0
-        self._seen_rest = 0  # around the loss, where little of the layers may have been in memory
         self._knows_rest = False
 
     def limit(self, task: Task) -> None:
@@ -58,13 +57,8 @@ class Needs:
         """Whether it was ever measured what memory holds beside the layers."""
         return self._knows_rest
 
-    def forget_first_step(self) -> None:
-        """Forgets the memory of the first step, in which a process allocates much that it needs once."""
-        self.forget()
-        self._seen_rest = 0
-
     def forget(self) -> None:
-        """Forgets what smaller steps needed."""
+        """Forgets what smaller steps needed, or the first one, in which a process allocates much once."""
         self.forget_peaks()
         self._rests.clear()
         self._rest_over = 0
@@ -114,10 +108,6 @@ class Needs:
         fitting = [known for known, needed in self._peaks.items() if needed <= budget]
         return fitting[-1] if fitting else min(self._peaks, key=self._peaks.__getitem__)
 
-    def see_rest(self, nbytes: int) -> None:
-        """Notes what was seen beside the layers around the loss."""
-        self._seen_rest = max(self._seen_rest, nbytes)
-
     def with_rest(
         self,
         profile: StepProfile,
@@ -125,10 +115,8 @@ class Needs:
         bandwidth: Bandwidth,
         record: StepRecord,
         peak: int | None,
-        *,
-        is_first: bool,
     ) -> StepProfile:
-        """The profile with what the allocator's peak holds beside what is known of layers.
+        """The profile with what the allocator's peak holds beside all that is known to lie there.
 
         Args:
             profile: The step.
@@ -136,25 +124,22 @@ class Needs:
             bandwidth: The rates of the step.
             record: Its figures.
             peak: What it took of the budget, if that was measured and tells what the plan needs.
-            is_first: Whether there was no plan yet that keeps anything.
         """
         activations = record.activation_peak_bytes
         if peak is None or activations is None:
             return profile
-        played = simulate(dataclasses.replace(profile, rest_bytes=0), plan, bandwidth)
+        known = dataclasses.replace(profile, rest_bytes=0)
+        played = simulate(known, plan, bandwidth)
         if not record.fallback_kept_bytes or played.fallback_bytes:
             rest = max(activations - played.activation_bytes, peak - played.peak_bytes, 0)
         elif offloads_all(plan):
             # What was kept in need is in no plan, but counts there.
-            rest = max(activations - (record.own_peak_bytes or 0), 0)
+            rest = max(activations - (record.own_peak_bytes or 0) - known.beside_bytes, 0)
         else:
             return profile
         self._knows_rest = True
         if self._task.has_budget:
             rest = self._most_rest(rest, is_over=peak > (self._task.limits.budget or 0))
-        if is_first:
-            # Little of the layers may have been in memory at the loss, and a first plan may keep much.
-            rest = max(rest, self._seen_rest)
         return dataclasses.replace(profile, rest_bytes=rest)
 
     def _most_rest(self, rest: int, *, is_over: bool) -> int:

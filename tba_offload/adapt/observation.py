@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tba_offload.adapt.beside import SeenBeside
     from tba_offload.capture.trace import DeviceTimes, StepTrace
     from tba_offload.plan.model import Plan
     from tba_offload.report.run_log import StepRecord
@@ -25,8 +26,7 @@ class StepObservation:
         plan: The plan that was in force.
         record: Its figures.
         began: When it began, by :func:`time.perf_counter`.
-        rest_bytes: Most bytes that were seen around the loss beside the activations of layers; ``None`` if
-            nothing looked.
+        beside: Bytes that were seen beside the activations of layers; ``None`` if nothing looked.
         on_device: Its times by the clock of a device that runs behind the host. The device is waited for only
             after the steps that are looked at closely.
         not_recomputed: Layers that would not be the same if their forward ran twice, or may not be.
@@ -38,6 +38,6 @@ class StepObservation:
     plan: Plan
     record: StepRecord
     began: float
-    rest_bytes: int | None = None
+    beside: SeenBeside | None = None
     on_device: DeviceTimes | None = None
     not_recomputed: frozenset[int] = frozenset()

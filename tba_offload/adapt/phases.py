@@ -240,7 +240,7 @@ class Settled(Phase):
         favoured: Share by which predictions favour the plan that this one has beaten in a step.
         is_overdue: Whether the budget is another one than the plan was made for.
         looked: Step after which something else was last tried, or could have been.
-        rest_bytes: What memory held beside the layers when the plan was made.
+        beside_bytes: What memory held beside the layers when the plan was made.
     """
 
     plan: Plan
@@ -255,7 +255,7 @@ class Settled(Phase):
     favoured: float = 0.0
     is_overdue: bool = False
     looked: int = 0
-    rest_bytes: int = 0
+    beside_bytes: int = 0
 
     @property
     def settled(self) -> Settled | None:
@@ -276,14 +276,15 @@ class Settled(Phase):
         """Now it is known what the plan needs."""
         return dataclasses.replace(self, is_measured=True)
 
-    def foretold(self, profile: StepProfile, bandwidth: Bandwidth) -> Settled:
-        """The same plan, with the time that it takes in steps as they are now; a measured peak stays."""
+    def foretold(self, profile: StepProfile, bandwidth: Bandwidth, needs: Needs) -> Settled:
+        """The same plan, with what it does in steps as they are now; a peak that was measured stays."""
         expected = self.plan.prediction
         if expected is None:
             return self
-        now = simulate(profile, self.plan, bandwidth)
-        expected = dataclasses.replace(expected, seconds=now.seconds, stall_seconds=now.stall_seconds)
-        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, prediction=expected))
+        now = simulate(profile, self.plan, bandwidth).prediction
+        if expected.peak_bytes == needs.peak_of(self.plan):
+            now = dataclasses.replace(expected, seconds=now.seconds, stall_seconds=now.stall_seconds)
+        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, prediction=now))
 
     def agreed(self, plan: Plan, *, is_changed: bool) -> Phase:
         """The agreed plan is in force."""
@@ -355,7 +356,7 @@ class Settled(Phase):
         retreat = moment.needs.retreat(moment.plan)
         if retreat is not None:
             known = moment.known_plan(retreat, profile, bandwidth)
-            return self._retreated(moment, known, rest_bytes=profile.rest_bytes)
+            return self._retreated(moment, known, beside_bytes=profile.beside_bytes)
         doubt = self.doubt(moment, bandwidth)
         if doubt is not None:
             return self.replanned(moment, profile, bandwidth, self.plan, doubt)
@@ -363,25 +364,25 @@ class Settled(Phase):
             why = "a step under the plan was measured"
             refined = dataclasses.replace(self, is_refined=True)
             return refined.replanned(moment, profile, bandwidth, self.plan, why, worth=refining)
-        if self._rest_is_less(moment, profile):
-            why = f"memory holds {readable_size(profile.rest_bytes)} beside the layers now"
+        if self._has_more_room(moment, profile):
+            why = f"memory holds {readable_size(profile.beside_bytes)} beside the layers now"
             return self.replanned(moment, profile, bandwidth, self.plan, why, worth=refining)
         if writes_too_much(moment.task, moment.plan, profile, bandwidth):
             return self.replanned(moment, profile, bandwidth, self.plan, _TOO_MUCH)
         confirmed = dataclasses.replace(self, plan=predicted(moment.plan, profile, bandwidth))
         return confirmed._gone_on(moment, profile, bandwidth)
 
-    def _rest_is_less(self, moment: Moment, profile: StepProfile) -> bool:
+    def _has_more_room(self, moment: Moment, profile: StepProfile) -> bool:
         """Whether layers have more room than when the plan was made, by more than plans leave free."""
-        freed = self.rest_bytes - profile.rest_bytes
+        freed = self.beside_bytes - profile.beside_bytes
         return freed > moment.tuning.unmeasured * (moment.task.limits.budget or math.inf)
 
-    def _retreated(self, moment: Moment, plan: Plan, *, rest_bytes: int) -> tuple[Phase, Plan]:
+    def _retreated(self, moment: Moment, plan: Plan, *, beside_bytes: int) -> tuple[Phase, Plan]:
         """A plan that is known to keep to the budget, or to come closer to it."""
         why = _broken_budget(moment.needs.peak_of(moment.plan), moment.task.limits.budget) or self.why
         moment.forgets.append(Pace.forget_seconds)
         now = dataclasses.replace(
-            self, plan=plan, why=why, is_measured=False, is_overdue=False, rest_bytes=rest_bytes
+            self, plan=plan, why=why, is_measured=False, is_overdue=False, beside_bytes=beside_bytes
         )
         return now, plan
 
@@ -421,7 +422,7 @@ class Settled(Phase):
             planned_for=bandwidth,
             caution=self._new_caution(moment, bandwidth),
             is_overdue=False,
-            rest_bytes=profile.rest_bytes,
+            beside_bytes=profile.beside_bytes,
         )
         moment.forgets.append(Pace.forget_waits)
         if not task.decides:
@@ -565,7 +566,7 @@ def _first_plan(moment: Moment, profile: StepProfile, bandwidth: Bandwidth, why:
     plan = moment.best_plan(profile, bandwidth)
     moment.forgets.append(Pace.forget_seconds)
     first = moment.within_budget(plan, profile, bandwidth)
-    settled = Settled(first, why, bandwidth, rest_bytes=profile.rest_bytes)
+    settled = Settled(first, why, bandwidth, beside_bytes=profile.beside_bytes)
     moment.check_limits(settled.plan, profile, bandwidth)
     return settled
 

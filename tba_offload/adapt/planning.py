@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from tba_offload.adapt.agreement import Agree
+    from tba_offload.adapt.beside import SeenBeside
     from tba_offload.adapt.controller import Controller
     from tba_offload.capture.hooks import Capture
     from tba_offload.capture.trace import DeviceTimes
@@ -154,7 +155,7 @@ class Planning:
         loads: Sequence[DriveLoad],
         *,
         began: float,
-        rest_bytes: int | None,
+        beside: SeenBeside | None,
         repeatable: Iterable[int],
         on_device: DeviceTimes | None,
     ) -> dict[str, object] | None:
@@ -164,7 +165,7 @@ class Planning:
             record: The figures of the step.
             loads: What the drives moved.
             began: When it began, by :func:`time.perf_counter`.
-            rest_bytes: As of :class:`StepObservation`.
+            beside: As of :class:`StepObservation`.
             repeatable: Layers that are the same if their forward runs twice.
             on_device: Its times by the clock of a device whose work ends later than the host gave it out.
 
@@ -182,7 +183,7 @@ class Planning:
             plan=self.plan,
             record=record,
             began=began,
-            rest_bytes=rest_bytes,
+            beside=beside,
             on_device=on_device,
             not_recomputed=self.chosen - frozenset(repeatable),
         )

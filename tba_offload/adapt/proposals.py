@@ -368,7 +368,7 @@ def over_budget(task: Task, plan: Plan, profile: StepProfile, room: int | None) 
         )
     return (
         f"the budget of {readable_size(budget)}{left} cannot be met: {needed}, with "
-        f"{readable_size(profile.rest_bytes)} beside the layers (logits, loss, temporaries), "
+        f"{readable_size(profile.beside_bytes)} beside the layers (logits, loss, temporaries), "
         f"{readable_size(layer)} in the largest layer{window}{drives}; raise "
         f"{task.limits.setting}, or take smaller micro-batches or shorter sequences"
     )

@@ -222,7 +222,7 @@ def _kind_of_several(kind: LayerKind, size: int) -> LayerKind:
     )
     attention = None if kind.attention_bytes is None else kind.attention_bytes * size
     sizes = kind.small_bytes * size, kind.input_bytes * size, kind.recomputed_bytes, attention
-    return LayerKind(activations, *sizes)
+    return LayerKind(activations, *sizes, kind.beside)
 
 
 def _timings_of_several(timings: dict[Placement, Timing], size: int) -> dict[Placement, Timing]:

@@ -7,12 +7,14 @@ and is all that planner and simulator ask for.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tba_offload.config.policy import Placement
 from tba_offload.placements.builtin import way_of
 from tba_offload.placements.share import staying
+from tba_offload.plan.beside import Beside
 from tba_offload.plan.tuning import TUNING
 
 if TYPE_CHECKING:
@@ -69,6 +71,7 @@ class LayerKind:
             if they are recomputed one after the other.
         attention_bytes: Bytes that its fused attention puts out; ``None`` before a layer of its kind has run
             with the placement ``recompute-except-attention``.
+        beside: What there was beside, by the placement under which it was seen.
     """
 
     activations: tuple[Saved, ...]
@@ -76,6 +79,7 @@ class LayerKind:
     input_bytes: int
     at_once: int | None = None
     attention_bytes: int | None = None
+    beside: dict[Placement, Beside] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -96,7 +100,20 @@ class LayerKind:
             small_bytes=max(self.small_bytes, other.small_bytes),
             input_bytes=max(self.input_bytes, other.input_bytes),
             attention_bytes=_most_known(self.attention_bytes, other.attention_bytes),
+            beside={
+                placement: self.beside_as(placement).at_least(other.beside_as(placement))
+                for placement in {**self.beside, **other.beside}
+            },
         )
+
+    def beside_as(self, placement: Placement) -> Beside:
+        """What there is beside if it is placed so; where that was not seen, the most that was.
+
+        Args:
+            placement: One that :func:`computed_as` gives.
+        """
+        known = self.beside.get(placement)
+        return functools.reduce(Beside.at_least, self.beside.values(), Beside()) if known is None else known
 
     def staying(self, percent: int) -> frozenset[int]:
         """Numbers of the activations that stay where that percentage of the bytes travels."""
@@ -210,7 +227,10 @@ class StepProfile:
         timings: For each kind, what was measured of it under each placement.
         slots: The compute of the step, in its order.
         tail: Seconds of compute after the last slot.
-        rest_bytes: What the activation peak holds beside activations of layers: logits, temporaries.
+        loss_bytes: Bytes that there are between the last forward and its backward beside what layers have
+            saved: logits, temporaries.
+        rest_bytes: Bytes that steps were seen to need beyond all that; of a step of which nothing else was
+            seen, all that lies beside the layers.
     """
 
     kinds: tuple[LayerKind, ...]
@@ -218,7 +238,14 @@ class StepProfile:
     timings: tuple[dict[Placement, Timing], ...]
     slots: tuple[Slot, ...]
     tail: float = 0.0
+    loss_bytes: int = 0
     rest_bytes: int = 0
+
+    @property
+    def beside_bytes(self) -> int:
+        """Most bytes that lie beside the layers at one time."""
+        of_kinds = (max(beside) for kind in self.kinds for beside in kind.beside.values())
+        return self.rest_bytes + max([self.loss_bytes, *of_kinds])
 
     def kind_of(self, layer: int) -> LayerKind:
         """The kind of a layer."""
@@ -266,6 +293,7 @@ class StepProfile:
             layers=tuple(pairs.index(pair) for pair in of_layers),
             timings=tuple(self.timings[mine] for mine, _ in pairs),
             slots=max(self.slots, other.slots, key=_gradients_in_forward),
+            loss_bytes=max(self.loss_bytes, other.loss_bytes),
             rest_bytes=max(self.rest_bytes, other.rest_bytes),
         )
 
@@ -377,6 +405,7 @@ class StepProfile:
             "slots": [slot.as_json() for slot in self.slots],
             **({"gradients": [slot.gradients for slot in self.slots]} if self.gradient_bytes else {}),
             "tail": self.tail,
+            "loss_bytes": self.loss_bytes,
             "rest_bytes": self.rest_bytes,
         }
 
@@ -398,6 +427,7 @@ class StepProfile:
                         int(kind["input_bytes"]),
                         kind.get("at_once"),
                         kind.get("attention_bytes"),
+                        {Placement(name): Beside(*seen) for name, seen in kind.get("beside", {}).items()},
                     )
                     for kind in document["kinds"]
                 ),
@@ -411,6 +441,7 @@ class StepProfile:
                     for slot, nbytes in zip(slots, gradients, strict=True)
                 ),
                 tail=float(document["tail"]),
+                loss_bytes=int(document.get("loss_bytes", 0)),
                 rest_bytes=int(document["rest_bytes"]),
             )
         except (KeyError, TypeError, ValueError) as error:

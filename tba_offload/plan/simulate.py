@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tba_offload.config.policy import Placement
 from tba_offload.placements.builtin import way_of
 from tba_offload.plan.model import Prediction
-from tba_offload.plan.profile import Timing
+from tba_offload.plan.profile import Timing, computed_as
 from tba_offload.plan.traffic import Traffic
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Outcome:
         host_written_bytes: Bytes that went to host memory beside the drive.
         host_read_bytes: Bytes that came back from there.
         host_peak_bytes: Most bytes that it held.
-        held_bytes: As ``peak_bytes``, of activations that were not in flight, and with the rest left out.
+        held_bytes: As ``peak_bytes``, of what was not in flight, and with the rest left out.
         fallback_bytes: Bytes of offloaded layers that stayed because no tier had room for them.
         rebuild_seconds: Compute that layers placed ``offload-remat`` took longer than kept ones.
         peak_slot: What ran when there were most activations; ``None`` for a step without any.
@@ -152,6 +152,7 @@ class _Run:
         self._staying = [plan.staying(layer, kind) for layer, kind in enumerate(self._kinds)]
         self._kept_bytes = [plan.kept_bytes(layer, kind) for layer, kind in enumerate(self._kinds)]
         self._timings = [self._timing_of(layer, way) for layer, way in enumerate(ways)]
+        self._beside = [kind.beside_as(computed_as(ways[n], n)) for n, kind in enumerate(self._kinds)]
         self._rebuilding = [
             profile.rebuild_seconds(layer) if way.rebuilds else 0.0 for layer, way in enumerate(ways)
         ]
@@ -175,12 +176,11 @@ class _Run:
         traffic, placements, pause = self._traffic, self._plan.placements, pausing.get()
         for place, slot in enumerate(self._profile.slots):
             pause()
-            traffic.begin(place, slot)
-            timing = self._timings[slot.layer]
-            seconds = timing.forward
+            timing, beside = self._timings[slot.layer], self._beside[slot.layer]
+            traffic.begin(place, slot, beside[slot.backward])
+            seconds = timing[slot.backward]
             if slot.backward:
                 traffic.read_ahead()
-                seconds = timing.backward
             placements[slot.layer].take(_Stretch(self, slot, self._kinds[slot.layer], seconds))
         traffic.compute(self._profile.tail)
         return self._outcome()

@@ -229,33 +229,44 @@ class Memory:
 
     Args:
         gradients: Most bytes of gradients that there are at one time.
+        at_loss: Bytes that lie beside activations between the last forward and its backward.
 
     Attributes:
         in_flight: Bytes that wait for their write to end, or were read ahead.
-        activations: Most bytes on the device.
+        activations: Most bytes on the device, with what lies beside them at the time.
         peak_slot: What ran then.
         peak: Most of them that do not lie where gradients come later.
         held: As ``peak``, of those that were not in flight.
     """
 
-    def __init__(self, gradients: int = 0) -> None:
+    def __init__(self, gradients: int = 0, at_loss: int = 0) -> None:
         self.in_flight = self.activations = self.peak = self.held = 0
         self.peak_slot: Slot | None = None
         self._gradients = self._to_come = gradients
         self._settled = 0  # bytes that are not in flight
+        self._at_loss = at_loss
+        self._beside = 0  # beside activations, while this slot runs
         self._slot: Slot | None = None  # what runs
         self._leaving: dict[int, int] = defaultdict(int)  # bytes that are gone by the begin of a slot
 
-    def begin(self, place: int, slot: Slot) -> None:
-        """A slot begins: what was held until then goes."""
+    def begin(self, place: int, slot: Slot, beside: int) -> None:
+        """A slot begins: what was held until then goes.
+
+        Args:
+            place: Of the slot.
+            slot: The slot.
+            beside: Bytes that lie beside activations while it runs.
+        """
         if self._leaving:
             self._settled -= self._leaving.pop(place, 0)
+        if self._at_loss and slot.backward and self._slot is not None and not self._slot.backward:
+            self._beside = self._at_loss
+            self._note()
         self._slot = slot
         to_come = self._gradients - slot.gradients
-        if to_come != self._to_come:
-            self._to_come = to_come
-            self._note_held()
-            self._note_peak()
+        if to_come != self._to_come or beside != self._beside:
+            self._to_come, self._beside = to_come, beside
+            self._note()
 
     @property
     def outlives(self) -> bool:
@@ -265,8 +276,7 @@ class Memory:
     def hold(self, nbytes: int) -> None:
         """Something comes that is not in flight."""
         self._settled += nbytes
-        self._note_held()
-        self._note_peak()
+        self._note()
 
     def free(self, nbytes: int) -> None:
         """Something of that is gone."""
@@ -289,12 +299,14 @@ class Memory:
         """Something no longer is."""
         self.in_flight -= nbytes
 
-    def _note_held(self) -> None:
-        if self._settled - self._to_come > self.held:
-            self.held = self._settled - self._to_come
+    def _note(self) -> None:
+        held = self._settled + self._beside - self._to_come
+        if held > self.held:
+            self.held = held
+        self._note_peak()
 
     def _note_peak(self) -> None:
-        there = self.in_flight + self._settled
+        there = self.in_flight + self._settled + self._beside
         if there > self.activations:
             self.activations = there
             self.peak_slot = self._slot
@@ -364,7 +376,7 @@ class Traffic:
     def __init__(self, profile: StepProfile, plan: Plan, bandwidth: Bandwidth) -> None:
         moves = [way_of(placement, layer).travels for layer, placement in enumerate(plan.placements)]
         self._window = Window(plan.window)
-        self.memory = Memory(profile.gradient_bytes)
+        self.memory = Memory(profile.gradient_bytes, profile.loss_bytes)
         self.tiers = Tiers(bandwidth, self._window)
         self.now = self.stall = 0.0
         self.forwarded = self.fallback = 0
@@ -375,9 +387,9 @@ class Traffic:
 
     # ---- time and memory -------------------------------------------------------------------------
 
-    def begin(self, place: int, slot: Slot) -> None:
-        """A slot begins, after other compute."""
-        self.memory.begin(place, slot)
+    def begin(self, place: int, slot: Slot, beside: int) -> None:
+        """A slot begins, after other compute; ``beside`` activations there are so many bytes."""
+        self.memory.begin(place, slot, beside)
         self.now += slot.gap
 
     def compute(self, seconds: float) -> None:

@@ -44,6 +44,7 @@ class _Kind(BaseModel):
     input_bytes: _Bytes
     at_once: _Bytes | None = None
     attention_bytes: _Bytes | None = None
+    beside: dict[_Measured, tuple[_Bytes, _Bytes]] = {}
 
 
 class _Profile(BaseModel):
@@ -56,6 +57,7 @@ class _Profile(BaseModel):
     ]
     gradients: Annotated[list[_Bytes], Field(max_length=1_000_000)] = []
     tail: _Seconds
+    loss_bytes: _Bytes = 0
     rest_bytes: _Bytes
 
     @model_validator(mode="after")

@@ -175,7 +175,7 @@ class Conclusions:
             record,
             loads,
             began=step.began,
-            rest_bytes=step.memory.beside_at_loss,
+            beside=step.memory.beside,
             repeatable=[index for index in chosen if may_plan and parts.verifier.may_plan(index)],
             on_device=DeviceTimes(trace, stalls) if trace.marks is not None else None,
         )

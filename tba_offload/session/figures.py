@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from tba_offload.adapt.beside import SeenBeside
 from tba_offload.session.memory_watch import UPDATE
 
 if TYPE_CHECKING:
@@ -58,12 +59,12 @@ class StepMemory:
         self._overlaps = True
 
     @property
-    def beside_at_loss(self) -> int | None:
-        """Most live bytes beside the activations of layers between the last layer's forward and its backward.
-
-        ``None`` if the memory of this step was not looked at then.
-        """
-        return None if self._overlaps else self._watch.runs.beside_at_loss
+    def beside(self) -> SeenBeside | None:
+        """Most bytes beside the activations of layers; ``None`` if the memory of this step was not seen."""
+        at_loss = self._watch.runs.beside_at_loss
+        if self._overlaps or at_loss is None:
+            return None
+        return SeenBeside(at_loss, [layer.beside for layer in self._watch.layers])
 
     def pause(self) -> None:
         """From now on an optimizer works: its memory is not that of activations."""

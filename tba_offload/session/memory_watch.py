@@ -11,10 +11,11 @@ are told, and of the others each whose peak is clearly higher than that of the o
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from tba_offload.config.policy import Placement
+from tba_offload.plan.beside import Beside
 
 if TYPE_CHECKING:
     import torch
@@ -107,22 +108,26 @@ class LayerMemory:
         leaves: Left in memory by a forward, what the offloader holds left out.
         forward: Most live bytes in a forward beyond those before it; what is read ahead is of others.
         backward: The same in a backward.
+        beside: Most bytes in each beside what plans know of.
     """
 
     leaves: int = 0
     forward: int = 0
     backward: int = 0
+    beside: Beside = field(default_factory=Beside)
 
     def left(self, nbytes: int) -> None:
         """A forward has left ``nbytes`` in memory."""
         self.leaves = max(self.leaves, nbytes)
 
-    def took(self, phase: str, nbytes: int) -> None:
-        """At its peak a phase had ``nbytes`` more live than at its begin."""
+    def took(self, phase: str, nbytes: int, beside: int) -> None:
+        """At its peak a phase had ``nbytes`` more live than at its begin, and ``beside`` what plans know."""
         if phase == FORWARD:
             self.forward = max(self.forward, nbytes)
+            self.beside = self.beside.at_least(Beside(forward=beside))
         elif phase == BACKWARD:
             self.backward = max(self.backward, nbytes)
+            self.beside = self.beside.at_least(Beside(backward=beside))
 
 
 _Left = dict[str, int]
@@ -150,7 +155,6 @@ class Runs:
         self.left = {"kept": 0, "inputs": 0, "outputs": 0, "small": 0}
         self.all_left = 0
         self.beside_at_loss: int | None = None
-        self._of_layers = 0  # when the loss was last looked at
         self._waiting: dict[int, list[_Left]] = defaultdict(list)
         self._leaving: _Left | None = None
 
@@ -188,18 +192,9 @@ class Runs:
                 run[holder] = run.get(holder, 0) - fewer
                 gone -= fewer
 
-    def at_loss(self, live: int, of_layers: int, *, at_once: bool) -> None:
-        """Bytes were seen around the loss.
-
-        Args:
-            live: Those of the step.
-            of_layers: Those of activations of layers.
-            at_once: Whether both were so at one moment. Otherwise ``live`` are the most since the last time,
-                when layers may have had more than now.
-        """
-        known = of_layers if at_once else max(of_layers, self._of_layers)
-        self._of_layers = of_layers
-        self.beside_at_loss = max(self.beside_at_loss or 0, live - known)
+    def at_loss(self, beside: int) -> None:
+        """Around the loss there were so many bytes that plans do not know of."""
+        self.beside_at_loss = max(self.beside_at_loss or 0, beside)
 
     def let_go(self) -> None:
         """Backward is done with the run that it had come to."""
@@ -394,12 +389,12 @@ class MemoryWatch:
     def _note(self, live: int, gradients: int, frozen: int) -> None:
         """Of several moments of a phase the fullest stays."""
         now, nbytes = self._now, max(live - self._base, 0)
+        held = self._held()
         now.sees(live - self._sources.offloader.ledger.read_ahead)
+        now.knows(nbytes, held.planned, at_once=self._meter is None or self._meter.samples)
         best = self.peaks.get(now.phase)
         if best is None or nbytes + gradients + frozen > best.whole:
-            self.peaks[now.phase] = Peak(nbytes, now.layer, self._held(), now.beside, gradients, frozen)
-        if now.phase == LOSS and self._meter is not None:
-            self.runs.at_loss(nbytes, self._held().planned, at_once=self._meter.samples)
+            self.peaks[now.phase] = Peak(nbytes, now.layer, held, now.beside, gradients, frozen)
 
     # ---- sums ------------------------------------------------------------------------------------
 
@@ -415,7 +410,9 @@ class MemoryWatch:
         live, now = self._look(), self._now
         if self.layers:
             now.sees(live - self._sources.offloader.ledger.read_ahead)
-            self.layers[now.layer].took(now.phase, now.most - now.least)
+            self.layers[now.layer].took(now.phase, now.most - now.least, now.unplanned)
+        if now.phase == LOSS:
+            self.runs.at_loss(now.unplanned)
         return live
 
     def _look(self) -> int:
@@ -458,6 +455,21 @@ class _Moment:
     beside: int = 0
     least: int = 0
     most: int = 0
+    of_plans: int = 0
+    unplanned: int = 0
+
+    def knows(self, live: int, of_plans: int, *, at_once: bool) -> None:
+        """Of ``live`` bytes plans know of so many, and not of the others.
+
+        Args:
+            live: Those of the step.
+            of_plans: Those of activations of layers.
+            at_once: Whether both were so at one moment. Otherwise ``live`` are the most since the last time,
+                when layers may have had more than now.
+        """
+        known = of_plans if at_once else max(of_plans, self.of_plans)
+        self.of_plans = of_plans
+        self.unplanned = max(self.unplanned, live - known)
 
     def sees(self, own: int) -> None:
         """There were ``own`` bytes that are not read ahead; ``least`` are those that it began with."""

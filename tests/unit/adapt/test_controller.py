@@ -22,11 +22,9 @@ from torch import nn
 
 import tba_offload as tba
 from tba_offload.adapt.controller import Controller
-from tba_offload.adapt.knowledge import Knowledge
 from tba_offload.adapt.needs import Needs
-from tba_offload.adapt.observation import StepObservation
 from tba_offload.adapt.pace import Pace
-from tba_offload.adapt.phases import Excursion, Moment, Settled, WarmUp
+from tba_offload.adapt.phases import Excursion, Moment, Settled
 from tba_offload.adapt.profiler import ComputeClock, profile_of
 from tba_offload.adapt.proposals import bare, best_plan, excursion, probing_plan, worst_peak
 from tba_offload.adapt.rates import Rates, drifted
@@ -54,6 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
+    from tba_offload.adapt.observation import StepObservation
     from tba_offload.session import Session
 
 KEEP, OFFLOAD, RECOMPUTE, AUTO = Placement.KEEP, Placement.OFFLOAD, Placement.RECOMPUTE, Placement.AUTO
@@ -267,30 +266,9 @@ def test_what_memory_holds_beside_layers_is_found_with_the_simulator_or_the_book
     record = mock.Mock(own_peak_bytes=100, fallback_kept_bytes=fallback, activation_peak_bytes=1000)
     plan = Plan(placements, window=200)
     assert fallback or simulate(dataclasses.replace(profile, rest_bytes=0), plan, bandwidth).peak_bytes == 300
-    found = needs.with_rest(profile, plan, bandwidth, record, 1000, is_first=True)
+    found = needs.with_rest(profile, plan, bandwidth, record, 1000)
     assert found.rest_bytes == rest
-    assert needs.with_rest(profile, plan, bandwidth, record, None, is_first=True) is profile
-
-
-@pytest.mark.parametrize(("is_mixed", "rest"), [(False, 300), (True, 900)])
-def test_a_second_step_that_has_grown_on_the_way_lets_the_first_one_count(
-    *, is_mixed: bool, rest: int
-) -> None:
-    """It ran layers under two plans, so it cannot show anew what lies beside them."""
-    known, task = Knowledge(task_of(2)), task_of(2)
-    runs = [(1, 8)], [(1, 8), (1, 16)] if is_mixed else [(1, 8)]
-    for rest_seen, sizes in zip((900, 300), runs, strict=True):
-        known.sizes.begin_step()
-        for size in sizes:
-            known.sizes.note(0, size)
-        record = mock.Mock(activation_peak_bytes=1, fallback_kept_bytes=0, seconds=1.0, stall_seconds=0.0)
-        step = StepObservation(StepTrace(), [], [], task.first(), record, 0.0, rest_seen)
-        known.end_step(step)
-        known.note(step, WarmUp())
-    profile = profile_by_hand(OFFLOAD, OFFLOAD)
-    record = mock.Mock(own_peak_bytes=0, fallback_kept_bytes=0, activation_peak_bytes=1)
-    found = known.needs.with_rest(profile, task.first(), Bandwidth(100, 100), record, 1, is_first=True)
-    assert found.rest_bytes == rest
+    assert needs.with_rest(profile, plan, bandwidth, record, None) is profile
 
 
 def test_what_a_process_allocates_once_in_its_first_step_is_none_of_what_lies_beside_layers() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from tba_offload.capture.identity import StaticStorages
 from tba_offload.capture.registry import Registry
 from tba_offload.device.memory import MemoryMeter
+from tba_offload.plan.beside import Beside
 from tba_offload.session.memory_watch import BETWEEN, EMBEDDINGS, MemoryWatch, Sources
 from tba_offload.session.outputs import Outputs
 from tba_offload.session.static_memory import ModuleTensors, frozen_bytes, head_bytes, static_bytes
@@ -20,14 +21,14 @@ CPU = torch.device("cpu")
 
 
 class Counted(MemoryMeter):
-    """A meter of bytes that a test allocates; it sees what it is asked to look at."""
+    """A meter of bytes that a test allocates: it sees it when it is asked to, or the most of a stretch."""
 
     source = "counted"
 
     def __init__(self, *, samples: bool) -> None:
         super().__init__()
         self.samples = samples
-        self.now = 1000  # before the step
+        self.now = self.most = 1000  # before the step
         self.aside = 7  # gradients
 
     def live(self) -> int:
@@ -38,7 +39,8 @@ class Counted(MemoryMeter):
         return self.now
 
     def sample(self, grows_by: int = 0) -> None:
-        self._seen(self.now, self.aside)
+        most, self.most = self.most, self.now
+        self._seen(self.now if self.samples else most, self.aside)
 
     def reset(self) -> None: ...
     def pause(self) -> None: ...
@@ -82,10 +84,12 @@ class Bench:
     def grow(self, nbytes: int, **books: int) -> None:
         """Bytes are allocated or freed, and the offloader's books change."""
         self.meter.now += nbytes
+        self.meter.most = max(self.meter.most, self.meter.now)
         for name, change in books.items():
             setattr(self.ledger, name, getattr(self.ledger, name) + change)
         self.offloader.own_bytes = self.ledger.in_flight + self.ledger.settled
-        self.meter.sample()
+        if self.meter.samples:
+            self.meter.sample()
 
     def forward(self, way: str, *, nbytes: int = 10) -> None:
         for index in range(2):
@@ -107,10 +111,11 @@ def test_what_layers_leave_is_told_by_how_they_ran(way: str, holder: str) -> Non
     bench.forward(way)
     bench.grow(30)
     assert bench.watch.peaks["loss"].nbytes == 50
-    # Of what layers leave whose activations travel no plan knows.
-    assert bench.watch.runs.beside_at_loss == (50 if holder == "outputs" else 30)
     assert bench.held["loss"][holder] == 20
     assert sum(bench.held["loss"].values()) == 20
+    bench.watch.backward_reached(1)
+    # Of what layers leave whose activations travel no plan knows.
+    assert bench.watch.runs.beside_at_loss == (50 if holder == "outputs" else 30)
     assert [(layer.leaves, layer.forward) for layer in bench.watch.layers] == [(10, 15), (10, 15)]
 
 
@@ -124,7 +129,23 @@ def test_the_most_beside_layers_need_not_be_there_when_there_is_most_of_all(
     bench.forward("keep", nbytes=0)
     bench.grow(10)
     bench.grow(-20, in_flight=-60)
+    bench.watch.backward_reached(1)
     assert bench.watch.runs.beside_at_loss == beside
+
+
+def test_what_lies_beside_a_layer_is_told_for_both_its_runs() -> None:
+    """What others hold is there as well; what it leaves itself is known when the next one begins."""
+    bench = Bench()
+    bench.grow(3)  # embeddings
+    bench.forward("keep")
+    bench.watch.model_ended()
+    bench.watch.backward_reached(1)
+    bench.grow(8)
+    bench.grow(-18)
+    bench.watch.backward_reached(0)
+    bench.grow(20)
+    bench.watch.leave(EMBEDDINGS)
+    assert [layer.beside for layer in bench.watch.layers] == [Beside(18, 23), Beside(18, 11)]
 
 
 def test_the_loss_comes_after_the_model_whichever_layer_ran_last() -> None:
@@ -134,6 +155,7 @@ def test_the_loss_comes_after_the_model_whichever_layer_ran_last() -> None:
     bench.watch.layer_ended(0, "keep")  # the next one is skipped
     bench.watch.model_ended()
     bench.grow(30)
+    bench.watch.backward_reached(0)
     assert bench.watch.runs.beside_at_loss == 30
     assert bench.held["loss"]["kept"] == 10
 

@@ -20,7 +20,9 @@ from models import loss_of, make_model, make_tokens, same_bits
 from torch import Tensor, nn
 
 import tba_offload as tba
+from tba_offload.adapt.beside import SeenBeside
 from tba_offload.device.memory import MallocMeter
+from tba_offload.plan.beside import Beside
 from tba_offload.report.run_log import read_run_log
 from tba_offload.session.figures import StepMemory
 
@@ -930,9 +932,13 @@ def test_an_exception_outside_of_the_layers_that_is_kept(model: Model) -> None:
     del kept
 
 
-def test_what_lies_beside_layers_is_what_the_watch_has_seen_at_the_loss_of_this_step_alone() -> None:
-    watch = mock.Mock(**{"runs.beside_at_loss": 300})
+def test_what_lies_beside_layers_is_what_the_watch_has_seen_in_this_step_alone() -> None:
+    layers = [mock.Mock(beside=Beside(1, 2)), mock.Mock(beside=Beside())]
+    watch = mock.Mock(**{"runs.beside_at_loss": 300}, layers=layers)
     memory = StepMemory(mock.Mock(), watch, mock.Mock(at_begin=0))
-    assert memory.beside_at_loss == 300
+    assert memory.beside == SeenBeside(300, [Beside(1, 2), Beside()])
+    watch.runs.beside_at_loss = None
+    assert memory.beside is None
+    watch.runs.beside_at_loss = 300
     memory.overlapped()
-    assert memory.beside_at_loss is None
+    assert memory.beside is None

@@ -1,0 +1,52 @@
+"""What lies in memory beside what layers have saved: temporaries, gradients of activations, logits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from tba_offload.config.policy import Placement
+from tba_offload.placements.builtin import way_of
+
+if TYPE_CHECKING:
+    from tba_offload.plan.model import Plan
+    from tba_offload.plan.profile import LayerKind
+
+
+class Beside(NamedTuple):
+    """Most bytes in memory while a layer runs, beside all that layers have saved.
+
+    They are temporaries, gradients of activations, and what lies there anyway. What a run of the layer itself
+    saves, or makes again, is none of them.
+
+    Attributes:
+        forward: From the begin of its forward to that of the next layer's.
+        backward: The same of its backward.
+    """
+
+    forward: int = 0
+    backward: int = 0
+
+    def at_least(self, other: Beside) -> Beside:
+        """The most of two, each way."""
+        return Beside(*map(max, self, other))
+
+
+def own_bytes(kind: LayerKind, plan: Plan, layer: int) -> Beside:
+    """Bytes of a layer's own run that no books have while it runs, and the simulator counts as the layer's.
+
+    In a forward that is what it leaves in memory, which is known when it ends, in a backward what it makes
+    again.
+
+    Args:
+        kind: Of the layer.
+        plan: The plan that was in force.
+        layer: Index of the layer.
+    """
+    way = way_of(plan.placements[layer], layer)
+    if way.recomputes:
+        spared = kind.attention_bytes or 0 if way is Placement.RECOMPUTE_EXCEPT_ATTENTION else 0
+        return Beside(0 if way.travels else kind.input_bytes, max(kind.recomputed_bytes - spared, 0))
+    if not way.travels:
+        return Beside(kind.nbytes + kind.small_bytes)
+    rebuilt = max((saved.nbytes for saved in kind.activations if saved.rebuilt), default=0)
+    return Beside(plan.kept_bytes(layer, kind) + kind.small_bytes, rebuilt if way.rebuilds else 0)
