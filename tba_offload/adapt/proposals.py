@@ -21,7 +21,7 @@ from tba_offload.plan.terms import Freedom
 from tba_offload.plan.what_if import peak_of_keep
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from tba_offload.adapt.task import Task
     from tba_offload.plan.bandwidth import Bandwidth
@@ -192,33 +192,62 @@ def probing_plan(
 ) -> Plan:
     """Some layers of each kind kept, recomputed and rebuilt, as many as the budget allows."""
     first = task.first()
-    fewest = 3 if task.objective is Objective.MEMORY else 4  # one offloads beside each that is a choice
-    for parts in (fewest, 6, 12, max(len(task.policy), 2)):
-        placements = _mixed(task, profile, parts, step=step, not_recomputed=not_recomputed)
-        plan = dataclasses.replace(first, placements=placements)
-        if worst_peak(profile, plan, bandwidth) <= task.careful_limits.planned:
-            return plan
-    return first
+
+    def with_others(others: Iterable[tuple[int, Placement]]) -> Plan:
+        placements = dict(enumerate(first.placements)) | dict(others)
+        return dataclasses.replace(first, placements=tuple(placements.values()))
+
+    def fits(plan: Plan) -> bool:
+        return worst_peak(profile, plan, bandwidth) <= task.careful_limits.planned
+
+    mixed = with_others(_mixed(task, profile, step=step, not_recomputed=not_recomputed))
+    if fits(mixed):
+        return mixed
+    found: list[tuple[int, Placement]] = []
+    for other in _one_of_each(task, profile, step=step, not_recomputed=not_recomputed):
+        if fits(with_others([*found, other])):
+            found.append(other)
+    return with_others(found)
 
 
 def _mixed(
-    task: Task, profile: StepProfile, parts: int, *, step: int, not_recomputed: frozenset[int]
-) -> tuple[Placement, ...]:
-    """One layer of a kind in each group gets each placement that is a choice, the others offload."""
-    placements = list(task.policy)
-    is_last = step + 1 >= task.tuning.learning  # before there is a plan
+    task: Task, profile: StepProfile, *, step: int, not_recomputed: frozenset[int]
+) -> Iterator[tuple[int, Placement]]:
+    """Of few layers of a kind one gets each placement that is a choice, and one offloads, all along."""
+    few = 3 if task.objective is Objective.MEMORY else 4
     for kind in set(profile.layers):
-        spares = is_last and profile.kinds[kind].may_spare_attention
-        again = Placement.RECOMPUTE_EXCEPT_ATTENTION if spares else Placement.RECOMPUTE
-        turns = (Placement.KEEP, again, Placement.OFFLOAD_REMAT)
+        turns = _choices(task, profile, kind, step=step)
         free = _free_layers(task, profile, kind)
         if len(free) < 3:  # it is measured by the others
             continue
         for place, layer in enumerate(reversed(free)):
-            turn = (place + step) % parts
+            turn = (place + step) % few
             if turn < len(turns) and _may_try(task, profile, layer, turns[turn], not_recomputed):
-                placements[layer] = turns[turn]
-    return tuple(placements)
+                yield layer, turns[turn]
+
+
+def _one_of_each(
+    task: Task, profile: StepProfile, *, step: int, not_recomputed: frozenset[int]
+) -> Iterator[tuple[int, Placement]]:
+    """One layer of a kind for each placement that is a choice, those that were never seen first."""
+    for kind in sorted(set(profile.layers)):
+        turns = _choices(task, profile, kind, step=step)
+        free = _free_layers(task, profile, kind)
+        left = free[:0:-1] if len(free) > 2 else []  # one offloads
+        for placement in sorted(turns, key=lambda turn: turn in profile.timings[kind]):
+            allowed = (each for each in left if _may_try(task, profile, each, placement, not_recomputed))
+            layer = next(allowed, None)
+            if layer is not None:
+                left.remove(layer)
+                yield layer, placement
+
+
+def _choices(task: Task, profile: StepProfile, kind: int, *, step: int) -> tuple[Placement, ...]:
+    """What is tried of a kind beside offloading it, after a step."""
+    is_last = step + 1 >= task.tuning.learning  # before there is a plan
+    spares = is_last and profile.kinds[kind].may_spare_attention
+    again = Placement.RECOMPUTE_EXCEPT_ATTENTION if spares else Placement.RECOMPUTE
+    return Placement.KEEP, again, Placement.OFFLOAD_REMAT
 
 
 def excursion(

@@ -107,13 +107,21 @@ class LayerKind:
         )
 
     def beside_as(self, placement: Placement) -> Beside:
-        """What there is beside if it is placed so; where that was not seen, the most that was.
+        """What there is beside if it is placed so, as far as that was seen.
+
+        Where all that a layer saves is in memory at once, backward frees some of it before it needs most, so
+        that less lies beside it than where it is offloaded.
 
         Args:
             placement: One that :func:`computed_as` gives.
         """
-        known = self.beside.get(placement)
-        return functools.reduce(Beside.at_least, self.beside.values(), Beside()) if known is None else known
+        if placement in self.beside:
+            return self.beside[placement]
+        is_whole = placement is Placement.KEEP or placement.recomputes
+        alike = [seen for way, seen in self.beside.items() if is_whole and way.recomputes]
+        if not alike and Placement.OFFLOAD in self.beside:
+            return self.beside[Placement.OFFLOAD]
+        return functools.reduce(Beside.at_least, alike or self.beside.values(), Beside())
 
     def staying(self, percent: int) -> frozenset[int]:
         """Numbers of the activations that stay where that percentage of the bytes travels."""

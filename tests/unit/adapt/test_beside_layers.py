@@ -103,8 +103,11 @@ def test_what_lies_beside_a_layer_counts_while_it_runs_and_logits_while_there_ar
     assert peak_of(KEEP, KEEP, at_loss=21) == 100 + 30 + 21
     assert peak_of(RECOMPUTE, KEEP, at_loss=21) == 10 + 90 + 20
     assert peak_of(RECOMPUTE, KEEP, at_loss=21, rest=7) == 10 + 90 + 20 + 7
-    # Never seen so: as under the placement under which there was most.
+    # Never seen so: as if it is offloaded, or as under the placement under which there was most.
     assert peak_of(OFFLOAD, KEEP) == 100 + 50
+    wide.beside[OFFLOAD] = Beside(0, 40)
+    assert peak_of(Placement.OFFLOAD_REMAT, KEEP) == 100 + 40
+    assert peak_of(Placement.RECOMPUTE_EXCEPT_ATTENTION, KEEP) == 10 + 90 + 20  # as if it is recomputed
     assert dataclasses.replace(profile, loss_bytes=60, rest_bytes=7).beside_bytes == 67
 
 
