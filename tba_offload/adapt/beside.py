@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict, deque
+from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
 from tba_offload.plan.beside import Beside, own_bytes
 from tba_offload.plan.profile import computed_as
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from tba_offload.config.policy import Placement
     from tba_offload.plan.model import Plan
     from tba_offload.plan.profile import StepProfile
-
-_LOOKS = 3
-"""Looks of which the middle one counts: kernels take memory once for shapes that are new, and where samples
-miss a peak, the next do not. What one step needs beyond that is found as the rest of the profile."""
+    from tba_offload.plan.tuning import Tuning
 
 
 class SeenBeside(NamedTuple):
@@ -34,25 +31,32 @@ class SeenBeside(NamedTuple):
 
 
 class BesideLayers:
-    """The last looks at what lies beside layers: for each under each placement, and at the loss."""
+    """The last look at what lies beside layers: for each under each placement, and at the loss.
 
-    def __init__(self) -> None:
-        self._at_loss: deque[int] = deque(maxlen=_LOOKS)
-        self._looks: defaultdict[tuple[int, Placement], deque[Beside]] = defaultdict(
-            lambda: deque(maxlen=_LOOKS)
-        )
+    Where a layer was looked at under other placements for long, what was seen under one before is forgotten:
+    kernels may have taken memory once then. What a step needs beyond all that is the rest of the profile.
+
+    Args:
+        tuning: Says how many looks are remembered.
+    """
+
+    def __init__(self, tuning: Tuning) -> None:
+        self._remembered = tuning.remembered_rests
+        self._count = 0
+        self._at_loss = 0
+        self._looks: defaultdict[int, dict[Placement, tuple[int, Beside]]] = defaultdict(dict)
 
     def forget(self) -> None:
         """Forgets all looks."""
-        self._at_loss.clear()
+        self._at_loss = 0
         self._looks.clear()
 
     def grow(self, factor: float) -> None:
         """Layers have grown, and what lies beside them is taken to have grown as they have."""
-        self._at_loss = deque((int(factor * nbytes) for nbytes in self._at_loss), _LOOKS)
+        self._at_loss = int(factor * self._at_loss)
         for looks in self._looks.values():
-            for _ in range(len(looks)):
-                looks.append(Beside(*(int(factor * nbytes) for nbytes in looks.popleft())))
+            for placement, (number, look) in looks.items():
+                looks[placement] = number, Beside(*(int(factor * nbytes) for nbytes in look))
 
     def note(self, seen: SeenBeside, plan: Plan, profile: StepProfile) -> None:
         """Notes what was seen in a step.
@@ -62,31 +66,29 @@ class BesideLayers:
             plan: The plan that was in force.
             profile: The step; what its layers save is known.
         """
-        self._at_loss.append(seen.at_loss)
+        self._count += 1
+        self._at_loss = seen.at_loss
         for layer, beside in enumerate(seen.layers):
             if any(beside):
                 own = own_bytes(profile.kind_of(layer), plan, layer)
-                looks = self._looks[layer, computed_as(plan.placements[layer], layer)]
-                looks.append(Beside(*(max(a - b, 0) for a, b in zip(beside, own, strict=True))))
+                look = Beside(*(max(a - b, 0) for a, b in zip(beside, own, strict=True)))
+                looks = self._looks[layer]
+                looks[computed_as(plan.placements[layer], layer)] = self._count, look
+                self._looks[layer] = {
+                    placement: known
+                    for placement, known in looks.items()
+                    if known[0] > self._count - self._remembered
+                }
 
     def put_in(self, profile: StepProfile) -> StepProfile:
         """The profile with what is known: the most of the layers of a kind, under each placement."""
         found: list[dict[Placement, Beside]] = [{} for _ in profile.kinds]
-        for (layer, placement), looks in self._looks.items():
-            known = found[profile.layers[layer]]
-            known[placement] = _middle_look(looks).at_least(known.get(placement, Beside()))
+        for layer, looks in self._looks.items():
+            of_kind = found[profile.layers[layer]]
+            for placement, (_, look) in looks.items():
+                of_kind[placement] = look.at_least(of_kind.get(placement, Beside()))
         kinds = (
             dataclasses.replace(kind, beside=beside)
             for kind, beside in zip(profile.kinds, found, strict=True)
         )
-        return dataclasses.replace(profile, kinds=tuple(kinds), loss_bytes=_middle(self._at_loss))
-
-
-def _middle_look(looks: Iterable[Beside]) -> Beside:
-    return Beside(*map(_middle, zip(*looks, strict=True)))
-
-
-def _middle(values: Iterable[int]) -> int:
-    """The higher of the two in the middle, where there are two; 0 if there are none."""
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2] if ordered else 0
+        return dataclasses.replace(profile, kinds=tuple(kinds), loss_bytes=self._at_loss)

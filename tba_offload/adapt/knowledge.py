@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING
 
 from tba_offload.adapt.beside import BesideLayers
@@ -43,7 +44,7 @@ class Knowledge:
         self.rates = Rates(task)
         self.sizes = Sizes(task.tuning)
         self.needs = Needs(task)
-        self.beside = BesideLayers()
+        self.beside = BesideLayers(task.tuning)
         self.pace = Pace(task.tuning)
         self.seconds = 0.0
         self.not_recomputed: frozenset[int] = frozenset()
@@ -169,7 +170,7 @@ class Knowledge:
         )
         if profile is None or bandwidth is None:
             return None
-        self._profile = self._of_largest(profile, observation, bandwidth)
+        self._profile = self._of_largest(profile, observation, bandwidth, is_first=phase.settled is None)
         return self._profile
 
     def _known_before(self) -> StepProfile | None:
@@ -179,7 +180,7 @@ class Knowledge:
         return dataclasses.replace(self._profile, timings=({},) * len(self._profile.kinds))
 
     def _of_largest(
-        self, profile: StepProfile, observation: StepObservation, bandwidth: Bandwidth
+        self, profile: StepProfile, observation: StepObservation, bandwidth: Bandwidth, *, is_first: bool
     ) -> StepProfile:
         """The profile that plans are made from: of the largest step, with what another one tells of times.
 
@@ -190,11 +191,13 @@ class Knowledge:
             # What lies beside the layers is taken to have grown as they have, unless it was measured.
             growth = max(profile.layer_bytes / before.layer_bytes, 1.0)
             profile = dataclasses.replace(profile, rest_bytes=int(growth * profile.rest_bytes))
+            if size.is_new:
+                self.beside.forget()
             self.beside.grow(growth)
         if before is None or size.is_full or size.has_grown:
-            if observation.beside is not None and not size.is_mixed:  # or its layers ran under two plans
-                self.beside.note(observation.beside, observation.plan, profile)
             peak, record = self._peak_in(observation.record), observation.record
+            if observation.beside is not None and self._tells_beside(observation, peak, is_first=is_first):
+                self.beside.note(observation.beside, observation.plan, profile)
             profile = self.beside.put_in(profile)
             profile = self.needs.with_rest(profile, observation.plan, bandwidth, record, peak)
         elif not size.is_large:
@@ -208,3 +211,14 @@ class Knowledge:
         whole = with_skipped(profile, None if size.is_new else before)
         self._skips |= len(whole.slots) > len(profile.slots)
         return whole
+
+    def _tells_beside(self, observation: StepObservation, peak: int | None, *, is_first: bool) -> bool:
+        """Whether a step tells what lies beside its layers.
+
+        What one needed more when it broke the budget under a plan is its rest: that is remembered for longer.
+        Where a graph outlives its backward, what it holds is not told from what lies beside it.
+        """
+        if self._size.is_mixed or any(scope.is_retained for scope in observation.trace.scopes):
+            return False
+        keeps_to_budget = (peak or 0) <= (self._task.limits.budget or math.inf)
+        return is_first or self._size.has_grown or keeps_to_budget

@@ -1,4 +1,4 @@
-"""What steps were seen to need of memory: the peak under each plan, and what lies beside the layers."""
+"""What steps were seen to need of memory: the peak under each plan, and what nothing else explains of it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Needs:
 
     @property
     def knows_rest(self) -> bool:
-        """Whether it was ever measured what memory holds beside the layers."""
+        """Whether the memory of a step was ever held against what is known of it."""
         return self._knows_rest
 
     def forget(self) -> None:
@@ -134,7 +134,7 @@ class Needs:
             rest = max(activations - played.activation_bytes, peak - played.peak_bytes, 0)
         elif offloads_all(plan):
             # What was kept in need is in no plan, but counts there.
-            rest = max(activations - (record.own_peak_bytes or 0) - known.beside_bytes, 0)
+            rest = max(activations - (record.own_peak_bytes or 0) - known.beside_bytes(plan.placements), 0)
         else:
             return profile
         self._knows_rest = True

@@ -356,7 +356,7 @@ class Settled(Phase):
         retreat = moment.needs.retreat(moment.plan)
         if retreat is not None:
             known = moment.known_plan(retreat, profile, bandwidth)
-            return self._retreated(moment, known, beside_bytes=profile.beside_bytes)
+            return self._retreated(moment, known, profile)
         doubt = self.doubt(moment, bandwidth)
         if doubt is not None:
             return self.replanned(moment, profile, bandwidth, self.plan, doubt)
@@ -365,7 +365,8 @@ class Settled(Phase):
             refined = dataclasses.replace(self, is_refined=True)
             return refined.replanned(moment, profile, bandwidth, self.plan, why, worth=refining)
         if self._has_more_room(moment, profile):
-            why = f"memory holds {readable_size(profile.beside_bytes)} beside the layers now"
+            beside = profile.beside_bytes(self.plan.placements)
+            why = f"memory holds {readable_size(beside)} beside the layers now"
             return self.replanned(moment, profile, bandwidth, self.plan, why, worth=refining)
         if writes_too_much(moment.task, moment.plan, profile, bandwidth):
             return self.replanned(moment, profile, bandwidth, self.plan, _TOO_MUCH)
@@ -374,15 +375,20 @@ class Settled(Phase):
 
     def _has_more_room(self, moment: Moment, profile: StepProfile) -> bool:
         """Whether layers have more room than when the plan was made, by more than plans leave free."""
-        freed = self.beside_bytes - profile.beside_bytes
+        freed = self.beside_bytes - profile.beside_bytes(self.plan.placements)
         return freed > moment.tuning.unmeasured * (moment.task.limits.budget or math.inf)
 
-    def _retreated(self, moment: Moment, plan: Plan, *, beside_bytes: int) -> tuple[Phase, Plan]:
+    def _retreated(self, moment: Moment, plan: Plan, profile: StepProfile) -> tuple[Phase, Plan]:
         """A plan that is known to keep to the budget, or to come closer to it."""
         why = _broken_budget(moment.needs.peak_of(moment.plan), moment.task.limits.budget) or self.why
         moment.forgets.append(Pace.forget_seconds)
         now = dataclasses.replace(
-            self, plan=plan, why=why, is_measured=False, is_overdue=False, beside_bytes=beside_bytes
+            self,
+            plan=plan,
+            why=why,
+            is_measured=False,
+            is_overdue=False,
+            beside_bytes=profile.beside_bytes(plan.placements),
         )
         return now, plan
 
@@ -422,7 +428,6 @@ class Settled(Phase):
             planned_for=bandwidth,
             caution=self._new_caution(moment, bandwidth),
             is_overdue=False,
-            beside_bytes=profile.beside_bytes,
         )
         moment.forgets.append(Pace.forget_waits)
         if not task.decides:
@@ -451,7 +456,8 @@ class Settled(Phase):
             now = dataclasses.replace(now, quiet_steps=quiet_steps, quiet_until=moment.step + quiet_steps)
         if new is old or now.caution < 1.0:
             new = predicted(new, profile, bandwidth)
-        now = dataclasses.replace(now, plan=moment.within_budget(new, profile, bandwidth))
+        new = moment.within_budget(new, profile, bandwidth)
+        now = dataclasses.replace(now, plan=new, beside_bytes=profile.beside_bytes(new.placements))
         moment.check_limits(now.plan, profile, bandwidth)
         return now, now.plan
 
@@ -566,7 +572,8 @@ def _first_plan(moment: Moment, profile: StepProfile, bandwidth: Bandwidth, why:
     plan = moment.best_plan(profile, bandwidth)
     moment.forgets.append(Pace.forget_seconds)
     first = moment.within_budget(plan, profile, bandwidth)
-    settled = Settled(first, why, bandwidth, beside_bytes=profile.beside_bytes)
+    beside = profile.beside_bytes(first.placements)
+    settled = Settled(first, why, bandwidth, beside_bytes=beside)
     moment.check_limits(settled.plan, profile, bandwidth)
     return settled
 

@@ -203,11 +203,12 @@ def probing_plan(
     mixed = with_others(_mixed(task, profile, step=step, not_recomputed=not_recomputed))
     if fits(mixed):
         return mixed
-    found: list[tuple[int, Placement]] = []
-    for other in _one_of_each(task, profile, step=step, not_recomputed=not_recomputed):
-        if fits(with_others([*found, other])):
-            found.append(other)
-    return with_others(found)
+    found: dict[int, Placement] = {}
+    for layers, placement in _one_of_each(task, profile, step=step, not_recomputed=not_recomputed):
+        left = [layer for layer in layers if layer not in found]
+        if len(left) > 1 and fits(with_others([*found.items(), (left[-1], placement)])):  # one offloads
+            found[left[-1]] = placement
+    return with_others(found.items())
 
 
 def _mixed(
@@ -228,18 +229,15 @@ def _mixed(
 
 def _one_of_each(
     task: Task, profile: StepProfile, *, step: int, not_recomputed: frozenset[int]
-) -> Iterator[tuple[int, Placement]]:
-    """One layer of a kind for each placement that is a choice, those that were never seen first."""
+) -> Iterator[tuple[list[int], Placement]]:
+    """Layers of a kind that may have a placement, for each that is a choice; those never seen come first."""
     for kind in sorted(set(profile.layers)):
         turns = _choices(task, profile, kind, step=step)
         free = _free_layers(task, profile, kind)
-        left = free[:0:-1] if len(free) > 2 else []  # one offloads
         for placement in sorted(turns, key=lambda turn: turn in profile.timings[kind]):
-            allowed = (each for each in left if _may_try(task, profile, each, placement, not_recomputed))
-            layer = next(allowed, None)
-            if layer is not None:
-                left.remove(layer)
-                yield layer, placement
+            layers = [each for each in free if _may_try(task, profile, each, placement, not_recomputed)]
+            if len(free) > 2:  # or others measure it
+                yield layers, placement
 
 
 def _choices(task: Task, profile: StepProfile, kind: int, *, step: int) -> tuple[Placement, ...]:
@@ -389,6 +387,7 @@ def over_budget(task: Task, plan: Plan, profile: StepProfile, room: int | None) 
     if device is not None and device.left <= 0:
         return None  # that is told, with what takes it all
     left = "" if device is None else f" that a device has left ({device})"
+    beside = readable_size(profile.beside_bytes(plan.placements))
     needed = f"the lowest peak found is {readable_size(peak)}"
     if coming := profile.gradient_bytes:
         needed = (
@@ -397,7 +396,7 @@ def over_budget(task: Task, plan: Plan, profile: StepProfile, room: int | None) 
         )
     return (
         f"the budget of {readable_size(budget)}{left} cannot be met: {needed}, with "
-        f"{readable_size(profile.beside_bytes)} beside the layers (logits, loss, temporaries), "
+        f"{beside} beside the layers (logits, loss, temporaries), "
         f"{readable_size(layer)} in the largest layer{window}{drives}; raise "
         f"{task.limits.setting}, or take smaller micro-batches or shorter sequences"
     )

@@ -48,5 +48,9 @@ def own_bytes(kind: LayerKind, plan: Plan, layer: int) -> Beside:
         return Beside(0 if way.travels else kind.input_bytes, max(kind.recomputed_bytes - spared, 0))
     if not way.travels:
         return Beside(kind.nbytes + kind.small_bytes)
-    rebuilt = max((saved.nbytes for saved in kind.activations if saved.rebuilt), default=0)
-    return Beside(plan.kept_bytes(layer, kind) + kind.small_bytes, rebuilt if way.rebuilds else 0)
+    again = 0
+    if way.rebuilds:
+        stay = plan.staying(layer, kind)
+        moved = (saved for number, saved in enumerate(kind.activations) if number not in stay)
+        again = max((saved.nbytes for saved in moved if saved.rebuilt), default=0)
+    return Beside(plan.kept_bytes(layer, kind) + kind.small_bytes, again)

@@ -71,7 +71,7 @@ class LayerKind:
             if they are recomputed one after the other.
         attention_bytes: Bytes that its fused attention puts out; ``None`` before a layer of its kind has run
             with the placement ``recompute-except-attention``.
-        beside: What there was beside, by the placement under which it was seen.
+        beside: What there was beside all that layers have saved, by the placement under which it was seen.
     """
 
     activations: tuple[Saved, ...]
@@ -249,11 +249,10 @@ class StepProfile:
     loss_bytes: int = 0
     rest_bytes: int = 0
 
-    @property
-    def beside_bytes(self) -> int:
-        """Most bytes that lie beside the layers at one time."""
-        of_kinds = (max(beside) for kind in self.kinds for beside in kind.beside.values())
-        return self.rest_bytes + max([self.loss_bytes, *of_kinds])
+    def beside_bytes(self, placements: Sequence[Placement]) -> int:
+        """Most bytes that lie beside the layers at one time, if they are placed so."""
+        ways = {(self.layers[layer], computed_as(each, layer)) for layer, each in enumerate(placements)}
+        return self.rest_bytes + max(self.loss_bytes, *(max(self.kinds[k].beside_as(way)) for k, way in ways))
 
     def kind_of(self, layer: int) -> LayerKind:
         """The kind of a layer."""

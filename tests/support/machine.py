@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tba_offload.adapt.agreement import Agree
+    from tba_offload.adapt.beside import SeenBeside
     from tba_offload.plan.bandwidth import Bandwidth
     from tba_offload.plan.model import Plan
     from tba_offload.plan.profile import LayerKind, Slot, StepProfile, Timing
@@ -70,6 +71,8 @@ class Machine:
         slower: float = 1.0,
         waits: float = 0.0,
         peak: float | None = 1.0,
+        beside: SeenBeside | None = None,
+        retains: bool = False,
     ) -> Plan:
         """One step, and what the controller makes of it.
 
@@ -78,6 +81,8 @@ class Machine:
             slower: By which factor the step takes longer than it should.
             waits: The share of it that compute waits for, beside what it has to.
             peak: By which factor its peak is higher than it should be; ``None`` if it is not measured.
+            beside: What is seen beside layers.
+            retains: Whether its graph outlives backward.
 
         Returns:
             The plan that was in force.
@@ -87,6 +92,8 @@ class Machine:
         plan = self._fitting()
         found = simulate(self.profile, plan, bandwidth or self.bandwidth)
         trace, ended = trace_of_step(self.profile, plan, slower)
+        for scope in trace.scopes:
+            scope.is_retained = retains
         stall = found.stall_seconds + waits * ended
         record = StepRecord(
             step=self.steps,
@@ -103,7 +110,7 @@ class Machine:
         times = trace.host_times(stalls, began=0.0, ended=ended + stall)
         on_device = OnDevice(times) if self.is_behind else None
         self.plan = self._observer.observe(
-            StepObservation(trace, stalls, [load], plan, record, began=0.0, on_device=on_device)
+            StepObservation(trace, stalls, [load], plan, record, 0.0, beside, on_device)
         )
         return plan
 

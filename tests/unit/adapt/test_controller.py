@@ -21,6 +21,7 @@ from models import all_written, assert_same_history, loss_of, make_model, make_t
 from torch import nn
 
 import tba_offload as tba
+from tba_offload.adapt.beside import SeenBeside
 from tba_offload.adapt.controller import Controller
 from tba_offload.adapt.needs import Needs
 from tba_offload.adapt.pace import Pace
@@ -36,6 +37,7 @@ from tba_offload.config import load_config
 from tba_offload.config.policy import LayerId, Objective, Placement
 from tba_offload.errors import RunLogError
 from tba_offload.plan.bandwidth import Bandwidth
+from tba_offload.plan.beside import Beside
 from tba_offload.plan.goals import default_objective
 from tba_offload.plan.model import Limits, Plan, Prediction
 from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing
@@ -812,6 +814,50 @@ def test_what_broke_the_budget_in_early_steps_is_forgotten_when_many_went_well(*
         assert run_with(100 * MIB, 1) == 100 * MIB
         assert run_with(MIB, long) == 100 * MIB
         assert run_with(MIB, 2 * long) == MIB
+
+
+def beside_in(machine: Machine, way: Placement = OFFLOAD) -> Beside | None:
+    """What is known to lie beside the layers of a machine, of which all that offload are alike."""
+    profile = machine.controller.knowledge.profile
+    assert profile is not None
+    return profile.kinds[0].beside.get(way)
+
+
+def seen(nbytes: int) -> SeenBeside:
+    return SeenBeside(nbytes, [Beside(backward=nbytes)] * LAYERS)
+
+
+def test_what_lies_beside_layers_is_what_the_last_step_showed_and_not_the_first() -> None:
+    machine = machine_of(budget=60 * MIB)
+    for known, shown in ((9 * MIB, 9), (2 * MIB, 2), (3 * MIB, 3)):
+        machine.step(beside=seen(shown * MIB))
+        assert beside_in(machine) == Beside(backward=known)
+    profile = machine.controller.knowledge.profile
+    assert profile is not None
+    assert profile.loss_bytes == 3 * MIB
+
+
+@pytest.mark.parametrize("options", [{"peak": 50.0}, {"retains": True}])
+def test_a_step_that_breaks_the_budget_or_keeps_its_graph_does_not_show_what_lies_beside_layers(
+    options: Any,
+) -> None:
+    machine = machine_of(budget=60 * MIB)
+    machine.run(4, beside=seen(2 * MIB))
+    before = beside_in(machine)
+    machine.step(beside=seen(30 * MIB), **options)
+    assert beside_in(machine) == before == Beside(backward=2 * MIB)
+
+
+@pytest.mark.parametrize("is_seen", [False, True])
+def test_what_lies_beside_layers_grows_with_them_unless_it_is_seen(*, is_seen: bool) -> None:
+    machine = machine_of(budget=200 * MIB)
+    machine.run(4, beside=seen(2 * MIB))
+    (kind,) = machine.profile.kinds
+    grown = tuple(saved._replace(nbytes=3 * saved.nbytes) for saved in kind.activations)
+    kind = dataclasses.replace(kind, activations=grown, input_bytes=3 * kind.input_bytes)
+    machine.profile = dataclasses.replace(machine.profile, kinds=(kind,))
+    machine.step(beside=seen(7 * MIB) if is_seen else None)
+    assert beside_in(machine) == Beside(backward=(7 if is_seen else 6) * MIB)
 
 
 def test_a_plan_that_was_retreated_from_comes_back_when_what_broke_it_is_gone() -> None:
