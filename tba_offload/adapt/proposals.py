@@ -230,14 +230,22 @@ def _mixed(
 def _one_of_each(
     task: Task, profile: StepProfile, *, step: int, not_recomputed: frozenset[int]
 ) -> Iterator[tuple[list[int], Placement]]:
-    """Layers of a kind that may have a placement, for each that is a choice; those never seen come first."""
-    for kind in sorted(set(profile.layers)):
-        turns = _choices(task, profile, kind, step=step)
-        free = _free_layers(task, profile, kind)
-        for placement in sorted(turns, key=lambda turn: turn in profile.timings[kind]):
-            layers = [each for each in free if _may_try(task, profile, each, placement, not_recomputed)]
-            if len(free) > 2:  # or others measure it
-                yield layers, placement
+    """Layers of a kind that may have a placement, for each that is a choice; those never seen come first.
+
+    Recomputation comes before the others, and large layers before small ones: where little room is left, that
+    is what plans are made of, and what it needs of memory is estimated high until it was seen.
+    """
+    free = {kind: _free_layers(task, profile, kind) for kind in sorted(set(profile.layers))}
+    tried = [
+        (turn, kind)
+        for kind, layers in free.items()
+        for turn in _choices(task, profile, kind, step=step)
+        if len(layers) > 2  # or others measure it
+    ]
+    tried.sort(key=lambda each: profile.kinds[each[1]].nbytes, reverse=True)
+    tried.sort(key=lambda each: (each[0] in profile.timings[each[1]], not each[0].recomputes))
+    for turn, kind in tried:
+        yield [layer for layer in free[kind] if _may_try(task, profile, layer, turn, not_recomputed)], turn
 
 
 def _choices(task: Task, profile: StepProfile, kind: int, *, step: int) -> tuple[Placement, ...]:
