@@ -129,9 +129,9 @@ class Budget:
     def device_peak(self, taken: int) -> int | None:
         """The most bytes on the device in a step; ``None`` if unknown.
 
-        What lies beside the layers goes with the loss, but counts with the last gradients too: how much less
-        there is, the last step has shown, if it was to take as much and began with as many. No plan counts on
-        it, since under another one it is something else.
+        What a step needed beyond what is known of it counts with the last gradients too, and may go with the
+        loss: how much less there is, the last step has shown, if it was to take as much and began with as
+        many. No plan counts on it, since under another one it is something else.
 
         Args:
             taken: Bytes of the budget that the step takes.
