@@ -21,7 +21,7 @@ from tba_offload.plan.terms import Freedom
 from tba_offload.plan.what_if import peak_of_keep
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from tba_offload.adapt.task import Task
     from tba_offload.plan.bandwidth import Bandwidth
@@ -192,68 +192,33 @@ def probing_plan(
 ) -> Plan:
     """Some layers of each kind kept, recomputed and rebuilt, as many as the budget allows."""
     first = task.first()
-
-    def with_others(others: Iterable[tuple[int, Placement]]) -> Plan:
-        placements = dict(enumerate(first.placements)) | dict(others)
-        return dataclasses.replace(first, placements=tuple(placements.values()))
-
-    def fits(plan: Plan) -> bool:
-        return worst_peak(profile, plan, bandwidth) <= task.careful_limits.planned
-
-    mixed = with_others(_mixed(task, profile, step=step, not_recomputed=not_recomputed))
-    if fits(mixed):
-        return mixed
-    found: dict[int, Placement] = {}
-    for layers, placement in _one_of_each(task, profile, step=step, not_recomputed=not_recomputed):
-        left = [layer for layer in layers if layer not in found]
-        if len(left) > 1 and fits(with_others([*found.items(), (left[-1], placement)])):  # one offloads
-            found[left[-1]] = placement
-    return with_others(found.items())
+    fewest = 3 if task.objective is Objective.MEMORY else 4  # one offloads beside each that is a choice
+    for parts in (fewest, 6, 12, max(len(task.policy), 2)):
+        placements = _mixed(task, profile, parts, step=step, not_recomputed=not_recomputed)
+        plan = dataclasses.replace(first, placements=placements)
+        if worst_peak(profile, plan, bandwidth) <= task.careful_limits.planned:
+            return plan
+    return first
 
 
 def _mixed(
-    task: Task, profile: StepProfile, *, step: int, not_recomputed: frozenset[int]
-) -> Iterator[tuple[int, Placement]]:
-    """Of few layers of a kind one gets each placement that is a choice, and one offloads, all along."""
-    few = 3 if task.objective is Objective.MEMORY else 4
+    task: Task, profile: StepProfile, parts: int, *, step: int, not_recomputed: frozenset[int]
+) -> tuple[Placement, ...]:
+    """One layer of a kind in each group gets each placement that is a choice, the others offload."""
+    placements = list(task.policy)
+    is_last = step + 1 >= task.tuning.learning  # before there is a plan
     for kind in set(profile.layers):
-        turns = _choices(task, profile, kind, step=step)
+        spares = is_last and profile.kinds[kind].may_spare_attention
+        again = Placement.RECOMPUTE_EXCEPT_ATTENTION if spares else Placement.RECOMPUTE
+        turns = (Placement.KEEP, again, Placement.OFFLOAD_REMAT)
         free = _free_layers(task, profile, kind)
         if len(free) < 3:  # it is measured by the others
             continue
         for place, layer in enumerate(reversed(free)):
-            turn = (place + step) % few
+            turn = (place + step) % parts
             if turn < len(turns) and _may_try(task, profile, layer, turns[turn], not_recomputed):
-                yield layer, turns[turn]
-
-
-def _one_of_each(
-    task: Task, profile: StepProfile, *, step: int, not_recomputed: frozenset[int]
-) -> Iterator[tuple[list[int], Placement]]:
-    """Layers of a kind that may have a placement, for each that is a choice; those never seen come first.
-
-    Recomputation comes before the others, and large layers before small ones: where little room is left, that
-    is what plans are made of, and what it needs of memory is estimated high until it was seen.
-    """
-    free = {kind: _free_layers(task, profile, kind) for kind in sorted(set(profile.layers))}
-    tried = [
-        (turn, kind)
-        for kind, layers in free.items()
-        for turn in _choices(task, profile, kind, step=step)
-        if len(layers) > 2  # or others measure it
-    ]
-    tried.sort(key=lambda each: profile.kinds[each[1]].nbytes, reverse=True)
-    tried.sort(key=lambda each: (each[0] in profile.timings[each[1]], not each[0].recomputes))
-    for turn, kind in tried:
-        yield [layer for layer in free[kind] if _may_try(task, profile, layer, turn, not_recomputed)], turn
-
-
-def _choices(task: Task, profile: StepProfile, kind: int, *, step: int) -> tuple[Placement, ...]:
-    """What is tried of a kind beside offloading it, after a step."""
-    is_last = step + 1 >= task.tuning.learning  # before there is a plan
-    spares = is_last and profile.kinds[kind].may_spare_attention
-    again = Placement.RECOMPUTE_EXCEPT_ATTENTION if spares else Placement.RECOMPUTE
-    return Placement.KEEP, again, Placement.OFFLOAD_REMAT
+                placements[layer] = turns[turn]
+    return tuple(placements)
 
 
 def excursion(

@@ -393,25 +393,6 @@ def probing(task: Task) -> Plan:
     return probing_plan(task, profile, Bandwidth(100, 100), step=1, not_recomputed=frozenset())
 
 
-def test_where_the_budget_does_not_hold_all_that_is_tried_it_is_as_much_as_it_holds() -> None:
-    """What was never seen comes first, of that recomputation; one of the kind offloads."""
-    profile, drive = steady_profile(8), Bandwidth(1e9, 1e9)
-
-    def tried(budget: int, *known: Placement) -> list[Placement]:
-        timings = ({way: timing for way, timing in profile.timings[0].items() if way in known},)
-        partly = dataclasses.replace(profile, timings=timings)
-        task = task_of(8, budget=budget, window=MIB)
-        plan = probing_plan(task, partly, drive, step=1, not_recomputed=frozenset())
-        assert worst_peak(partly, plan, drive) <= task.careful_limits.planned or plan == task.first()
-        return [placement for placement in plan.placements if placement is not AUTO]
-
-    assert tried(20 * MIB, OFFLOAD) == 2 * [KEEP, OFFLOAD_REMAT, RECOMPUTE]
-    assert tried(15 * MIB, OFFLOAD) == [OFFLOAD_REMAT, KEEP, RECOMPUTE]
-    assert tried(12 * MIB, OFFLOAD) == [OFFLOAD_REMAT, RECOMPUTE]
-    assert tried(12 * MIB, OFFLOAD, RECOMPUTE) == [RECOMPUTE, OFFLOAD_REMAT, KEEP]
-    assert tried(6 * MIB, OFFLOAD) == [OFFLOAD_REMAT]
-
-
 @pytest.mark.parametrize("options", [{"budget": None}, {"objective": Objective.MEMORY}])
 def test_nothing_is_recomputed_to_learn_for_those_who_want_memory_at_no_cost(options: Any) -> None:
     assert set(probing(task_of(8, **options)).placements) == {AUTO, KEEP, OFFLOAD_REMAT}
