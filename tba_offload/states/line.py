@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from itertools import filterfalse, islice
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -64,7 +64,8 @@ class Line:
     def next(self, count: int, stays: Callable[[SubGroup], bool]) -> Sequence[SubGroup]:
         """Those that are updated next and do not stay in memory, ``count`` at most; they keep their slots."""
         upcoming = islice(self._groups, self._at + 1, None)
-        self._next = list(islice((group for group in upcoming if not stays(group)), count))
+        # A generator that is left half-way would swallow an interrupt that comes while it is closed.
+        self._next = list(islice(filterfalse(stays, upcoming), count))
         return self._next
 
     def needs_more_than(self, held: Iterable[SubGroup]) -> bool:
