@@ -388,7 +388,7 @@ class Traffic:
     # ---- time and memory -------------------------------------------------------------------------
 
     def begin(self, place: int, slot: Slot, beside: int) -> None:
-        """A slot begins, after other compute; ``beside`` activations there are so many bytes."""
+        """A slot begins, after other compute; ``beside`` bytes lie beside activations while it runs."""
         self.memory.begin(place, slot, beside)
         self.now += slot.gap
 

@@ -193,7 +193,7 @@ class Runs:
                 gone -= fewer
 
     def at_loss(self, beside: int) -> None:
-        """Around the loss there were so many bytes that plans do not know of."""
+        """Around the loss memory held ``beside`` bytes that plans do not know of."""
         self.beside_at_loss = max(self.beside_at_loss or 0, beside)
 
     def let_go(self) -> None:
@@ -459,7 +459,7 @@ class _Moment:
     unplanned: int = 0
 
     def knows(self, live: int, of_plans: int, *, at_once: bool) -> None:
-        """Of ``live`` bytes plans know of so many, and not of the others.
+        """Memory holds ``live`` bytes, and plans know of ``of_plans`` of them.
 
         Args:
             live: Those of the step.
