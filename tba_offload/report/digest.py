@@ -59,12 +59,12 @@ class Digest:
 
     @property
     def seconds(self) -> float:
-        """The median time of a step, with that of optimizers that worked in it."""
-        return self.median(lambda step: step.seconds + (step.optimizer_seconds or 0)) or 0.0
+        """The median time of a step, with that of optimizers."""
+        return self.median(lambda step: step.seconds_with_update) or 0.0
 
     @property
     def counts_optimizer(self) -> bool:
-        """Whether the time of a step has that of optimizers in it: those that update after it have not."""
+        """Whether the time of a step has that of optimizers in it: not where none was seen."""
         return any(step.optimizer_seconds is not None for step in self.steps)
 
     @property

@@ -39,7 +39,7 @@ class RokPoint:
         activation_peak_bytes: The largest activation peak that a counted step measured, bytes.
         throughput: Work of a step (median) divided by the median step time, in ``unit``.
         unit: ``"FLOP/s"``: algorithmic operations, recomputation not counted; or ``"tokens/s"``.
-        step_seconds: Median time of the counted steps, see :func:`point`.
+        step_seconds: Median time of the counted steps, updates included, see :func:`point`.
         step_seconds_quartiles: Lower and upper quartile of those times.
         steps: How many times were counted.
         source: The run log.
@@ -119,8 +119,9 @@ def point(run_log: RunLog, *, warmup: int | None = None, unit: Unit | None = Non
     The first steps are skipped: caches, the allocator and the plan are still warming up. Of the others, the
     activation peak is the *largest* (that is what has to fit in memory), and the throughput comes from the
     *median* step time (one hiccup of the machine must not count). If memory was measured in some of them
-    only, the times come from the others: measuring may cost time. Steps whose gradients were dropped without
-    an update, as by a gradient scaler, count in neither.
+    only, the times come from the others: measuring may cost time. A step takes as long as its forward,
+    backward and update; the last is not known of programs that update weights without an optimizer. Steps
+    whose gradients were dropped without an update, as by a gradient scaler, count in neither.
 
     Args:
         run_log: The run.
@@ -138,7 +139,7 @@ def point(run_log: RunLog, *, warmup: int | None = None, unit: Unit | None = Non
         raise RunLogError(f"{run_log.path}: {unit} cannot be told; only {' and '.join(known)} can")
     peak, peak_source = _peak(run_log.path, steps)
     timed = _timed(steps)
-    seconds = [step.seconds for step in timed]
+    seconds = [step.seconds_with_update for step in timed]
     median = statistics.median(seconds)
     header = run_log.header
     return RokPoint(
@@ -161,7 +162,7 @@ def point(run_log: RunLog, *, warmup: int | None = None, unit: Unit | None = Non
 
 
 def peak_and_seconds(run_log: RunLog) -> tuple[int, float] | None:
-    """Activation peak in bytes and median seconds of a step, as of a point; ``None`` if not known."""
+    """Activation peak in bytes and median seconds of a step without its update; ``None`` if not known."""
     try:
         steps = _counted(run_log, None)
         peak, _ = _peak(run_log.path, steps)

@@ -115,7 +115,8 @@ class StepRecord:
             works later than the host, it is by the GPU's clock where there is a run log or a layer is placed
             ``auto``, unless an optimizer worked within; else it is the host's, which is how long the work
             took only if the block ends with something that waits for the device, as ``loss.item()`` does.
-        optimizer_seconds: Wall-clock time of the steps of the optimizers, as far as they were in the step.
+        optimizer_seconds: Wall-clock time of the steps that optimizers made in it, and between the last step
+            and this one where the program tells what a step is and updates after it. None if there was none.
         skipped: Whether its gradients were dropped without an update, as a gradient scaler does after an
             overflow. Nothing is planned from such a step.
         forward_seconds: Time spent in forward passes; None on a GPU.
@@ -237,6 +238,11 @@ class StepRecord:
     predicted_seconds: float | None = None
     predicted_device_peak_bytes: int | None = None
     extra: Json = field(default_factory=dict)
+
+    @property
+    def seconds_with_update(self) -> float:
+        """``seconds`` and ``optimizer_seconds`` together."""
+        return self.seconds + (self.optimizer_seconds or 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

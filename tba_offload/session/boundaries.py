@@ -229,7 +229,10 @@ class Boundaries:
         began = self._running.pop()[1]
         self._optimizers.add(optimizer)
         step = self._steps.open_step()
-        if step is None or self._running:  # a class may call the step of the one that it is derived from
+        if self._running:  # a class may call the step of the one that it is derived from
+            return
+        if step is None:
+            self._ongoing.updated_between(time.perf_counter() - began)
             return
         # With optimizers that can do so themselves a scaler leaves it to their step to skip the update.
         overflow = getattr(optimizer, "found_inf", None)

@@ -108,12 +108,18 @@ class Updates:
 
     Attributes:
         parameters: Ids of the parameters that they have made their step with.
+        seconds_before: How long they worked between the last step and this one.
     """
 
     def __init__(self) -> None:
         self.parameters: frozenset[int] = frozenset()
+        self.seconds_before = 0.0
         self._times: list[tuple[float, float]] = []
         self._overflows: list[bool] = []
+
+    def follow(self, seconds: float) -> None:
+        """Notes how long optimizers worked between the last step and this one."""
+        self.seconds_before = seconds
 
     def add(self, began: float, ended: float, *, parameters: frozenset[int], overflowed: bool) -> None:
         """Notes that an optimizer made a step; forward and backward may have taken place in it.
@@ -151,7 +157,7 @@ class Times(NamedTuple):
     Attributes:
         seconds: Duration of the step less that of optimizers in it, by the host's clock; a step that opened
             by itself ends with its last backward pass. Nothing waits for the device at its end.
-        optimizer_seconds: Duration of the steps of optimizers; ``None`` if none was seen.
+        optimizer_seconds: Duration of the steps of optimizers since the last step; ``None`` if none was seen.
         had_optimizer: Whether optimizers worked between the step's begin and its end.
     """
 
@@ -160,17 +166,20 @@ class Times(NamedTuple):
     had_optimizer: bool
 
     @classmethod
-    def of(cls, began: float, ended: float, updates: Sequence[tuple[float, float]]) -> Times:
+    def of(
+        cls, began: float, ended: float, updates: Sequence[tuple[float, float]], seconds_before: float
+    ) -> Times:
         """The times of a step.
 
         Args:
             began: When it began.
             ended: When it ended.
             updates: When optimizers worked.
+            seconds_before: How long they worked between the last step and this one.
         """
         within = sum(max(min(until, ended) - since, 0.0) for since, until in updates)
-        seconds = sum(until - since for since, until in updates) if updates else None
-        return cls(ended - began - within, seconds, within > 0)
+        seconds = seconds_before + sum(until - since for since, until in updates)
+        return cls(ended - began - within, seconds or None, within > 0)
 
 
 def _own_part(began: float, ended: float, backward_ends: Sequence[float]) -> tuple[float, float]:

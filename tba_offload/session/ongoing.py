@@ -26,12 +26,19 @@ class Ongoing:
         self.step: Step | None = None
         self.meter: MemoryMeter | None = None
         self.number = 0
+        self._seconds_between = 0.0  # of the steps that optimizers have made since the last step was open
         self.is_closed = False
         self.is_inert = False
 
     def opened(self, step: Step) -> None:
         """A step is open."""
+        step.updates.follow(self._seconds_between)
+        self._seconds_between = 0.0
         self.step, self.meter = step, step.memory.meter
+
+    def updated_between(self, seconds: float) -> None:
+        """An optimizer has made its step while no step was open."""
+        self._seconds_between += seconds
 
     def ended(self) -> Step | None:
         """The step that was open is not open any more; returns it."""

@@ -131,7 +131,8 @@ class Step:
         ended, backward_ends = time.perf_counter(), self._steps.trace.backward_ends
         if self.opened_itself and backward_ends:
             ended = backward_ends[-1]
-        return Times.of(self.began, ended, self.updates.times(backward_ends))
+        updates = self.updates
+        return Times.of(self.began, ended, updates.times(backward_ends), updates.seconds_before)
 
 
 class StepState:

@@ -144,6 +144,11 @@ def test_steps_that_measured_memory_do_not_count_for_the_time_if_there_are_other
     assert rok_points.point(run([1, 1, 9, 3, 5, 9], peaks=[7] * 6)).step_seconds == 7
 
 
+def test_a_step_takes_as_long_as_with_its_update() -> None:
+    point = rok_points.point(run([1.5, 1.5, 1.5], optimizer_seconds=0.5))
+    assert (point.step_seconds, point.throughput) == (2, 3e12)
+
+
 def test_steps_without_an_update_count_in_nothing() -> None:
     log = run([9, 9, 1.0, 5.0, 1.0], peaks=[GIB, GIB, GIB, 9 * GIB, GIB])
     steps = [replace(step, skipped=step.step == 3) for step in log.steps]

@@ -390,9 +390,27 @@ def test_the_time_of_optimizers_is_told_apart(
                     optimizer.step()
                 optimizer.zero_grad()
             clock.now += 100.0  # loading data
-    for record in session.report():
-        assert record.seconds == FORWARD + BACKWARD
-        assert record.optimizer_seconds == (None if "outside" in way else UPDATE)
+    first, second = session.report()
+    assert first.seconds == second.seconds == FORWARD + BACKWARD
+    assert first.optimizer_seconds == (None if "outside" in way else UPDATE)  # else the second one tells it
+    assert second.optimizer_seconds == UPDATE
+    assert second.seconds_with_update == FORWARD + BACKWARD + UPDATE
+
+
+def test_the_update_of_a_step_that_failed_is_not_told_with_the_next_one(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    optimizer = Slow(model.parameters(), clock, UPDATE)
+    with session_for(model) as session:
+        with session.step():
+            micro_batch(model)
+        optimizer.step()
+        with pytest.raises(ZeroDivisionError), session.step():
+            raise ZeroDivisionError
+        with session.step():
+            micro_batch(model)
+    assert [record.optimizer_seconds for record in session.report()] == [None, None]
 
 
 # Memory
