@@ -215,7 +215,8 @@ def run_demo(settings: DemoSettings, *, watch: Watch | None = None) -> Figures:
         }
     if settings.faults:
         summary["faults"] = {str(size): _faults_of(lanes, settings) for size, lanes in races.items()}
-    drawn = points(sorted(logs.values()))
+    offloads_states = STATES in settings.strategies
+    drawn = points(sorted(logs.values()), memory="device" if offloads_states else "activations")
     for name in ("rok.svg", "rok.png"):
         draw(drawn, settings.output / name, title=_title(settings))
     write_regular(settings.output / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())

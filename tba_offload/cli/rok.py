@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from tba_offload.cli.shared import Picture, say, spare_logs, writing
 from tba_offload.writing import write_regular
+
+if TYPE_CHECKING:
+    from tba_offload.report.points import Memory
 
 
 @click.command()
@@ -25,6 +29,14 @@ from tba_offload.writing import write_regular
 @click.option("--csv", "csv_file", metavar="FILE|-", help="Write the points as CSV; - prints nothing else.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @click.option(
+    "--memory",
+    type=click.Choice(("activations", "device")),
+    default="activations",
+    show_default=True,
+    help="What is compared: the activation peak, or the most live bytes of the device, with weights, "
+    "gradients and optimizer states; on a CPU those of the process.",
+)
+@click.option(
     "--warmup",
     metavar="N",
     type=click.IntRange(min=0),
@@ -36,9 +48,10 @@ def rok(
     csv_file: str | None,
     *,
     as_json: bool,
+    memory: Memory,
     warmup: int | None,
 ) -> None:
-    """Compare runs by activation peak and throughput: recompute, offload, keep.
+    """Compare runs by peak of memory and throughput: recompute, offload, keep.
 
     Each run log gives one point. Prints the table, the Pareto set and what follows from them.
     """
@@ -50,7 +63,7 @@ def rok(
     from tba_offload.report.advice import advice
     from tba_offload.report.points import points as points_of
 
-    points = points_of(runs, warmup=warmup, left_out=say)
+    points = points_of(runs, memory=memory, warmup=warmup, left_out=say)
     for picture in pictures:
         with writing(picture):
             report.draw(points, picture)

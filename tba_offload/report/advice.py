@@ -33,26 +33,26 @@ def _at_equal_batch_size(points: Sequence[RokPoint]) -> Iterator[str]:
 
 
 def _compared(batch_size: int, group: Sequence[RokPoint]) -> str:
-    lowest = min(group, key=lambda each: (each.activation_peak_bytes, -each.throughput))
-    fastest = max(group, key=lambda each: (each.throughput, -each.activation_peak_bytes))
-    peak = readable_size(lowest.activation_peak_bytes)
+    lowest = min(group, key=lambda each: (each.peak_bytes, -each.throughput))
+    fastest = max(group, key=lambda each: (each.throughput, -each.peak_bytes))
+    peak = readable_size(lowest.peak_bytes)
     if lowest is fastest:
         second = max((each for each in group if each is not lowest), key=lambda each: each.throughput)
         return (
-            f"At batch size {batch_size}, {lowest.strategy} has both the lowest activation peak ({peak}) and "
-            f"the highest throughput{_noise(lowest, second)}."
+            f"At batch size {batch_size}, {lowest.strategy} has both the lowest {lowest.peak_name} ({peak}) "
+            f"and the highest throughput{_noise(lowest, second)}."
         )
-    savers = [each for each in group if each.activation_peak_bytes < fastest.activation_peak_bytes]
+    savers = [each for each in group if each.peak_bytes < fastest.peak_bytes]
     savings = "; ".join(_saving(each, fastest) for each in sorted(savers, key=lambda each: -each.throughput))
-    most = readable_size(fastest.activation_peak_bytes)
+    most = readable_size(fastest.peak_bytes)
     return (
-        f"At batch size {batch_size}, {lowest.strategy} has the lowest activation peak ({peak}). "
+        f"At batch size {batch_size}, {lowest.strategy} has the lowest {lowest.peak_name} ({peak}). "
         f"Against {fastest.strategy}, the fastest ({most}): {savings}."
     )
 
 
 def _saving(saver: RokPoint, fastest: RokPoint) -> str:
-    saved = 1 - saver.activation_peak_bytes / fastest.activation_peak_bytes
+    saved = 1 - saver.peak_bytes / fastest.peak_bytes
     share = saver.throughput / fastest.throughput
     noise = _noise(saver, fastest)
     return f"{saver.strategy} needs {_percent(saved)} less at {_percent(share)} of the throughput{noise}"
@@ -72,9 +72,9 @@ def _more_in_the_same_memory(points: Sequence[RokPoint]) -> Iterator[str]:
         fitting = [each for each in sized if _is_larger_and_fits(each, largest)]
         if fitting:
             best = max(fitting, key=lambda each: each.throughput)
-            peaks = [readable_size(each.activation_peak_bytes) for each in (largest, best)]
+            peaks = [readable_size(each.peak_bytes) for each in (largest, best)]
             yield (
-                f"Within the activation peak of {largest.name} ({peaks[0]}), "
+                f"Within the {largest.peak_name} of {largest.name} ({peaks[0]}), "
                 f"{best.strategy} fits batch size {best.batch_size} ({peaks[1]}), "
                 f"at {_percent(best.throughput / largest.throughput)} of its throughput."
             )
@@ -84,7 +84,7 @@ def _is_larger_and_fits(each: RokPoint, largest: RokPoint) -> bool:
     return (
         each.strategy != largest.strategy
         and (each.batch_size or 0) > (largest.batch_size or 0)
-        and each.activation_peak_bytes <= largest.activation_peak_bytes
+        and each.peak_bytes <= largest.peak_bytes
     )
 
 
@@ -93,8 +93,8 @@ def _never_best(points: Sequence[RokPoint]) -> Iterator[str]:
     for strategy in lines(points):
         if strategy not in winners:
             yield (
-                f"No run of {strategy} is in the Pareto set: for each, another run needs no more memory and "
-                "is no slower."
+                f"No run of {strategy} is in the Pareto set: for each, another run has no higher "
+                f"{points[0].peak_name} and is no slower."
             )
 
 
@@ -104,15 +104,22 @@ def _doubts(points: Sequence[RokPoint]) -> Iterator[str]:
     few = [each.name for each in points if each.steps < _FEW_STEPS]
     if few:
         yield f"Fewer than {_FEW_STEPS} steps counted for {', '.join(few)}: run longer to trust the times."
-    late = [each.name for each in points if not each.gradients_allocated]
+    of_activations = [each for each in points if each.memory == "activations"]
+    late = [each.name for each in of_activations if not each.gradients_allocated]
     if late:
         yield (
             f"Gradients did not exist yet when the base was read for {', '.join(late)}: "
             "their memory counts as activations there."
         )
+    states = [each.name for each in of_activations if each.offloads_states]
+    if states:
+        yield (
+            f"Optimizer states were offloaded in {', '.join(states)}, and the activation peak does not count "
+            "them: --memory device compares all that lies on the device."
+        )
     if len(peak_sources(points)) > 1:
         ways = " / ".join(peak_sources(points))
-        yield f"The activation peaks were measured in different ways ({ways}): compare them with care."
+        yield f"The {points[0].peak_name}s were measured in different ways ({ways}): compare them with care."
     for what in ("model", "hardware"):
         if len({getattr(each, what) for each in points}) > 1:
             yield f"The runs are not all of one {what}: compare only those that are."

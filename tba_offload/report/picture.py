@@ -254,20 +254,19 @@ class _Curve:
         self._points = points
         self._lines = lines(points)
         self._looks = _looks(self._lines)
-        self._x_name, self._x_size = byte_scale(max(each.activation_peak_bytes for each in points))
+        self._x_name, self._x_size = byte_scale(max(each.peak_bytes for each in points))
         self._y_name, self._y_size = rate_scale(max(each.throughput for each in points), points[0].unit)
 
     def _positions(self, points: Iterable[RokPoint]) -> NDArray[np.float64]:
         """Position of each point: x and y, shape [points, 2]."""
-        return np.array(
-            [(each.activation_peak_bytes / self._x_size, each.throughput / self._y_size) for each in points]
-        )
+        return np.array([(each.peak_bytes / self._x_size, each.throughput / self._y_size) for each in points])
 
     def describe_axes(self) -> None:
         """Say what the axes show, in which unit and measured how."""
         sources = textwrap.shorten(visible(" / ".join(peak_sources(self._points))), 60, placeholder=" …")
         counted = ", recomputation not counted" if self._points[0].unit == "FLOP/s" else ""
-        self._axes.set_xlabel(f"Activation peak ({self._x_name}), measured by: {sources}")
+        peak = self._points[0].peak_name.capitalize()
+        self._axes.set_xlabel(f"{peak} ({self._x_name}), measured by: {sources}")
         self._axes.set_ylabel(f"Model throughput ({self._y_name}{counted})")
         x, y = self._positions(self._points).T
         self._axes.set_xlim(_limits(x))

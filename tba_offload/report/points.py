@@ -1,6 +1,6 @@
 """Points of ROK curves: what one run costs in memory and in speed, read from its log.
 
-One run is one point: its activation peak and its model throughput. One strategy is one line, through its
+One run is one point: its peak of memory and its model throughput. One strategy is one line, through its
 batch sizes. The runs that no other run beats in both are the Pareto set.
 """
 
@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 
 Unit = Literal["FLOP/s", "tokens/s"]
 
+Memory = Literal["activations", "device"]
+"""Bytes that runs are compared by: of activations, or all on the device, optimizer states among them."""
+
+_FIELDS: dict[Memory, str] = {"activations": "activation_peak_bytes", "device": "device_peak_bytes"}
+_PEAKS: dict[Memory, str] = {"activations": "activation peak", "device": "device peak"}
+
 _LEAST_SECONDS, _MOST, _MOST_WORK = 1e-9, 1e18, 1e30
 """No step takes less time, needs more bytes or does more work; quotients of such figures would overflow."""
 
@@ -36,16 +42,20 @@ class RokPoint:
     Attributes:
         strategy: The run's label; points with equal labels form a line.
         batch_size: Sequences a step; None where the log's model does not say.
+        memory: What the point is compared by.
         activation_peak_bytes: The largest activation peak that a counted step measured, bytes.
+        device_peak_bytes: Likewise, the most live bytes of the device, weights and gradients included, while
+            forward and backward ran; on a CPU those of the process. None where the log does not say.
         throughput: Work of a step (median) divided by the median step time, in ``unit``.
         unit: ``"FLOP/s"``: algorithmic operations, recomputation not counted; or ``"tokens/s"``.
         step_seconds: Median time of the counted steps, updates included, see :func:`point`.
         step_seconds_quartiles: Lower and upper quartile of those times.
         steps: How many times were counted.
         source: The run log.
-        peak_source: How the activation peak was measured; None where the log does not say.
+        peak_source: How the peaks were measured; None where the log does not say.
         gradients_allocated: Whether, in every counted step, gradients existed before the base was read, or
             their memory was counted apart. If not, it is part of the peak.
+        offloads_states: Whether optimizer states were offloaded.
         model: The model, its batch size left out, as JSON: equal where runs can be compared.
         hardware: The machine as JSON, likewise.
     """
@@ -59,10 +69,23 @@ class RokPoint:
     step_seconds_quartiles: tuple[float, float]
     steps: int
     source: str
+    memory: Memory = "activations"
+    device_peak_bytes: int | None = None
     peak_source: str | None = None
     gradients_allocated: bool = True
+    offloads_states: bool = False
     model: str = "{}"
     hardware: str = "{}"
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak that the point is compared by."""
+        return self.activation_peak_bytes if self.memory == "activations" else self.device_peak_bytes or 0
+
+    @property
+    def peak_name(self) -> str:
+        """It in words."""
+        return _PEAKS[self.memory]
 
     @property
     def name(self) -> str:
@@ -75,6 +98,7 @@ class RokPoint:
 def points(
     paths: Iterable[str | os.PathLike[str]],
     *,
+    memory: Memory = "activations",
     warmup: int | None = None,
     left_out: Callable[[str], object] | None = None,
 ) -> list[RokPoint]:
@@ -85,6 +109,7 @@ def points(
     Args:
         paths: The run logs; those of the ranks of one run give one point, see
             :func:`tba_offload.report.ranks.merged`.
+        memory: What they are compared by.
         warmup: Steps to skip at the start of each, see :func:`point`.
         left_out: Called with a sentence for each damaged line, and for each run without a step, as one that
             failed at once, if others have some; without it these are errors.
@@ -110,14 +135,20 @@ def points(
             f"{log.path}: {unit}" for log, known in zip(logs, units, strict=True) for unit in known
         )
         raise RunLogError(f"the runs share no unit of throughput ({each}); compare them apart")
-    return [point(log, warmup=warmup, unit=common[0]) for log in logs]
+    return [point(log, memory=memory, warmup=warmup, unit=common[0]) for log in logs]
 
 
-def point(run_log: RunLog, *, warmup: int | None = None, unit: Unit | None = None) -> RokPoint:
+def point(
+    run_log: RunLog,
+    *,
+    memory: Memory = "activations",
+    warmup: int | None = None,
+    unit: Unit | None = None,
+) -> RokPoint:
     """Make one point of a run.
 
     The first steps are skipped: caches, the allocator and the plan are still warming up. Of the others, the
-    activation peak is the *largest* (that is what has to fit in memory), and the throughput comes from the
+    peak is the *largest* (that is what has to fit in memory), and the throughput comes from the
     *median* step time (one hiccup of the machine must not count). If memory was measured in some of them
     only, the times come from the others: measuring may cost time. A step takes as long as its forward,
     backward and update; the last is not known of programs that update weights without an optimizer. Steps
@@ -125,11 +156,12 @@ def point(run_log: RunLog, *, warmup: int | None = None, unit: Unit | None = Non
 
     Args:
         run_log: The run.
+        memory: What it is compared by.
         warmup: How many steps to skip. Default: 2 of more than 4 steps, 1 of two to four, 0 of one.
         unit: The unit of throughput. Default: FLOP/s where every counted step has FLOPs, else tokens/s.
 
     Raises:
-        RunLogError: No step is left, no activation peak was measured, or neither FLOPs nor tokens are known.
+        RunLogError: No step is left, no such peak was measured, or neither FLOPs nor tokens are known.
         ConfigError: ``warmup`` is negative.
     """
     steps = _counted(run_log, warmup)
@@ -137,7 +169,9 @@ def point(run_log: RunLog, *, warmup: int | None = None, unit: Unit | None = Non
     unit = unit or known[0]
     if unit not in known:
         raise RunLogError(f"{run_log.path}: {unit} cannot be told; only {' and '.join(known)} can")
-    peak, peak_source = _peak(run_log.path, steps)
+    peak, peak_source = _peak(run_log.path, steps, "activations")
+    tells_device = memory == "device" or any(step.device_peak_bytes is not None for step in steps)
+    device_peak = _peak(run_log.path, steps, "device")[0] if tells_device else None
     timed = _timed(steps)
     seconds = [step.seconds_with_update for step in timed]
     median = statistics.median(seconds)
@@ -145,7 +179,9 @@ def point(run_log: RunLog, *, warmup: int | None = None, unit: Unit | None = Non
     return RokPoint(
         strategy=header.strategy,
         batch_size=_batch_size(header.model.get("batch_size")),
+        memory=memory,
         activation_peak_bytes=peak,
+        device_peak_bytes=device_peak,
         throughput=statistics.median(_work(timed, unit)) / median,
         unit=unit,
         step_seconds=median,
@@ -156,6 +192,7 @@ def point(run_log: RunLog, *, warmup: int | None = None, unit: Unit | None = Non
         gradients_allocated=all(
             step.gradients_allocated or step.gradient_bytes is not None for step in steps
         ),
+        offloads_states=any(event.get("event") == "states" for event in run_log.others),
         model=_canonical({key: value for key, value in header.model.items() if key != "batch_size"}),
         hardware=_canonical(header.hardware),
     )
@@ -165,7 +202,7 @@ def peak_and_seconds(run_log: RunLog) -> tuple[int, float] | None:
     """Activation peak in bytes and median seconds of a step without its update; ``None`` if not known."""
     try:
         steps = _counted(run_log, None)
-        peak, _ = _peak(run_log.path, steps)
+        peak, _ = _peak(run_log.path, steps, "activations")
     except RunLogError:
         return None
     return peak, statistics.median(step.seconds for step in _timed(steps))
@@ -214,17 +251,15 @@ def _units(path: Path, steps: Sequence[StepRecord]) -> list[Unit]:
     return units
 
 
-def _peak(path: Path, steps: Sequence[StepRecord]) -> tuple[int, str | None]:
-    measured = [
-        (step.activation_peak_bytes, step.peak_source)
-        for step in steps
-        if step.activation_peak_bytes is not None
-    ]
+def _peak(path: Path, steps: Sequence[StepRecord], memory: Memory) -> tuple[int, str | None]:
+    """The largest peak, in bytes, and how it was measured."""
+    found = [(getattr(step, _FIELDS[memory]), step.peak_source) for step in steps]
+    measured = [(peak, source) for peak, source in found if peak is not None]
     if not measured:
-        raise RunLogError(f"{path}: no activation peak was measured in the {len(steps)} counted steps")
+        raise RunLogError(f"{path}: no {_PEAKS[memory]} was measured in the {len(steps)} counted steps")
     peak, source = max(measured, key=lambda pair: pair[0])
     if not 0 <= peak < _MOST:
-        raise RunLogError(f"{path}: the activation peak is {peak} bytes; is the log damaged?")
+        raise RunLogError(f"{path}: the {_PEAKS[memory]} is {peak} bytes; is the log damaged?")
     return peak, source
 
 
@@ -254,26 +289,26 @@ def lines(points: Iterable[RokPoint]) -> dict[str, list[RokPoint]]:
 
 
 def _along_the_line(point: RokPoint) -> tuple[bool, int, int]:
-    return point.batch_size is None, point.batch_size or 0, point.activation_peak_bytes
+    return point.batch_size is None, point.batch_size or 0, point.peak_bytes
 
 
 def pareto(points: Iterable[RokPoint]) -> list[RokPoint]:
-    """The points that no other beats, by activation peak.
+    """The points that no other beats, by their peaks.
 
     A point beats another if it needs no more memory and is no slower, and is better in one of the two.
     """
-    candidates = sorted(points, key=lambda each: each.activation_peak_bytes)
+    candidates = sorted(points, key=lambda each: each.peak_bytes)
     return [each for each in candidates if not any(_beats(other, each) for other in candidates)]
 
 
 def _beats(one: RokPoint, other: RokPoint) -> bool:
-    no_worse = one.activation_peak_bytes <= other.activation_peak_bytes and one.throughput >= other.throughput
-    better = one.activation_peak_bytes < other.activation_peak_bytes or one.throughput > other.throughput
+    no_worse = one.peak_bytes <= other.peak_bytes and one.throughput >= other.throughput
+    better = one.peak_bytes < other.peak_bytes or one.throughput > other.throughput
     return no_worse and better
 
 
 def peak_sources(points: Iterable[RokPoint]) -> list[str]:
-    """How the activation peaks were measured, each way once."""
+    """How the peaks were measured, each way once."""
     return list(dict.fromkeys(each.peak_source or "not stated" for each in points))
 
 

@@ -1,6 +1,6 @@
 """ROK curves: what a strategy of recompute, offload and keep costs in memory and in speed.
 
-One run is one point, see :mod:`tba_offload.report.points`: x is its activation peak, y its model throughput.
+One run is one point, see :mod:`tba_offload.report.points`: x is its peak of memory, y its model throughput.
 Points go in; a table, CSV, JSON and a picture come out.
 """
 
@@ -47,7 +47,7 @@ def table(points: Sequence[RokPoint]) -> FittedTable:
     columns = (
         Column("Strategy", tuple(strategies), "left", gives_way="shortened", least=_STRATEGY_WIDTH),
         column("Batch", lambda each: "?" if each.batch_size is None else str(each.batch_size), 1),
-        column(f"Peak {peak_unit}", lambda each: significant(each.activation_peak_bytes / peak_size)),
+        column(f"Peak {peak_unit}", lambda each: significant(each.peak_bytes / peak_size)),
         column(speed_unit, lambda each: significant(each.throughput / speed_size)),
         column("Step s", lambda each: significant(each.step_seconds), 2),
         column("Quartiles", lambda each: "-".join(map(significant, each.step_seconds_quartiles)), 5),
@@ -77,7 +77,7 @@ def show(points: Sequence[RokPoint]) -> None:
 
 
 def _scales(points: Sequence[RokPoint]) -> tuple[tuple[str, float], tuple[str, float]]:
-    largest = max(each.activation_peak_bytes for each in points)
+    largest = max(each.peak_bytes for each in points)
     return byte_scale(largest), rate_scale(max(each.throughput for each in points), points[0].unit)
 
 
@@ -85,7 +85,7 @@ def _caption(points: Sequence[RokPoint]) -> str:
     work = "FLOPs, recomputation not counted," if points[0].unit == "FLOP/s" else "tokens"
     sources = " / ".join(peak_sources(points))
     return (
-        f"Peak: largest activation peak of the counted steps, measured by: {sources}. "
+        f"Peak: largest {points[0].peak_name} of the counted steps, measured by: {sources}. "
         f"Step: median wall-clock time. Throughput: {work} of a step / median step time."
     )
 
@@ -108,6 +108,7 @@ def rows(points: Sequence[RokPoint]) -> list[dict[str, object]]:
             "steps": each.steps,
             "pareto": each in winners,
             "source": each.source,
+            "device_peak_bytes": each.device_peak_bytes,
         }
         for each in points
     ]

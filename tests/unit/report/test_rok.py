@@ -149,6 +149,28 @@ def test_a_step_takes_as_long_as_with_its_update() -> None:
     assert (point.step_seconds, point.throughput) == (2, 3e12)
 
 
+def test_runs_can_be_compared_by_all_that_lies_on_the_device(tmp_path: Path) -> None:
+    """The activation peak does not count optimizer states, so it cannot show what offloading these gains."""
+    few, many = (
+        run([2.0], strategy="states", device_peak_bytes=3 * GIB),
+        run([1.0], device_peak_bytes=5 * GIB),
+    )
+    few = replace(few, others=({"event": "states", "optimizer": 0},))
+    by_activations = [rok_points.point(log) for log in (few, many)]
+    assert [point.name for point in rok_points.pareto(by_activations)] == ["offload at batch size 4"]
+    assert any("--memory device compares" in sentence for sentence in advice(by_activations))
+    by_device = [rok_points.point(log, memory="device") for log in (few, many)]
+    assert [point.peak_bytes for point in by_device] == [3 * GIB, 5 * GIB]
+    assert len(rok_points.pareto(by_device)) == 2
+    told = " ".join(advice(by_device))
+    assert "states has the lowest device peak (3.00 GiB)" in told
+    assert "activation" not in told
+    assert "largest device peak" in rok.text(by_device)
+    assert [row["device_peak_bytes"] for row in rok.rows(by_activations)] == [3 * GIB, 5 * GIB]
+    with pytest.raises(RunLogError, match="no device peak was measured in the 1 counted steps"):
+        rok_points.points([save(run([1.0]), tmp_path / "run.jsonl")], memory="device")
+
+
 def test_steps_without_an_update_count_in_nothing() -> None:
     log = run([9, 9, 1.0, 5.0, 1.0], peaks=[GIB, GIB, GIB, 9 * GIB, GIB])
     steps = [replace(step, skipped=step.step == 3) for step in log.steps]
@@ -335,6 +357,7 @@ def test_csv_and_rows_tell_the_same_in_plain_units() -> None:
         "steps": 8,
         "pareto": True,
         "source": "runs/keep-2.jsonl",
+        "device_peak_bytes": None,
     }
     parsed = list(csv.DictReader(io.StringIO(rok.csv_text(points))))
     for line, row in zip(parsed, (first, second), strict=True):
@@ -365,8 +388,8 @@ def test_advice_tells_what_fits_in_the_same_memory_and_what_never_pays() -> None
     assert advice(CURVES)[3:] == [
         said("""Within the activation peak of keep at batch size 2 (600 MiB), offload fits batch size 4
         (380 MiB), at 122% of its throughput."""),
-        said("""No run of keep is in the Pareto set: for each, another run needs no more memory and is no
-        slower."""),
+        said("""No run of keep is in the Pareto set: for each, another run has no higher activation peak and
+        is no slower."""),
     ]
 
 
@@ -458,6 +481,14 @@ def test_drawing_leaves_pyplot_and_torch_alone(tmp_path: Path) -> None:
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script, tmp_path / "a.png"], check=True)
+
+
+def test_the_picture_shows_what_runs_are_compared_by() -> None:
+    from tba_offload.report.picture import rok_figure
+
+    (axes,) = rok_figure([make("states", 1, 9, 60e12, memory="device", device_peak_bytes=400 * MIB)]).axes
+    assert axes.get_xlabel() == "Device peak (MiB), measured by: cuda allocator"
+    assert [*axes.lines[0].get_xydata()[0]] == [400, 60]
 
 
 def test_the_picture_names_axes_units_and_lines() -> None:
