@@ -118,8 +118,7 @@ class GptRunner:
 
     def _forward_backward(self, batch: Any) -> dict[str, Any]:
         with self._session.step() if self._session else contextlib.nullcontext():
-            with self._forward_hooks():
-                loss = gpt_loss(self.model, batch)
+            loss = self._loss(batch)
             loss.backward()
         figures: dict[str, Any] = {"loss": float(loss.detach())}
         if self._session is not None:
@@ -131,6 +130,10 @@ class GptRunner:
                 "forwarded": record.forwarded_bytes,
             }
         return figures
+
+    def _loss(self, batch: Any) -> torch.Tensor:
+        with self._forward_hooks():
+            return gpt_loss(self.model, batch)
 
     def close(self) -> None:
         """Ends session, meter and process group."""
