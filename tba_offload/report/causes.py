@@ -243,8 +243,8 @@ def _kept(evidence: Evidence) -> Iterator[Finding]:
         "layers that keep",
         evidence.without(freed),
         f"{', and '.join(told)}: {readable_size(evidence.peak.of('kept'))} stay in memory",
-        f"raise store.write_bytes_per_day: {terabytes(limit.allowed)} a day leave no room for more"
-        if planned and limit is not None and limit.bounds
+        f"raise store.write_bytes_per_day: {terabytes(limit['allowed'])} a day leave no room for more"
+        if planned and limit is not None and limit["bounds"]
         else "give the planner, which keeps them, a budget.activation_bytes that is lower"
         if planned and evidence.step.activation_budget_bytes is not None
         else "give the planner a budget.activation_bytes: without one it keeps what is faster to keep"

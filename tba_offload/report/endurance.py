@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from tba_offload.days import bytes_per_day
 from tba_offload.formatting import readable_size, significant
@@ -110,34 +110,18 @@ def _limit(digest: Digest) -> Iterator[str]:
     writes = limit_in(digest.log)
     if writes is None:
         return
-    bound = "It keeps the plan from offloading more." if writes.bounds else "It does not bound the plan."
+    bound = "It keeps the plan from offloading more." if writes["bounds"] else "It does not bound the plan."
     yield (
-        f"The policy allows {terabytes(writes.allowed)} a day (store.write_bytes_per_day), of which the last "
-        f"plan writes up to {terabytes(writes.bytes_per_day)}. {bound}"
+        f"The policy allows {terabytes(writes['allowed'])} a day (store.write_bytes_per_day), of which the "
+        f"last plan writes up to {terabytes(writes['bytes_per_day'])}. {bound}"
     )
 
 
-class LimitOfWrites(NamedTuple):
-    """What the last plan of a run writes under a limit.
-
-    Attributes:
-        bytes_per_day: The most that it writes in a day.
-        allowed: What ``store.write_bytes_per_day`` allows.
-        bounds: Whether no layer more could be offloaded within that.
-    """
-
-    bytes_per_day: float
-    allowed: int
-    bounds: bool
-
-
-def limit_in(log: RunLog) -> LimitOfWrites | None:
-    """What the last plan of a run writes; ``None`` if nothing limits that, or there is no plan."""
+def limit_in(log: RunLog) -> dict[str, Any] | None:
+    """The ``writes`` of the last plan of a run; ``None`` if nothing limits that, or there is no plan."""
     plans = [event for event in log.others if event["event"] == PLAN]
     writes: Any = plans[-1].get("writes") if plans else None
-    if writes is None:
-        return None
-    return LimitOfWrites(writes["bytes_per_day"], writes["allowed"], writes["bounds"])
+    return writes  # type: ignore[no-any-return]
 
 
 def terabytes(nbytes: float) -> str:
