@@ -285,7 +285,6 @@ class Situation:
             self._limits(budget),
             policy=self._policy,
             objective=objective,
-            whole_layers=True,
             not_recomputed=self.not_recomputed,
         )
 

@@ -323,7 +323,7 @@ class Controller:
             mine if placement is Placement.AUTO and not mine.recomputes else placement
             for placement, mine in known
         )
-        return dataclasses.replace(proposed, placements=tuple(kept), kept=(), prediction=None)
+        return dataclasses.replace(proposed, placements=tuple(kept), prediction=None)
 
 
 def _best_with(placements: Sequence[Placement], task: Task, phase: Phase, known: Knowledge) -> Plan | None:

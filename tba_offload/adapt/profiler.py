@@ -245,7 +245,7 @@ def _timings(
 ) -> tuple[dict[Placement, Timing], ...]:
     """The median of each kind under each placement, mixed with what was known of it.
 
-    What a layer takes to find out what can be rebuilt of it, or while a plan keeps a part of what it saves,
+    What a layer takes to find out what can be rebuilt of it, or while a share of what it saves stays,
     counts only if nothing else is known. Of one that has a share travel it is known what more it would take.
     """
     found: list[dict[Placement, list[Timing]]] = [defaultdict(list) for _ in kinds]
@@ -285,7 +285,7 @@ def _if_all_travelled(run: _Run, before: StepProfile | None) -> Timing | None:
 
 
 def _partly_kept(trace: StepTrace) -> AbstractSet[ScopeKey]:
-    """Executions of which a plan keeps single activations."""
+    """Executions of which a share stays."""
     return {a.key.scope for a in trace.activations if a.treatment is Treatment.PLANNED_KEEP}
 
 

@@ -231,7 +231,7 @@ def excursion(
     anyway is known. Where several ranks share layers, what is recomputed is not tried: that would have to be
     agreed on.
     """
-    begin = look = dataclasses.replace(plan, kept=(), prediction=None)
+    begin = look = dataclasses.replace(plan, prediction=None)
     now = simulate(profile, begin, bandwidth)
     drive_is_known = now.written_bytes > 0
     for layer, placement in _untried(task, profile, plan, not_recomputed):

@@ -302,7 +302,6 @@ class LayerHooks:
         capture: What the session captures.
         key: The scope.
         when_slow: Whether activations may be kept when the window is full.
-        kept: Numbers of the activations that the plan keeps in memory.
         rescue: Makes again what a drive does not give back, if that is possible.
     """
 
@@ -310,7 +309,6 @@ class LayerHooks:
         "_count",
         "_deferred",
         "_filling",
-        "_kept",
         "_key",
         "_learned",
         "_node",
@@ -328,13 +326,11 @@ class LayerHooks:
         key: ScopeKey,
         *,
         when_slow: bool,
-        kept: frozenset[int] = frozenset(),
         rescue: Rescue | None = None,
     ) -> None:
         self.capture = capture
         self._key = key
         self._when_slow = when_slow
-        self._kept = kept
         self._learned: Container[tuple[int, int]] = capture.registry.learned.get(key.layer, ())
         self._rescue = rescue
         # What gives back what is packed here: it must not know this object, which is of one scope only.
@@ -423,8 +419,6 @@ class LayerHooks:
         self._count += 1
         if (key.number, nbytes) in self._learned:
             return self._keep(tensor, storage, key, Treatment.LEARNED_KEEP)
-        if key.number in self._kept:
-            return self._keep(tensor, storage, key, Treatment.PLANNED_KEEP)
         if self._when_slow and capture.keeps_when_slow(nbytes):
             capture.slow_kept_bytes += nbytes
             return self._keep(tensor, storage, key, Treatment.SLOW_KEEP)
@@ -617,7 +611,6 @@ class SharingHooks(LayerHooks):
         key: The scope.
         stays: Says of each activation, by its bytes, whether it stays: in the order of saving, of each once.
         when_slow: Whether activations may be kept when the window is full.
-        kept: Numbers of the activations that the plan keeps in memory.
         rescue: Makes again what a drive does not give back, if that is possible.
     """
 
@@ -630,10 +623,9 @@ class SharingHooks(LayerHooks):
         stays: Callable[[int], bool],
         *,
         when_slow: bool,
-        kept: frozenset[int] = frozenset(),
         rescue: Rescue | None = None,
     ) -> None:
-        super().__init__(capture, key, when_slow=when_slow, kept=kept, rescue=rescue)
+        super().__init__(capture, key, when_slow=when_slow, rescue=rescue)
         self._stays = stays
 
     def _pack_new(self, tensor: torch.Tensor, storage: torch.UntypedStorage, seen: SeenView) -> Kept | Packed:

@@ -390,7 +390,6 @@ class RematerializingHooks(LayerHooks):
         layer: The layer.
         key: The scope.
         when_slow: Whether activations may be kept when the window is full.
-        kept: Numbers of the activations that the plan keeps in memory.
     """
 
     __slots__ = ("_layer", "_rebuilds", "_training", "_watched")
@@ -402,9 +401,8 @@ class RematerializingHooks(LayerHooks):
         key: ScopeKey,
         *,
         when_slow: bool,
-        kept: frozenset[int] = frozenset(),
     ) -> None:
-        super().__init__(rebuilds.capture, key, when_slow=when_slow, kept=kept)
+        super().__init__(rebuilds.capture, key, when_slow=when_slow)
         self._unpack = rebuilds.unpack
         self._rebuilds = rebuilds
         self._layer = layer
@@ -460,7 +458,7 @@ class RematerializingHooks(LayerHooks):
         is_small, number = view.footprint()[2] < self.capture.min_tensor_bytes, self._count
         if local_of(tensor) is not tensor:
             return None  # recipes run operations on what is of this rank
-        if is_small or number in self._kept or (number, storage.nbytes()) in self._learned:
+        if is_small or (number, storage.nbytes()) in self._learned:
             return None
         # Made anew each time, because it refers back to this object.
         recipe = Finder(self._share, self._rebuilds.functions).recipe_of(tensor)

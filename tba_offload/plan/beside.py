@@ -50,7 +50,5 @@ def own_bytes(kind: LayerKind, plan: Plan, layer: int) -> Beside:
         return Beside(kind.nbytes + kind.small_bytes)
     again = 0
     if way.rebuilds:
-        stay = plan.staying(layer, kind)
-        moved = (saved for number, saved in enumerate(kind.activations) if number not in stay)
-        again = max((saved.nbytes for saved in moved if saved.rebuilt), default=0)
+        again = max((saved.nbytes for saved in kind.activations if saved.rebuilt), default=0)
     return Beside(plan.kept_bytes(layer, kind) + kind.small_bytes, again)

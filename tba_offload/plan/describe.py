@@ -51,12 +51,9 @@ def _changed(names: Sequence[str], plan: Plan, before: Plan | None) -> list[str]
         return []
     if before.placements != plan.placements:
         return [f"before: {_placed(names, before)}"]
-    changes = []
     if before.window != plan.window:
-        changes.append(f"window {_window(plan)} instead of {_window(before)}")
-    if before.kept != plan.kept:
-        changes.append("other single activations stay in memory")
-    return changes
+        return [f"window {_window(plan)} instead of {_window(before)}"]
+    return []
 
 
 def _window(plan: Plan) -> str:

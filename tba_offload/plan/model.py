@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from tba_offload.plan.profile import LayerKind
 
 
-_NONE: frozenset[int] = frozenset()
-
-
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The bytes that a plan must keep to.
@@ -107,14 +104,11 @@ class Plan:
 
     Attributes:
         placements: One for each layer, in the order of the session's layers.
-        kept: For each layer that is offloaded, the numbers of those of its activations that stay in memory;
-            empty if there are none anywhere.
         window: Most bytes in flight; ``None`` for no limit.
         prediction: What it is expected to do, if that was found out.
     """
 
     placements: tuple[Placement, ...]
-    kept: tuple[frozenset[int], ...] = ()
     window: int | None = None
     prediction: Prediction | None = None
 
@@ -141,27 +135,20 @@ class Plan:
         resolved = policy.resolve(layers, everywhere)
         return cls(tuple(resolved[index] for index in range(len(layers))), window=window)
 
-    def kept_of(self, layer: int) -> frozenset[int]:
-        """Numbers of the activations of an offloaded layer that the plan keeps in memory one by one."""
-        return self.kept[layer] if self.kept else _NONE
-
     def staying(self, layer: int, kind: LayerKind) -> frozenset[int]:
-        """Numbers of all activations of an offloaded layer that stay in memory."""
+        """Numbers of the activations of an offloaded layer that stay in memory."""
         percent = way_of(self.placements[layer], layer).percent
-        return self.kept_of(layer) if percent == 100 else self.kept_of(layer) | kind.staying(percent)
+        return kind.staying(percent) if percent < 100 else frozenset()
 
     def kept_bytes(self, layer: int, kind: LayerKind) -> int:
         """Bytes of an offloaded layer's activations that stay in memory."""
-        numbers = self.staying(layer, kind)  # perhaps of a step in which the layer saved more than now
-        if not numbers:
-            return 0
-        return sum(saved.nbytes for number, saved in enumerate(kind.activations) if number in numbers)
+        return sum(kind.activations[number].nbytes for number in self.staying(layer, kind))
 
     def as_json(self) -> dict[str, Any]:
         """The plan for a run log."""
         return {
             "placements": [placement.value for placement in self.placements],
-            "kept": [sorted(numbers) for numbers in self.kept],
+            "kept": [],  # earlier plans kept single activations
             "window": self.window,
             "prediction": dataclasses.asdict(self.prediction) if self.prediction is not None else None,
         }

@@ -10,8 +10,7 @@ many recomputed; the best pair is searched for, for both ways of recomputing. La
 are rebuilt are tried in the same two roles: instead of those that are recomputed, and instead of those that
 are offloaded beside them. Of what is not recomputed the same share of each layer may travel instead: while
 whole layers are saved, a slow drive is given more than it writes, and afterwards it has nothing to write.
-Next, the planner changes the placement of single layers as long as that helps, and at last it keeps single
-activations where the budget has room.
+At last the planner changes the placement of single layers as long as that helps.
 
 Where memory is wanted first, the window comes before all that: one that is large enough for the whole step
 frees nothing. Nor may a step take longer than if everything was kept, as far as that was measured: not only
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from tba_offload.plan.bandwidth import Bandwidth
     from tba_offload.plan.goals import Score
     from tba_offload.plan.model import Limits
-    from tba_offload.plan.profile import LayerKind, StepProfile
+    from tba_offload.plan.profile import StepProfile
     from tba_offload.plan.shares import Shares
     from tba_offload.plan.trials import Trial
     from tba_offload.plan.tuning import Tuning
@@ -57,7 +56,6 @@ def make_plan(
     *,
     policy: Sequence[Placement],
     objective: Objective | None = None,
-    whole_layers: bool = False,
     not_recomputed: frozenset[int] = frozenset(),
     known: Sequence[Plan] = (),
     tuning: Tuning = TUNING,
@@ -71,7 +69,6 @@ def make_plan(
             fast as keeping everything.
         policy: For each layer, what the user wants; the planner decides on those that are ``auto``.
         objective: What is wanted; by default ``time`` where there is a budget and ``memory`` elsewhere.
-        whole_layers: Whether all activations of a layer get the same placement, as in a policy file.
         not_recomputed: Layers that must not be recomputed unless the policy says so.
         known: Plans to choose from as well, such as the best for less memory: no search is perfect.
         tuning: The numbers of the search.
@@ -82,7 +79,7 @@ def make_plan(
     if len(policy) != len(profile.layers):
         raise ValueError(f"{len(policy)} placements for a profile of {len(profile.layers)} layers")
     objective = objective or default_objective(limits)
-    terms = Terms(bandwidth, limits, objective, whole_layers=whole_layers, tuning=tuning)
+    terms = Terms(bandwidth, limits, objective, tuning)
     freedom = Freedom.all_of(profile, policy, not_recomputed)
     if count_items(profile) <= tuning.many_items:
         return _Search(profile, terms, freedom).best(known)
@@ -92,8 +89,7 @@ def make_plan(
 def _best_of_many(profile: StepProfile, terms: Terms, freedom: Freedom, known: Sequence[Plan]) -> Plan:
     """Searches on a condensed profile; memory is made exact with few micro-batches, prediction with all."""
     small = condensed(profile, freedom.alike, terms.tuning.few_items)
-    coarse = dataclasses.replace(terms, whole_layers=True)
-    found = _Search(small.profile, coarse, freedom.of(small.members)).best()
+    found = _Search(small.profile, terms, freedom.of(small.members)).best()
     candidate = Plan(small.expanded(found.placements), window=found.window)
     shorter = with_few_micro_batches(profile)
     exact = _Search(shorter, terms, freedom).best_of([candidate, *known])
@@ -128,7 +124,7 @@ def is_better(
     bare = [dataclasses.replace(plan, prediction=None) for plan in (old, new)]
     if bare[0] == bare[1]:
         return False
-    terms = Terms(bandwidth, limits, objective, whole_layers=False, tuning=tuning)
+    terms = Terms(bandwidth, limits, objective, tuning)
     trials = Trials(profile, terms, Freedom.all_of(profile, policy, frozenset()))
     now, then = (trials.play(plan).outcome for plan in bare)
     fits = [not trials.goal.broken(outcome) for outcome in (now, then)]
@@ -189,27 +185,22 @@ class _Search:
         self._try_shares(shares, self._trials.best().plan.placements)
         self._improve(self._trials.best())
         self._try_smaller_windows()
-        return self._finished(known)
+        return self._chosen(known)
 
     def best_of(self, plans: Sequence[Plan]) -> Plan:
-        """The best of some plans and of the simplest, its window fitted to the budget, the budget filled."""
+        """The best of some plans and of the simplest, its window fitted to the budget."""
         if self._trials.goal.wants_memory:
             self._trials.set_window(plans[0].window)
         for plan in plans:
-            self._trials.attempt(plan.placements, plan.kept, plan.window)
+            self._trials.attempt(plan.placements, plan.window)
         self._try_simplest()
-        return self._finished(())
+        return self._chosen(())
 
     def confirmed(self, plan: Plan, known: Sequence[Plan]) -> Plan:
         """A plan for a part of this step, made to fit all of it."""
         if self._trials.play(dataclasses.replace(plan, prediction=None)).score[0]:
-            self._trials.attempt(plan.placements, plan.kept, plan.window)
+            self._trials.attempt(plan.placements, plan.window)
             self._try_simplest()
-        return self._chosen(known)
-
-    def _finished(self, known: Sequence[Plan]) -> Plan:
-        if not self._terms.whole_layers:
-            self._fill(self._trials.best())
         return self._chosen(known)
 
     def _chosen(self, known: Sequence[Plan]) -> Plan:
@@ -241,7 +232,7 @@ class _Search:
     def _try_simplest(self) -> None:
         for placement in self._choices:
             # The two that move nothing take next to no time to play.
-            if self._trials.most_filled or placement in {KEEP, Placement.RECOMPUTE}:
+            if self._trials.most_aside or placement in {KEEP, Placement.RECOMPUTE}:
                 self._trials.attempt(self._freedom.uniform(placement))
 
     # ---- windows ---------------------------------------------------------------------------------
@@ -272,7 +263,7 @@ class _Search:
     def _try_smaller_windows(self) -> None:
         """Plays the best plan with smaller windows: sometimes less in flight is better."""
         shares, least = self._terms.tuning.windows, self._trials.least_window
-        if self._trials.most_filled < len(shares):
+        if self._trials.most_aside < len(shares):
             return
         best = self._trials.best()
         window = best.plan.window or best.outcome.peak_bytes
@@ -395,33 +386,3 @@ class _Search:
                 trial = self._trials.attempt(tuple(placements))
                 if trial.score < found.score:
                     found, changed = trial, True
-
-    def _fill(self, found: Trial) -> None:
-        """Keeps single activations of layers that travel, those first that backward needs first."""
-        if self._terms.limits.budget is None or found.score[0]:
-            return
-        most = max(self._trials.most_filled - 1, 0)
-        for plan in itertools.islice(_with_more_kept(self._profile, found.plan, self._free), most):
-            if self._trials.attempt(plan.placements, plan.kept).score[0]:
-                return
-
-
-def _with_more_kept(profile: StepProfile, plan: Plan, free: Sequence[int]) -> Iterator[Plan]:
-    """A plan with ever more single activations kept, from the last layer that travels on."""
-    kept = [frozenset[int]()] * len(profile.layers)
-    for layer in reversed(free):
-        placement, kind = plan.placements[layer], profile.kind_of(layer)
-        if placement.is_offloaded:
-            for number in _by_use(kind, plan.staying(layer, kind), rebuilds=placement is OFFLOAD_REMAT):
-                kept[layer] |= {number}
-                yield dataclasses.replace(plan, kept=tuple(kept))
-
-
-def _by_use(kind: LayerKind, staying: frozenset[int], *, rebuilds: bool) -> list[int]:
-    """Numbers of the activations of a layer that travel, those first that backward needs first."""
-    travel = [
-        (saved.until, number)
-        for number, saved in enumerate(kind.activations)
-        if number not in staying and not (rebuilds and saved.rebuilt)
-    ]
-    return [number for _, number in sorted(travel)]

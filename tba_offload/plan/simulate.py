@@ -309,10 +309,9 @@ class _Run:
 
     def _remat_events(self, slot: Slot, kind: LayerKind) -> list[_Event]:
         """Backward of a layer of which some activations are rebuilt, in its order."""
-        kept = self._staying[slot.layer]
-        moved = [saved for number, saved in enumerate(kind.activations) if number not in kept]
-        events = [_Event(saved.until, saved.nbytes, rebuilds=True) for saved in moved if saved.rebuilt]
-        travelled = sorted((saved for saved in moved if not saved.rebuilt), key=lambda saved: saved.fetched)
+        every = kind.activations
+        events = [_Event(saved.until, saved.nbytes, rebuilds=True) for saved in every if saved.rebuilt]
+        travelled = sorted((saved for saved in every if not saved.rebuilt), key=lambda saved: saved.fetched)
         items = self._traffic.begin_backward((slot.layer, slot.micro_batch))
         for saved, item in zip(travelled, items, strict=True):
             is_last = saved.fetched == saved.until

@@ -25,14 +25,12 @@ class Terms:
         bandwidth: How fast offloaded bytes travel.
         limits: What plans must keep to.
         objective: What is wanted.
-        whole_layers: Whether all activations of a layer get the same placement.
         tuning: The numbers of the search.
     """
 
     bandwidth: Bandwidth
     limits: Limits
     objective: Objective
-    whole_layers: bool
     tuning: Tuning
 
 

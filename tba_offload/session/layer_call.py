@@ -159,15 +159,14 @@ class Call:
     def _hooks(
         self, *, rebuilds: bool = False, percent: int = 100, rescue: Rescue | None = None
     ) -> LayerHooks:
-        plan, index, key = self._parts.planning.plan, self._site.index, self._scope.key
-        kept, slow = plan.kept_of(index), self._keeps_when_slow
+        key, slow = self._scope.key, self._keeps_when_slow
         if rebuilds and not self._site.is_compiled:  # a graph of one node tells nothing
             layer, recipes = self._site.layer.module, self._parts.rebuilds
-            return RematerializingHooks(recipes, layer, key, when_slow=slow, kept=kept)
+            return RematerializingHooks(recipes, layer, key, when_slow=slow)
         if percent < 100:
             stays = Staying(percent).stays
-            return SharingHooks(self._parts.capture, key, stays, when_slow=slow, kept=kept, rescue=rescue)
-        return LayerHooks(self._parts.capture, key, when_slow=slow, kept=kept, rescue=rescue)
+            return SharingHooks(self._parts.capture, key, stays, when_slow=slow, rescue=rescue)
+        return LayerHooks(self._parts.capture, key, when_slow=slow, rescue=rescue)
 
     @property
     def _keeps_when_slow(self) -> bool:

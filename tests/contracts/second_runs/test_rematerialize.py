@@ -809,20 +809,6 @@ def test_what_fails_to_travel_is_no_fault_of_the_recipe() -> None:
         assert session.report()[-1].rebuilt_bytes > 0
 
 
-def test_what_the_plan_keeps_stays() -> None:
-    net = make_net(mixing(F.gelu))
-    with session_for(net, layers=list(net.layers), default="offload-remat") as session:
-        run(net, forward_backward, session, 2)
-        number = next(
-            a.key.number for a in session.capture.trace.activations if a.treatment is Treatment.REBUILT
-        )
-        with mock.patch.object(type(session.plan), "kept_of", return_value=frozenset({number})):
-            run(net, forward_backward, session, 1)
-        treatments = {a.treatment for a in session.capture.trace.activations if a.key.number == number}
-        assert treatments == {Treatment.PLANNED_KEEP}
-        assert session.report()[-1].rebuilt_bytes == 0
-
-
 def test_what_somebody_keeps_anyway_is_no_longer_made_again() -> None:
     """It is offloaded in the first step, to try, and found out there."""
     kept: list[Tensor] = []

@@ -35,12 +35,6 @@ def seen(*of_layers: tuple[int, int], at_loss: int = 0) -> SeenBeside:
     return SeenBeside(at_loss, [Beside(*beside) for beside in of_layers])
 
 
-def test_what_a_plan_keeps_of_a_layer_is_not_made_again() -> None:
-    plan = Plan((Placement.OFFLOAD_REMAT,) * 2, kept=(frozenset({0}), frozenset()))
-    kind = profile_of().kinds[0]
-    assert [own_bytes(kind, plan, layer) for layer in range(2)] == [(63, 0), (3, 60)]
-
-
 @pytest.mark.parametrize(
     ("placement", "own"),
     [

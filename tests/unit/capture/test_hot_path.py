@@ -6,7 +6,6 @@ their number says what a hook costs better than a clock on a busy machine does.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -72,15 +71,10 @@ def step(model: nn.Module, session: Session, *, written: bool) -> Calls:
     return calls
 
 
-def calls_of(
-    chain: Chain, directory: Path, *, keep: bool = False, written: bool = True, **settings: Any
-) -> tuple[int, Session]:
-    """The calls of one step, after some that warm up; all kept by the plan if ``keep``."""
+def calls_of(chain: Chain, directory: Path, *, written: bool = True, **settings: Any) -> tuple[int, Session]:
+    """The calls of one step, after some that warm up."""
     model, settings = nn.Sequential(chain), {"in_flight": 64 * MIB, "directory": directory, **settings}
     with session_for(model, layers=list(model), **settings) as session:
-        if keep:
-            plan = dataclasses.replace(session.plan, kept=(frozenset(range(SAVED + 2)),))
-            session.planning.plan = plan
         for _ in range(3):
             calls = step(model, session, written=written)
         assert_all_given_back(session)
@@ -116,12 +110,6 @@ def test_a_tensor_that_is_small(tmp_path: Path) -> None:
     calls, session = calls_of(ONCE, tmp_path, min_tensor_bytes=2 * ONE)
     assert session.report()[-1].offloaded_bytes == 0
     assert calls / SAVED <= 4
-
-
-def test_a_tensor_that_the_plan_keeps(tmp_path: Path) -> None:
-    calls, session = calls_of(ONCE, tmp_path, keep=True)
-    assert session.report()[-1].offloaded_bytes == 0
-    assert calls / SAVED <= 10.5
 
 
 def calls_with(layers: int, directory: Path) -> int:
