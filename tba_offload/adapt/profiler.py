@@ -22,7 +22,6 @@ from tba_offload.plan.tuning import TUNING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from collections.abc import Set as AbstractSet
 
     from tba_offload.capture.scope import ScopeKey
     from tba_offload.capture.trace import ActivationTrace, ScopeTrace, StepTimes, StepTrace
@@ -133,9 +132,7 @@ def profile_of(
     return StepProfile(
         kinds=kinds,
         layers=layers,
-        timings=_timings(
-            runs, kinds, layers, before, partly=_partly_kept(trace), newer=1.0 if has_grown else tuning.newer
-        ),
+        timings=_timings(runs, kinds, layers, before, newer=1.0 if has_grown else tuning.newer),
         slots=slots,
         tail=max(clock(times.ended) - last, 0.0),
         rest_bytes=before.rest_bytes if before is not None else 0,
@@ -240,7 +237,6 @@ def _timings(
     layers: Sequence[int],
     before: StepProfile | None,
     *,
-    partly: AbstractSet[ScopeKey],
     newer: float,
 ) -> tuple[dict[Placement, Timing], ...]:
     """The median of each kind under each placement, mixed with what was known of it.
@@ -256,7 +252,7 @@ def _timings(
             before is not None and before.kind_of(run.layer).knows_rebuilt
         )
         whole = _if_all_travelled(run, before)
-        is_odd = finds_out or (run.scope.key in partly and whole is None)
+        is_odd = finds_out or (whole is None and Placement(run.scope.placement).percent < 100)
         (odd if is_odd else found)[layers[run.layer]][placement].append(whole or run.timing)
     known: list[dict[Placement, Timing]] = [{} for _ in kinds]
     if before is not None:
@@ -282,11 +278,6 @@ def _if_all_travelled(run: _Run, before: StepProfile | None) -> Timing | None:
     stays = sum(kind.activations[number].nbytes for number in kind.staying(percent)) / max(kind.nbytes, 1)
     offloaded, kept = (before.timing(run.layer, each) for each in (Placement.OFFLOAD, Placement.KEEP))
     return Timing(*(own + stays * (a - b) for own, a, b in zip(run.timing, offloaded, kept, strict=True)))
-
-
-def _partly_kept(trace: StepTrace) -> AbstractSet[ScopeKey]:
-    """Executions of which a share stays."""
-    return {a.key.scope for a in trace.activations if a.treatment is Treatment.PLANNED_KEEP}
 
 
 def _renewed(

@@ -240,8 +240,8 @@ def test_what_was_learned_of_rebuilding_stays_known(later: tuple[Placement, ...]
     assert (OFFLOAD_REMAT in found.timings[0]) is (OFFLOAD_REMAT in later)
 
 
-def test_a_layer_of_which_a_plan_keeps_a_part_does_not_tell_what_offloading_takes() -> None:
-    trace = trace_of(OFFLOAD, OFFLOAD)
+def test_a_layer_of_which_a_share_travels_does_not_tell_what_offloading_takes() -> None:
+    trace = trace_of(Placement("offload-50%"), OFFLOAD)
     trace.scopes[0].forward_ended = 1.75
     trace.activations[0].treatment = Treatment.PLANNED_KEEP
     profile = profile_of(trace, [], [(0, "layers.0"), (0, "layers.1")], began=0.0, ended=40.0)
