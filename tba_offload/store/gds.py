@@ -96,7 +96,7 @@ class GdsBackend:
         except BaseException:
             self._file.close()
             raise
-        self.version = self._file.version
+        self.version = str(getattr(kvikio, "__version__", "unknown"))
 
     @property
     def fd(self) -> int:
@@ -231,54 +231,42 @@ class GdsStore(QueuedStore):
         }
 
 
-class _GdsFile:
+class _GdsFile(RunFile):
     """A run file that cuFile has taken, which it does while the file has a name."""
 
     def __init__(self, directory: str, capacity: int | None, kvikio: Any) -> None:
-        self._directory = directory
         self._kvikio = kvikio
         self._taken: list[CuFile] = []
         try:
-            self._file = RunFile(directory, capacity, self._take)
+            super().__init__(directory, capacity, self._take)
         except BaseException:
             for taken in self._taken:
                 taken.close()
             raise
         self.cufile = self._taken.pop()
-        self.version = str(getattr(kvikio, "__version__", "unknown"))
-        self.fd = self._file.fd
 
     def _take(self, fd: int) -> None:
         """Has cuFile take the file of a descriptor."""
         if refusal := _refusal(self._kvikio, fd):
-            raise _refused(refusal, self._directory)
+            raise _refused(refusal, self.directory)
         before = _descriptors_of(fd)
         try:
             self._taken.append(CuFile(fd))
         except OSError as error:
             why = str(error.strerror or error) + _missing_in_udev(fd)
-            raise _refused(why, self._directory, error.errno) from error
+            raise _refused(why, self.directory, error.errno) from error
         self._opened = _descriptors_of(fd) - before  # by cuFile, too
-
-    @property
-    def size(self) -> int:
-        """Bytes that the file has been grown to."""
-        return self._file.size
-
-    def grow(self, size: int) -> None:
-        """See :meth:`RunFile.grow`."""
-        self._file.grow(size)
 
     def close(self) -> None:
         """Gives the file back to cuFile and frees the blocks."""
         self.cufile.close()
-        self._file.close()
+        super().close()
 
     def abandon(self) -> None:
         """In a forked child: closes descriptors and calls no cuFile, which must not be called there."""
         for fd in self._opened:
             os.close(fd)
-        self._file.abandon()
+        super().abandon()
 
 
 def import_kvikio() -> Any:

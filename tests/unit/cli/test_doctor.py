@@ -104,13 +104,13 @@ def test_directories_of_one_machine_may_differ(tmp_path: Path, monkeypatch: pyte
         directory.mkdir()
     monkeypatch.setattr(gds, "NVIDIA_FS", tmp_path)
     opened: list[bool] = []
-    original = gds.RunFile
+    original = gds.GdsBackend
 
     def opening(directory: str, *arguments: Any) -> Any:
         opened.append(directories[1].samefile(directory))
         return original(directory, *arguments)
 
-    monkeypatch.setattr(gds, "RunFile", opening)
+    monkeypatch.setattr(gds, "GdsBackend", opening)
     monkeypatch.setattr(posix, "file_system_magic", lambda fd: 0x01021994 if opened and opened[-1] else 0)
     found = findings_of(*map(str, directories))["directories"]
     assert found[0]["ways"]["gds"]["path"] == "GDS"
