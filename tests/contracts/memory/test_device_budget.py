@@ -181,11 +181,13 @@ def test_where_a_plain_step_fits_nothing_leaves_memory(tmp_path: Path) -> None:
     policy: dict[str, object] = {"default": "auto", "budget": {"device_bytes": budget}}
     found = run(tmp_path, policy, batch=FEW, steps=2 * STEPS)
     assert_below(found, budget)
-    last = found.records[-1]
+    # Of a step that tries something else nothing is predicted, and the last one may be such a step.
+    number = max(i for i, each in enumerate(found.records) if each.predicted_peak_bytes is not None)
+    last = found.records[number]
     assert last.offloaded_bytes == last.recomputed_scopes == 0
     assert last.activation_peak_bytes is not None
     assert last.activation_peak_bytes < (last.activation_budget_bytes or 0)
-    assert last.predicted_device_peak_bytes == pytest.approx(found.peaks[-1], rel=0.03)
+    assert last.predicted_device_peak_bytes == pytest.approx(found.peaks[number], rel=0.03)
     assert last.predicted_peak_bytes == pytest.approx(last.activation_peak_bytes, rel=0.1)
 
 
