@@ -47,6 +47,7 @@ class Gradients:
         self._about_to_count = about_to_count
         self._watched: dict[int, _Watched] = {}
         self._born: dict[int, _Watched] = {}  # those that got a gradient in this step
+        self._versions = 0  # of all parameters when it began, summed up
         weakref.finalize(self, _unwatch, self._watched)
         self.also_watch(self.parameters())  # a step may open in a transform, which has others in their place
 
@@ -58,6 +59,7 @@ class Gradients:
         parameters = list(self.parameters())  # once: a model may have thousands of modules
         for parameter in parameters:
             self._watch(parameter)
+        self._versions = _versions(parameters)
         self._count(parameters)
         self.all_exist = all(map(_has_gradient, parameters))
         self.live.take_added()
@@ -102,6 +104,11 @@ class Gradients:
         return None if frozen else gradients
 
     @property
+    def went_elsewhere(self) -> bool:
+        """Whether the step has changed parameters and made none, as where ``torch.autograd.grad`` gives them out."""
+        return not self._born and _versions(self.parameters()) != self._versions
+
+    @property
     def are_cleared(self) -> bool:
         """Whether all that this step has made are gone, or zeros again."""
         return bool(self._born) and all(born.is_cleared for born in self._born.values())
@@ -141,6 +148,11 @@ class Gradients:
         self._born[id(parameter)] = watched
         self._about_to_count(gradient.nbytes if gradient.layout is torch.strided else 0)
         self.live.add(gradient)
+
+
+def _versions(parameters: Iterable[torch.Tensor]) -> int:
+    """Changes with any of them."""
+    return sum(parameter._version for parameter in parameters)
 
 
 def _is_trained(parameter: torch.Tensor) -> bool:

@@ -281,6 +281,11 @@ class StepTrace:
         """Whether a backward pass has begun and not ended; after an exception in it that stays so."""
         return self._backward_began is not None
 
+    @property
+    def is_used_up(self) -> bool:
+        """Whether backward has come to every run of a layer, and left the graph of none alive."""
+        return all(scope.backward_began is not None and not scope.is_retained for scope in self.scopes)
+
     def whole_scopes(self) -> list[ScopeTrace]:
         """Those whose forward and backward both took place, in the order of their forward."""
         return [scope for scope in self.scopes if scope.forward_ended and scope.backward_began]

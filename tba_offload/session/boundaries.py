@@ -299,7 +299,10 @@ class Boundaries:
             return True  # an exception ended it
         if not trace.backward_ends:
             return bool(trace.scopes) and not step.graphs
-        return self._all_updated(step) or self._gradients.are_cleared
+        gradients = self._gradients
+        if gradients.went_elsewhere:
+            return trace.is_used_up
+        return self._all_updated(step) or gradients.are_cleared
 
 
 _CALL = nn.Module._call_impl.__code__

@@ -19,7 +19,7 @@ from tba_offload.errors import NoEffectWarning, NothingSavedWarning
 from tba_offload.formatting import readable_size
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from tba_offload.layers.stack import Layer
     from tba_offload.plan.device_share import DeviceShare
@@ -113,6 +113,20 @@ class Notices:
     def no_layer_ran(self) -> None:
         """The first step has trained the model, and none of its layers."""
         self.warn_once("no layer", _NO_LAYER_RAN, NoEffectWarning)
+
+    def layers_replaced(self, names: Sequence[str]) -> None:
+        """A step has trained the model and none of its layers, some of which others stand in place of.
+
+        Args:
+            names: What those were called.
+        """
+        which = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+        self.warn_once(
+            "layers replaced",
+            f"attached layers are no longer in the model ({which}), and none that is has run: nothing "
+            "is offloaded or recomputed. close the session, and attach the model with its new layers",
+            NoEffectWarning,
+        )
 
     def no_update(self) -> None:
         """Steps that were found end without an update."""

@@ -236,10 +236,13 @@ class Steps:
 
     def forget(self, step: Step) -> None:
         """Ends a step of which nothing is recorded."""
-        trace, is_first = self.trace, not self.ongoing.number
+        trace = self.trace
         ran = trace.scopes or trace.left_alone
-        if is_first and step.updates and not ran and not step.state.failed:
-            self._parts.notices.no_layer_ran()
+        if step.updates and not ran and not step.state.failed:
+            if gone := _layers_gone(self._parts):
+                self._parts.notices.layers_replaced(gone)
+            elif not self.ongoing.number:
+                self._parts.notices.no_layer_ran()
         step.state.leave()
         self.end(failed=True)
 
@@ -260,6 +263,12 @@ class Steps:
     def conclude(self, step: Step, times: Times) -> StepRecord:
         """Records a step that has ended, and learns from it."""
         return self._conclusions.draw(step, times, self.ongoing.number)
+
+
+def _layers_gone(parts: Parts) -> list[str]:
+    """Names of attached layers that are not in the model any more."""
+    present = {module for model in parts.modules for module in model.modules()}
+    return [site.layer.id.name for site in parts.sites if site.layer.module not in present]
 
 
 def _nothing() -> None:

@@ -214,6 +214,16 @@ class Early:
                 "again; call optimizer.zero_grad() and repeat the step, or set states.gradients to keep"
             )
 
+    def end(self) -> None:
+        """No step comes any more: takes back what one would have made final.
+
+        Raises:
+            SessionError: Something else has changed it; what was before is there again.
+            TransferError: It cannot be read back.
+        """
+        with self._order:
+            self._undo()
+
     def _forward_begins(self) -> None:
         self.take_back("another forward")
 
@@ -239,23 +249,24 @@ class Early:
         changed = self._basis.changed_since()
         if not changed and self._stream.is_current:
             return
-        what = self._names_of(changed) if changed else "a state"
+        what = _names_of(changed, self._roster) if changed else "a state"
         self._stream.take_back()
         self._forget()
         raise SessionError(
-            f"{what} was changed between backward and step(), after its update; change it after step(), or "
-            "set states.when to step"
+            f"{what} was changed between backward and step(), after its update; change it after step(), "
+            "close these states before another optimizer takes over, or set states.when to step"
         )
-
-    def _names_of(self, parameters: Sequence[torch.Tensor]) -> str:
-        first, last = (self._roster.name_of(parameters[place]) for place in (0, -1))
-        return first if len(parameters) == 1 else f"one of {len(parameters)} from {first} to {last}"
 
     def _forget(self) -> None:
         self._watch.no_forwards()
         self._basis.clear()
         self._flags.clear()
         self._waiting.clear()
+
+
+def _names_of(parameters: Sequence[torch.Tensor], roster: Roster) -> str:
+    first, last = (roster.name_of(parameters[place]) for place in (0, -1))
+    return first if len(parameters) == 1 else f"one of {len(parameters)} from {first} to {last}"
 
 
 def _at_the_end_of_the_pass(function: Callable[[], None]) -> None:

@@ -197,14 +197,18 @@ class OptimizerStates:
 
         Raises:
             TransferError: They cannot be read.
+            SessionError: What was updated in backward was changed since, and no step came; what was before
+                is there again, and that change is lost.
         """
         if not self._is_open:
             return
         self._is_open = False
         try:
-            self._stream.take_back()
-            if bring_back:
-                self._stream.give_back()
+            try:
+                self._stream.take_back() if self._early is None else self._early.end()
+            finally:
+                if bring_back:
+                    self._stream.give_back()
         finally:
             if self._early is not None:
                 self._early.close()

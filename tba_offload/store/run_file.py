@@ -85,8 +85,9 @@ class RunFile:
         if not self._extend(goal) and not (goal > size and self._extend(size)):
             raise StoreFullError(
                 errno.ENOSPC,
-                f"the file cannot grow from {self.size} to {size} bytes: {self.free_bytes()} bytes are free; "
-                "free some, name another directory or set store.capacity",
+                f"the file cannot grow from {self.size} to {size} bytes: {self.free_bytes()} bytes are free, "
+                "of which a quota or `ulimit -f` may allow less; free some, name another directory or set "
+                "store.capacity",
                 self.directory,
             )
 

@@ -441,6 +441,22 @@ def test_a_parameter_that_is_changed_before_the_step_is_an_error(tmp_path: Path)
         assert_same(found, expected)
 
 
+def test_another_update_of_what_is_not_final_is_an_error_at_the_end(tmp_path: Path) -> None:
+    """As of another optimizer in the last step: the update in backward goes, and that one with it."""
+    found, expected = pair("adamw")
+    states = offloaded(found, tmp_path)
+    found.step(0)
+    expected.step(0)
+    found.optimizer.zero_grad()
+    found.backward(1)
+    torch.optim.SGD(found.model.parameters(), lr=0.1).step()
+    with pytest.raises(SessionError, match=r"was changed between backward and step\(\), after its update"):
+        states.close()
+    found.optimizer.zero_grad()
+    assert_same(found, expected)
+    states.close()
+
+
 def test_a_state_that_is_set_before_the_step_is_an_error(tmp_path: Path) -> None:
     found, _ = pair("adamw")
     with offloaded(found, tmp_path):

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import pickle
+import warnings
 import weakref
 from dataclasses import dataclass
 from functools import partial
@@ -144,6 +145,25 @@ def test_a_loop_that_updates_the_weights_itself(model: Model) -> None:
                     parameter.grad = None
         assert scopes_of(session) == [LAYERS] * 3
         assert not any(record.skipped for record in session.report())
+
+
+def test_gradients_that_are_summed_up_nowhere_leave_no_step_open(model: Model) -> None:
+    """As of ``torch.autograd.grad`` in a loop that updates the weights itself."""
+    parameters = list(model.parameters())
+    with session_for(model) as session:
+        for number in range(3):
+            gradients = torch.autograd.grad(
+                loss_of(model, make_tokens(number)), parameters, create_graph=number == 1
+            )
+            if number == 1:
+                penalty = sum(gradient.square().sum() for gradient in gradients)
+                gradients = torch.autograd.grad(
+                    penalty, parameters, allow_unused=True, materialize_grads=True
+                )
+            with torch.no_grad():
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.sub_(gradient, alpha=1e-3)
+    assert [record.scopes for record in session.report()] == [LAYERS] * 3
 
 
 def test_the_last_step_is_recorded_when_the_session_closes(model: Model) -> None:
@@ -327,6 +347,18 @@ def test_a_scaler_that_comes_down_from_its_first_scale_is_not_warned_of(model: M
                 optimizer.step()
             optimizer.zero_grad()
     assert [record.skipped for record in session.report()] == [True] * 16 + [False]
+
+
+def test_layers_that_were_replaced_are_warned_of(model: Model) -> None:
+    with session_for(model), warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", tba.NoEffectWarning)
+        one_step(model, adam(model), 0)
+        model.layers = copy.deepcopy(model.layers)
+        optimizer = adam(model)
+        for number in range(3):
+            one_step(model, optimizer, number)
+    (warning,) = [each for each in found if each.category is tba.NoEffectWarning]
+    assert "attached layers are no longer in the model (layers.0 and" in str(warning.message)
 
 
 # Times
