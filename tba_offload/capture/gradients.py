@@ -105,7 +105,7 @@ class Gradients:
 
     @property
     def went_elsewhere(self) -> bool:
-        """Whether the step changed parameters and made none, as where ``torch.autograd.grad`` gives them out."""
+        """Whether the step changed parameters and made none, as with ``torch.autograd.grad``."""
         return not self._born and _versions(self.parameters()) != self._versions
 
     @property
