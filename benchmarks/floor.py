@@ -2,11 +2,12 @@
 
     python benchmarks/floor.py
 
-Three lanes train a GPT, a process each, single steps in turn: keep, offload, and keep while another process
-writes as many bytes during forward and reads as many during backward as offload does. That process has plain
-system calls of 4 MiB, O_DIRECT and large pages, spread over forward and backward: no hooks, no books, no
-checksums, no interpreter that it shares with training. What it costs is cores, caches and memory bandwidth,
-which no package can spare; offload beside it tells what this one adds. Keep runs twice.
+The lanes train a GPT, a process each, single steps in turn: keep, offload with and without checksums, and
+keep while another process writes as many bytes during forward and reads as many during backward as offload
+does. That process has plain system calls of 4 MiB, O_DIRECT and large pages, spread over forward and
+backward: no hooks, no books, no checksums, no interpreter that it shares with training. What it costs is
+cores, caches and memory bandwidth, which no package can spare; offload beside it tells what this one adds.
+Keep runs twice.
 """
 
 from __future__ import annotations
@@ -141,6 +142,9 @@ def main(
             CONTROL: keep,
             "keep beside plain I/O": Entrant(BesideMover, {"nbytes": moved, **settings}, FAST_ALLOCATOR),
             "offload": Entrant(GptRunner, {"way": "offload", **settings}, FAST_ALLOCATOR),
+            "offload, no checksums": Entrant(
+                GptRunner, {"way": "offload", "checksum": False, **settings}, FAST_ALLOCATOR
+            ),
         }
         results = shown_race(entrants, steps)
     rows = report(results, base=dict.fromkeys(entrants, "keep"))

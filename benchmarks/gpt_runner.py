@@ -60,6 +60,7 @@ class GptRunner:
         directory: Where files go.
         in_flight_bytes: Window of ``offload``.
         kept_pages: Whether malloc keeps freed pages, see :func:`tba_offload.keep_freed_pages`.
+        checksum: Whether ``offload`` takes checksums of what it writes and reads.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class GptRunner:
         directory: str,
         in_flight_bytes: int,
         kept_pages: bool = True,
+        checksum: bool = True,
     ) -> None:
         if kept_pages:
             keep_freed_pages()
@@ -88,7 +90,7 @@ class GptRunner:
         if way == "offload":
             config = tba.OffloadConfig(
                 budget=tba.BudgetConfig(in_flight_bytes=in_flight_bytes),
-                store=tba.StoreConfig(kind="file", directories=(directory,)),
+                store=tba.StoreConfig(kind="file", directories=(directory,), checksum=checksum),
             )
             self._session = self._stack.enter_context(tba.attach(self.model, config, measure_memory=False))
         elif way == "checkpoint":
