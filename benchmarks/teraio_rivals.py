@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tba_offload.plan.bandwidth import Bandwidth
-    from tba_offload.plan.profile import StepProfile
+    from tba_offload.plan.profile import LayerKind, StepProfile
 
 CEILINGS = 10
 """How many sizes of the ceiling of bytes in flight are tried for a plan."""
@@ -32,6 +32,21 @@ TRIALS = 6
 
 Kept = tuple[frozenset[int], ...]
 """For each layer, the numbers of the activations that stay."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptPlan(Plan):
+    """A plan by which single activations of offloaded layers stay.
+
+    Attributes:
+        kept: For each layer, the numbers of these.
+    """
+
+    kept: Kept
+
+    def staying(self, layer: int, kind: LayerKind) -> frozenset[int]:  # noqa: ARG002 - as of any plan
+        """Numbers of the activations of a layer that stay in memory."""
+        return self.kept[layer]
 
 
 @dataclass(frozen=True)
@@ -49,7 +64,8 @@ def everything_kept(profile: StepProfile, bandwidth: Bandwidth) -> Outcome:
 
 def play(profile: StepProfile, kept: Kept, bandwidth: Bandwidth, window: int | None) -> Played:
     """Plays a plan that offloads whatever it does not keep."""
-    plan = Plan((Placement.OFFLOAD,) * len(profile.layers), kept, window)
+    placements = (Placement.OFFLOAD,) * len(profile.layers)
+    plan = KeptPlan(placements=placements, window=window, kept=kept)
     return Played(plan, simulate(profile, plan, bandwidth))
 
 

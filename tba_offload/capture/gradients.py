@@ -47,7 +47,6 @@ class Gradients:
         self._about_to_count = about_to_count
         self._watched: dict[int, _Watched] = {}
         self._born: dict[int, _Watched] = {}  # those that got a gradient in this step
-        self._versions = 0  # of all parameters when it began, summed up
         weakref.finalize(self, _unwatch, self._watched)
         self.also_watch(self.parameters())  # a step may open in a transform, which has others in their place
 
@@ -59,7 +58,8 @@ class Gradients:
         parameters = list(self.parameters())  # once: a model may have thousands of modules
         for parameter in parameters:
             self._watch(parameter)
-        self._versions = _versions(parameters)
+        for watched in self._watched.values():
+            watched.begin_step()
         self._count(parameters)
         self.all_exist = all(map(_has_gradient, parameters))
         self.live.take_added()
@@ -106,7 +106,7 @@ class Gradients:
     @property
     def went_elsewhere(self) -> bool:
         """Whether the step changed parameters and made none, as with ``torch.autograd.grad``."""
-        return not self._born and _versions(self.parameters()) != self._versions
+        return not self._born and any(watched.is_changed for watched in self._watched.values())
 
     @property
     def are_cleared(self) -> bool:
@@ -150,11 +150,6 @@ class Gradients:
         self.live.add(gradient)
 
 
-def _versions(parameters: Iterable[torch.Tensor]) -> int:
-    """Changes with any of them."""
-    return sum(parameter._version for parameter in parameters)
-
-
 def _is_trained(parameter: torch.Tensor) -> bool:
     return parameter.requires_grad and parameter.is_leaf and not is_lazy(parameter)
 
@@ -176,12 +171,20 @@ class _Watched:
     It refers weakly to both and to what watches: PyTorch holds it where the cyclic collector does not look.
     """
 
-    __slots__ = ("_gradients", "gradient", "gradient_version", "handle", "parameter", "parameter_version")
+    __slots__ = (
+        "_begun_version",
+        "_gradients",
+        "gradient",
+        "gradient_version",
+        "handle",
+        "parameter",
+        "parameter_version",
+    )
 
     def __init__(self, parameter: torch.Tensor, gradients: weakref.ref[Gradients]) -> None:
         self._gradients = gradients
         self.parameter = weakref.ref(parameter)
-        self.parameter_version = parameter._version
+        self.parameter_version = self._begun_version = parameter._version
         self.gradient: Callable[[], torch.Tensor | None] = _no_gradient
         self.gradient_version = 0
         register: Any = parameter.register_post_accumulate_grad_hook
@@ -195,6 +198,18 @@ class _Watched:
         self.parameter_version = parameter._version
         self.gradient = weakref.ref(gradient)
         self.gradient_version = gradient._version
+
+    def begin_step(self) -> None:
+        """Notes what the parameter is when a step begins."""
+        parameter = self.parameter()
+        if parameter is not None:
+            self._begun_version = parameter._version
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the parameter was changed since; what is another object now is another parameter."""
+        parameter = self.parameter()
+        return parameter is not None and parameter._version != self._begun_version
 
     @property
     def is_cleared(self) -> bool:

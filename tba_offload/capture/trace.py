@@ -283,8 +283,11 @@ class StepTrace:
 
     @property
     def is_used_up(self) -> bool:
-        """Whether backward has come to every run of a layer, and left the graph of none alive."""
-        return all(scope.backward_began is not None and not scope.is_retained for scope in self.scopes)
+        """Whether backward has come to every run of a layer, and no other pass can come."""
+        return all(
+            scope.backward_began is not None and (not scope.is_retained or scope.gone_by is not None)
+            for scope in self.scopes
+        )
 
     def whole_scopes(self) -> list[ScopeTrace]:
         """Those whose forward and backward both took place, in the order of their forward."""

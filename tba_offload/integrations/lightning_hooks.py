@@ -65,7 +65,7 @@ class LightningHooks:
 
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
         """Gives the model back as it was: after an exception Lightning calls nothing else."""
-        self._training.end()
+        self._training.end(exception)
 
     def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
         """Gives the model back as it was."""

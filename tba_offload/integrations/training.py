@@ -93,13 +93,17 @@ class Training:
         if step is not None:
             step.__exit__(None, None, None)
 
-    def end(self) -> None:
-        """Closes the session; may be called twice. A step that is open comes to nothing."""
+    def end(self, error: BaseException | None = None) -> None:
+        """Closes the session; may be called twice. A step that is open comes to nothing.
+
+        Args:
+            error: What has ended the training; errors of the session's own are only warnings then.
+        """
         step, self._step = self._step, None
         if step is not None:
             step.__exit__(InterruptedError, None, None)
         if self.session is not None:
-            self.session.close()
+            self.session.__exit__(None if error is None else type(error), error, None)
 
     def holds(self, model: nn.Module) -> bool:
         """Whether the session is attached to layers of a model."""

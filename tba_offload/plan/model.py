@@ -6,7 +6,7 @@ One that turns out to be larger than planned is the exception: its rest has anot
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.days import DAY
@@ -109,8 +109,8 @@ class Plan:
     """
 
     placements: tuple[Placement, ...]
-    window: int | None = None
-    prediction: Prediction | None = None
+    window: int | None = field(default=None, kw_only=True)
+    prediction: Prediction | None = field(default=None, kw_only=True)
 
     @classmethod
     def from_policy(

@@ -232,7 +232,7 @@ class _Search:
     def _try_simplest(self) -> None:
         for placement in self._choices:
             # The two that move nothing take next to no time to play.
-            if self._trials.most_aside or placement in {KEEP, Placement.RECOMPUTE}:
+            if self._trials.most_extra or placement in {KEEP, Placement.RECOMPUTE}:
                 self._trials.attempt(self._freedom.uniform(placement))
 
     # ---- windows ---------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ class _Search:
     def _try_smaller_windows(self) -> None:
         """Plays the best plan with smaller windows: sometimes less in flight is better."""
         shares, least = self._terms.tuning.windows, self._trials.least_window
-        if self._trials.most_aside < len(shares):
+        if self._trials.most_extra < len(shares):
             return
         best = self._trials.best()
         window = best.plan.window or best.outcome.peak_bytes

@@ -54,7 +54,7 @@ class Trials:
         goal: Says which outcome is better.
         least_window: The smallest window in bytes in which activations do not wait for one another.
         most: So many plans are tried before no new way is begun.
-        most_aside: So many may be tried beside those ways: of the simplest, and with smaller windows.
+        most_extra: Plans that may be tried beside those ways: the simplest, and smaller windows.
     """
 
     def __init__(self, profile: StepProfile, terms: Terms, freedom: Freedom) -> None:
@@ -70,7 +70,7 @@ class Trials:
         self.bandwidth = terms.bandwidth.scaled(self.goal.drive_share)
         items = max(count_items(profile), 1)
         self.most = min(tuning.max_trials, tuning.max_items // items)
-        self.most_aside = tuning.max_items // 4 // items
+        self.most_extra = tuning.max_items // 4 // items
         largest = max((saved.nbytes for kind in profile.kinds for saved in kind.activations), default=0)
         self.least_window = tuning.narrowest * largest
         self._window = terms.limits.window
@@ -96,7 +96,7 @@ class Trials:
 
     def attempt(self, placements: tuple[Placement, ...], window: int | None = None) -> Trial:
         """Plays a plan with the largest window that the budget leaves room for."""
-        plan = Plan(placements, self._window if window is None else window)
+        plan = Plan(placements, window=self._window if window is None else window)
         trial = self.play(plan)
         excess = self.goal.excess(trial.outcome)
         if not excess or not any(placement.travels for placement in placements):

@@ -112,11 +112,15 @@ def _doubts(points: Sequence[RokPoint]) -> Iterator[str]:
             "their memory counts as activations there."
         )
     states = [each.name for each in of_activations if each.offloads_states]
-    if states:
+    if states and all(each.device_peak_bytes is not None for each in points):
         yield (
             f"Optimizer states were offloaded in {', '.join(states)}, and the activation peak does not count "
             "them: --memory device compares all that lies on the device."
         )
+    others_count = any(each.counts_update for each in points)
+    silent = [each for each in points if not each.counts_update and (others_count or each.offloads_states)]
+    if silent:
+        yield f"The update is not in the time of a step of {', '.join(each.name for each in silent)}."
     if len(peak_sources(points)) > 1:
         ways = " / ".join(peak_sources(points))
         yield f"The {points[0].peak_name}s were measured in different ways ({ways}): compare them with care."

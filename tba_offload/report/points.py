@@ -43,26 +43,29 @@ class RokPoint:
         strategy: The run's label; points with equal labels form a line.
         batch_size: Sequences a step; None where the log's model does not say.
         memory: What the point is compared by.
-        activation_peak_bytes: The largest activation peak that a counted step measured, bytes.
-        device_peak_bytes: Likewise, the most live bytes of the device, weights and gradients included, while
-            forward and backward ran; on a CPU those of the process. None where the log does not say.
+        activation_peak_bytes: The largest activation peak that a counted step measured, bytes; None where the
+            log tells none and the point is not compared by it.
+        device_peak_bytes: The most live bytes of the device, weights and gradients included, while forward
+            and backward ran; on a CPU those of the process. None likewise.
         throughput: Work of a step (median) divided by the median step time, in ``unit``.
         unit: ``"FLOP/s"``: algorithmic operations, recomputation not counted; or ``"tokens/s"``.
         step_seconds: Median time of the counted steps, updates included, see :func:`point`.
         step_seconds_quartiles: Lower and upper quartile of those times.
         steps: How many times were counted.
         source: The run log.
-        peak_source: How the peaks were measured; None where the log does not say.
+        peak_source: How the peak that it is compared by was measured; None where the log does not say.
         gradients_allocated: Whether, in every counted step, gradients existed before the base was read, or
             their memory was counted apart. If not, it is part of the peak.
         offloads_states: Whether optimizer states were offloaded.
+        counts_update: Whether the time of a step has the update in it: not where none was seen, nor in logs
+            of earlier versions whose updates came after the step.
         model: The model, its batch size left out, as JSON: equal where runs can be compared.
         hardware: The machine as JSON, likewise.
     """
 
     strategy: str
     batch_size: int | None
-    activation_peak_bytes: int
+    activation_peak_bytes: int | None
     throughput: float
     unit: Unit
     step_seconds: float
@@ -74,13 +77,15 @@ class RokPoint:
     peak_source: str | None = None
     gradients_allocated: bool = True
     offloads_states: bool = False
+    counts_update: bool = True
     model: str = "{}"
     hardware: str = "{}"
 
     @property
     def peak_bytes(self) -> int:
         """The peak that the point is compared by."""
-        return self.activation_peak_bytes if self.memory == "activations" else self.device_peak_bytes or 0
+        peaks = {"activations": self.activation_peak_bytes, "device": self.device_peak_bytes}
+        return peaks[self.memory] or 0
 
     @property
     def peak_name(self) -> str:
@@ -169,9 +174,8 @@ def point(
     unit = unit or known[0]
     if unit not in known:
         raise RunLogError(f"{run_log.path}: {unit} cannot be told; only {' and '.join(known)} can")
-    peak, peak_source = _peak(run_log.path, steps, "activations")
-    tells_device = memory == "device" or any(step.device_peak_bytes is not None for step in steps)
-    device_peak = _peak(run_log.path, steps, "device")[0] if tells_device else None
+    peak, peak_source = _peak(run_log.path, steps, memory)
+    peaks = {each: _largest(steps, each) for each in get_args(Memory)} | {memory: peak}
     timed = _timed(steps)
     seconds = [step.seconds_with_update for step in timed]
     median = statistics.median(seconds)
@@ -180,8 +184,8 @@ def point(
         strategy=header.strategy,
         batch_size=_batch_size(header.model.get("batch_size")),
         memory=memory,
-        activation_peak_bytes=peak,
-        device_peak_bytes=device_peak,
+        activation_peak_bytes=peaks["activations"],
+        device_peak_bytes=peaks["device"],
         throughput=statistics.median(_work(timed, unit)) / median,
         unit=unit,
         step_seconds=median,
@@ -193,6 +197,7 @@ def point(
             step.gradients_allocated or step.gradient_bytes is not None for step in steps
         ),
         offloads_states=any(event.get("event") == "states" for event in run_log.others),
+        counts_update=any(step.optimizer_seconds is not None for step in timed),
         model=_canonical({key: value for key, value in header.model.items() if key != "batch_size"}),
         hardware=_canonical(header.hardware),
     )
@@ -251,13 +256,17 @@ def _units(path: Path, steps: Sequence[StepRecord]) -> list[Unit]:
     return units
 
 
+def _largest(steps: Sequence[StepRecord], memory: Memory) -> int | None:
+    """The largest peak in bytes; ``None`` if none was measured."""
+    return max((peak for step in steps if (peak := getattr(step, _FIELDS[memory])) is not None), default=None)
+
+
 def _peak(path: Path, steps: Sequence[StepRecord], memory: Memory) -> tuple[int, str | None]:
     """The largest peak, in bytes, and how it was measured."""
-    found = [(getattr(step, _FIELDS[memory]), step.peak_source) for step in steps]
-    measured = [(peak, source) for peak, source in found if peak is not None]
-    if not measured:
+    peak = _largest(steps, memory)
+    if peak is None:
         raise RunLogError(f"{path}: no {_PEAKS[memory]} was measured in the {len(steps)} counted steps")
-    peak, source = max(measured, key=lambda pair: pair[0])
+    source = next(step.peak_source for step in steps if getattr(step, _FIELDS[memory]) == peak)
     if not 0 <= peak < _MOST:
         raise RunLogError(f"{path}: the {_PEAKS[memory]} is {peak} bytes; is the log damaged?")
     return peak, source

@@ -110,7 +110,10 @@ def merged(logs: Sequence[RunLog]) -> RunLog:
 
 
 def _merged_step(records: Sequence[StepRecord]) -> StepRecord:
-    return StepRecord(**{name: _merge(name, records, how) for name, how in _HOW.items()})
+    merged = StepRecord(**{name: _merge(name, records, how) for name, how in _HOW.items()})
+    # Ranks wait for one another in either phase: the most of each would be longer than the step of any.
+    slowest = max(records, key=lambda record: record.seconds_with_update)
+    return replace(merged, seconds=slowest.seconds, optimizer_seconds=slowest.optimizer_seconds)
 
 
 def _merge(name: str, records: Sequence[StepRecord], how: Callable[[list[Any]], Any]) -> Any:

@@ -86,7 +86,7 @@ def _caption(points: Sequence[RokPoint]) -> str:
     sources = " / ".join(peak_sources(points))
     return (
         f"Peak: largest {points[0].peak_name} of the counted steps, measured by: {sources}. "
-        f"Step: median wall-clock time. Throughput: {work} of a step / median step time."
+        f"Step: median wall-clock time, update included. Throughput: {work} of a step / median step time."
     )
 
 
@@ -109,6 +109,7 @@ def rows(points: Sequence[RokPoint]) -> list[dict[str, object]]:
             "pareto": each in winners,
             "source": each.source,
             "device_peak_bytes": each.device_peak_bytes,
+            "memory": each.memory,
         }
         for each in points
     ]

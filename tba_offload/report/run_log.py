@@ -117,6 +117,7 @@ class StepRecord:
             took only if the block ends with something that waits for the device, as ``loss.item()`` does.
         optimizer_seconds: Wall-clock time of the steps that optimizers made in it, and between the last step
             and this one where the program tells what a step is and updates after it. None if there was none.
+            On a GPU it is how long the host was held up, to launch the work or to wait for it.
         skipped: Whether its gradients were dropped without an update, as a gradient scaler does after an
             overflow. Nothing is planned from such a step.
         forward_seconds: Time spent in forward passes; None on a GPU.

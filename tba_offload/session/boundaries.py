@@ -7,6 +7,8 @@ optimizers that hold the model's parameters have made their step. What tells tha
 * one of them has, and the next forward begins: it ends before that one;
 * its gradients are gone, or zeros again, without any optimizer: either the loop updates the weights by
   itself, or a gradient scaler has skipped the update. It is recorded, in the second case as skipped;
+* backward has used all of its graph and summed up no gradient, as ``torch.autograd.grad`` does not, and a
+  parameter was changed since it began: the loop updates the weights by itself;
 * its graph is gone and backward never came: it was an evaluation, and is forgotten.
 
 A step never ends inside a backward pass, where optimizers that update in hooks make theirs.
@@ -78,7 +80,8 @@ class Boundaries:
         self._count_tokens = count_tokens
         self._forward_ended = forward_ended
         self._optimizers = optimizers
-        self._running: list[tuple[Optimizer, float]] = []  # the optimizers whose step has begun, and when
+        # The optimizers whose step has begun, when that was, and the number of steps until then.
+        self._running: list[tuple[Optimizer, float, int]] = []
         self._closures = 0  # of optimizers, that are running
         # How many parameters an optimizer has, and the ids of them if some are the model's.
         self._held: weakref.WeakKeyDictionary[Optimizer, tuple[int, frozenset[int]]]
@@ -189,7 +192,7 @@ class Boundaries:
             if not is_recomputation():
                 self._raise_failures(step)
             step.memory.pause()
-        self._running.append((optimizer, time.perf_counter()))
+        self._running.append((optimizer, time.perf_counter(), self._ongoing.number))
         return self._with_closure(args, kwargs)
 
     def _with_closure(
@@ -226,13 +229,14 @@ class Boundaries:
     def _optimizer_ended(self, optimizer: Optimizer, *_: object) -> None:
         if not self._running or self._running[-1][0] is not optimizer:
             return
-        began = self._running.pop()[1]
+        began, number = self._running.pop()[1:]
         self._optimizers.add(optimizer)
         step = self._steps.open_step()
         if self._running:  # a class may call the step of the one that it is derived from
             return
         if step is None:
-            self._ongoing.updated_between(time.perf_counter() - began)
+            if number == self._ongoing.number:  # else a closure has made a whole step
+                self._ongoing.updated_between(time.perf_counter() - began)
             return
         # With optimizers that can do so themselves a scaler leaves it to their step to skip the update.
         overflow = getattr(optimizer, "found_inf", None)
@@ -301,7 +305,9 @@ class Boundaries:
             return bool(trace.scopes) and not step.graphs
         gradients = self._gradients
         if gradients.went_elsewhere:
-            return trace.is_used_up
+            if trace.note_gone():
+                gradients.count()
+            return trace.is_used_up or not step.graphs
         return self._all_updated(step) or gradients.are_cleared
 
 

@@ -80,8 +80,8 @@ class Conclusions:
         self._recorded(record, late)
         self._look_at_memory(number)
         self._look_at_times(step, number, [] if weights is None else weights.waits)
-        if number == 1 and record.gradient_bytes and not (record.scopes or record.left_alone_scopes):
-            parts.notices.no_layer_ran()
+        if record.gradient_bytes and not (record.scopes or record.left_alone_scopes):
+            warn_of_no_layer(parts, number)
         parts.budget.end_step(record)
         if not step.state.skipped:
             self._learn(step, record, loads)
@@ -184,6 +184,23 @@ class Conclusions:
         if controller.has_planned and parts.world.rank == 0:
             tell(f"plan after step {record.step}: {news['summary']}")
         self._planned({"step": record.step, **news})
+
+
+def warn_of_no_layer(parts: Parts, number: int) -> None:
+    """Warns that a step has trained the model and none of its layers, where that is no whim of the model.
+
+    Args:
+        parts: What works in steps.
+        number: Of the step, from 1.
+    """
+    if parts.notices.said("layers replaced"):
+        return
+    present = {module for model in parts.modules for module in model.modules()}
+    gone = [site.layer.id.name for site in parts.sites if site.layer.module not in present]
+    if gone:
+        parts.notices.layers_replaced(gone)
+    elif number == 1:
+        parts.notices.no_layer_ran()
 
 
 def _not_attached(modules: Sequence[nn.Module], layers: Sequence[nn.Module]) -> int:

@@ -179,7 +179,8 @@ class Times(NamedTuple):
         """
         within = sum(max(min(until, ended) - since, 0.0) for since, until in updates)
         seconds = seconds_before + sum(until - since for since, until in updates)
-        return cls(ended - began - within, seconds or None, within > 0)
+        is_seen = bool(updates) or seconds_before > 0
+        return cls(ended - began - within, seconds if is_seen else None, within > 0)
 
 
 def _own_part(began: float, ended: float, backward_ends: Sequence[float]) -> tuple[float, float]:

@@ -9,6 +9,7 @@ from tba_offload import interrupts
 from tba_offload.config.policy import Placement
 from tba_offload.errors import SessionError, TransferError
 from tba_offload.layers.guards import checkpointing_warning, is_checkpointed
+from tba_offload.session.conclusions import warn_of_no_layer
 from tba_offload.session.figures import StepMemory
 from tba_offload.session.step import Step
 
@@ -239,10 +240,7 @@ class Steps:
         trace = self.trace
         ran = trace.scopes or trace.left_alone
         if step.updates and not ran and not step.state.failed:
-            if gone := _layers_gone(self._parts):
-                self._parts.notices.layers_replaced(gone)
-            elif not self.ongoing.number:
-                self._parts.notices.no_layer_ran()
+            warn_of_no_layer(self._parts, self.ongoing.number + 1)
         step.state.leave()
         self.end(failed=True)
 
@@ -263,12 +261,6 @@ class Steps:
     def conclude(self, step: Step, times: Times) -> StepRecord:
         """Records a step that has ended, and learns from it."""
         return self._conclusions.draw(step, times, self.ongoing.number)
-
-
-def _layers_gone(parts: Parts) -> list[str]:
-    """Names of attached layers that are not in the model any more."""
-    present = {module for model in parts.modules for module in model.modules()}
-    return [site.layer.id.name for site in parts.sites if site.layer.module not in present]
 
 
 def _nothing() -> None:

@@ -222,7 +222,10 @@ class Early:
             TransferError: It cannot be read back.
         """
         with self._order:
-            self._undo()
+            try:
+                self._undo()
+            finally:
+                self._stream.take_back()
 
     def _forward_begins(self) -> None:
         self.take_back("another forward")

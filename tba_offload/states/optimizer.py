@@ -205,7 +205,10 @@ class OptimizerStates:
         self._is_open = False
         try:
             try:
-                self._stream.take_back() if self._early is None else self._early.end()
+                if self._early is not None and bring_back:
+                    self._early.end()
+                else:
+                    self._stream.take_back()
             finally:
                 if bring_back:
                     self._stream.give_back()

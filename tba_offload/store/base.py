@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from tba_offload import interrupts
 from tba_offload.config.store import STALL_SECONDS
-from tba_offload.errors import StoreError, TransferError
+from tba_offload.errors import SessionError, StoreError, TransferError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -533,10 +533,11 @@ def close_after(error: BaseException | None, close: Callable[[], None]) -> None:
     Raises:
         StoreError: The store says so, and the block raised nothing.
         TransferError: Bytes cannot be brought back from it, likewise.
+        SessionError: What it held was changed when it must not be, likewise.
     """
     try:
         close()
-    except (StoreError, TransferError) as failure:
+    except (StoreError, TransferError, SessionError) as failure:
         if error is None:
             raise
         warnings.warn(str(failure), RuntimeWarning, stacklevel=3)

@@ -457,6 +457,21 @@ def test_another_update_of_what_is_not_final_is_an_error_at_the_end(tmp_path: Pa
     states.close()
 
 
+def test_an_error_of_the_block_comes_before_what_it_has_changed(tmp_path: Path) -> None:
+    found, _ = pair("adamw")
+
+    def block() -> None:
+        with offloaded(found, tmp_path):
+            found.step(0)
+            found.backward(1)
+            with torch.no_grad():
+                found.model.head.weight.mul_(2)
+            raise ZeroDivisionError
+
+    with pytest.warns(RuntimeWarning, match="was changed between backward"), pytest.raises(ZeroDivisionError):
+        block()
+
+
 def test_a_state_that_is_set_before_the_step_is_an_error(tmp_path: Path) -> None:
     found, _ = pair("adamw")
     with offloaded(found, tmp_path):

@@ -345,7 +345,7 @@ def test_every_byte_and_every_second_is_accounted_for(
     choices = [KEEP, OFFLOAD, share, RECOMPUTE, RECOMPUTE_OFFLOAD, OFFLOAD_REMAT]
     placements = tuple(chance.choice(choices) for _ in profile.layers)
     (kind,) = profile.kinds
-    plan = Plan(placements, window)
+    plan = Plan(placements, window=window)
     outcome = simulate(profile, plan, bandwidth)
     travels = {
         OFFLOAD: kind.nbytes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -12,10 +12,7 @@ from tba_offload.cli import main
 from tba_offload.errors import RunLogError
 from tba_offload.report import points as rok_points
 from tba_offload.report.ranks import merged, path_of_rank, paths_of_ranks, read_runs
-from tba_offload.report.run_log import RunHeader, RunLogWriter, StepRecord, read_run_log
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from tba_offload.report.run_log import RunHeader, RunLog, RunLogWriter, StepRecord, read_run_log
 
 GIB = 2**30
 
@@ -81,6 +78,20 @@ def test_a_step_that_a_rank_skipped_is_skipped_and_memory_is_that_of_the_fullest
     ]
     both = _merged_step(records)
     assert (both.skipped, both.gradient_bytes, both.state_bytes) == (True, 7, None)
+
+
+def test_a_step_takes_as_long_as_on_the_slowest_rank_with_its_update() -> None:
+    """Ranks wait for one another in backward or in the update."""
+    logs = [
+        RunLog(
+            header=RunHeader(strategy="keep", run="a", rank=rank, ranks=2),
+            steps=(StepRecord(step=1, seconds=seconds, optimizer_seconds=update),),
+            path=Path(f"run.rank{rank}.jsonl"),
+        )
+        for rank, (seconds, update) in enumerate([(1.0, 0.5), (1.375, 0.125)])
+    ]
+    (step,) = merged(logs).steps
+    assert step.seconds_with_update == 1.5
 
 
 def test_a_run_of_ranks_is_one_point(two_ranks: list[Path]) -> None:

@@ -171,6 +171,22 @@ def test_runs_can_be_compared_by_all_that_lies_on_the_device(tmp_path: Path) -> 
         rok_points.points([save(run([1.0]), tmp_path / "run.jsonl")], memory="device")
 
 
+def test_a_run_needs_no_other_peak_than_that_it_is_compared_by() -> None:
+    log = run([1.0], peaks=[None], device_peak_bytes=5 * GIB)
+    point = rok_points.point(log, memory="device")
+    assert (point.peak_bytes, point.activation_peak_bytes) == (5 * GIB, None)
+    with pytest.raises(RunLogError, match="no activation peak was measured"):
+        rok_points.point(log)
+
+
+def test_runs_of_which_some_tell_no_update_are_doubted() -> None:
+    points = [rok_points.point(run([1.0] * 3, optimizer_seconds=seconds)) for seconds in (None, 0.5)]
+    doubt = "The update is not in the time of a step of offload at batch size 4."
+    assert doubt in advice(points)
+    assert doubt not in advice(points[:1])
+    assert doubt in advice([replace(points[0], offloads_states=True)])  # what that costs is in the update
+
+
 def test_steps_without_an_update_count_in_nothing() -> None:
     log = run([9, 9, 1.0, 5.0, 1.0], peaks=[GIB, GIB, GIB, 9 * GIB, GIB])
     steps = [replace(step, skipped=step.step == 3) for step in log.steps]
@@ -289,7 +305,8 @@ def test_the_markdown_table() -> None:
         "| a\\|b\\n.jsonl |\n"
         "\n"
         "Peak: largest activation peak of the counted steps, measured by: cuda allocator. Step: median "
-        "wall-clock time. Throughput: FLOPs, recomputation not counted, of a step / median step time.\n"
+        "wall-clock time, update included. Throughput: FLOPs, recomputation not counted, of a step / median "
+        "step time.\n"
     )
 
 
@@ -358,6 +375,7 @@ def test_csv_and_rows_tell_the_same_in_plain_units() -> None:
         "pareto": True,
         "source": "runs/keep-2.jsonl",
         "device_peak_bytes": None,
+        "memory": "activations",
     }
     parsed = list(csv.DictReader(io.StringIO(rok.csv_text(points))))
     for line, row in zip(parsed, (first, second), strict=True):

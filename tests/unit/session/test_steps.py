@@ -166,6 +166,38 @@ def test_gradients_that_are_summed_up_nowhere_leave_no_step_open(model: Model) -
     assert [record.scopes for record in session.report()] == [LAYERS] * 3
 
 
+def test_parameters_that_are_switched_off_for_a_while_end_no_step(model: Model) -> None:
+    """As a discriminator while the generator trains: what is looked at then are other parameters."""
+    with session_for(model) as session:
+        optimizer = adam(model)
+        generated = nn.Parameter(torch.zeros(1))
+        model.embedding.register_forward_hook(lambda *call: call[-1] + generated)
+        for number in range(3):
+            model.requires_grad_(requires_grad=False)
+            micro_batch(model, number)
+            model.requires_grad_(requires_grad=True)
+            one_step(model, optimizer, number)
+    assert [record.scopes for record in session.report()] == [2 * LAYERS] * 3
+
+
+def test_fast_weights_that_are_computed_end_no_step(model: Model) -> None:
+    """First-order meta-learning: the inner gradients are of copies, and the parameters stay."""
+    with session_for(model) as session:
+        optimizer = adam(model)
+        for number in range(3):
+            fast = dict(model.named_parameters())
+            for _ in range(2):
+                logits = torch.func.functional_call(model, fast, (make_tokens(number)[:, :-1],))
+                gradients = torch.autograd.grad(logits.float().square().mean(), list(fast.values()))
+                pairs = zip(fast.items(), gradients, strict=True)
+                fast = {name: value - 0.1 * gradient for (name, value), gradient in pairs}
+            logits = torch.func.functional_call(model, fast, (make_tokens(number)[:, :-1],))
+            logits.float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [record.scopes for record in session.report()] == [3 * LAYERS] * 3
+
+
 def test_the_last_step_is_recorded_when_the_session_closes(model: Model) -> None:
     with session_for(model) as session:
         micro_batch(model)
@@ -349,14 +381,16 @@ def test_a_scaler_that_comes_down_from_its_first_scale_is_not_warned_of(model: M
     assert [record.skipped for record in session.report()] == [True] * 16 + [False]
 
 
-def test_layers_that_were_replaced_are_warned_of(model: Model) -> None:
-    with session_for(model), warnings.catch_warnings(record=True) as found:
+@pytest.mark.parametrize("explicit", [False, True])
+def test_layers_that_were_replaced_are_warned_of(model: Model, *, explicit: bool) -> None:
+    with session_for(model) as session, warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always", tba.NoEffectWarning)
         one_step(model, adam(model), 0)
         model.layers = copy.deepcopy(model.layers)
         optimizer = adam(model)
         for number in range(3):
-            one_step(model, optimizer, number)
+            with session.step() if explicit else contextlib.nullcontext():
+                one_step(model, optimizer, number)
     (warning,) = [each for each in found if each.category is tba.NoEffectWarning]
     assert "attached layers are no longer in the model (layers.0 and" in str(warning.message)
 
@@ -427,6 +461,25 @@ def test_the_time_of_optimizers_is_told_apart(
     assert first.optimizer_seconds == (None if "outside" in way else UPDATE)  # else the second one tells it
     assert second.optimizer_seconds == UPDATE
     assert second.seconds_with_update == FORWARD + BACKWARD + UPDATE
+
+
+def test_a_closure_that_makes_a_whole_step_is_no_update(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    optimizer = Slow(model.parameters(), clock, UPDATE)
+    with session_for(model) as session:
+
+        def closure() -> float:
+            with session.step():
+                micro_batch(model)
+                clock.now += 100.0
+            return 0.0
+
+        for _ in range(2):
+            optimizer.step(closure)
+            optimizer.zero_grad()
+    assert [record.optimizer_seconds for record in session.report()] == [None, None]
 
 
 def test_the_update_of_a_step_that_failed_is_not_told_with_the_next_one(
