@@ -114,13 +114,16 @@ class Trials:
         """Plays a plan with the smallest window, and with one larger by what the budget then has left.
 
         Windows that are large enough to be never full lower no peak. From the smallest on the peak grows with
-        the window, and mostly no faster.
+        the window, and mostly no faster; where it does, by what is too much the window is smaller again.
         """
         small = self._narrowed(plan, self.least_window)
         room = self.terms.limits.planned - small.outcome.peak_bytes
         if room <= 0:
             return min(found, small, self._tight(plan), key=score_of)
-        larger = self._narrowed(plan, min(int(self.least_window + room), largest))
+        window = min(int(self.least_window + room), largest)
+        larger = self._narrowed(plan, window)
+        if excess := self.goal.excess(larger.outcome):
+            larger = self._narrowed(plan, max(int(window - excess), self.least_window))
         return small if self.goal.excess(larger.outcome) else min(small, larger, key=score_of)
 
     def _tight(self, plan: Plan) -> Trial:
