@@ -22,12 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-from gpt_runner import CONTROL, HEAD_WIDTH, SHAPE, GptRunner, dtype_option, report, settled_dtype, shown_race
+from gpt_runner import CONTROL, SHAPE, GptRunner, dtype_option, report, settings_of, settled_dtype, shown_race
 from mover import CALL
 
 from tba_lab.demo.race import Entrant
-from tba_lab.gpt import GptShape
-from tba_offload.config import parse_size
 from tba_offload.device.memory import FAST_ALLOCATOR
 
 SPREAD = 0.8
@@ -127,12 +125,7 @@ def main(
     """Prints a line for each lane."""
     model = SHAPE | shape | {"dtype": settled_dtype(dtype)}
     with tempfile.TemporaryDirectory(dir=directory) as place:
-        settings = {
-            "shape": GptShape(heads=model["hidden"] // HEAD_WIDTH, **model),
-            "batch_size": batch_size,
-            "directory": place,
-            "in_flight_bytes": parse_size(window),
-        }
+        settings = settings_of(model, batch_size=batch_size, window=window, directory=place)
         first = shown_race({"offload": Entrant(GptRunner, {"way": "offload", **settings}, FAST_ALLOCATOR)}, 2)
         moved = first["offload"][-1]["offloaded"]
         click.echo(f"{moved / 2**20:.0f} MiB are written and read in a step")

@@ -268,6 +268,23 @@ def settled_hidden(hidden: int | None, *, most: int, processes: int, batch_size:
     return width
 
 
+def settings_of(shape: Mapping[str, Any], *, batch_size: int, window: str, directory: str) -> dict[str, Any]:
+    """Arguments of :class:`GptRunner`.
+
+    Args:
+        shape: The fields of :class:`GptShape` but its heads.
+        batch_size: Sequences in a step.
+        window: Bytes in flight, in words.
+        directory: Where files go.
+    """
+    return {
+        "shape": GptShape(heads=shape["hidden"] // HEAD_WIDTH, **shape),
+        "batch_size": batch_size,
+        "directory": directory,
+        "in_flight_bytes": parse_size(window),
+    }
+
+
 def lanes(
     entrants: dict[str, tuple[str, dict[str, Any]]],
     *,
@@ -282,13 +299,7 @@ def lanes(
         runners = {
             name: Entrant(
                 GptRunner,
-                {
-                    "way": way,
-                    "shape": GptShape(heads=shape["hidden"] // HEAD_WIDTH, **shape),
-                    "batch_size": batch_size,
-                    "directory": place,
-                    "in_flight_bytes": parse_size(window),
-                },
+                {"way": way, **settings_of(shape, batch_size=batch_size, window=window, directory=place)},
                 FAST_ALLOCATOR,
             )
             for name, (way, shape) in entrants.items()

@@ -2,8 +2,8 @@
 
     python benchmarks/mover.py FILE BYTES
 
-A line such as ``write 0.12`` or ``read 0.25`` has the whole file written or read, spread over so many
-seconds; when it is done it prints a line. ``floor.py`` runs it beside training.
+After a line such as ``write 0.12`` or ``read 0.25`` the process writes or reads the whole file, spread over
+0.12 or 0.25 seconds, and then prints a line. ``floor.py`` runs it beside training.
 """
 
 from __future__ import annotations

@@ -24,11 +24,10 @@ from unittest import mock
 
 import click
 import torch
-from gpt_runner import CONTROL, HEAD_WIDTH, SHAPE, GptRunner, dtype_option, settled_dtype, shown_race
+from gpt_runner import CONTROL, SHAPE, GptRunner, dtype_option, settings_of, settled_dtype, shown_race
 
 from tba_lab.demo.race import Entrant, paired_ratio
-from tba_lab.gpt import GptShape
-from tba_offload.config import options, parse_size
+from tba_offload.config import options
 from tba_offload.device.memory import FAST_ALLOCATOR
 
 if TYPE_CHECKING:
@@ -139,12 +138,7 @@ def main(
     """Prints a line for each way."""
     model = SHAPE | shape | {"dtype": settled_dtype(dtype)}
     with tempfile.TemporaryDirectory(dir=directory) as place:
-        settings = {
-            "shape": GptShape(heads=model["hidden"] // HEAD_WIDTH, **model),
-            "batch_size": batch_size,
-            "directory": place,
-            "in_flight_bytes": parse_size(window),
-        }
+        settings = settings_of(model, batch_size=batch_size, window=window, directory=place)
         entrants = {}
         for name, (way, environment, compute, io, pinned) in LANES.items():
             own = {"way": way, "compute": compute, "io": io, "pinned": pinned}
