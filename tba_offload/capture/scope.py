@@ -110,6 +110,16 @@ class Lookahead:
                 self._next = position
         del self._new[: len(new)]  # another thread may be saving
 
+    @property
+    def uses(self) -> int:
+        """How many activations backward has used in this step."""
+        return len(self._recorded)
+
+    def used_bytes(self, scope: ScopeKey, since: int, until: int) -> int:
+        """Bytes of a scope that backward has used from one number of :attr:`uses` to another."""
+        used = (self._records.get(key) for key, _ in self._recorded[since:until] if key.scope == scope)
+        return sum(record.nbytes for record in used if record is not None)
+
     def used(self, key: ActivationKey) -> None:
         """Backward used an activation for the first time: read ahead from the one after it."""
         if self._new:

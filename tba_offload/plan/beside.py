@@ -8,6 +8,8 @@ from tba_offload.config.policy import Placement
 from tba_offload.placements.builtin import way_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tba_offload.plan.model import Plan
     from tba_offload.plan.profile import LayerKind
 
@@ -21,14 +23,32 @@ class Beside(NamedTuple):
     Attributes:
         forward: From the begin of its forward to that of the next layer's.
         backward: The same of its backward.
+        whole: The same of its backward, if all that it has saved were there when that begins: what is used by
+            then makes room.
     """
 
     forward: int = 0
     backward: int = 0
+    whole: int = 0
 
     def at_least(self, other: Beside) -> Beside:
         """The most of two, each way."""
         return Beside(*map(max, self, other))
+
+    def if_whole(self, *, again: bool) -> Beside:
+        """What there is if all that the layer has saved is there when its backward begins.
+
+        Args:
+            again: Whether a second forward makes it, with temporaries as the first one has.
+        """
+        backward = max(self.whole, self.forward) if again else self.whole
+        return Beside(self.forward, backward, backward)
+
+    @classmethod
+    def from_json(cls, values: Sequence[int]) -> Beside:
+        """The one that was put into a run log as a list; some have two figures alone."""
+        forward, backward, *whole = map(int, values)
+        return cls(forward, backward, *(whole or [backward]))
 
 
 def own_bytes(kind: LayerKind, plan: Plan, layer: int) -> Beside:
@@ -45,10 +65,11 @@ def own_bytes(kind: LayerKind, plan: Plan, layer: int) -> Beside:
     way = way_of(plan.placements[layer], layer)
     if way.recomputes:
         spared = kind.attention_bytes or 0 if way is Placement.RECOMPUTE_EXCEPT_ATTENTION else 0
-        return Beside(0 if way.travels else kind.input_bytes, max(kind.recomputed_bytes - spared, 0))
+        again = max(kind.recomputed_bytes - spared, 0)
+        return Beside(0 if way.travels else kind.input_bytes, again, again)
     if not way.travels:
         return Beside(kind.nbytes + kind.small_bytes)
     again = 0
     if way.rebuilds:
         again = max((saved.nbytes for saved in kind.activations if saved.rebuilt), default=0)
-    return Beside(plan.kept_bytes(layer, kind) + kind.small_bytes, again)
+    return Beside(plan.kept_bytes(layer, kind) + kind.small_bytes, again, again)

@@ -120,7 +120,8 @@ class LayerKind:
         is_whole = placement is Placement.KEEP or placement.recomputes
         alike = [seen for way, seen in self.beside.items() if is_whole and way.recomputes]
         if not alike and Placement.OFFLOAD in self.beside:
-            return self.beside[Placement.OFFLOAD]
+            offloaded = self.beside[Placement.OFFLOAD]
+            return offloaded.if_whole(again=placement.recomputes) if is_whole else offloaded
         return functools.reduce(Beside.at_least, alike or self.beside.values(), Beside())
 
     def staying(self, percent: int) -> frozenset[int]:
@@ -434,7 +435,10 @@ class StepProfile:
                         int(kind["input_bytes"]),
                         kind.get("at_once"),
                         kind.get("attention_bytes"),
-                        {Placement(name): Beside(*seen) for name, seen in kind.get("beside", {}).items()},
+                        {
+                            Placement(name): Beside.from_json(seen)
+                            for name, seen in kind.get("beside", {}).items()
+                        },
                     )
                     for kind in document["kinds"]
                 ),

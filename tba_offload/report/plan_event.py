@@ -44,7 +44,7 @@ class _Kind(BaseModel):
     input_bytes: _Bytes
     at_once: _Bytes | None = None
     attention_bytes: _Bytes | None = None
-    beside: dict[_Measured, tuple[_Bytes, _Bytes]] = {}
+    beside: dict[_Measured, tuple[_Bytes, _Bytes] | tuple[_Bytes, _Bytes, _Bytes]] = {}
 
 
 class _Profile(BaseModel):

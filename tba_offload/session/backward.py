@@ -92,7 +92,7 @@ class BackwardWatch:
             parts.ranges.backward_reached(to.site.layer.id.name)
         is_first = trace.backward_reached(scope)
         if parts.memory_watch.is_on:
-            parts.memory_watch.backward_reached(to.site.index)
+            parts.memory_watch.backward_reached(to.site.index, scope.key)
         if keeps_graph() and is_retained():
             trace.retained(scope, life_of_layer(to.before, trace.gone.append))
         if is_first:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from tba_offload.capture.hooks import Capture
+    from tba_offload.capture.scope import Lookahead, ScopeKey
     from tba_offload.device.memory import LiveBytes, MemoryMeter
     from tba_offload.session.outputs import Outputs
     from tba_offload.session.static_memory import ModuleTensors
@@ -120,14 +121,17 @@ class LayerMemory:
         """A forward has left ``nbytes`` in memory."""
         self.leaves = max(self.leaves, nbytes)
 
-    def took(self, phase: str, nbytes: int, beside: int) -> None:
-        """At its peak a phase had ``nbytes`` more live than at its begin, and ``beside`` what plans know."""
+    def took(self, phase: str, nbytes: int, beside: int, whole: int) -> None:
+        """At its peak a phase had ``nbytes`` more live than at its begin, and ``beside`` what plans know.
+
+        Of that, ``whole`` would have lain beside all that the run had saved.
+        """
         if phase == FORWARD:
             self.forward = max(self.forward, nbytes)
             self.beside = self.beside.at_least(Beside(forward=beside))
         elif phase == BACKWARD:
             self.backward = max(self.backward, nbytes)
-            self.beside = self.beside.at_least(Beside(backward=beside))
+            self.beside = self.beside.at_least(Beside(0, beside, whole))
 
 
 _Left = dict[str, int]
@@ -345,13 +349,18 @@ class MemoryWatch:
             self._count_last(live)
             self._enter(LOSS, self._now.layer, live)
 
-    def backward_reached(self, index: int) -> None:
-        """Backward comes to a run of a layer, so that it is done with the one before."""
+    def backward_reached(self, index: int, scope: ScopeKey) -> None:
+        """Backward comes to a run of a layer, so that it is done with the one before.
+
+        Args:
+            index: Of the layer.
+            scope: The run.
+        """
         live = self._close()
         self._count_last(live)
         self.runs.fit(max(live - self._base - self._sources.offloader.own_bytes, 0))
         self.runs.reach(index)
-        self._enter(BACKWARD, index, live)
+        self._enter(BACKWARD, index, live, _Uses(scope, self._sources.capture.lookahead))
 
     def leave(self, phase: str) -> None:
         """From now on no layer runs.
@@ -398,11 +407,12 @@ class MemoryWatch:
 
     # ---- sums ------------------------------------------------------------------------------------
 
-    def _enter(self, phase: str, index: int, live: int) -> None:
+    def _enter(self, phase: str, index: int, live: int, uses: _Uses | None = None) -> None:
         beside = max(live - self._base - self._held().nbytes, 0)
         offloader, trace = self._sources.offloader, self._sources.capture.trace
         books = offloader.own_bytes, trace.kept_bytes, trace.planned_kept_bytes
-        self._now = _Moment(phase, index, live, *books, beside, live - offloader.ledger.read_ahead)
+        least = live - offloader.ledger.read_ahead
+        self._now = _Moment(phase, index, live, *books, beside, least, uses=uses)
         self._note(live, *self._sources.gradients.parts)
 
     def _close(self) -> int:
@@ -410,7 +420,7 @@ class MemoryWatch:
         live, now = self._look(), self._now
         if self.layers:
             now.sees(live - self._sources.offloader.ledger.read_ahead)
-            self.layers[now.layer].took(now.phase, now.most - now.least, now.unplanned)
+            self.layers[now.layer].took(now.phase, now.most - now.least, now.unplanned, now.whole)
         if now.phase == LOSS:
             self.runs.at_loss(now.unplanned)
         return live
@@ -442,6 +452,27 @@ class MemoryWatch:
         }
 
 
+class _Uses:
+    """What backward has used of the run of a layer that it is at.
+
+    Args:
+        scope: The run.
+        lookahead: Knows the order in which activations are used.
+    """
+
+    def __init__(self, scope: ScopeKey, lookahead: Lookahead) -> None:
+        self._scope, self._lookahead = scope, lookahead
+        self._count = lookahead.uses
+        self._nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of it until now; not for two threads at once."""
+        before, self._count = self._count, self._lookahead.uses
+        self._nbytes += self._lookahead.used_bytes(self._scope, before, self._count)
+        return self._nbytes
+
+
 @dataclass(slots=True)
 class _Moment:
     """Since when the step is at something, and what there was then, in bytes."""
@@ -457,6 +488,8 @@ class _Moment:
     most: int = 0
     of_plans: int = 0
     unplanned: int = 0
+    whole: int = 0
+    uses: _Uses | None = None
 
     def knows(self, live: int, of_plans: int, *, at_once: bool) -> None:
         """Memory holds ``live`` bytes, and plans know of ``of_plans`` of them.
@@ -470,6 +503,8 @@ class _Moment:
         known = of_plans if at_once else max(of_plans, self.of_plans)
         self.of_plans = of_plans
         self.unplanned = max(self.unplanned, live - known)
+        used = self.uses.nbytes if self.uses is not None and at_once else 0
+        self.whole = max(self.whole, live - known - used)
 
     def sees(self, own: int) -> None:
         """There were ``own`` bytes that are not read ahead; ``least`` are those that it began with."""

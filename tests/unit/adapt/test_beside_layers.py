@@ -32,7 +32,7 @@ def profile_of(layers: int = 2, kinds: tuple[LayerKind, ...] | None = None) -> S
 
 
 def seen(*of_layers: tuple[int, int], at_loss: int = 0) -> SeenBeside:
-    return SeenBeside(at_loss, [Beside(*beside) for beside in of_layers])
+    return SeenBeside(at_loss, [Beside(*beside, beside[1]) for beside in of_layers])
 
 
 @pytest.mark.parametrize(
@@ -51,11 +51,11 @@ def test_what_a_layer_leaves_or_makes_again_is_its_own_and_lies_not_beside_it(
     placement: Placement, own: tuple[int, int]
 ) -> None:
     plan, profile = Plan((placement, placement)), profile_of()
-    assert own_bytes(profile.kinds[0], plan, 0) == own
+    assert own_bytes(profile.kinds[0], plan, 0) == Beside(*own, own[1])
     layers = BesideLayers(TUNING)
     layers.note(seen((200, 200), (200, 200)), plan, profile)
     (kind,) = layers.put_in(profile).kinds
-    assert list(kind.beside.values()) == [Beside(200 - own[0], 200 - own[1])]
+    assert list(kind.beside.values()) == [Beside(200 - own[0], 200 - own[1], 200 - own[1])]
 
 
 def test_the_last_look_counts_and_the_most_of_layers_that_are_alike() -> None:
@@ -63,7 +63,7 @@ def test_the_last_look_counts_and_the_most_of_layers_that_are_alike() -> None:
     for first, at_loss in ((503, 90), (103, 30), (203, 40)):
         layers.note(seen((first, 300), (153, 100), at_loss=at_loss), plan, profile)
         known = layers.put_in(profile)
-        assert known.kinds[0].beside == {OFFLOAD: Beside(max(first, 153) - 3, 300)}
+        assert known.kinds[0].beside == {OFFLOAD: Beside(max(first, 153) - 3, 300, 300)}
         assert known.loss_bytes == at_loss
 
 
@@ -73,16 +73,17 @@ def test_what_a_layer_was_not_seen_under_for_long_is_forgotten_unless_it_does_no
     layers.note(seen((0, 900), (0, 800)), Plan((OFFLOAD, OFFLOAD)), profile)
     for number in range(TUNING.remembered_rests):
         (kind,) = layers.put_in(profile).kinds
-        assert kind.beside[OFFLOAD] == Beside(0, 900)
+        assert kind.beside[OFFLOAD] == Beside(0, 900, 900)
         layers.note(seen((0, 50 + number), (0, 0)), Plan((KEEP, KEEP)), profile)
     (kind,) = layers.put_in(profile).kinds
-    assert kind.beside == {KEEP: Beside(0, 49 + TUNING.remembered_rests), OFFLOAD: Beside(0, 800)}
+    last = 49 + TUNING.remembered_rests
+    assert kind.beside == {KEEP: Beside(0, last, last), OFFLOAD: Beside(0, 800, 800)}
 
 
 def test_a_layer_that_did_not_run_tells_nothing() -> None:
     layers, profile = BesideLayers(TUNING), profile_of()
     layers.note(seen((20, 30), (0, 0)), Plan((KEEP, OFFLOAD)), profile)
-    assert layers.put_in(profile).kinds[0].beside == {KEEP: Beside(0, 30)}
+    assert layers.put_in(profile).kinds[0].beside == {KEEP: Beside(0, 30, 30)}
 
 
 def test_what_was_seen_grows_with_the_layers_and_is_forgotten_after_the_first_step() -> None:
@@ -91,7 +92,7 @@ def test_what_was_seen_grows_with_the_layers_and_is_forgotten_after_the_first_st
         layers.note(seen((at_loss + 3, at_loss), (0, 0), at_loss=at_loss), plan, profile)
     layers.grow(2.5)
     known = layers.put_in(profile)
-    assert (known.kinds[0].beside, known.loss_bytes) == ({OFFLOAD: Beside(75, 75)}, 75)
+    assert (known.kinds[0].beside, known.loss_bytes) == ({OFFLOAD: Beside(75, 75, 75)}, 75)
     layers.forget()
     assert layers.put_in(known) == profile
 
@@ -115,12 +116,31 @@ def test_what_lies_beside_a_layer_counts_while_it_runs_and_logits_while_there_ar
     assert peak_of(RECOMPUTE, KEEP, at_loss=21, rest=7) == 10 + 90 + 20 + 7
     # Never seen so: as if it is offloaded, or as under the placement under which there was most.
     assert peak_of(OFFLOAD, KEEP) == 100 + 50
-    wide.beside[OFFLOAD] = Beside(0, 40)
+    wide.beside[OFFLOAD] = Beside(0, 40, 40)
     assert peak_of(Placement.OFFLOAD_REMAT, KEEP) == 100 + 40
     assert peak_of(Placement.RECOMPUTE_EXCEPT_ATTENTION, KEEP) == 10 + 90 + 20  # as if it is recomputed
     known = dataclasses.replace(profile, loss_bytes=21, rest_bytes=7)
     assert known.beside_bytes((KEEP, KEEP)) == 50 + 7
     assert known.beside_bytes((RECOMPUTE, RECOMPUTE)) == 21 + 7  # of placements that are in force
+
+
+@pytest.mark.parametrize(
+    ("placement", "beside"),
+    [
+        (OFFLOAD, Beside(30, 90, 20)),
+        (Placement.OFFLOAD_REMAT, Beside(30, 90, 20)),
+        (KEEP, Beside(30, 20, 20)),
+        (RECOMPUTE, Beside(30, 30, 30)),
+        (Placement.RECOMPUTE_EXCEPT_ATTENTION, Beside(30, 30, 30)),
+    ],
+)
+def test_what_an_offloaded_layer_needs_when_it_has_used_much_lies_not_beside_all_that_it_saves(
+    placement: Placement, beside: Beside
+) -> None:
+    """What was used makes room; but a second forward has the temporaries of the first one again."""
+    (kind,) = profile_of().kinds
+    kind.beside[OFFLOAD] = Beside(30, 90, 20)
+    assert kind.beside_as(placement) == beside
 
 
 def test_gradients_that_come_later_leave_room_to_logits() -> None:
@@ -143,11 +163,13 @@ def test_each_of_several_micro_batches_has_its_loss() -> None:
 
 def test_a_profile_keeps_what_lies_beside_in_a_run_log_and_when_it_is_condensed() -> None:
     kind = LayerKind(
-        tuple(Saved(25, n / 4, 1 - n / 4) for n in range(4)), 0, 10, beside={KEEP: Beside(5, 50)}
+        tuple(Saved(25, n / 4, 1 - n / 4) for n in range(4)), 0, 10, beside={KEEP: Beside(5, 50, 40)}
     )
     profile = dataclasses.replace(profile_of(8, (kind,)), loss_bytes=9)
     assert StepProfile.from_json(json.loads(json.dumps(profile.as_json()))) == profile
     old = profile.as_json()
+    old["kinds"][0]["beside"] = {"keep": [5, 50]}
+    assert StepProfile.from_json(old).kinds[0].beside == {KEEP: Beside(5, 50, 50)}
     del old["loss_bytes"], old["kinds"][0]["beside"]
     assert StepProfile.from_json(old).beside_bytes((KEEP,) * 8) == 0
     small = condensed(profile, [None] * 8, 4).profile

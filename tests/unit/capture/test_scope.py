@@ -72,7 +72,8 @@ def play(lookahead: Lookahead, asked: Asked, order: str) -> list[tuple[list[Any]
         micro_batch = int(word[1:])
         if word[0] == "F":
             for layer in range(LAYERS):
-                lookahead.saved(SimpleNamespace(key=key_of(micro_batch, layer)))  # type: ignore[arg-type]
+                record: Any = SimpleNamespace(key=key_of(micro_batch, layer), nbytes=10 + layer)
+                lookahead.saved(record)
             continue
         asked.plainly, asked.across = [], []
         for layer in reversed(range(LAYERS)):
@@ -112,6 +113,18 @@ def test_reads_start_when_backward_comes_to_a_layer_of_which_nothing_travels(
     assert asked.plainly == []
     lookahead.reached()
     assert asked.plainly == [(0, 1), (0, 0)]
+
+
+def test_it_is_known_how_much_of_a_run_backward_has_used(lookahead: Lookahead, asked: Asked) -> None:
+    play(lookahead, asked, "F0 F1 B0 B1")
+    last = key_of(0, 1).scope
+    assert lookahead.uses == 4
+    assert lookahead.used_bytes(last, 0, 4) == 11
+    assert lookahead.used_bytes(last, 1, 4) == 0  # it was the first that was used
+    lookahead.used(ActivationKey(last, 99))  # saved in a step before
+    assert lookahead.used_bytes(last, 0, 5) == 11
+    lookahead.begin_step()
+    assert lookahead.uses == 0
 
 
 def test_accumulated_gradients_are_read_ahead_plainly(lookahead: Lookahead, asked: Asked) -> None:

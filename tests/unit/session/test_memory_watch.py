@@ -11,6 +11,7 @@ from torch import nn
 
 from tba_offload.capture.identity import StaticStorages
 from tba_offload.capture.registry import Registry
+from tba_offload.capture.scope import ScopeKey
 from tba_offload.device.memory import MemoryMeter
 from tba_offload.plan.beside import Beside
 from tba_offload.session.memory_watch import BETWEEN, EMBEDDINGS, MemoryWatch, Sources
@@ -50,6 +51,24 @@ class Counted(MemoryMeter):
         return self.now
 
 
+class Used:
+    """What backward has used, run by run."""
+
+    def __init__(self) -> None:
+        self.sizes: list[tuple[ScopeKey, int]] = []
+
+    @property
+    def uses(self) -> int:
+        return len(self.sizes)
+
+    def used_bytes(self, scope: ScopeKey, since: int, until: int) -> int:
+        return sum(nbytes for key, nbytes in self.sizes[since:until] if key == scope)
+
+
+def run_of(index: int) -> ScopeKey:
+    return ScopeKey(7 + index, 0, 0, f"layers.{index}")
+
+
 class Bench:
     """A watch over two layers, and what a test has them do."""
 
@@ -59,7 +78,8 @@ class Bench:
         self.meter = Counted(samples=samples)
         offloader: Any = SimpleNamespace(ledger=self.ledger, own_bytes=0)
         self.offloader = offloader
-        capture: Any = SimpleNamespace(trace=self.trace, registry=Registry())
+        self.lookahead = Used()
+        capture: Any = SimpleNamespace(trace=self.trace, registry=Registry(), lookahead=self.lookahead)
         gradients: Any = SimpleNamespace(parts=(7, 0))
         self.gradients, self.static = gradients, StaticStorages()
         self.outputs = Outputs(CPU, self.static)
@@ -91,6 +111,9 @@ class Bench:
         if self.meter.samples:
             self.meter.sample()
 
+    def backward(self, index: int) -> None:
+        self.watch.backward_reached(index, run_of(index))
+
     def forward(self, way: str, *, nbytes: int = 10) -> None:
         for index in range(2):
             self.watch.layer_begins(index)
@@ -113,7 +136,7 @@ def test_what_layers_leave_is_told_by_how_they_ran(way: str, holder: str) -> Non
     assert bench.watch.peaks["loss"].nbytes == 50
     assert bench.held["loss"][holder] == 20
     assert sum(bench.held["loss"].values()) == 20
-    bench.watch.backward_reached(1)
+    bench.backward(1)
     # Of what layers leave whose activations travel no plan knows.
     assert bench.watch.runs.beside_at_loss == (50 if holder == "outputs" else 30)
     assert [(layer.leaves, layer.forward) for layer in bench.watch.layers] == [(10, 15), (10, 15)]
@@ -129,7 +152,7 @@ def test_the_most_beside_layers_need_not_be_there_when_there_is_most_of_all(
     bench.forward("keep", nbytes=0)
     bench.grow(10)
     bench.grow(-20, in_flight=-60)
-    bench.watch.backward_reached(1)
+    bench.backward(1)
     assert bench.watch.runs.beside_at_loss == beside
 
 
@@ -139,13 +162,32 @@ def test_what_lies_beside_a_layer_is_told_for_both_its_runs() -> None:
     bench.grow(3)  # embeddings
     bench.forward("keep")
     bench.watch.model_ended()
-    bench.watch.backward_reached(1)
+    bench.backward(1)
     bench.grow(8)
     bench.grow(-18)
-    bench.watch.backward_reached(0)
+    bench.backward(0)
     bench.grow(20)
     bench.watch.leave(EMBEDDINGS)
-    assert [layer.beside for layer in bench.watch.layers] == [Beside(18, 23), Beside(18, 11)]
+    assert [layer.beside for layer in bench.watch.layers] == [Beside(18, 23, 23), Beside(18, 11, 11)]
+
+
+@pytest.mark.parametrize(("samples", "whole"), [(True, 25), (False, 75)])
+def test_what_backward_has_used_makes_room_for_what_it_needs_later(*, samples: bool, whole: int) -> None:
+    """A meter of stretches does not tell how much was used when there was most."""
+    bench = Bench(samples=samples)
+    bench.forward("offload", nbytes=0)
+    bench.watch.model_ended()
+    bench.lookahead.sizes.append((run_of(1), 1000))  # before, in another pass
+    bench.backward(1)
+    bench.grow(20)  # gradients of what the layer put out
+    bench.lookahead.sizes += [(run_of(1), 30), (run_of(0), 4000)]
+    bench.grow(30)  # the first activation comes back
+    bench.grow(5)
+    bench.lookahead.sizes.append((run_of(1), 20))
+    bench.grow(20)  # and the second, before the first is gone
+    bench.grow(-55)
+    bench.watch.leave(EMBEDDINGS)
+    assert bench.watch.layers[1].beside == Beside(5, 75, whole)
 
 
 def test_the_loss_comes_after_the_model_whichever_layer_ran_last() -> None:
@@ -155,7 +197,7 @@ def test_the_loss_comes_after_the_model_whichever_layer_ran_last() -> None:
     bench.watch.layer_ended(0, "keep")  # the next one is skipped
     bench.watch.model_ended()
     bench.grow(30)
-    bench.watch.backward_reached(0)
+    bench.backward(0)
     assert bench.watch.runs.beside_at_loss == 30
     assert bench.held["loss"]["kept"] == 10
 
@@ -173,17 +215,17 @@ def test_what_the_offloader_holds_is_left_by_no_layer() -> None:
 
 def test_what_is_read_ahead_is_not_in_flight_twice() -> None:
     bench = Bench()
-    bench.watch.backward_reached(1)
+    bench.backward(1)
     bench.grow(10, in_flight=10, read_ahead=6)
     assert (bench.held["backward"]["in_flight"], bench.held["backward"]["read_ahead"]) == (4, 6)
 
 
 def test_what_is_read_ahead_for_others_is_nothing_that_a_layer_takes() -> None:
     bench = Bench()
-    bench.watch.backward_reached(1)
+    bench.backward(1)
     bench.grow(100, in_flight=100, read_ahead=100)
     bench.grow(20, read_ahead=-15)  # it uses some, and works with more
-    bench.watch.backward_reached(0)
+    bench.backward(0)
     assert bench.watch.layers[1].backward == 35
 
 
@@ -191,10 +233,10 @@ def test_backward_lets_go_of_a_run_when_it_comes_to_the_next() -> None:
     bench = Bench()
     for _ in range(2):
         bench.forward("keep")
-    bench.watch.backward_reached(1)
+    bench.backward(1)
     bench.grow(100)
     assert bench.held["backward"]["kept"] == 40
-    bench.watch.backward_reached(0)
+    bench.backward(0)
     bench.grow(100)
     assert bench.held["backward"]["kept"] == 30
     assert bench.watch.peaks["backward"].layer == 0
@@ -253,7 +295,7 @@ def test_the_fullest_moment_counts_gradients() -> None:
     bench = Bench()
     for index, gradients in ((1, 10), (0, 200)):
         bench.gradients.parts = (gradients, 0)
-        bench.watch.backward_reached(index)
+        bench.backward(index)
         bench.meter.aside = gradients
         bench.grow(50)
         bench.grow(-60)
@@ -263,7 +305,7 @@ def test_the_fullest_moment_counts_gradients() -> None:
 
 def test_gradients_that_came_after_a_sample_do_not_count() -> None:
     bench = Bench()
-    bench.watch.backward_reached(1)
+    bench.backward(1)
     bench.gradients.parts = (900, 0)
     bench.meter.aside = 30
     bench.grow(50)
@@ -283,19 +325,19 @@ def test_the_loss_comes_after_the_layer_that_runs_last() -> None:
         bench.watch.layer_ended(0, "keep")
         bench.grow(20)
         bench.grow(-20)
-        bench.watch.backward_reached(0)
+        bench.backward(0)
     assert bench.watch.peaks["loss"].nbytes == 20
 
 
 def test_what_comes_after_a_backward_is_not_of_the_embeddings() -> None:
     bench = Bench()
     bench.forward("keep")
-    bench.watch.backward_reached(0)
+    bench.backward(0)
     bench.watch.leave(EMBEDDINGS)
     bench.grow(5)
     bench.watch.leave(BETWEEN)
     bench.grow(300)
-    bench.watch.backward_reached(1)
+    bench.backward(1)
     assert bench.watch.peaks["between"].nbytes > 300 > bench.watch.peaks["embeddings"].nbytes
 
 
@@ -303,7 +345,7 @@ def test_what_went_with_the_output_is_left_by_no_layer() -> None:
     bench = Bench()
     bench.forward("offload")
     bench.grow(-15)
-    bench.watch.backward_reached(1)
+    bench.backward(1)
     assert bench.held["backward"]["outputs"] == 5
 
 
