@@ -283,7 +283,8 @@ def _huge_layer(evidence: Evidence) -> Iterator[Finding]:
     memory = evidence.memory
     if memory is None or len(memory.layers) < 2:
         return
-    takes = [max(forward, backward) for _, forward, backward in memory.layers]
+    # What a layer leaves there is kept, and no matter of its size.
+    takes = [max(forward - left, backward) for left, forward, backward in memory.layers]
     largest = max(range(len(takes)), key=takes.__getitem__)
     others = [size for index, size in enumerate(takes) if index != largest]
     if takes[largest] < _HUGE * statistics.median(others):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 import time
 from typing import TYPE_CHECKING, Any
@@ -108,6 +109,7 @@ def trained(
     optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
     directory: str | None = None,
     layers: list[nn.Module] | None = None,
+    rules: list[dict[str, str]] | None = None,
     **policy: Any,
 ) -> Diagnosis:
     """Trains a model some steps; both by the log and by the session it is explained alike."""
@@ -115,6 +117,7 @@ def trained(
         "default": "offload",
         "budget": {"in_flight_bytes": "2MiB"},
         "store": {"kind": "file"},
+        "layers": rules or [],
     }
     log = tmp_path / "run.jsonl"
     with tba.attach(
@@ -361,6 +364,16 @@ def test_one_huge_layer(tmp_path: Path) -> None:
     found = trained(tmp_path, model, layers=list(model.layers))
     assert found.cause == "one huge layer"
     assert "layer 2 (layers.2) alone takes" in found.findings[0].what
+
+
+def test_a_layer_that_keeps_what_it_saves_is_not_huge_for_that(tmp_path: Path) -> None:
+    model = Model(wide=(128,) * (LAYERS - 1) + (512,))
+    rules = [{"match": str(LAYERS - 1), "placement": "keep"}]
+    found = trained(tmp_path, model, rules=rules, budget={"in_flight_bytes": "1MiB"})
+    assert found.evidence.memory is not None
+    *others, last = (max(takes) for _, *takes in found.evidence.memory.layers)
+    assert last > 2 * statistics.median(others)
+    assert "one huge layer" not in {each.cause for each in found.findings}
 
 
 def test_graphs_that_the_program_keeps(tmp_path: Path) -> None:
