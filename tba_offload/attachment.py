@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from torch.nn.parameter import is_lazy
@@ -19,7 +19,7 @@ from tba_offload.session.notices import tell
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import nn
     from torch.optim import Optimizer
@@ -63,7 +63,8 @@ def attach(
         tokens: Tokens of one micro-batch, or a function that tells them from the arguments of the model's
             forward; by default the elements of ``input_ids``, where the model is given any.
         run_log: Path of the run log to write.
-        strategy: Label of the run in ROK plots.
+        strategy: Label of the run in ROK plots; by default the placement that all layers share, or ``mixed``,
+            and whether states and weights are offloaded, as in ``offload + states``.
         model_info: What the run log says about the model beside the name of its class and how many parameters
             it has: sizes, batch size, another name.
         measure_memory: Whether to measure the activation peak of steps that do not say so themselves. On CUDA
@@ -111,7 +112,7 @@ def attach(
             tokens=tokens,
             optimizers=optimizers,
             on_step=_listed(on_step),
-            trace_steps=trace_steps,
+            trace_steps=_numbered(trace_steps),
         )
     except ConfigError as error:
         raise error.with_traceback(None) from None  # the message says where; the way through here does not
@@ -165,11 +166,24 @@ def _listed(on_step: OnStep | Sequence[OnStep] | None) -> Sequence[OnStep]:
     Raises:
         ConfigError: One is not.
     """
-    found = () if on_step is None else (on_step,) if callable(on_step) else tuple(on_step)
+    found = () if on_step is None else tuple(on_step) if isinstance(on_step, Sequence) else (on_step,)
     for each in found:
         if not callable(each):
             raise ConfigError(f"on_step is {quoted(each)}: give a function of a step's record, or a sink")
     return found
+
+
+def _numbered(trace_steps: Iterable[int]) -> frozenset[int]:
+    """The numbers of steps that are given.
+
+    Raises:
+        ConfigError: One is none.
+    """
+    found = tuple(trace_steps) if isinstance(trace_steps, Iterable) else (trace_steps,)
+    for each in found:
+        if not isinstance(each, int) or each < 1:
+            raise ConfigError(f"trace_steps has {quoted(each)}: give numbers of steps, from 1")
+    return frozenset(found)
 
 
 def _is_on_cpu(chunks: list[nn.Module]) -> bool:

@@ -101,6 +101,10 @@ def warn(config: OffloadConfig, layers: Sequence[LayerId], *, on_cpu: bool, stac
     """
     for doubt in doubts(config, layers):
         warnings.warn(doubt, NoEffectWarning, stacklevel=stacklevel + 1)
+    if on_cpu and config.states is not None and config.states.update != "device":
+        idle = "the model is on the CPU, whose processor makes every update; remove it"
+        message = str(config.error_at(("states", "update"), idle))
+        warnings.warn(message, NoEffectWarning, stacklevel=stacklevel + 1)
     if on_cpu and (why := saves_nothing(config)) is not None:
         message = f"the model is on the CPU, so that offloading saves less than it seems to: {why}"
         warnings.warn(message, NothingSavedWarning, stacklevel=stacklevel + 1)

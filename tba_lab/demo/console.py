@@ -121,7 +121,7 @@ def _settings(
     """The job that the options, and where they say nothing the machine, ask for."""
     from tba_lab.demo.dtype import choose_dtype
     from tba_lab.demo.fit import TARGET_SECONDS, Wish, heads_for
-    from tba_lab.demo.run import DemoSettings, read_policy, refuse_run_logs, strategies_of
+    from tba_lab.demo.run import DemoSettings, read_policy, refuse_budgets, refuse_run_logs, strategies_of
     from tba_lab.demo.sizing import fitted
     from tba_lab.megatron_cpu import training_device
     from tba_offload.testing.faults import Fault
@@ -130,6 +130,7 @@ def _settings(
         Fault.parse(fault)
     in_flight_bytes = None if window is None else parse_size(window)
     peak, on_device = (None if each is None else _budget(each) for each in (budget, device_budget))
+    refuse_budgets(policy, peak, on_device, fewest_states=states == "auto")
     read_policy(policy, model["layers"])
     refuse_run_logs(output)
     chosen = choose_dtype(dtype, device=training_device())

@@ -34,7 +34,7 @@ from tba_offload.config.policy import LayerId, Placement
 from tba_offload.device.memory import FAST_ALLOCATOR
 from tba_offload.errors import ConfigError
 from tba_offload.plan.model import Plan
-from tba_offload.report.points import points
+from tba_offload.report.points import RokPoint, points
 from tba_offload.report.rok import draw
 from tba_offload.writing import write_regular
 
@@ -118,10 +118,7 @@ class DemoSettings:
                 f"steps is {self.steps}: too few for {WARM_UP} that warm up, one that measures memory, "
                 "one for time"
             )
-        if (self.budget, self.device_budget) != (None, None) and not self.is_auto:
-            raise ConfigError("a budget is for --policy auto; a policy file has its own")
-        if self.fewest_states and self.device_budget is None:
-            raise ConfigError("--states auto needs --device-budget")
+        refuse_budgets(self.policy, self.budget, self.device_budget, fewest_states=self.fewest_states)
         if not self.batch_sizes or min(self.batch_sizes) < 1:
             raise ConfigError(f"batch sizes are {self.batch_sizes}, and each must be at least 1")
 
@@ -178,6 +175,30 @@ class DemoSettings:
                 yield PlannedStep(f"{name}, batch size {size}", size * STRATEGY_COSTS[name], opens=opens)
 
 
+def refuse_budgets(
+    policy: Path | None,
+    budget: float | None,
+    device_budget: float | None,
+    *,
+    fewest_states: bool,
+) -> None:
+    """Refuses budgets that nothing would keep to.
+
+    Args:
+        policy: As in :class:`DemoSettings`, and so the others.
+        budget: Of activations.
+        device_budget: Of everything.
+        fewest_states: Whether states keep to that.
+
+    Raises:
+        ConfigError: There is one that nothing keeps to, or none where one is needed.
+    """
+    if (budget, device_budget) != (None, None) and policy != Path(AUTO):
+        raise ConfigError("a budget is for --policy auto; a policy file has its own")
+    if fewest_states and device_budget is None:
+        raise ConfigError("--states auto needs --device-budget")
+
+
 def strategies_of(policy: Path | None, *, states: bool, control: bool) -> tuple[str, ...]:
     """What races under a policy file, :data:`AUTO` or none."""
     ours = AUTO if policy == Path(AUTO) else "offload"
@@ -216,7 +237,7 @@ def run_demo(settings: DemoSettings, *, watch: Watch | None = None) -> Figures:
     if settings.faults:
         summary["faults"] = {str(size): _faults_of(lanes, settings) for size, lanes in races.items()}
     offloads_states = STATES in settings.strategies
-    drawn = points(sorted(logs.values()), memory="device" if offloads_states else "activations")
+    drawn = _points_of(logs, summary["batch_sizes"], on_device=offloads_states)
     for name in ("rok.svg", "rok.png"):
         draw(drawn, settings.output / name, title=_title(settings))
     write_regular(settings.output / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
@@ -489,6 +510,13 @@ def _spreads(lanes: Mapping[str, Sequence[Figures]], ours: str) -> dict[str, dic
     others = [(name, "keep") for name in (STATES, CONTROL) if name in lanes]
     pairs = [(ours, "keep"), (ours, "recompute"), *others]
     return {f"time_{one}_over_{other}": spread(one, other) for one, other in pairs}
+
+
+def _points_of(logs: dict[tuple[int, str], Path], lanes: Figures, *, on_device: bool) -> list[RokPoint]:
+    """The points of the curve; those of all that is on the device are less what a process has for Python."""
+    peaks = {str(path): lanes[str(size)][name]["device_peak_bytes"] for (size, name), path in logs.items()}
+    found = points(sorted(logs.values()), memory="device" if on_device else "activations")
+    return [dataclasses.replace(each, device_peak_bytes=peaks[each.source]) for each in found]
 
 
 def _claim_output(settings: DemoSettings) -> dict[tuple[int, str], Path]:

@@ -88,6 +88,7 @@ def bench_io(
                 seconds=seconds,
                 checksum=not no_checksum,
                 told=(lambda _: None) if as_json else (lambda cell: click.echo(_row(cell))),
+                left_out=_say_left_out,
             )
         except TimeoutError as error:
             raise click.ClickException(
@@ -123,6 +124,13 @@ def bench_io(
 
 
 _HEAD = f"  {'':5}  {'block':>8}  {'threads':>7}  {'in flight':>9}  {'bandwidth':>10}  {'p50':>8}  {'p99':>8}"
+
+
+def _say_left_out(block: int, threads: int) -> None:
+    say(
+        f"blocks of {readable_size(block)} and more are not measured with {threads} threads in each "
+        "direction: there is no room for them"
+    )
 
 
 def _row(cell: Cell) -> str:

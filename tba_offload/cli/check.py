@@ -16,6 +16,7 @@ from tba_offload.formatting import quoted, visible
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from tba_offload.config import OffloadConfig
     from tba_offload.config.policy import LayerId, Policy
 
 _LAYERS = re.compile(r"(?:(?P<stack>[^:\s]+):)?(?P<count>[1-9][0-9]{0,5})")
@@ -59,7 +60,8 @@ def _stacks(
 def check(policy: Path, stacks: tuple[tuple[str | None, int], ...], *, as_json: bool) -> None:
     """Say what a policy does with a model of N layers, or everything that is wrong with it.
 
-    Prints the placement of each layer and the rule that gives it. Rules that match modules by name cannot be
+    Prints the placement of each layer and the rule that gives it, and what becomes of optimizer states and
+    frozen weights. Rules that match modules by name cannot be
     judged without the model; they are named, and left out. Exit status 1 if anything is wrong.
     """
     from tba_offload.config import load_config
@@ -70,7 +72,7 @@ def check(policy: Path, stacks: tuple[tuple[str | None, int], ...], *, as_json: 
         config = load_config(policy, layers=layers)
     except ConfigError as error:
         _refuse(error, as_json=as_json)
-    _show(config.policy, layers, doubts(config, layers), as_json=as_json)
+    _show(config, layers, doubts(config, layers), as_json=as_json)
 
 
 def _layers_of(stacks: Sequence[tuple[str | None, int]]) -> list[LayerId]:
@@ -100,11 +102,18 @@ def _refuse(error: ConfigError, *, as_json: bool) -> NoReturn:
     raise click.exceptions.Exit(1)
 
 
-def _show(policy: Policy, layers: Sequence[LayerId], doubts: Sequence[str], *, as_json: bool) -> None:
+def _show(config: OffloadConfig, layers: Sequence[LayerId], doubts: Sequence[str], *, as_json: bool) -> None:
+    policy = config.policy
     groups, unjudged = list(_groups(policy, layers)), [str(rule) for rule in policy.unjudged(layers)]
+    states, weights = config.states, config.weights
+    beside = {
+        "states": None if states is None else f"{states.default}, updated in {states.when}",
+        "weights": None if weights is None else f"{weights.frozen}, if frozen",
+    }
     if as_json:
         document = {
             "layers": [group._asdict() for group in groups],
+            **beside,
             "not_judged": unjudged,
             "warnings": list(doubts),
             "problems": [],
@@ -114,6 +123,9 @@ def _show(policy: Policy, layers: Sequence[LayerId], doubts: Sequence[str], *, a
     widths = [max(map(len, column)) for column in zip(*groups, strict=True)]
     for layers_word, placement, why in groups:
         click.echo(f"{layers_word:<{widths[0]}}  {placement:<{widths[1]}}  {visible(why)}")
+    for what, placed in beside.items():
+        if placed is not None:
+            click.echo(f"{what}: {placed}")
     for rule in unjudged:
         click.echo(f"not judged, because only the model has names: the rule {visible(rule)}")
     for doubt in doubts:

@@ -98,6 +98,10 @@ def doctor(
 
     if run is not None and written is not None:
         raise click.UsageError("--run and --written both say what is written in a day; give one of them")
+    if run is None and written is None and (rated is not None or amplification != 1.0):
+        raise click.UsageError(
+            "--rated and --amplification are about what is written: give --run or --written"
+        )
     for directory in directories:
         if sum(directory.absolute() == each.absolute() for each in directories) > 1:
             raise click.UsageError(f"{directory} is given twice; name each directory once")

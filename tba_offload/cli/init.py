@@ -206,7 +206,7 @@ def _policy(found: Sequence[tuple[str, Location]], memory: dict[str, int | None]
         lines += [f"    # {what}", f"    - {json.dumps(str(Path(path).absolute()), ensure_ascii=False)}"]
     lines += [
         "  # Of one process; several on this machine share the room. Half of what is free now.",
-        f"  capacity: {format_size(max(room - room % (1 << 30), 1 << 30))}",
+        f"  capacity: {format_size(room - room % (1 << 30 if room >= 1 << 30 else 1 << 20) or 1 << 20)}",
         "  # Spares the drives: bytes that plans may write in a day. How long they last tells",
         "  # `tba-offload doctor DIR --run RUN.jsonl`.",
         "  # write_bytes_per_day: 5TB",

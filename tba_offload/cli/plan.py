@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from tba_offload.cli.shared import Picture, say, size, writing
+from tba_offload.cli.shared import Picture, say, size, spare_logs, writing
 from tba_offload.writing import write_regular
 
 
@@ -41,7 +41,7 @@ def _finite(_context: click.Context, _parameter: click.Parameter, number: float)
     metavar="FILE",
     help="Write the plan as a policy file, in place of a planned one but of no other.",
 )
-@click.option("--force", is_flag=True, help="Replace whatever file --output names.")
+@click.option("--force", is_flag=True, help="Replace whatever file --output names, unless it is RUN.jsonl.")
 @click.option(
     "--picture",
     type=Picture(),
@@ -91,6 +91,8 @@ def plan(
     from tba_offload.report import plans
     from tba_offload.what_if import Situation, of_activations
 
+    if output is not None:
+        spare_logs(output, (run,))
     wanted = None if objective is None else Objective(objective)
     if budget is not None and device_bytes is not None:
         raise click.UsageError("--budget and --device-bytes both say what activations may take; give one")

@@ -720,8 +720,13 @@ def read_config(config: ConfigLike, *, layers: Sequence[LayerId] | None = None) 
     """
     if isinstance(config, Mapping):
         return OffloadConfig.from_dict(config, layers=layers)
-    if not isinstance(config, OffloadConfig | None):
+    if isinstance(config, str | os.PathLike):
         return load_config(Path(config), layers=layers)
+    if not isinstance(config, OffloadConfig | None):
+        raise ConfigError(
+            f"the policy is {quoted(config)}: give the path of a YAML file, a dict with its keys, or an "
+            "OffloadConfig"
+        )
     config = OffloadConfig() if config is None else config
     if layers is not None and (problems := config.problems(layers)):
         raise ConfigError.joined(problems)

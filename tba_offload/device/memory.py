@@ -346,7 +346,7 @@ class MallocMeter(MemoryMeter):
     def __init__(self, period: float = 0.002, static: Callable[[], int] = _nothing) -> None:
         super().__init__(static)
         self._count, name = allocator_count()
-        self.source = f"{name}, sampled every {period * 1e3:g} ms"
+        self.source = f"{name}, sampled"
         self._period = period
         self._lock = threading.Lock()
         self._peak = 0

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.attachment import attach
 from tba_offload.config import read_config
 from tba_offload.report.curves import MAIN_CURVES, curves_of
 from tba_offload.report.ranks import first_free_number, numbered, path_of_rank
+from tba_offload.session.notices import tell_of_number
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
-    from pathlib import Path
 
     from torch import nn
     from torch.optim import Optimizer
@@ -125,4 +126,7 @@ class Training:
         def own(path: Path) -> Path:
             return path_of_rank(path, rank) if ranks > 1 else path
 
-        return own(numbered(self._run_log, first_free_number(self._run_log, own)))
+        taken = own(numbered(self._run_log, first_free_number(self._run_log, own)))
+        if rank == 0:
+            tell_of_number(own(Path(self._run_log)), taken)
+        return taken

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from tba_offload.errors import MissingDependencyError, TbaError
+from tba_offload.errors import MissingDependencyError, TbaError, UnsupportedError
 from tba_offload.megatron.script import enter, run
 
 if TYPE_CHECKING:
@@ -32,9 +32,10 @@ def launch(arguments: Sequence[str]) -> None:
 
     Raises:
         ConfigError: There is no such script.
-        MissingDependencyError: The script's checkout, or the installed megatron-core, has no
-            ``megatron.training``.
-        UnsupportedError: ``--cpu`` where there is a GPU.
+        MissingDependencyError: megatron-core is not installed, or something that ``megatron.training``
+            imports.
+        UnsupportedError: The script is in no checkout, and megatron-core was installed without
+            ``megatron.training``; or ``--cpu`` where there is a GPU.
     """
     run(prepare(arguments))
 
@@ -59,12 +60,30 @@ def prepare(arguments: Sequence[str]) -> Path:
     try:
         install()
     except ModuleNotFoundError as error:
-        if error.name not in {"megatron", "megatron.core", "megatron.training"}:
+        if (explained := _why_missing(error.name or "", path)) is None:
             raise
-        raise MissingDependencyError(
-            "megatron-core", f"{path.name}: megatron.training", extra="megatron"
-        ) from error
+        raise explained from error
     return path
+
+
+_OF_SCRIPTS = frozenset({"psutil", "regex", "six", "tensorboard"})
+"""Packages that scripts of some releases import, and the extra ``scripts`` brings."""
+
+
+def _why_missing(module: str, script: Path) -> TbaError | None:
+    """What to do about a module that is missing; ``None`` if it is none that a user can install."""
+    package, _, inner = module.partition(".")
+    if module in {"megatron", "megatron.core"}:
+        return MissingDependencyError("megatron-core", f"{script.name}: megatron.training", extra="megatron")
+    if module == "megatron.training":
+        return UnsupportedError(
+            f"{script}: lies in no Megatron-LM checkout, and the megatron-core that is installed has no "
+            "megatron.training; give the path of a script in a checkout, such as pretrain_gpt.py"
+        )
+    if inner or not package or package in {"tba_offload", "tba_lab"}:
+        return None
+    extra = "scripts" if package in _OF_SCRIPTS else None
+    return MissingDependencyError(package, f"{script.name}: megatron.training", extra=extra)
 
 
 def main() -> None:

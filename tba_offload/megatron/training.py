@@ -36,6 +36,7 @@ from tba_offload.report.curves import curves_of
 from tba_offload.report.ranks import first_free_number, numbered, path_of_rank
 from tba_offload.report.tables import Column, FittedTable
 from tba_offload.session import Session, World
+from tba_offload.session.notices import tell_of_number
 from tba_offload.store import exit_status
 
 if TYPE_CHECKING:
@@ -342,7 +343,10 @@ def _free_run_log(path: str | None) -> Path | None:
         return None
     own = (lambda name: path_of_rank(name, _rank())) if _ranks() > 1 else Path
     number = max(_of_all_ranks([first_free_number(path, own)]))
-    return own(numbered(path, number))
+    taken = own(numbered(path, number))
+    if _rank() == 0:
+        tell_of_number(own(Path(path)), taken)
+    return taken
 
 
 # What a step is

@@ -82,13 +82,13 @@ def endurance(digest: Digest, rated: int | None) -> list[str]:
     """
     written, seconds = digest.written_bytes, digest.seconds
     if not written:
-        return ["Steps write nothing to drives."]
+        return ["The median step writes nothing to drives."]
     if not seconds:
-        return [f"A step writes {readable_size(written)} to drives."]
+        return [f"The median step writes {readable_size(written)} to drives."]
     day = bytes_per_day(written, seconds)
     told = (
-        f"A step writes {readable_size(written)} to drives in {significant(seconds)} s. Day and night that "
-        f"would be {terabytes(day)} a day, on all drives of this log together."
+        f"The median step writes {readable_size(written)} to drives in {significant(seconds)} s. Day and "
+        f"night that would be {terabytes(day)} a day, on all drives of this log together."
     )
     if rated is None:
         ask = (

@@ -52,6 +52,8 @@ _OTHER_RANKS = (
     "same; place layers recompute to have it so on all ranks"
 )
 
+_OTHERS = "other things (on a CPU all else of the process)"
+
 logger = logging.getLogger("tba_offload.session")
 
 
@@ -72,6 +74,12 @@ if logger.level == logging.NOTSET:
 def tell(line: str) -> None:
     """Says one line."""
     logger.info("%s", line)
+
+
+def tell_of_number(wanted: Path, taken: Path) -> None:
+    """Says where a run is logged that goes on from another one, whose log stays as it is."""
+    if taken != wanted:
+        tell(f"{wanted} holds an earlier run, so that this one is logged to {taken}")
 
 
 class Notices:
@@ -175,7 +183,7 @@ class Notices:
         """
         rest = device.base_bytes - sum(nbytes for name, nbytes in static.items() if name != "gradients")
         gradients = max(device.gradient_bytes, static["gradients"])
-        known = {**static, "gradients": gradients, "other things": rest}
+        known = {**static, "gradients": gradients, _OTHERS: rest}
         sizes = {
             name.replace("_", " "): readable_size(nbytes) for name, nbytes in known.items() if nbytes > 0
         }
@@ -195,14 +203,24 @@ class Notices:
             "window",
             f"offloading frees little here: the layers save {readable_size(saved)} in a step, and "
             f"budget.in_flight_bytes lets {readable_size(window)} of it stay in memory at a time; with "
-            f"in_flight_bytes: {format_size(_suggested_window(saved))} most of it leaves memory",
+            f"in_flight_bytes: {format_size(_eighth(saved))} most of it leaves memory",
+            NothingSavedWarning,
+        )
+
+    def wide_slots(self, states: int, slots: int) -> None:
+        """Slots of so many bytes hold all that an optimizer has in states, and so leave it in memory."""
+        self.warn_once(
+            "slots",
+            f"offloading the states of the optimizer frees nothing: they are {readable_size(states)}, and "
+            f"the slots that updates go through hold {readable_size(slots)}; with "
+            f"states.sub_group_bytes: {format_size(_eighth(states))} most of them leave memory",
             NothingSavedWarning,
         )
 
 
-def _suggested_window(saved: int) -> int:
-    """An eighth of what a step saves, in whole MiB or, below one, KiB: drives work while layers compute."""
-    eighth = saved // 8
+def _eighth(nbytes: int) -> int:
+    """An eighth, in whole MiB or, below one, KiB: drives work on some of it while others are in use."""
+    eighth = nbytes // 8
     unit_bits = 20 if eighth >= 1 << 20 else 10
     return max(eighth >> unit_bits, 1) << unit_bits
 

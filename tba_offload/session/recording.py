@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tba_offload.session.figures import Times
     from tba_offload.session.parts import Parts
     from tba_offload.session.step import Step
+    from tba_offload.session.world import World
     from tba_offload.store.base import DriveLoad
     from tba_offload.weights import WeightsMoved
 
@@ -106,20 +107,33 @@ def record_of(
     )
 
 
+def label_of(config: OffloadConfig, world: World, *, has_states: bool) -> str:
+    """A label that tells what is offloaded: ``offload``, ``mixed``, ``keep + states + weights``.
+
+    Args:
+        config: What the user wanted.
+        world: The layers of all ranks.
+        has_states: Whether states of optimizers are.
+    """
+    others = {"states": has_states, "weights": config.weights is not None and config.weights.percent > 0}
+    first = Plan.from_policy(config.policy, world.layers).strategy
+    return " + ".join([first, *(name for name, is_offloaded in others.items() if is_offloaded)])
+
+
 def header_of(
-    config: OffloadConfig, strategy: str | None, model_info: Mapping[str, object] | None, parts: Parts
+    config: OffloadConfig, strategy: str, model_info: Mapping[str, object] | None, parts: Parts
 ) -> RunHeader:
     """What a run log begins with.
 
     Args:
         config: What the user wanted.
-        strategy: Label of the run; by default the placement that all layers share.
+        strategy: Label of the run.
         model_info: What the header says about the model.
         parts: What the session is made of.
     """
     world = parts.world
     return RunHeader(
-        strategy=strategy or Plan.from_policy(config.policy, world.layers).strategy,
+        strategy=strategy,
         run=world.run,
         rank=world.rank,
         ranks=world.ranks,

@@ -30,10 +30,10 @@ from tba_offload.session.budget import limits_of
 from tba_offload.session.conclusions import Conclusions
 from tba_offload.session.journal import Journal
 from tba_offload.session.layer_runs import LayerRuns
-from tba_offload.session.notices import tell
+from tba_offload.session.notices import Notices, tell
 from tba_offload.session.ongoing import Ongoing
 from tba_offload.session.parts import make_parts
-from tba_offload.session.recording import header_of
+from tba_offload.session.recording import header_of, label_of
 from tba_offload.session.states_choice import StatesChoice
 from tba_offload.session.steps import Steps
 from tba_offload.session.world import World
@@ -140,6 +140,7 @@ class Session:
             measure_memory=measure_memory,
         )
         try:
+            strategy = strategy or label_of(config, self._world, has_states=bool(optimizers))
             header = header_of(config, strategy, model_info, parts)
             self._journal = Journal(run_log, header, tells=status, on_step=on_step)
             parts.planning.start(plan, self._controller_of(config, plan, limits), self._world.agree)
@@ -172,7 +173,7 @@ class Session:
         self.weights: FrozenWeights | None = None
         try:
             for number, optimizer in enumerate(optimizers):
-                updated = partial(_updated, journal, choice, number)
+                updated = partial(_updated, journal, parts.notices, choice, number)
                 parts.states.append(
                     offload_optimizer(optimizer, config, model=modules, masters=masters, updated=updated)
                 )
@@ -438,9 +439,13 @@ def _states_choice(config: OffloadConfig, parts: Parts, journal: Journal) -> Sta
     return StatesChoice(parts.planning, parts.budget, journal.note_states_choice)
 
 
-def _updated(journal: Journal, choice: StatesChoice | None, number: int, record: StatesRecord) -> None:
+def _updated(
+    journal: Journal, notices: Notices, choice: StatesChoice | None, number: int, record: StatesRecord
+) -> None:
     """An optimizer has made an update."""
     journal.note_states(number, record)
+    if choice is None and 0 < record.states_bytes <= record.slot_bytes:
+        notices.wide_slots(record.states_bytes, record.slot_bytes)
     if choice is not None:
         choice.updated(number, record)
 

@@ -19,7 +19,7 @@ import torch
 
 from tba_offload.config.store import StoreOptions
 from tba_offload.device.ranges import ByteRange, aligned_range
-from tba_offload.errors import StoreError
+from tba_offload.errors import StoreError, StoreFullError
 from tba_offload.store.hanging import opened
 from tba_offload.store.probe import TRANSFER_SECONDS, end
 from tba_offload.store.thread_count import STORES
@@ -92,6 +92,7 @@ def bench(
     seconds: float = 0.5,
     checksum: bool = True,
     told: Callable[[Cell], object] = lambda _: None,
+    left_out: Callable[[int, int], object] = lambda _block, _threads: None,
 ) -> list[Cell]:
     """Measures a directory; whatever happens, nothing stays there.
 
@@ -104,6 +105,8 @@ def bench(
         seconds: How long each size is measured in each direction.
         checksum: Whether checksums are taken and compared, as in training.
         told: Is given each cell when it is known.
+        left_out: Is given the size of blocks, and the number of threads, from which on larger blocks have no
+            room; smaller ones had.
 
     Raises:
         StoreError: The directory cannot be used, or a transfer failed.
@@ -123,9 +126,15 @@ def bench(
             store = opened(make, directory, device, TRANSFER_SECONDS)
             stack.push(partial(end, store))
             for block in blocks:
-                for cell in _Blocks(store, device, block, count).measured(seconds):
-                    cells.append(cell)
-                    told(cell)
+                try:
+                    for cell in _Blocks(store, device, block, count).measured(seconds):
+                        cells.append(cell)
+                        told(cell)
+                except StoreFullError:
+                    if not cells:
+                        raise
+                    left_out(block, count)
+                    break
     return cells
 
 

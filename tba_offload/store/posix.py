@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,9 @@ Call = Callable[[int, int, int, int], int]
 Of :func:`pwritev` and :func:`preadv` too, with the pieces of a vector in place of bytes.
 """
 
+_BTRFS = 0x9123683E
+_GET_FLAGS, _SET_FLAGS = 0x80086601, 0x40086602  # FS_IOC_GETFLAGS and FS_IOC_SETFLAGS of most architectures
+_NO_COPY_ON_WRITE = 0x00800000  # FS_NOCOW_FL
 _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000
 _DIO_MEM_ALIGN = 0x98  # byte offsets in struct statx
@@ -215,6 +220,21 @@ def file_system_magic(fd: int) -> int:
     if _fstatfs is None or _fstatfs(fd, ctypes.addressof(buffer)) != 0:
         return 0
     return int(buffer[0]) & 0xFFFFFFFF
+
+
+def overwrite_in_place(fd: int) -> None:
+    """Has an empty file overwritten in place on Btrfs, which else writes each block to a new place.
+
+    That takes up to twice the room, and the blocks that were allocated are of use once only. The file system
+    then has no checksums of it. Nothing happens elsewhere, or where it refuses.
+    """
+    if file_system_magic(fd) != _BTRFS:
+        return
+    flags = array("l", [0])
+    with suppress(OSError):
+        fcntl.ioctl(fd, _GET_FLAGS, flags)
+        flags[0] |= _NO_COPY_ON_WRITE
+        fcntl.ioctl(fd, _SET_FLAGS, flags)
 
 
 def direct_alignment(fd: int) -> int | None:

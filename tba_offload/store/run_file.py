@@ -30,6 +30,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of the system when a file cannot grow."""
 
 _GROWTH = 256 << 20
+_SHARE = 8
+"""Part of the room by which a file grows at most, beyond what is needed."""
 _MAX_LINKS = 40
 _ATTEMPTS = 100
 """Times that a directory may vanish between two calls, as when many ranks begin and end with it at once."""
@@ -77,10 +79,12 @@ class RunFile:
         """
         if size <= self.size:
             return
-        goal = round_up(size, _GROWTH)
+        free = self.free_bytes()
+        # Where little is left, other stores may need it as much.
+        goal = round_up(size, min(_GROWTH, round_up(free // _SHARE, 1 << 20) or 1 << 20))
         if self._capacity is not None:
             goal = max(size, min(goal, self._capacity))
-        if goal - self.size > self.free_bytes():
+        if goal - self.size > free:
             goal = size  # an attempt would take all that is left, for a moment
         if not self._extend(goal) and not (goal > size and self._extend(size)):
             raise StoreFullError(
@@ -99,12 +103,14 @@ class RunFile:
     def close(self) -> None:
         """Closes the descriptors, which frees the blocks.
 
-        An error that the file system has left to be told now is of bytes that are not needed any more.
+        An error that the file system has left to be told now is of bytes that are not needed any more; and
+        the run directory may be gone, or the server that has it.
         """
         with suppress(OSError):
             os.close(self.fd)
         if self._left_behind is not None:
-            self._remove_directory(self._left_behind)
+            with suppress(OSError):
+                os.rmdir(self._left_behind, dir_fd=self._parent)
         os.close(self._parent)
         self._maker.undo()
 
@@ -169,6 +175,7 @@ class RunFile:
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
                 fd = os.open("extents", flags, 0o600, dir_fd=run)
                 try:
+                    posix.overwrite_in_place(fd)
                     if self._while_named is not None:
                         self._while_named(fd)
                 except BaseException:
@@ -193,20 +200,18 @@ class RunFile:
             )
 
     def _remove_directory(self, name: str) -> None:
-        """Removes the run directory, now or, where an unlinked file keeps it from being empty, at the end."""
+        """Removes the run directory, unless an unlinked file keeps it from being empty until the end."""
         try:
             os.rmdir(name, dir_fd=self._parent)
-            self._left_behind = None
         except OSError as error:
             if error.errno not in {errno.ENOTEMPTY, errno.EBUSY}:
                 raise
-            if self._left_behind is None:
-                logger.warning(
-                    "%s: a network file system keeps the names of open files, so %s stays until the store is "
-                    "closed, and after a crash for good",
-                    self.directory,
-                    name,
-                )
+            logger.warning(
+                "%s: the file system keeps the names of open files, as those of networks do, so %s stays "
+                "until the store is closed, and after a crash for good",
+                self.directory,
+                name,
+            )
             self._left_behind = name
 
 
@@ -238,10 +243,10 @@ def _named(directory: str) -> Iterator[None]:
     except StoreError:
         raise
     except OSError as error:
+        is_crowded = error.errno in {errno.EMFILE, errno.ENFILE}
+        remedy = "raise `ulimit -n`" if is_crowded else "name a directory that you may write to"
         raise StoreError(
-            error.errno,
-            f"cannot create a file there: {error.strerror}; name a directory that you may write to",
-            directory,
+            error.errno, f"cannot create a file there: {error.strerror}; {remedy}", directory
         ) from error
 
 

@@ -197,7 +197,12 @@ class FrozenWeights:
                 return
             self.nbytes += piece.nbytes
         name_others(self._layers, config.min_tensor_bytes, travels=could_travel, tell=tell)
-        if could_travel and not self.nbytes:
+        if not could_travel:
+            tell(
+                "no frozen weight travels: none of the layers is frozen, has min_tensor_bytes, and lies in "
+                "memory that nothing else uses. weights that are frozen after this stay in memory"
+            )
+        elif not self.nbytes:
             tell(
                 f"no frozen weight travels: {percent} % of the bytes are less than half of one; "
                 "raise weights.frozen"

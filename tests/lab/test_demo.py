@@ -740,6 +740,7 @@ def test_a_budget_is_for_auto(budget: str, tmp_path: Path) -> None:
     result = call("demo", *TINY, "--output", str(tmp_path), budget, "64MiB")
     assert result.exit_code == 1
     assert "a budget is for --policy auto" in result.output
+    assert "measuring" not in result.output
 
 
 # Drives that fail.

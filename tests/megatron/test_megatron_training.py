@@ -219,12 +219,18 @@ def test_a_standstill_ends_well_before_a_collective_times_out(
     assert training._patient(config, arguments).store.stall_seconds == expected
 
 
-def test_a_run_that_goes_on_gets_a_run_log_of_its_own(as_rank: Callable[..., None], tmp_path: Path) -> None:
+def test_a_run_that_goes_on_gets_a_run_log_of_its_own(
+    as_rank: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     log = tmp_path / "run.jsonl"
     assert training._free_run_log(None) is None
     assert training._free_run_log(str(log)) == log
     log.write_text("{}")
+    assert caplog.messages == []
     assert training._free_run_log(str(log)) == tmp_path / "run.2.jsonl"
+    assert caplog.messages == [
+        f"{log} holds an earlier run, so that this one is logged to {tmp_path / 'run.2.jsonl'}"
+    ]
     as_rank(1, [1, 3])  # another rank has left two
     assert training._free_run_log(str(log)) == tmp_path / "run.3.rank1.jsonl"
 

@@ -148,6 +148,9 @@ def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pyte
         with RunLogWriter(tmp_path / "run.jsonl", RunHeader(strategy="offload")):
             pass
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    if blocks and "class MemoryFileStore" in blocks[0]:  # a module, which its tests import
+        (tmp_path / "memory_file_store.py").write_text(blocks[0])
     names = names_for_pages()
     for number, block in enumerate(blocks):
         exec(compile(block, f"{page.name}, block {number}", "exec"), names)
@@ -170,9 +173,7 @@ def test_the_toy_gives_the_same_bits_and_frees_memory(capsys: pytest.CaptureFixt
 def test_the_store_of_its_page_passes_the_contract(tmp_path: Path) -> None:
     store, tests, registered, _ = code_blocks(TEXTS[DOCS / "extend" / "add_a_store.md"], "python")
     (tmp_path / "memory_file_store.py").write_text(f"{store}\n{registered}")
-    (tmp_path / "test_memory_file_store.py").write_text(
-        f"from memory_file_store import MemoryFileStore\n{tests}"
-    )
+    (tmp_path / "test_memory_file_store.py").write_text(tests)
     done = subprocess.run(
         [
             sys.executable,

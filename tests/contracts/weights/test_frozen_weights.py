@@ -551,4 +551,14 @@ def test_what_is_too_small_to_travel_is_not_named(tmp_path: Path, caplog: pytest
     quantize(model, ("one", "two"))
     with offloaded(model, tmp_path, min_tensor_bytes="64KiB") as weights:
         assert not weights.nbytes
-    assert not caplog.text
+    (told,) = caplog.messages
+    assert told.startswith("no frozen weight travels: none of the layers is frozen, has min_tensor_bytes")
+
+
+def test_that_no_weight_is_frozen_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = Model()
+    model.requires_grad_(True)
+    with offloaded(model, tmp_path) as weights:
+        assert not weights.nbytes
+    (told,) = caplog.messages
+    assert told.startswith("no frozen weight travels")

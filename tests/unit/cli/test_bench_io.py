@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from threading import Timer
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from click.testing import CliRunner, Result
 from tba_offload import cli
 from tba_offload.config import OffloadConfig
 from tba_offload.device import streams
-from tba_offload.store import bench
+from tba_offload.store import bench, posix
 from tba_offload.store.bench import DIRECTIONS, MIXED, READ, WRITE, Cell, advised
 from tba_offload.store.file import FileStore
 from tba_offload.testing.faults import inject
@@ -105,6 +106,22 @@ def test_a_drive_that_fails_ends_it_and_nothing_stays(fault: str, tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_has_no_room_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fallocate(_fd: int, offset: int, nbytes: int) -> None:
+        if offset + nbytes > MOST:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(posix, "fallocate", fallocate)
+    result = CliRunner().invoke(cli.main, ["bench-io", "--seconds", "0", "--threads", "1", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "blocks of 16.0 MiB and more are not measured with 1 threads" in result.stderr
+    assert "4.00 MiB" in result.stdout
+    assert "16.0 MiB" not in result.stdout
+    assert "store:" in result.stdout
+    monkeypatch.setattr(posix, "fallocate", lambda *_: fallocate(0, 0, MOST + 1))
+    assert call(str(tmp_path)).exit_code == 1
+
+
 def test_a_drive_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "TRANSFER_SECONDS", 0.2)
     with inject("hang-write:after=9"):
@@ -118,6 +135,10 @@ def test_a_directory_that_is_missing_is_named(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert "'not' does not exist; mount its drive" in result.stderr
     assert CliRunner().invoke(cli.main, ["bench-io"]).exit_code == 2
+
+
+MOST = 20 << 20
+"""Bytes that a small drive holds."""
 
 
 def cells_of(rates: dict[tuple[str, int, int], float]) -> list[Cell]:

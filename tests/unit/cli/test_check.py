@@ -59,6 +59,19 @@ def test_json_is_one_object_and_nothing_else(policy: Path) -> None:
     assert (document["problems"], document["warnings"], document["not_judged"]) == ([], [], [])
 
 
+def test_what_becomes_of_states_and_frozen_weights_is_told(policy: Path) -> None:
+    policy.write_text(f"{POLICY}states:\n  when: backward\nweights:\n  frozen: offload-25%\n")
+    assert check(policy, "--layers", "6").stdout.splitlines()[-2:] == [
+        "states: offload, updated in backward",
+        "weights: offload-25%, if frozen",
+    ]
+    document = json.loads(check(policy, "--layers", "6", "--json").stdout)
+    assert (document["states"], document["weights"]) == (
+        "offload, updated in backward",
+        "offload-25%, if frozen",
+    )
+
+
 def test_everything_wrong_is_told_by_line(policy: Path) -> None:
     policy.write_text(POLICY.replace("last 2", "30") + "on_full: drop\nbudget: {activation: 1GiB}\n")
     result = check(policy, "--layers", 24)

@@ -312,6 +312,8 @@ def test_what_contradicts_is_refused(tmp_path: Path) -> None:
     run = log_of(tmp_path / "run.jsonl", written=1, seconds=1.0)
     assert call(str(tmp_path), "--run", run, "--written", "1TB").exit_code == 2
     assert call(str(tmp_path), "--amplification", "inf").exit_code == 2
+    for alone in (("--rated", "600TB"), ("--amplification", "2")):
+        assert "give --run or --written" in call(str(tmp_path), *alone).output
     assert "name each directory once" in call(str(tmp_path), str(tmp_path)).output
     assert call(str(tmp_path), "--run", str(tmp_path / "none.jsonl")).exit_code == 1
 

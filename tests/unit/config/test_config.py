@@ -577,6 +577,12 @@ def test_read_config_takes_all_that_users_give(tmp_path: Path) -> None:
         read_config(config, layers=[LayerId(0, "layers.0")])
 
 
+@pytest.mark.parametrize("policy", [5, [], ("policy.yaml",)])
+def test_what_is_no_policy_is_named(policy: object) -> None:
+    with pytest.raises(ConfigError, match=r"the policy is .*: give the path of a YAML file, a dict"):
+        read_config(policy)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

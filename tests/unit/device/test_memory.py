@@ -169,9 +169,8 @@ def test_what_is_live_at_the_reset_counts() -> None:
     meter.close()
 
 
-def test_the_source_says_how_often_it_is_sampled() -> None:
-    assert MallocMeter().source == "mallinfo2, sampled every 2 ms"
-    assert MallocMeter(period=0.0005).source == "mallinfo2, sampled every 0.5 ms"
+def test_the_source_says_that_it_is_sampled() -> None:
+    assert MallocMeter().source == "mallinfo2, sampled"
 
 
 def test_samples_that_may_be_skipped_take_a_fiftieth_of_a_core(monkeypatch: pytest.MonkeyPatch) -> None:

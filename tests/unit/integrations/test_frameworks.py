@@ -230,7 +230,7 @@ def failing() -> Any:
 
 
 @pytest.mark.full
-def test_a_training_after_one_that_failed(tmp_path: Path) -> None:
+def test_a_training_after_one_that_failed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log = tmp_path / "run.jsonl"
     callback = OffloadCallback(config(), run_log=log)
     trainer = trainer_of(tmp_path / "out", tiny_llama(), [callback, broken := failing()])
@@ -242,6 +242,7 @@ def test_a_training_after_one_that_failed(tmp_path: Path) -> None:
     assert callback.session is not first
     assert is_given_back(trainer.model)
     assert [len(read_run_log(path).steps) for path in (log, tmp_path / "run.2.jsonl")] == [2, 4]
+    assert [message for message in caplog.messages if "holds an earlier run" in message] != []
 
 
 def test_a_step_that_a_trainer_opens_and_fails_in_comes_to_nothing() -> None:

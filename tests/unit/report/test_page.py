@@ -120,7 +120,7 @@ def test_the_page_says_what_it_is_for(tmp_path: Path) -> None:
         "default: offload",
         "Nothing was predicted in this run",
         "None: no read or write failed",
-        "A step writes 300 MiB to drives in 0.500 s",
+        "The median step writes 300 MiB to drives in 0.500 s",
         "tiny",
     ):
         assert part in said
@@ -409,7 +409,7 @@ def test_endurance_counts_a_day_at_this_pace(tmp_path: Path) -> None:
 
 def test_what_host_memory_takes_wears_no_drive(tmp_path: Path) -> None:
     path = run(tmp_path / "run.jsonl", offloaded_bytes=10**9, host_offloaded_bytes=10**9)
-    assert endurance(Digest.of(read_run_log(path)), None) == ["Steps write nothing to drives."]
+    assert endurance(Digest.of(read_run_log(path)), None) == ["The median step writes nothing to drives."]
 
 
 def test_faults_are_named_with_how_much_and_when(tmp_path: Path) -> None:

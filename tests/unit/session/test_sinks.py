@@ -118,6 +118,8 @@ def test_what_a_function_raises_reaches_the_training_and_the_log_has_the_step(tm
 def test_what_cannot_be_called_is_refused() -> None:
     with pytest.raises(tba.ConfigError, match=r"on_step is 'steps\.csv': give a function"):
         tba.attach(make_model(layers=2), config_for(), on_step=["steps.csv"])
+    with pytest.raises(tba.ConfigError, match=r"on_step is 3: give a function"):
+        tba.attach(make_model(layers=2), config_for(), on_step=3)  # type: ignore[arg-type]
 
 
 def test_curves_for_tensorboard() -> None:

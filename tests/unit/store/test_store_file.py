@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import shutil
@@ -16,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -295,9 +296,22 @@ def test_a_file_system_that_keeps_names_is_cleaned_at_the_end(
 
     monkeypatch.setattr(os, "rmdir", refuse_once)
     with FileStore(tmp_path, device=CPU):
-        assert "a network file system keeps the names" in caplog.text
+        assert "the file system keeps the names" in caplog.text
         assert [path.name for path in tmp_path.iterdir()] == calls[:1]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_directory_that_is_gone_at_the_end_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = descriptors()
+    monkeypatch.setattr(os, "rmdir", Mock(side_effect=OSError(errno.ENOTEMPTY, "Directory not empty")))
+    store = FileStore(tmp_path, device=CPU)
+    monkeypatch.undo()
+    (left,) = tmp_path.iterdir()
+    left.rmdir()
+    store.close()
+    assert descriptors() == before
 
 
 def test_own_links_are_followed(tmp_path: Path) -> None:
@@ -647,12 +661,14 @@ def test_drive_errors_keep_their_number(
     assert torch.equal(get(store, extent), pattern(5000))
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize(
+    ("number", "told"), [(errno.ENOSPC, "bytes are free: free some"), (errno.EDQUOT, "a quota or .* no more")]
+)
 def test_a_full_drive_at_the_write_is_a_full_store(
-    store: FileStore, monkeypatch: pytest.MonkeyPatch, number: int
+    store: FileStore, monkeypatch: pytest.MonkeyPatch, number: int, told: str
 ) -> None:
     monkeypatch.setattr(posix, "pwrite", failing(number))
-    with pytest.raises(StoreFullError, match="bytes are free: free some") as caught:
+    with pytest.raises(StoreFullError, match=told) as caught:
         put(store, pattern(5000))
     assert caught.value.errno == number
 
@@ -680,6 +696,39 @@ def test_the_file_grows_in_large_steps_within_the_capacity(tmp_path: Path) -> No
         assert os.fstat(store._file.fd).st_size == 256 << 20
         store.reserve(260 << 20, 0)
         assert os.fstat(store._file.fd).st_size == 300 << 20
+
+
+def test_where_little_is_left_the_file_grows_by_a_part_of_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another store on the same drive may need it as much."""
+    monkeypatch.setattr(RunFile, "free_bytes", lambda _: 40 << 20)
+    file = RunFile(str(tmp_path), None)
+    try:
+        file.grow(4096)
+        assert os.fstat(file.fd).st_size == file.size == 5 << 20
+    finally:
+        file.close()
+
+
+def test_a_file_on_btrfs_is_overwritten_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int]] = []
+
+    def ioctl(fd: int, request: int, flags: Any) -> None:
+        assert os.fstat(fd).st_size == 0  # later it has no effect
+        calls.append((request, flags[0]))
+        flags[0] = 0x80000
+
+    monkeypatch.setattr(fcntl, "ioctl", ioctl)
+    with FileStore(tmp_path, device=CPU):
+        assert calls == []  # unless it lies there
+    monkeypatch.setattr(posix, "file_system_magic", lambda _: 0x9123683E)
+    with FileStore(tmp_path, device=CPU):
+        assert calls == [(0x80086601, 0), (0x40086602, 0x880000)]
+    monkeypatch.undo()
+    monkeypatch.setattr(posix, "file_system_magic", lambda _: 0x9123683E)
+    with FileStore(tmp_path, device=CPU) as store:  # one that refuses
+        assert torch.equal(get(store, put(store, pattern(5001))), pattern(5001))
 
 
 def test_a_file_system_without_fallocate_gets_a_sparse_file(
@@ -744,13 +793,14 @@ def test_a_large_step_is_not_tried_where_it_would_take_all_that_is_left(
 ) -> None:
     asked: list[int] = []
     monkeypatch.setattr(posix, "fallocate", lambda fd, offset, nbytes: asked.append(nbytes))
-    monkeypatch.setattr(RunFile, "free_bytes", lambda self: 10 << 20)
+    room = (1 << 20) + 4096
+    monkeypatch.setattr(RunFile, "free_bytes", lambda self: room)
     file = RunFile(str(tmp_path), None)
     try:
-        file.grow(1 << 20)
+        file.grow(room)
     finally:
         file.close()
-    assert asked == [1 << 20]
+    assert asked == [room]
 
 
 def test_a_growth_that_fails_otherwise_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
