@@ -1047,6 +1047,11 @@ def test_a_policy_that_was_not_planned_is_not_replaced(run_log: Path, tmp_path: 
     assert planned.startswith("# Written by tba-offload plan")
     run_plan(run_log, "-o", policy)  # its own
     assert policy.read_text() == planned
+    before = run_log.read_bytes()
+    result = invoke_plan(run_log, "-o", run_log, "--force")
+    assert result.exit_code == 1
+    assert "is a run log, and stays as it is" in result.output
+    assert run_log.read_bytes() == before
 
 
 # What a run log tells

@@ -243,6 +243,22 @@ def test_what_takes_effect_is_not_warned_of(settings: dict[str, object]) -> None
 
 
 @pytest.mark.usefixtures("on_a_drive")
+@pytest.mark.parametrize("update", ["host", "host-25%", "auto"])
+def test_where_states_are_updated_is_of_no_matter_on_a_cpu(update: str) -> None:
+    model = make_model(layers=LAYERS)
+    optimizer = torch.optim.Adam(model.parameters())
+    policy = {"states": {"update": update}}
+    with pytest.warns(NoEffectWarning, match="states.update: the model is on the CPU"):
+        tba.attach(model, policy, optimizer=optimizer, measure_memory=False).close()
+
+
+@pytest.mark.parametrize("steps", [[0], ["a"], 0, [2, -1]])
+def test_steps_to_trace_are_numbers_from_1(steps: Any) -> None:
+    with pytest.raises(ConfigError, match=r"trace_steps has .*: give numbers of steps, from 1"):
+        tba.attach(make_model(), trace_steps=steps)
+
+
+@pytest.mark.usefixtures("on_a_drive")
 def test_a_rule_for_layers_that_are_not_there() -> None:
     (warning,) = warned({"layers": [{"match": "2-30", "placement": "keep"}]})
     assert warning.category is NoEffectWarning
