@@ -25,6 +25,7 @@ from tba_offload.adapt.proposals import (
     bare,
     best_plan,
     excursion,
+    is_plain,
     over_budget,
     over_writes,
     predicted,
@@ -108,6 +109,11 @@ class Moment:
         return best_plan(
             self.task, profile, bandwidth, policy=self.task.policy, not_recomputed=self.not_recomputed
         )
+
+    def rival(self, plan: Plan, profile: StepProfile, bandwidth: Bandwidth, *, slower: float) -> Plan | None:
+        """The best plain plan that may be faster than a plan, see :func:`.proposals.rival`."""
+        known = self.task, profile, bandwidth, plan
+        return rival(*known, not_recomputed=self.not_recomputed, slower=slower)
 
     def within_budget(self, plan: Plan, profile: StepProfile, bandwidth: Bandwidth) -> Plan:
         """A plan, or one that was seen to need less if this one is expected or known to break the budget."""
@@ -358,9 +364,15 @@ class Settled(Phase):
             known = moment.known_plan(retreat, profile, bandwidth)
             return self._retreated(moment, known, profile)
         doubt = self.doubt(moment, bandwidth)
+        is_due = moment.task.has_budget and self.is_measured and not self.is_refined
+        if (doubt is not None or is_due) and (plain := self._plain(moment, profile, bandwidth)) is not None:
+            return plain, plain.plan
+        is_time = is_due or has_excursion(moment.step, moment.tuning, self.looked)
+        if is_time and (comparison := self._comparison(moment, profile, bandwidth)) is not None:
+            return comparison
         if doubt is not None:
             return self.replanned(moment, profile, bandwidth, self.plan, doubt)
-        if moment.task.has_budget and self.is_measured and not self.is_refined:
+        if is_due and not self._compares_soon(moment):
             why = "a step under the plan was measured"
             refined = dataclasses.replace(self, is_refined=True)
             return refined.replanned(moment, profile, bandwidth, self.plan, why, worth=refining)
@@ -372,6 +384,53 @@ class Settled(Phase):
             return self.replanned(moment, profile, bandwidth, self.plan, _TOO_MUCH)
         confirmed = dataclasses.replace(self, plan=predicted(moment.plan, profile, bandwidth))
         return confirmed._gone_on(moment, profile, bandwidth)
+
+    def _plain(self, moment: Moment, profile: StepProfile, bandwidth: Bandwidth) -> Settled | None:
+        """With all layers placed alike, if that is faster by what is known now; ``None`` if it is not.
+
+        That is soon known, and a search takes many steps: it comes after a step under that plan.
+        """
+        if self._is_broken(moment) or not moment.may_compare or is_plain(self.plan, moment.task.policy):
+            return None
+        plain = moment.rival(self.plan, profile, bandwidth, slower=-moment.tuning.worth_it)
+        if plain is None or plain.prediction is None:
+            return None
+        before = simulate(profile, self.plan, bandwidth).seconds
+        now, then = significant(plain.prediction.seconds), significant(before)
+        moment.forgets.append(Pace.forget_seconds)
+        return dataclasses.replace(
+            self,
+            plan=plain,
+            why=f"by what was measured a step under it takes {now} s instead of {then} s",
+            planned_for=bandwidth,
+            is_measured=False,
+            is_refined=False,
+            is_compared=False,
+            favoured=0.0,
+            beside_bytes=profile.beside_bytes(plain.placements),
+        )
+
+    def _comparison(
+        self, moment: Moment, profile: StepProfile, bandwidth: Bandwidth
+    ) -> tuple[Phase, Plan] | None:
+        """A step with all layers placed alike, if that may be faster.
+
+        No prediction is so exact that it decides between plans that are nearly as good: a step does.
+        """
+        if moment.pace.usual is None or self.is_compared or not moment.may_compare or self._is_broken(moment):
+            return None
+        plain = moment.rival(self.plan, profile, bandwidth, slower=moment.tuning.rival)
+        if plain is None:
+            return None
+        return Comparison(dataclasses.replace(self, looked=moment.step, is_compared=True)), plain
+
+    def _compares_soon(self, moment: Moment) -> bool:
+        """Whether a search, which takes many steps, would be in the way of the comparison in the next one."""
+        return moment.may_compare and not self.is_compared and moment.pace.usual is None
+
+    def _is_broken(self, moment: Moment) -> bool:
+        """Whether the plan does not keep to the budget, or is of another one."""
+        return self.is_overdue or (moment.peak or 0) > (moment.task.limits.budget or 0)
 
     def _has_more_room(self, moment: Moment, profile: StepProfile) -> bool:
         """Whether layers have more room than when the plan was made, by more than plans leave free."""
@@ -404,10 +463,6 @@ class Settled(Phase):
         if not has_excursion(moment.step, tuning, since):
             return self, self.plan
         now = dataclasses.replace(self, looked=moment.step)
-        if moment.may_compare and not self.is_compared:
-            plain = rival(*(moment.task, profile, bandwidth, self.plan), not_recomputed=moment.not_recomputed)
-            if plain is not None:
-                return Comparison(dataclasses.replace(now, is_compared=True)), plain
         look = excursion(moment.task, profile, bandwidth, self.plan, not_recomputed=moment.not_recomputed)
         return (now, self.plan) if look is None else (Excursion(now), look)
 

@@ -152,15 +152,25 @@ def worst_peak(profile: StepProfile, plan: Plan, bandwidth: Bandwidth) -> int:
     return max(found.peak_bytes, min(full, peak_of_keep(profile, bandwidth)))
 
 
-# The plain plan that comes next
+# Plain plans
+
+
+def is_plain(plan: Plan, policy: Sequence[Placement]) -> bool:
+    """Whether a plan gives one placement to all layers that are free."""
+    pairs = zip(plan.placements, policy, strict=True)
+    return len({placed for placed, wanted in pairs if wanted is Placement.AUTO}) == 1
 
 
 def rival(
-    task: Task, profile: StepProfile, bandwidth: Bandwidth, plan: Plan, *, not_recomputed: frozenset[int]
+    task: Task,
+    profile: StepProfile,
+    bandwidth: Bandwidth,
+    plan: Plan,
+    *,
+    not_recomputed: frozenset[int],
+    slower: float,
 ) -> Plan | None:
     """The best plan that gives all layers one placement and may be faster than a plan; ``None`` if none may.
-
-    No prediction is so exact that it decides between plans that are nearly as good: a step does.
 
     Args:
         task: What is wanted.
@@ -168,9 +178,10 @@ def rival(
         bandwidth: How fast offloaded bytes travel.
         plan: The plan in force.
         not_recomputed: Layers that must not be recomputed unless the policy says so.
+        slower: Share by which it may be predicted to be slower; if negative, it must be faster.
     """
     freedom = Freedom.all_of(profile, task.policy, not_recomputed)
-    least = simulate(profile, plan, bandwidth).seconds * (1 + task.tuning.rival)
+    least = simulate(profile, plan, bandwidth).seconds * (1 + slower)
     found = None
     for placement in GOALS[task.objective].choices:
         other = Plan(freedom.uniform(placement), window=plan.window)
@@ -193,8 +204,10 @@ def probing_plan(
     """Some layers of each kind kept, recomputed and rebuilt, as many as the budget allows."""
     first = task.first()
     fewest = 3 if task.objective is Objective.MEMORY else 4  # one offloads beside each that is a choice
-    for parts in (fewest, 6, 12, max(len(task.policy), 2)):
-        placements = _mixed(task, profile, parts, step=step, not_recomputed=not_recomputed)
+    for parts, keeps in ((fewest, True), (fewest, False), (6, True), (12, True), (len(task.policy), True)):
+        placements = _mixed(
+            task, profile, max(parts, 2), step=step, keeps=keeps, not_recomputed=not_recomputed
+        )
         plan = dataclasses.replace(first, placements=placements)
         if worst_peak(profile, plan, bandwidth) <= task.careful_limits.planned:
             return plan
@@ -202,20 +215,30 @@ def probing_plan(
 
 
 def _mixed(
-    task: Task, profile: StepProfile, parts: int, *, step: int, not_recomputed: frozenset[int]
+    task: Task,
+    profile: StepProfile,
+    parts: int,
+    *,
+    step: int,
+    keeps: bool,
+    not_recomputed: frozenset[int],
 ) -> tuple[Placement, ...]:
-    """One layer of a kind in each group gets each placement that is a choice, the others offload."""
+    """One layer of a kind in each group gets each placement that is a choice, the others offload.
+
+    Where a layer of each kind that keeps is too much, one that is recomputed may fit: that is what keeps to
+    tight budgets.
+    """
     placements = list(task.policy)
     is_last = step + 1 >= task.tuning.learning  # before there is a plan
     for kind in set(profile.layers):
-        spares = is_last and profile.kinds[kind].may_spare_attention
+        spares = is_last and keeps and profile.kinds[kind].may_spare_attention
         again = Placement.RECOMPUTE_EXCEPT_ATTENTION if spares else Placement.RECOMPUTE
-        turns = (Placement.KEEP, again, Placement.OFFLOAD_REMAT)
+        turns = (*([Placement.KEEP] if keeps else []), again, Placement.OFFLOAD_REMAT)
         free = _free_layers(task, profile, kind)
         if len(free) < 3:  # it is measured by the others
             continue
         for place, layer in enumerate(reversed(free)):
-            turn = (place + step) % parts
+            turn = (place + step * keeps) % parts
             if turn < len(turns) and _may_try(task, profile, layer, turns[turn], not_recomputed):
                 placements[layer] = turns[turn]
     return tuple(placements)

@@ -329,15 +329,21 @@ class StepProfile:
                 return least
             hooks = TUNING.hook_seconds * len(self.kinds[kind].activations)
             return Timing(*(max(seconds, hooks + few) for seconds, few in zip(offloaded, least, strict=True)))
-        found = kept or offloaded if placement is Placement.KEEP else offloaded or kept
+        if placement is Placement.KEEP and kept is None and offloaded is not None:
+            return Timing(*map(min, offloaded, self._without_second_forward(kind) or offloaded))
+        found = kept or offloaded
         if found is not None:
             return found
         remat = self._measured(kind, Placement.OFFLOAD_REMAT)
         if remat is not None:
             return remat
-        own = self.timings[kind]
-        forward, backward = own.get(Placement.RECOMPUTE) or own[Placement.RECOMPUTE_EXCEPT_ATTENTION]
-        return Timing(forward, max(backward - forward, 0.0))
+        return self._without_second_forward(kind) or Timing(0.0, 0.0)
+
+    def _without_second_forward(self, kind: int) -> Timing | None:
+        """What a layer that is recomputed takes, but for that; ``None`` if none was."""
+        ways = Placement.RECOMPUTE, Placement.RECOMPUTE_EXCEPT_ATTENTION
+        again = next((known for way in ways if (known := self._measured(kind, way)) is not None), None)
+        return None if again is None else Timing(again.forward, max(again.backward - again.forward, 0.0))
 
     def is_measured(self, placement: Placement) -> bool:
         """Whether the times of all layers under a placement come from measurements, if only of another kind.
