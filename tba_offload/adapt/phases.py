@@ -101,8 +101,12 @@ class Moment:
 
     @property
     def may_compare(self) -> bool:
-        """Whether a plain plan may be tried for a step: not where ranks would have to agree on it."""
-        return self.task.has_budget and self.task.objective is Objective.TIME and not self.task.is_shared
+        """Whether a plain plan may be tried for a step: not where ranks would have to agree on it.
+
+        Nor after a step that has broken the budget, which is answered first.
+        """
+        is_free = self.task.has_budget and self.task.objective is Objective.TIME and not self.task.is_shared
+        return is_free and (self.peak or 0) <= (self.task.limits.budget or 0)
 
     def best_plan(self, profile: StepProfile, bandwidth: Bandwidth) -> Plan:
         """The best plan that is found, for a drive that may be slower than the one that was measured."""
@@ -390,7 +394,7 @@ class Settled(Phase):
 
         That is soon known, and a search takes many steps: it comes after a step under that plan.
         """
-        if self._is_broken(moment) or not moment.may_compare or is_plain(self.plan, moment.task.policy):
+        if self.is_overdue or not moment.may_compare or is_plain(self.plan, moment.task.policy):
             return None
         plain = moment.rival(self.plan, profile, bandwidth, slower=-moment.tuning.worth_it)
         if plain is None or plain.prediction is None:
@@ -417,7 +421,7 @@ class Settled(Phase):
 
         No prediction is so exact that it decides between plans that are nearly as good: a step does.
         """
-        if moment.pace.usual is None or self.is_compared or not moment.may_compare or self._is_broken(moment):
+        if self.is_overdue or self.is_compared or not moment.may_compare or moment.pace.usual is None:
             return None
         plain = moment.rival(self.plan, profile, bandwidth, slower=moment.tuning.rival)
         if plain is None:
@@ -427,10 +431,6 @@ class Settled(Phase):
     def _compares_soon(self, moment: Moment) -> bool:
         """Whether a search, which takes many steps, would be in the way of the comparison in the next one."""
         return moment.may_compare and not self.is_compared and moment.pace.usual is None
-
-    def _is_broken(self, moment: Moment) -> bool:
-        """Whether the plan does not keep to the budget, or is of another one."""
-        return self.is_overdue or (moment.peak or 0) > (moment.task.limits.budget or 0)
 
     def _has_more_room(self, moment: Moment, profile: StepProfile) -> bool:
         """Whether layers have more room than when the plan was made, by more than plans leave free."""
