@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from torch.nn.parameter import is_lazy
 
@@ -166,7 +167,10 @@ def _listed(on_step: OnStep | Sequence[OnStep] | None) -> Sequence[OnStep]:
     Raises:
         ConfigError: One is not.
     """
-    found = () if on_step is None else tuple(on_step) if isinstance(on_step, Sequence) else (on_step,)
+    if on_step is None or callable(on_step):
+        return () if on_step is None else (on_step,)
+    given: Any = on_step
+    found = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
     for each in found:
         if not callable(each):
             raise ConfigError(f"on_step is {quoted(each)}: give a function of a step's record, or a sink")
@@ -179,11 +183,11 @@ def _numbered(trace_steps: Iterable[int]) -> frozenset[int]:
     Raises:
         ConfigError: One is none.
     """
-    found = tuple(trace_steps) if isinstance(trace_steps, Iterable) else (trace_steps,)
-    for each in found:
-        if not isinstance(each, int) or each < 1:
+    given = tuple(trace_steps) if isinstance(trace_steps, Iterable) else (trace_steps,)
+    for each in given:
+        if not isinstance(each, SupportsIndex) or operator.index(each) < 1:
             raise ConfigError(f"trace_steps has {quoted(each)}: give numbers of steps, from 1")
-    return frozenset(found)
+    return frozenset(map(operator.index, given))
 
 
 def _is_on_cpu(chunks: list[nn.Module]) -> bool:

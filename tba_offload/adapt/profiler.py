@@ -434,9 +434,9 @@ def _saved(
             uses = needed if is_remat else until
             uses.append(_share(clock(activation.unpacked_at), run.host.backward))
     # What is kept elsewhere costs nothing to keep, and gains nothing to offload.
-    counts = all(activation.treatment is not Treatment.LEARNED_KEEP for activation in column)
+    moving = (each.nbytes for each in column if each.treatment is not Treatment.LEARNED_KEEP)
     saved = Saved(
-        max(activation.nbytes for activation in column) if counts else 0,
+        max(moving, default=0),
         statistics.median(at),
         statistics.median(until) if until else _used_otherwise(needed, known, statistics.median(at), column),
     )

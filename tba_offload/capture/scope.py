@@ -116,9 +116,13 @@ class Lookahead:
         return len(self._recorded)
 
     def used_bytes(self, scope: ScopeKey, since: int, until: int) -> int:
-        """Bytes of a scope that backward has used from one number of :attr:`uses` to another."""
+        """Bytes of a scope that backward has used from one number of :attr:`uses` to another.
+
+        What it has found in memory does not count: the ledger still has that.
+        """
         used = (self._records.get(key) for key, _ in self._recorded[since:until] if key.scope == scope)
-        return sum(record.nbytes for record in used if record is not None)
+        noted = self._ledger.noted
+        return sum(record.nbytes for record in used if record is not None and record not in noted)
 
     def used(self, key: ActivationKey) -> None:
         """Backward used an activation for the first time: read ahead from the one after it."""

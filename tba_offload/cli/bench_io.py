@@ -128,8 +128,8 @@ _HEAD = f"  {'':5}  {'block':>8}  {'threads':>7}  {'in flight':>9}  {'bandwidth'
 
 def _say_left_out(block: int, threads: int) -> None:
     say(
-        f"blocks of {readable_size(block)} and more are not measured with {threads} threads in each "
-        "direction: there is no room for them"
+        f"blocks of {readable_size(block)} and more are not measured at {threads} "
+        f"{'thread' if threads == 1 else 'threads'} in each direction: there is no room for them"
     )
 
 

@@ -206,7 +206,7 @@ def _policy(found: Sequence[tuple[str, Location]], memory: dict[str, int | None]
         lines += [f"    # {what}", f"    - {json.dumps(str(Path(path).absolute()), ensure_ascii=False)}"]
     lines += [
         "  # Of one process; several on this machine share the room. Half of what is free now.",
-        f"  capacity: {format_size(room - room % (1 << 30 if room >= 1 << 30 else 1 << 20) or 1 << 20)}",
+        f"  capacity: {format_size(_rounded(room))}",
         "  # Spares the drives: bytes that plans may write in a day. How long they last tells",
         "  # `tba-offload doctor DIR --run RUN.jsonl`.",
         "  # write_bytes_per_day: 5TB",
@@ -218,6 +218,12 @@ def _policy(found: Sequence[tuple[str, Location]], memory: dict[str, int | None]
         "",
     ]
     return "\n".join(lines)
+
+
+def _rounded(room: int) -> int:
+    """Whole GiB, or where there is not one, MiB."""
+    unit = 1 << 30 if room >= 1 << 30 else 1 << 20
+    return max(room - room % unit, unit)
 
 
 def _some_budget(memory: dict[str, int | None]) -> str:

@@ -32,10 +32,9 @@ def launch(arguments: Sequence[str]) -> None:
 
     Raises:
         ConfigError: There is no such script.
-        MissingDependencyError: megatron-core is not installed, or something that ``megatron.training``
-            imports.
-        UnsupportedError: The script is in no checkout, and megatron-core was installed without
-            ``megatron.training``; or ``--cpu`` where there is a GPU.
+        MissingDependencyError: megatron-core is not installed.
+        UnsupportedError: There is no ``megatron.training``, or a module that it imports is missing; or
+            ``--cpu`` where there is a GPU.
     """
     run(prepare(arguments))
 
@@ -66,24 +65,30 @@ def prepare(arguments: Sequence[str]) -> Path:
     return path
 
 
-_OF_SCRIPTS = frozenset({"psutil", "regex", "six", "tensorboard"})
-"""Packages that scripts of some releases import, and the extra ``scripts`` brings."""
+_REMEDIES = {
+    **dict.fromkeys(("psutil", "regex", "six", "tensorboard"), "'tba-offload[scripts]'"),
+    "triton": "triton",
+}
+"""Packages that scripts of some releases import, and what to install for them."""
 
 
 def _why_missing(module: str, script: Path) -> TbaError | None:
-    """What to do about a module that is missing; ``None`` if it is none that a user can install."""
-    package, _, inner = module.partition(".")
+    """What to do about a module that is missing; ``None`` if it is one of the package itself."""
+    package = module.partition(".")[0]
     if module in {"megatron", "megatron.core"}:
         return MissingDependencyError("megatron-core", f"{script.name}: megatron.training", extra="megatron")
     if module == "megatron.training":
         return UnsupportedError(
-            f"{script}: lies in no Megatron-LM checkout, and the megatron-core that is installed has no "
-            "megatron.training; give the path of a script in a checkout, such as pretrain_gpt.py"
+            f"{script}: there is no megatron.training beside it, nor in the megatron-core that is installed; "
+            "give a script at the root of a Megatron-LM checkout, such as pretrain_gpt.py, or name the "
+            "checkout in PYTHONPATH"
         )
-    if inner or not package or package in {"tba_offload", "tba_lab"}:
+    if package in {"", "megatron", "tba_offload", "tba_lab"}:
         return None
-    extra = "scripts" if package in _OF_SCRIPTS else None
-    return MissingDependencyError(package, f"{script.name}: megatron.training", extra=extra)
+    remedy = f"; pip install {_REMEDIES[package]}" if package in _REMEDIES else ""
+    return UnsupportedError(
+        f"{script.name}: megatron.training needs the module {module}, which is missing{remedy}"
+    )
 
 
 def main() -> None:

@@ -35,13 +35,14 @@ class Beside(NamedTuple):
         """The most of two, each way."""
         return Beside(*map(max, self, other))
 
-    def if_whole(self, *, again: bool) -> Beside:
+    def if_whole(self, *, again: int | None = None) -> Beside:
         """What there is if all that the layer has saved is there when its backward begins.
 
         Args:
-            again: Whether a second forward makes it, with temporaries as the first one has.
+            again: If a second forward makes it, with temporaries as the first one has: bytes of the gradient
+                of its output, which is there by then.
         """
-        backward = max(self.whole, self.forward) if again else self.whole
+        backward = self.whole if again is None else max(self.whole, self.forward + again)
         return Beside(self.forward, backward, backward)
 
     @classmethod

@@ -119,9 +119,13 @@ class LayerKind:
             return self.beside[placement]
         is_whole = placement is Placement.KEEP or placement.recomputes
         alike = [seen for way, seen in self.beside.items() if is_whole and way.recomputes]
+        if not alike and is_whole:
+            # Layers put out as much as they are given.
+            again = self.input_bytes if placement.recomputes else None
+            simple = (self.beside.get(way) for way in (Placement.KEEP, Placement.OFFLOAD))
+            alike = [seen.if_whole(again=again) for seen in simple if seen is not None]
         if not alike and Placement.OFFLOAD in self.beside:
-            offloaded = self.beside[Placement.OFFLOAD]
-            return offloaded.if_whole(again=placement.recomputes) if is_whole else offloaded
+            return self.beside[Placement.OFFLOAD]
         return functools.reduce(Beside.at_least, alike or self.beside.values(), Beside())
 
     def staying(self, percent: int) -> frozenset[int]:

@@ -283,13 +283,14 @@ def _huge_layer(evidence: Evidence) -> Iterator[Finding]:
     memory = evidence.memory
     if memory is None or len(memory.layers) < 2:
         return
+    takes = [max(forward, backward) for _, forward, backward in memory.layers]
     # What a layer leaves there is kept, and no matter of its size.
-    takes = [max(forward - left, backward) for left, forward, backward in memory.layers]
-    largest = max(range(len(takes)), key=takes.__getitem__)
+    own = [max(forward - left, backward) for left, forward, backward in memory.layers]
+    largest = max(range(len(own)), key=own.__getitem__)
     others = [size for index, size in enumerate(takes) if index != largest]
-    if takes[largest] < _HUGE * statistics.median(others):
+    if own[largest] < _HUGE * statistics.median(others):
         return
-    excess = takes[largest] - max(others)
+    excess = max(own[largest] - max(others), 0)
 
     def freed(phase: Phase) -> int:
         is_there = phase.layer == largest and phase.name in {"forward", "backward"}
@@ -298,7 +299,7 @@ def _huge_layer(evidence: Evidence) -> Iterator[Finding]:
     yield Finding(
         "one huge layer",
         evidence.without(freed),
-        f"{evidence.layer(largest)} alone takes {readable_size(takes[largest])} while it runs, and the "
+        f"{evidence.layer(largest)} alone takes {readable_size(own[largest])} while it runs, and the "
         f"median of the other layers {readable_size(statistics.median(others))}; no window is smaller than "
         "one layer",
         "split it, or run it on parts of its tokens in turn; or name its parts as layers of their own: "

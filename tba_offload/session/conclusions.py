@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 _LOOKED_AT = 3
 """Steps in which it is looked whether the window is too wide: later ones save as much."""
 
+_LEAST_STATES = 32 << 10
+"""Bytes of states of which an eighth, the sub-groups that are advised, is as much as a sub-group may be."""
+
 _SKIPPED = 17
 """Steps without an update after which an optimizer is missed: a gradient scaler that begins at 2**16 has come
 down to 1 after 16."""
@@ -73,6 +76,7 @@ class Conclusions:
         parts.gradients.count()
         self._warn_if_full(number)
         self._warn_of_wide_window(number)
+        self._warn_of_wide_slots(number)
         loads = parts.store.take_loads()
         loss, late = self._figures_of(step, times)
         weights = parts.weights.take()
@@ -160,6 +164,16 @@ class Conclusions:
         saved = sum(activation.nbytes for activation in self._parts.capture.trace.activations)
         if saved and window > saved / 2:
             self._parts.notices.wide_window(saved, window)
+
+    def _warn_of_wide_slots(self, number: int) -> None:
+        """Slots that hold all states leave them in memory; all optimizers count together."""
+        records = [states.records[-1] for states in self._parts.states if states.records]
+        if number != _LOOKED_AT or not records:
+            return
+        states = sum(each.states_bytes for each in records)
+        slots = sum(each.slot_bytes for each in records)
+        if _LEAST_STATES <= states <= slots and not any(each.staying for each in records):
+            self._parts.notices.wide_slots(states, slots)
 
     def _learn(self, step: Step, record: StepRecord, loads: Sequence[DriveLoad]) -> None:
         """Has the next step planned by what this one was like."""

@@ -393,14 +393,17 @@ class MemoryWatch:
         """
         if self.is_on:
             gradients, frozen = self._sources.gradients.parts
-            self._note(live, min(gradients, max(aside - frozen, 0)), frozen)
+            now = self._now
+            released = now.uses.count() if now.uses is not None else 0
+            self._note(now, live, min(gradients, max(aside - frozen, 0)), frozen, released)
 
-    def _note(self, live: int, gradients: int, frozen: int) -> None:
+    def _note(self, now: _Moment, live: int, gradients: int, frozen: int, released: int = 0) -> None:
         """Of several moments of a phase the fullest stays."""
-        now, nbytes = self._now, max(live - self._base, 0)
+        nbytes = max(live - self._base, 0)
         held = self._held()
         now.sees(live - self._sources.offloader.ledger.read_ahead)
-        now.knows(nbytes, held.planned, at_once=self._meter is None or self._meter.samples)
+        samples = self._meter is None or self._meter.samples
+        now.knows(nbytes, held.planned, at_once=samples, released=released)
         best = self.peaks.get(now.phase)
         if best is None or nbytes + gradients + frozen > best.whole:
             self.peaks[now.phase] = Peak(nbytes, now.layer, held, now.beside, gradients, frozen)
@@ -413,7 +416,7 @@ class MemoryWatch:
         books = offloader.own_bytes, trace.kept_bytes, trace.planned_kept_bytes
         least = live - offloader.ledger.read_ahead
         self._now = _Moment(phase, index, live, *books, beside, least, uses=uses)
-        self._note(live, *self._sources.gradients.parts)
+        self._note(self._now, live, *self._sources.gradients.parts)
 
     def _close(self) -> int:
         """Ends what the step is at; returns the live bytes."""
@@ -465,9 +468,11 @@ class _Uses:
         self._count = lookahead.uses
         self._nbytes = 0
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of it until now; not for two threads at once."""
+    def count(self) -> int:
+        """Takes note of what was used since the last time, and tells the bytes of all.
+
+        Not for two threads at once: a meter takes one sample at a time.
+        """
         before, self._count = self._count, self._lookahead.uses
         self._nbytes += self._lookahead.used_bytes(self._scope, before, self._count)
         return self._nbytes
@@ -491,7 +496,7 @@ class _Moment:
     whole: int = 0
     uses: _Uses | None = None
 
-    def knows(self, live: int, of_plans: int, *, at_once: bool) -> None:
+    def knows(self, live: int, of_plans: int, *, at_once: bool, released: int) -> None:
         """Memory holds ``live`` bytes, and plans know of ``of_plans`` of them.
 
         Args:
@@ -499,12 +504,12 @@ class _Moment:
             of_plans: Those of activations of layers.
             at_once: Whether both were so at one moment. Otherwise ``live`` are the most since the last time,
                 when layers may have had more than now.
+            released: Bytes that backward has used of the run that it is at, and that plans know nothing of.
         """
         known = of_plans if at_once else max(of_plans, self.of_plans)
         self.of_plans = of_plans
         self.unplanned = max(self.unplanned, live - known)
-        used = self.uses.nbytes if self.uses is not None and at_once else 0
-        self.whole = max(self.whole, live - known - used)
+        self.whole = max(self.whole, live - known - (released if at_once else 0))
 
     def sees(self, own: int) -> None:
         """There were ``own`` bytes that are not read ahead; ``least`` are those that it began with."""

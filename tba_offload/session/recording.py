@@ -16,6 +16,8 @@ from tba_offload.store.base import HOST_TIER
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from torch import nn
+
     from tba_offload.config import OffloadConfig
     from tba_offload.config.policy import LayerId, Policy
     from tba_offload.session.figures import Times
@@ -107,15 +109,18 @@ def record_of(
     )
 
 
-def label_of(config: OffloadConfig, world: World, *, has_states: bool) -> str:
+def label_of(config: OffloadConfig, world: World, modules: Sequence[nn.Module], *, has_states: bool) -> str:
     """A label that tells what is offloaded: ``offload``, ``mixed``, ``keep + states + weights``.
 
     Args:
         config: What the user wanted.
         world: The layers of all ranks.
+        modules: The model; its frozen weights travel if the policy says so.
         has_states: Whether states of optimizers are.
     """
-    others = {"states": has_states, "weights": config.weights is not None and config.weights.percent > 0}
+    travels = config.weights is not None and config.weights.percent > 0
+    frozen = any(not each.requires_grad for module in modules for each in module.parameters())
+    others = {"states": has_states, "weights": travels and frozen}
     first = Plan.from_policy(config.policy, world.layers).strategy
     return " + ".join([first, *(name for name, is_offloaded in others.items() if is_offloaded)])
 

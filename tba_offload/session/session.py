@@ -30,7 +30,7 @@ from tba_offload.session.budget import limits_of
 from tba_offload.session.conclusions import Conclusions
 from tba_offload.session.journal import Journal
 from tba_offload.session.layer_runs import LayerRuns
-from tba_offload.session.notices import Notices, tell
+from tba_offload.session.notices import tell
 from tba_offload.session.ongoing import Ongoing
 from tba_offload.session.parts import make_parts
 from tba_offload.session.recording import header_of, label_of
@@ -75,7 +75,7 @@ class Session:
         modules: The model or its chunks; their parameters and buffers are never offloaded.
         config: The policy and its settings.
         run_log: Where to write the run log; ``None`` for none.
-        strategy: Label of this run in ROK plots; by default the placement that all layers share.
+        strategy: Label of this run in ROK plots; by default it tells what is offloaded.
         model_info: What the run log's header says about the model.
         measure_memory: Whether to measure the activation peak of steps that do not say so themselves. On CUDA
             that is free; on a CPU a thread samples, which takes part of a core.
@@ -140,7 +140,7 @@ class Session:
             measure_memory=measure_memory,
         )
         try:
-            strategy = strategy or label_of(config, self._world, has_states=bool(optimizers))
+            strategy = strategy or label_of(config, self._world, modules, has_states=bool(optimizers))
             header = header_of(config, strategy, model_info, parts)
             self._journal = Journal(run_log, header, tells=status, on_step=on_step)
             parts.planning.start(plan, self._controller_of(config, plan, limits), self._world.agree)
@@ -173,7 +173,7 @@ class Session:
         self.weights: FrozenWeights | None = None
         try:
             for number, optimizer in enumerate(optimizers):
-                updated = partial(_updated, journal, parts.notices, choice, number)
+                updated = partial(_updated, journal, choice, number)
                 parts.states.append(
                     offload_optimizer(optimizer, config, model=modules, masters=masters, updated=updated)
                 )
@@ -439,13 +439,9 @@ def _states_choice(config: OffloadConfig, parts: Parts, journal: Journal) -> Sta
     return StatesChoice(parts.planning, parts.budget, journal.note_states_choice)
 
 
-def _updated(
-    journal: Journal, notices: Notices, choice: StatesChoice | None, number: int, record: StatesRecord
-) -> None:
+def _updated(journal: Journal, choice: StatesChoice | None, number: int, record: StatesRecord) -> None:
     """An optimizer has made an update."""
     journal.note_states(number, record)
-    if choice is None and 0 < record.states_bytes <= record.slot_bytes:
-        notices.wide_slots(record.states_bytes, record.slot_bytes)
     if choice is not None:
         choice.updated(number, record)
 

@@ -125,7 +125,7 @@ def bench(
         with ExitStack() as stack:
             store = opened(make, directory, device, TRANSFER_SECONDS)
             stack.push(partial(end, store))
-            for block in blocks:
+            for block in sorted(blocks):
                 try:
                     for cell in _Blocks(store, device, block, count).measured(seconds):
                         cells.append(cell)

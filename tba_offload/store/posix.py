@@ -230,7 +230,7 @@ def overwrite_in_place(fd: int) -> None:
     """
     if file_system_magic(fd) != _BTRFS:
         return
-    flags = array("l", [0])
+    flags = array("i", [0])
     with suppress(OSError):
         fcntl.ioctl(fd, _GET_FLAGS, flags)
         flags[0] |= _NO_COPY_ON_WRITE

@@ -30,6 +30,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of the system when a file cannot grow."""
 
 _GROWTH = 256 << 20
+_LEAST_GROWTH = 1 << 20
 _SHARE = 8
 """Part of the room by which a file grows at most, beyond what is needed."""
 _MAX_LINKS = 40
@@ -81,7 +82,7 @@ class RunFile:
             return
         free = self.free_bytes()
         # Where little is left, other stores may need it as much.
-        goal = round_up(size, min(_GROWTH, round_up(free // _SHARE, 1 << 20) or 1 << 20))
+        goal = round_up(size, min(_GROWTH, round_up(max(free // _SHARE, 1), _LEAST_GROWTH)))
         if self._capacity is not None:
             goal = max(size, min(goal, self._capacity))
         if goal - self.size > free:
@@ -109,8 +110,12 @@ class RunFile:
         with suppress(OSError):
             os.close(self.fd)
         if self._left_behind is not None:
-            with suppress(OSError):
+            try:
                 os.rmdir(self._left_behind, dir_fd=self._parent)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                logger.warning("%s: %s stays: %s", self.directory, self._left_behind, error.strerror)
         os.close(self._parent)
         self._maker.undo()
 

@@ -199,8 +199,8 @@ class FrozenWeights:
         name_others(self._layers, config.min_tensor_bytes, travels=could_travel, tell=tell)
         if not could_travel:
             tell(
-                "no frozen weight travels: none of the layers is frozen, has min_tensor_bytes, and lies in "
-                "memory that nothing else uses. weights that are frozen after this stay in memory"
+                "no frozen weight travels: no weight of the layers is frozen, of min_tensor_bytes or more, "
+                "and in memory that nothing else uses. those that are frozen after this stay in memory"
             )
         elif not self.nbytes:
             tell(

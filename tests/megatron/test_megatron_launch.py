@@ -327,13 +327,17 @@ def test_what_is_no_script_of_megatron_is_one_line(tmp_path: Path, python_with_t
     (tmp_path / "megatron" / "__init__.py").touch()
     finished = run("-m", "tba_offload", "launch", str(alone))
     assert finished.returncode == 1
-    assert "lies in no Megatron-LM checkout" in finished.stderr
+    assert "there is no megatron.training beside it" in finished.stderr
     assert len(finished.stderr.splitlines()) == 1
     inner = tmp_path / "megatron" / "training"
     inner.mkdir()
-    for package, remedy in (("six", "'tba-offload[scripts]'"), ("tritonic", "tritonic")):
-        (inner / "__init__.py").write_text(f"raise ModuleNotFoundError('gone', name='{package}')\n")
+    for module, remedy in (
+        ("six", "; pip install 'tba-offload[scripts]'"),
+        ("triton", "; pip install triton"),
+        ("apex.amp", ""),
+    ):
+        (inner / "__init__.py").write_text(f"raise ModuleNotFoundError('gone', name='{module}')\n")
         finished = run("-m", "tba_offload", "launch", str(alone))
         assert finished.returncode == 1
-        expected = f"Error: alone.py: megatron.training needs {package}, which is not installed; pip install"
-        assert finished.stderr == f"{expected} {remedy}\n"
+        expected = f"alone.py: megatron.training needs the module {module}, which is missing{remedy}"
+        assert finished.stderr == f"Error: {expected}\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
+import json
 import tempfile
 import time
 from typing import TYPE_CHECKING, Any
@@ -109,7 +109,6 @@ def trained(
     optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
     directory: str | None = None,
     layers: list[nn.Module] | None = None,
-    rules: list[dict[str, str]] | None = None,
     **policy: Any,
 ) -> Diagnosis:
     """Trains a model some steps; both by the log and by the session it is explained alike."""
@@ -117,7 +116,6 @@ def trained(
         "default": "offload",
         "budget": {"in_flight_bytes": "2MiB"},
         "store": {"kind": "file"},
-        "layers": rules or [],
     }
     log = tmp_path / "run.jsonl"
     with tba.attach(
@@ -366,14 +364,27 @@ def test_one_huge_layer(tmp_path: Path) -> None:
     assert "layer 2 (layers.2) alone takes" in found.findings[0].what
 
 
-def test_a_layer_that_keeps_what_it_saves_is_not_huge_for_that(tmp_path: Path) -> None:
-    model = Model(wide=(128,) * (LAYERS - 1) + (512,))
-    rules = [{"match": str(LAYERS - 1), "placement": "keep"}]
-    found = trained(tmp_path, model, rules=rules, budget={"in_flight_bytes": "1MiB"})
-    assert found.evidence.memory is not None
-    *others, last = (max(takes) for _, *takes in found.evidence.memory.layers)
-    assert last > 2 * statistics.median(others)
-    assert "one huge layer" not in {each.cause for each in found.findings}
+SMALL, KEPT, HUGE = (0.1, 1.1, 1.6), (5.0, 5.0, 2.1), (0.1, 3.0, 5.0)
+"""What layers leave in memory, and take forward and backward, in MiB."""
+
+
+@pytest.mark.parametrize(
+    ("layers", "named"),
+    [([SMALL] * 5 + [HUGE], True), ([SMALL] * 5 + [KEPT], False), ([KEPT] * 5 + [HUGE], False)],
+)
+def test_a_layer_is_not_huge_for_what_it_keeps_nor_for_what_others_keep(
+    layers: list[tuple[float, ...]], tmp_path: Path, *, named: bool
+) -> None:
+    trained(tmp_path, Model())
+    log = tmp_path / "run.jsonl"
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    for event in events:
+        if event["event"] == "memory":
+            event["layers"] = [[int(size * MIB) for size in layer] for layer in layers]
+            for phase in ("forward", "backward"):  # the last one is where there is most
+                event["phases"][phase]["layer"] = LAYERS - 1
+    log.write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    assert ("one huge layer" in {each.cause for each in why(log).findings}) is named
 
 
 def test_graphs_that_the_program_keeps(tmp_path: Path) -> None:

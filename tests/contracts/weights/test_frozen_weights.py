@@ -552,7 +552,7 @@ def test_what_is_too_small_to_travel_is_not_named(tmp_path: Path, caplog: pytest
     with offloaded(model, tmp_path, min_tensor_bytes="64KiB") as weights:
         assert not weights.nbytes
     (told,) = caplog.messages
-    assert told.startswith("no frozen weight travels: none of the layers is frozen, has min_tensor_bytes")
+    assert told.startswith("no frozen weight travels: no weight of the layers is frozen, of min_tensor_bytes")
 
 
 def test_that_no_weight_is_frozen_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -130,17 +130,20 @@ def test_what_lies_beside_a_layer_counts_while_it_runs_and_logits_while_there_ar
         (OFFLOAD, Beside(30, 90, 20)),
         (Placement.OFFLOAD_REMAT, Beside(30, 90, 20)),
         (KEEP, Beside(30, 20, 20)),
-        (RECOMPUTE, Beside(30, 30, 30)),
-        (Placement.RECOMPUTE_EXCEPT_ATTENTION, Beside(30, 30, 30)),
+        (RECOMPUTE, Beside(30, 40, 40)),
+        (Placement.RECOMPUTE_EXCEPT_ATTENTION, Beside(30, 40, 40)),
     ],
 )
 def test_what_an_offloaded_layer_needs_when_it_has_used_much_lies_not_beside_all_that_it_saves(
     placement: Placement, beside: Beside
 ) -> None:
-    """What was used makes room; but a second forward has the temporaries of the first one again."""
+    """What was used makes room; but a second forward has the temporaries of the first one, and a gradient."""
     (kind,) = profile_of().kinds
     kind.beside[OFFLOAD] = Beside(30, 90, 20)
     assert kind.beside_as(placement) == beside
+    kind.beside[KEEP] = Beside(50, 10, 10)
+    if placement.recomputes:
+        assert kind.beside_as(placement) == Beside(50, 60, 60)
 
 
 def test_gradients_that_come_later_leave_room_to_logits() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 
@@ -19,7 +20,7 @@ class Asked:
     """Stands for a reader with room: notes what is read ahead, and what with restraint."""
 
     def __init__(self) -> None:
-        self.ledger = SimpleNamespace(stats=SimpleNamespace(given_up=0))
+        self.ledger = SimpleNamespace(stats=SimpleNamespace(given_up=0), noted=frozenset())
         self.plainly: list[tuple[int, int]] = []
         self.across: list[tuple[int, int]] = []
 
@@ -38,6 +39,11 @@ class Asked:
         key = record.key.scope.micro_batch, record.key.scope.layer
         (self.across if across_forward else self.plainly).append(key)
         return not across_forward
+
+
+class Everything:
+    def __contains__(self, record: object) -> bool:
+        return True
 
 
 class Window(Asked):
@@ -72,7 +78,7 @@ def play(lookahead: Lookahead, asked: Asked, order: str) -> list[tuple[list[Any]
         micro_batch = int(word[1:])
         if word[0] == "F":
             for layer in range(LAYERS):
-                record: Any = SimpleNamespace(key=key_of(micro_batch, layer), nbytes=10 + layer)
+                record: Any = mock.Mock(key=key_of(micro_batch, layer), nbytes=10 + layer)
                 lookahead.saved(record)
             continue
         asked.plainly, asked.across = [], []
@@ -121,6 +127,9 @@ def test_it_is_known_how_much_of_a_run_backward_has_used(lookahead: Lookahead, a
     assert lookahead.uses == 4
     assert lookahead.used_bytes(last, 0, 4) == 11
     assert lookahead.used_bytes(last, 1, 4) == 0  # it was the first that was used
+    asked.ledger.noted = Everything()  # it was found in memory, where it is still
+    assert lookahead.used_bytes(last, 0, 4) == 0
+    asked.ledger.noted = frozenset()
     lookahead.used(ActivationKey(last, 99))  # saved in a step before
     assert lookahead.used_bytes(last, 0, 5) == 11
     lookahead.begin_step()

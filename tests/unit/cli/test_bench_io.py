@@ -114,7 +114,7 @@ def test_what_has_no_room_is_left_out(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(posix, "fallocate", fallocate)
     result = CliRunner().invoke(cli.main, ["bench-io", "--seconds", "0", "--threads", "1", str(tmp_path)])
     assert result.exit_code == 0, result.output
-    assert "blocks of 16.0 MiB and more are not measured with 1 threads" in result.stderr
+    assert "blocks of 16.0 MiB and more are not measured at 1 thread in each direction" in result.stderr
     assert "4.00 MiB" in result.stdout
     assert "16.0 MiB" not in result.stdout
     assert "store:" in result.stdout

@@ -190,6 +190,23 @@ def test_what_backward_has_used_makes_room_for_what_it_needs_later(*, samples: b
     assert bench.watch.layers[1].beside == Beside(5, 75, whole)
 
 
+def test_what_backward_finds_in_memory_makes_room_when_it_is_done_with_it() -> None:
+    """The books have it until then, as settled."""
+    bench = Bench()
+    bench.forward("offload", nbytes=0)
+    bench.watch.model_ended()
+    bench.grow(30, in_flight=30)  # an activation whose write does not end
+    bench.backward(1)
+    bench.grow(20)  # the gradient of the output
+    bench.lookahead.sizes.append((run_of(1), 0))  # what the ledger has is not told
+    bench.grow(0, in_flight=-30, settled=30)
+    bench.grow(40)  # what the operation makes
+    assert bench.watch.peaks["backward"].nbytes == 90
+    bench.grow(-50, settled=-30)
+    bench.watch.leave(EMBEDDINGS)
+    assert bench.watch.layers[1].beside == Beside(5, 60, 60)
+
+
 def test_the_loss_comes_after_the_model_whichever_layer_ran_last() -> None:
     bench = Bench()
     bench.watch.layer_begins(0)

@@ -133,9 +133,10 @@ def test_slots_that_hold_all_states_are_told_with_better_ones() -> None:
             tba.attach(model, policy, optimizer=optimizer, measure_memory=False) as session,
         ):
             warnings.simplefilter("always")
-            for _ in range(2):
+            for _ in range(4):
                 loss_of(model, make_tokens(1)).backward()
                 optimizer.step()
+                optimizer.zero_grad()
         assert session.states[0].records[-1].states_bytes >= states
         return [each for each in said if "frees nothing" in str(each.message)]
 
