@@ -352,10 +352,13 @@ def _on_device(steps: Sequence[Figures], settings: DemoSettings, nbytes: int) ->
     Returns:
         ``lane``, its name; ``bytes``, the budget; ``peak_bytes``, the most that was measured after the
         warm-up; ``kept``, whether that is less; ``predicted_peak_bytes`` and ``predicted_seconds`` of the
-        last step, of all of it, and the median errors of both; how many of ``sub_groups`` of states were
-        ``travelling`` at last.
+        last step of which that was predicted, of all of it, and the median errors of both; how many of
+        ``sub_groups`` of states were ``travelling`` at last.
     """
     counted, last = steps[WARM_UP:], steps[-1]
+    # Of a step that tries something else nothing is predicted.
+    foretold = [step for step in counted if step["predicted_device_peak_bytes"] is not None]
+    said = foretold[-1] if foretold else last
     peak = max(step["device_peak_bytes"] or 0 for step in counted)
     states = last["states"][-1] if last["states"] else None
     return {
@@ -363,9 +366,9 @@ def _on_device(steps: Sequence[Figures], settings: DemoSettings, nbytes: int) ->
         "bytes": nbytes,
         "peak_bytes": peak,
         "kept": peak <= nbytes,
-        "predicted_peak_bytes": last["predicted_device_peak_bytes"],
+        "predicted_peak_bytes": said["predicted_device_peak_bytes"],
         "peak_error": prediction_error(counted, "predicted_device_peak_bytes", "device_peak_bytes"),
-        "predicted_seconds": last["predicted_whole_seconds"],
+        "predicted_seconds": said["predicted_whole_seconds"],
         "seconds_error": prediction_error(counted, "predicted_whole_seconds", "whole_step_seconds"),
         "travelling": None if states is None else states["sub_groups"] - states["staying"],
         "sub_groups": None if states is None else states["sub_groups"],

@@ -162,9 +162,12 @@ class Expected(NamedTuple):
 
     @property
     def over(self) -> int:
-        """Bytes by which the plan breaks its budget."""
-        budget = self.limits.budget
-        return 0 if budget is None else max(self.plan.peak_bytes - budget, 0)
+        """Bytes by which the plan breaks its budget; where nothing is left for it, with what is missing."""
+        budget, device = self.limits.budget, self.limits.device
+        if budget is None:
+            return 0
+        missing = 0 if device is None else max(-device.left, 0)
+        return max(self.plan.peak_bytes - budget, 0) + missing
 
     @property
     def device_peak_bytes(self) -> int | None:
