@@ -208,7 +208,7 @@ class Notices:
         )
 
     def wide_slots(self, states: int, slots: int) -> None:
-        """Slots of so many bytes hold all that an optimizer has in states, and so leave it in memory."""
+        """The slots of updates are as large as all states of the optimizers, which stay in memory so."""
         self.warn_once(
             "slots",
             f"offloading the states of the optimizer frees nothing: they are {readable_size(states)}, and "
