@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from tba_offload.adapt.knowledge import Knowledge
 from tba_offload.adapt.phases import Moment, Settled, WarmUp, is_time_to_talk
-from tba_offload.adapt.proposals import bare, best_plan, over_budget, predicted
+from tba_offload.adapt.proposals import bare, best_plan, over_budget
 from tba_offload.adapt.thinking import AtOnce
 from tba_offload.config.policy import Placement
 from tba_offload.plan.describe import describe_plan
@@ -333,7 +333,7 @@ def _best_with(placements: Sequence[Placement], task: Task, phase: Phase, known:
         return None
     careful, every = bandwidth.scaled(settled.caution), frozenset(range(len(placements)))
     plan = best_plan(task, profile, careful, policy=placements, not_recomputed=every)
-    return predicted(plan, profile, bandwidth)
+    return known.needs.foretold(plan, profile, bandwidth)
 
 
 def _failed(error: Exception, step: int) -> str:

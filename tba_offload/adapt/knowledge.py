@@ -120,7 +120,8 @@ class Knowledge:
                 self.beside.forget()
         if self.rates.note(observation.loads, fell_back=record.fallback_kept_bytes > 0):
             self.needs.forget_peaks()
-        self.needs.note_peak(plan, peak, is_largest=self._size.is_largest)
+        activations = record.activation_peak_bytes or 0
+        self.needs.note_peak(plan, peak, activations, is_largest=self._size.is_largest)
         self.pace.end_last_step()
         if self.is_as_planned and not isinstance(phase, Excursion):
             self.pace.note(record, observation.on_device, is_planned=phase.settled is not None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tba_offload.adapt.proposals import bare, offloads_all
 from tba_offload.plan.simulate import simulate
@@ -26,6 +26,18 @@ def taken(record: StepRecord, limits: Limits) -> int | None:
     return max(peak - base - (record.gradient_peak_bytes or 0) - (record.state_bytes or 0), 0)
 
 
+class Peaks(NamedTuple):
+    """The highest peaks that were measured under a plan.
+
+    Attributes:
+        taken: Bytes of the budget.
+        activations: Bytes of activations, which take less of one that leaves room for gradients.
+    """
+
+    taken: int = 0
+    activations: int = 0
+
+
 class Needs:
     """The memory that was measured.
 
@@ -37,7 +49,7 @@ class Needs:
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self._peaks: dict[Plan, int] = {}  # the highest that was measured under each plan
+        self._peaks: dict[Plan, Peaks] = {}
         self._rests: deque[int] = deque(maxlen=task.tuning.remembered_rests)
         self._rest_over = 0  # of steps that peaked over the budget
         self._patience = task.tuning.remembered_rests  # measured steps that go well until it is forgotten
@@ -67,19 +79,30 @@ class Needs:
         """Forgets what plans needed: drives held more, or less, than they do now."""
         self._peaks = {}
 
-    def note_peak(self, plan: Plan, peak: int | None, *, is_largest: bool) -> None:
+    def note_peak(self, plan: Plan, peak: int | None, activations: int, *, is_largest: bool) -> None:
         """Remembers what a plan needs in the largest step; a smaller one over the budget tells as well."""
         if not self._task.has_budget or peak is None:
             return
         if is_largest or peak > (self._task.limits.budget or 0):
             known = bare(plan)
-            others = {plan: needed for plan, needed in self._peaks.items() if plan != known}
-            peaks = [*others.items(), (known, max(self._peaks.get(known, 0), peak))]
-            self._peaks = dict(peaks[-self._task.tuning.most_peaks :])
+            others = {plan: peaks for plan, peaks in self._peaks.items() if plan != known}
+            before = self._peaks.get(known, Peaks())
+            now = Peaks(max(before.taken, peak), max(before.activations, activations))
+            self._peaks = dict([*others.items(), (known, now)][-self._task.tuning.most_peaks :])
 
     def peak_of(self, plan: Plan) -> int:
-        """The highest peak that was measured under a plan, in bytes; 0 if none was."""
-        return self._peaks.get(bare(plan), 0)
+        """The most of the budget that a plan was seen to take, in bytes; 0 if it was not measured."""
+        return self._peaks.get(bare(plan), Peaks()).taken
+
+    def foretold(self, plan: Plan, profile: StepProfile, bandwidth: Bandwidth) -> Plan:
+        """A plan with what it does on a drive; its peaks are those that were measured, if they were.
+
+        What other plans needed beyond all that is known of them is none of its needs then.
+        """
+        found = simulate(profile, plan, bandwidth).prediction
+        if (seen := self._peaks.get(bare(plan))) is not None:
+            found = dataclasses.replace(found, peak_bytes=seen.taken, activation_bytes=seen.activations)
+        return dataclasses.replace(plan, prediction=found)
 
     def retreat(self, plan: Plan) -> Plan | None:
         """A plan that was seen to need less than one that was seen to break the budget; ``None`` if none was.
@@ -90,7 +113,7 @@ class Needs:
         if budget is None or peak <= budget:
             return None
         known = self._best_known()
-        return known if self._peaks[known] < (1 - self._task.tuning.worth_it) * peak else None
+        return known if self._peaks[known].taken < (1 - self._task.tuning.worth_it) * peak else None
 
     def instead_of(self, plan: Plan) -> Plan | None:
         """A plan that was seen to need less, if this one is expected or known to break the budget."""
@@ -98,14 +121,14 @@ class Needs:
         if budget is None or plan.prediction is None or not self._peaks:
             return None
         expected = max(plan.prediction.peak_bytes, self.peak_of(plan))
-        if expected <= budget or min(self._peaks.values()) >= expected:
+        if expected <= budget or min(seen.taken for seen in self._peaks.values()) >= expected:
             return None
         return self._best_known()
 
     def _best_known(self) -> Plan:
         """The last plan that kept to the budget, or the one that needed least if none did."""
         budget = self._task.limits.budget or 0
-        fitting = [known for known, needed in self._peaks.items() if needed <= budget]
+        fitting = [known for known, seen in self._peaks.items() if seen.taken <= budget]
         return fitting[-1] if fitting else min(self._peaks, key=self._peaks.__getitem__)
 
     def with_rest(

@@ -28,7 +28,6 @@ from tba_offload.adapt.proposals import (
     is_plain,
     over_budget,
     over_writes,
-    predicted,
     probing_plan,
     rival,
     writes_too_much,
@@ -122,13 +121,7 @@ class Moment:
     def within_budget(self, plan: Plan, profile: StepProfile, bandwidth: Bandwidth) -> Plan:
         """A plan, or one that was seen to need less if this one is expected or known to break the budget."""
         known = self.needs.instead_of(plan)
-        return plan if known is None else self.known_plan(known, profile, bandwidth)
-
-    def known_plan(self, plan: Plan, profile: StepProfile, bandwidth: Bandwidth) -> Plan:
-        """A plan of which the peak was measured, with what it does."""
-        found = simulate(profile, plan, bandwidth).prediction
-        found = dataclasses.replace(found, peak_bytes=self.needs.peak_of(plan))
-        return dataclasses.replace(plan, prediction=found)
+        return plan if known is None else self.needs.foretold(known, profile, bandwidth)
 
     def check_limits(self, plan: Plan, profile: StepProfile, bandwidth: Bandwidth) -> None:
         """Says it if the lowest peak that was found is over the budget, or too much is written."""
@@ -287,14 +280,10 @@ class Settled(Phase):
         return dataclasses.replace(self, is_measured=True)
 
     def foretold(self, profile: StepProfile, bandwidth: Bandwidth, needs: Needs) -> Settled:
-        """The same plan, with what it does in steps as they are now; a peak that was measured stays."""
-        expected = self.plan.prediction
-        if expected is None:
+        """The same plan, with what it does in steps as they are now."""
+        if self.plan.prediction is None:
             return self
-        now = simulate(profile, self.plan, bandwidth).prediction
-        if expected.peak_bytes == needs.peak_of(self.plan):
-            now = dataclasses.replace(expected, seconds=now.seconds, stall_seconds=now.stall_seconds)
-        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, prediction=now))
+        return dataclasses.replace(self, plan=needs.foretold(self.plan, profile, bandwidth))
 
     def agreed(self, plan: Plan, *, is_changed: bool) -> Phase:
         """The agreed plan is in force."""
@@ -365,7 +354,7 @@ class Settled(Phase):
             return self.replanned(moment, profile, bandwidth, bare(moment.plan), why, worth=refining)
         retreat = moment.needs.retreat(moment.plan)
         if retreat is not None:
-            known = moment.known_plan(retreat, profile, bandwidth)
+            known = moment.needs.foretold(retreat, profile, bandwidth)
             return self._retreated(moment, known, profile)
         doubt = self.doubt(moment, bandwidth)
         is_due = moment.task.has_budget and self.is_measured and not self.is_refined
@@ -386,7 +375,7 @@ class Settled(Phase):
             return self.replanned(moment, profile, bandwidth, self.plan, why, worth=refining)
         if writes_too_much(moment.task, moment.plan, profile, bandwidth):
             return self.replanned(moment, profile, bandwidth, self.plan, _TOO_MUCH)
-        confirmed = dataclasses.replace(self, plan=predicted(moment.plan, profile, bandwidth))
+        confirmed = dataclasses.replace(self, plan=moment.needs.foretold(moment.plan, profile, bandwidth))
         return confirmed._gone_on(moment, profile, bandwidth)
 
     def _plain(self, moment: Moment, profile: StepProfile, bandwidth: Bandwidth) -> Settled | None:
@@ -510,7 +499,7 @@ class Settled(Phase):
             quiet_steps = min(2 * self.quiet_steps, tuning.excursions[-1])
             now = dataclasses.replace(now, quiet_steps=quiet_steps, quiet_until=moment.step + quiet_steps)
         if new is old or now.caution < 1.0:
-            new = predicted(new, profile, bandwidth)
+            new = moment.needs.foretold(new, profile, bandwidth)
         new = moment.within_budget(new, profile, bandwidth)
         now = dataclasses.replace(now, plan=new, beside_bytes=profile.beside_bytes(new.placements))
         moment.check_limits(now.plan, profile, bandwidth)
@@ -583,6 +572,7 @@ class Comparison(Excursion):
         favoured = max(said * usual / moment.seconds - 1, 0.0)
         moment.forgets.append(Pace.forget_seconds)
         why = f"a step under it took {significant(moment.seconds)} s instead of {significant(usual)} s"
+        plain = moment.needs.foretold(plain, profile, bandwidth)
         won = dataclasses.replace(left, plan=plain, why=why, is_measured=False, favoured=favoured)
         return won, plain
 

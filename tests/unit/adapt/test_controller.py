@@ -273,6 +273,20 @@ def test_what_memory_holds_beside_layers_is_found_with_the_simulator_or_the_book
     assert needs.with_rest(profile, plan, bandwidth, record, None) is profile
 
 
+def test_what_other_plans_needed_beyond_what_is_known_is_not_foretold_of_one_that_was_measured() -> None:
+    needs, bandwidth = Needs(task_of(2, budget=2000)), Bandwidth(100, 100)
+    profile = dataclasses.replace(profile_by_hand(OFFLOAD, OFFLOAD), rest_bytes=700)
+    measured, other = Plan((OFFLOAD, OFFLOAD), window=200), Plan((OFFLOAD, KEEP), window=200)
+    for peak, activations in ((290, 350), (310, 320), (300, 340)):
+        needs.note_peak(measured, peak, activations, is_largest=True)
+    told, of_other = (needs.foretold(plan, profile, bandwidth).prediction for plan in (measured, other))
+    assert told is not None
+    assert (told.peak_bytes, told.activation_peak) == (310, 350)
+    assert told.seconds == simulate(profile, measured, bandwidth).seconds
+    assert of_other is not None
+    assert of_other.peak_bytes == simulate(profile, other, bandwidth).peak_bytes > 700
+
+
 def test_what_a_process_allocates_once_in_its_first_step_is_none_of_what_lies_beside_layers() -> None:
     """Kernels take workspaces then; the next step is one of probes, and does not offload everything."""
     model, once = make_model(layers=LAYERS), []
