@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import sys
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -12,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from tba_offload import effects
 from tba_offload.config import ConfigLike, OffloadConfig, Paths, read_config, with_directories
-from tba_offload.errors import ConfigError, NoEffectWarning
+from tba_offload.errors import ConfigError, NoEffectWarning, warn
 from tba_offload.formatting import quoted
 from tba_offload.layers.stack import LayerStack, explicit_layers, find_layers
 from tba_offload.session import Session
@@ -96,11 +95,11 @@ def attach(
             tell(f"{', '.join(map(str, stack.left_out))}: {_LEFT_OUT}")
         chosen = _configured(config, directories, stack)
         ids = [layer.id for layer in stack.layers]
-        effects.warn(chosen, ids, on_cpu=_is_on_cpu(chunks), stacklevel=2)
+        effects.warn_of_doubts(chosen, ids, on_cpu=_is_on_cpu(chunks))
         optimizers = _several(optimizer)
         if chosen.states is not None and not optimizers:
             message = "states: is about the states of optimizers, and attach() was given no optimizer"
-            warnings.warn(message, NoEffectWarning, stacklevel=2)
+            warn(message, NoEffectWarning)
         return Session(
             stack,
             chunks,

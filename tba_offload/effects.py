@@ -6,13 +6,12 @@ as one policy file for models of several depths or one for several machines, is 
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from typing import TYPE_CHECKING
 
 from tba_offload.config import format_size
 from tba_offload.config.policy import Placement
-from tba_offload.errors import NoEffectWarning, NothingSavedWarning
+from tba_offload.errors import NoEffectWarning, NothingSavedWarning, warn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,21 +89,20 @@ def saves_nothing(config: OffloadConfig) -> str | None:
     return None
 
 
-def warn(config: OffloadConfig, layers: Sequence[LayerId], *, on_cpu: bool, stacklevel: int) -> None:
+def warn_of_doubts(config: OffloadConfig, layers: Sequence[LayerId], *, on_cpu: bool) -> None:
     """Warns of everything that has no effect, each once.
 
     Args:
         config: A configuration without problems.
         layers: The layers of all ranks.
         on_cpu: Whether the model lies in host memory.
-        stacklevel: Whose line the warnings name; 1 for that of the caller.
     """
     for doubt in doubts(config, layers):
-        warnings.warn(doubt, NoEffectWarning, stacklevel=stacklevel + 1)
+        warn(doubt, NoEffectWarning)
     if on_cpu and config.states is not None and config.states.update != "device":
         idle = "the model is on the CPU, whose processor makes every update; remove it"
         message = str(config.error_at(("states", "update"), idle))
-        warnings.warn(message, NoEffectWarning, stacklevel=stacklevel + 1)
+        warn(message, NoEffectWarning)
     if on_cpu and (why := saves_nothing(config)) is not None:
         message = f"the model is on the CPU, so that offloading saves less than it seems to: {why}"
-        warnings.warn(message, NothingSavedWarning, stacklevel=stacklevel + 1)
+        warn(message, NothingSavedWarning)

@@ -1,4 +1,4 @@
-"""The exceptions that tba-offload raises.
+"""The exceptions that tba-offload raises, and how it warns.
 
 ::
 
@@ -29,10 +29,13 @@ Every message says what happened, where, and what to do about it.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from types import FrameType
 
 
 class TbaError(Exception):
@@ -164,3 +167,23 @@ def is_of_drive(error: BaseException | None) -> bool:
     if not isinstance(error, StoreError):
         return False
     return error.errno is not None or isinstance(error.__cause__, OSError)
+
+
+_PASSED_OVER = frozenset({"tba_offload", "torch"})
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns of something, and names the nearest line outside of this package and torch.
+
+    Args:
+        message: What happened, where, and what to do about it.
+        category: The class of the warning.
+    """
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and _package_of(frame) in _PASSED_OVER:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
+
+
+def _package_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import warnings
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,6 +22,7 @@ from tba_offload.adapt.phases import Moment, Settled, WarmUp, is_time_to_talk
 from tba_offload.adapt.proposals import bare, best_plan, over_budget
 from tba_offload.adapt.thinking import AtOnce
 from tba_offload.config.policy import Placement
+from tba_offload.errors import warn
 from tba_offload.plan.describe import describe_plan
 from tba_offload.plan.simulate import simulate
 from tba_offload.plan.writes import writes_of
@@ -242,7 +242,7 @@ class Controller:
     def _warn(self, what: str) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(what, RuntimeWarning, stacklevel=2)
+            warn(what, RuntimeWarning)
 
     def news(self) -> dict[str, object] | None:
         """A new plan and everything that it was made from; ``None`` if there is none since last time.

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import warnings
 import weakref
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,7 +25,7 @@ from tba_offload.capture.identity import View, local_of, restore, shares_version
 from tba_offload.capture.recipes import Finder, norms_of, watch_norm
 from tba_offload.capture.saved import Kept, Packed
 from tba_offload.capture.trace import Treatment
-from tba_offload.errors import TbaError, UnsupportedError
+from tba_offload.errors import TbaError, UnsupportedError, warn
 from tba_offload.layers import settings
 from tba_offload.layers.graph import check_version
 from tba_offload.transfer.storage import Handle
@@ -348,10 +347,9 @@ class Rebuilds:
                 f"{message}its gradients of this step are wrong: do not use them. such activations are "
                 "written from the next step on; place the layer offload instead of offload-remat"
             )
-        warnings.warn(
+        warn(
             f"{message}the bytes that were written are used, and such activations are written from now on; "
-            "place the layer offload instead of offload-remat",
-            stacklevel=2,
+            "place the layer offload instead of offload-remat"
         )
 
     def _try(self, trial: OnTrial, tensor: Tensor) -> None:

@@ -198,7 +198,7 @@ def open_session(
     with _failing_together():
         read_config(config, layers=world.layers)
     if world.rank == 0:
-        effects.warn(config, world.layers, on_cpu=not _is_on_gpu(chunks), stacklevel=2)
+        effects.warn_of_doubts(config, world.layers, on_cpu=not _is_on_gpu(chunks))
     own = _patient(_config_of_rank(config, *_place_in_node()), arguments)
     run_log = _free_run_log(arguments.tba_run_log)
     with contextlib.ExitStack() as undo:

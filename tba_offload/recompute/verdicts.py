@@ -7,9 +7,9 @@ chosen. What the user has placed is recomputed, and compared when it is recomput
 from __future__ import annotations
 
 import itertools
-import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tba_offload.errors import warn
 from tba_offload.layers.guards import has_hooks, is_scaled, is_scripted
 from tba_offload.layers.nested import modules_in
 from tba_offload.recompute.observation import Observation
@@ -151,7 +151,7 @@ class Verifier:
         self._told.add(fault)
         sentence = f"{self.name_of(mode.layer)} is not recomputed by the planner: {fault}"
         if fault == OTHER_NUMBERS:
-            warnings.warn(f"{sentence}; {_STATE_OUTSIDE}", RuntimeWarning, stacklevel=2)
+            warn(f"{sentence}; {_STATE_OUTSIDE}", RuntimeWarning)
         else:
             self._tell(sentence)
 
@@ -159,7 +159,7 @@ class Verifier:
         """Says what is to be known of a layer that the user has placed, once."""
         if what not in self._told:
             self._told.add(what)
-            warnings.warn(f"{self.name_of(mode.layer)} {what}", RuntimeWarning, stacklevel=2)
+            warn(f"{self.name_of(mode.layer)} {what}", RuntimeWarning)
 
     def is_judged(self, mode: Mode) -> bool:
         """Whether a second run of a layer was tried, or cannot be."""

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import logging
 import sys
-import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from tba_offload.config import format_size
-from tba_offload.errors import NoEffectWarning, NothingSavedWarning
+from tba_offload.errors import NoEffectWarning, NothingSavedWarning, warn
 from tba_offload.formatting import readable_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from tba_offload.layers.stack import Layer
     from tba_offload.plan.device_share import DeviceShare
@@ -102,7 +99,7 @@ class Notices:
         """
         if what not in self._said:
             self._said.add(what)
-            warnings.warn(message, category, stacklevel=_stack_level())
+            warn(message, category)
 
     def tell_once(self, line: str) -> None:
         """Says one line, by the logger."""
@@ -223,12 +220,3 @@ def _eighth(nbytes: int) -> int:
     eighth = nbytes // 8
     unit_bits = 20 if eighth >= 1 << 20 else 10
     return max(eighth >> unit_bits, 1) << unit_bits
-
-
-def _stack_level() -> int:
-    """The ``stacklevel`` of a warning that points at the nearest caller outside of this package and torch."""
-    own, torchs = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((own, torchs)):
-        frame, level = frame.f_back, level + 1
-    return level

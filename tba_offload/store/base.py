@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import errno
 import time
-import warnings
 from _thread import allocate_lock
 from abc import ABC, abstractmethod
 from contextlib import suppress
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from tba_offload import interrupts
 from tba_offload.config.store import STALL_SECONDS
-from tba_offload.errors import SessionError, StoreError, TransferError
+from tba_offload.errors import SessionError, StoreError, TransferError, warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -540,4 +539,4 @@ def close_after(error: BaseException | None, close: Callable[[], None]) -> None:
     except (StoreError, TransferError, SessionError) as failure:
         if error is None:
             raise
-        warnings.warn(str(failure), RuntimeWarning, stacklevel=3)
+        warn(str(failure), RuntimeWarning)

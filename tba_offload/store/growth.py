@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import errno
-import warnings
 from typing import TYPE_CHECKING
 
-from tba_offload.errors import StoreError, StoreFullError, is_of_drive
+from tba_offload.errors import StoreError, StoreFullError, is_of_drive, warn
 from tba_offload.store.base import WARN_AFTER, IoFuture
 from tba_offload.store.transfers import store_error
 
@@ -105,7 +104,7 @@ class Growing:
         try:
             growth.wait(limit * WARN_AFTER)
         except TimeoutError:
-            warnings.warn(text.format(limit * WARN_AFTER, name, size), RuntimeWarning, stacklevel=2)
+            warn(text.format(limit * WARN_AFTER, name, size), RuntimeWarning)
             try:
                 growth.wait(limit * (1 - WARN_AFTER))
             except TimeoutError:

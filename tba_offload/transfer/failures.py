@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-from tba_offload.errors import DeviceError, OutOfServiceError, StoreFullError, TransferError
+from tba_offload.errors import DeviceError, OutOfServiceError, StoreFullError, TransferError, warn
 from tba_offload.transfer.watchdog import HUNG
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ class Failures:
         for place, cause in outages:
             if self.keep_when_full and place not in self._told:
                 self._told.add(place)
-                warnings.warn(self._describe_outage(place, cause), RuntimeWarning, stacklevel=2)
+                warn(self._describe_outage(place, cause), RuntimeWarning)
 
     def _describe_outage(self, place: str, cause: str) -> str:
         budget = self._budget_bytes
@@ -106,13 +105,12 @@ class Failures:
         if place in self._rescued_from:
             return
         self._rescued_from.add(place)
-        warnings.warn(
+        warn(
             f"an activation was lost and made again: {place} did not give back {record.nbytes} bytes of "
             f"{record.key} ({error.__cause__}). the forward of the layer was repeated, so training goes on "
             "with the same bits, but slower; check the drive with its own tools. the run log counts "
             "rescued_bytes",
             RuntimeWarning,
-            stacklevel=2,
         )
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import errno
 import time
-import warnings
 from _thread import LockType, allocate_lock
 from functools import partial
 from typing import TYPE_CHECKING
 
 from tba_offload import interrupts
-from tba_offload.errors import StoreError, TransferError
+from tba_offload.errors import StoreError, TransferError, warn
 from tba_offload.store.base import WARN_AFTER
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ class Watchdog:
         first = None if limit is None else limit * WARN_AFTER
         if ended(first) or limit is None or first is None:
             return
-        warnings.warn(f"nothing has moved for {first:g} s: {describe()}", RuntimeWarning, stacklevel=2)
+        warn(f"nothing has moved for {first:g} s: {describe()}", RuntimeWarning)
         if not ended(max(limit - first - spent, 0.0)):
             raise TransferError(f"nothing has moved for {limit:g} s: {describe()}; {HUNG}")
 

@@ -8,6 +8,7 @@ import json
 import math
 import re
 from itertools import cycle, pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -52,7 +53,6 @@ from tba_offload.what_if import Situation, composition
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from pathlib import Path
 
     from tba_offload.adapt.observation import StepObservation
     from tba_offload.session import Session
@@ -1467,6 +1467,7 @@ def test_a_budget_that_cannot_be_met_is_told_once_and_planned_for_now_and_then()
             train(model, session, steps=24)
     assert 2 <= planned.call_count <= 6
     assert len([each for each in told if "cannot be met" in str(each.message)]) == 1
+    assert not Path(told[0].filename).is_relative_to(Path(tba.__file__).parent)  # but the user's own program
 
 
 @pytest.mark.parametrize(

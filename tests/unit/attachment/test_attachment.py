@@ -305,7 +305,7 @@ def test_a_model_on_another_device_is_not_warned_of() -> None:
     config = dataclasses.replace(load_config(POLICIES / "host_memory.yaml"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        effects.warn(config, [layer.id for layer in _layers()], on_cpu=False, stacklevel=1)
+        effects.warn_of_doubts(config, [layer.id for layer in _layers()], on_cpu=False)
 
 
 def _layers() -> Any:
