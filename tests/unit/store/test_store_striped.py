@@ -526,7 +526,8 @@ def test_what_a_dead_drive_has_fails_one_step_only() -> None:
     whole = train_on(hosts(2, slab_bytes=1 << 20), 5, lambda _: None)
     store = two_drives(drive)
     on_clock(store)
-    trained = train_on(store, 5, before)
+    with mock.patch.object(HostStore, "write_rate", return_value=1e9):  # each has its half
+        trained = train_on(store, 5, before)
     assert list(trained.failures) == [1]
     for part in ("could not read", "layer ", "micro-batch 0", "host memory", "offset", "/mnt/b"):
         assert part in trained.failures[1]
