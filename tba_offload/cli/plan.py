@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from tba_offload.cli.shared import Picture, say, size, spare_logs, writing
+from tba_offload.cli.shared import PICTURE, say, size, spare_logs, writing
 from tba_offload.writing import write_regular
 
 
@@ -44,7 +44,7 @@ def _finite(_context: click.Context, _parameter: click.Parameter, number: float)
 @click.option("--force", is_flag=True, help="Replace whatever file --output names, unless it is RUN.jsonl.")
 @click.option(
     "--picture",
-    type=Picture(),
+    type=PICTURE,
     metavar="FILE",
     help="Draw the frontier: .svg or .png.",
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tba_offload.cli.shared import Picture, say, spare_logs, writing
+from tba_offload.cli.shared import PICTURE, say, spare_logs, writing
 from tba_offload.writing import write_regular
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     "pictures",
     metavar="FILE",
     multiple=True,
-    type=Picture(),
+    type=PICTURE,
     help="Draw the curve: .svg or .png; may be given several times.",
 )
 @click.option("--csv", "csv_file", metavar="FILE|-", help="Write the points as CSV; - prints nothing else.")

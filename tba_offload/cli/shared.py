@@ -13,25 +13,38 @@ from tba_offload.errors import ConfigError
 from tba_offload.formatting import visible
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 
-class Picture(click.Path):
-    """A picture to write, whose suffix is checked before any work is done."""
+class Output(click.Path):
+    """A file to write, whose suffix is checked before any work is done.
 
-    def __init__(self) -> None:
+    Args:
+        check: Raises ``ConfigError`` for a path of another suffix.
+    """
+
+    def __init__(self, check: Callable[[Path], object]) -> None:
         super().__init__(dir_okay=False, path_type=Path)
+        self._check = check
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path of a picture that can be drawn."""
-        from tba_offload.report.rok import picture_kind
-
+        """The path of a file that can be written."""
         path: Any = super().convert(value, param, ctx)
         try:
-            picture_kind(path)
+            self._check(path)
         except ConfigError as error:
             self.fail(str(error), param, ctx)
         return path
+
+
+def _check_picture(path: Path) -> None:
+    from tba_offload.report.rok import picture_kind
+
+    picture_kind(path)
+
+
+PICTURE = Output(_check_picture)
+"""A picture to write."""
 
 
 def size(_context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:

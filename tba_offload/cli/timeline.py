@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from tba_offload.cli.shared import say, spare_logs, writing
-from tba_offload.errors import ConfigError
+from tba_offload.cli.shared import Output, say, spare_logs, writing
 from tba_offload.formatting import visible
 
 if TYPE_CHECKING:
     from tba_offload.report.timeline_event import TimelineEvent
 
 
-class _Timeline(click.Path):
-    """A file to write, whose suffix is checked before any work is done."""
+def _check_suffix(path: Path) -> None:
+    from tba_offload.report.timeline import kind_of_timeline
 
-    def __init__(self) -> None:
-        super().__init__(dir_okay=False, path_type=Path)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        from tba_offload.report.timeline import kind_of_timeline
-
-        path: Any = super().convert(value, param, ctx)
-        try:
-            kind_of_timeline(path)
-        except ConfigError as error:
-            self.fail(str(error), param, ctx)
-        return path
+    kind_of_timeline(path)
 
 
 @click.command()
@@ -41,7 +29,7 @@ class _Timeline(click.Path):
     metavar="FILE",
     multiple=True,
     required=True,
-    type=_Timeline(),
+    type=Output(_check_suffix),
     help="What to write: .svg for a picture, .json for a trace; may be given several times.",
 )
 @click.option("--step", type=click.IntRange(min=1), metavar="N", help="Which step.  [default: the last one]")
