@@ -75,7 +75,7 @@ FILE_SYSTEMS = {
     **{magic: FileSystem(name, Place.MEMORY) for magic, name in posix.MEMORY_FILE_SYSTEMS.items()},
     0xEF53: FileSystem("ext4", Place.DRIVE),
     0x58465342: FileSystem("xfs", Place.DRIVE),
-    0x9123683E: FileSystem("btrfs", Place.DRIVE),
+    posix.BTRFS: FileSystem("btrfs", Place.DRIVE),
     0xCA451A4E: FileSystem("bcachefs", Place.DRIVE),
     0xF2F52010: FileSystem("f2fs", Place.DRIVE),
     0x2FC12FC1: FileSystem("zfs", Place.DRIVE),

@@ -31,7 +31,9 @@ Call = Callable[[int, int, int, int], int]
 Of :func:`pwritev` and :func:`preadv` too, with the pieces of a vector in place of bytes.
 """
 
-_BTRFS = 0x9123683E
+BTRFS = 0x9123683E
+"""Magic number of Btrfs."""
+
 _GET_FLAGS, _SET_FLAGS = 0x80086601, 0x40086602  # FS_IOC_GETFLAGS and FS_IOC_SETFLAGS of most architectures
 _NO_COPY_ON_WRITE = 0x00800000  # FS_NOCOW_FL
 _AT_EMPTY_PATH = 0x1000
@@ -228,7 +230,7 @@ def overwrite_in_place(fd: int) -> None:
     That takes up to twice the room, and the blocks that were allocated are of use once only. The file system
     then has no checksums of it. Nothing happens elsewhere, or where it refuses.
     """
-    if file_system_magic(fd) != _BTRFS:
+    if file_system_magic(fd) != BTRFS:
         return
     flags = array("i", [0])
     with suppress(OSError):
