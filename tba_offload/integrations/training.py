@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.attachment import attach
 from tba_offload.config import read_config
 from tba_offload.report.curves import MAIN_CURVES, curves_of
-from tba_offload.report.ranks import first_free_number, numbered, path_of_rank
+from tba_offload.report.ranks import free_run_log
 from tba_offload.session.notices import tell_of_number
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
+    from pathlib import Path
 
     from torch import nn
     from torch.optim import Optimizer
@@ -122,11 +122,7 @@ class Training:
     def _free_run_log(self, rank: int, ranks: int) -> Path | None:
         if self._run_log is None:
             return None
-
-        def own(path: Path) -> Path:
-            return path_of_rank(path, rank) if ranks > 1 else path
-
-        taken = own(numbered(self._run_log, first_free_number(self._run_log, own)))
+        wanted, taken = free_run_log(self._run_log, rank, ranks)
         if rank == 0:
-            tell_of_number(own(Path(self._run_log)), taken)
+            tell_of_number(wanted, taken)
         return taken

@@ -16,7 +16,6 @@ import functools
 import socket
 import uuid
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
@@ -33,7 +32,7 @@ from tba_offload.megatron.loss import report_loss
 from tba_offload.megatron.optimizer import children_of, follow, inner_of, masters_of
 from tba_offload.renamed import names_of
 from tba_offload.report.curves import curves_of
-from tba_offload.report.ranks import first_free_number, numbered, path_of_rank
+from tba_offload.report.ranks import free_run_log
 from tba_offload.report.tables import Column, FittedTable
 from tba_offload.session import Session, World
 from tba_offload.session.notices import tell_of_number
@@ -42,6 +41,7 @@ from tba_offload.store import exit_status
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from torch import nn
 
@@ -341,11 +341,9 @@ def _free_run_log(path: str | None) -> Path | None:
     """The run log of this rank; with a number where a run that this one goes on from has left one."""
     if path is None:
         return None
-    own = (lambda name: path_of_rank(name, _rank())) if _ranks() > 1 else Path
-    number = max(_of_all_ranks([first_free_number(path, own)]))
-    taken = own(numbered(path, number))
+    wanted, taken = free_run_log(path, _rank(), _ranks(), agreed=lambda number: max(_of_all_ranks([number])))
     if _rank() == 0:
-        tell_of_number(own(Path(path)), taken)
+        tell_of_number(wanted, taken)
     return taken
 
 

@@ -32,9 +32,24 @@ def numbered(path: str | os.PathLike[str], number: int) -> Path:
     return name if number == 1 else name.with_name(f"{name.name.removesuffix('.jsonl')}.{number}.jsonl")
 
 
-def first_free_number(path: str | os.PathLike[str], own: Callable[[Path], Path]) -> int:
-    """The first number under which nothing was logged yet; ``own`` gives the file of one rank."""
-    return next(number for number in itertools.count(1) if not _is_used(own(numbered(path, number))))
+def free_run_log(
+    path: str | os.PathLike[str], rank: int, ranks: int, *, agreed: Callable[[int], int] = int
+) -> tuple[Path, Path]:
+    """The run log that a rank would write if none was there, and the first one in number that is free.
+
+    Args:
+        path: What the run logs to.
+        rank: The rank.
+        ranks: How many there are; one alone has no number in the name of its file.
+        agreed: Makes one number of those that ranks have found.
+    """
+
+    def own(number: int) -> Path:
+        name = numbered(path, number)
+        return path_of_rank(name, rank) if ranks > 1 else name
+
+    free = next(number for number in itertools.count(1) if not _is_used(own(number)))
+    return own(1), own(agreed(free))
 
 
 def _is_used(path: Path) -> bool:
