@@ -27,11 +27,11 @@ from tba_offload.config.store import DriveSettings, StoreOptions
 from tba_offload.device.staging import StagingRing
 from tba_offload.errors import ShortTransferError, StoreError, StoreFullError
 from tba_offload.store import posix
-from tba_offload.store.checksums import Checksums
 from tba_offload.store.engine import QueuedStore
 from tba_offload.store.extents import BLOCK
 from tba_offload.store.late import LateErrors
 from tba_offload.store.run_file import FULL, RunFile, short_transfer
+from tba_offload.store.run_file_backend import RunFileBackend
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -60,7 +60,7 @@ EPYC, O_DIRECT): 35 and 8 us at 64 KiB, 52 and 22 at 256 KiB, 115 and 83 at 1 Mi
 """
 
 
-class FileBackend:
+class FileBackend(RunFileBackend):
     """The bytes of one unlinked file.
 
     Args:
@@ -70,8 +70,6 @@ class FileBackend:
         slab_bytes: Size of a staging slab.
 
     Attributes:
-        name: The directory.
-        device: As given.
         alignment: What addresses in the device's memory must match, bytes; 1 where all bytes take the way
             through slabs: padding there would only keep a buffer from fitting where another one was.
         joined_bytes: See :attr:`Joining.joined_bytes`; what passes through a slab goes one by one.
@@ -85,10 +83,7 @@ class FileBackend:
     """
 
     def __init__(self, directory: str, options: StoreOptions, device: Device, slab_bytes: int) -> None:
-        self.name = directory
-        self.device = device
-        self._checksums = Checksums(on=options.checksum)
-        self._file = RunFile(directory, options.capacity)
+        super().__init__(RunFile(directory, options.capacity), options, device)
         try:
             self.block, self.reason = _choose_path(self._file)
             self.late = LateErrors(self._file, is_direct=self.reason is None)
@@ -99,36 +94,10 @@ class FileBackend:
             self._file.close()
             raise
 
-    @property
-    def fd(self) -> int:
-        """The descriptor of the file."""
-        return self._file.fd
-
-    @property
-    def size(self) -> int:
-        """Bytes that the file has been grown to."""
-        return self._file.size
-
-    def grow(self, size: int) -> None:
-        """See :meth:`RunFile.grow`."""
-        self._file.grow(size)
-
-    def close(self) -> None:
-        """Frees the blocks; the slabs go with the last transfer."""
-        self._file.close()
-
     def abandon(self) -> None:
-        """In a forked child: closes the descriptors."""
+        """In a forked child: closes the descriptors, and leaves the slabs to the parent."""
         self.ring.abandon()
-        self._file.abandon()
-
-    def digest(self, data: torch.Tensor) -> int | None:
-        """The checksum of bytes, as of their transfer."""
-        return self._checksums.of(data)
-
-    def take_checksum_seconds(self) -> float:
-        """Processor time for checksums since the last call."""
-        return self._checksums.take_seconds()
+        super().abandon()
 
     def move_out(self, extent: Extent, source: ByteRange, after: Event) -> int | None:
         """See :meth:`Backend.move_out`."""

@@ -37,11 +37,11 @@ from tba_offload.config.store import DriveSettings, StoreOptions
 from tba_offload.device.checksum import sums
 from tba_offload.errors import MissingDependencyError, StoreError, StoreFullError
 from tba_offload.store import posix
-from tba_offload.store.checksums import Checksums
 from tba_offload.store.cufile import CuFile
 from tba_offload.store.engine import QueuedStore
 from tba_offload.store.extents import BLOCK
 from tba_offload.store.run_file import FULL, RunFile, short_transfer
+from tba_offload.store.run_file_backend import RunFileBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,7 +58,7 @@ UDEV = Path("/run/udev")
 _REMEDY = "use store.kind: file, or auto"
 
 
-class GdsBackend:
+class GdsBackend(RunFileBackend):
     """The bytes of one unlinked file that cuFile reads and writes.
 
     One block is written and read back first: a file may be accepted and its transfers refused, and what
@@ -70,8 +70,6 @@ class GdsBackend:
         device: The device that activations lie on.
 
     Attributes:
-        name: The directory.
-        device: As given.
         alignment: cuFile takes any address.
         path: Which way bytes take.
         reason: Why not the direct one.
@@ -86,10 +84,9 @@ class GdsBackend:
 
     def __init__(self, directory: str, options: StoreOptions, device: Device) -> None:
         kvikio = import_kvikio()
-        self.name = directory
-        self.device = device
-        self._checksums = Checksums(on=options.checksum)
-        self._file = _GdsFile(directory, options.capacity, kvikio)
+        file = _GdsFile(directory, options.capacity, kvikio)
+        super().__init__(file, options, device)
+        self._cufile = file.cufile
         try:
             self._try()
             self.path, self.reason = _path_of(kvikio)
@@ -98,38 +95,16 @@ class GdsBackend:
             raise
         self.version = str(getattr(kvikio, "__version__", "unknown"))
 
-    @property
-    def fd(self) -> int:
-        """The descriptor of the file."""
-        return self._file.fd
-
-    @property
-    def size(self) -> int:
-        """Bytes that the file has been grown to."""
-        return self._file.size
-
-    def grow(self, size: int) -> None:
-        """See :meth:`RunFile.grow`."""
-        self._file.grow(size)
-
-    def close(self) -> None:
-        """Gives the file back to cuFile and frees the blocks."""
-        self._file.close()
-
-    def abandon(self) -> None:
-        """In a forked child: closes descriptors and calls no cuFile, which must not be called there."""
-        self._file.abandon()
-
     def move_out(self, extent: Extent, source: ByteRange, after: Event) -> int | None:  # noqa: ARG002
         """See :meth:`Backend.move_out`."""
         data = source.tensor()
-        self._transfer("write", self._file.cufile.write, data, extent.offset)
+        self._transfer("write", self._cufile.write, data, extent.offset)
         return self.digest(data)
 
     def move_in(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> int | None:  # noqa: ARG002
         """See :meth:`Backend.move_in`."""
         data = target.tensor()
-        self._transfer("read", self._file.cufile.read, data, extent.offset)
+        self._transfer("read", self._cufile.read, data, extent.offset)
         return self.digest(data)
 
     def digest(self, data: torch.Tensor) -> int | None:
@@ -167,8 +142,8 @@ class GdsBackend:
         block = torch.arange(BLOCK, device=self.device.torch_device).to(torch.uint8)
         back = torch.zeros_like(block)
         self.device.event().synchronize()  # until they are made
-        self._transfer("write", self._file.cufile.write, block, 0)
-        self._transfer("read", self._file.cufile.read, back, 0)
+        self._transfer("write", self._cufile.write, block, 0)
+        self._transfer("read", self._cufile.read, back, 0)
         if not torch.equal(block, back):
             raise _refused("a block that was written comes back changed", self.name)
 
