@@ -137,8 +137,7 @@ def _narrowed(plan: Plan, excess: int, profile: StepProfile, bandwidth: Bandwidt
     """
     if excess <= 0:
         return plan
-    largest = max((saved.nbytes for kind in profile.kinds for saved in kind.activations), default=0)
-    if plan.window is None or plan.window - excess < largest:
+    if plan.window is None or plan.window - excess < profile.largest_bytes:
         return None
     return predicted(dataclasses.replace(plan, window=plan.window - excess), profile, bandwidth)
 

@@ -287,6 +287,11 @@ class StepProfile:
         return dataclasses.replace(self, slots=tuple(slots))
 
     @property
+    def largest_bytes(self) -> int:
+        """Bytes of the largest activation that can be offloaded."""
+        return max((saved.nbytes for kind in self.kinds for saved in kind.activations), default=0)
+
+    @property
     def layer_bytes(self) -> int:
         """Bytes that one run of each layer saves."""
         return sum(self.kind_of(layer).nbytes for layer in range(len(self.layers)))

@@ -380,7 +380,7 @@ class Traffic:
         self.tiers = Tiers(bandwidth, self._window)
         self.now = self.stall = 0.0
         self.forwarded = self.fallback = 0
-        self._largest = max((saved.nbytes for kind in profile.kinds for saved in kind.activations), default=0)
+        self._largest = profile.largest_bytes
         self._outbox = Outbox(self._window)
         self._order = ReadOrder([slot for slot in profile.slots if moves[slot.layer]])
         self._read_ahead = 0  # bytes that were read ahead and not yet used

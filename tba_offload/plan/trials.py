@@ -71,8 +71,7 @@ class Trials:
         items = max(count_items(profile), 1)
         self.most = min(tuning.max_trials, tuning.max_items // items)
         self.most_extra = tuning.max_items // 4 // items
-        largest = max((saved.nbytes for kind in profile.kinds for saved in kind.activations), default=0)
-        self.least_window = tuning.narrowest * largest
+        self.least_window = tuning.narrowest * profile.largest_bytes
         self._window = terms.limits.window
         self._played: dict[Plan, Trial] = {}
 
