@@ -332,7 +332,8 @@ def _best_with(placements: Sequence[Placement], task: Task, phase: Phase, known:
     if settled is None or profile is None or bandwidth is None:
         return None
     careful, every = bandwidth.scaled(settled.caution), frozenset(range(len(placements)))
-    plan = best_plan(task, profile, careful, policy=placements, not_recomputed=every)
+    bound = dataclasses.replace(task, policy=tuple(placements))
+    plan = best_plan(bound, profile, careful, not_recomputed=every)
     return known.needs.foretold(plan, profile, bandwidth)
 
 

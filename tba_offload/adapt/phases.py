@@ -109,9 +109,7 @@ class Moment:
 
     def best_plan(self, profile: StepProfile, bandwidth: Bandwidth) -> Plan:
         """The best plan that is found, for a drive that may be slower than the one that was measured."""
-        return best_plan(
-            self.task, profile, bandwidth, policy=self.task.policy, not_recomputed=self.not_recomputed
-        )
+        return best_plan(self.task, profile, bandwidth, not_recomputed=self.not_recomputed)
 
     def rival(self, plan: Plan, profile: StepProfile, bandwidth: Bandwidth, *, slower: float) -> Plan | None:
         """The best plain plan that may be faster than a plan, see :func:`.proposals.rival`."""

@@ -64,7 +64,6 @@ def best_plan(
     profile: StepProfile,
     bandwidth: Bandwidth,
     *,
-    policy: Sequence[Placement],
     not_recomputed: frozenset[int],
 ) -> Plan:
     """The best plan that leaves free what was never measured, or if there is none, that keeps to the budget.
@@ -73,7 +72,6 @@ def best_plan(
         task: What is wanted.
         profile: The step.
         bandwidth: How fast offloaded bytes travel.
-        policy: For each layer, what must be; the planner decides on those that are ``auto``.
         not_recomputed: Layers that must not be recomputed unless the policy says so.
     """
 
@@ -82,7 +80,7 @@ def best_plan(
             profile,
             bandwidth,
             limits,
-            policy=policy,
+            policy=task.policy,
             objective=task.objective,
             not_recomputed=not_recomputed,
             tuning=task.tuning,

@@ -28,7 +28,7 @@ def prospects(controller: Controller) -> Callable[[Limits], Prediction] | None:
 
     def prospect(limits: Limits) -> Prediction:
         wanted = dataclasses.replace(task, limits=limits)
-        plan = best_plan(wanted, profile, careful, policy=task.policy, not_recomputed=never)
+        plan = best_plan(wanted, profile, careful, not_recomputed=never)
         return simulate(profile, plan, bandwidth).prediction
 
     return prospect

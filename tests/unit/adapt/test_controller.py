@@ -647,7 +647,7 @@ def test_another_budget_is_a_reason_to_plan_at_once(budget: int) -> None:
     """And the plan that is made for it is taken, whatever it gains."""
     profile, drive = profile_by_hand(*(OFFLOAD,) * 4), Bandwidth(100, 100)
     before = task_of(4, budget=700)
-    plan = best_plan(before, profile, drive, policy=before.policy, not_recomputed=frozenset())
+    plan = best_plan(before, profile, drive, not_recomputed=frozenset())
     settled = Settled(plan, "", planned_for=drive, is_measured=True, is_refined=True)
     steady = moment_of(before, plan, Pace(before.tuning), bandwidth=drive)
     assert (settled.doubt(steady, drive), settled.is_pressing(steady)) == (None, False)
@@ -661,7 +661,7 @@ def test_another_budget_is_a_reason_to_plan_at_once(budget: int) -> None:
     decided, new = limited.decide(moment, profile, drive)
     assert decided.settled is not None
     assert not decided.settled.is_overdue
-    assert bare(new) == bare(best_plan(task, profile, drive, policy=task.policy, not_recomputed=frozenset()))
+    assert bare(new) == bare(best_plan(task, profile, drive, not_recomputed=frozenset()))
     assert bare(new) != bare(plan)
     assert isinstance(Excursion(settled).limited(task), Settled)
 
@@ -764,7 +764,7 @@ def test_a_plan_takes_the_whole_budget_where_nothing_smaller_fits() -> None:
     lowest = make_plan(profile, bandwidth, Limits(1, 1), policy=(AUTO,) * 8).prediction
     assert lowest is not None
     task = task_of(8, budget=int(lowest.peak_bytes / (1 - TUNING.margin)) + 1, window=1)
-    plan = best_plan(task, profile, bandwidth, policy=task.policy, not_recomputed=frozenset())
+    plan = best_plan(task, profile, bandwidth, not_recomputed=frozenset())
     assert plan.prediction is not None
     planned = task.limits.planned
     assert (1 - TUNING.unmeasured) * planned < plan.prediction.peak_bytes <= planned
@@ -775,7 +775,7 @@ def test_plans_leave_free_what_was_never_measured_with_a_full_window_too(share: 
     """Where there is such a plan: the drive may become slower at any time."""
     profile = steady_profile()
     task = task_of(LAYERS, budget=int(share * peak_of_keep(profile, HALF)))
-    plan = best_plan(task, profile, HALF, policy=task.policy, not_recomputed=frozenset())
+    plan = best_plan(task, profile, HALF, not_recomputed=frozenset())
     assert OFFLOAD in plan.placements or OFFLOAD_REMAT in plan.placements
     assert worst_peak(profile, plan, HALF) <= (task.careful_limits.budget or 0)
 
@@ -1958,13 +1958,8 @@ def test_a_plain_plan_that_a_step_shows_to_be_faster_stays(*, is_behind: bool) -
     assert plain.recomputes
     settled = settled_in(machine)
     assert settled.favoured > 0.05
-    again = best_plan(
-        machine.controller.task,
-        steady_profile(),
-        HALF.scaled(0.5),
-        policy=(AUTO,) * LAYERS,
-        not_recomputed=NONE,
-    )
+    task = machine.controller.task
+    again = best_plan(task, steady_profile(), HALF.scaled(0.5), not_recomputed=NONE)
     assert again.prediction is not None
     kept = simulate(steady_profile(), machine.plan, HALF.scaled(0.5))
     assert again.prediction.seconds < kept.seconds
