@@ -62,6 +62,14 @@ class CombinedStore(BatchingStore):
         """The largest ends that extents ever had, summed over the stores."""
         return sum(store.high_water_bytes for store in self.stores)
 
+    def reserve(self, nbytes: int, address: int) -> Extent:
+        """Takes an extent where it is written soon; see :meth:`ActivationStore.reserve`."""
+        return self.reserve_many([(nbytes, address)])[0]
+
+    @abstractmethod
+    def reserve_many(self, ranges: Sequence[tuple[int, int]]) -> list[Extent]:
+        """Takes extents in one of the stores for some ranges; see :meth:`ActivationStore.reserve_many`."""
+
     def release(self, extent: Extent) -> None:
         """Gives an extent back; see :meth:`ActivationStore.release`."""
         self._store_of(extent).release(extent)
@@ -151,3 +159,12 @@ class CombinedStore(BatchingStore):
         with ExitStack() as stack:
             for store in self.stores:
                 stack.callback(store.close)
+
+
+def first_ranges(ranges: Sequence[tuple[int, int]], nbytes: int) -> Sequence[tuple[int, int]]:
+    """The first of several ranges: those that together have so many bytes, or all of them."""
+    for number, (length, _) in enumerate(ranges):
+        nbytes -= length
+        if nbytes <= 0:
+            return ranges[: number + 1]
+    return ranges

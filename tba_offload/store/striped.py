@@ -8,7 +8,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from tba_offload.errors import OutOfServiceError, StoreFullError
-from tba_offload.store.combined import CombinedStore
+from tba_offload.store.combined import CombinedStore, first_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
@@ -72,16 +72,13 @@ class StripedStore(CombinedStore):
             "stores": [store.description for store in self.stores],
         }
 
-    def reserve(self, nbytes: int, address: int) -> Extent:
-        """Takes an extent where it is written first; see :meth:`ActivationStore.reserve`."""
-        return self.reserve_many([(nbytes, address)])[0]
-
     def reserve_many(self, ranges: Sequence[tuple[int, int]]) -> list[Extent]:
         """Takes extents on one drive for some ranges; see :meth:`ActivationStore.reserve_many`.
 
         Each drive gets its even share of them, but not less than one call should move.
         """
-        ranges = _share_of(ranges, len(self.stores))
+        share = sum(nbytes for nbytes, _ in ranges) // len(self.stores)
+        ranges = first_ranges(ranges, max(share, TOGETHER_BYTES))
         nbytes = sum(nbytes for nbytes, _ in ranges)
         refusals: dict[int, StoreFullError] = {}
         while len(refusals) < len(self.stores):
@@ -147,13 +144,3 @@ class StripedStore(CombinedStore):
             self._now = max(self._ended[drive], self._now)
             self._ended[drive] = self._now + nbytes / speeds[drive]
         return drive
-
-
-def _share_of(ranges: Sequence[tuple[int, int]], drives: int) -> Sequence[tuple[int, int]]:
-    """The first of several ranges: an even share of their bytes, and not less than goes together."""
-    share = max(sum(nbytes for nbytes, _ in ranges) // drives, TOGETHER_BYTES)
-    for number, (nbytes, _) in enumerate(ranges):
-        share -= nbytes
-        if share <= 0:
-            return ranges[: number + 1]
-    return ranges

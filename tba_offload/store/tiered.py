@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tba_offload.errors import StoreFullError
 from tba_offload.plan.window import Window
 from tba_offload.store.base import HOST_TIER, ActivationStore, DriveLoad, Extent
-from tba_offload.store.combined import CombinedStore
+from tba_offload.store.combined import CombinedStore, first_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,10 +56,6 @@ class TieredStore(CombinedStore):
             "host": self.host.description,
         }
 
-    def reserve(self, nbytes: int, address: int) -> Extent:
-        """Takes an extent where it is written soon; see :meth:`ActivationStore.reserve`."""
-        return self.reserve_many([(nbytes, address)])[0]
-
     def reserve_many(self, ranges: Sequence[tuple[int, int]]) -> list[Extent]:
         """Takes extents for as many as go to the same tier; see :meth:`ActivationStore.reserve_many`."""
         first: ActivationStore = self.drives
@@ -70,7 +66,8 @@ class TieredStore(CombinedStore):
             first, second = second, first
             ranges = ranges[:1]  # the drives may have made progress before the next
         try:
-            return first.reserve_many(_within(ranges, room))
+            # After the last of these the drives have more to write than that.
+            return first.reserve_many(first_ranges(ranges, room + 1))
         except StoreFullError as error:
             refusal = str(error)  # the error itself would keep the frames of all callers
         try:
@@ -107,12 +104,3 @@ class TieredStore(CombinedStore):
 
     def _store_of(self, extent: Extent) -> ActivationStore:
         return self.host if extent.drive == self.host.drive_index else self.drives
-
-
-def _within(ranges: Sequence[tuple[int, int]], room: int) -> Sequence[tuple[int, int]]:
-    """The first of several ranges: one after which the drives have more to write than room is the last."""
-    for number, (nbytes, _) in enumerate(ranges):
-        room -= nbytes
-        if room < 0:
-            return ranges[: number + 1]
-    return ranges
