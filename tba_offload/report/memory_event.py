@@ -1,8 +1,4 @@
-"""The ``memory`` event of a run log: where in a step memory was at its peak, and what held it.
-
-It is checked before anything is computed from it, as the ``plan`` event is: the bounds are far beyond any
-machine, and what lies outside of them is damage.
-"""
+"""The ``memory`` event of a run log: where in a step memory was at its peak, and what held it."""
 
 from __future__ import annotations
 
@@ -10,14 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
-from tba_offload.report.damage import checked
+from tba_offload.report.damage import Bytes, Number, Word, checked
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-Bytes = Annotated[int, Field(strict=True, ge=0, le=2**50)]
-_Word = Annotated[str, Field(max_length=1000)]
-_Number = Annotated[int, Field(strict=True, ge=0, lt=2**53)]
 
 
 class HeldBytes(BaseModel):
@@ -37,7 +29,7 @@ class PhasePeak(BaseModel):
     """The peak of one phase; see :class:`tba_offload.session.memory_watch.Peak`."""
 
     nbytes: Bytes
-    layer: _Number
+    layer: Number
     held: HeldBytes
     beside: Bytes
     gradients: Bytes
@@ -84,19 +76,19 @@ class MemoryEvent(BaseModel):
         frozen_at_once: Those of them that would be in memory at a time: of the two largest layers.
     """
 
-    step: _Number
-    source: _Word
-    names: Annotated[list[_Word], Field(max_length=10_000)]
-    placements: Annotated[list[_Word], Field(max_length=10_000)]
+    step: Number
+    source: Word
+    names: Annotated[list[Word], Field(max_length=10_000)]
+    placements: Annotated[list[Word], Field(max_length=10_000)]
     window: Bytes | None
     static: StaticBytes
-    held: Annotated[list[tuple[_Word, Bytes, bool]], Field(max_length=10_000)]
-    caches: Annotated[list[tuple[_Word, Bytes]], Field(max_length=10_000)] = []  # earlier logs do not tell
+    held: Annotated[list[tuple[Word, Bytes, bool]], Field(max_length=10_000)]
+    caches: Annotated[list[tuple[Word, Bytes]], Field(max_length=10_000)] = []  # earlier logs do not tell
     phases: dict[Literal["forward", "loss", "backward", "embeddings", "between", "update"], PhasePeak]
     layers: Annotated[list[tuple[Bytes, Bytes, Bytes]], Field(max_length=10_000)]
     checkpointed: Bytes = 0  # earlier logs tell neither
     not_attached: Bytes = 0
-    left_out: Annotated[list[tuple[_Word, _Number]], Field(max_length=1000)] = []
+    left_out: Annotated[list[tuple[Word, Number]], Field(max_length=1000)] = []
     head: Bytes = 0
     frozen_weights: Bytes = 0
     frozen_at_once: Bytes = 0

@@ -1,7 +1,4 @@
-"""What a ``plan`` event of a run log must look like before anything is computed from it.
-
-The bounds are far beyond any machine; what lies outside of them is damage, and would overflow on the way.
-"""
+"""What a ``plan`` event of a run log must look like before anything is computed from it."""
 
 from __future__ import annotations
 
@@ -9,23 +6,19 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
-from tba_offload.report.damage import checked
+from tba_offload.report.damage import Bytes, Flag, Seconds, Word, checked
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_Bytes = Annotated[int, Field(strict=True, ge=0, le=2**50)]
-_Seconds = Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)]
 _Share = Annotated[float, Field(strict=True, ge=0, le=1e3, allow_inf_nan=False)]
 _Rate = Annotated[float, Field(strict=True, ge=1, le=1e18, allow_inf_nan=False)]
 _Number = Annotated[int, Field(strict=True, ge=0, lt=2**20)]
-_Flag = Annotated[bool, Field(strict=True)]
 _Saved = (
-    tuple[_Bytes, _Share, _Share]
-    | tuple[_Bytes, _Share, _Share, _Flag | None]
-    | tuple[_Bytes, _Share, _Share, _Flag | None, _Share | None]
+    tuple[Bytes, _Share, _Share]
+    | tuple[Bytes, _Share, _Share, Flag | None]
+    | tuple[Bytes, _Share, _Share, Flag | None, _Share | None]
 )
-_Word = Annotated[str, Field(max_length=1000)]
 # The last word is the old one of the one before it.
 _Measured = Literal[
     "keep",
@@ -40,25 +33,25 @@ _Measured = Literal[
 
 class _Kind(BaseModel):
     activations: Annotated[list[_Saved], Field(max_length=10_000)]
-    small_bytes: _Bytes
-    input_bytes: _Bytes
-    at_once: _Bytes | None = None
-    attention_bytes: _Bytes | None = None
-    beside: dict[_Measured, tuple[_Bytes, _Bytes] | tuple[_Bytes, _Bytes, _Bytes]] = {}
+    small_bytes: Bytes
+    input_bytes: Bytes
+    at_once: Bytes | None = None
+    attention_bytes: Bytes | None = None
+    beside: dict[_Measured, tuple[Bytes, Bytes] | tuple[Bytes, Bytes, Bytes]] = {}
 
 
 class _Profile(BaseModel):
     kinds: list[_Kind]
     layers: Annotated[list[_Number], Field(min_length=1, max_length=10_000)]
-    timings: list[Annotated[dict[_Measured, tuple[_Seconds, _Seconds]], Field(min_length=1)]]
+    timings: list[Annotated[dict[_Measured, tuple[Seconds, Seconds]], Field(min_length=1)]]
     slots: Annotated[
-        list[tuple[_Number, _Number, _Flag, _Seconds] | tuple[_Number, _Number, _Flag, _Seconds, _Number]],
+        list[tuple[_Number, _Number, Flag, Seconds] | tuple[_Number, _Number, Flag, Seconds, _Number]],
         Field(min_length=1, max_length=1_000_000),
     ]
-    gradients: Annotated[list[_Bytes], Field(max_length=1_000_000)] = []
-    tail: _Seconds
-    loss_bytes: _Bytes = 0
-    rest_bytes: _Bytes
+    gradients: Annotated[list[Bytes], Field(max_length=1_000_000)] = []
+    tail: Seconds
+    loss_bytes: Bytes = 0
+    rest_bytes: Bytes
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -82,23 +75,23 @@ class _Tier(BaseModel):
 
 
 class _Host(_Tier):
-    capacity: _Bytes
+    capacity: Bytes
 
 
 class _Drive(_Tier):
-    latency: _Seconds = 0.0
+    latency: Seconds = 0.0
     host: _Host | None = None
-    capacity: _Bytes | None = None
+    capacity: Bytes | None = None
 
 
 class _Limits(BaseModel):
-    window: _Bytes | None
+    window: Bytes | None
 
 
 class _Writes(BaseModel):
     bytes_per_day: Annotated[float, Field(strict=True, ge=0, le=1e21, allow_inf_nan=False)]
     allowed: Annotated[int, Field(strict=True, ge=0, le=2**60)]
-    bounds: _Flag
+    bounds: Flag
 
 
 class _Spread(BaseModel):
@@ -107,13 +100,13 @@ class _Spread(BaseModel):
 
 
 class _Rates(BaseModel):
-    tier: _Word
+    tier: Word
     write: _Spread
     read: _Spread
 
 
 class _Plan(BaseModel):
-    names: list[_Word]
+    names: list[Word]
     profile: _Profile
     drive: _Drive
     limits: _Limits

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
-from tba_offload.report.damage import checked
+from tba_offload.report.damage import Bytes, Flag, Number, Seconds, Word, checked
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,21 +21,15 @@ def _in_nanoseconds(seconds: float) -> float:
     return round(seconds, 9)
 
 
-_Bytes = Annotated[int, Field(strict=True, ge=0, le=2**50)]
-_Seconds = Annotated[
-    float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False), AfterValidator(_in_nanoseconds)
-]
-_Number = Annotated[int, Field(strict=True, ge=0, lt=2**53)]
+_Seconds = Annotated[Seconds, AfterValidator(_in_nanoseconds)]
 _Nanoseconds = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
-_Flag = Annotated[bool, Field(strict=True)]
-_Word = Annotated[str, Field(max_length=1000)]
 
 
 class ScopeTimes(NamedTuple):
     """One run of a layer; times are seconds since the step began."""
 
-    layer: _Number
-    micro_batch: _Number
+    layer: Number
+    micro_batch: Number
     forward_began: _Seconds
     forward_ended: _Seconds | None
     backward_began: _Seconds | None
@@ -48,13 +42,13 @@ class Moment(NamedTuple):
     """
 
     seconds: _Seconds
-    live: _Bytes
-    in_flight: _Bytes
-    read_ahead: _Bytes
-    written: _Bytes
-    read: _Bytes
-    settled: _Bytes = 0
-    left: _Bytes = 0
+    live: Bytes
+    in_flight: Bytes
+    read_ahead: Bytes
+    written: Bytes
+    read: Bytes
+    settled: Bytes = 0
+    left: Bytes = 0
 
 
 class Move(NamedTuple):
@@ -69,12 +63,12 @@ class Move(NamedTuple):
         thread: Number of the I/O thread.
     """
 
-    drive: _Number
-    writes: _Flag
+    drive: Number
+    writes: Flag
     began: _Seconds
     ended: _Seconds
-    nbytes: _Bytes
-    thread: _Number
+    nbytes: Bytes
+    thread: Number
 
 
 class Phase(NamedTuple):
@@ -126,9 +120,9 @@ class TimelineEvent(BaseModel):
         moves: The calls that moved bytes, by when they began.
     """
 
-    step: _Number
-    source: _Word
-    names: Annotated[list[_Word], Field(max_length=10_000)]
+    step: Number
+    source: Word
+    names: Annotated[list[Word], Field(max_length=10_000)]
     scopes: Annotated[list[ScopeTimes], Field(max_length=100_000)]
     backward_ends: Annotated[list[_Seconds], Field(max_length=100_000)]
     stalls: Annotated[list[tuple[_Seconds, _Seconds]], Field(max_length=100_000)]
@@ -136,9 +130,9 @@ class TimelineEvent(BaseModel):
     began_unix_ns: _Nanoseconds | None = None
     updates: Annotated[list[tuple[_Seconds, _Seconds]], Field(max_length=100_000)] = []
     layers_left: Annotated[list[_Seconds], Field(max_length=100_000)] = []
-    budget: _Bytes | None = None
-    window: _Bytes | None = None
-    drives: Annotated[list[tuple[_Number, _Word]], Field(max_length=1000)] = []
+    budget: Bytes | None = None
+    window: Bytes | None = None
+    drives: Annotated[list[tuple[Number, Word]], Field(max_length=1000)] = []
     moves: Annotated[list[Move], Field(max_length=100_000)] = []
 
     @model_validator(mode="after")
