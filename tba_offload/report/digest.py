@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.formatting import readable_size
+from tba_offload.report.points import warmup_of
 from tba_offload.report.run_log import GAP
 
 if TYPE_CHECKING:
@@ -31,9 +32,8 @@ class Digest:
 
     @classmethod
     def of(cls, log: RunLog) -> Digest:
-        """The figures of a run: two steps of more than four are warm-up, and the first of fewer."""
-        count = len(log.steps)
-        late = log.steps[2 if count > 4 else min(count - 1, 1) :]
+        """The figures of a run."""
+        late = log.steps[warmup_of(len(log.steps)) :]
         return cls(log, [step for step in late if not step.skipped] or late)
 
     def median(self, value: Callable[[StepRecord], float | None]) -> float | None:

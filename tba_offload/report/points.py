@@ -217,7 +217,7 @@ def _counted(run_log: RunLog, warmup: int | None) -> Sequence[StepRecord]:
     if warmup is not None and warmup < 0:
         raise ConfigError(f"warmup must be 0 or more steps, and is {warmup}")
     total = len(run_log.steps)
-    warmup = warmup if warmup is not None else _default_warmup(total)
+    warmup = warmup if warmup is not None else warmup_of(total)
     late = run_log.steps[warmup:]
     steps = [step for step in late if not step.skipped]
     if not steps:
@@ -236,7 +236,8 @@ def _timed(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:
     return [step for step in steps if step.activation_peak_bytes is None] or steps
 
 
-def _default_warmup(steps: int) -> int:
+def warmup_of(steps: int) -> int:
+    """How many of the steps of a run are warm-up, unless the user says so."""
     if steps > 4:
         return 2
     return 1 if steps > 1 else 0
