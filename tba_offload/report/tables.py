@@ -191,16 +191,27 @@ def _padded(cells: Sequence[str], column: Column, width: int) -> list[str]:
     return [cell.ljust(width) if column.side == "left" else cell.rjust(width) for cell in cells]
 
 
+def spaced(parts: Sequence[FittedTable | str]) -> Iterator[FittedTable | str]:
+    """Tables and lines, tables between empty lines."""
+    for place, part in enumerate(parts):
+        if place and not (isinstance(part, str) and isinstance(parts[place - 1], str)):
+            yield ""
+        yield part
+
+
+def text_of(part: FittedTable | str) -> str:
+    """A table as Markdown, or a line, with the end of the line."""
+    return f"{visible(part)}\n" if isinstance(part, str) else part.markdown()
+
+
 def show(*parts: FittedTable | str) -> None:
-    """Prints tables and lines, tables between empty lines: fitted to a terminal, as Markdown elsewhere."""
+    """Prints tables and lines: fitted to a terminal, as Markdown elsewhere."""
     from rich.console import Console
     from rich.text import Text
 
     console = Console()
-    for place, part in enumerate(parts):
-        if place and FittedTable in {type(part), type(parts[place - 1])}:
-            sys.stdout.write("\n")
+    for part in spaced(parts):
         if console.is_terminal:
             console.print(Text(visible(part)) if isinstance(part, str) else part)
         else:
-            sys.stdout.write(f"{visible(part)}\n" if isinstance(part, str) else part.markdown())
+            sys.stdout.write(text_of(part))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from tba_offload.formatting import readable_size, significant, visible
+from tba_offload.formatting import readable_size, significant
 from tba_offload.report import tables
 from tba_offload.report.causes import WORTH, Finding, findings
 from tba_offload.report.evidence import HOLDERS, Evidence
@@ -15,7 +15,7 @@ from tba_offload.report.tables import Column, FittedTable
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from tba_offload.report.evidence import Phase
     from tba_offload.report.run_log import RunLog
@@ -63,7 +63,7 @@ class Diagnosis:
         return self.findings[0].cause if self.findings else None
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self.parts()))
+        return "".join(map(tables.text_of, tables.spaced(self.parts()))).removesuffix("\n")
 
     def parts(self) -> list[FittedTable | str]:
         """What there is to say, as lines and tables."""
@@ -145,14 +145,6 @@ def why(path: str | os.PathLike[str], *, left_out: Callable[[str], object] | Non
 def show(diagnosis: Diagnosis) -> None:
     """Prints it."""
     tables.show(*diagnosis.parts())
-
-
-def _lines(parts: Sequence[FittedTable | str]) -> Iterator[str]:
-    """Tables between empty lines, as they are printed."""
-    for place, part in enumerate(parts):
-        if place and not (isinstance(part, str) and isinstance(parts[place - 1], str)):
-            yield ""
-        yield visible(part) if isinstance(part, str) else part.markdown().rstrip("\n")
 
 
 def _summary(evidence: Evidence) -> str:
