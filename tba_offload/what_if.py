@@ -372,7 +372,7 @@ class Situation:
             "plan": best.as_json(),
             "why": report.whys,
             "written_bytes": {"drives": outcome.written_bytes, "host": outcome.host_written_bytes},
-            "written_per_day": None if (writes := self._writes(best)) is None else writes.as_json(),
+            "written_per_day": None if (writes := self._writes(best)) is None else writes._asdict(),
             "states": None if states is None else states.as_json(),
             "advice": advice(report, None),
         }

@@ -268,7 +268,7 @@ class Controller:
             "caution": settled.caution,
             "limits": dataclasses.asdict(task.limits),
             "plan": settled.plan.as_json(),
-            **({} if writes is None else {"writes": writes.as_json()}),
+            **({} if writes is None else {"writes": writes._asdict()}),
         }
 
     # ---- what ranks agree on ---------------------------------------------------------------------

@@ -57,12 +57,11 @@ class StatesLoad:
         return sum(map(len, self.sizes))
 
     @classmethod
-    def of_updates(cls, updates: Sequence[Mapping[str, Any]], *, turns: bool = True) -> StatesLoad | None:
+    def of_updates(cls, updates: Sequence[Mapping[str, Any]]) -> StatesLoad | None:
         """What updates in a run log tell, as if sub-groups were of equal size; ``None`` if that is nothing.
 
         Args:
             updates: Its ``states`` events.
-            turns: As of the optimizers.
         """
         last: dict[int, list[Mapping[str, Any]]] = {}
         rate: float | None = None
@@ -76,7 +75,7 @@ class StatesLoad:
         seconds = sum(
             usual_seconds([(u["seconds"], u["waited_seconds"]) for u in each]) for each in last.values()
         )
-        return cls(sizes, seconds, rate or math.inf, turns=turns)
+        return cls(sizes, seconds, rate or math.inf)
 
     def split(self, travelling: int) -> tuple[int, ...]:
         """How many of each optimizer travel if ``travelling`` do together: an equal share of each."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tba_offload.config.policy import Placement
 from tba_offload.days import bytes_per_day
@@ -36,10 +36,6 @@ class Writes(NamedTuple):
             f"writes up to {readable_size(self.bytes_per_day)} a day of the {readable_size(self.allowed)} "
             f"that store.write_bytes_per_day allows{bound}"
         )
-
-    def as_json(self) -> dict[str, Any]:
-        """For a run log."""
-        return self._asdict()
 
 
 def writes_of(

@@ -162,7 +162,7 @@ def make_parts(
         notices=notices,
         world=world,
         budget=Budget(
-            limits_of(config),
+            limits,
             Watched(planning, capture, gradients.live, notices),
             device_bytes=config.budget.device_bytes,
             static=lambda: static_bytes(modules, optimizers, states, device.torch_device),
