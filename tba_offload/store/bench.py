@@ -15,13 +15,11 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 from tba_offload.config.store import StoreOptions
-from tba_offload.device.ranges import ByteRange, aligned_range
+from tba_offload.device.ranges import aligned_range
 from tba_offload.errors import StoreError, StoreFullError
 from tba_offload.store.hanging import opened
-from tba_offload.store.probe import TRANSFER_SECONDS, end
+from tba_offload.store.probe import TRANSFER_SECONDS, end, random_bytes
 from tba_offload.store.thread_count import STORES
 
 if TYPE_CHECKING:
@@ -156,10 +154,7 @@ class _Blocks:
         self._nbytes = nbytes
         self._threads = threads
         self._in_flight = max(min(_AHEAD * threads, MOST_MEMORY // nbytes), 1)
-        generator = torch.Generator(device.torch_device).manual_seed(0)
-        count, where = -(-nbytes // 8), device.torch_device
-        words = torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator, device=where)
-        self._source = ByteRange.of(words.view(torch.uint8)[:nbytes])
+        self._source = random_bytes(nbytes, device)
         self._targets = [
             aligned_range(nbytes, self._source.address, store.alignment, device)
             for _ in range(self._in_flight)

@@ -92,12 +92,7 @@ class Probe:
     ) -> None:
         self._store, self._device, self._count = store, device, extents
         self._transfer_seconds = TRANSFER_SECONDS if transfer_seconds is None else transfer_seconds
-        # Bytes that no drive can compress, of a generator of its own.
-        generator = torch.Generator(device.torch_device).manual_seed(0)
-        words = torch.randint(
-            -(2**63), 2**63 - 1, (-(-extent_bytes // 8),), generator=generator, device=device.torch_device
-        )
-        self._source = ByteRange.of(words.view(torch.uint8)[:extent_bytes])
+        self._source = random_bytes(extent_bytes, device)
         self._targets = [
             aligned_range(extent_bytes, self._source.address, store.alignment, device) for _ in range(extents)
         ]
@@ -161,6 +156,14 @@ class Probe:
                 future.wait(self._transfer_seconds)
         self._full += written
         self.done()
+
+
+def random_bytes(nbytes: int, device: Device) -> ByteRange:
+    """Bytes on a device that no drive can compress, of a generator of their own."""
+    where = device.torch_device
+    generator = torch.Generator(where).manual_seed(0)
+    words = torch.randint(-(2**63), 2**63 - 1, (-(-nbytes // 8),), generator=generator, device=where)
+    return ByteRange.of(words.view(torch.uint8)[:nbytes])
 
 
 def measure(
