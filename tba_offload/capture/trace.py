@@ -102,6 +102,15 @@ class StepMarks:
     ended: Mark | None = None
     backward_ends: list[Mark] = field(default_factory=list)
 
+    def are_reached(self) -> bool:
+        """Whether the device has come to the end of the step, so that :meth:`seconds` waits for nothing."""
+        return self.device.is_reached(self.ended)
+
+    def seconds(self) -> float:
+        """How long the step took; waits for its end."""
+        began, ended = self.device.seconds([self.began, self.ended])
+        return ended - began
+
 
 @dataclass(slots=True)
 class ScopeTrace:
@@ -334,12 +343,11 @@ class DeviceTimes:
 
     def are_known(self) -> bool:
         """Whether the device has come to the end of the step, so that asking for times waits for nothing."""
-        return self._marks.device.is_reached(self._marks.ended)
+        return self._marks.are_reached()
 
     def step_seconds(self) -> float:
         """How long the step took; waits for its end."""
-        began, ended = self._marks.device.seconds([self._marks.began, self._marks.ended])
-        return ended - began
+        return self._marks.seconds()
 
     def read(self) -> StepTimes:
         """All times; waits for the end of the step."""

@@ -74,7 +74,7 @@ class LateFigures:
     def are_there(self) -> bool:
         """Whether :meth:`complete` waits for nothing."""
         marks, loss = self._marks, self._loss
-        return (marks is None or marks.device.is_reached(marks.ended)) and (loss is None or loss.is_there())
+        return (marks is None or marks.are_reached()) and (loss is None or loss.is_there())
 
     def complete(self, record: StepRecord) -> StepRecord:
         """A record with these figures; waits for them."""
@@ -82,6 +82,5 @@ class LateFigures:
         if self._loss is not None:
             found["loss"] = self._loss.read()
         if self._marks is not None:
-            began, ended = self._marks.device.seconds([self._marks.began, self._marks.ended])
-            found["seconds"] = ended - began
+            found["seconds"] = self._marks.seconds()
         return replace(record, **found)
