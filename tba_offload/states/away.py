@@ -12,6 +12,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+def _given(args: tuple[Any, ...], kwargs: Any) -> list[Any]:
+    """What a function was called with, lists taken apart."""
+    values = [*args, *(kwargs or {}).values()]
+    return [each for value in values for each in (value if isinstance(value, list | tuple) else [value])]
+
+
 class AwayTensor(torch.Tensor):
     """A tensor without memory: it tells size, strides, data type and device, and every use is an error.
 
@@ -49,9 +55,7 @@ class AwayTensor(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> NoReturn:
         """Raises: there is nothing to compute with."""
-        values = [*args, *(kwargs or {}).values()]
-        flat = [each for value in values for each in (value if isinstance(value, list | tuple) else [value])]
-        away = next((each for each in flat if isinstance(each, AwayTensor)), None)
+        away = next((each for each in _given(args, kwargs) if isinstance(each, AwayTensor)), None)
         used = cls if away is None else type(away)
         raise used._error(away._name if away is not None else "a state", f"{func} was called with it")
 
@@ -169,9 +173,7 @@ class AwayMaster(torch.Tensor):
                     vars(made).update(_tba_offload_name=args[0]._tba_offload_name)
                     made.__class__ = cls
             return made
-        values = [*args, *(kwargs or {}).values()]
-        flat = [each for value in values for each in (value if isinstance(value, list | tuple) else [value])]
-        name = next((each._tba_offload_name for each in flat if type(each) is cls), "")
+        name = next((each._tba_offload_name for each in _given(args, kwargs) if type(each) is cls), "")
         raise StatesAwayError(
             f"the master {name} is not in memory between updates, and {func} was called with it; set "
             "states.masters to keep, or close the OptimizerStates first"

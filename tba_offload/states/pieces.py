@@ -97,19 +97,22 @@ _FUSED = frozenset(
 
 def is_known(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer is known to update each parameter by itself: PyTorch's do, but for LBFGS."""
-    kind = type(optimizer)
-    return is_of_torch(optimizer) or f"{kind.__module__}.{kind.__qualname__}" in _FUSED
+    return is_of_torch(optimizer) or _name_of(optimizer) in _FUSED
 
 
 def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer is one of PyTorch's own."""
-    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
+    return _name_of(optimizer).startswith("torch.optim.")
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer treats each element of a parameter by itself, and draws no random numbers."""
+    return _name_of(optimizer) in _SLICED
+
+
+def _name_of(optimizer: torch.optim.Optimizer) -> str:
     kind = type(optimizer)
-    return f"{kind.__module__}.{kind.__qualname__}" in _SLICED
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def can_be_cut(parameter: torch.Tensor) -> bool:
