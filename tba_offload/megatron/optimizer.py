@@ -11,6 +11,7 @@ import torch
 from tba_offload.errors import UnsupportedError
 from tba_offload.states.away import is_away
 from tba_offload.states.masters import MASTER
+from tba_offload.states.pieces import gathered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -239,7 +240,7 @@ class _CopiesOf:
         child, states = self._child, self._states
         mains = [main for _, main in _pairs(child)]
         away = [main for main in mains if main is not None and is_away(main)]
-        for some in _batches(away, max(states.sizes, default=0)):
+        for some in gathered(away, max(states.sizes, default=0)):
             with ExitStack() as taken:
                 for main in some:
                     taken.enter_context(states.setting(main, states=False))
@@ -247,18 +248,6 @@ class _CopiesOf:
                     self._to_masters(*arguments, **options)
         with _narrowed(child, {main for main in mains if not is_away(main)}):
             self._to_masters(*arguments, **options)
-
-
-def _batches(masters: Sequence[torch.Tensor], most: int) -> Iterator[list[torch.Tensor]]:
-    """Masters of at most ``most`` bytes at a time; a larger one alone."""
-    some: list[torch.Tensor] = []
-    for main in masters:
-        if some and sum(each.nbytes for each in (*some, main)) > most:
-            yield some
-            some = []
-        some.append(main)
-    if some:
-        yield some
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
@@ -11,7 +11,7 @@ from tba_offload.states.away import AwayMaster
 from tba_offload.states.shards import local
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 SLICE = 1024
 """Elements: a parameter is cut at multiples of it, so that no kernel meets another alignment or remainder.
@@ -147,16 +147,24 @@ def pieces_of(parameter: torch.Tensor, most: int, *, sliced: bool) -> Iterator[P
         yield Piece(parameter, start, count if start == starts[-1] else start + step)
 
 
-def gathered(pieces: Sequence[Piece], most: int) -> Iterator[tuple[Piece, ...]]:
-    """Pieces in sub-groups of at most ``most`` bytes of parameters; a larger one goes alone."""
-    together: list[Piece] = []
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+_Part = TypeVar("_Part", bound=_Sized)
+
+
+def gathered(parts: Iterable[_Part], most: int) -> Iterator[tuple[_Part, ...]]:
+    """Pieces or tensors, so many at a time as have ``most`` bytes; a larger one goes alone."""
+    together: list[_Part] = []
     nbytes = 0
-    for piece in pieces:
-        if together and nbytes + piece.nbytes > most:
+    for part in parts:
+        if together and nbytes + part.nbytes > most:
             yield tuple(together)
             together, nbytes = [], 0
-        together.append(piece)
-        nbytes += piece.nbytes
+        together.append(part)
+        nbytes += part.nbytes
     if together:
         yield tuple(together)
 
