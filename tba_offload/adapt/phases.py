@@ -111,11 +111,6 @@ class Moment:
         """The best plan that is found, for a drive that may be slower than the one that was measured."""
         return best_plan(self.task, profile, bandwidth, not_recomputed=self.not_recomputed)
 
-    def rival(self, plan: Plan, profile: StepProfile, bandwidth: Bandwidth, *, slower: float) -> Plan | None:
-        """The best plain plan that may be faster than a plan, see :func:`.proposals.rival`."""
-        known = self.task, profile, bandwidth, plan
-        return rival(*known, not_recomputed=self.not_recomputed, slower=slower)
-
     def within_budget(self, plan: Plan, profile: StepProfile, bandwidth: Bandwidth) -> Plan:
         """A plan, or one that was seen to need less if this one is expected or known to break the budget."""
         known = self.needs.instead_of(plan)
@@ -356,11 +351,10 @@ class Settled(Phase):
             return self._retreated(moment, known, profile)
         doubt = self.doubt(moment, bandwidth)
         is_due = moment.task.has_budget and self.is_measured and not self.is_refined
-        if (doubt is not None or is_due) and (plain := self._plain(moment, profile, bandwidth)) is not None:
-            return plain, plain.plan
         is_time = is_due or has_excursion(moment.step, moment.tuning, self.looked)
-        if is_time and (comparison := self._comparison(moment, profile, bandwidth)) is not None:
-            return comparison
+        plain = self._plain(moment, profile, bandwidth, adopts=doubt is not None or is_due, compares=is_time)
+        if plain is not None:
+            return plain
         if doubt is not None:
             return self.replanned(moment, profile, bandwidth, self.plan, doubt)
         if is_due and not self._compares_soon(moment):
@@ -376,44 +370,47 @@ class Settled(Phase):
         confirmed = dataclasses.replace(self, plan=moment.needs.foretold(moment.plan, profile, bandwidth))
         return confirmed._gone_on(moment, profile, bandwidth)
 
-    def _plain(self, moment: Moment, profile: StepProfile, bandwidth: Bandwidth) -> Settled | None:
-        """With all layers placed alike, if that is faster by what is known now; ``None`` if it is not.
+    def _plain(
+        self, moment: Moment, profile: StepProfile, bandwidth: Bandwidth, *, adopts: bool, compares: bool
+    ) -> tuple[Phase, Plan] | None:
+        """With all layers placed alike, if that is faster by what is known now, or may be.
 
-        That is soon known, and a search takes many steps: it comes after a step under that plan.
+        That is soon known, and a search takes many steps: it comes after a step under that plan. And no
+        prediction is so exact that it decides between plans that are nearly as good: a step does.
+
+        Args:
+            moment: The step.
+            profile: What plans are made from.
+            bandwidth: How fast offloaded bytes travel.
+            adopts: Whether a plan that is faster is in force from now on.
+            compares: Whether a step tries one that may be.
         """
-        if self.is_overdue or not moment.may_compare or is_plain(self.plan, moment.task.policy):
+        adopts = adopts and not is_plain(self.plan, moment.task.policy)
+        compares = compares and not self.is_compared and moment.pace.usual is not None
+        if self.is_overdue or not moment.may_compare or not (adopts or compares):
             return None
-        plain = moment.rival(self.plan, profile, bandwidth, slower=-moment.tuning.worth_it)
+        plain = rival(moment.task, profile, bandwidth, self.plan, not_recomputed=moment.not_recomputed)
         if plain is None or plain.prediction is None:
             return None
-        before = simulate(profile, self.plan, bandwidth).seconds
-        now, then = significant(plain.prediction.seconds), significant(before)
-        moment.forgets.append(Pace.forget_seconds)
-        return dataclasses.replace(
-            self,
-            plan=plain,
-            why=f"by what was measured a step under it takes {now} s instead of {then} s",
-            planned_for=bandwidth,
-            is_measured=False,
-            is_refined=False,
-            is_compared=False,
-            favoured=0.0,
-            beside_bytes=profile.beside_bytes(plain.placements),
-        )
-
-    def _comparison(
-        self, moment: Moment, profile: StepProfile, bandwidth: Bandwidth
-    ) -> tuple[Phase, Plan] | None:
-        """A step with all layers placed alike, if that may be faster.
-
-        No prediction is so exact that it decides between plans that are nearly as good: a step does.
-        """
-        if self.is_overdue or self.is_compared or not moment.may_compare or moment.pace.usual is None:
-            return None
-        plain = moment.rival(self.plan, profile, bandwidth, slower=moment.tuning.rival)
-        if plain is None:
-            return None
-        return Comparison(dataclasses.replace(self, looked=moment.step, is_compared=True)), plain
+        now, then = plain.prediction.seconds, simulate(profile, self.plan, bandwidth).seconds
+        if adopts and now < then * (1 - moment.tuning.worth_it):
+            moment.forgets.append(Pace.forget_seconds)
+            adopted = dataclasses.replace(
+                self,
+                plan=plain,
+                why="by what was measured a step under it takes "
+                f"{significant(now)} s instead of {significant(then)} s",
+                planned_for=bandwidth,
+                is_measured=False,
+                is_refined=False,
+                is_compared=False,
+                favoured=0.0,
+                beside_bytes=profile.beside_bytes(plain.placements),
+            )
+            return adopted, plain
+        if compares and now < then * (1 + moment.tuning.rival):
+            return Comparison(dataclasses.replace(self, looked=moment.step, is_compared=True)), plain
+        return None
 
     def _compares_soon(self, moment: Moment) -> bool:
         """Whether a search, which takes many steps, would be in the way of the comparison in the next one."""

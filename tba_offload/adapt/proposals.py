@@ -6,6 +6,7 @@ Pure: the same arguments give the same plan.
 from __future__ import annotations
 
 import dataclasses
+import math
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -165,9 +166,8 @@ def rival(
     plan: Plan,
     *,
     not_recomputed: frozenset[int],
-    slower: float,
 ) -> Plan | None:
-    """The best plan that gives all layers one placement and may be faster than a plan; ``None`` if none may.
+    """The fastest other plan that gives all layers one placement; ``None`` if none keeps to the limits.
 
     Args:
         task: What is wanted.
@@ -175,11 +175,9 @@ def rival(
         bandwidth: How fast offloaded bytes travel.
         plan: The plan in force.
         not_recomputed: Layers that must not be recomputed unless the policy says so.
-        slower: Share by which it may be predicted to be slower; if negative, it must be faster.
     """
     freedom = Freedom.all_of(profile, task.policy, not_recomputed)
-    least = simulate(profile, plan, bandwidth).seconds * (1 + slower)
-    found = None
+    found, least = None, math.inf
     for placement in GOALS[task.objective].choices:
         other = Plan(freedom.uniform(placement), window=plan.window)
         if bare(other) == bare(plan) or worst_peak(profile, other, bandwidth) > task.careful_limits.planned:
