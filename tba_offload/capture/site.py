@@ -156,6 +156,4 @@ def check_unattached(layers: Sequence[Layer]) -> None:
     """
     for layer in layers:
         if isinstance(layer.module.forward, _AttachedForward):
-            raise SessionError(
-                f"layer {layer.id.number} ({layer.id.name}) is attached already; close that session first"
-            )
+            raise SessionError(f"{layer.id} is attached already; close that session first")

@@ -74,6 +74,9 @@ class LayerId:
     stack: str | None = None
     depth: int | None = field(default=None, compare=False)
 
+    def __str__(self) -> str:
+        return f"layer {self.number} ({self.name})"
+
 
 def with_depths(layers: Iterable[LayerId], everywhere: Iterable[LayerId]) -> list[LayerId]:
     """The same layers with the depths of their stacks, by which ``last 2`` is matched.

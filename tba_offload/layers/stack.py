@@ -194,8 +194,7 @@ def check_disjoint(layers: Sequence[Layer]) -> None:
         for part in layer.module.modules():
             if part in owner and part in {layer.module, owner[part].module}:
                 raise UnsupportedError(
-                    f"layer {layer.id.number} ({layer.id.name}) and layer {owner[part].id.number} "
-                    f"({owner[part].id.name}) are the same module or lie in each other"
+                    f"{layer.id} and {owner[part].id} are the same module or lie in each other"
                 )
             owner[part] = layer
 

@@ -171,8 +171,7 @@ class Verifier:
 
     def name_of(self, index: int) -> str:
         """A layer as messages call it."""
-        layer = self.layers[index].id
-        return f"layer {layer.number} ({layer.name})"
+        return str(self.layers[index].id)
 
     def observe(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observation:
         """Takes down what a layer finds that is about to run for the first time.

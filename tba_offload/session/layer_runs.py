@@ -132,7 +132,7 @@ class LayerRuns:
         device = self._parts.device
         if device.is_capturing():
             raise UnsupportedError(
-                f"{_named(site)} is placed {placement.value} and runs while a CUDA graph is captured: "
+                f"{site.layer.id} is placed {placement.value} and runs while a CUDA graph is captured: "
                 "a graph fixes the addresses of activations, so they cannot travel. capture no graph "
                 "around attached layers, or place them keep"
             )
@@ -146,7 +146,7 @@ class LayerRuns:
         """
         if self._parts.device.compiled_graph() is not before:
             raise UnsupportedError(
-                f"{_named(site)} is placed {placement.value} and runs as CUDA graphs, which fix the "
+                f"{site.layer.id} is placed {placement.value} and runs as CUDA graphs, which fix the "
                 "addresses of activations, so they cannot travel. compile it with mode='default' or "
                 "'max-autotune-no-cudagraphs', or place it keep"
             )
@@ -211,7 +211,7 @@ class LayerRuns:
         is_recomputed = way_of(placement, site.index).recomputes
         if is_recomputed and site.index not in self._parts.planning.chosen:
             raise UnsupportedError(
-                f"{_named(site)} is placed {placement.value}, but its forward appends to a cache of "
+                f"{site.layer.id} is placed {placement.value}, but its forward appends to a cache of "
                 "keys and values, so that a second one would find other keys: switch the cache off "
                 "(use_cache=False, to the model or in its config), or place it otherwise"
             )
@@ -228,10 +228,6 @@ class LayerRuns:
     def _leave_alone(self, site: Site) -> None:
         self._parts.capture.trace.leave_alone()
         self._parts.notices.left_alone(site.layer)
-
-
-def _named(site: Site) -> str:
-    return f"layer {site.layer.id.number} ({site.layer.id.name})"
 
 
 def _activation_bytes(arguments: Iterable[object]) -> int:

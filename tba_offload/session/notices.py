@@ -149,7 +149,7 @@ class Notices:
         """A layer runs inside hooks of others, where neither ours nor a checkpoint's can be."""
         self.warn_once(
             "left alone",
-            f"layer {layer.id.number} ({layer.id.name}) runs inside saved-tensor hooks or a "
+            f"{layer.id} runs inside saved-tensor hooks or a "
             "transform of other code (a checkpoint, save_on_cpu, torch.func), so it is neither "
             "offloaded nor recomputed; switch that off, or place the layer keep. the run log counts "
             "left_alone_scopes",
