@@ -209,7 +209,7 @@ class Capture:
 
     def keeps_when_slow(self, nbytes: int) -> bool:
         """Whether an activation may be kept because the drive does not follow."""
-        if not self.offloader.writer.crowded(nbytes):
+        if not self.offloader.ledger.crowded(nbytes):
             return False
         # In backward one activation is in use beside those, and another is not yet given back.
         self._largest = max(self._largest, nbytes)

@@ -145,7 +145,8 @@ def is_better(
     )
     if not frees[1]:
         then = dataclasses.replace(then, peak_bytes=trials.peak_if_kept)
-    return trials.score(then)[1:] < trials.score(credit)[1:]  # both keep to the limits
+    score = trials.goal.score
+    return score(then)[1:] < score(credit)[1:]  # both keep to the limits
 
 
 class _Search:
@@ -223,7 +224,7 @@ class _Search:
         """
         scores: list[tuple[Score, Trial]] = []
         for trial in self._trials.ranked(best)[: self._terms.tuning.sound]:
-            score = self._trials.score(self._trials.really(trial.plan))
+            score = self._trials.goal.score(self._trials.really(trial.plan))
             if score[:2] <= trial.score[:2]:
                 return trial
             scores.append((score, trial))

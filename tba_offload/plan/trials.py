@@ -81,7 +81,7 @@ class Trials:
         """Plays a plan as it is."""
         if plan not in self._played:
             outcome = simulate(self.profile, plan, self.bandwidth)
-            self._played[plan] = Trial(plan, outcome, self.score(outcome))
+            self._played[plan] = Trial(plan, outcome, self.goal.score(outcome))
         return self._played[plan]
 
     def really(self, plan: Plan) -> Outcome:
@@ -150,10 +150,6 @@ class Trials:
     def ranked(self, *others: Trial) -> list[Trial]:
         """All of them and some others, the best first."""
         return sorted({**{trial.plan: trial for trial in others}, **self._played}.values(), key=score_of)
-
-    def score(self, outcome: Outcome) -> Score:
-        """How good an outcome is."""
-        return self.goal.score(outcome)
 
     def hardly_frees(self, outcome: Outcome, share: float) -> bool:
         """Whether memory is wanted first, there is room for everything, and nearly as much is used."""

@@ -57,10 +57,6 @@ class Writer:
 
     # ---- room ------------------------------------------------------------------------------------
 
-    def crowded(self, nbytes: int) -> bool:
-        """Whether ``nbytes`` more would exceed the window."""
-        return self._ledger.crowded(nbytes)
-
     def admit(self, nbytes: int) -> None:
         """Waits until ``nbytes`` more may be in flight, or until waiting cannot help.
 
