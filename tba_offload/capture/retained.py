@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tba_offload.layers.graph import nearest_nodes
+
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from torch.autograd.graph import Node
 
 _KEY = "tba_offload.retained"
 """Key of the common object in the metadata of a node."""
@@ -48,20 +48,7 @@ def life_of_layer(after: int, ended: Callable[[weakref.ref[Life]], object]) -> w
     """
     life = Life()
     root: Any = torch._C._current_autograd_node()
-    for node in _nodes(root, after):
+    for node in nearest_nodes(root, MOST_NODES, after=after, leaves=False):
         metadata: Any = node.metadata
         metadata[_KEY] = life
     return weakref.ref(life, ended)
-
-
-def _nodes(root: Node, after: int) -> list[Node]:
-    found, seen = [root], {root}
-    for node in found:
-        for following, _ in node.next_functions:
-            if following is None or following in seen or len(found) >= MOST_NODES:
-                continue
-            # What accumulates the gradient of a parameter belongs to the parameter.
-            if following._sequence_nr() > after and not hasattr(following, "variable"):
-                seen.add(following)
-                found.append(following)
-    return found

@@ -37,7 +37,7 @@ def is_checkpointed(layer: nn.Module) -> bool:
 
     Layers of Hugging Face models say so in an attribute.
     """
-    return bool(getattr(layer, "gradient_checkpointing", False)) or isinstance(layer, _loaded(_CHECKPOINTS))
+    return bool(getattr(layer, "gradient_checkpointing", False)) or isinstance(layer, loaded(_CHECKPOINTS))
 
 
 def checkpointing_warning(count: int, layers: int) -> str:
@@ -61,7 +61,7 @@ def holds_cache(arguments: Iterable[object]) -> bool:
         if argument is None or type(argument) is torch.Tensor:
             continue
         if caches is None:  # mostly all are tensors, and no module is looked up
-            caches = _loaded(_CACHES)
+            caches = loaded(_CACHES)
         if isinstance(argument, caches):
             return True
     return False
@@ -77,7 +77,7 @@ def cache_warning() -> str:
 
 def is_scaled() -> bool:
     """Whether Transformer Engine computes in FP8: each run of a layer then changes its scaling factors."""
-    return any(manager.is_fp8_enabled() for manager in _loaded(_SCALING))  # type: ignore[attr-defined]
+    return any(manager.is_fp8_enabled() for manager in loaded(_SCALING))  # type: ignore[attr-defined]
 
 
 def has_hooks(layer: nn.Module) -> bool:
@@ -103,6 +103,10 @@ def is_scripted(layer: nn.Module) -> bool:
     return any(issubclass(type(module), torch.jit.ScriptModule) for module in modules_in(layer))
 
 
-def _loaded(names: Sequence[tuple[str, str]]) -> tuple[type, ...]:
-    """Those of the classes whose modules are imported: no object is of one that is not."""
+def loaded(names: Sequence[tuple[str, str]]) -> tuple[type, ...]:
+    """Those of the classes whose modules are imported: no object is of one that is not.
+
+    Args:
+        names: Of each, its module and its name there.
+    """
     return tuple(getattr(sys.modules[module], name) for module, name in names if module in sys.modules)

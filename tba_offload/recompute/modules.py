@@ -6,13 +6,13 @@ changed takes a fifth. So the runs of a layer share one look, as long as everyth
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
+from tba_offload.layers.guards import loaded
 from tba_offload.layers.nested import MOST, TooManyError
 from tba_offload.recompute.code import reach_of_class
 from tba_offload.recompute.contents import PLAIN, UNSEEN, Contents
@@ -248,7 +248,7 @@ def _is_hooked(module: nn.Module) -> bool:
 
 def _modules_of(layer: nn.Module) -> Iterator[nn.Module]:
     """The modules of a layer, without those whose parameters are gathered by a wrapper inside of it."""
-    sharded = _sharded()
+    sharded = loaded(_SHARDED)
     waiting = [layer]
     while waiting:
         module = waiting.pop()
@@ -264,10 +264,6 @@ def _contains(module: nn.Module, layer: nn.Module) -> bool:
     return any(each is layer for each in module.modules())
 
 
-def _sharded() -> tuple[type, ...]:
-    return tuple(getattr(sys.modules[module], name) for module, name in _SHARDED if module in sys.modules)
-
-
 def _wrappers() -> tuple[type, ...]:
     """Classes of modules that keep books of their own about a step; FSDP2's are the model's own modules."""
-    return tuple(kind for kind in _sharded() if kind.__name__ == "FullyShardedDataParallel")
+    return tuple(kind for kind in loaded(_SHARDED) if kind.__name__ == "FullyShardedDataParallel")
