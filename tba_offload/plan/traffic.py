@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from typing import TYPE_CHECKING
 
+from tba_offload.config.store import BLOCK
 from tba_offload.placements.builtin import way_of
 from tba_offload.plan.window import Window
 
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
     from tba_offload.plan.profile import Slot, StepProfile
 
 INFINITY = float("inf")
-
-BLOCK = 4096
-"""Bytes. Tiers are filled in blocks of this size."""
 
 Scope = tuple[int, int]
 """Layer and micro-batch."""

@@ -37,7 +37,7 @@ from profiles import (
 )
 
 from tba_offload.config.policy import Objective, Placement
-from tba_offload.plan import traffic, trials
+from tba_offload.plan import trials
 from tba_offload.plan.bandwidth import Bandwidth, HostTier, MeasuredRate
 from tba_offload.plan.condense import condensed, count_items, with_few_micro_batches
 from tba_offload.plan.describe import explain
@@ -46,7 +46,6 @@ from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing
 from tba_offload.plan.search import is_better, make_plan
 from tba_offload.plan.simulate import Outcome, simulate
 from tba_offload.plan.tuning import TUNING, Tuning
-from tba_offload.store import extents
 
 if TYPE_CHECKING:
     import random
@@ -375,10 +374,6 @@ def test_a_faster_drive_never_makes_keep_or_recompute_slower(
 
 
 # Host memory beside the drive
-
-
-def test_the_simulator_takes_blocks_as_the_store_does() -> None:
-    assert traffic.BLOCK == extents.BLOCK
 
 
 def test_host_memory_is_taken_to_be_faster_until_it_is_measured() -> None:
