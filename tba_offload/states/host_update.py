@@ -6,13 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tba_offload.device.ranges import CACHE_LINE
 from tba_offload.states.away import AwayMaster
 from tba_offload.states.exchange import is_alike
-from tba_offload.states.layout import is_dense
+from tba_offload.states.layout import is_dense, side_by_side
 from tba_offload.states.masters import MASTER
 from tba_offload.states.own_step import OwnStep
-from tba_offload.store.extents import round_up
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -69,12 +67,9 @@ class Desk:
 
     def lay(self, likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Tensors side by side, like others that are dense; not filled."""
-        starts, at = [], 0
-        for like in likes:
-            starts.append(at)
-            at = round_up(at + like.nbytes, CACHE_LINE)
-        if at > self.nbytes:
-            self._memory = self._device.host_memory(at)
+        starts, end = side_by_side(like.nbytes for like in likes)
+        if end > self.nbytes:
+            self._memory = self._device.host_memory(end)
         return [
             self._memory[start : start + like.nbytes].view(like.dtype).as_strided(like.size(), like.stride())
             for start, like in zip(starts, likes, strict=True)

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tba_offload.device.ranges import CACHE_LINE
 from tba_offload.errors import TransferError
 from tba_offload.states.away import AwayTensor
+from tba_offload.states.layout import side_by_side
 from tba_offload.states.slots import Slots
 from tba_offload.store.extents import BLOCK, round_up
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from tba_offload.states.home import Homes
     from tba_offload.states.own_step import Entry
-    from tba_offload.states.pieces import Piece
     from tba_offload.states.subgroup import SubGroup
 
 _BUFFERS = 2
@@ -212,12 +211,9 @@ class _Undo:
     def __init__(self, group: SubGroup) -> None:
         self.home = group.home.another("old values")
         self._number = 0
-        self._places: list[tuple[Piece, int]] = []
-        at = 0
-        for piece in group.pieces:
-            self._places.append((piece, at))
-            at = round_up(at + piece.nbytes, CACHE_LINE)
-        self.nbytes = max(round_up(at, BLOCK), BLOCK)
+        starts, end = side_by_side(piece.nbytes for piece in group.pieces)
+        self._places = list(zip(group.pieces, starts, strict=True))
+        self.nbytes = max(round_up(end, BLOCK), BLOCK)
 
     def begin(self, number: int) -> None:
         """An update begins, whose number is greater than those before."""

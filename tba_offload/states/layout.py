@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from tba_offload.states.shards import local, wrap_of
 from tba_offload.store.extents import BLOCK, round_up
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from tba_offload.states.pieces import Piece
     from tba_offload.states.shards import Wrap
@@ -72,16 +73,27 @@ class Layout:
     @classmethod
     def of(cls, states: Mapping[Piece, Mapping[str, Any]]) -> Layout:
         """The layout of the states that an update made, each at the alignment that PyTorch gives a tensor."""
-        places: list[Place] = []
-        at = 0
-        for piece, entry in states.items():
-            for key, value in entry.items():
-                if travels(value, piece.parameter):
-                    own = local(value)
-                    size, stride = tuple(own.shape), own.stride()
-                    places.append(Place(piece, key, at, size, stride, own.dtype, wrap_of(value)))
-                    at = round_up(at + own.nbytes, CACHE_LINE)
-        return cls(tuple(places), round_up(at, BLOCK), frozenset(place.key for place in places))
+        found = [
+            (piece, key, local(value), wrap_of(value))
+            for piece, entry in states.items()
+            for key, value in entry.items()
+            if travels(value, piece.parameter)
+        ]
+        starts, end = side_by_side(own.nbytes for _, _, own, _ in found)
+        places = tuple(
+            Place(piece, key, start, tuple(own.shape), own.stride(), own.dtype, wrap)
+            for start, (piece, key, own, wrap) in zip(starts, found, strict=True)
+        )
+        return cls(places, round_up(end, BLOCK), frozenset(place.key for place in places))
+
+
+def side_by_side(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Where tensors of so many bytes begin that lie one after another, and where the last of them ends.
+
+    Each begins at a cache line, as PyTorch's own do.
+    """
+    *starts, end = accumulate((round_up(size, CACHE_LINE) for size in sizes), initial=0)
+    return starts, end
 
 
 def travels(value: object, parameter: torch.Tensor) -> bool:
