@@ -100,13 +100,10 @@ class MeasuredRate:
 
     A step counts by the bytes that it moved. What was measured fades with a half-life, so that a drive that
     has become slower is noticed within a few steps and one odd step does no harm.
-
-    Args:
-        half_life: After so many steps a measurement counts half.
     """
 
-    def __init__(self, half_life: float = TUNING.half_life) -> None:
-        self._fade = 0.5 ** (1 / half_life)
+    def __init__(self) -> None:
+        self._fade = 0.5 ** (1 / TUNING.half_life)
         self._nbytes = 0.0
         self._seconds = 0.0
         self._rates: list[float] = []
