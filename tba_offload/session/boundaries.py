@@ -16,7 +16,6 @@ A step never ends inside a backward pass, where optimizers that update in hooks 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import sys
@@ -31,6 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from tba_offload.errors import ConfigError
 from tba_offload.layers.checkpoint import is_recomputation
+from tba_offload.states.watch import HookOfOne
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -314,12 +314,9 @@ class Boundaries:
 _CALL = nn.Module._call_impl.__code__
 """Code that runs the hooks of a module around its forward."""
 
-_no_hook = contextlib.nullcontext().__exit__
-"""Takes anything and does nothing; pickled it is one of Python's own, which needs no other package."""
 
-
-class _ModelHook:
-    """A hook of the model's forward; copies and pickles of the model get one that does nothing."""
+class _ModelHook(HookOfOne):
+    """A hook of the model's forward."""
 
     def __init__(self, boundaries: weakref.ref[Boundaries], hear: Callable[..., None]) -> None:
         self._boundaries = boundaries
@@ -331,12 +328,6 @@ class _ModelHook:
         boundaries = self._boundaries()
         if boundaries is not None:
             self._hear(boundaries, *arguments)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _no_hook
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 def _calls_itself(module: nn.Module) -> bool:

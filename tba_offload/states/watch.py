@@ -96,8 +96,22 @@ class Watch:
         self._on_parameters.clear()
 
 
-class _Hook:
-    """A hook that keeps nothing alive; copies and pickles of what it is on get one that does nothing.
+_no_hook = contextlib.nullcontext().__exit__
+"""Takes anything and does nothing; pickled it is one of Python's own, which needs no other package."""
+
+
+class HookOfOne:
+    """A hook of one model: copies and pickles of what it is on get one that does nothing."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _no_hook
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class _Hook(HookOfOne):
+    """A hook that keeps nothing alive.
 
     Args:
         method: The bound method to call.
@@ -113,13 +127,3 @@ class _Hook:
         method = self._method()
         if method is not None:
             method(*arguments[: self._takes])
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _nothing
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        return getattr, (contextlib.nullcontext(), "__exit__")
-
-
-def _nothing(*_: object) -> None:
-    """What a copy of a hook does."""
