@@ -342,6 +342,10 @@ class LayerHooks:
         self._small: list[tuple[Kept, View]] = []  # small views, copied then
         self._node = 0  # number of the latest node when they were saved
 
+    def unpack_by(self, around: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]) -> None:
+        """Puts something around what gives saved tensors back, before the scope begins."""
+        self._unpack = around(self._unpack)
+
     def __enter__(self) -> None:
         self.capture.offloader.failures.raise_first()
         push_hooks(self.pack, self._unpack)

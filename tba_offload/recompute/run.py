@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from tba_offload.layers.checkpoint import HooksForbiddenError
 from tba_offload.layers.guards import is_scripted
 from tba_offload.layers.nested import TooManyError
 from tba_offload.recompute.observation import TOO_MANY
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
 
     from tba_offload.recompute.observation import Observation
     from tba_offload.recompute.verdicts import Mode, Verifier
-
-_NO_HOOKS = "support saved tensor hooks"
-"""Words of the errors of transforms that were called under hooks."""
 
 
 class Run:
@@ -84,9 +82,7 @@ class Run:
         try:
             with self._saved.in_first_run(observed.found.restorable()):
                 output = self._forward(*args, **kwargs)
-        except RuntimeError as error:
-            if _NO_HOOKS not in str(error):
-                raise
+        except HooksForbiddenError as error:
             raise self._errors.refused(f"it forbids saved-tensor hooks ({error})") from error
         fault = observed.change(args, kwargs)
         if fault is not None:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _ARGUMENTS_GONE = "what it was called with is changed when backward comes to it"
 _TOO_MUCH_OUT = "it puts out too many objects to look through"
 _NOTHING_OUT = "it puts out nothing that could be compared"
+_ASKED_TWICE = "its backward asks for a saved tensor twice, and a checkpoint gives each once"
 
 
 class Arguments:
@@ -149,6 +150,25 @@ class Trial(Watched):
     def saved(self, count: int) -> None:
         """Takes note of how many tensors were saved in the layer's first run."""
         self._count = count
+
+    def noticing(self, unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+        """Gives saved tensors back as ``unpack`` does, and notices one that a backward pass asks for twice.
+
+        Functions of users do that which read ``ctx.saved_tensors`` more than once.
+        """
+        passed, given = -1, set[int]()
+
+        def unpack_noticed(packed: object) -> Tensor:
+            nonlocal passed
+            if (now := torch._C._current_graph_task_id()) != passed:
+                passed = now
+                given.clear()
+            if id(packed) in given:
+                self._verifier.decline(self._mode, _ASKED_TWICE)
+            given.add(id(packed))
+            return unpack(packed)
+
+        return unpack_noticed
 
     def _take_place(self) -> None:
         observed, self._observed = self._observed, None

@@ -87,6 +87,8 @@ class Homes:
         try:
             transfer.wait(self._limit)
         except TimeoutError:
+            if self._limit is None or time.perf_counter() - began < self._limit:
+                raise  # by other code, which a signal had run meanwhile
             raise StoreError(
                 errno.ETIMEDOUT, f"the drive has not answered for {self._limit} s (store.stall_seconds)"
             ) from None

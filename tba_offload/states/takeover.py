@@ -74,7 +74,7 @@ def is_taken(optimizer: torch.optim.Optimizer) -> bool:
 def _class_for(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     if kind not in _taken:
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-        methods = {"step": _hooked(kind), "zero_grad": _clearing(kind)}
+        methods = {"step": _hooked(kind), "zero_grad": _clearing(kind), "__reduce_ex__": _reducing(kind)}
         _taken[kind] = type(kind.__name__, (kind,), names | methods)
     return _taken[kind]
 
@@ -103,6 +103,15 @@ def _clearing(kind: type[torch.optim.Optimizer]) -> Step:
         kind.zero_grad(self, *arguments, **options)
 
     return zero_grad
+
+
+def _reducing(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """Copies and pickles are of the optimizer's own class: of what is offloaded they know nothing."""
+
+    def reduce(self: torch.optim.Optimizer, protocol: object) -> tuple[Any, ...]:  # noqa: ARG001 - as pickle calls it
+        return object.__new__, (kind,), self.__getstate__()
+
+    return reduce
 
 
 def _nothing(*_: object, **__: object) -> None:

@@ -655,6 +655,72 @@ def test_layers_that_go_backward_inside_are_left_alone_by_the_planner() -> None:
         assert_same(train(net, session), train(make(Penalized)))
 
 
+class _Doubled(torch.autograd.Function):
+    """Its backward asks for what it has saved one after the other, and so for all of that each time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(x, factor)
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x = ctx.saved_tensors[0]
+        factor = ctx.saved_tensors[1]
+        return gradient * factor, gradient * x
+
+
+class AskingTwice(Plain):
+    def noise(self, x: Tensor) -> Tensor:
+        doubled: Tensor = _Doubled.apply(x, torch.sin(x))  # type: ignore[no-untyped-call]
+        return doubled
+
+
+@pytest.mark.parametrize("placement", RECOMPUTED)
+def test_layers_that_ask_twice_for_what_they_saved_are_refused_by_name(placement: Placement) -> None:
+    net = make(AskingTwice)
+    with session_for(net, default=placement) as session:
+        message = failure(RecomputationError, lambda: train(net, session))
+    assert message.startswith("layer 3 (layers.3)")
+    assert "was already unpacked once" in message
+
+
+def test_layers_that_ask_twice_for_what_they_saved_are_left_alone_by_the_planner(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    net = make(AskingTwice)
+    with caplog.at_level("INFO"), auto_session(net) as session:
+        assert_same(train(net, session), train(make(AskingTwice)))
+        assert not any(record.recomputed_scopes for record in session.report())
+    assert "its backward asks for a saved tensor twice" in caplog.text
+
+
+class Forbidding(Plain):
+    """Forbids hooks, as transforms do, with words of its own."""
+
+    def noise(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.disable_saved_tensors_hooks("none of them here"):
+            return torch.sin(x)
+
+
+@pytest.mark.parametrize("placement", RECOMPUTED)
+def test_layers_that_forbid_hooks_are_refused_by_name(placement: Placement) -> None:
+    net = make(Forbidding)
+    with session_for(net, default=placement) as session:
+        message = failure(UnsupportedError, lambda: train(net, session))
+    assert (
+        "layer 0 (layers.0) cannot be recomputed: it forbids saved-tensor hooks (none of them here)"
+        in message
+    )
+
+
+@pytest.mark.parametrize("placement", [Placement.OFFLOAD, Placement.AUTO])
+def test_layers_that_forbid_hooks_train_on_where_nothing_is_recomputed(placement: Placement) -> None:
+    net = make(Forbidding)
+    with session_of(net, placement) as session:
+        assert_same(train(net, session), train(make(Forbidding)))
+
+
 class Wordy(Plain):
     """Puts out more objects than are looked through."""
 

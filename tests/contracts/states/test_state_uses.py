@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -75,9 +76,30 @@ def test_states_are_read_by_name(tmp_path: Path) -> None:
                 assert same_bits(entry[key], value)
 
 
-def test_the_whole_optimizer_is_not_copied(training: Training) -> None:
-    with pytest.raises(StatesAwayError):
-        copy.deepcopy(training.optimizer)
+WAYS_TO_COPY: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_COPY)
+def test_the_whole_optimizer_is_not_copied(way: str, training: Training) -> None:
+    with pytest.raises(StatesAwayError, match=r"state_dict\(\)"):
+        WAYS_TO_COPY[way](training.optimizer)
+
+
+@pytest.mark.parametrize("way", ["copy", *WAYS_TO_COPY])
+def test_copies_of_an_optimizer_whose_states_are_not_away_are_plain_ones(way: str, tmp_path: Path) -> None:
+    made = Training(partial(optim.SGD, lr=0.1))
+    with tba.offload_optimizer(made.optimizer, policy(tmp_path)):
+        made.step(0)
+        copied = (WAYS_TO_COPY | {"copy": copy.copy})[way](made.optimizer)
+        assert type(copied) is optim.SGD
+        (parameter, *_) = copied.param_groups[0]["params"]
+        before = parameter.detach().clone()
+        parameter.grad = torch.ones_like(parameter)
+        copied.step()
+        assert same_bits(parameter, before - 0.1)
 
 
 def test_what_goes_around_the_update_is_an_error(tmp_path: Path) -> None:
