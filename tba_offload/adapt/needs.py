@@ -27,15 +27,18 @@ def taken(record: StepRecord, limits: Limits) -> int | None:
 
 
 class Peaks(NamedTuple):
-    """The highest peaks that were measured under a plan.
+    """What was measured under a plan.
 
     Attributes:
-        taken: Bytes of the budget.
-        activations: Bytes of activations, which take less of one that leaves room for gradients.
+        most: The most bytes of the budget that a step took.
+        last: Those that the last one took.
+        activations: Bytes of activations in that; where a budget leaves room for gradients, they take less of
+            it.
     """
 
-    taken: int = 0
-    activations: int = 0
+    most: int
+    last: int
+    activations: int
 
 
 class Needs:
@@ -86,22 +89,22 @@ class Needs:
         if is_largest or peak > (self._task.limits.budget or 0):
             known = bare(plan)
             others = {plan: peaks for plan, peaks in self._peaks.items() if plan != known}
-            before = self._peaks.get(known, Peaks())
-            now = Peaks(max(before.taken, peak), max(before.activations, activations))
+            now = Peaks(max(self.peak_of(plan), peak), peak, activations)
             self._peaks = dict([*others.items(), (known, now)][-self._task.tuning.most_peaks :])
 
     def peak_of(self, plan: Plan) -> int:
         """The most of the budget that a plan was seen to take, in bytes; 0 if it was not measured."""
-        return self._peaks.get(bare(plan), Peaks()).taken
+        seen = self._peaks.get(bare(plan))
+        return 0 if seen is None else seen.most
 
     def foretold(self, plan: Plan, profile: StepProfile, bandwidth: Bandwidth) -> Plan:
-        """A plan with what it does on a drive; its peaks are those that were measured, if they were.
+        """A plan with what it does on a drive; its peaks are those that were measured last, if they were.
 
         What other plans needed beyond all that is known of them is none of its needs then.
         """
         found = simulate(profile, plan, bandwidth).prediction
         if (seen := self._peaks.get(bare(plan))) is not None:
-            found = dataclasses.replace(found, peak_bytes=seen.taken, activation_bytes=seen.activations)
+            found = dataclasses.replace(found, peak_bytes=seen.last, activation_bytes=seen.activations)
         return dataclasses.replace(plan, prediction=found)
 
     def retreat(self, plan: Plan) -> Plan | None:
@@ -113,7 +116,7 @@ class Needs:
         if budget is None or peak <= budget:
             return None
         known = self._best_known()
-        return known if self._peaks[known].taken < (1 - self._task.tuning.worth_it) * peak else None
+        return known if self._peaks[known].most < (1 - self._task.tuning.worth_it) * peak else None
 
     def instead_of(self, plan: Plan) -> Plan | None:
         """A plan that was seen to need less, if this one is expected or known to break the budget."""
@@ -121,14 +124,14 @@ class Needs:
         if budget is None or plan.prediction is None or not self._peaks:
             return None
         expected = max(plan.prediction.peak_bytes, self.peak_of(plan))
-        if expected <= budget or min(seen.taken for seen in self._peaks.values()) >= expected:
+        if expected <= budget or min(seen.most for seen in self._peaks.values()) >= expected:
             return None
         return self._best_known()
 
     def _best_known(self) -> Plan:
         """The last plan that kept to the budget, or the one that needed least if none did."""
         budget = self._task.limits.budget or 0
-        fitting = [known for known, seen in self._peaks.items() if seen.taken <= budget]
+        fitting = [known for known, seen in self._peaks.items() if seen.most <= budget]
         return fitting[-1] if fitting else min(self._peaks, key=self._peaks.__getitem__)
 
     def with_rest(
