@@ -169,7 +169,7 @@ def is_of_drive(error: BaseException | None) -> bool:
     return error.errno is not None or isinstance(error.__cause__, OSError)
 
 
-_PASSED_OVER = frozenset({"tba_offload", "torch"})
+_PASSED_OVER = frozenset({"tba_offload", "torch", "contextlib"})
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

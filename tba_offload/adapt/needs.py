@@ -31,14 +31,14 @@ class Peaks(NamedTuple):
 
     Attributes:
         most: The most bytes of the budget that a step took.
-        last: Those that the last one took.
+        last: Those that the last one took of the largest ones; 0 if there was none.
         activations: Bytes of activations in that; where a budget leaves room for gradients, they take less of
             it.
     """
 
-    most: int
-    last: int
-    activations: int
+    most: int = 0
+    last: int = 0
+    activations: int = 0
 
 
 class Needs:
@@ -89,13 +89,15 @@ class Needs:
         if is_largest or peak > (self._task.limits.budget or 0):
             known = bare(plan)
             others = {plan: peaks for plan, peaks in self._peaks.items() if plan != known}
-            now = Peaks(max(self.peak_of(plan), peak), peak, activations)
+            before = self._peaks.get(known, Peaks())
+            now = before._replace(most=max(before.most, peak))
+            if is_largest:
+                now = now._replace(last=peak, activations=activations)
             self._peaks = dict([*others.items(), (known, now)][-self._task.tuning.most_peaks :])
 
     def peak_of(self, plan: Plan) -> int:
         """The most of the budget that a plan was seen to take, in bytes; 0 if it was not measured."""
-        seen = self._peaks.get(bare(plan))
-        return 0 if seen is None else seen.most
+        return self._peaks.get(bare(plan), Peaks()).most
 
     def foretold(self, plan: Plan, profile: StepProfile, bandwidth: Bandwidth) -> Plan:
         """A plan with what it does on a drive; its peaks are those that were measured last, if they were.
@@ -103,7 +105,8 @@ class Needs:
         What other plans needed beyond all that is known of them is none of its needs then.
         """
         found = simulate(profile, plan, bandwidth).prediction
-        if (seen := self._peaks.get(bare(plan))) is not None:
+        seen = self._peaks.get(bare(plan), Peaks())
+        if seen.last:
             found = dataclasses.replace(found, peak_bytes=seen.last, activation_bytes=seen.activations)
         return dataclasses.replace(plan, prediction=found)
 
@@ -132,7 +135,7 @@ class Needs:
         """The last plan that kept to the budget, or the one that needed least if none did."""
         budget = self._task.limits.budget or 0
         fitting = [known for known, seen in self._peaks.items() if seen.most <= budget]
-        return fitting[-1] if fitting else min(self._peaks, key=self._peaks.__getitem__)
+        return fitting[-1] if fitting else min(self._peaks, key=lambda plan: self._peaks[plan].most)
 
     def with_rest(
         self,

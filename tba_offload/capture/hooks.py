@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator
     from types import TracebackType
 
+    from tba_offload.capture.recipes import Unpack
     from tba_offload.capture.registry import SeenView
     from tba_offload.recompute.rescue import Rescue
     from tba_offload.transfer.offloader import Offloader
@@ -334,7 +335,7 @@ class LayerHooks:
         self._learned: Container[tuple[int, int]] = capture.registry.learned.get(key.layer, ())
         self._rescue = rescue
         # What gives back what is packed here: it must not know this object, which is of one scope only.
-        self._unpack: Callable[..., torch.Tensor] = capture.unpack
+        self._unpack: Unpack = capture.unpack
         self.saved = 0  # tensors, parameters among them: a second run counts them alike
         self._count = 0
         self._deferred: dict[Record, list[weakref.ref[Packed]]] = {}
@@ -342,9 +343,9 @@ class LayerHooks:
         self._small: list[tuple[Kept, View]] = []  # small views, copied then
         self._node = 0  # number of the latest node when they were saved
 
-    def unpack_by(self, around: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]) -> None:
-        """Puts something around what gives saved tensors back, before the scope begins."""
-        self._unpack = around(self._unpack)
+    def wrap_unpack(self, wrapper: Callable[[Unpack], Unpack]) -> None:
+        """Has what gives saved tensors back wrapped, before the scope begins."""
+        self._unpack = wrapper(self._unpack)
 
     def __enter__(self) -> None:
         self.capture.offloader.failures.raise_first()

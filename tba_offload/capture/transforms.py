@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from tba_offload.capture.hooks import Capture, set_aside
-from tba_offload.layers.checkpoint import HooksForbiddenError
-from tba_offload.layers.graph import hooks_on_top
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,11 +24,8 @@ _captures: weakref.WeakSet[Capture] = weakref.WeakSet()
 
 @contextlib.contextmanager
 def _disable_without_ours(error_message: str) -> Iterator[None]:
-    with set_aside():
-        if hooks_on_top() is not None:
-            raise HooksForbiddenError(error_message)
-        with _original(error_message):
-            yield
+    with set_aside(), _original(error_message):
+        yield
 
 
 def watch(capture: Capture) -> None:

@@ -14,10 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-class HooksForbiddenError(RuntimeError):
-    """Code that forbids saved-tensor hooks, as transforms of ``torch.func`` do, runs inside of some."""
-
-
 class _Place(NamedTuple):
     """Stands for a tensor among the arguments of a layer."""
 

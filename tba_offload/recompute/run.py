@@ -8,10 +8,12 @@ kernels do not fill it. Of the first run of each layer all that it puts out is c
 
 from __future__ import annotations
 
+import traceback
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tba_offload.layers.checkpoint import HooksForbiddenError
+import torch
+
 from tba_offload.layers.guards import is_scripted
 from tba_offload.layers.nested import TooManyError
 from tba_offload.recompute.observation import TOO_MANY
@@ -26,6 +28,12 @@ if TYPE_CHECKING:
 
     from tba_offload.recompute.observation import Observation
     from tba_offload.recompute.verdicts import Mode, Verifier
+
+_NO_HOOKS = "support saved tensor hooks"
+"""Words of the errors of transforms that were called under hooks."""
+
+_FORBIDDING: Any = torch.autograd.graph.disable_saved_tensors_hooks
+"""Raises where it is called under hooks, with words of its caller's."""
 
 
 class Run:
@@ -82,7 +90,9 @@ class Run:
         try:
             with self._saved.in_first_run(observed.found.restorable()):
                 output = self._forward(*args, **kwargs)
-        except HooksForbiddenError as error:
+        except RuntimeError as error:
+            if not _forbids_hooks(error):
+                raise
             raise self._errors.refused(f"it forbids saved-tensor hooks ({error})") from error
         fault = observed.change(args, kwargs)
         if fault is not None:
@@ -146,3 +156,11 @@ def _run_to_end(
     output = forward(*args, **kwargs)
     ended()
     return output
+
+
+def _forbids_hooks(error: RuntimeError) -> bool:
+    """Whether code was called under hooks that forbids them."""
+    if _NO_HOOKS in str(error):
+        return True
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return frames[-1].f_code is _FORBIDDING.__wrapped__.__code__

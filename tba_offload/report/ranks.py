@@ -33,7 +33,7 @@ def numbered(path: str | os.PathLike[str], number: int) -> Path:
 
 
 def free_run_log(
-    path: str | os.PathLike[str], rank: int, ranks: int, *, agreed: Callable[[int], int] = int
+    path: str | os.PathLike[str], rank: int, ranks: int, *, agreed: Callable[[int], int] | None = None
 ) -> tuple[Path, Path]:
     """The run log that a rank would write if none was there, and the first one in number that is free.
 
@@ -41,7 +41,7 @@ def free_run_log(
         path: What the run logs to.
         rank: The rank.
         ranks: How many there are; one alone has no number in the name of its file.
-        agreed: Makes one number of those that ranks have found.
+        agreed: Makes one number of those that ranks have found; by default each goes by its own.
     """
 
     def own(number: int) -> Path:
@@ -49,7 +49,7 @@ def free_run_log(
         return path_of_rank(name, rank) if ranks > 1 else name
 
     free = next(number for number in itertools.count(1) if not _is_used(own(number)))
-    return own(1), own(agreed(free))
+    return own(1), own(free if agreed is None else agreed(free))
 
 
 def _is_used(path: Path) -> bool:

@@ -83,13 +83,12 @@ class Call:
         forward = self._forward(may_be_rescued=not rebuilds)
         rescue = forward if isinstance(forward, Rescue) else None
         hooks = self._hooks(rebuilds=rebuilds, percent=percent, rescue=rescue)
-        if not isinstance(forward, Trial):
-            with hooks:
-                return forward(*self._args, **self._kwargs)
-        hooks.unpack_by(forward.noticing)
+        if isinstance(forward, Trial):
+            hooks.wrap_unpack(forward.noticing)
         with hooks:
             output = forward(*self._args, **self._kwargs)
-        forward.saved(hooks.saved)
+        if isinstance(forward, Trial):
+            forward.saved(hooks.saved)
         return output
 
     def recompute(self, *, inputs_travel: bool = False, attention_travels: bool = False) -> object:

@@ -106,10 +106,19 @@ def _clearing(kind: type[torch.optim.Optimizer]) -> Step:
 
 
 def _reducing(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
-    """Copies and pickles are of the optimizer's own class: of what is offloaded they know nothing."""
+    """How a class is copied and pickled: as itself, and without what :meth:`Takeover.begin` has set."""
 
-    def reduce(self: torch.optim.Optimizer, protocol: object) -> tuple[Any, ...]:  # noqa: ARG001 - as pickle calls it
-        return object.__new__, (kind,), self.__getstate__()
+    def reduce(self: torch.optim.Optimizer, protocol: Any) -> Any:
+        reduced = kind.__reduce_ex__(self, protocol)
+        taken = type(self)
+        if isinstance(reduced, str) or taken not in reduced[1]:
+            return reduced  # by a method of the class
+        make, arguments, *rest = reduced
+        if make.__name__ == "__newobj__":
+            make = object.__new__  # pickle would compare the classes
+        if rest and isinstance(rest[0], dict):
+            rest[0] = {name: value for name, value in rest[0].items() if name not in (_STEP, _ZERO_GRAD)}
+        return make, tuple(kind if each is taken else each for each in arguments), *rest
 
     return reduce
 

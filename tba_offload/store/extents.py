@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 BLOCK = config.BLOCK
 """Offsets and lengths of extents are multiples of this, bytes."""
 
-
 _FANOUT = 32
 """Entries that a node of the tree of holes has at most."""
 

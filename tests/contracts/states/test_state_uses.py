@@ -88,6 +88,42 @@ def test_the_whole_optimizer_is_not_copied(way: str, training: Training) -> None
         WAYS_TO_COPY[way](training.optimizer)
 
 
+class Labelled(optim.SGD):
+    """Says itself how it is copied."""
+
+    label = ""
+
+    def __reduce__(self) -> Any:
+        return _labelled, (self.param_groups[0]["params"], self.label)
+
+
+def _labelled(parameters: list[torch.Tensor], label: str) -> Labelled:
+    made = Labelled(parameters, lr=0.1)
+    made.label = label
+    return made
+
+
+class Telling(optim.SGD):
+    """Its copies have all that it has but hooks."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if "hooks" not in name}
+
+
+@pytest.mark.parametrize("way", ["copy", *WAYS_TO_COPY])
+def test_an_optimizer_that_says_how_it_is_copied_is_copied_so(way: str, tmp_path: Path) -> None:
+    ways = WAYS_TO_COPY | {"copy": copy.copy}
+    told, telling = Training(partial(Labelled, lr=0.1)), Training(partial(Telling, lr=0.1))
+    told.optimizer.label = "mine"  # type: ignore[attr-defined]
+    trusting = policy(tmp_path)
+    trusting["states"]["trust"] = True
+    with tba.offload_optimizer(told.optimizer, trusting), tba.offload_optimizer(telling.optimizer, trusting):
+        copied, other = ways[way](told.optimizer), ways[way](telling.optimizer)
+    assert (type(copied), copied.label) == (Labelled, "mine")
+    assert type(other) is Telling
+    assert not [name for name in vars(other) if "tba" in name]
+
+
 @pytest.mark.parametrize("way", ["copy", *WAYS_TO_COPY])
 def test_copies_of_an_optimizer_whose_states_are_not_away_are_plain_ones(way: str, tmp_path: Path) -> None:
     made = Training(partial(optim.SGD, lr=0.1))
