@@ -88,7 +88,7 @@ class Layout:
 
 
 def side_by_side(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Where tensors of so many bytes begin that lie one after another, and where the last of them ends.
+    """The offset of each tensor if tensors of these sizes lie one after another, and where the last one ends.
 
     Each begins at a cache line, as PyTorch's own do.
     """

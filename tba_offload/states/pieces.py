@@ -156,7 +156,7 @@ _Part = TypeVar("_Part", bound=_Sized)
 
 
 def gathered(parts: Iterable[_Part], most: int) -> Iterator[tuple[_Part, ...]]:
-    """Pieces or tensors, so many at a time as have ``most`` bytes; a larger one goes alone."""
+    """Pieces or tensors in groups of at most ``most`` bytes; a larger one is a group of its own."""
     together: list[_Part] = []
     nbytes = 0
     for part in parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -114,7 +115,7 @@ def _reducing(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
         if isinstance(reduced, str) or taken not in reduced[1]:
             return reduced  # by a method of the class
         make, arguments, *rest = reduced
-        if make.__name__ == "__newobj__":
+        if make is copyreg.__newobj__:  # type: ignore[attr-defined] # typeshed does not have it
             make = object.__new__  # pickle would compare the classes
         if rest and isinstance(rest[0], dict):
             rest[0] = {name: value for name, value in rest[0].items() if name not in (_STEP, _ZERO_GRAD)}

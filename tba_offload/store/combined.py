@@ -162,7 +162,7 @@ class CombinedStore(BatchingStore):
 
 
 def first_ranges(ranges: Sequence[tuple[int, int]], nbytes: int) -> Sequence[tuple[int, int]]:
-    """The first of several ranges: those that together have so many bytes, or all of them."""
+    """The first ranges that together have at least ``nbytes``; all ranges if they have less."""
     for number, (length, _) in enumerate(ranges):
         nbytes -= length
         if nbytes <= 0:
