@@ -29,7 +29,7 @@ class Tested(NamedTuple):
 
 TESTED = {
     "python": Tested((3, 11), (3, 13)),
-    "torch": Tested((2, 10), (2, 13)),
+    "torch": Tested((2, 10), (2, 15)),
     "kvikio": Tested((26, 10), (26, 10)),
 }
 """Versions of the combinations that the tests run with; kvikio without a GPU, on a driver of host memory."""

@@ -8,6 +8,7 @@ it. That process ends as any interpreter does: with its threads joined and its e
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -117,6 +118,8 @@ def become(job: dict[str, Any]) -> None:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(file, fd)
         os.close(file)
+    # Or libraries that count at the end (nanobind, with Triton) tell as leaked what is never collected.
+    atexit.register(gc.unfreeze)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells have it for jobs in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if job["is_strict"]:

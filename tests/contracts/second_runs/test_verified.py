@@ -467,7 +467,6 @@ def test_a_layer_that_cannot_be_repeated_is_refused_by_name_in_its_first_step(
 
 @pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:.*its second run gives other numbers:RuntimeWarning")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("kind", [*CHANGING, *DIFFERENT, *ODD])
 def test_the_planner_leaves_alone_what_cannot_be_repeated(kind: type[Plain]) -> None:
@@ -515,7 +514,6 @@ def test_the_planner_tries_a_layer_again_in_another_mode() -> None:
     assert max(recomputed[6:]) == 0
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.parametrize("placement", RECOMPUTED)
 @pytest.mark.parametrize("kind", ODD)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")

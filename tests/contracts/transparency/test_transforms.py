@@ -65,7 +65,6 @@ def train(net: Net, transform: Callable[[Net, int], list[Tensor]]) -> list[Tenso
 
 
 @pytest.mark.filterwarnings("ignore:layer 0 .* runs inside saved-tensor hooks or a transform")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("placement", of_which(PLACEMENTS, Placement.OFFLOAD, Placement.RECOMPUTE))
 @pytest.mark.parametrize("transform", [gradients, gradients_of_samples, directions])
 @pytest.mark.parametrize("measure_memory", [False, True])

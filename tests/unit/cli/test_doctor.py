@@ -324,7 +324,7 @@ def test_versions_that_were_not_tested_are_told(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("torch.__version__", "2.99.1+cpu")
     (found,) = findings_of(str(tmp_path))["machine"]["findings"]
     assert found["what"].startswith("torch 2.99.1+cpu was not tested")
-    assert "but 2.10 to 2.13 were" in found["what"]
+    assert "but 2.10 to 2.15 were" in found["what"]
 
 
 @pytest.mark.usefixtures("cpu")
