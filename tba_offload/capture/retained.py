@@ -48,7 +48,7 @@ def life_of_layer(after: int, ended: Callable[[weakref.ref[Life]], object]) -> w
     """
     life = Life()
     root: Any = torch._C._current_autograd_node()
-    for node in nearest_nodes(root, MOST_NODES, after=after, leaves=False):
+    for node in nearest_nodes(root, MOST_NODES, after=after):
         metadata: Any = node.metadata
         metadata[_KEY] = life
     return weakref.ref(life, ended)

@@ -39,21 +39,23 @@ def first_differentiable(output: object) -> torch.Tensor | None:
         return None
 
 
-def nearest_nodes(root: Node, count: int, *, after: int, leaves: bool = True) -> list[Node]:
+def nearest_nodes(root: Node, count: int, *, after: int) -> list[Node]:
     """The first nodes of a graph of autograd on the way from its root, breadth first.
+
+    Those that accumulate gradients are none of them: they belong to parameters, and outlive the graph where
+    anything holds a graph of the next step by then, as a loop holds its loss.
 
     Args:
         root: Where to begin.
         count: Most nodes.
         after: Only those that were made later than the one of this number in autograd's sequence.
-        leaves: With those that accumulate gradients of parameters, which belong to these.
     """
     found, seen = [root], {root}
     for node in found:
         for following, _ in node.next_functions:
             if following is None or following in seen or len(found) >= count:
                 continue
-            if following._sequence_nr() > after and (leaves or not hasattr(following, "variable")):
+            if following._sequence_nr() > after and not hasattr(following, "variable"):
                 seen.add(following)
                 found.append(following)
     return found

@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 import tba_offload as tba
 from tba_offload.device.memory import MallocMeter
 from tba_offload.errors import StoreError
+from tba_offload.report.run_log import StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -151,6 +152,45 @@ def test_steps_leave_no_work_for_the_cyclic_collector() -> None:
             wait_until(lambda: most_grown(before, own_objects()) < 10, "objects go without the collector")
         finally:
             gc.enable()
+
+
+LONG = 40
+"""Steps, more than a model here has parameters, of each of which something may be replaced once."""
+
+
+def all_objects() -> Counter[str]:
+    """How many objects of each class the collector knows, those of PyTorch and of Python among them."""
+    gc.collect()
+    return Counter(f"{type(thing).__module__}.{type(thing).__qualname__}" for thing in gc.get_objects())
+
+
+@pytest.mark.parametrize("placement", [each for each in tba.Placement if each is not tba.Placement.AUTO])
+def test_a_loop_that_holds_its_loss_until_the_next_one_grows_by_records_only(
+    placement: tba.Placement,
+) -> None:
+    """What accumulates the gradient of a parameter outlives each step there: no hook may stay at it."""
+    model = make_model(layers=2)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def steps() -> None:
+        nonlocal loss
+        for number in range(LONG):
+            loss = loss_of(model, make_tokens(number))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    loss = torch.zeros(())
+    with session_for(model, default=placement, measure_memory=True) as session:
+        steps()
+        before = all_objects()
+        steps()
+        grown = all_objects() - before
+        assert session.report()[-1].activation_peak_bytes
+    assert grown.pop(f"{StepRecord.__module__}.StepRecord") == LONG
+    for part_of_a_record in ("builtins.dict", "builtins.list"):
+        del grown[part_of_a_record]
+    assert max(grown.values(), default=0) < LONG, grown.most_common(5)  # else it is one in each step
 
 
 def fail_a_step(model: nn.Module, session: Session, drive: Drive) -> None:
