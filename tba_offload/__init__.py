@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from tba_offload.errors import (
     ChecksumError,
     ConfigError,
+    HangingError,
     MissingDependencyError,
     NoEffectWarning,
     NothingSavedWarning,
@@ -92,6 +93,7 @@ __all__ = [
     "ChecksumError",
     "ConfigError",
     "FrozenWeights",
+    "HangingError",
     "LayerId",
     "MissingDependencyError",
     "NoEffectWarning",

@@ -16,6 +16,7 @@
     └── StoreError (OSError)                  the store could not move bytes
         ├── StoreFullError                    no room: capacity reached or drive full
         │   └── OutOfServiceError             a drive that failed takes nothing for a while
+        ├── HangingError                      a drive does not answer
         ├── ShortTransferError                fewer bytes moved than asked for
         ├── ChecksumError                     bytes read differ from the bytes written
         └── DeviceError                       the device of the bytes failed, not the drive
@@ -29,6 +30,7 @@ Every message says what happened, where, and what to do about it.
 
 from __future__ import annotations
 
+import errno
 import sys
 import warnings
 from typing import TYPE_CHECKING
@@ -145,6 +147,20 @@ class StoreFullError(StoreError):
 
 class OutOfServiceError(StoreFullError):
     """The drive failed and is left alone; it takes nothing until it is tried again."""
+
+
+class HangingError(StoreError):
+    """A drive has not answered within ``store.stall_seconds``, and may still do what it was told to.
+
+    One that answers that something within it has timed out is not hanging, though its errno is the same.
+
+    Args:
+        message: What has not happened, for how long, and what to do about it.
+        place: The drive's directory, if it is told.
+    """
+
+    def __init__(self, message: str, place: str | None = None) -> None:
+        super().__init__(errno.ETIMEDOUT, message, *([] if place is None else [place]))
 
 
 class ShortTransferError(StoreError):

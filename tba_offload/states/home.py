@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import time
 from typing import TYPE_CHECKING
 
 from tba_offload.device.ranges import aligned_range
 from tba_offload.device.streams import READY, CpuDevice
-from tba_offload.errors import StoreError, TransferError
+from tba_offload.errors import HangingError, StoreError, TransferError
 from tba_offload.store.extents import BLOCK
 from tba_offload.store.host import HostStore
 
@@ -79,7 +78,8 @@ class Homes:
         """Waits for a transfer, within the limit.
 
         Raises:
-            StoreError: It failed, or its drive hangs (``errno.ETIMEDOUT``).
+            HangingError: Its drive hangs.
+            StoreError: It failed.
         """
         if transfer.is_done and transfer.error is None:
             return
@@ -89,8 +89,8 @@ class Homes:
         except TimeoutError:
             if self._limit is None or time.perf_counter() - began < self._limit:
                 raise  # by other code, which a signal had run meanwhile
-            raise StoreError(
-                errno.ETIMEDOUT, f"the drive has not answered for {self._limit} s (store.stall_seconds)"
+            raise HangingError(
+                f"the drive has not answered for {self._limit} s (store.stall_seconds)"
             ) from None
         finally:
             self.waited += time.perf_counter() - began
@@ -186,7 +186,7 @@ class Home:
                 self._homes.wait(write)
             except StoreError as error:
                 failed = error
-                if error.errno == errno.ETIMEDOUT:  # it may write yet, so that the bytes must not change
+                if isinstance(error, HangingError):  # it may write yet, so that the bytes must not change
                     raise self._unwritten(error, "check the drive, and load a checkpoint") from error
         if failed is not None:
             self._keep(memory, failed)
@@ -232,7 +232,7 @@ class Home:
             try:
                 homes.wait(read)
             except StoreError as error:
-                if not tries_left or error.errno == errno.ETIMEDOUT:
+                if not tries_left or isinstance(error, HangingError):
                     raise self._lost(extent, error) from error
             else:
                 return

@@ -509,7 +509,7 @@ class ActivationStore(ABC):
         ends.
 
         Raises:
-            StoreError: A transfer hangs (``errno.ETIMEDOUT``).
+            HangingError: A transfer hangs.
             BaseException: What the first callback that failed on an I/O thread raised.
         """
 

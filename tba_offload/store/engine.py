@@ -19,7 +19,7 @@ import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from tba_offload.errors import SessionError, StoreError, StoreFullError
+from tba_offload.errors import HangingError, SessionError, StoreFullError
 from tba_offload.store import process
 from tba_offload.store.base import take_back
 from tba_offload.store.condition import Condition
@@ -189,13 +189,12 @@ class QueuedStore(Figures):
             self._life.closed = True  # from here on nothing is queued any more
         self._lanes.end()
 
-    def _hanging(self) -> StoreError:
+    def _hanging(self) -> HangingError:
         if pending := self.pending():
             what = f"{self.pending_bytes()} bytes of {pending} transfers have not moved"
         else:
             what = "the attempts to grow the file have not ended"
-        return StoreError(
-            errno.ETIMEDOUT,
+        return HangingError(
             f"{what} for {self._lanes.limit:g} s and are given up: their threads, their memory and the file "
             "stay until the process ends; check the drive and the system log",
             self.name,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 from typing import TYPE_CHECKING
 
-from tba_offload.errors import StoreError, StoreFullError, is_of_drive, warn
+from tba_offload.errors import HangingError, StoreError, StoreFullError, is_of_drive, warn
 from tba_offload.store.base import WARN_AFTER, IoFuture
 from tba_offload.store.transfers import store_error
 
@@ -84,7 +83,7 @@ class Growing:
             raise self._condition.out_of_service() from error
         except TimeoutError:
             cause = f"the file cannot grow within {self._lanes.limit:g} s"
-            self._condition.fail(StoreError(errno.ETIMEDOUT, cause, self._backend.name))
+            self._condition.fail(HangingError(cause, self._backend.name))
             raise
         refusal.service.succeeded()
 

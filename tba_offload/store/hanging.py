@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import threading
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from tba_offload.errors import StoreError
+from tba_offload.errors import HangingError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +32,7 @@ def ask(
         undo: Undoes the work should it end later, on that thread.
 
     Raises:
-        StoreError: It takes longer (``errno.ETIMEDOUT``).
+        HangingError: It takes longer.
     """
     question = _Question(work, undo)
     question.start()
@@ -43,8 +42,7 @@ def ask(
         question.give_up()
         raise
     if question.give_up():
-        raise StoreError(
-            errno.ETIMEDOUT,
+        raise HangingError(
             f"no answer for {limit:g} s; check the drive and the system log, or name another directory. "
             "store.stall_seconds sets the limit",
             place,
@@ -62,7 +60,8 @@ def opened(make: Callable[[], QueuedStore], place: str, device: Device, limit: f
         limit: Seconds that its drive may go without an answer; ``None`` for no limit.
 
     Raises:
-        StoreError: The directory cannot be used, or does not answer (``errno.ETIMEDOUT``).
+        HangingError: The directory does not answer.
+        StoreError: It cannot be used.
     """
 
     def work() -> QueuedStore:

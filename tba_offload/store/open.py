@@ -51,7 +51,8 @@ def open_store(
         ConfigError: A setting is wrong, or two directories are the same place.
         MissingDependencyError: "gds" without kvikio.
         UnsupportedError: "gds" for activations on the CPU.
-        StoreError: A directory cannot be used, or does not answer (``errno.ETIMEDOUT``).
+        HangingError: A directory does not answer.
+        StoreError: It cannot be used.
     """
     if options is None:
         options = StoreConfig(**settings).options()

@@ -7,7 +7,6 @@ where in the machine GPU and drive sit, and no library tells it beforehand. So b
 
 from __future__ import annotations
 
-import errno
 import os
 import time
 from contextlib import ExitStack, suppress
@@ -19,7 +18,7 @@ import torch
 
 from tba_offload.config.store import StoreOptions
 from tba_offload.device.ranges import ByteRange, aligned_range
-from tba_offload.errors import MissingDependencyError, StoreError
+from tba_offload.errors import HangingError, MissingDependencyError, StoreError
 from tba_offload.store.extents import BLOCK, round_up
 from tba_offload.store.file import FileStore
 from tba_offload.store.gds import GdsStore, import_kvikio
@@ -227,7 +226,7 @@ def choose(directory: str | os.PathLike[str], device: Device, options: StoreOpti
         options: Of the store that is going to be opened there.
 
     Raises:
-        StoreError: The drive does not answer when a file is opened there (``errno.ETIMEDOUT``).
+        HangingError: The drive does not answer when a file is opened there.
     """
     if not device.pins_memory:
         return Choice("file", "activations lie in host memory, which drives reach directly", {})
@@ -262,7 +261,7 @@ def choose(directory: str | os.PathLike[str], device: Device, options: StoreOpti
             {},
         )
     except (StoreError, torch.OutOfMemoryError) as error:
-        if hangs and isinstance(error, StoreError) and error.errno == errno.ETIMEDOUT:
+        if hangs and isinstance(error, HangingError):
             raise  # it would be opened in the same way again
         return Choice("file", f"GPUDirect Storage could not be measured: {error}", {})
     moved = f"{rates['gds'] / 1e9:.2f} GB/s through cuFile ({path}), {rates['file'] / 1e9:.2f} GB/s through"

@@ -7,14 +7,13 @@ library tells how many threads that takes, so it is tried: twice as many as long
 
 from __future__ import annotations
 
-import errno
 import logging
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from tba_offload.errors import StoreError
+from tba_offload.errors import HangingError
 from tba_offload.store.file import FileStore
 from tba_offload.store.gds import GdsStore
 from tba_offload.store.hanging import opened
@@ -74,7 +73,7 @@ def threads_that_pay(kind: str, path: str, device: Device, options: StoreOptions
         options: Of the store, with the numbers to start with, and whether there may be more.
 
     Raises:
-        StoreError: The drive does not answer when a file is opened there (``errno.ETIMEDOUT``).
+        HangingError: The drive does not answer when a file is opened there.
     """
     found = ThreadCount(options.readers, options.writers)
     if not options.may_add_threads or not device.pins_memory:
@@ -83,9 +82,9 @@ def threads_that_pay(kind: str, path: str, device: Device, options: StoreOptions
     while (more := 2 * found.writers) <= _MOST and has_room(options, more):
         try:
             tried = _rates((found.writers, more), kind, path, device, for_trial(options, more))
+        except HangingError:
+            raise  # it would be opened in the same way again
         except (OSError, RuntimeError) as error:  # of the drive, the device, or that pins memory
-            if isinstance(error, StoreError) and error.errno == errno.ETIMEDOUT:
-                raise  # it would be opened in the same way again
             logger.info("%s: %d threads for each direction could not be tried: %s", path, more, error)
             break
         rates |= tried

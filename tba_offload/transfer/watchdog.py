@@ -6,14 +6,13 @@ rank, ten minutes later and without a word about drives.
 
 from __future__ import annotations
 
-import errno
 import time
 from _thread import LockType, allocate_lock
 from functools import partial
 from typing import TYPE_CHECKING
 
 from tba_offload import interrupts
-from tba_offload.errors import StoreError, TransferError, warn
+from tba_offload.errors import HangingError, StoreError, TransferError, warn
 from tba_offload.store.base import WARN_AFTER
 
 if TYPE_CHECKING:
@@ -41,9 +40,9 @@ class Watchdog:
         """Whether a wait may last so long."""
         return self.limit is None or seconds < self.limit
 
-    def exhausted(self) -> StoreError:
+    def exhausted(self) -> HangingError:
         """Why a drive is left alone that has not answered within the limit."""
-        return StoreError(errno.ETIMEDOUT, f"no answer within {self.limit:g} s")
+        return HangingError(f"no answer within {self.limit:g} s")
 
     # ---- transfers -------------------------------------------------------------------------------
 

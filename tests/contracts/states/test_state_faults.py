@@ -29,10 +29,13 @@ if TYPE_CHECKING:
 
     from warm import Warm
 
-FULL = ["fail-write", "fail-write:n=2", "fail-write:chance=0.5,seed=3", "nothing-write"]
+TIMED_OUT = "fail-write:n=1,errno=ETIMEDOUT"
+"""A drive that answers that something within it has timed out, as NFS may, does not write any more."""
+
+FULL = ["fail-write", "fail-write:n=2", "fail-write:chance=0.5,seed=3", "nothing-write", TIMED_OUT]
 
 
-@pytest.mark.parametrize("fault", of_which(FULL, "fail-write", "fail-write:chance=0.5,seed=3"))
+@pytest.mark.parametrize("fault", of_which(FULL, "fail-write", "fail-write:chance=0.5,seed=3", TIMED_OUT))
 def test_states_that_cannot_be_written_stay_in_host_memory(
     fault: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -83,7 +86,9 @@ def test_a_checkpoint_is_loaded_after_writes_that_failed(tmp_path: Path) -> None
         assert_same(found, expected)
 
 
-@pytest.mark.parametrize("fault", ["fail-read:n=2", "flip-read:n=3", "short-read"])
+@pytest.mark.parametrize(
+    "fault", ["fail-read:n=2", "fail-read:n=1,errno=ETIMEDOUT", "flip-read:n=3", "short-read"]
+)
 def test_a_read_that_fails_once_is_tried_again(fault: str, tmp_path: Path) -> None:
     found, expected = pair("adamw")
     with tba.offload_optimizer(found.optimizer, policy(tmp_path)), inject(fault) as faults:

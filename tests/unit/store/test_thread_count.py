@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -16,7 +15,7 @@ import torch
 from ordered_device import OrderedDevice
 
 from tba_offload.config.store import StoreOptions
-from tba_offload.errors import ConfigError, StoreError
+from tba_offload.errors import ConfigError, HangingError, StoreError
 from tba_offload.store import doctor, open_store, probe
 from tba_offload.store.file import FileBackend, FileStore
 from tba_offload.store.process import open_stores
@@ -174,10 +173,10 @@ def test_a_drive_that_does_not_answer_is_not_waited_for_twice(
     drive: Drive, device: OrderedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def silent(*_: object, **__: object) -> None:
-        raise StoreError(errno.ETIMEDOUT, "no answer for 60 s")
+        raise HangingError("no answer for 60 s")
 
     monkeypatch.setattr(FileStore, "__init__", silent)
-    with pytest.raises(StoreError, match="no answer"):
+    with pytest.raises(HangingError, match="no answer"):
         found(tmp_path, device)
 
 
