@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tba_offload.device.ranges import aligned_range
 from tba_offload.device.streams import READY, CpuDevice
-from tba_offload.errors import HangingError, StoreError, TransferError
+from tba_offload.errors import HangingError, StoreError, StoreFullError, TransferError
 from tba_offload.store.extents import BLOCK
 from tba_offload.store.host import HostStore
 
@@ -287,7 +287,8 @@ class Home:
 
     def _keep(self, memory: ByteRange, cause: StoreError) -> None:
         if not self._homes.keep_when_full:
-            raise self._unwritten(cause, "make room, or set on_full: keep") from cause
+            remedy = "make room" if isinstance(cause, StoreFullError) else "check the drive"
+            raise self._unwritten(cause, f"{remedy}, or set on_full: keep") from cause
         self._kept = memory.tensor().to("cpu", copy=True)
         self._homes.tell_of(cause)
 

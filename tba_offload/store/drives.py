@@ -77,19 +77,35 @@ def drive_of(fd: int, mount: Mount | None) -> Drive | None:
         ``None`` if it is on none, or that cannot be found out, as in a container whose drives are elsewhere.
     """
     device = os.fstat(fd).st_dev
-    if os.major(device) == 0:  # a file system of several drives has a number of its own
-        if mount is None or not mount.source.startswith("/"):
-            return None
-        try:
-            device = Path(mount.source).stat().st_rdev
-        except OSError:
-            return None
-    return drive_numbered(os.major(device), os.minor(device))
+    if os.major(device) != 0:
+        return drive_numbered(os.major(device), os.minor(device))
+    if mount is None or not mount.source.startswith("/"):
+        return None
+    try:
+        device = Path(mount.source).stat().st_rdev
+    except OSError:
+        return None
+    return _of_btrfs(_node(device)) or _at(_node(device))
 
 
 def drive_numbered(major: int, minor: int) -> Drive | None:
     """The drive of a number of a block device; of a partition its disk, ``None`` if the system shows none."""
-    return _at(SYS / "dev" / "block" / f"{major}:{minor}")
+    return _at(_node(os.makedev(major, minor)))
+
+
+def _node(device: int) -> Path:
+    return SYS / "dev" / "block" / f"{os.major(device)}:{os.minor(device)}"
+
+
+def _of_btrfs(node: Path) -> Drive | None:
+    """The drives of a Btrfs, which has a number of its own, if they are several; by one of its devices."""
+    one = node.resolve().name
+    for devices in (SYS / "fs" / "btrfs").glob("*/devices"):
+        nodes = sorted(devices.iterdir())
+        if len(nodes) > 1 and one in {each.name for each in nodes}:
+            members = tuple(drive for each in nodes if (drive := _at(each, 1)) is not None)
+            return Drive(name="btrfs", kind="Btrfs", members=members)
+    return None
 
 
 def _at(node: Path, depth: int = 0) -> Drive | None:

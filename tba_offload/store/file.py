@@ -318,8 +318,11 @@ def _failure(file: RunFile, what: str, error: OSError) -> StoreError:
     """The error of a system call as a caller can use it."""
     what = f"{what} failed: {error.strerror}"
     if error.errno in FULL:
-        is_limit = error.errno != errno.ENOSPC
-        room = "a quota or `ulimit -f` allows no more" if is_limit else f"{file.free_bytes()} bytes are free"
+        room = "a quota or `ulimit -f` allows no more"
+        if error.errno == errno.ENOSPC:
+            room = (
+                f"{file.free_bytes()} bytes are free, of which a full drive below or a quota may allow less"
+            )
         remedy = f"{room}: free some, name another directory or set store.capacity"
         return StoreFullError(error.errno, f"{what}; {remedy}", file.directory)
     remedy = "check the drive and the system log, or name another directory"

@@ -13,6 +13,7 @@ import os
 import secrets
 import shlex
 import stat
+import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -29,6 +30,10 @@ logger = logging.getLogger(__name__)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of the system when a file cannot grow."""
 
+_IN_USE = {errno.ENOTEMPTY, errno.EBUSY}
+"""Error numbers where the name of an open file keeps its directory from being removed."""
+_GONE_AFTER = (0.001, 0.01, 0.1)
+"""Seconds after which a name is looked for again: file systems in user space hear of a close later."""
 _GROWTH = 256 << 20
 _LEAST_GROWTH = 1 << 20
 _SHARE = 8
@@ -110,14 +115,23 @@ class RunFile:
         with suppress(OSError):
             os.close(self.fd)
         if self._left_behind is not None:
-            try:
-                os.rmdir(self._left_behind, dir_fd=self._parent)
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                logger.warning("%s: %s stays: %s", self.directory, self._left_behind, error.strerror)
+            self._remove_left_behind(self._left_behind)
         os.close(self._parent)
         self._maker.undo()
+
+    def _remove_left_behind(self, name: str) -> None:
+        for seconds in (*_GONE_AFTER, None):
+            try:
+                os.rmdir(name, dir_fd=self._parent)
+            except FileNotFoundError:
+                return
+            except OSError as error:
+                if seconds is None or error.errno not in _IN_USE:
+                    logger.warning("%s: %s stays: %s", self.directory, name, error.strerror)
+                    return
+                time.sleep(seconds)
+            else:
+                return
 
     def abandon(self) -> None:
         """Closes the descriptors in a forked child, which would keep the disk space; the parent goes on."""
@@ -200,7 +214,10 @@ class RunFile:
         if status.st_uid != os.geteuid() or status.st_mode & 0o077:
             raise StoreError(
                 errno.EPERM,
-                "another process replaced the new run directory; name a directory that only you may write to",
+                f"the new run directory has mode {stat.S_IMODE(status.st_mode):04o} and belongs to user "
+                f"{status.st_uid}: either the file system keeps no modes (mount it with umask=077 and "
+                f"uid={os.geteuid()}), or another process replaced it (name a directory that only you may "
+                "write to)",
                 self.directory,
             )
 
@@ -209,7 +226,7 @@ class RunFile:
         try:
             os.rmdir(name, dir_fd=self._parent)
         except OSError as error:
-            if error.errno not in {errno.ENOTEMPTY, errno.EBUSY}:
+            if error.errno not in _IN_USE:
                 raise
             logger.warning(
                 "%s: the file system keeps the names of open files, as those of networks do, so %s stays "
@@ -248,11 +265,17 @@ def _named(directory: str) -> Iterator[None]:
     except StoreError:
         raise
     except OSError as error:
-        is_crowded = error.errno in {errno.EMFILE, errno.ENFILE}
-        remedy = "raise `ulimit -n`" if is_crowded else "name a directory that you may write to"
         raise StoreError(
-            error.errno, f"cannot create a file there: {error.strerror}; {remedy}", directory
+            error.errno, f"cannot create a file there: {error.strerror}; {_remedy_of(error)}", directory
         ) from error
+
+
+def _remedy_of(error: OSError) -> str:
+    if error.errno in {errno.EMFILE, errno.ENFILE}:
+        return "raise `ulimit -n`"
+    if error.errno in FULL:
+        return "free some space or inodes there, or name another directory"
+    return "name a directory that you may write to"
 
 
 def lies_in_memory(path: str) -> bool:
@@ -422,12 +445,16 @@ def _read_link(here: int, name: str, path: str, links: int) -> str:
         status = os.fstat(link)
         if not stat.S_ISLNK(status.st_mode):
             raise StoreError(errno.ENOTDIR, f"{name!r} is not a directory; name one", path)
+        if links > _MAX_LINKS:
+            raise StoreError(
+                errno.ELOOP, f"more than {_MAX_LINKS} links lead there; name the directory itself", path
+            )
         shared = os.fstat(here).st_mode & stat.S_IWOTH
-        if links > _MAX_LINKS or (shared and status.st_uid not in {0, os.geteuid()}):
+        if shared and status.st_uid not in {0, os.geteuid()}:
             raise StoreError(
                 errno.ELOOP,
-                f"the link {name!r} is one of too many, or another user put it into a directory that "
-                "everybody may write to; name the directory that it points to",
+                f"another user put the link {name!r} into a directory that everybody may write to; name the "
+                "directory that it points to",
                 path,
             )
         return os.readlink("", dir_fd=link)

@@ -83,8 +83,8 @@ def wear_of(drive: Drive) -> Wear:
     """
     name = drive.name
     if drive.kind not in {"NVMe", "SSD", "hard disk"}:
-        why = f"it is {'a virtual' if drive.kind == 'virtual' else f'of the kind {drive.kind},'} device"
-        return Wear(name, trouble=f"{why} without a count of its own", remedy="ask the machine that has it")
+        remedy = "ask the machine that has it" if drive.kind == "virtual" else "look at the drive below it"
+        return Wear(name, trouble=f"a device of kind {drive.kind} has no count of its own", remedy=remedy)
     ways = [("smartctl", ["smartctl", "-j", "-a", f"/dev/{name}"], _by_smartctl)]
     if drive.kind == "NVMe":
         ways.append(("nvme", ["nvme", "smart-log", "-o", "json", f"/dev/{name}"], _by_nvme))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tba_offload.store import drives, location, posix, wear
-from tba_offload.store.drives import Drive, drive_numbered
+from tba_offload.store.drives import Drive, drive_numbered, drive_of
 from tba_offload.store.file_systems import FILE_SYSTEMS, UNKNOWN, Mount, Place, file_system_of, mount_of
 from tba_offload.store.wear import wear_of
 
@@ -110,6 +110,27 @@ def test_devices_that_lie_on_each_other_end(sys_: Sys) -> None:
 
 def test_a_drive_that_the_kernel_does_not_show_is_not_known(sys_: Sys) -> None:
     assert sys_.found(sys_.root / "devices" / "gone") is None
+
+
+def test_a_btrfs_is_on_all_of_its_drives(sys_: Sys, tmp_path: Path) -> None:
+    """It has a number of its own, as ``/proc`` has, and is mounted by one of them."""
+    (tmp_path / "source").touch()
+    mount = Mount("btrfs", str(tmp_path / "source"), "rw")
+    one, other = (sys_.add(f"nvme{number}n1", device__transport="pcie") for number in (0, 1))
+    part = sys_.part(other, "nvme1n1p1")
+    (sys_.root / "dev" / "block" / "0:0").symlink_to(one)  # the number of what is no device
+    proc = os.open("/proc", os.O_RDONLY)
+    try:
+        alone = drive_of(proc, mount)
+        members = sys_.root / "fs" / "btrfs" / "0a1b" / "devices"
+        members.mkdir(parents=True)
+        for node in (one, part):
+            (members / node.name).symlink_to(node)
+        both = drive_of(proc, mount)
+    finally:
+        os.close(proc)
+    assert alone == Drive("nvme0n1", "NVMe", transport="pcie")
+    assert str(both) == "btrfs (Btrfs of nvme0n1 (NVMe), nvme1n1 (NVMe))"
 
 
 # Wear
