@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 from tba_offload.errors import SessionError
@@ -26,6 +27,7 @@ class Ongoing:
         self.step: Step | None = None
         self.meter: MemoryMeter | None = None
         self.number = 0
+        self._opener: threading.Thread | None = None
         self._seconds_between = 0.0  # of the steps that optimizers have made since the last step was open
         self.is_closed = False
         self.is_inert = False
@@ -35,6 +37,13 @@ class Ongoing:
         step.updates.follow(self._seconds_between)
         self._seconds_between = 0.0
         self.step, self.meter = step, step.memory.meter
+        self._opener = threading.current_thread()
+
+    @property
+    def may_work_elsewhere(self) -> bool:
+        """Whether another thread may be in the midst of the step that is open."""
+        opener = self._opener if self.step is not None else None
+        return opener is not None and opener is not threading.current_thread() and opener.is_alive()
 
     def updated_between(self, seconds: float) -> None:
         """An optimizer has made its step while no step was open."""

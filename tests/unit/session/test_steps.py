@@ -6,8 +6,10 @@ import contextlib
 import copy
 import gc
 import pickle
+import threading
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 from covering import of_which
-from harness import KIB, Drive, config_for, session_for, wait_until
+from harness import KIB, PATIENCE, Drive, config_for, session_for, wait_until
 from models import loss_of, make_model, make_tokens, same_bits
 from torch import Tensor, nn
 
@@ -630,6 +632,33 @@ def test_two_steps_at_once_have_no_peak_of_their_own(model: Model) -> None:
             assert scopes_of(session) == [LAYERS] * 2
             assert [record.activation_peak_bytes for record in session.report()] == [None, None]
             assert [record.peak_source for record in session.report()] == [None, None]
+
+
+@pytest.mark.filterwarnings("ignore:steps of two attached models are open at once")
+def test_a_step_of_another_thread_is_left_to_it(model: Model) -> None:
+    """It is in the midst of backward while this thread makes a step of a model of its own."""
+    other = make_model(layers=LAYERS, seed=2)
+    theirs = adam(other)
+    working, done = threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        working.set()
+        assert done.wait(PATIENCE)
+
+    other.layers[0].qkv.weight.register_hook(wait)
+    with session_for(model, measure_memory=True) as one, session_for(other, measure_memory=True) as two:
+        with ThreadPoolExecutor(1) as thread:
+            training = thread.submit(one_step, other, theirs)
+            assert working.wait(PATIENCE)
+            one_step(model, adam(model))
+            assert two.report() == []
+            done.set()
+            training.result(PATIENCE)
+        one_step(model, adam(model))  # that thread is no more, so that its step is over
+        for session in (one, two):
+            assert scopes_of(session) == [LAYERS] * len(session.report())
+            assert session.report()[0].activation_peak_bytes is None
+        assert len(two.report()) == 1
 
 
 def test_a_teacher_without_gradients_is_in_no_ones_way(model: Model) -> None:
