@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from tba_offload.config.policy import LayerId, Placement, Policy, Rule
     from tba_offload.device.memory import keep_freed_pages
     from tba_offload.report.run_log import StepRecord, read_run_log
-    from tba_offload.session import Session
+    from tba_offload.session import Session, session_of
     from tba_offload.session.step import Step
     from tba_offload.states import OptimizerStates, StatesRecord, offload_optimizer
     from tba_offload.weights import FrozenWeights, offload_frozen
@@ -86,6 +86,7 @@ _HOMES = {
     "offload_frozen": "tba_offload.weights",
     "offload_optimizer": "tba_offload.states",
     "read_run_log": "tba_offload.report.run_log",
+    "session_of": "tba_offload.session",
 }
 
 __all__ = [
@@ -129,6 +130,7 @@ __all__ = [
     "offload_frozen",
     "offload_optimizer",
     "read_run_log",
+    "session_of",
 ]
 
 

@@ -156,4 +156,7 @@ def check_unattached(layers: Sequence[Layer]) -> None:
     """
     for layer in layers:
         if isinstance(layer.module.forward, _AttachedForward):
-            raise SessionError(f"{layer.id} is attached already; close that session first")
+            raise SessionError(
+                f"{layer.id} is attached already; close that session first: "
+                "tba_offload.session_of(model).close()"
+            )

@@ -455,6 +455,26 @@ def _drives_of(config: OffloadConfig) -> tuple[int, ...]:
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
+def session_of(model: nn.Module) -> Session | None:
+    """The open session of a model, or of one that it has in it, as a notebook may have lost it.
+
+    Args:
+        model: The model, wrapped or not, or a layer of it.
+
+    Returns:
+        ``None`` if it has none. One of several, where it has several models in it.
+    """
+    inside = set(model.modules())
+    return next(
+        (
+            session
+            for session in list(_open_sessions)
+            if any(layer.module in inside for layer in session.layers)
+        ),
+        None,
+    )
+
+
 def _after_fork_in_child() -> None:
     for session in list(_open_sessions):
         session.become_inert()

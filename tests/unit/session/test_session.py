@@ -372,11 +372,24 @@ def test_a_model_without_layers_says_what_to_do() -> None:
 
 def test_a_model_cannot_be_attached_twice(model: Model) -> None:
     with session_for(model) as session:
-        with pytest.raises(tba.SessionError, match="attached already"):
+        with pytest.raises(tba.SessionError, match=r"attached already.*session_of\(model\)\.close\(\)"):
             session_for(model)
         one_step(session, model)
     with session_for(model) as again:
         one_step(again, model)
+
+
+def test_a_session_that_was_lost_is_found(model: Model) -> None:
+    other = make_model(seed=2)
+    session_for(model)  # as a cell of a notebook that is run again
+    with session_for(other) as theirs:
+        assert tba.session_of(other.layers[0]) is theirs
+        found = tba.session_of(nn.Sequential(nn.Identity(), model))
+        assert found is not None
+        one_step(found, model)
+        found.close()
+        assert tba.session_of(model) is None
+    assert tba.session_of(other) is None
 
 
 # The model is given back as it was
