@@ -42,6 +42,7 @@ class LayerRuns:
         parts: What works in a step.
         watch: Notes when backward comes back to a layer.
         boundaries: Opens a step if a layer is called where none is; ``None`` where steps are told by hand.
+        owner: The session: it lives as long as its layers, although the program may have lost it.
     """
 
     def __init__(
@@ -52,7 +53,9 @@ class LayerRuns:
         parts: Parts,
         watch: BackwardWatch,
         boundaries: Boundaries | None,
+        owner: object,
     ) -> None:
+        self._owner: object = owner
         self._stack = stack
         self._config = config
         self._ongoing = ongoing
@@ -60,6 +63,10 @@ class LayerRuns:
         self._watch = watch
         self._boundaries = boundaries
         self._load_checkpoint()
+
+    def close(self) -> None:
+        """The layers are given back, and keep the session no longer."""
+        self._owner = None
 
     def configure(self, config: OffloadConfig) -> None:
         """Another policy is in force."""

@@ -163,7 +163,7 @@ class Session:
         self._boundaries = None if steps_by_hand else _boundaries_of(self._steps, parts, count_tokens)
         backward_ended = _nothing if self._boundaries is None else self._boundaries.backward_ended
         watch = BackwardWatch(self._ongoing, parts, backward_ended)
-        self._runs = LayerRuns(stack, config, self._ongoing, parts, watch, self._boundaries)
+        self._runs = LayerRuns(stack, config, self._ongoing, parts, watch, self._boundaries, self)
         for site in parts.sites:
             site.install(self._runs.run)
         resize.watch(self.capture)
@@ -326,6 +326,7 @@ class Session:
     def _let_go(self) -> None:
         for site in self._parts.sites:
             site.uninstall()
+        self._runs.close()
         if self._boundaries is not None:
             self._boundaries.close()
             self._steps.end_by(settle=_nothing, finish=_nothing)
