@@ -30,7 +30,6 @@ Every message says what happened, where, and what to do about it.
 
 from __future__ import annotations
 
-import errno
 import sys
 import warnings
 from typing import TYPE_CHECKING
@@ -152,15 +151,8 @@ class OutOfServiceError(StoreFullError):
 class HangingError(StoreError):
     """A drive has not answered within ``store.stall_seconds``, and may still do what it was told to.
 
-    One that answers that something within it has timed out is not hanging, though its errno is the same.
-
-    Args:
-        message: What has not happened, for how long, and what to do about it.
-        place: The drive's directory, if it is told.
+    Its errno is ``ETIMEDOUT``, which also a drive that does answer may give: that one is not hanging.
     """
-
-    def __init__(self, message: str, place: str | None = None) -> None:
-        super().__init__(errno.ETIMEDOUT, message, *([] if place is None else [place]))
 
 
 class ShortTransferError(StoreError):

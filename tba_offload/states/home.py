@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from typing import TYPE_CHECKING
 
@@ -90,7 +91,7 @@ class Homes:
             if self._limit is None or time.perf_counter() - began < self._limit:
                 raise  # by other code, which a signal had run meanwhile
             raise HangingError(
-                f"the drive has not answered for {self._limit} s (store.stall_seconds)"
+                errno.ETIMEDOUT, f"the drive has not answered for {self._limit} s (store.stall_seconds)"
             ) from None
         finally:
             self.waited += time.perf_counter() - began

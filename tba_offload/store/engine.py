@@ -195,6 +195,7 @@ class QueuedStore(Figures):
         else:
             what = "the attempts to grow the file have not ended"
         return HangingError(
+            errno.ETIMEDOUT,
             f"{what} for {self._lanes.limit:g} s and are given up: their threads, their memory and the file "
             "stay until the process ends; check the drive and the system log",
             self.name,

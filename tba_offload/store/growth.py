@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import TYPE_CHECKING
 
 from tba_offload.errors import HangingError, StoreError, StoreFullError, is_of_drive, warn
@@ -83,7 +84,7 @@ class Growing:
             raise self._condition.out_of_service() from error
         except TimeoutError:
             cause = f"the file cannot grow within {self._lanes.limit:g} s"
-            self._condition.fail(HangingError(cause, self._backend.name))
+            self._condition.fail(HangingError(errno.ETIMEDOUT, cause, self._backend.name))
             raise
         refusal.service.succeeded()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -43,6 +44,7 @@ def ask(
         raise
     if question.give_up():
         raise HangingError(
+            errno.ETIMEDOUT,
             f"no answer for {limit:g} s; check the drive and the system log, or name another directory. "
             "store.stall_seconds sets the limit",
             place,

@@ -6,6 +6,7 @@ rank, ten minutes later and without a word about drives.
 
 from __future__ import annotations
 
+import errno
 import time
 from _thread import LockType, allocate_lock
 from functools import partial
@@ -42,7 +43,7 @@ class Watchdog:
 
     def exhausted(self) -> HangingError:
         """Why a drive is left alone that has not answered within the limit."""
-        return HangingError(f"no answer within {self.limit:g} s")
+        return HangingError(errno.ETIMEDOUT, f"no answer within {self.limit:g} s")
 
     # ---- transfers -------------------------------------------------------------------------------
 

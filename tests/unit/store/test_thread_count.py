@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -173,7 +174,7 @@ def test_a_drive_that_does_not_answer_is_not_waited_for_twice(
     drive: Drive, device: OrderedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def silent(*_: object, **__: object) -> None:
-        raise HangingError("no answer for 60 s")
+        raise HangingError(errno.ETIMEDOUT, "no answer for 60 s")
 
     monkeypatch.setattr(FileStore, "__init__", silent)
     with pytest.raises(HangingError, match="no answer"):
