@@ -36,7 +36,7 @@ from tba_offload.plan.trials import Trials
 from tba_offload.plan.tuning import TUNING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from tba_offload.plan.bandwidth import Bandwidth
     from tba_offload.plan.goals import Score
@@ -305,7 +305,7 @@ class _Search:
     def _best_kept(
         self, sparing: int, way: Placement, near: int | None, others: Placement = OFFLOAD
     ) -> tuple[Trial, int]:
-        """The best number of kept layers, by ever smaller steps: the plan, and the number.
+        """The best number of kept layers: the plan, and the number.
 
         Args:
             sparing: How many layers spare the drive.
@@ -313,20 +313,34 @@ class _Search:
             near: Where to begin: what was best for nearly as many; ``None`` for in the middle.
             others: What is neither kept nor one of those.
         """
-        trials, most = self._trials, len(self._free) - sparing
-        kept = most // 2 if near is None else min(near, most)
+        most = len(self._free) - sparing
+        place = most // 2 if near is None else min(near, most)
         step = max(most // (4 if near is None else 8), 1)
-        found = trials.attempt(self._spread(kept, sparing, way, others))
+        return self._climb(lambda kept: self._spread(kept, sparing, way, others), most, place, step)
+
+    def _climb(
+        self, placed: Callable[[int], tuple[Placement, ...]], most: int, place: int, step: int
+    ) -> tuple[Trial, int]:
+        """The best of placements that are in order, by ever smaller steps: the plan, and its place.
+
+        Args:
+            placed: Those of a place.
+            most: The last place; the first is 0.
+            place: Where to begin.
+            step: Places of the first step.
+        """
+        trials = self._trials
+        found = trials.attempt(placed(place))
         while True:
-            near_by = [other for other in (kept - step, kept + step) if 0 <= other <= most]
-            tried = [(trials.attempt(self._spread(other, sparing, way, others)), other) for other in near_by]
-            trial, other = min(tried, key=lambda pair: pair[0].score, default=(found, kept))
+            near_by = [other for other in (place - step, place + step) if 0 <= other <= most]
+            tried = [(trials.attempt(placed(other)), other) for other in near_by]
+            trial, other = min(tried, key=lambda pair: pair[0].score, default=(found, place))
             if trial.score < found.score:
-                found, kept = trial, other
+                found, place = trial, other
             elif step > 1 and len(trials) < trials.most:
                 step //= 2
             else:
-                return found, kept
+                return found, place
 
     def _spread(self, kept: int, sparing: int, way: Placement, others: Placement) -> tuple[Placement, ...]:
         """The last ones kept, among the others those that spare the drive spread evenly."""
@@ -351,24 +365,9 @@ class _Search:
         """
         for whole in ({OFFLOAD}, {OFFLOAD, KEEP}):
             layers = {layer for layer in self._free if placements[layer] in whole}
-            plans = dict.fromkeys(with_shares(self._profile, placements, layers, each) for each in shares)
+            plans = [*dict.fromkeys(with_shares(self._profile, placements, layers, each) for each in shares)]
             if plans and len(self._trials) < self._trials.most:
-                self._climb(list(plans))
-
-    def _climb(self, plans: Sequence[tuple[Placement, ...]]) -> None:
-        """Finds the best of plans that are in order, from the middle on by ever smaller steps."""
-        place, step = len(plans) // 2, max(len(plans) // 4, 1)
-        found = self._trials.attempt(plans[place])
-        while len(self._trials) < self._trials.most:
-            near_by = [other for other in (place - step, place + step) if 0 <= other < len(plans)]
-            tried = [(self._trials.attempt(plans[other]), other) for other in near_by]
-            trial, other = min(tried, key=lambda pair: pair[0].score, default=(found, place))
-            if trial.score < found.score:
-                found, place = trial, other
-            elif step > 1:
-                step //= 2
-            else:
-                return
+                self._climb(plans.__getitem__, len(plans) - 1, len(plans) // 2, max(len(plans) // 4, 1))
 
     # ---- single changes --------------------------------------------------------------------------
 
