@@ -66,16 +66,19 @@ def head_bytes(modules: Sequence[nn.Module], layers: Sequence[nn.Module]) -> int
     return max((each.numel() * each.element_size() for each in trained if not is_lazy(each)), default=0)
 
 
-def frozen_bytes(modules: Sequence[nn.Module], layers: Sequence[nn.Module], at_least: int) -> dict[str, int]:
+def frozen_bytes(
+    modules: Sequence[nn.Module], layers: Sequence[nn.Module], at_least: int, device: torch.device
+) -> dict[str, int]:
     """Bytes of frozen weights that could be offloaded and are in memory, and those of the two largest layers.
 
     Args:
         modules: The model or its chunks.
         layers: Its layers.
         at_least: Bytes of a weight that travels.
+        device: The device that such a weight lies on.
     """
     of_layers = dict.fromkeys(range(len(layers)), 0)
-    for number, found in own_storages(modules, layers, max(at_least, 1)):  # one that is away is empty
+    for number, found in own_storages(modules, layers, max(at_least, 1), device):  # one that is away is empty
         of_layers[number] += found[0][1].untyped_storage().nbytes()
     sizes = sorted(of_layers.values(), reverse=True)
     return {"frozen_weights": sum(sizes), "frozen_at_once": sum(sizes[:2])}

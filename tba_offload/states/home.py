@@ -132,6 +132,11 @@ class Home:
         self._extents: tuple[Extent, ...] = ()
         self._kept: torch.Tensor | None = None
 
+    @property
+    def device(self) -> Device:
+        """What its bytes come to, and go from."""
+        return self._homes.device
+
     def serve(self, homes: Homes) -> None:
         """From now on its bytes come from, and go to, memory of another device; no transfer is under way.
 

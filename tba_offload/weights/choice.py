@@ -18,9 +18,16 @@ if TYPE_CHECKING:
 
 
 def own_storages(
-    chunks: Sequence[nn.Module], layers: Sequence[nn.Module], at_least: int
+    chunks: Sequence[nn.Module], layers: Sequence[nn.Module], at_least: int, device: torch.device
 ) -> Iterator[tuple[int, list[tuple[str, nn.Parameter]]]]:
-    """Storages of frozen weights that belong to one layer alone: its number, and what looks at them."""
+    """Storages of frozen weights that belong to one layer alone: its number, and what looks at them.
+
+    Args:
+        chunks: The model or its chunks.
+        layers: Its layers.
+        at_least: Bytes of a storage that travels.
+        device: Where it lies: what copies it knows the order of work there, and nowhere else.
+    """
     owner = {module: number for number, layer in enumerate(layers) for module in layer.modules()}
     users: defaultdict[int, list[tuple[int | None, str, torch.Tensor]]] = defaultdict(list)
     names = [{id(each): name for name, each in layer.named_parameters()} for layer in layers]
@@ -37,7 +44,9 @@ def own_storages(
     for found in users.values():
         numbers = {number for number, _, _ in found}
         (number, _, first), *_ = found
-        if len(numbers) > 1 or number is None or first.untyped_storage().nbytes() < at_least:
+        if len(numbers) > 1 or number is None or first.device != device:
+            continue
+        if first.untyped_storage().nbytes() < at_least:
             continue
         parameters = {name: tensor for _, name, tensor in found if name}
         if len(parameters) == len(found) and all(map(_travels, parameters.values())):
@@ -53,6 +62,25 @@ def _travels(tensor: torch.Tensor) -> bool:
         and not tensor.is_complex()
         and tensor.numel() > 0
     )
+
+
+def name_those_elsewhere(
+    layers: Sequence[nn.Module], device: torch.device, tell: Callable[[str], object]
+) -> None:
+    """Says how many bytes of frozen weights lie on other devices, and so stay.
+
+    Args:
+        layers: The layers.
+        device: That of those that travel.
+        tell: Called with a line.
+    """
+    found: defaultdict[torch.device, int] = defaultdict(int)
+    for parameter in {id(each): each for layer in layers for each in layer.parameters()}.values():
+        if not parameter.requires_grad and parameter.device != device and not parameter.is_meta:
+            found[parameter.device] += parameter.numel() * parameter.itemsize
+    if found:
+        others = ", ".join(f"{format_size(nbytes)} on {where}" for where, nbytes in found.items())
+        tell(f"frozen weights on other devices than {device}, that of the first parameter, stay: {others}")
 
 
 def name_others(

@@ -25,7 +25,7 @@ from tba_offload.placements.share import Staying
 from tba_offload.states.home import Home, Homes
 from tba_offload.store import open_store
 from tba_offload.store.base import close_after
-from tba_offload.weights.choice import name_others, own_storages
+from tba_offload.weights.choice import name_others, name_those_elsewhere, own_storages
 from tba_offload.weights.in_use import InUse
 from tba_offload.weights.piece import Piece
 from tba_offload.weights.traffic import WeightsTraffic
@@ -181,7 +181,8 @@ class FrozenWeights:
         percent = (config.weights.percent if config.weights is not None else 0) or 100
         share = Staying(percent)
         could_travel = False
-        for number, parameters in own_storages(chunks, self._layers, config.min_tensor_bytes):
+        device = homes.device.torch_device
+        for number, parameters in own_storages(chunks, self._layers, config.min_tensor_bytes, device):
             could_travel = True
             if share.stays(parameters[0][1].untyped_storage().nbytes()):
                 continue
@@ -196,6 +197,7 @@ class FrozenWeights:
                 tell(f"frozen weights stay in memory from here on, since they cannot be written: {error}")
                 return
             self.nbytes += piece.nbytes
+        name_those_elsewhere(self._layers, device, tell)
         name_others(self._layers, config.min_tensor_bytes, travels=could_travel, tell=tell)
         if not could_travel:
             tell(
@@ -258,7 +260,7 @@ class FrozenWeights:
             return
         with self._lock:
             if not is_part:
-                self._in_use.begin(number, within_backward=_current_pass() != -1)
+                self._in_use.begin(number)
             self._bring(number, then=_next(number, self._pieces))
 
     def _bring(self, number: int, *, then: int) -> None:
@@ -274,6 +276,8 @@ class FrozenWeights:
         with self._traffic.waiting():
             for piece in self._pieces[number]:
                 piece.arrive()
+        for piece in self._pieces[number]:
+            piece.use()
 
     def ran(self, number: int, output: object) -> None:
         """The forward of a layer has ended."""
@@ -312,17 +316,19 @@ class FrozenWeights:
         """
         this = _current_pass()
         with self._lock:
-            is_first, before = self._in_use.reach(this, number)
-            if is_first:
+            before = self._in_use.reach(this, number)
+            if before is None:
                 engine: Any = torch.autograd.Variable._execution_engine
-                engine.queue_callback(partial(self._pass_ended, threading.get_ident(), this))
+                ended = partial(self._pass_ended, this)
+                engine.queue_callback(ended)
+                self._in_use.follow(this, number, ended)
             elif before != number:
                 self._send_away(before)
             self._bring(number, then=_next(number, self._pieces, by=-1))
 
-    def _pass_ended(self, thread: int, this: int) -> None:
+    def _pass_ended(self, this: int) -> None:
         with self._lock:
-            self._in_use.leave(thread, this)
+            self._in_use.leave(this)
             for number in [*self._in_memory]:
                 self._send_away(number)
 

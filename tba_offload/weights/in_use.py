@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class _Pass(NamedTuple):
+    """A backward pass: what autograd keeps for as long as it goes on, and the layer that it is at."""
+
+    ended: weakref.ref[Callable[[], object]]
+    layer: int
 
 
 class InUse:
-    """The layers that compute, by the threads in which they do."""
+    """The layers that compute: in a forward by the thread in which they do, in backward by the pass.
+
+    Autograd runs a pass in threads of its own where there is an accelerator, and one that an exception ends
+    tells nothing.
+    """
 
     def __init__(self) -> None:
         self._forward: dict[int, list[int]] = {}
-        self._backward: dict[int, dict[int, int]] = {}  # of a thread: its passes, and the layer each is at
+        self._backward: dict[int, _Pass] = {}
 
     def __contains__(self, number: int) -> bool:
         return any(number in layers for layers in self._forward.values()) or any(
-            number in passes.values() for passes in self._backward.values()
+            each.layer == number and each.ended() is not None for each in self._backward.values()
         )
 
-    def begin(self, number: int, *, within_backward: bool) -> None:
-        """The forward of a layer begins in this thread; outside of any pass none that was here is alive."""
-        thread = threading.get_ident()
-        if not within_backward:
-            self._backward.pop(thread, None)
-        layers = self._forward.setdefault(thread, [])
+    def begin(self, number: int) -> None:
+        """The forward of a layer begins in this thread."""
+        layers = self._forward.setdefault(threading.get_ident(), [])
         if number in layers:  # an interrupt has ended it, and what it ran inside, untold
             del layers[layers.index(number) :]
         layers.append(number)
@@ -38,16 +51,25 @@ class InUse:
             del self._forward[thread]
         return True
 
-    def reach(self, number_of_pass: int, number: int) -> tuple[bool, int]:
-        """A pass of this thread has come to a layer: whether to its first one, and where it was before."""
-        passes = self._backward.setdefault(threading.get_ident(), {})
-        before = passes.get(number_of_pass)
-        passes[number_of_pass] = number
-        return before is None, number if before is None else before
+    def follow(self, this: int, number: int, ended: Callable[[], object]) -> None:
+        """A pass has come to its first layer.
 
-    def leave(self, thread: int, number_of_pass: int) -> None:
+        Args:
+            this: Number of the pass.
+            number: The layer.
+            ended: What autograd calls when the pass has ended, and lets go of where that is by an exception.
+        """
+        alive = {which: each for which, each in self._backward.items() if each.ended() is not None}
+        self._backward = {**alive, this: _Pass(weakref.ref(ended), number)}
+
+    def reach(self, this: int, number: int) -> int | None:
+        """A pass has come to a layer: the one where it was before; ``None`` if it is not followed."""
+        known = self._backward.get(this)
+        if known is None:
+            return None
+        self._backward[this] = known._replace(layer=number)
+        return known.layer
+
+    def leave(self, this: int) -> None:
         """A backward pass has ended."""
-        passes = self._backward.get(thread, {})
-        passes.pop(number_of_pass, None)
-        if not passes:
-            self._backward.pop(thread, None)
+        self._backward.pop(this, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -80,6 +80,7 @@ class Piece:
         self._counted = 0
         # What a file or another library has allocated can perhaps not be resized.
         self._storage = torch.UntypedStorage(self.nbytes, device=first.device)  # type: ignore[no-untyped-call]
+        self._stream: Any = None  # that its memory was allocated on
         self._nothing = _nothing_of(first)
         self._reads: list[IoFuture] | None = None
         self._versions: list[int] = []
@@ -137,6 +138,16 @@ class Piece:
         self._read()
         self._versions = [look.parameter._version for look in self._looks]
         self.is_here = True
+
+    def use(self) -> None:
+        """The calling thread's stream is about to compute with the bytes.
+
+        One piece is read ahead, into memory of the stream of the layer before. Freed there while another
+        computes with it, it would be given to what comes next.
+        """
+        stream = self._home.device.stream()
+        if stream != self._stream:
+            self._home.device.use(ByteRange(self._storage, 0, self.nbytes).tensor(), stream)
 
     def leave(self) -> None:
         """Frees the memory; what was changed here is written before.
@@ -221,6 +232,7 @@ class Piece:
     def _resize(self, nbytes: int) -> None:
         if self._storage.nbytes() != nbytes:
             self._storage.resize_(nbytes)
+            self._stream = self._home.device.stream()
         # An interrupt can have come between the two the last time.
         grown, self._counted = nbytes - self._counted, nbytes
         self._count(grown)
