@@ -20,6 +20,7 @@ import time
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -380,7 +381,10 @@ class Accelerator(Device):
         trees = sys.modules.get("torch._inductor.cudagraph_trees")
         if trees is None:
             return None
-        manager = trees.get_manager(self.torch_device.index, create_if_none_exists=False)
+        try:
+            manager = trees.get_manager(self.torch_device.index, create_if_none_exists=False)
+        except AssertionError:  # up to PyTorch 2.11, on a thread that has none although others have
+            return None
         return None if manager is None else manager.current_node
 
     def _own_event(self) -> Event:
@@ -457,6 +461,20 @@ def device_of_model(modules: Iterable[torch.nn.Module]) -> Device:
     """
     parameter = next((parameter for each in modules for parameter in each.parameters()), None)
     return device_of("cpu" if parameter is None else parameter.device)
+
+
+def devices_of(modules: Iterable[torch.nn.Module], first: Device) -> list[torch.device]:
+    """The devices that parameters and buffers of a model lie on, each once.
+
+    Args:
+        modules: The model or its chunks.
+        first: The one that its steps are told of, which comes first.
+    """
+    lie_on = dict.fromkeys([first.torch_device])
+    for module in modules:
+        tensors = chain(torch.nn.Module.parameters(module), torch.nn.Module.buffers(module))
+        lie_on.update(dict.fromkeys(tensor.device for tensor in tensors))
+    return list(lie_on)
 
 
 def is_device_failure(error: BaseException) -> bool:

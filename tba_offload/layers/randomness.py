@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
 def _are_equal(one: Any, other: Any) -> bool:
@@ -49,8 +49,12 @@ class Generator(NamedTuple):
     has_rested: Callable[[Any], bool] | None = None
 
 
-def generators_of(device: torch.device) -> tuple[Generator, ...]:
-    """The generators that all code shares: PyTorch's of the host and an accelerator, Python's and NumPy's."""
+def generators_of(devices: Iterable[torch.device]) -> tuple[Generator, ...]:
+    """The generators that all code shares: PyTorch's of the host and of accelerators, Python's and NumPy's.
+
+    Args:
+        devices: What layers compute on.
+    """
     shared = [Generator(torch.get_rng_state, torch.set_rng_state)]
     pythons = random.getstate, random.setstate
     shared.append(Generator(*pythons, is_turned_back=False, are_equal=operator.eq))
@@ -58,12 +62,12 @@ def generators_of(device: torch.device) -> tuple[Generator, ...]:
     if numpy is not None:
         numpys = numpy.random.get_state, numpy.random.set_state
         shared.append(Generator(*numpys, is_turned_back=False, has_rested=_has_numpy_rested))
-    if device.type == "cpu":
-        return tuple(shared)
+    return (*shared, *(_generator_of(device) for device in devices if device.type not in {"cpu", "meta"}))
+
+
+def _generator_of(device: torch.device) -> Generator:
     module = torch.get_device_module(device)
-    return *shared, Generator(
-        partial(module.get_rng_state, device), lambda state: module.set_rng_state(state, device)
-    )
+    return Generator(partial(module.get_rng_state, device), lambda state: module.set_rng_state(state, device))
 
 
 class RandomState:

@@ -68,7 +68,7 @@ class LayerStack:
             otherwise ``None`` and executions are counted.
         functions: How outputs of the framework's own autograd functions are computed anew: a
             :data:`tba_offload.capture.recipes.Maker` for each.
-        generators: What random numbers come from on a device.
+        generators: What random numbers come from where layers compute on some devices.
         not_compared: Why a layer must not be run once more than training has it run; ``None`` if it may.
         left_out: Lists of other blocks that have a share of the parameters.
     """
@@ -77,7 +77,7 @@ class LayerStack:
     checkpoint: Checkpoint = torch_checkpoint
     micro_batch: Callable[[nn.Module], int | None] | None = None
     functions: Mapping[type, Callable[..., Any]] = field(default_factory=dict)
-    generators: Callable[[torch.device], Sequence[Generator]] = generators_of
+    generators: Callable[[Iterable[torch.device]], Sequence[Generator]] = generators_of
     not_compared: Callable[[nn.Module], str | None] = lambda _: None
     left_out: tuple[LeftOut, ...] = ()
 

@@ -19,7 +19,7 @@ from tba_offload.layers.stack import Layer, LayerStack
 from tba_offload.megatron.recipes import fused_functions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     _Arguments = dict[int | str, Any]  # by position or name
 
@@ -79,13 +79,13 @@ def _logs_losses(layer: nn.Module) -> str | None:
     return "its router adds to the losses that are logged each time it runs"
 
 
-def _generators_of(device: torch.device) -> Sequence[Generator]:
+def _generators_of(devices: Iterable[torch.device]) -> Sequence[Generator]:
     """PyTorch's generators, and those of Megatron's random number regions."""
     from megatron.core import tensor_parallel
 
     tracker = tensor_parallel.get_cuda_rng_tracker()
     # It goes on in the very dict that it is given.
-    return *generators_of(device), Generator(
+    return *generators_of(devices), Generator(
         tracker.get_states, lambda states: tracker.set_states(dict(states))
     )
 

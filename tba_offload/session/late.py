@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from tba_offload.device.streams import device_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -31,16 +33,19 @@ class LateLoss:
         loss: Callable[[list[list[float]]], float | None],
     ) -> None:
         self._copies = [[device.to_host(tensor) for tensor in group] for group in groups]
-        self._copied = device.event()
+        # Each is copied on a stream of its own device, as the last stage of a model may have another.
+        others = {tensor.device for group in groups for tensor in group} - {device.torch_device}
+        self._copied = [device.event(), *(device_of(other).event() for other in others)]
         self._loss = loss
 
     def is_there(self) -> bool:
         """Whether :meth:`read` waits for nothing."""
-        return self._copied.query()
+        return all(event.query() for event in self._copied)
 
     def read(self) -> float | None:
         """The loss; waits for it."""
-        self._copied.synchronize()
+        for event in self._copied:
+            event.synchronize()
         return self._loss([_numbers(group) for group in self._copies])
 
 

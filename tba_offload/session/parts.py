@@ -11,7 +11,7 @@ from tba_offload.capture.gradients import Gradients
 from tba_offload.capture.hooks import Capture
 from tba_offload.capture.rematerialize import Rebuilds
 from tba_offload.capture.site import Site
-from tba_offload.device.streams import device_of_model
+from tba_offload.device.streams import device_of_model, devices_of
 from tba_offload.errors import UnsupportedError
 from tba_offload.recompute.verdicts import Verifier
 from tba_offload.session.budget import Budget, Watched, limits_of
@@ -148,7 +148,9 @@ def make_parts(
         offloader=offloader,
         capture=capture,
         gradients=gradients,
-        verifier=Verifier(stack.layers, stack.generators(device.torch_device), stack.not_compared, tell),
+        verifier=Verifier(
+            stack.layers, stack.generators(devices_of(modules, device)), stack.not_compared, tell
+        ),
         rebuilds=Rebuilds(capture, stack.functions),
         planning=planning,
         meters=meters,

@@ -23,7 +23,7 @@ class StreamOrder:
         self._last = device.event()
 
     def __enter__(self) -> None:
-        self._last.wait()
+        self._last.wait(self._device.stream())  # without it, that of the current device
 
     def __exit__(self, *_: object) -> None:
         self._last = self._device.event()
