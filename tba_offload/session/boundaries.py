@@ -240,11 +240,13 @@ class Boundaries:
             return
         # With optimizers that can do so themselves a scaler leaves it to their step to skip the update.
         overflow = getattr(optimizer, "found_inf", None)
+        if isinstance(overflow, torch.Tensor) and overflow.is_cpu:
+            overflow = bool(overflow)
         step.updates.add(
             began,
             time.perf_counter(),
             parameters=self._held_by(optimizer),
-            overflowed=overflow is not None and bool(overflow),
+            overflowed=False if overflow is None else overflow,
         )
         self._gradients.also_watch(p for group in optimizer.param_groups for p in group["params"])
         step.memory.resume()

@@ -10,7 +10,7 @@ from tba_offload.capture.trace import DeviceTimes
 from tba_offload.config.policy import Placement
 from tba_offload.layers.guards import is_checkpointed
 from tba_offload.report.run_log import MEMORY, TIMELINE
-from tba_offload.session.late import LateFigures, LateLoss, of_one_element
+from tba_offload.session.late import LateFigures, LateLoss, LateNumbers, of_one_element
 from tba_offload.session.notices import tell
 from tba_offload.session.recording import record_of
 from tba_offload.session.static_memory import frozen_bytes, head_bytes, static_bytes
@@ -144,9 +144,11 @@ class Conclusions:
             loss = loss.read()
         if marks is not None and (marks.ended is None or times.had_optimizer):
             marks = None  # the time of optimizers, which is none of the step, is the host's
+        overflows = LateNumbers(device, [step.updates.overflows]) if step.updates.overflows else None
         if isinstance(loss, LateLoss):
-            return None, LateFigures(loss, marks)
-        return loss, None if marks is None else LateFigures(None, marks)
+            return None, LateFigures(loss, marks, overflows)
+        is_known = marks is None and overflows is None
+        return loss, None if is_known else LateFigures(None, marks, overflows)
 
     def _warn_if_full(self, number: int) -> None:
         parts, stats = self._parts, self._parts.offloader.stats

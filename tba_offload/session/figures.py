@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from torch import Tensor
+
 from tba_offload.adapt.beside import SeenBeside
 from tba_offload.session.memory_watch import UPDATE
 
@@ -115,20 +117,23 @@ class Updates:
         self.parameters: frozenset[int] = frozenset()
         self.seconds_before = 0.0
         self._times: list[tuple[float, float]] = []
-        self._overflows: list[bool] = []
+        self._overflows: list[bool | Tensor] = []
 
     def follow(self, seconds: float) -> None:
         """Notes how long optimizers worked between the last step and this one."""
         self.seconds_before = seconds
 
-    def add(self, began: float, ended: float, *, parameters: frozenset[int], overflowed: bool) -> None:
+    def add(
+        self, began: float, ended: float, *, parameters: frozenset[int], overflowed: bool | Tensor
+    ) -> None:
         """Notes that an optimizer made a step; forward and backward may have taken place in it.
 
         Args:
             began: When it began, by :func:`time.perf_counter`.
             ended: When it ended.
             parameters: The ids of the optimizer's parameters.
-            overflowed: Whether a gradient scaler made it skip the update.
+            overflowed: Whether a gradient scaler made it skip the update; a tensor of one element if its
+                device is still to tell.
         """
         self._times.append((began, ended))
         self._overflows.append(overflowed)
@@ -139,8 +144,15 @@ class Updates:
 
     @property
     def overflowed(self) -> bool:
-        """Whether optimizers have made steps, and a gradient scaler made all of them skip the update."""
-        return bool(self) and all(self._overflows)
+        """Whether it is known that a gradient scaler made all optimizers skip the update."""
+        return bool(self) and all(each is True for each in self._overflows)
+
+    @property
+    def overflows(self) -> list[Tensor]:
+        """What devices are still to tell, where that decides whether all optimizers skipped the update."""
+        if any(each is False for each in self._overflows):
+            return []
+        return [each for each in self._overflows if isinstance(each, Tensor)]
 
     def times(self, backward_ends: Sequence[float]) -> list[tuple[float, float]]:
         """When each of them worked, forward and backward left out.
