@@ -357,6 +357,11 @@ def _check(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
     name = type(optimizer).__name__
     if is_taken(optimizer):
         raise UnsupportedError(f"the states of this {name} are offloaded already; close those first")
+    if (others := _optimizers_in(optimizer)) is not None:
+        raise UnsupportedError(
+            f"{name} has other optimizers make its updates, which know nothing of parts of its parameters; "
+            f"give what is in its attribute {others} instead"
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError("LBFGS updates all parameters as one vector, so that nothing can be away")
     if not trusted and not is_known(optimizer):
@@ -375,6 +380,15 @@ def _check(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
                 raise UnsupportedError(
                     f"{name} with {setting}=True cannot be updated in parts; set it to False"
                 )
+
+
+def _optimizers_in(optimizer: torch.optim.Optimizer) -> str | None:
+    """The attribute in which an optimizer has others, as ZeroRedundancyOptimizer; ``None`` if it has none."""
+    for attribute, value in vars(optimizer).items():
+        found = value if isinstance(value, (list, tuple)) else (value,)
+        if any(isinstance(each, torch.optim.Optimizer) for each in found):
+            return attribute
+    return None
 
 
 def _check_backward(

@@ -17,7 +17,10 @@ import tba_offload as tba
 from tba_offload.states.pieces import SLICE
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
+
+    from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -269,6 +272,33 @@ def test_an_optimizer_of_a_user(tmp_path: Path) -> None:
         assert_same(found, expected)
     assert found.optimizer.steps == expected.optimizer.steps == 6
     assert found.optimizer.param_groups[0]["steps"] == 6
+
+
+class Around(optim.Optimizer):
+    """Has another optimizer make its updates, of all parameters at once, as ZeroRedundancyOptimizer does."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters, {})
+        self.optim = optim.AdamW([each for group in self.param_groups for each in group["params"]])
+
+    def step(self, closure: object = None) -> None:
+        assert closure is None
+        self.optim.step()
+
+
+def test_an_optimizer_around_another_is_refused_whatever_is_trusted(tmp_path: Path) -> None:
+    found, expected = pair(Around)
+    settings = policy(tmp_path)
+    settings["states"]["trust"] = True
+    with pytest.raises(tba.UnsupportedError, match="give what is in its attribute optim instead"):
+        tba.offload_optimizer(found.optimizer, settings)
+    with tba.offload_optimizer(found.optimizer.optim, settings) as states:
+        for seed in range(3):
+            found.step(seed)
+            expected.step(seed)
+        assert states.records[-1].states_bytes > 0
+    for one, other in zip(found.model.parameters(), expected.model.parameters(), strict=True):
+        assert same_bits(one, other)
 
 
 @pytest.mark.parametrize("name", of_which(MAKERS, "adamw-foreach", "adafactor", "sgd-momentum"))
