@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 SOURCE = Path(__file__).with_name("lagging_device.cpp")
 COUNTS = ("overwritten", "reused", "copies", "host_waits", "calls_in_child", "pinned_bytes")
 LAG = "lag"
+DEVICES = 2
 _CYCLES = 1500
 """Clock cycles in a microsecond, as the package takes them where a device does not tell its clock."""
 
@@ -37,6 +38,18 @@ class Event:
         return torch.Event(LAG, enable_timing=enable_timing)
 
 
+@contextmanager
+def _on(device: Any) -> Iterator[None]:
+    """A device is the current one: by its number, or as PyTorch names it; without any it stays."""
+    before = torch.accelerator.current_device_index()
+    number = device if isinstance(device, int) or device is None else torch.device(device).index
+    torch.accelerator.set_device_index(before if number is None else number)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_device_index(before)
+
+
 class _Module(types.ModuleType):
     """``torch.lag``: the functions that modules of accelerators have in common."""
 
@@ -44,7 +57,6 @@ class _Module(types.ModuleType):
     Stream = torch.Stream
     current_stream = staticmethod(torch.accelerator.current_stream)
     current_device = staticmethod(torch.accelerator.current_device_index)
-    device_count = staticmethod(torch.accelerator.device_count)
     memory_allocated = staticmethod(torch.accelerator.memory_allocated)
     memory_reserved = staticmethod(torch.accelerator.memory_reserved)
     max_memory_allocated = staticmethod(torch.accelerator.max_memory_allocated)
@@ -63,6 +75,10 @@ class _Module(types.ModuleType):
             yield
         finally:
             torch.accelerator.set_stream(before)
+
+    @staticmethod
+    def device_count() -> int:
+        return DEVICES
 
     @staticmethod
     def is_available() -> bool:
@@ -96,17 +112,21 @@ class _Module(types.ModuleType):
 
     @staticmethod
     def manual_seed_all(seed: int) -> None:
-        library.lag_set_seed(seed & 0xFFFFFFFF)
+        for device in range(DEVICES):
+            with _on(device):
+                library.lag_set_seed(seed & 0xFFFFFFFF)
 
     manual_seed = manual_seed_all
 
     @staticmethod
     def get_rng_state(device: Any = None) -> torch.Tensor:
-        return torch.tensor([library.lag_seed()]).view(torch.uint8)
+        with _on(device):
+            return torch.tensor([library.lag_seed()]).view(torch.uint8)
 
     @staticmethod
     def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
-        library.lag_set_seed(int(state.view(torch.int64)))
+        with _on(device):
+            library.lag_set_seed(int(state.view(torch.int64)))
 
     @staticmethod
     def get_amp_supported_dtype() -> list[torch.dtype]:

@@ -6,7 +6,9 @@
 // has it overwritten there: what reads or writes memory that nothing orders finds other bytes.
 //
 // Random numbers are those of a seed that the host draws for each operation, so they do not depend on when an
-// operation runs. There is one device, and none of this works in a forked child: calls from there are counted.
+// operation runs. There are two devices, each with a seed and current streams of its own; which is the current one is
+// a thread's own. Copies from one to the other keep the streams of both in order. None of this works in a forked
+// child: calls from there are counted.
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -48,7 +50,7 @@ using Lock = std::lock_guard<std::mutex>;
 using Job = std::function<void()>;
 
 constexpr auto kLagging = c10::DeviceType::PrivateUse1;
-const Device kDevice(kLagging, 0);
+constexpr int kDevices = 2;
 constexpr int kFreed = 0xAB, kFresh = 0xCD;
 
 std::atomic<long> operation_delay{0}, copy_delay{0};  // microseconds
@@ -119,7 +121,23 @@ class Queue {
 std::mutex queues_mutex;
 std::map<int64_t, Queue*>& queues() { static auto* all = new std::map<int64_t, Queue*>; return *all; }
 int64_t last_stream = 0;
-thread_local int64_t current_stream = 0;
+constexpr int64_t kStreams = 1000000;  // numbers of streams of each device
+thread_local int64_t current_streams[kDevices] = {0, kStreams};
+thread_local DeviceIndex current_device = 0;
+
+DeviceIndex index_of(Device device) { return device.has_index() ? device.index() : current_device; }
+int64_t& current_stream() { return current_streams[current_device]; }
+Device here() { return Device(kLagging, current_device); }
+
+// A device is the current one for as long as this lives.
+class On {
+ public:
+  explicit On(Device device) { if (device.type() == kLagging) current_device = index_of(device); }
+  ~On() { current_device = before_; }
+
+ private:
+  const DeviceIndex before_ = current_device;
+};
 
 Queue& queue_of(int64_t stream) {
   Lock lock(queues_mutex);
@@ -128,7 +146,7 @@ Queue& queue_of(int64_t stream) {
   return *queue;
 }
 
-Stream as_stream(int64_t id) { return Stream(Stream::UNSAFE, kDevice, id); }
+Stream as_stream(int64_t id) { return Stream(Stream::UNSAFE, Device(kLagging, id / kStreams), id); }
 
 // A point of a stream's work. It is reached also when the device has failed, so nothing waits for ever.
 class Point {
@@ -175,7 +193,7 @@ class Allocator final : public c10::DeviceAllocator {
  public:
   c10::DataPtr allocate(size_t nbytes) override {
     called();
-    if (!nbytes) return {nullptr, nullptr, &free_block, kDevice};
+    if (!nbytes) return {nullptr, nullptr, &free_block, here()};
     Lock lock(mutex_);
     collect();
     const size_t size = (nbytes + 511) / 512 * 512;
@@ -184,7 +202,7 @@ class Allocator final : public c10::DeviceAllocator {
     if (!block) block = make(size);
     live_[block->address] = block;
     stats_.allocated_bytes[0].increase(size);
-    return {block->address, block->address, &free_block, kDevice};
+    return {block->address, block->address, &free_block, here()};
   }
 
   void free(void* address) {
@@ -210,7 +228,7 @@ class Allocator final : public c10::DeviceAllocator {
   static void free_block(void* address);
   c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
   void copy_data(void* to, const void* from, size_t nbytes) const override {
-    queue_of(current_stream).wait();
+    queue_of(current_stream()).wait();
     std::memcpy(to, from, nbytes);
   }
   bool initialized() override { return true; }
@@ -227,7 +245,7 @@ class Allocator final : public c10::DeviceAllocator {
   size_t reserved() { return stats_.reserved_bytes[0].current; }
 
   Block* take(size_t size) {
-    auto& list = free_[{current_stream, size}];
+    auto& list = free_[{current_stream(), size}];
     if (list.empty()) return nullptr;
     Block* block = list.back();
     list.pop_back();
@@ -241,7 +259,7 @@ class Allocator final : public c10::DeviceAllocator {
     void* address = std::aligned_alloc(512, size);
     std::memset(address, kFresh, size);
     stats_.reserved_bytes[0].increase(size);
-    return new Block{address, size, current_stream, {}};
+    return new Block{address, size, current_stream(), {}};
   }
 
   // The block may be taken at once by its own stream, whose later work comes after the overwriting.
@@ -348,16 +366,16 @@ bool is_pinned(const void* address) { return PinnedAllocator::instance().holds(a
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kLagging; }
-  Device exchangeDevice(Device) const override { return kDevice; }
-  Device getDevice() const override { return kDevice; }
-  void setDevice(Device) const override {}
-  void uncheckedSetDevice(Device) const noexcept override {}
-  DeviceIndex deviceCount() const noexcept override { return 1; }
-  Stream getStream(Device) const override { return as_stream(current_stream); }
-  Stream getDefaultStream(Device) const override { return as_stream(0); }
+  Device exchangeDevice(Device d) const override { auto old = here(); current_device = d.index(); return old; }
+  Device getDevice() const override { return here(); }
+  void setDevice(Device d) const override { current_device = d.index(); }
+  void uncheckedSetDevice(Device d) const noexcept override { current_device = d.index(); }
+  DeviceIndex deviceCount() const noexcept override { return kDevices; }
+  Stream getStream(Device d) const override { return as_stream(current_streams[index_of(d)]); }
+  Stream getDefaultStream(Device d) const override { return as_stream(index_of(d) * kStreams); }
   Stream getStreamFromGlobalPool(Device device, bool) const override { return getNewStream(device, 0); }
-  Stream getNewStream(Device, int) const override { Lock lock(queues_mutex); return as_stream(++last_stream); }
-  Stream exchangeStream(Stream stream) const override { return as_stream(std::exchange(current_stream, stream.id())); }
+  Stream getNewStream(Device d, int) const override { Lock lock(queues_mutex); return as_stream(index_of(d) * kStreams + ++last_stream); }
+  Stream exchangeStream(Stream stream) const override { return as_stream(std::exchange(current_streams[stream.device_index()], stream.id())); }
   bool queryStream(const Stream& stream) const override { return queue_of(stream.id()).idle(); }
   void synchronizeStream(const Stream& stream) const override { queue_of(stream.id()).wait(); check_health(); }
   void synchronizeDevice(const DeviceIndex) const override {
@@ -393,18 +411,19 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
-  DeviceIndex deviceCount() const override { return 1; }
-  void setCurrentDevice(DeviceIndex) const override {}
-  DeviceIndex getCurrentDevice() const override { return 0; }
-  DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
-  DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
+  DeviceIndex deviceCount() const override { return kDevices; }
+  void setCurrentDevice(DeviceIndex i) const override { current_device = i; }
+  DeviceIndex getCurrentDevice() const override { return current_device; }
+  DeviceIndex exchangeDevice(DeviceIndex i) const override { return std::exchange(current_device, i); }
+  DeviceIndex maybeExchangeDevice(DeviceIndex i) const override { return std::exchange(current_device, i); }
   bool isPinnedPtr(const void* address) const override { return is_pinned(address); }
   at::Allocator* getPinnedMemoryAllocator() const override { return &PinnedAllocator::instance(); }
-  Device getDeviceFromPtr(void*) const override { return kDevice; }
+  Device getDeviceFromPtr(void*) const override { return here(); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
+    On on(storage.device());
     auto memory = allocator().allocate(nbytes);
     const size_t kept = std::min(nbytes, storage.nbytes());
-    if (kept) queue_of(current_stream).put([to = memory.get(), from = storage.mutable_data(), kept] { std::memcpy(to, from, kept); });
+    if (kept) queue_of(current_stream()).put([to = memory.get(), from = storage.mutable_data(), kept] { std::memcpy(to, from, kept); });
     storage.set_data_ptr_noswap(std::move(memory));
     storage.set_nbytes(nbytes);
   }
@@ -444,7 +463,7 @@ class Later {
 };
 
 void launch(std::atomic<long>& delay, Job job) {
-  queue_of(current_stream).put([job = std::move(job), us = delay.load()] {
+  queue_of(current_stream()).put([job = std::move(job), us = delay.load()] {
     if (us) std::this_thread::sleep_for(std::chrono::microseconds(us));
     job();
   });
@@ -475,7 +494,18 @@ IValue later(const IValue& value, std::vector<std::optional<Later>>& tensors) {
   });
 }
 
-int64_t seed = 0;
+int64_t seeds[kDevices] = {0, 77};
+
+// The device of the first tensor that an operation is given, or the one that it is told.
+Device device_of(const std::vector<IValue>& given) {
+  for (const auto& value : given) {
+    if (value.isDevice() && value.toDevice().type() == kLagging) return Device(kLagging, index_of(value.toDevice()));
+    if (value.isTensor() && is_ours(value.toTensor())) return value.toTensor().device();
+    if (!value.isTensorList()) continue;
+    for (const at::Tensor& tensor : value.toTensorVector()) if (is_ours(tensor)) return tensor.device();
+  }
+  return here();
+}
 
 // Every operation that has no kernel below: shapes now, values later.
 void run_later(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -484,6 +514,8 @@ void run_later(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const size_t count = schema.arguments().size();
   auto given = torch::jit::last(*stack, count).vec();
+  const Device where = device_of(given);
+  On on(where);
   torch::jit::Stack shapes, rest;
   std::vector<std::optional<Later>> inputs, outputs;
   std::unordered_map<c10::TensorImpl*, at::Tensor> metas;  // a tensor that is given twice is one
@@ -497,7 +529,7 @@ void run_later(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     const bool is_device = given[i].isDevice() && given[i].toDevice().type() == kLagging;
     const bool draws = schema.arguments()[i].name() == "generator";
     shapes.push_back(is_device ? IValue(Device(c10::kMeta)) : map_tensors(given[i], as_meta));
-    rest.push_back(is_device ? IValue(Device(c10::kCPU)) : draws ? IValue(at::detail::createCPUGenerator(seed++)) : IValue());
+    rest.push_back(is_device ? IValue(Device(c10::kCPU)) : draws ? IValue(at::detail::createCPUGenerator(seeds[current_device]++)) : IValue());
   }
   op.callBoxed(&shapes);
   if (schema.name() == "aten::native_layer_norm") {  // its statistics: of CUDA's type by meta, of the input's by CPU
@@ -506,7 +538,7 @@ void run_later(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   torch::jit::Stack results;
   auto as_new = [&](const at::Tensor& meta) {
     if (!meta.defined()) return meta;
-    return at::empty_strided(meta.sizes(), meta.strides(), meta.options().device(kDevice));
+    return at::empty_strided(meta.sizes(), meta.strides(), meta.options().device(where));
   };
   std::vector<bool> is_new;
   for (size_t r = 0; r < shapes.size(); ++r) {
@@ -541,6 +573,17 @@ void run_later(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  On on(is_ours(from) ? from.device() : to.device());
+  if (is_ours(from) && is_ours(to) && from.device() != to.device()) {  // as CUDA's: each stream waits for the other
+    const int64_t source = current_streams[from.device().index()];
+    const int64_t target = current_streams[to.device().index()];
+    auto ready = Point::on(target);
+    queue_of(source).put([ready] { ready->wait(); });
+    launch(copy_delay, [from = Later(from), to = Later(to)] { to.now().copy_(from.now()); });
+    auto done = Point::on(source);
+    queue_of(target).put([done] { done->wait(); });
+    return to;
+  }
   const bool waits = !is_ours(to) && !(non_blocking && is_pinned(to.const_data_ptr()));
   if (!is_ours(from) && !non_blocking) {
     launch(copy_delay, [from = from.clone(), to = Later(to)] { to.now().copy_(from); });
@@ -550,17 +593,19 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   if (waits) launch(copy_delay, [from = Later(from), host] { host.copy_(from.now()); });
   else launch(copy_delay, [from = Later(from), to = Later(to)] { to.now().copy_(from.now()); });
   if (waits) {
-    queue_of(current_stream).wait();
+    queue_of(current_stream()).wait();
     check_health();
     at::Tensor(to).copy_(host);
   }
   return to;
 }
 
-at::Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<Device>, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+at::Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<Device> d, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  On on(d.value_or(here()));
   return at::detail::empty_generic(size, &allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), dtype.value_or(at::kFloat), format);
 }
-at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<Device>, std::optional<bool>) {
+at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<Device> d, std::optional<bool>) {
+  On on(d.value_or(here()));
   return at::detail::empty_strided_generic(size, stride, &allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), dtype.value_or(at::kFloat));
 }
 at::Tensor as_strided(const at::Tensor& self, c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<int64_t> offset) {
@@ -568,8 +613,9 @@ at::Tensor as_strided(const at::Tensor& self, c10::IntArrayRef size, c10::IntArr
 }
 at::Tensor view(const at::Tensor& self, c10::IntArrayRef size) { return at::native::view(self, size); }
 at::Scalar item(const at::Tensor& self) {
+  On on(self.device());
   const Later value(self);
-  queue_of(current_stream).wait();
+  queue_of(current_stream()).wait();
   check_health();
   return value.now().item();
 }
@@ -609,12 +655,12 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
 
 extern "C" {
 void lag_by(long operation, long copy) { operation_delay = operation; copy_delay = copy; }
-void lag_sleep(long us) { queue_of(current_stream).put([us] { std::this_thread::sleep_for(std::chrono::microseconds(us)); }); }
-void lag_fail() { queue_of(current_stream).put([] { throw std::runtime_error("told to fail"); }); }
+void lag_sleep(long us) { queue_of(current_stream()).put([us] { std::this_thread::sleep_for(std::chrono::microseconds(us)); }); }
+void lag_fail() { queue_of(current_stream()).put([] { throw std::runtime_error("told to fail"); }); }
 void lag_heal() { failed = false; }
 void lag_limit(long nbytes) { memory_limit = nbytes; }
-void lag_set_seed(long value) { seed = value; }
-long lag_seed() { return seed; }
+void lag_set_seed(long value) { seeds[current_device] = value; }
+long lag_seed() { return seeds[current_device]; }
 long lag_count(int which) {
   std::atomic<long>* const counts[] = {&overwritten, &reused, &copies, &host_waits, &calls_in_child, &pinned_bytes};
   return *counts[which];
