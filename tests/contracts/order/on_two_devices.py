@@ -1,4 +1,4 @@
-"""Models over two devices, and over two streams, with frozen weights too; ``test_lagging_device.py`` runs it."""
+"""Models over two devices, and over two streams, with frozen weights too; see ``test_lagging_device.py``."""
 
 from __future__ import annotations
 
@@ -164,10 +164,12 @@ def test_a_loss_on_another_device_is_read_when_that_has_come_to_it(tmp_path: Pat
     x = torch.ones(16, WIDTH, device=DEVICES[0])
     with tba.attach(model, policy(tmp_path, default="keep"), run_log=tmp_path / "run.jsonl") as session:
         for _ in range(STEPS):
-            with lagging.late(operations=10 * LATE), session.step() as step:
+            with session.step() as step:
                 loss = model(x).square().mean()
                 step.loss = loss.detach()
                 loss.backward()
+                with torch.accelerator.device_index(1):
+                    lagging.sleep(0.1)
             for parameter in model.parameters():
                 parameter.data.sub_(parameter.grad, alpha=1e-2)  # type: ignore[arg-type]
                 parameter.grad = None
