@@ -99,7 +99,7 @@ class FreedGradient(AwayTensor):
     def _error(name: str, use: str) -> StatesAwayError:
         return StatesAwayError(
             f"{name} was used for an update in backward and freed, and {use}; what needs it, as clipping "
-            "does, needs states.gradients: keep"
+            "and a reduction between processes do, needs states.gradients: keep"
         )
 
 
