@@ -468,7 +468,7 @@ def devices_of(modules: Iterable[torch.nn.Module], first: Device) -> list[torch.
 
     Args:
         modules: The model or its chunks.
-        first: The one that its steps are told of, which comes first.
+        first: The device of the session, which comes first.
     """
     lie_on = dict.fromkeys([first.torch_device])
     for module in modules:

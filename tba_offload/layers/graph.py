@@ -42,8 +42,8 @@ def first_differentiable(output: object) -> torch.Tensor | None:
 def nearest_nodes(root: Node, count: int, *, after: int) -> list[Node]:
     """The first nodes of a graph of autograd on the way from its root, breadth first.
 
-    Those that accumulate gradients are none of them: they belong to parameters, and outlive the graph where
-    anything holds a graph of the next step by then, as a loop holds its loss.
+    Nodes that accumulate gradients are left out: they belong to parameters. Where a loop holds its loss until
+    the next one, they are part of the next graph too.
 
     Args:
         root: Where to begin.

@@ -120,13 +120,14 @@ class Boundaries:
             return
         if not torch.is_grad_enabled():
             return
-        if is_running:
-            self._forwards.clear()  # it raised an exception, so that its end was never heard
-            self._fail()
-        if not self._forwards:
-            self._tokens_are_known = False
-            self.open_step()
-        self._forwards[module] = False
+        with self._ongoing.lock:
+            if is_running:
+                self._forwards.clear()  # it raised an exception, so that its end was never heard
+                self._ongoing.fail()
+            if not self._forwards:
+                self._tokens_are_known = False
+                self.open_step()
+            self._forwards[module] = False
         self._count(module, args, kwargs)
 
     def _count(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
@@ -151,24 +152,21 @@ class Boundaries:
 
     def open_step(self) -> None:
         """Opens a step that has begun by itself, unless one is open that goes on."""
-        step = self._steps.open_step()
-        if not self._closures:
-            if self._running:  # it raised an exception, so that its end was never heard
-                self._running.clear()
-                self._fail()
-                if step is not None:
-                    step.memory.resume()
-            if step is not None and step.opened_itself and (step.updates or self._is_over(step)):
-                self.end_step(step)
-                step = None
-        if step is None:
-            self._steps.open_by_itself()
-        elif self._closures:
-            step.memory.resume()
-
-    def _fail(self) -> None:
-        if self._ongoing.step is not None:
-            self._ongoing.step.state.fail()
+        with self._ongoing.lock:
+            step = self._steps.open_step()
+            if not self._closures:
+                if self._running:  # it raised an exception, so that its end was never heard
+                    self._running.clear()
+                    self._ongoing.fail()
+                    if step is not None:
+                        step.memory.resume()
+                if step is not None and step.opened_itself and (step.updates or self._is_over(step)):
+                    self.end_step(step)
+                    step = None
+            if step is None:
+                self._steps.open_by_itself()
+            elif self._closures:
+                step.memory.resume()
 
     def backward_ended(self) -> None:
         """A backward pass is over; what an optimizer does that asked for it is not the step's."""
@@ -187,12 +185,13 @@ class Boundaries:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if self._ongoing.is_inert or not self._held_by(optimizer):
             return None
-        step = self._steps.open_step()
-        if step is not None:
-            if not is_recomputation():
-                self._raise_failures(step)
-            step.memory.pause()
-        self._running.append((optimizer, time.perf_counter(), self._ongoing.number))
+        with self._ongoing.lock:
+            step = self._steps.open_step()
+            if step is not None:
+                if not is_recomputation():
+                    self._raise_failures(step)
+                step.memory.pause()
+            self._running.append((optimizer, time.perf_counter(), self._ongoing.number))
         return self._with_closure(args, kwargs)
 
     def _with_closure(
@@ -229,29 +228,32 @@ class Boundaries:
     def _optimizer_ended(self, optimizer: Optimizer, *_: object) -> None:
         if not self._running or self._running[-1][0] is not optimizer:
             return
-        began, number = self._running.pop()[1:]
-        self._optimizers.add(optimizer)
-        step = self._steps.open_step()
-        if self._running:  # a class may call the step of the one that it is derived from
-            return
-        if step is None:
-            if number == self._ongoing.number:  # else a closure has made a whole step
-                self._ongoing.updated_between(time.perf_counter() - began)
-            return
-        # With optimizers that can do so themselves a scaler leaves it to their step to skip the update.
-        overflow = getattr(optimizer, "found_inf", None)
-        if isinstance(overflow, torch.Tensor) and overflow.is_cpu:
-            overflow = bool(overflow)
-        step.updates.add(
-            began,
-            time.perf_counter(),
-            parameters=self._held_by(optimizer),
-            overflowed=False if overflow is None else overflow,
-        )
-        self._gradients.also_watch(p for group in optimizer.param_groups for p in group["params"])
-        step.memory.resume()
-        if step.opened_itself and self._all_updated(step) and not is_recomputation():
-            self.end_step(step)
+        with self._ongoing.lock:
+            began, number = self._running.pop()[1:]
+            self._optimizers.add(optimizer)
+            step = self._steps.open_step()
+            if self._running:  # a class may call the step of the one that it is derived from
+                return
+            if step is None:
+                if number == self._ongoing.number:  # else a closure has made a whole step
+                    self._ongoing.updated_between(time.perf_counter() - began)
+                return
+            # With optimizers that can do so themselves a scaler leaves it to their step to skip the update.
+            overflow = getattr(optimizer, "found_inf", None)
+            if isinstance(overflow, torch.Tensor) and not overflow.is_cpu:
+                overflowed: bool | torch.Tensor = overflow.detach().clone()  # scalers add to theirs in place
+            else:
+                overflowed = bool(overflow)
+            step.updates.add(
+                began,
+                time.perf_counter(),
+                parameters=self._held_by(optimizer),
+                overflowed=overflowed,
+            )
+            self._gradients.also_watch(p for group in optimizer.param_groups for p in group["params"])
+            step.memory.resume()
+            if step.opened_itself and self._all_updated(step) and not is_recomputation():
+                self.end_step(step)
 
     def _all_updated(self, step: Step) -> bool:
         """Whether the optimizers of all parameters that got a gradient have made their step."""
@@ -271,16 +273,31 @@ class Boundaries:
     # ---- ends ------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Ends a step that opened by itself and is over."""
-        step = self._steps.open_step()
-        if step is not None and step.opened_itself and not is_recomputation() and self._is_over(step):
-            self.end_step(step)
+        """Ends a step that opened by itself and is over; one that another thread works on is left to that."""
+        if not self._ongoing.lock.acquire(blocking=False):
+            return
+        try:
+            step = self._steps.open_step()
+            if step is None or not step.opened_itself or is_recomputation() or self._works_elsewhere():
+                return
+            if self._is_over(step):
+                self.end_step(step)
+        finally:
+            self._ongoing.lock.release()
+
+    def _works_elsewhere(self) -> bool:
+        """Whether another thread is in the midst of the step that is open."""
+        trace = self._steps.trace
+        is_at_rest = bool(trace.backward_ends) and not trace.in_backward
+        is_called = self._forwards or self._running or self._closures
+        return self._ongoing.is_of_another_thread and (bool(is_called) or not is_at_rest)
 
     def finish(self) -> None:
         """Ends a step that opened by itself, whether an update came or not: no more of it will come."""
-        step = self._steps.open_step()
-        if step is not None and step.opened_itself and not is_recomputation():
-            self.end_step(step)
+        with self._ongoing.lock:
+            step = self._steps.open_step()
+            if step is not None and step.opened_itself and not is_recomputation():
+                self.end_step(step)
 
     def end_step(self, step: Step) -> None:
         """Ends a step that opened by itself: recorded if its backward has ended, otherwise forgotten."""

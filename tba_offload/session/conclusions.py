@@ -144,7 +144,8 @@ class Conclusions:
             loss = loss.read()
         if marks is not None and (marks.ended is None or times.had_optimizer):
             marks = None  # the time of optimizers, which is none of the step, is the host's
-        overflows = LateNumbers(device, [step.updates.overflows]) if step.updates.overflows else None
+        undecided = step.updates.undecided if step.opened_itself else []  # others tell no skipped update
+        overflows = LateNumbers(device, [undecided]) if undecided else None
         if isinstance(loss, LateLoss):
             return None, LateFigures(loss, marks, overflows)
         is_known = marks is None and overflows is None

@@ -148,7 +148,7 @@ class Updates:
         return bool(self) and all(each is True for each in self._overflows)
 
     @property
-    def overflows(self) -> list[Tensor]:
+    def undecided(self) -> list[Tensor]:
         """What devices are still to tell, where that decides whether all optimizers skipped the update."""
         if any(each is False for each in self._overflows):
             return []

@@ -21,29 +21,35 @@ class Ongoing:
         number: How many have ended well so far, which is the number of the one that is open.
         is_closed: Whether the session was closed.
         is_inert: Whether this is a forked child: locks, threads and descriptors are those of the parent.
+        lock: Held while a step that opened by itself begins or ends: other threads ask whether it is over.
     """
 
     def __init__(self) -> None:
         self.step: Step | None = None
         self.meter: MemoryMeter | None = None
         self.number = 0
-        self._opener: threading.Thread | None = None
+        self._opener = 0  # the thread that has opened the step
         self._seconds_between = 0.0  # of the steps that optimizers have made since the last step was open
         self.is_closed = False
         self.is_inert = False
+        self.lock = threading.RLock()
 
     def opened(self, step: Step) -> None:
         """A step is open."""
         step.updates.follow(self._seconds_between)
         self._seconds_between = 0.0
         self.step, self.meter = step, step.memory.meter
-        self._opener = threading.current_thread()
+        self._opener = threading.get_ident()
+
+    def fail(self) -> None:
+        """A forward has raised an exception: the step that is open comes to nothing."""
+        if self.step is not None:
+            self.step.state.fail()
 
     @property
-    def may_work_elsewhere(self) -> bool:
-        """Whether another thread may be in the midst of the step that is open."""
-        opener = self._opener if self.step is not None else None
-        return opener is not None and opener is not threading.current_thread() and opener.is_alive()
+    def is_of_another_thread(self) -> bool:
+        """Whether another thread than the calling one has opened the step."""
+        return self.step is not None and self._opener != threading.get_ident()
 
     def updated_between(self, seconds: float) -> None:
         """An optimizer has made its step while no step was open."""
@@ -66,6 +72,7 @@ class Ongoing:
         """The process was forked, and this is the child."""
         self.is_inert = True
         self.step = self.meter = None
+        self.lock = threading.RLock()  # another thread of the parent may have held it
 
     def check_usable(self) -> None:
         """Checks that steps can be made.

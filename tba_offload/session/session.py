@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from torch import nn
+
 from tba_offload.adapt.controller import Controller
 from tba_offload.adapt.task import Task
 from tba_offload.adapt.thinking import InSlices
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from types import TracebackType
 
-    from torch import Tensor, nn
+    from torch import Tensor
     from torch.optim import Optimizer
 
     from tba_offload.adapt.planning import Planning
@@ -456,24 +458,19 @@ def _drives_of(config: OffloadConfig) -> tuple[int, ...]:
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
-def session_of(model: nn.Module) -> Session | None:
-    """The open session of a model, or of one that it has in it, as a notebook may have lost it.
+def session_of(model: nn.Module | Sequence[nn.Module]) -> Session | None:
+    """The open session of a model, for a program that has lost it, as a notebook may.
 
     Args:
-        model: The model, wrapped or not, or a layer of it.
+        model: The model, wrapped or not, a layer of it, or its chunks.
 
     Returns:
-        ``None`` if it has none. One of several, where it has several models in it.
+        That of the first layer that has one; ``None`` if none has.
     """
-    inside = set(model.modules())
-    return next(
-        (
-            session
-            for session in list(_open_sessions)
-            if any(layer.module in inside for layer in session.layers)
-        ),
-        None,
-    )
+    chunks = [model] if isinstance(model, nn.Module) else model
+    owners = {layer.module: session for session in list(_open_sessions) for layer in session.layers}
+    found = (owners.get(module) for chunk in chunks for module in chunk.modules())
+    return next((session for session in found if session is not None), None)
 
 
 def _after_fork_in_child() -> None:

@@ -105,8 +105,8 @@ class Steps:
         return self.ongoing.step
 
     def settle(self) -> None:
-        """Ends a step that opened by itself and is over, unless another thread may be in the midst of it."""
-        if not self.ongoing.is_inert and not self.ongoing.may_work_elsewhere:
+        """Ends a step that opened by itself and is over."""
+        if not self.ongoing.is_inert:
             self._settle()
 
     def finish(self) -> None:

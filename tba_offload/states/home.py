@@ -134,7 +134,7 @@ class Home:
 
     @property
     def device(self) -> Device:
-        """What its bytes come to, and go from."""
+        """The device that the bytes come to and go from."""
         return self._homes.device
 
     def serve(self, homes: Homes) -> None:

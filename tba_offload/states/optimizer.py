@@ -357,10 +357,10 @@ def _check(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
     name = type(optimizer).__name__
     if is_taken(optimizer):
         raise UnsupportedError(f"the states of this {name} are offloaded already; close those first")
-    if (others := _optimizers_in(optimizer)) is not None:
+    if (attribute := _attribute_with_optimizers(optimizer)) is not None:
         raise UnsupportedError(
             f"{name} has other optimizers make its updates, which know nothing of parts of its parameters; "
-            f"give what is in its attribute {others} instead"
+            f"give what is in its attribute {attribute} instead"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError("LBFGS updates all parameters as one vector, so that nothing can be away")
@@ -382,13 +382,29 @@ def _check(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
                 )
 
 
-def _optimizers_in(optimizer: torch.optim.Optimizer) -> str | None:
-    """The attribute in which an optimizer has others, as ZeroRedundancyOptimizer; ``None`` if it has none."""
+def _attribute_with_optimizers(optimizer: torch.optim.Optimizer) -> str | None:
+    """Where an optimizer has others of its parameters, as ZeroRedundancyOptimizer; ``None`` if nowhere."""
+    own = _ids_of(optimizer)
     for attribute, value in vars(optimizer).items():
-        found = value if isinstance(value, (list, tuple)) else (value,)
-        if any(isinstance(each, torch.optim.Optimizer) for each in found):
+        others = [each for each in _flat(value) if isinstance(each, torch.optim.Optimizer)]
+        if any(each is not optimizer and not own.isdisjoint(_ids_of(each)) for each in others):
             return attribute
     return None
+
+
+def _ids_of(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _flat(value: object, depth: int = 2) -> Iterator[object]:
+    """A value, or what is in it where that is a container, or a container of containers."""
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if depth and isinstance(value, (list, tuple, set)):
+        for each in value:
+            yield from _flat(each, depth - 1)
+    else:
+        yield value
 
 
 def _check_backward(

@@ -101,7 +101,9 @@ def _of_btrfs(node: Path) -> Drive | None:
     """The drives of a Btrfs, which has a number of its own, if they are several; by one of its devices."""
     one = node.resolve().name
     for devices in (SYS / "fs" / "btrfs").glob("*/devices"):
-        nodes = sorted(devices.iterdir())
+        nodes: list[Path] = []
+        with suppress(OSError):  # it is unmounted meanwhile
+            nodes = sorted(devices.iterdir())
         if len(nodes) > 1 and one in {each.name for each in nodes}:
             members = tuple(drive for each in nodes if (drive := _at(each, 1)) is not None)
             return Drive(name="btrfs", kind="Btrfs", members=members)

@@ -33,7 +33,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _IN_USE = {errno.ENOTEMPTY, errno.EBUSY}
 """Error numbers where the name of an open file keeps its directory from being removed."""
 _GONE_AFTER = (0.001, 0.01, 0.1)
-"""Seconds after which a name is looked for again: file systems in user space hear of a close later."""
+"""Seconds after which a removal is tried again: file systems in user space hear of a close later."""
 _GROWTH = 256 << 20
 _LEAST_GROWTH = 1 << 20
 _SHARE = 8
@@ -120,18 +120,19 @@ class RunFile:
         self._maker.undo()
 
     def _remove_left_behind(self, name: str) -> None:
-        for seconds in (*_GONE_AFTER, None):
+        for seconds in (*_GONE_AFTER, 0.0):
             try:
                 os.rmdir(name, dir_fd=self._parent)
             except FileNotFoundError:
                 return
             except OSError as error:
-                if seconds is None or error.errno not in _IN_USE:
-                    logger.warning("%s: %s stays: %s", self.directory, name, error.strerror)
-                    return
+                why = error.strerror
+                if error.errno not in _IN_USE:
+                    break
                 time.sleep(seconds)
             else:
                 return
+        logger.warning("%s: %s stays: %s", self.directory, name, why)
 
     def abandon(self) -> None:
         """Closes the descriptors in a forked child, which would keep the disk space; the parent goes on."""

@@ -26,7 +26,7 @@ def own_storages(
         chunks: The model or its chunks.
         layers: Its layers.
         at_least: Bytes of a storage that travels.
-        device: Where it lies: what copies it knows the order of work there, and nowhere else.
+        device: The device that it lies on: transfers know the order of work on this device only.
     """
     owner = {module: number for number, layer in enumerate(layers) for module in layer.modules()}
     users: defaultdict[int, list[tuple[int | None, str, torch.Tensor]]] = defaultdict(list)
@@ -64,23 +64,31 @@ def _travels(tensor: torch.Tensor) -> bool:
     )
 
 
-def name_those_elsewhere(
-    layers: Sequence[nn.Module], device: torch.device, tell: Callable[[str], object]
-) -> None:
+def name_on_other_devices(
+    layers: Sequence[nn.Module], at_least: int, device: torch.device, tell: Callable[[str], object]
+) -> bool:
     """Says how many bytes of frozen weights lie on other devices, and so stay.
 
     Args:
         layers: The layers.
-        device: That of those that travel.
+        at_least: Bytes below which a weight would stay in any case.
+        device: The device of the weights that travel.
         tell: Called with a line.
+
+    Returns:
+        Whether there are any.
     """
     found: defaultdict[torch.device, int] = defaultdict(int)
     for parameter in {id(each): each for layer in layers for each in layer.parameters()}.values():
-        if not parameter.requires_grad and parameter.device != device and not parameter.is_meta:
-            found[parameter.device] += parameter.numel() * parameter.itemsize
+        nbytes = parameter.numel() * parameter.itemsize
+        if parameter.requires_grad or parameter.is_meta or nbytes < at_least:
+            continue
+        if parameter.device != device:
+            found[parameter.device] += nbytes
     if found:
         others = ", ".join(f"{format_size(nbytes)} on {where}" for where, nbytes in found.items())
         tell(f"frozen weights on other devices than {device}, that of the first parameter, stay: {others}")
+    return bool(found)
 
 
 def name_others(

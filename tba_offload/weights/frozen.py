@@ -25,7 +25,7 @@ from tba_offload.placements.share import Staying
 from tba_offload.states.home import Home, Homes
 from tba_offload.store import open_store
 from tba_offload.store.base import close_after
-from tba_offload.weights.choice import name_others, name_those_elsewhere, own_storages
+from tba_offload.weights.choice import name_on_other_devices, name_others, own_storages
 from tba_offload.weights.in_use import InUse
 from tba_offload.weights.piece import Piece
 from tba_offload.weights.traffic import WeightsTraffic
@@ -197,8 +197,10 @@ class FrozenWeights:
                 tell(f"frozen weights stay in memory from here on, since they cannot be written: {error}")
                 return
             self.nbytes += piece.nbytes
-        name_those_elsewhere(self._layers, device, tell)
+        lie_elsewhere = name_on_other_devices(self._layers, config.min_tensor_bytes, device, tell)
         name_others(self._layers, config.min_tensor_bytes, travels=could_travel, tell=tell)
+        if lie_elsewhere and not could_travel:
+            return
         if not could_travel:
             tell(
                 "no frozen weight travels: no weight of the layers is frozen, of min_tensor_bytes or more, "
@@ -322,6 +324,7 @@ class FrozenWeights:
                 ended = partial(self._pass_ended, this)
                 engine.queue_callback(ended)
                 self._in_use.follow(this, number, ended)
+                del ended  # or the traceback of an error below would keep the pass alive
             elif before != number:
                 self._send_away(before)
             self._bring(number, then=_next(number, self._pieces, by=-1))

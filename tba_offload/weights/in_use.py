@@ -11,17 +11,17 @@ if TYPE_CHECKING:
 
 
 class _Pass(NamedTuple):
-    """A backward pass: what autograd keeps for as long as it goes on, and the layer that it is at."""
+    """A backward pass: what autograd calls at its end and holds until then, and the layer that it is at."""
 
-    ended: weakref.ref[Callable[[], object]]
+    at_end: weakref.ref[Callable[[], object]]
     layer: int
 
 
 class InUse:
     """The layers that compute: in a forward by the thread in which they do, in backward by the pass.
 
-    Autograd runs a pass in threads of its own where there is an accelerator, and one that an exception ends
-    tells nothing.
+    Autograd runs a pass in threads of its own where there is an accelerator. That an exception has ended one
+    is not told: autograd only lets go of its callback.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class InUse:
 
     def __contains__(self, number: int) -> bool:
         return any(number in layers for layers in self._forward.values()) or any(
-            each.layer == number and each.ended() is not None for each in self._backward.values()
+            each.layer == number and each.at_end() is not None for each in self._backward.values()
         )
 
     def begin(self, number: int) -> None:
@@ -51,25 +51,25 @@ class InUse:
             del self._forward[thread]
         return True
 
-    def follow(self, this: int, number: int, ended: Callable[[], object]) -> None:
+    def follow(self, number_of_pass: int, number: int, at_end: Callable[[], object]) -> None:
         """A pass has come to its first layer.
 
         Args:
-            this: Number of the pass.
+            number_of_pass: The pass.
             number: The layer.
-            ended: What autograd calls when the pass has ended, and lets go of where that is by an exception.
+            at_end: What autograd calls when the pass has ended, and lets go of where that is by an exception.
         """
-        alive = {which: each for which, each in self._backward.items() if each.ended() is not None}
-        self._backward = {**alive, this: _Pass(weakref.ref(ended), number)}
+        alive = {which: each for which, each in self._backward.items() if each.at_end() is not None}
+        self._backward = {**alive, number_of_pass: _Pass(weakref.ref(at_end), number)}
 
-    def reach(self, this: int, number: int) -> int | None:
+    def reach(self, number_of_pass: int, number: int) -> int | None:
         """A pass has come to a layer: the one where it was before; ``None`` if it is not followed."""
-        known = self._backward.get(this)
-        if known is None:
+        followed = self._backward.get(number_of_pass)
+        if followed is None:
             return None
-        self._backward[this] = known._replace(layer=number)
-        return known.layer
+        self._backward[number_of_pass] = followed._replace(layer=number)
+        return followed.layer
 
-    def leave(self, this: int) -> None:
+    def leave(self, number_of_pass: int) -> None:
         """A backward pass has ended."""
-        self._backward.pop(this, None)
+        self._backward.pop(number_of_pass, None)

@@ -142,8 +142,8 @@ class Piece:
     def use(self) -> None:
         """The calling thread's stream is about to compute with the bytes.
 
-        One piece is read ahead, into memory of the stream of the layer before. Freed there while another
-        computes with it, it would be given to what comes next.
+        A piece is read ahead, into memory of the stream of the layer before. If it was freed there while
+        another stream computes with it, the allocator would give it to the next tensor.
         """
         stream = self._home.device.stream()
         if stream != self._stream:

@@ -163,7 +163,7 @@ def test_the_toy_gives_the_same_bits_and_frees_memory(capsys: pytest.CaptureFixt
     for block in code_blocks(text, "python"):
         exec(block, names)
     saved, unit, rest = capsys.readouterr().out.strip().split(" ", 2)
-    assert (int(saved) > 10_000, unit) == (True, "KiB")  # versions of PyTorch save more or less for attention
+    assert int(saved) > 10_000  # versions of PyTorch save more or less for attention
     assert f"{unit} {rest}" in text
     expected, found = (names["one_step"](offloading=offloading) for offloading in (False, True))
     assert len(found) == 1 + sum(1 for _ in nn.Sequential(*(names["Block"]() for _ in range(4))).parameters())

@@ -881,3 +881,44 @@ class TestHostStoreOnLagging(OnLagging):
     def make_store(self, directory: Path, **options: Any) -> ActivationStore:
         options = {name: value for name, value in options.items() if name == "capacity"}
         return HostStore(device=device_of(LAG), slab_bytes=MIB, **options)
+
+
+SKIPPED = {(0.0,): False, (1.0,): True, (0.0, 1.0): False, (1.0, 1.0): True, (1.0, None): False}
+"""What a gradient scaler tells optimizers whose own step skips the update, and whether all of them did."""
+
+
+class Resting(torch.optim.Optimizer):
+    """Leaves parameters as they are, whatever a scaler tells it."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        """Does nothing."""
+
+
+@pytest.mark.parametrize("as_tensors", [True, False])
+@pytest.mark.parametrize("told", SKIPPED)
+def test_a_skipped_update_is_told_without_a_wait(told: tuple[float | None, ...], as_tensors: bool) -> None:
+    """It is known when the device has come to it; a scaler adds to these tensors in place meanwhile."""
+    model = made()
+    halves = [list(model.parameters())[number :: len(told)] for number in range(len(told))]
+    optimizers: list[Any] = [Resting(half) for half in halves]
+    given: list[Any] = [*told]
+    if as_tensors:
+        given = [None if each is None else torch.tensor(each, device=LAG) for each in told]
+    with tba.attach(model, {"default": "keep"}) as session:
+        for number in range(2):
+            loss_on_lagging(model, number).backward()
+            waits = lagging.count("host_waits")
+            for optimizer, overflow in zip(optimizers, given, strict=True):
+                optimizer.found_inf = overflow
+                optimizer.step()
+            assert lagging.count("host_waits") == waits
+            if as_tensors:
+                given[0].add_(1.0 - 2.0 * told[0])  # the other number
+                given[0] = torch.tensor(told[0], device=LAG)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        torch.accelerator.synchronize()
+        assert [record.skipped for record in session.report()] == [SKIPPED[told]] * 2

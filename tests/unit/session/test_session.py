@@ -384,6 +384,7 @@ def test_a_session_that_was_lost_is_found(model: Model) -> None:
     session_for(model)  # as a cell of a notebook that is run again
     with session_for(other) as theirs:
         assert tba.session_of(other.layers[0]) is theirs
+        assert tba.session_of([nn.Identity(), other]) is theirs
         found = tba.session_of(nn.Sequential(nn.Identity(), model))
         assert found is not None
         one_step(found, model)

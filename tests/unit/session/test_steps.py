@@ -661,6 +661,23 @@ def test_a_step_of_another_thread_is_left_to_it(model: Model) -> None:
         assert len(two.report()) == 1
 
 
+def test_a_step_that_an_idle_thread_has_left_is_over(model: Model) -> None:
+    """It updates parameters by hand, so that no optimizer ends the step there."""
+
+    def by_hand() -> None:
+        loss_of(model, make_tokens(0)).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(torch.as_tensor(parameter.grad), alpha=1e-3)
+                parameter.grad = None
+
+    with session_for(model) as session, ThreadPoolExecutor(1) as thread:
+        for number in range(2):
+            thread.submit(by_hand).result(PATIENCE)
+            assert len(session.report()) == number + 1
+        session.apply(config_for(default="keep"))
+
+
 def test_a_teacher_without_gradients_is_in_no_ones_way(model: Model) -> None:
     teacher = make_model(layers=LAYERS, seed=2)
     optimizer = adam(model)
