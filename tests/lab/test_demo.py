@@ -771,7 +771,7 @@ def test_a_drive_that_hangs_ends_the_demo_with_a_named_error(tmp_path: Path) -> 
     assert result.exit_code == 1
     # The step that is made once more keeps its activations in memory.
     said = " ".join(result.output.split())
-    assert "offload failed: StoreError" in said
+    assert "offload failed: HangingError" in said
     assert "have not moved for 10 s and are given up" in said
     assert list((tmp_path / "out").iterdir()) == []
     assert multiprocessing.active_children() == []
