@@ -109,9 +109,7 @@ class Conclusions:
                 "window": parts.offloader.ledger.window.nbytes,
                 "static": static_bytes(parts.modules, parts.optimizers, parts.states, device),
                 "head": head_bytes(parts.modules, layers),
-                **frozen_bytes(
-                    parts.modules, layers, parts.capture.min_tensor_bytes, parts.device.torch_device
-                ),
+                **frozen_bytes(parts.modules, layers, parts.capture.min_tensor_bytes, device),
                 "checkpointed": sum(map(is_checkpointed, layers)),
                 "not_attached": _not_attached(parts.modules, layers),
                 "left_out": [

@@ -199,14 +199,12 @@ class FrozenWeights:
             self.nbytes += piece.nbytes
         lie_elsewhere = name_on_other_devices(self._layers, config.min_tensor_bytes, device, tell)
         name_others(self._layers, config.min_tensor_bytes, travels=could_travel, tell=tell)
-        if lie_elsewhere and not could_travel:
-            return
-        if not could_travel:
+        if not (could_travel or lie_elsewhere):
             tell(
                 "no frozen weight travels: no weight of the layers is frozen, of min_tensor_bytes or more, "
                 "and in memory that nothing else uses. those that are frozen after this stay in memory"
             )
-        elif not self.nbytes:
+        elif could_travel and not self.nbytes:
             tell(
                 f"no frozen weight travels: {percent} % of the bytes are less than half of one; "
                 "raise weights.frozen"
