@@ -10,7 +10,7 @@ from tba_offload.capture.trace import DeviceTimes
 from tba_offload.config.policy import Placement
 from tba_offload.layers.guards import is_checkpointed
 from tba_offload.report.run_log import MEMORY, TIMELINE
-from tba_offload.session.late import LateFigures, LateLoss, LateNumbers, of_one_element
+from tba_offload.session.late import LateFigures, LateValue, of_one_element
 from tba_offload.session.notices import tell
 from tba_offload.session.recording import record_of
 from tba_offload.session.static_memory import frozen_bytes, head_bytes, static_bytes
@@ -138,16 +138,16 @@ class Conclusions:
         device, marks, loss = self._parts.device, self._parts.capture.trace.marks, step.loss
         if isinstance(loss, torch.Tensor):
             loss = of_one_element(device, loss)
-        if isinstance(loss, LateLoss) and loss.is_there():
+        if isinstance(loss, LateValue) and loss.is_there():
             loss = loss.read()
         if marks is not None and (marks.ended is None or times.had_optimizer):
             marks = None  # the time of optimizers, which is none of the step, is the host's
         undecided = step.updates.undecided if step.opened_itself else []  # others tell no skipped update
-        overflows = LateNumbers(device, [undecided]) if undecided else None
-        if isinstance(loss, LateLoss):
-            return None, LateFigures(loss, marks, overflows)
-        is_known = marks is None and overflows is None
-        return loss, None if is_known else LateFigures(None, marks, overflows)
+        skipped = LateValue(device, [undecided], lambda groups: all(groups[0])) if undecided else None
+        if isinstance(loss, LateValue):
+            return None, LateFigures(loss, marks, skipped)
+        is_known = marks is None and skipped is None
+        return loss, None if is_known else LateFigures(None, marks, skipped)
 
     def _warn_if_full(self, number: int) -> None:
         parts, stats = self._parts, self._parts.offloader.stats

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from tba_offload.device.streams import device_of
 
@@ -18,59 +17,44 @@ if TYPE_CHECKING:
     from tba_offload.report.run_log import StepRecord
 
 
-class LateNumbers:
-    """Numbers that a device is still to compute.
+Value = TypeVar("Value")
+
+
+class LateValue(Generic[Value]):
+    """What is made of numbers that a device is still to compute.
 
     Args:
         device: The device.
-        groups: Small tensors with them; they are copied when the device has come to them.
-    """
-
-    def __init__(self, device: Device, groups: Sequence[Sequence[torch.Tensor]]) -> None:
-        self._copies = [[device.to_host(tensor) for tensor in group] for group in groups]
-        # Each is copied on a stream of its own device, as the last stage of a model may have another.
-        others = {tensor.device for group in groups for tensor in group} - {device.torch_device}
-        self._copied = [device.event(), *(device_of(other).event() for other in others)]
-
-    def is_there(self) -> bool:
-        """Whether :meth:`read` waits for nothing."""
-        return all(event.query() for event in self._copied)
-
-    def read(self) -> list[list[float]]:
-        """The numbers, a list for each group; waits for them."""
-        for event in self._copied:
-            event.synchronize()
-        return [[number for each in group for number in each.flatten().tolist()] for group in self._copies]
-
-
-class LateLoss:
-    """A loss that a device is still to compute.
-
-    Args:
-        device: The device.
-        groups: Small tensors that it is made of.
-        loss: Makes it of their numbers, a list for each group.
+        groups: Small tensors with the numbers; they are copied when the device has come to them.
+        made: Makes it of the numbers, a list for each group.
     """
 
     def __init__(
         self,
         device: Device,
         groups: Sequence[Sequence[torch.Tensor]],
-        loss: Callable[[list[list[float]]], float | None],
+        made: Callable[[list[list[float]]], Value],
     ) -> None:
-        self._numbers = LateNumbers(device, groups)
-        self._loss = loss
+        self._copies = [[device.to_host(tensor) for tensor in group] for group in groups]
+        # Each is copied on a stream of its own device, as the last stage of a model may have another.
+        others = {tensor.device for group in groups for tensor in group} - {device.torch_device}
+        self._copied = [device.event(), *(device_of(other).event() for other in others)]
+        self._made = made
 
     def is_there(self) -> bool:
         """Whether :meth:`read` waits for nothing."""
-        return self._numbers.is_there()
+        return all(event.query() for event in self._copied)
 
-    def read(self) -> float | None:
-        """The loss; waits for it."""
-        return self._loss(self._numbers.read())
+    def read(self) -> Value:
+        """What is made of the numbers; waits for them."""
+        for event in self._copied:
+            event.synchronize()
+        return self._made(
+            [[number for each in group for number in each.flatten().tolist()] for group in self._copies]
+        )
 
 
-def of_one_element(device: Device, loss: torch.Tensor) -> LateLoss:
+def of_one_element(device: Device, loss: torch.Tensor) -> LateValue[float | None]:
     """A loss that is a tensor.
 
     Raises:
@@ -78,7 +62,7 @@ def of_one_element(device: Device, loss: torch.Tensor) -> LateLoss:
     """
     if loss.numel() != 1:
         raise ValueError(f"the loss of a step is one number, not {loss.numel()}; step.loss = loss.mean()")
-    return LateLoss(device, [[loss]], lambda groups: groups[0][0])
+    return LateValue(device, [[loss]], lambda groups: groups[0][0])
 
 
 class LateFigures:
@@ -87,20 +71,22 @@ class LateFigures:
     Args:
         loss: Its loss.
         marks: Where it began and ended in the work of its device; ``None`` to leave the host's time.
-        overflows: Of each optimizer, other than 0 if a gradient scaler made it skip the update; ``None`` if
-            that is known.
+        skipped: Whether gradient scalers made all optimizers skip the update; ``None`` if that is known.
     """
 
     def __init__(
-        self, loss: LateLoss | None, marks: StepMarks | None, overflows: LateNumbers | None = None
+        self,
+        loss: LateValue[float | None] | None,
+        marks: StepMarks | None,
+        skipped: LateValue[bool] | None = None,
     ) -> None:
         self._loss = loss
         self._marks = marks
-        self._overflows = overflows
+        self._skipped = skipped
 
     def are_there(self) -> bool:
         """Whether :meth:`complete` waits for nothing."""
-        late = [each for each in (self._loss, self._overflows) if each is not None]
+        late = [each for each in (self._loss, self._skipped) if each is not None]
         return (self._marks is None or self._marks.are_reached()) and all(each.is_there() for each in late)
 
     def complete(self, record: StepRecord) -> StepRecord:
@@ -110,6 +96,6 @@ class LateFigures:
             found["loss"] = self._loss.read()
         if self._marks is not None:
             found["seconds"] = self._marks.seconds()
-        if self._overflows is not None:
-            found["skipped"] = all(chain.from_iterable(self._overflows.read()))
+        if self._skipped is not None:
+            found["skipped"] = self._skipped.read()
         return replace(record, **found)

@@ -7,7 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Self
 
 from tba_offload.session.figures import StepMemory, Times, Updates
-from tba_offload.session.late import LateLoss
+from tba_offload.session.late import LateValue
 from tba_offload.session.step_timeline import StepTimeline
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Step:
         self.tokens = tokens
         self.model_flops = model_flops
         self.opened_itself = opened_itself
-        self.loss: float | torch.Tensor | LateLoss | None = None
+        self.loss: float | torch.Tensor | LateValue[float | None] | None = None
         self.record: StepRecord | None = None
         self.timeline = StepTimeline(wanted=trace)
         self.memory = memory
@@ -92,7 +92,7 @@ class Step:
             groups: The tensors.
             loss: Makes it of their numbers, a list for each group.
         """
-        self.loss = LateLoss(self._steps.device, groups, loss)
+        self.loss = LateValue(self._steps.device, groups, loss)
 
     def saw_tokens(self, count: int) -> None:
         """Counts the tokens of a micro-batch."""
