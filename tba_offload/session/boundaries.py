@@ -30,6 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from tba_offload.errors import ConfigError
 from tba_offload.layers.checkpoint import is_recomputation
+from tba_offload.states.pieces import parameters_of
 from tba_offload.states.watch import HookOfOne
 
 if TYPE_CHECKING:
@@ -250,7 +251,7 @@ class Boundaries:
                 parameters=self._held_by(optimizer),
                 overflowed=overflowed,
             )
-            self._gradients.also_watch(p for group in optimizer.param_groups for p in group["params"])
+            self._gradients.also_watch(parameters_of(optimizer))
             step.memory.resume()
             if step.opened_itself and self._all_updated(step) and not is_recomputation():
                 self.end_step(step)
@@ -264,8 +265,8 @@ class Boundaries:
         count = sum(len(group["params"]) for group in optimizer.param_groups)  # groups may be added
         known = self._held.get(optimizer)
         if known is None or known[0] != count:
-            held = frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
-            if held.isdisjoint(id(parameter) for parameter in self._gradients.parameters()):
+            held = frozenset(map(id, parameters_of(optimizer)))
+            if held.isdisjoint(map(id, self._gradients.parameters())):
                 held = frozenset()
             known = self._held[optimizer] = count, held
         return known[1]

@@ -8,7 +8,7 @@ import torch
 
 from tba_offload.states.away import AwayTensor
 from tba_offload.states.incoming import Incoming
-from tba_offload.states.pieces import numbered
+from tba_offload.states.pieces import parameters_of
 from tba_offload.states.shards import is_distributed
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Checkpoints:
     def _fill(self, optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
         """A state dict in which each state is a tensor in host memory."""
         entries = state_dict["state"]
-        parameters = {number: parameter for parameter, number in numbered(optimizer.param_groups).items()}
+        parameters = parameters_of(optimizer)
         away = {number for number, entry in entries.items() if _has(entry, AwayTensor)}
         found = self._on_host({parameters[number] for number in away})
         full = {
@@ -73,9 +73,8 @@ class Checkpoints:
 
 def _hold_back(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
     """A state dict whose states come to the device one sub-group after the other, when all is checked."""
-    parameters = {number: parameter for parameter, number in numbered(optimizer.param_groups).items()}
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-    known = dict(zip(dict.fromkeys(numbers), parameters.values(), strict=False))
+    known = dict(zip(dict.fromkeys(numbers), parameters_of(optimizer), strict=False))
     full = {
         number: _held_back(entry, known[number]) if number in known else entry
         for number, entry in state_dict["state"].items()

@@ -17,6 +17,7 @@ from tba_offload.errors import SessionError
 from tba_offload.states.away import FreedGradient
 from tba_offload.states.basis import Basis, are_finite, is_plain
 from tba_offload.states.passes import Passes, Waiting
+from tba_offload.states.pieces import parameters_of
 from tba_offload.states.stream_order import StreamOrder
 from tba_offload.states.watch import Watch
 
@@ -81,7 +82,7 @@ class Early:
     def follow(self) -> None:
         """Watches the parameters that the optimizer has now; what is updated next comes after what was."""
         with self._order:
-            self._watch.follow(each for group in self._optimizer.param_groups for each in group["params"])
+            self._watch.follow(parameters_of(self._optimizer))
 
     def close(self) -> None:
         """Takes all hooks off."""

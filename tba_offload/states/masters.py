@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from tba_offload.errors import UnsupportedError
 from tba_offload.states.away import AwayMaster
 from tba_offload.states.layout import travels
+from tba_offload.states.pieces import parameters_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,7 +41,7 @@ class Masters:
         copies: Mapping[torch.Tensor, torch.Tensor],
     ) -> None:
         self._names: dict[torch.Tensor, str] = {}
-        own = {each for group in optimizer.param_groups for each in group["params"]}
+        own = set(parameters_of(optimizer))
         self._copies = {
             master: copy for master, copy in copies.items() if master in own and travels_as(master)
         }

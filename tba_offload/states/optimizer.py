@@ -24,7 +24,7 @@ from tba_offload.states.home import Homes
 from tba_offload.states.host_share import HostShare
 from tba_offload.states.masters import MASTER, Masters
 from tba_offload.states.own_step import OwnStep
-from tba_offload.states.pieces import is_known, is_of_torch
+from tba_offload.states.pieces import is_known, is_of_torch, parameters_of
 from tba_offload.states.roster import Roster
 from tba_offload.states.shards import is_distributed, is_fully_sharded
 from tba_offload.states.stream import Stream
@@ -384,16 +384,12 @@ def _check(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
 
 def _attribute_with_optimizers(optimizer: torch.optim.Optimizer) -> str | None:
     """Where an optimizer has others of its parameters, as ZeroRedundancyOptimizer; ``None`` if nowhere."""
-    own = _ids_of(optimizer)
+    own = set(parameters_of(optimizer))
     for attribute, value in vars(optimizer).items():
         others = [each for each in _flat(value) if isinstance(each, torch.optim.Optimizer)]
-        if any(each is not optimizer and not own.isdisjoint(_ids_of(each)) for each in others):
+        if any(each is not optimizer and not own.isdisjoint(parameters_of(each)) for each in others):
             return attribute
     return None
-
-
-def _ids_of(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _flat(value: object, depth: int = 2) -> Iterator[object]:
@@ -419,7 +415,7 @@ def _check_backward(
         raise UnsupportedError("states.when: backward needs the model; give it to offload_optimizer()")
     if has_masters:
         raise UnsupportedError("masters get their gradients after backward; set states.when to step")
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    parameters = parameters_of(optimizer)
     if has_peers() and not is_fully_sharded(modules, parameters):
         raise UnsupportedError(
             "with several processes gradients are final only when they are reduced, which is after backward "
@@ -450,7 +446,7 @@ def _check_host(optimizer: torch.optim.Optimizer, update: str) -> None:
             f"whether {type(optimizer).__name__} updates parameters in host memory is not known; set "
             "states.update to device"
         )
-    if any(is_distributed(each) for group in optimizer.param_groups for each in group["params"]):
+    if any(map(is_distributed, parameters_of(optimizer))):
         raise UnsupportedError(
             "distributed parameters, as fully_shard makes them, are updated on the device only; set "
             "states.update to device"
@@ -479,7 +475,7 @@ def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
     Raises:
         UnsupportedError: They lie on several.
     """
-    devices: set[torch.device] = {each.device for group in optimizer.param_groups for each in group["params"]}
+    devices = {each.device for each in parameters_of(optimizer)}
     if len(devices) != 1:
         raise UnsupportedError(
             f"the parameters of this {type(optimizer).__name__} lie on {len(devices)} devices; use an "

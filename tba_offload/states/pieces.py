@@ -11,7 +11,7 @@ from tba_offload.states.away import AwayMaster
 from tba_offload.states.shards import local
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
 SLICE = 1024
 """Elements: a parameter is cut at multiples of it, so that no kernel meets another alignment or remainder.
@@ -95,6 +95,11 @@ _FUSED = frozenset(
 """Optimizers of other packages that update each parameter by itself."""
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters of an optimizer, each once, in the order in which ``state_dict`` counts them."""
+    return list(dict.fromkeys(each for group in optimizer.param_groups for each in group["params"]))
+
+
 def is_known(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer is known to update each parameter by itself: PyTorch's do, but for LBFGS."""
     return is_of_torch(optimizer) or _name_of(optimizer) in _FUSED
@@ -167,9 +172,3 @@ def gathered(parts: Iterable[_Part], most: int) -> Iterator[tuple[_Part, ...]]:
         nbytes += part.nbytes
     if together:
         yield tuple(together)
-
-
-def numbered(groups: Sequence[dict[str, Any]]) -> dict[torch.Tensor, int]:
-    """The number of each parameter, as ``state_dict`` counts them."""
-    parameters = dict.fromkeys(parameter for group in groups for parameter in group["params"])
-    return {parameter: number for number, parameter in enumerate(parameters)}

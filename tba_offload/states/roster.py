@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 from tba_offload.states.home import Home
 from tba_offload.states.incoming import Incoming
 from tba_offload.states.layout import travels
-from tba_offload.states.pieces import SLICE, Piece, can_be_cut, gathered, is_elementwise, numbered, pieces_of
+from tba_offload.states.pieces import (
+    SLICE,
+    Piece,
+    can_be_cut,
+    gathered,
+    is_elementwise,
+    parameters_of,
+    pieces_of,
+)
 from tba_offload.states.shards import local
 from tba_offload.states.spread import evenly
 from tba_offload.states.subgroup import USUAL, SubGroup
@@ -58,7 +66,7 @@ class Roster:
     def outdated(self) -> list[SubGroup]:
         """The sub-groups that hold a parameter which left its parameter group or can be cut no more."""
         now = self._now()
-        self._numbers = numbered(self._optimizer.param_groups)
+        self._numbers = {each: number for number, each in enumerate(parameters_of(self._optimizer))}
         gone = {each for each, place in self._members.items() if now.get(each) != place}
         gone |= {
             piece.parameter
