@@ -44,7 +44,7 @@ class QueuedStore(Figures):
     """A store with an extent allocator, a queue of writes and a queue of reads.
 
     Args:
-        backend: What holds the bytes and moves them; the store closes it.
+        backend: What holds the bytes and moves them; the store closes it, also if it cannot begin.
         options: Capacity, threads and the limit of waits.
         drive: The ``drive`` of the extents.
         setting: The setting that its capacity comes from, for messages.
@@ -65,12 +65,16 @@ class QueuedStore(Figures):
         self.drive_index = drive
         self.chosen: dict[str, object] | None = None
         self._backend = backend
-        self._lanes = Lanes(options.writers, options.readers, options.stall_seconds)
-        self._growing = Growing(backend, self._lanes, condition, leases, life)
-        self._mover = Mover(backend, condition, leases, life)
-        self._finalizer = weakref.finalize(self, _end_forgotten, name, self._lanes, backend)
-        self._finalizer.atexit = False  # process.close_all() ends stores in order instead
-        process.opened(self)
+        try:
+            self._lanes = Lanes(options.writers, options.readers, options.stall_seconds)
+            self._growing = Growing(backend, self._lanes, condition, leases, life)
+            self._mover = Mover(backend, condition, leases, life)
+            self._finalizer = weakref.finalize(self, _end_forgotten, name, self._lanes, backend)
+            self._finalizer.atexit = False  # process.close_all() ends stores in order instead
+            process.opened(self)
+        except BaseException:
+            backend.close()
+            raise
 
     # What callers see.
 

@@ -244,11 +244,7 @@ class FileStore(QueuedStore):
         self.directory = os.fspath(directory)
         self._options = options
         self._file = FileBackend(self.directory, options, device, slab_bytes)
-        try:
-            super().__init__(self._file, options, drive=drive)
-        except BaseException:
-            self._file.close()
-            raise
+        super().__init__(self._file, options, drive=drive)
 
     @property
     def description(self) -> dict[str, object]:

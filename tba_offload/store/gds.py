@@ -178,11 +178,7 @@ class GdsStore(QueuedStore):
         self.directory = os.fspath(directory)
         self._options = options
         self._file = GdsBackend(self.directory, options, device)
-        try:
-            super().__init__(self._file, options, drive=drive)
-        except BaseException:
-            self._file.close()
-            raise
+        super().__init__(self._file, options, drive=drive)
 
     def fileno(self) -> int:
         """The descriptor of the file, for tools that look at it or measure its drive."""
