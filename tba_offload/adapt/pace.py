@@ -21,23 +21,17 @@ class Pace:
 
     Args:
         tuning: Says how many steps count.
+
+    Attributes:
+        seconds: Of the last steps, oldest first.
+        waited: Shares of the last two steps under a plan that compute waited.
     """
 
     def __init__(self, tuning: Tuning) -> None:
         self._tuning = tuning
-        self._seconds: tuple[float, ...] = ()
-        self._waited: tuple[float, ...] = ()  # shares of the last two steps
+        self.seconds: tuple[float, ...] = ()
+        self.waited: tuple[float, ...] = ()
         self._unread: DeviceTimes | None = None  # of a step under the plan, while its device was not asked
-
-    @property
-    def seconds(self) -> tuple[float, ...]:
-        """Of the last steps, oldest first."""
-        return self._seconds
-
-    @property
-    def waited(self) -> tuple[float, ...]:
-        """Shares of the last two steps under a plan that compute waited."""
-        return self._waited
 
     def end_last_step(self) -> None:
         """Reads how long the step before took, if its device has come to the end of it by now."""
@@ -67,34 +61,34 @@ class Pace:
         self._add(times.ended - times.began, times.waited if is_planned else None)
 
     def _add(self, seconds: float, waited: float | None = None) -> None:
-        self._seconds = (*self._seconds, seconds)[-self._tuning.remembered_steps :]
+        self.seconds = (*self.seconds, seconds)[-self._tuning.remembered_steps :]
         if waited is not None:
-            self._waited = (*self._waited, waited)[-2:]
+            self.waited = (*self.waited, waited)[-2:]
 
     @property
     def usual(self) -> float | None:
         """The median of the last few in seconds; ``None`` before there are two steps: one says nothing."""
-        last = self._seconds[-self._tuning.recent :]
+        last = self.seconds[-self._tuning.recent :]
         return statistics.median(last) if len(last) > 1 else None
 
     @property
     def deviation(self) -> float:
         """By how many seconds steps differ from each other: the median deviation from their median."""
-        return median_deviation(self._seconds)
+        return median_deviation(self.seconds)
 
     def has_waited(self, share: float) -> bool:
         """Whether compute waited for more than this share of both of the last two steps."""
-        return len(self._waited) > 1 and min(self._waited) > share
+        return len(self.waited) > 1 and min(self.waited) > share
 
     def forget(self) -> None:
         """Forgets everything: steps have become larger."""
         self._unread = None
-        self._seconds = self._waited = ()
+        self.seconds = self.waited = ()
 
     def forget_seconds(self) -> None:
         """Forgets how long steps took: they took it under another plan."""
-        self._seconds = ()
+        self.seconds = ()
 
     def forget_waits(self) -> None:
         """Forgets how long steps waited: that was answered."""
-        self._waited = ()
+        self.waited = ()
