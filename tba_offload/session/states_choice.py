@@ -157,11 +157,11 @@ class StatesChoice:
             return
         if self._last is not None and not basis.differs_from(self._last):
             return
-        limits_of = partial(_limits_of, self._budget.limits_on, basis)
-        self._thinking = (
-            InSlices(partial(choose, basis.load, limits_of, plan_of, now=self._travelling)),
-            basis,
+        limits_on = self._budget.limits_on
+        task = partial(
+            choose, basis.load, lambda n: limits_on(basis.with_states(n)), plan_of, now=self._travelling
         )
+        self._thinking = InSlices(task), basis
 
     def _prospects(self) -> Callable[[Limits], Prediction] | None:
         """What plans do; where the policy places all layers, they need what they were seen to need."""
@@ -204,7 +204,3 @@ class StatesChoice:
                 "tried": [each.as_json() for each in tried],
             },
         )
-
-
-def _limits_of(limits_on: Callable[[DeviceShare], Limits], basis: Basis, travelling: int) -> Limits:
-    return limits_on(basis.with_states(travelling))
