@@ -170,9 +170,8 @@ class Slots(Generic[T]):
 
     def of(self, group: T) -> Slot[T] | None:
         """The slot that holds a sub-group, or is about to."""
-        own = self._own.get(group)
-        if own is not None and own.holder is group:
-            return own
+        if self.stays(group):
+            return self._own[group]
         return next((slot for slot in self._slots if slot.holder is group), None)
 
     def held(self) -> list[T]:
