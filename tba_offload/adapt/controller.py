@@ -134,7 +134,7 @@ class Controller:
                 self.give_up()  # that is about steps that are no more
             elif not self._thinking[0].go_on(slice_of_time):
                 since = moment.step - self._thinking[1].step
-                return self._foretold(observation, moment) if since.bit_count() == 1 else plan
+                return self._repredicted(observation, moment) if since.bit_count() == 1 else plan
             else:
                 plan = self._taken(plan)
                 if bare(plan) != bare(observation.plan):
@@ -197,7 +197,7 @@ class Controller:
         )
         self._thinking = self._think(partial(self._phase.decide, moment, profile, bandwidth)), moment
 
-    def _foretold(self, observation: StepObservation, moment: Moment) -> Plan:
+    def _repredicted(self, observation: StepObservation, moment: Moment) -> Plan:
         """The plan in force while another one is thought about, with the times of steps as they are now.
 
         It takes time to look at a step closely, so that it is done ever more rarely: one, two, four steps
@@ -210,7 +210,7 @@ class Controller:
             profile = self.knowledge.understand(observation, settled, moment.bandwidth)
             if profile is None or moment.bandwidth is None:
                 return plan
-            self._phase = settled.foretold(profile, moment.bandwidth, self.knowledge.needs)
+            self._phase = settled.repredicted(profile, moment.bandwidth, self.knowledge.needs)
         except Exception as error:  # noqa: BLE001 - a plan is advice: training goes on with the one it has
             self._warn(_failed(error, moment.step))
             return plan
@@ -334,7 +334,7 @@ def _best_with(placements: Sequence[Placement], task: Task, phase: Phase, known:
     careful, every = bandwidth.scaled(settled.caution), frozenset(range(len(placements)))
     bound = dataclasses.replace(task, policy=tuple(placements))
     plan = best_plan(bound, profile, careful, not_recomputed=every)
-    return known.needs.foretold(plan, profile, bandwidth)
+    return known.needs.with_prediction(plan, profile, bandwidth)
 
 
 def _failed(error: Exception, step: int) -> str:

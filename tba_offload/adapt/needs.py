@@ -99,7 +99,7 @@ class Needs:
         """The most of the budget that a plan was seen to take, in bytes; 0 if it was not measured."""
         return self._peaks.get(bare(plan), Peaks()).most
 
-    def foretold(self, plan: Plan, profile: StepProfile, bandwidth: Bandwidth) -> Plan:
+    def with_prediction(self, plan: Plan, profile: StepProfile, bandwidth: Bandwidth) -> Plan:
         """A plan with what it does on a drive; its peaks are those that were measured last, if they were.
 
         What other plans needed beyond all that is known of them is none of its needs then.

@@ -114,7 +114,7 @@ class Moment:
     def within_budget(self, plan: Plan, profile: StepProfile, bandwidth: Bandwidth) -> Plan:
         """A plan, or one that was seen to need less if this one is expected or known to break the budget."""
         known = self.needs.instead_of(plan)
-        return plan if known is None else self.needs.foretold(known, profile, bandwidth)
+        return plan if known is None else self.needs.with_prediction(known, profile, bandwidth)
 
     def check_limits(self, plan: Plan, profile: StepProfile, bandwidth: Bandwidth) -> None:
         """Says it if the lowest peak that was found is over the budget, or too much is written."""
@@ -272,11 +272,11 @@ class Settled(Phase):
         """Now it is known what the plan needs."""
         return dataclasses.replace(self, is_measured=True)
 
-    def foretold(self, profile: StepProfile, bandwidth: Bandwidth, needs: Needs) -> Settled:
+    def repredicted(self, profile: StepProfile, bandwidth: Bandwidth, needs: Needs) -> Settled:
         """The same plan, with what it does in steps as they are now."""
         if self.plan.prediction is None:
             return self
-        return dataclasses.replace(self, plan=needs.foretold(self.plan, profile, bandwidth))
+        return dataclasses.replace(self, plan=needs.with_prediction(self.plan, profile, bandwidth))
 
     def agreed(self, plan: Plan, *, is_changed: bool) -> Phase:
         """The agreed plan is in force."""
@@ -347,7 +347,7 @@ class Settled(Phase):
             return self.replanned(moment, profile, bandwidth, bare(moment.plan), why, worth=refining)
         retreat = moment.needs.retreat(moment.plan)
         if retreat is not None:
-            known = moment.needs.foretold(retreat, profile, bandwidth)
+            known = moment.needs.with_prediction(retreat, profile, bandwidth)
             return self._retreated(moment, known, profile)
         doubt = self.doubt(moment, bandwidth)
         is_due = moment.task.has_budget and self.is_measured and not self.is_refined
@@ -367,7 +367,9 @@ class Settled(Phase):
             return self.replanned(moment, profile, bandwidth, self.plan, why, worth=refining)
         if writes_too_much(moment.task, moment.plan, profile, bandwidth):
             return self.replanned(moment, profile, bandwidth, self.plan, _TOO_MUCH)
-        confirmed = dataclasses.replace(self, plan=moment.needs.foretold(moment.plan, profile, bandwidth))
+        confirmed = dataclasses.replace(
+            self, plan=moment.needs.with_prediction(moment.plan, profile, bandwidth)
+        )
         return confirmed._gone_on(moment, profile, bandwidth)
 
     def _plain(
@@ -494,7 +496,7 @@ class Settled(Phase):
             quiet_steps = min(2 * self.quiet_steps, tuning.excursions[-1])
             now = dataclasses.replace(now, quiet_steps=quiet_steps, quiet_until=moment.step + quiet_steps)
         if new is old or now.caution < 1.0:
-            new = moment.needs.foretold(new, profile, bandwidth)
+            new = moment.needs.with_prediction(new, profile, bandwidth)
         new = moment.within_budget(new, profile, bandwidth)
         now = dataclasses.replace(now, plan=new, beside_bytes=profile.beside_bytes(new.placements))
         moment.check_limits(now.plan, profile, bandwidth)
@@ -567,7 +569,7 @@ class Comparison(Excursion):
         favoured = max(said * usual / moment.seconds - 1, 0.0)
         moment.forgets.append(Pace.forget_seconds)
         why = f"a step under it took {significant(moment.seconds)} s instead of {significant(usual)} s"
-        plain = moment.needs.foretold(plain, profile, bandwidth)
+        plain = moment.needs.with_prediction(plain, profile, bandwidth)
         won = dataclasses.replace(left, plan=plain, why=why, is_measured=False, favoured=favoured)
         return won, plain
 

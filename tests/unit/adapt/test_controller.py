@@ -279,13 +279,15 @@ def test_what_other_plans_needed_beyond_what_is_known_is_not_foretold_of_one_tha
     measured, other = Plan((OFFLOAD, OFFLOAD), window=200), Plan((OFFLOAD, KEEP), window=200)
     for peak, activations in ((290, 350), (310, 320), (300, 340)):
         needs.note_peak(measured, peak, activations, is_largest=True)
-    told, of_other = (needs.foretold(plan, profile, bandwidth).prediction for plan in (measured, other))
+    told, of_other = (
+        needs.with_prediction(plan, profile, bandwidth).prediction for plan in (measured, other)
+    )
     assert told is not None
     assert (told.peak_bytes, told.activation_peak) == (300, 340)
     assert needs.peak_of(measured) == 310
     needs.note_peak(measured, 2500, 2500, is_largest=False)  # of a smaller step, which broke the budget
     assert needs.peak_of(measured) == 2500
-    assert needs.foretold(measured, profile, bandwidth).prediction == told
+    assert needs.with_prediction(measured, profile, bandwidth).prediction == told
     assert told.seconds == simulate(profile, measured, bandwidth).seconds
     assert of_other is not None
     assert of_other.peak_bytes == simulate(profile, other, bandwidth).peak_bytes > 700
