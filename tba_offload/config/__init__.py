@@ -11,12 +11,11 @@ from tba_offload.config.options import (
     StatesConfig,
     StoreConfig,
     WeightsConfig,
-    format_size,
     load_config,
-    parse_size,
     read_config,
     with_directories,
 )
+from tba_offload.config.values import format_size, parse_size
 
 __all__ = [
     "MOST_TEXT",

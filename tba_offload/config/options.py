@@ -1,12 +1,9 @@
-"""What the user can set: strict YAML ⇄ frozen dataclasses.
+"""What the user can set: frozen dataclasses, from a document and to one.
 
 Nothing is ignored and nothing is guessed: an unknown key, a value that is not legal or a size without a
 unit is a :class:`~tba_offload.errors.ConfigError` that names the file, the line and what is legal, for every
 mistake there is. The dataclasses check their arguments in the same way, so a configuration written in Python,
 as a dict too, is as safe as one read from a file.
-
-Values are read as they are written: in YAML only ``true``, ``false`` and ``null`` are special, so ``off``,
-``12:30`` and ``012`` are words, not a boolean, a number to base 60 or an octal number.
 """
 
 from __future__ import annotations
@@ -14,21 +11,18 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
-import math
 import os
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from fractions import Fraction
+from dataclasses import asdict, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, dataclass_transform
 
 import pydantic
 import pydantic.dataclasses
 import yaml
 from pydantic import (
-    BeforeValidator,
     ConfigDict,
     Strict,
     TypeAdapter,
@@ -37,8 +31,19 @@ from pydantic import (
     WithJsonSchema,
 )
 
+from tba_offload.config.document import Keys, Problem, Source, not_too_deep, plain, read_yaml
 from tba_offload.config.policy import Objective, Placement, Policy, Rule
-from tba_offload.config.store import BLOCK, STALL_SECONDS, StoreOptions, kinds, threads_per_direction
+from tba_offload.config.store import BLOCK, STALL_SECONDS, StoreOptions, threads_per_direction
+from tba_offload.config.values import (
+    Directories,
+    Kind,
+    Limit,
+    OptionalBytes,
+    Seconds,
+    Threads,
+    Threshold,
+    format_size,
+)
 from tba_offload.errors import ConfigError
 from tba_offload.formatting import quoted, shortened
 from tba_offload.reading import UnreadableError, read_regular
@@ -49,222 +54,6 @@ if TYPE_CHECKING:
     from tba_offload.config.policy import LayerId
 
 _T = TypeVar("_T")
-_Path = tuple[str | int, ...]
-
-# --------------------------------------------------------------------------------------------- sizes
-
-_DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_UNITS = _DECIMAL | _BINARY
-_MOST_BYTES = 2**60
-"""The largest size: no drive is near it, and sums of some still fit the system's counters of 64 bits."""
-_MOST_DIGITS = 40
-_SIZE = re.compile(r"(?P<sign>-?)(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*)")
-
-
-def parse_size(text: str) -> int:
-    """Reads a size such as ``12GiB``, ``1.5 GB`` or ``0``, in bytes; part of a byte is dropped.
-
-    Raises:
-        ConfigError: The text is not a size, is negative, has no unit (only 0 needs none), or its unit is
-            not one of B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (powers of 1024).
-    """
-    found = _SIZE.fullmatch(text.strip())
-    units = ", ".join(_UNITS)
-    if found is None:
-        raise ConfigError(f"{quoted(text)} is not a size; write a number and a unit ({units}), such as 12GiB")
-    if len(found["number"]) > _MOST_DIGITS:
-        raise ConfigError(f"{quoted(text)} is no size of this world; write one such as 12GiB")
-    number, unit = Fraction(found["number"]), found["unit"]
-    if found["sign"]:
-        raise ConfigError(f"{quoted(text)} is negative; write a number and a unit ({units}), or 0 for off")
-    if not unit and number:
-        raise ConfigError(f"{quoted(text)} has no unit; write one of {units} after the number, such as 12GiB")
-    if unit and unit not in _UNITS:
-        raise ConfigError(f"{quoted(text)} has an unknown unit {quoted(unit)}; the units are {units}")
-    size = int(number * _UNITS.get(unit, 1))
-    if number and not size:
-        raise ConfigError(f"{quoted(text)} is less than one byte; write 0 for off")
-    return _possible(size)
-
-
-def _possible(size: int) -> int:
-    """A size that counters of the system can hold."""
-    if size > _MOST_BYTES:
-        raise ConfigError(f"{quoted(size)} bytes are more than {format_size(_MOST_BYTES)}, the most there is")
-    return size
-
-
-def format_size(size: int) -> str:
-    """Writes a number of bytes exactly, in the largest binary unit that divides it: ``12GiB``, ``1000B``."""
-    if size < 0:
-        raise ConfigError(f"a size cannot be negative: {size}")
-    if size == 0:
-        return "0"
-    for unit, factor in reversed(_BINARY.items()):
-        if size % factor == 0:
-            return f"{size // factor}{unit}"
-    return f"{size}B"
-
-
-def _bytes(value: object) -> int:
-    """A size as Python users give it: whole bytes, or text with a unit."""
-    if isinstance(value, str):
-        return parse_size(value)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ConfigError(
-            f"{quoted(value)} is not a size; write whole bytes, or text with a unit such as '12GiB'"
-        )
-    if value < 0:
-        raise ConfigError(f"{quoted(value)} is negative; write a positive size, or 0 for off")
-    return _possible(value)
-
-
-def _limit(value: object) -> int | None:
-    """A size of which 0 means that there is no limit."""
-    return None if value is None else _bytes(value) or None
-
-
-_LONGEST = 1e9
-"""Seconds of the longest time limit, 31 years; the system's clocks overflow at ten times as much."""
-
-
-def _seconds(value: object) -> float | None:
-    """A time limit of which 0 means that there is none."""
-    number = value
-    if isinstance(value, str):
-        try:
-            number = float(value)
-        except ValueError:
-            number = None
-    elif value is None:
-        return None
-    if not isinstance(number, int | float) or isinstance(number, bool) or not 0 <= number < math.inf:
-        raise ConfigError(f"{quoted(value)} is not a time; write seconds, such as 300, or 0 for no limit")
-    if number > _LONGEST:
-        raise ConfigError(f"{quoted(value)} s are more than {_LONGEST:.0f}; write 0 for no limit")
-    return float(number) or None
-
-
-# What a policy file may say, for its JSON Schema.
-_TIME_TEXT = {"type": "number", "minimum": 0, "maximum": _LONGEST}
-_SIZE_TEXT = {
-    "anyOf": [
-        {"type": "string", "pattern": rf"^\s*[0-9]+(\.[0-9]+)?\s*({'|'.join(_UNITS)})\s*$"},
-        {"enum": [0, "0"]},
-    ]
-}
-_NONE_TEXT = {"type": "null"}
-
-_Seconds = Annotated[
-    float | None, BeforeValidator(_seconds), WithJsonSchema({"anyOf": [_TIME_TEXT, _NONE_TEXT]})
-]
-_Limit = Annotated[int | None, BeforeValidator(_limit), WithJsonSchema({"anyOf": [_SIZE_TEXT, _NONE_TEXT]})]
-_Threshold = Annotated[int, BeforeValidator(_bytes), WithJsonSchema(_SIZE_TEXT)]
-
-
-def _optional_bytes(value: object) -> int | None:
-    """A size; ``None`` for what suits the device."""
-    return None if value is None else _bytes(value)
-
-
-_OptionalBytes = Annotated[
-    int | None, BeforeValidator(_optional_bytes), WithJsonSchema({"anyOf": [_SIZE_TEXT, _NONE_TEXT]})
-]
-
-
-_MOST_THREADS = 256
-
-
-def _threads(value: object) -> int | None:
-    """A number of threads; ``None`` for what suits the machine."""
-    if value is None:
-        return None
-    number = int(value) if isinstance(value, str) and value.isdecimal() else value
-    if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= _MOST_THREADS:
-        raise ConfigError(
-            f"{quoted(value)} is no number of threads; write one from 1 to {_MOST_THREADS}, or remove "
-            "the line for what suits the machine"
-        )
-    return number
-
-
-_Threads = Annotated[
-    int | None,
-    BeforeValidator(_threads),
-    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1, "maximum": _MOST_THREADS}, _NONE_TEXT]}),
-]
-
-_VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([^}]*)\})")
-
-
-def _directory(value: object) -> Path:
-    if not isinstance(value, str | Path):
-        raise ConfigError(f"a directory must be a path, not {quoted(value)}")
-    if not str(value).strip():
-        raise ConfigError("a directory must not be empty; write its path")
-    _check_name(str(value))
-    try:
-        return Path(_with_variables(str(value))).expanduser()
-    except RuntimeError as error:
-        raise ConfigError(f"{quoted(str(value))} cannot be expanded: {error}") from None
-
-
-def _check_name(path: str) -> None:
-    """Checks that a path can be the name of a file.
-
-    Raises:
-        ConfigError: It holds a zero byte, or half of a character.
-    """
-    try:
-        is_name = b"\0" not in os.fsencode(path)
-    except UnicodeEncodeError:
-        is_name = False
-    if not is_name:
-        raise ConfigError(f"{quoted(path)} holds a character that no path can have; write it without")
-
-
-def _with_variables(path: str) -> str:
-    """A path with the values of the environment variables that it names."""
-
-    def value_of(found: re.Match[str]) -> str:
-        name = found[1] or found[2] or ""
-        value = os.environ.get(name)
-        if not value:  # an empty one would turn $SCRATCH/tba into /tba
-            raise ConfigError(
-                f"{quoted(path)} names the environment variable {quoted(name)}, which is "
-                f"{'not set' if value is None else 'empty'}; set it, or write the path"
-            )
-        return value
-
-    return _VARIABLE.sub(value_of, path)
-
-
-def _one_or_several(value: object) -> object:
-    """Directories as users give them: one path, or a list."""
-    if isinstance(value, Mapping):
-        raise ConfigError(f"must be a path or a list of paths, not {quoted(value)}")
-    return (value,) if isinstance(value, str | Path) else value
-
-
-def _kind(value: object) -> object:
-    """A kind of store: one of the package's own, or one that was registered."""
-    if value not in kinds():
-        *most, last = map(repr, kinds())
-        raise ConfigError(f"must be {', '.join(most)} or {last}, not {quoted(value)}")
-    return value
-
-
-_PATH_TEXT = {"type": ["string", "integer"], "minLength": 1}
-_PATHS_TEXT = {"anyOf": [_PATH_TEXT, {"type": "array", "items": _PATH_TEXT, "uniqueItems": True}]}
-
-_Kind = Annotated[str, BeforeValidator(_kind)]
-_Directory = Annotated[Path | str, BeforeValidator(_directory)]
-_Directories = Annotated[
-    tuple[_Directory, ...], BeforeValidator(_one_or_several), WithJsonSchema(_PATHS_TEXT)
-]
-
-# -------------------------------------------------------------------------------------- dataclasses
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
@@ -301,9 +90,9 @@ class BudgetConfig:
             with activation_bytes or device_bytes and ``memory`` without.
     """
 
-    activation_bytes: _Limit = None
-    device_bytes: _Limit = None
-    in_flight_bytes: _Limit = 256 * 2**20
+    activation_bytes: Limit = None
+    device_bytes: Limit = None
+    in_flight_bytes: Limit = 256 * 2**20
     objective: Objective | None = None
 
     @pydantic.field_validator("objective")
@@ -357,15 +146,15 @@ class StoreConfig:
         writers: Threads that write, likewise.
     """
 
-    kind: _Kind = "auto"
-    directories: _Directories = ()
-    capacity: _Limit = None
-    host_capacity: _Limit = None
-    write_bytes_per_day: _Limit = None
+    kind: Kind = "auto"
+    directories: Directories = ()
+    capacity: Limit = None
+    host_capacity: Limit = None
+    write_bytes_per_day: Limit = None
     checksum: Annotated[bool, Strict()] = True
-    stall_seconds: _Seconds = STALL_SECONDS
-    readers: _Threads = None
-    writers: _Threads = None
+    stall_seconds: Seconds = STALL_SECONDS
+    readers: Threads = None
+    writers: Threads = None
 
     @pydantic.field_validator("directories")
     @classmethod
@@ -461,7 +250,7 @@ class StatesConfig:
     """
 
     default: Literal["offload", "auto"] = "offload"
-    sub_group_bytes: _OptionalBytes = None
+    sub_group_bytes: OptionalBytes = None
     trust: Annotated[bool, Strict()] = False
     when: Literal["step", "backward"] = "step"
     gradients: Literal["keep", "free"] = "keep"
@@ -586,7 +375,7 @@ class OffloadConfig:
     weights: WeightsConfig | None = None
     on_full: Literal["keep", "error"] = "keep"
     on_slow: Literal["wait", "keep"] | None = None
-    min_tensor_bytes: _Threshold = 64 * 2**10
+    min_tensor_bytes: Threshold = 64 * 2**10
     file: str | None = field(default=None, compare=False, repr=False)
     lines: Any = field(default=None, compare=False, repr=False)
 
@@ -622,8 +411,8 @@ class OffloadConfig:
         Raises:
             ConfigError: Every problem that there is, by line.
         """
-        with _not_too_deep(file):
-            return _build(_read_yaml(text, file), layers)
+        with not_too_deep(file):
+            return _build(read_yaml(text, file), layers)
 
     @classmethod
     def from_dict(
@@ -638,8 +427,8 @@ class OffloadConfig:
         Raises:
             ConfigError: Every problem that there is.
         """
-        with _not_too_deep(None):
-            return _build(_Source(None, _plain(document), {}), layers)
+        with not_too_deep(None):
+            return _build(Source(None, plain(document), {}), layers)
 
     def problems(self, layers: Sequence[LayerId]) -> list[ConfigError]:
         """Everything in it that cannot take effect on the layers of all ranks."""
@@ -662,7 +451,7 @@ class OffloadConfig:
             path: Keys and indices that lead to it.
             message: What is wrong with it, and what to do.
         """
-        return _error_at(_Problem(path, message), self.file, (self.lines or {}).get)
+        return _error_at(Problem(path, message), self.file, (self.lines or {}).get)
 
     def to_yaml(self) -> str:
         """Writes every setting as YAML that :meth:`from_yaml` reads back to an equal configuration."""
@@ -691,15 +480,8 @@ class OffloadConfig:
             "min_tensor_bytes": _size_word(self.min_tensor_bytes) or 0,
         }
         if self.states is not None:
-            document["states"] = {
-                "default": self.states.default,
-                "sub_group_bytes": self.states.sub_group_bytes and _size_word(self.states.sub_group_bytes),
-                "trust": self.states.trust,
-                "when": self.states.when,
-                "gradients": self.states.gradients,
-                "masters": self.states.masters,
-                "update": self.states.update,
-            }
+            sub_group = _size_word(self.states.sub_group_bytes)
+            document["states"] = asdict(self.states) | {"sub_group_bytes": sub_group}
         if self.weights is not None:
             document["weights"] = {"frozen": self.weights.frozen}
         return yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
@@ -786,129 +568,6 @@ def _size_word(size: int | None) -> str | None:
     return format_size(size) if size else None
 
 
-# --------------------------------------------------------------------------------- YAML with its lines
-
-
-class _Problem(NamedTuple):
-    """Something wrong: where in the configuration, and what to do about it."""
-
-    path: _Path
-    message: str
-
-
-@dataclass(frozen=True)
-class _Source:
-    """A document: its values, the line of each of them, and what no value could be made of."""
-
-    file: str | None
-    document: object
-    lines: dict[_Path, int]
-    problems: tuple[_Problem, ...] = ()
-
-    def line(self, path: _Path) -> int | None:
-        """The line of a key or an item, or of the nearest one around it."""
-        while path and path not in self.lines:
-            path = path[:-1]
-        return self.lines.get(path)
-
-
-class _Loader(yaml.SafeLoader):
-    """Reads words as words: only true, false and null are special. Anchors, aliases and tags are refused."""
-
-    yaml_implicit_resolvers = {}  # noqa: RUF012 - declared so by PyYAML
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        events: Any = self  # PyYAML's stubs do not type the event queue
-        event = events.peek_event()
-        if event.anchor is not None:
-            raise yaml.MarkedYAMLError(
-                problem="anchors and aliases are not allowed", problem_mark=event.start_mark
-            )
-        if getattr(event, "tag", None) is not None:
-            raise yaml.MarkedYAMLError(
-                problem=f"the tag {quoted(event.tag)} is not allowed", problem_mark=event.start_mark
-            )
-        return super().compose_node(parent, index)
-
-
-# PyYAML asks whether a word begins with these, hence the end.
-_BOOL, _NULL = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:null"
-_Loader.add_implicit_resolver(_BOOL, re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z"), list("tTfF"))
-_Loader.add_implicit_resolver(_NULL, re.compile(r"(?:~|null|Null|NULL|)\Z"), ["~", "n", "N", ""])
-
-
-@contextlib.contextmanager
-def _not_too_deep(file: str | None) -> Iterator[None]:
-    try:
-        yield
-    except RecursionError:
-        raise ConfigError("cannot be read: nested too deeply", file=file) from None
-
-
-def _read_yaml(text: str, file: str | None) -> _Source:
-    try:
-        root = yaml.compose(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = mark.line + 1 if mark is not None else None
-        problem = ", ".join(part for part in (error.context, error.problem) if part)
-        raise ConfigError(f"cannot be read: {shortened(problem)}", file=file, line=line) from None
-    except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        raise ConfigError(f"cannot be read: {error.reason}", file=file, line=line) from None
-    reader = _NodeReader()
-    document = {} if root is None or _is_empty(root) else reader.read(root, ())
-    return _Source(file, document, reader.lines, tuple(reader.problems))
-
-
-class _NodeReader:
-    """Turns nodes into plain values; remembers lines, collects what no value can be made of."""
-
-    def __init__(self) -> None:
-        self.lines: dict[_Path, int] = {}
-        self.problems: list[_Problem] = []
-
-    def read(self, node: yaml.Node, path: _Path) -> object:
-        """The value of a node: text, bool, None, list or dict."""
-        self.lines.setdefault(path, node.start_mark.line + 1)
-        if isinstance(node, yaml.MappingNode):
-            return self._mapping(node, path)
-        if isinstance(node, yaml.SequenceNode):
-            return [self.read(item, (*path, index)) for index, item in enumerate(node.value)]
-        return self._scalar(node, path)
-
-    def _mapping(self, node: yaml.MappingNode, path: _Path) -> dict[str, object]:
-        values: dict[str, object] = {}
-        for key_node, value_node in node.value:
-            key, line = key_node.value, key_node.start_mark.line + 1
-            if not isinstance(key_node, yaml.ScalarNode):
-                self.problems.append(_Problem(path, "a key must be a word"))
-            elif key in values:
-                first = self.lines[*path, key]
-                self.problems.append(
-                    _Problem((*path, key), f"given twice, first in line {first}; remove one")
-                )
-                self.lines[*path, key] = line
-            else:
-                self.lines[*path, key] = line
-                values[key] = self.read(value_node, (*path, key))
-        return values
-
-    def _scalar(self, node: yaml.Node, path: _Path) -> object:
-        if _is_empty(node):
-            self.problems.append(
-                _Problem(path, "has no value; write one, or remove the line for the default")
-            )
-        if node.tag == _NULL:
-            return None
-        return node.value.lower() == "true" if node.tag == _BOOL else node.value
-
-
-def _is_empty(node: yaml.Node) -> bool:
-    """Whether nothing at all is written where a value should be."""
-    return node.tag == _NULL and not node.value
-
-
 # ------------------------------------------------------------------------ from a document to a config
 
 _VALIDATOR = TypeAdapter(OffloadConfig)
@@ -922,7 +581,7 @@ _PARTS: dict[str | int, type] = {
 _PROVENANCE = ("file", "line", "lines")  # filled in while reading, never written by the user
 
 
-def _build(source: _Source, layers: Sequence[LayerId] | None) -> OffloadConfig:
+def _build(source: Source, layers: Sequence[LayerId] | None) -> OffloadConfig:
     """Checks a document and makes the configuration of it; reports every problem."""
     unknown = list(_unknown_keys(source.document, ()))
     known = _without(source.document, {problem.path for problem in unknown}, ())
@@ -947,7 +606,7 @@ def _build(source: _Source, layers: Sequence[LayerId] | None) -> OffloadConfig:
     return config
 
 
-def _sound_rules(document: object, source: _Source) -> Iterator[Rule]:
+def _sound_rules(document: object, source: Source) -> Iterator[Rule]:
     """The rules of a document, without those that are none."""
     items = document.get("layers") if isinstance(document, dict) else None
     for index, item in enumerate(items if isinstance(items, list) else []):
@@ -955,17 +614,7 @@ def _sound_rules(document: object, source: _Source) -> Iterator[Rule]:
             yield Rule(**item, line=source.line(("layers", index)))
 
 
-def _plain(value: object, path: _Path = ()) -> object:
-    """What a Python user gives, with the types that a file would give: dicts, lists, words of matches."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item, (*path, str(key))) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item, (*path, index)) for index, item in enumerate(value)]
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    return str(value) if is_number and path[::2] == ("layers", "match") else value
-
-
-def _unknown_keys(value: object, path: _Path) -> Iterator[_Problem]:
+def _unknown_keys(value: object, path: Keys) -> Iterator[Problem]:
     """All keys that their section does not have."""
     if isinstance(value, list):
         for index, item in enumerate(value):
@@ -974,12 +623,12 @@ def _unknown_keys(value: object, path: _Path) -> Iterator[_Problem]:
         legal = _legal_keys(_section(OffloadConfig, path))
         for key, item in value.items():
             if key not in legal:
-                yield _Problem((*path, key), _unknown_key(key, legal))
+                yield Problem((*path, key), _unknown_key(key, legal))
             elif key in _PARTS:
                 yield from _unknown_keys(item, (*path, key))
 
 
-def _without(value: object, unwanted: set[_Path], path: _Path) -> object:
+def _without(value: object, unwanted: set[Keys], path: Keys) -> object:
     """The same document without some of its keys."""
     if isinstance(value, list):
         return [_without(item, unwanted, (*path, index)) for index, item in enumerate(value)]
@@ -990,8 +639,8 @@ def _without(value: object, unwanted: set[_Path], path: _Path) -> object:
 
 
 def _without_misspelt(
-    problems: Iterable[_Problem], unknown: Iterable[_Problem], source: _Source
-) -> Iterator[_Problem]:
+    problems: Iterable[Problem], unknown: Iterable[Problem], source: Source
+) -> Iterator[Problem]:
     """Leaves out keys that are missing because they were misspelt: that is one problem, not two."""
     sections = {problem.path[:-1] for problem in unknown}
     for problem in problems:
@@ -999,7 +648,7 @@ def _without_misspelt(
             yield problem
 
 
-def _section(root: type, path: _Path) -> type:
+def _section(root: type, path: Keys) -> type:
     """The dataclass that a path leads to, from the one at its root."""
     names = [step for step in path if isinstance(step, str)]
     return _PARTS.get(names[-1], root) if names else root
@@ -1013,22 +662,22 @@ def _legal_keys(section: Any) -> list[str]:
 
 
 def _error_at(
-    problem: _Problem, file: str | None = None, line: Callable[[_Path], int | None] = lambda _: None
+    problem: Problem, file: str | None = None, line: Callable[[Keys], int | None] = lambda _: None
 ) -> ConfigError:
     message = f"{shortened(_dotted(problem.path))}: {problem.message}" if problem.path else problem.message
     return ConfigError(message, file=file, line=line(problem.path))
 
 
-def _value_problems(root: type, error: ValidationError) -> Iterator[_Problem]:
+def _value_problems(root: type, error: ValidationError) -> Iterator[Problem]:
     """What pydantic found, in the words of the configuration."""
     for found in error.errors(include_url=False):
         path = _named(root, found["loc"])
         if found["type"] == "value_error" and _section(root, path) is Rule:
             path = (*path, "match")
-        yield _Problem(path, _describe(root, path, found))
+        yield Problem(path, _describe(root, path, found))
 
 
-def _named(root: type, path: _Path) -> _Path:
+def _named(root: type, path: Keys) -> Keys:
     """The path with the name of an argument that was given by position."""
     names = _legal_keys(root)
     if path and isinstance(path[0], int) and path[0] < len(names):
@@ -1036,7 +685,7 @@ def _named(root: type, path: _Path) -> _Path:
     return path
 
 
-def _describe(root: type, path: _Path, found: Any) -> str:
+def _describe(root: type, path: Keys, found: Any) -> str:
     shown = quoted(found["input"])
     match found["type"]:
         case "value_error":
@@ -1064,6 +713,6 @@ def _unknown_key(key: str, legal: list[str]) -> str:
     return f"unknown key{guess} (the keys here are {', '.join(legal)})"
 
 
-def _dotted(path: _Path) -> str:
+def _dotted(path: Keys) -> str:
     """``("layers", 0, "match")`` → ``layers[0].match``."""
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).lstrip(".")
