@@ -10,6 +10,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from tba_offload.device.memory import plain_storage
+from tba_offload.states.pieces import parameters_of
 from tba_offload.weights.choice import own_storages
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def static_bytes(
         "gradients": chain.from_iterable(map(_gradients, modules)),
         "buffers": chain.from_iterable(map(torch.nn.Module.buffers, modules)),
         "optimizer_states": chain.from_iterable(map(_states, optimizers)),
-        "masters": chain.from_iterable(map(_updated, optimizers)),
+        "masters": chain.from_iterable(map(parameters_of, optimizers)),  # what is not the model's own
     }
     seen: set[int] = set()
     nbytes = {name: sum(_new_bytes(found, device, seen)) for name, found in groups.items()}
@@ -101,12 +102,6 @@ def _states(optimizer: Optimizer) -> Iterator[object]:
     for state in optimizer.state.values():
         for each in state.values() if isinstance(state, dict) else ():
             yield from each if isinstance(each, (list, tuple)) else (each,)  # LBFGS: a history
-
-
-def _updated(optimizer: Optimizer) -> Iterator[object]:
-    """What an optimizer updates: copies in another precision, where it is not the model's own."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 _MOST_NAMED = 100
