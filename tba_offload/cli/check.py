@@ -139,7 +139,6 @@ def _groups(policy: Policy, layers: Sequence[LayerId]) -> Iterator[_Group]:
         placement, why = policy.explain(layer)
         return layer.stack, placement.value, why
 
-    for (stack, placement, why), group in itertools.groupby(layers, reason):
-        first, *others = [layer.number for layer in group]
-        numbers = f"{first}-{others[-1]}" if others else str(first)
-        yield _Group(f"{stack}:{numbers}" if stack else numbers, placement, why)
+    for (_, placement, why), found in itertools.groupby(layers, reason):
+        first, *others = found
+        yield _Group(first.numbers(1 + len(others)), placement, why)

@@ -77,6 +77,11 @@ class LayerId:
     def __str__(self) -> str:
         return f"layer {self.number} ({self.name})"
 
+    def numbers(self, count: int) -> str:
+        """The numbers of this layer and those after it, ``count`` in all, as rules of a policy take them."""
+        numbers = str(self.number) if count == 1 else f"{self.number}-{self.number + count - 1}"
+        return f"{self.stack}:{numbers}" if self.stack else numbers
+
 
 def with_depths(layers: Iterable[LayerId], everywhere: Iterable[LayerId]) -> list[LayerId]:
     """The same layers with the depths of their stacks, by which ``last 2`` is matched.

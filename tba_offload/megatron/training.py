@@ -380,9 +380,7 @@ def _print_plan(policy: Policy, layers: Sequence[LayerId]) -> None:
     rows = [(group, *explained[group.first]) for group in groups]
     table = FittedTable(
         (
-            Column(
-                "Layers", tuple(_numbers_of(layers[group.first], group.size) for group, *_ in rows), "left"
-            ),
+            Column("Layers", tuple(layers[group.first].numbers(group.size) for group, *_ in rows), "left"),
             Column("Name", tuple(group.name for group, *_ in rows), "left"),
             Column("Placement", tuple(placement.value for _, placement, _ in rows), "left"),
             Column("Why", tuple(why for *_, why in rows), "left", gives_way="wrapped"),
@@ -395,12 +393,6 @@ def _print_plan(policy: Policy, layers: Sequence[LayerId]) -> None:
         console.print(
             "auto: the planner decides between steps; each plan is told when it is made", markup=False
         )
-
-
-def _numbers_of(first: LayerId, count: int) -> str:
-    """The numbers of layers that follow one another, as rules of a policy take them."""
-    numbers = str(first.number) if count == 1 else f"{first.number}-{first.number + count - 1}"
-    return f"{first.stack}:{numbers}" if first.stack else numbers
 
 
 def draw_curves(record: StepRecord) -> None:
