@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tba_offload.config.store import StoreOptions
 from tba_offload.device.ranges import aligned_range
 from tba_offload.errors import StoreError, StoreFullError
-from tba_offload.store.hanging import opened
-from tba_offload.store.probe import TRANSFER_SECONDS, end, random_bytes
+from tba_offload.store.probe import TRANSFER_SECONDS, on_trial, random_bytes
 from tba_offload.store.thread_count import STORES
 
 if TYPE_CHECKING:
@@ -120,9 +119,7 @@ def bench(
             stall_seconds=TRANSFER_SECONDS,
         )
         make = partial(STORES[kind], directory, device=device, options=options)
-        with ExitStack() as stack:
-            store = opened(make, directory, device, TRANSFER_SECONDS)
-            stack.push(partial(end, store))
+        with on_trial(make, directory, device, TRANSFER_SECONDS) as store:
             for block in sorted(blocks):
                 try:
                     for cell in _Blocks(store, device, block, count).measured(seconds):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import statistics
-from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +17,9 @@ from tba_offload.store import gds
 from tba_offload.store.checksums import Checksums
 from tba_offload.store.file import FileStore
 from tba_offload.store.gds import GdsStore
-from tba_offload.store.hanging import ask, opened
+from tba_offload.store.hanging import ask
 from tba_offload.store.location import Finding, location_of
-from tba_offload.store.probe import TRANSFER_SECONDS, choose, end, measure
+from tba_offload.store.probe import TRANSFER_SECONDS, choose, measure, on_trial
 from tba_offload.store.tested import TESTED, numbers_of
 from tba_offload.store.thread_count import threads_that_pay
 
@@ -157,9 +156,7 @@ def _of_ways(ways: dict[str, Findings]) -> Iterator[Finding]:
 def _try(make: Callable[[], QueuedStore], directory: str, device: Device) -> Findings:
     """One way to a directory: its path and why, and what it moves."""
     try:
-        with ExitStack() as stack:
-            store = opened(make, directory, device, TRANSFER_SECONDS)
-            stack.push(partial(end, store))
+        with on_trial(make, directory, device, TRANSFER_SECONDS) as store:
             told = store.description
             rates = measure(store, device)
     except MissingDependencyError as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -25,7 +25,7 @@ from tba_offload.store.gds import GdsStore, import_kvikio
 from tba_offload.store.hanging import opened
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from tba_offload.device import Device
     from tba_offload.store.base import ActivationStore, Extent, IoFuture
@@ -238,20 +238,18 @@ def choose(directory: str | os.PathLike[str], device: Device, options: StoreOpti
     options = for_trial(options, EXTENTS)
     transfer_seconds = options.stall_seconds or TRANSFER_SECONDS
     place, hangs = os.fspath(directory), True
+
+    def trial(kind: type[FileStore | GdsStore]) -> AbstractContextManager[QueuedStore]:
+        make = partial(kind, place, device=device, options=options)
+        return on_trial(make, place, device, transfer_seconds)
+
     try:
         import_kvikio()
-        with ExitStack() as stack:
-            file = opened(
-                partial(FileStore, place, device=device, options=options), place, device, transfer_seconds
-            )
-            stack.push(partial(end, file))
+        with trial(FileStore) as file:
             hangs = False
-            direct = opened(
-                partial(GdsStore, place, device=device, options=options), place, device, transfer_seconds
-            )
-            stack.push(partial(end, direct))
-            rates = in_turn({"file": file, "gds": direct}, device, transfer_seconds)
-            path = direct.description["path"]
+            with trial(GdsStore) as direct:
+                rates = in_turn({"file": file, "gds": direct}, device, transfer_seconds)
+                path = direct.description["path"]
     except MissingDependencyError as error:
         return Choice("file", f"GPUDirect Storage needs {error.package}, which is not installed", {})
     except TimeoutError:
@@ -271,12 +269,25 @@ def choose(directory: str | os.PathLike[str], device: Device, options: StoreOpti
     )
 
 
-def end(store: QueuedStore, kind: type[BaseException] | None, *_: object) -> None:
-    """Closes a store that was tried, after whatever exception; one with transfers that hang is given up."""
-    if kind is TimeoutError and store.pending():
-        store.give_up()
-    else:
-        store.close()
+@contextmanager
+def on_trial(
+    make: Callable[[], QueuedStore], place: str, device: Device, limit: float | None
+) -> Iterator[QueuedStore]:
+    """Around the trial of a store: opens it as :func:`opened` does, and closes it after whatever exception.
+
+    One with transfers that hang is given up.
+    """
+    store, hangs = opened(make, place, device, limit), False
+    try:
+        yield store
+    except TimeoutError as error:
+        hangs = type(error) is TimeoutError and store.pending() > 0
+        raise
+    finally:
+        if hangs:
+            store.give_up()
+        else:
+            store.close()
 
 
 def has_room(options: StoreOptions, extents: int) -> bool:

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tba_offload.errors import HangingError
 from tba_offload.store.file import FileStore
 from tba_offload.store.gds import GdsStore
-from tba_offload.store.hanging import opened
-from tba_offload.store.probe import TRANSFER_SECONDS, end, for_trial, has_room, in_turn
+from tba_offload.store.probe import TRANSFER_SECONDS, for_trial, has_room, in_turn, on_trial
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -104,6 +103,5 @@ def _rates(
         for count in counts:
             chosen = replace(options, readers=count, writers=count)
             make = partial(STORES[kind], path, device=device, options=chosen)
-            stores[count] = opened(make, path, device, limit)
-            stack.push(partial(end, stores[count]))
+            stores[count] = stack.enter_context(on_trial(make, path, device, limit))
         return in_turn(stores, device, limit, extents=max(counts))
