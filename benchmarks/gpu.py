@@ -54,7 +54,8 @@ from tba_offload.errors import RunLogError, StoreError, UnsupportedError
 from tba_offload.report import points as rok_points
 from tba_offload.report import rok
 from tba_offload.report.advice import advice
-from tba_offload.report.run_log import RunHeader, RunLogWriter, StepRecord
+from tba_offload.report.log_writer import RunLogWriter
+from tba_offload.report.run_log import RunHeader, StepRecord
 from tba_offload.store import open_store
 from tba_offload.store.probe import Rates, measure
 

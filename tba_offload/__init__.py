@@ -53,7 +53,8 @@ if TYPE_CHECKING:
     )
     from tba_offload.config.policy import LayerId, Placement, Policy, Rule
     from tba_offload.device.memory import keep_freed_pages
-    from tba_offload.report.run_log import StepRecord, read_run_log
+    from tba_offload.report.log_reader import read_run_log
+    from tba_offload.report.run_log import StepRecord
     from tba_offload.session import Session, session_of
     from tba_offload.session.step import Step
     from tba_offload.states import OptimizerStates, StatesRecord, offload_optimizer
@@ -85,7 +86,7 @@ _HOMES = {
     "load_config": "tba_offload.config",
     "offload_frozen": "tba_offload.weights",
     "offload_optimizer": "tba_offload.states",
-    "read_run_log": "tba_offload.report.run_log",
+    "read_run_log": "tba_offload.report.log_reader",
     "session_of": "tba_offload.session",
 }
 

@@ -92,6 +92,10 @@ NAMES: dict[str, dict[str, str]] = {
         "point": "tba_offload.report.points.point",
         "points": "tba_offload.report.points.points",
     },
+    "tba_offload.report.run_log": {
+        "RunLogWriter": "tba_offload.report.log_writer.RunLogWriter",
+        "read_run_log": "tba_offload.report.log_reader.read_run_log",
+    },
     "tba_offload.session": {
         "ConfigLike": "tba_offload.config.ConfigLike",
         "Step": "tba_offload.session.step.Step",

@@ -22,10 +22,11 @@ from tba_offload.plan.simulate import simulate
 from tba_offload.plan.states_share import StatesLoad, choose, in_words
 from tba_offload.plan.what_if import frontier, peak_of_keep, stretched
 from tba_offload.plan.writes import writes_of
+from tba_offload.report.log_reader import read_run_log
 from tba_offload.report.plans import HostUse, PlannedStep, PlanReport, Tier, advice, title_of
 from tba_offload.report.points import peak_and_seconds
 from tba_offload.report.ranks import paths_of_ranks
-from tba_offload.report.run_log import PLAN, read_run_log
+from tba_offload.report.run_log import PLAN
 
 if TYPE_CHECKING:
     import os

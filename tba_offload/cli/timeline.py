@@ -48,8 +48,8 @@ def timeline(run: Path, outputs: tuple[Path, ...], step: int | None, profile: Pa
     step that was asked for by session.step(trace=True).
     """
     from tba_offload.report.digest import Digest
+    from tba_offload.report.log_reader import read_run_log
     from tba_offload.report.ranks import paths_of_ranks
-    from tba_offload.report.run_log import read_run_log
     from tba_offload.report.timeline import check_holds_profile, timeline_of, timelines, write_timeline
 
     for output in outputs:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.errors import RunLogError
-from tba_offload.report.run_log import RunLog, StepRecord, read_run_log
+from tba_offload.report.log_reader import read_run_log
+from tba_offload.report.run_log import RunLog, StepRecord
 
 if TYPE_CHECKING:
     import os

@@ -9,8 +9,8 @@ from tba_offload.formatting import readable_size, significant
 from tba_offload.report import tables
 from tba_offload.report.causes import WORTH, Finding, findings
 from tba_offload.report.evidence import HOLDERS, Evidence
+from tba_offload.report.log_reader import read_run_log
 from tba_offload.report.ranks import paths_of_ranks
-from tba_offload.report.run_log import read_run_log
 from tba_offload.report.tables import Column, FittedTable
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tba_offload.report.run_log import MEMORY, RunLog, RunLogWriter
+from tba_offload.report.log_writer import RunLogWriter
+from tba_offload.report.run_log import MEMORY, RunLog
 from tba_offload.report.step_line import describe_step
 from tba_offload.session.notices import tell
 

@@ -17,7 +17,7 @@ from models import same_bits
 from places import BENCHMARKS, TESTS
 from torch import nn
 
-from tba_offload.report.run_log import read_run_log
+from tba_offload.report.log_reader import read_run_log
 from tba_offload.store.probe import Rates
 
 sys.path.append(str(BENCHMARKS))  # behind all others: it has an io.py

@@ -15,7 +15,7 @@ from children import environment
 from covering import full, of_which
 
 from tba_offload.report.curves import CURVES
-from tba_offload.report.run_log import read_run_log
+from tba_offload.report.log_reader import read_run_log
 
 if TYPE_CHECKING:
     from pathlib import Path

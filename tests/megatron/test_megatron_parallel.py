@@ -20,8 +20,8 @@ from harness import PATIENCE
 from megatron_ranks import JOB_SECONDS, MICRO_BATCH, SEQUENCE, STEPS, Job, Layout
 from pretrain_runs import slow
 
+from tba_offload.report.log_reader import read_run_log
 from tba_offload.report.ranks import path_of_rank
-from tba_offload.report.run_log import read_run_log
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

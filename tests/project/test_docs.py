@@ -25,7 +25,8 @@ import tba_offload as tba
 from tba_offload import cli, errors
 from tba_offload.config import OffloadConfig, StatesConfig, StoreConfig, WeightsConfig
 from tba_offload.megatron.arguments import CONFLICTS, add_arguments
-from tba_offload.report.run_log import RunHeader, RunLogWriter
+from tba_offload.report.log_writer import RunLogWriter
+from tba_offload.report.run_log import RunHeader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

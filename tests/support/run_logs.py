@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from tba_offload.report.run_log import MEMORY, RunHeader, RunLogWriter, StepRecord
+from tba_offload.report.log_writer import RunLogWriter
+from tba_offload.report.run_log import MEMORY, RunHeader, StepRecord
 
 if TYPE_CHECKING:
     from pathlib import Path

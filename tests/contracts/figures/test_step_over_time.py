@@ -15,7 +15,7 @@ from models import loss_of, make_model, make_tokens
 
 import tba_offload as tba
 from tba_offload.errors import SessionError
-from tba_offload.report.run_log import read_run_log
+from tba_offload.report.log_reader import read_run_log
 from tba_offload.report.timeline import timeline_of, timelines
 
 if TYPE_CHECKING:

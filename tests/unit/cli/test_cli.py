@@ -16,7 +16,8 @@ from click.testing import CliRunner, Result
 import tba_offload
 from tba_offload import cli
 from tba_offload.errors import TbaError
-from tba_offload.report.run_log import RunHeader, RunLogWriter, StepRecord
+from tba_offload.report.log_writer import RunLogWriter
+from tba_offload.report.run_log import RunHeader, StepRecord
 
 if TYPE_CHECKING:
     from pathlib import Path

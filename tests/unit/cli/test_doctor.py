@@ -16,7 +16,8 @@ from ordered_device import OrderedDevice
 
 from tba_offload import cli
 from tba_offload.device import streams
-from tba_offload.report.run_log import RunHeader, RunLogWriter, StepRecord
+from tba_offload.report.log_writer import RunLogWriter
+from tba_offload.report.run_log import RunHeader, StepRecord
 from tba_offload.report.updates import Update
 from tba_offload.store import doctor, gds, posix, probe
 from tba_offload.store.wear import Wear

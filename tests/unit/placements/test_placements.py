@@ -21,7 +21,7 @@ from tba_offload.plan.describe import explain
 from tba_offload.plan.model import Plan
 from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing
 from tba_offload.plan.simulate import simulate
-from tba_offload.report.run_log import read_run_log
+from tba_offload.report.log_reader import read_run_log
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -27,7 +27,7 @@ from tba_offload.plan.model import Limits, Plan
 from tba_offload.plan.profile import LayerKind, Saved, StepProfile, Timing
 from tba_offload.plan.search import make_plan
 from tba_offload.plan.simulate import simulate
-from tba_offload.report.run_log import read_run_log
+from tba_offload.report.log_reader import read_run_log
 from tba_offload.what_if import composition
 
 if TYPE_CHECKING:

@@ -23,10 +23,10 @@ from tba_offload.report.charts import Series, Stack, over_steps, stacked
 from tba_offload.report.digest import Digest, faults
 from tba_offload.report.endurance import endurance
 from tba_offload.report.evidence import HOLDERS, Evidence
+from tba_offload.report.log_reader import read_run_log
 from tba_offload.report.page import page
 from tba_offload.report.page_charts import PARTS
 from tba_offload.report.page_layers import layers_table
-from tba_offload.report.run_log import read_run_log
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

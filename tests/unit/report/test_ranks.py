@@ -11,8 +11,10 @@ from click.testing import CliRunner
 from tba_offload.cli import main
 from tba_offload.errors import RunLogError
 from tba_offload.report import points as rok_points
+from tba_offload.report.log_reader import read_run_log
+from tba_offload.report.log_writer import RunLogWriter
 from tba_offload.report.ranks import merged, path_of_rank, paths_of_ranks, read_runs
-from tba_offload.report.run_log import RunHeader, RunLog, RunLogWriter, StepRecord, read_run_log
+from tba_offload.report.run_log import RunHeader, RunLog, StepRecord
 
 GIB = 2**30
 

@@ -21,8 +21,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tba_offload.errors import RunLogError
-from tba_offload.report import run_log
-from tba_offload.report.run_log import SCHEMA, RunHeader, RunLogWriter, StepRecord, read_run_log
+from tba_offload.report import log_reader
+from tba_offload.report.log_reader import read_run_log
+from tba_offload.report.log_writer import RunLogWriter
+from tba_offload.report.run_log import SCHEMA, RunHeader, StepRecord
 
 HEADER = RunHeader(
     strategy="offload",
@@ -203,6 +205,7 @@ def test_each_line_is_in_the_file_before_write_returns(tmp_path: Path) -> None:
 def test_a_killed_process_leaves_every_line(tmp_path: Path) -> None:
     script = (
         "import os, sys\n"
+        "from tba_offload.report.log_writer import *\n"
         "from tba_offload.report.run_log import *\n"
         "log = RunLogWriter(sys.argv[1], RunHeader(strategy='keep'))\n"
         "for step in range(3): log.write(StepRecord(step=step, seconds=1.0))\n"
@@ -602,7 +605,7 @@ def test_the_first_bad_lines_are_named_and_all_are_counted(tmp_path: Path) -> No
 def test_a_line_of_any_length_is_read_in_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_log, "LONGEST_LINE", 5000)
+    monkeypatch.setattr(log_reader, "LONGEST_LINE", 5000)
     path = write_log(tmp_path / "run.jsonl", RECORD)
     path.write_bytes(path.read_bytes() + b"x" * 12_000 + b"\n" + path.read_bytes().splitlines()[1] + b"\n")
     log = read_run_log(path)
@@ -614,7 +617,7 @@ def test_a_line_of_any_length_is_read_in_bounded_memory(
 def test_a_file_that_is_too_large_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    monkeypatch.setattr(run_log, limit, 2)
+    monkeypatch.setattr(log_reader, limit, 2)
     with pytest.raises(RunLogError, match=r"larger than 2 bytes|run\.jsonl:3: too long"):
         read_run_log(write_log(tmp_path / "run.jsonl", RECORD, RECORD))
 
@@ -624,7 +627,7 @@ def test_lines_of_many_small_values_take_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, event: dict[str, Any]
 ) -> None:
     """An empty list of two bytes takes 64 bytes of memory."""
-    monkeypatch.setattr(run_log, "MOST_VALUES", 2500)
+    monkeypatch.setattr(log_reader, "MOST_VALUES", 2500)
     hog = event | {"a": [[]] * 500}
     log = read_run_log(write_lines(tmp_path / "run.jsonl", run_event(), hog, hog, hog, step_event()))
     assert len(log.steps) + len(log.others) == 3
@@ -634,7 +637,7 @@ def test_lines_of_many_small_values_take_bounded_memory(
 def test_steps_of_a_long_run_are_read_whatever_they_come_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_log, "MOST_VALUES", 10)
+    monkeypatch.setattr(log_reader, "MOST_VALUES", 10)
     log = read_run_log(write_log(tmp_path / "run.jsonl", *[RECORD] * 100, header=RunHeader(strategy="keep")))
     assert log.steps == (RECORD,) * 100
 
@@ -644,12 +647,12 @@ def test_a_line_without_an_end_is_not_read_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: bytes
 ) -> None:
     """A file of /proc says that it is empty, and may come to terabytes."""
-    monkeypatch.setattr(run_log, "LONGEST_LINE", 1000)
-    monkeypatch.setattr(run_log, "MOST_BYTES", 5000)
+    monkeypatch.setattr(log_reader, "LONGEST_LINE", 1000)
+    monkeypatch.setattr(log_reader, "MOST_BYTES", 5000)
     path = tmp_path / "run.jsonl"
     path.write_bytes(header + b"x" * 1_000_000)
     with path.open("rb") as file:
-        monkeypatch.setattr(run_log, "open_regular", lambda path, most: nullcontext(file))
+        monkeypatch.setattr(log_reader, "open_regular", lambda path, most: nullcontext(file))
         with pytest.raises(RunLogError, match=rf"run\.jsonl:{1 + bool(header)}: too long to be a run log"):
             read_run_log(path)
         assert file.tell() < 10_000
@@ -804,7 +807,7 @@ def test_an_extra_key_may_not_shadow_a_known_one(tmp_path: Path, key: str) -> No
 
 def test_nothing_heavy_is_imported_to_read_steps() -> None:
     script = (
-        "import sys; from tba_offload.report.run_log import read_run_log\n"
+        "import sys; from tba_offload.report.log_reader import read_run_log\n"
         "print({'torch', 'numpy', 'pydantic', 'rich'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)

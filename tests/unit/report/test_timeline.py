@@ -16,8 +16,10 @@ from run_logs import MIB, logged
 import tba_offload as tba
 from tba_offload import cli
 from tba_offload.errors import ConfigError, MissingDependencyError, RunLogError
+from tba_offload.report.log_reader import read_run_log
+from tba_offload.report.log_writer import RunLogWriter
 from tba_offload.report.ranks import path_of_rank
-from tba_offload.report.run_log import TIMELINE, RunHeader, RunLogWriter, StepRecord, read_run_log
+from tba_offload.report.run_log import TIMELINE, RunHeader, StepRecord
 from tba_offload.report.timeline import timeline_of, trace_of, write_timeline
 from tba_offload.report.timeline_event import checked_timeline
 

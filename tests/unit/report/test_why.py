@@ -13,8 +13,10 @@ from tba_offload import cli
 from tba_offload.config.options import StatesConfig
 from tba_offload.errors import RunLogError
 from tba_offload.report import causes
+from tba_offload.report.log_reader import read_run_log
+from tba_offload.report.log_writer import RunLogWriter
 from tba_offload.report.ranks import path_of_rank
-from tba_offload.report.run_log import RunHeader, RunLogWriter, StepRecord, read_run_log
+from tba_offload.report.run_log import RunHeader, StepRecord
 from tba_offload.report.why import why
 from tba_offload.states import slots
 

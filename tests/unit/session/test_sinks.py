@@ -18,7 +18,8 @@ from places import ROOT
 
 import tba_offload as tba
 from tba_offload.report.curves import FIGURES
-from tba_offload.report.run_log import StepRecord, read_run_log
+from tba_offload.report.log_reader import read_run_log
+from tba_offload.report.run_log import StepRecord
 from tba_offload.session.journal import Journal
 from tba_offload.sinks import CsvSink, StatusLine, TensorBoardSink, WandbSink
 

@@ -18,7 +18,7 @@ import tba_offload as tba
 from tba_offload import StoreConfig
 from tba_offload.config.store import StoreOptions
 from tba_offload.errors import StoreError
-from tba_offload.report.run_log import read_run_log
+from tba_offload.report.log_reader import read_run_log
 from tba_offload.store import gds, open_store, posix
 from tba_offload.store import probe as choice
 from tba_offload.store.file import FileBackend, FileStore
