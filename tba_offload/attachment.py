@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from tba_offload.report.run_log import StepRecord
-    from tba_offload.session.boundaries import Tokens
+    from tba_offload.session.tokens import Tokens
 
     OnStep = Callable[[StepRecord], object]
 

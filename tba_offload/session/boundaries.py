@@ -17,24 +17,21 @@ A step never ends inside a backward pass, where optimizers that update in hooks 
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 import time
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from tba_offload.errors import ConfigError
 from tba_offload.layers.checkpoint import is_recomputation
 from tba_offload.states.pieces import parameters_of
 from tba_offload.states.watch import HookOfOne
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
 
     from torch.optim import Optimizer
@@ -43,12 +40,7 @@ if TYPE_CHECKING:
     from tba_offload.capture.gradients import Gradients
     from tba_offload.session.step import Step
     from tba_offload.session.steps import Steps
-
-Tokens = int | Callable[..., int | None]
-"""Tokens of one micro-batch, or a function that tells them from the arguments of the model's forward."""
-
-TokenCounter = Callable[..., int | None]
-"""Tells the tokens of a micro-batch from the model, and the tuple and the dict of its forward's arguments."""
+    from tba_offload.session.tokens import TokenCounter
 
 
 class Boundaries:
@@ -375,46 +367,3 @@ def _callers(modules: Sequence[nn.Module], layers: Sequence[nn.Module]) -> Itera
 def _call(own: weakref.ref[Boundaries], method: str, *arguments: object) -> Any:
     boundaries = own()
     return None if boundaries is None else getattr(boundaries, method)(*arguments)
-
-
-def token_counter(tokens: Tokens | None) -> TokenCounter:
-    """Tells the tokens of a micro-batch from the model and the arguments of its forward.
-
-    Raises:
-        ConfigError: It is neither a positive number nor a function.
-    """
-    if tokens is None:
-        return _InputIds()
-    if callable(tokens):
-        return lambda _module, args, kwargs: tokens(*args, **kwargs)
-    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
-        raise ConfigError(
-            f"tokens is {tokens!r}: give the tokens of one micro-batch, or a function that tells them"
-        )
-    return lambda *_: tokens
-
-
-class _InputIds:
-    """Counts the elements of ``input_ids``, by whichever way they are given.
-
-    It asks each module once where its forward takes them: the signature takes longer than a small layer.
-    """
-
-    def __init__(self) -> None:
-        self._places: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictionary()
-
-    def __call__(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> int | None:
-        """The elements; ``None`` if there are no such arguments."""
-        found = kwargs.get("input_ids")
-        if found is None and args:
-            place = self._places.get(module, -1)
-            if place == -1:
-                place = self._places[module] = _place_of("input_ids", module.forward)
-            found = args[place] if place is not None and place < len(args) else None
-        return found.numel() if isinstance(found, torch.Tensor) else None
-
-
-def _place_of(name: str, function: Callable[..., object]) -> int | None:
-    """Where a function takes the argument of a name by position; ``None`` if nowhere."""
-    names = list(inspect.signature(function).parameters)
-    return names.index(name) if name in names else None

@@ -27,7 +27,7 @@ from tba_offload.plan.goals import default_objective
 from tba_offload.plan.model import Plan
 from tba_offload.report.why import Diagnosis
 from tba_offload.session.backward import BackwardWatch, TailWatch
-from tba_offload.session.boundaries import Boundaries, Tokens, token_counter
+from tba_offload.session.boundaries import Boundaries
 from tba_offload.session.budget import limits_of
 from tba_offload.session.conclusions import Conclusions
 from tba_offload.session.journal import Journal
@@ -38,6 +38,7 @@ from tba_offload.session.parts import make_parts
 from tba_offload.session.recording import header_of, label_of
 from tba_offload.session.states_choice import StatesChoice
 from tba_offload.session.steps import Steps
+from tba_offload.session.tokens import Tokens, token_counter
 from tba_offload.session.world import World
 from tba_offload.states import OptimizerStates, offload_optimizer
 from tba_offload.store import exit_status
@@ -57,9 +58,9 @@ if TYPE_CHECKING:
     from tba_offload.layers.stack import Layer
     from tba_offload.plan.model import Limits
     from tba_offload.report.run_log import StepRecord
-    from tba_offload.session.boundaries import TokenCounter
     from tba_offload.session.parts import Parts
     from tba_offload.session.step import Step
+    from tba_offload.session.tokens import TokenCounter
     from tba_offload.states import StatesRecord
     from tba_offload.store.base import ActivationStore
     from tba_offload.transfer.offloader import Offloader
