@@ -21,7 +21,7 @@ from tba_lab.demo.race import Entrant, Spread, paired_ratio, race
 from tba_lab.demo.text import write_text
 from tba_lab.demo.trainer import Trainer
 from tba_lab.gpt import GptShape
-from tba_offload.device.memory import FAST_ALLOCATOR
+from tba_offload.device.malloc import FAST_ALLOCATOR
 
 if TYPE_CHECKING:
     from collections.abc import Callable

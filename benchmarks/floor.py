@@ -26,7 +26,7 @@ from gpt_runner import CONTROL, SHAPE, GptRunner, dtype_option, report, settings
 from mover import CALL
 
 from tba_lab.demo.race import Entrant
-from tba_offload.device.memory import FAST_ALLOCATOR
+from tba_offload.device.malloc import FAST_ALLOCATOR
 
 SPREAD = 0.8
 """Share of a forward or a backward over which its bytes are spread, so that they have gone when it ends."""

@@ -28,7 +28,8 @@ from tba_lab.gpt import GptShape, build_gpt, gpt_loss, random_batch
 from tba_lab.megatron_cpu import single_process, training_device
 from tba_offload.config import parse_size
 from tba_offload.device.available import available_bytes
-from tba_offload.device.memory import FAST_ALLOCATOR, keep_freed_pages, meter_of
+from tba_offload.device.malloc import FAST_ALLOCATOR, keep_freed_pages
+from tba_offload.device.memory import meter_of
 from tba_offload.device.streams import device_of
 
 if TYPE_CHECKING:

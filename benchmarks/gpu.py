@@ -49,7 +49,7 @@ from tba_lab.demo.dtype import choose_dtype, instruction_set
 from tba_lab.demo.race import Spread, measures_memory, paired_ratio, turns
 from tba_lab.megatron_cpu import single_process
 from tba_offload.config import parse_size
-from tba_offload.device.memory import keep_freed_pages
+from tba_offload.device.malloc import keep_freed_pages
 from tba_offload.errors import RunLogError, StoreError, UnsupportedError
 from tba_offload.report import points as rok_points
 from tba_offload.report import rok

@@ -45,7 +45,7 @@ from tba_lab.gpt import GptShape, build_gpt, gpt_loss, random_batch
 from tba_lab.megatron_cpu import single_process
 from tba_offload.config import parse_size
 from tba_offload.config.policy import Placement, Rule
-from tba_offload.device.memory import FAST_ALLOCATOR, keep_freed_pages
+from tba_offload.device.malloc import FAST_ALLOCATOR, keep_freed_pages
 from tba_offload.plan.bandwidth import Bandwidth
 from tba_offload.plan.condense import count_items
 from tba_offload.plan.model import Limits

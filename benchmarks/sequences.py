@@ -25,7 +25,7 @@ from rich.table import Table
 from tba_lab.demo.race import Entrant, paired_ratio
 from tba_lab.gpt import GptShape
 from tba_offload.config.policy import Placement
-from tba_offload.device.memory import FAST_ALLOCATOR
+from tba_offload.device.malloc import FAST_ALLOCATOR
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -28,7 +28,7 @@ from gpt_runner import CONTROL, SHAPE, GptRunner, dtype_option, settings_of, set
 
 from tba_lab.demo.race import Entrant, paired_ratio
 from tba_offload.config import options
-from tba_offload.device.memory import FAST_ALLOCATOR
+from tba_offload.device.malloc import FAST_ALLOCATOR
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
         load_config,
     )
     from tba_offload.config.policy import LayerId, Placement, Policy, Rule
-    from tba_offload.device.memory import keep_freed_pages
+    from tba_offload.device.malloc import keep_freed_pages
     from tba_offload.report.log_reader import read_run_log
     from tba_offload.report.run_log import StepRecord
     from tba_offload.session import Session, session_of
@@ -82,7 +82,7 @@ _HOMES = {
     "StoreConfig": "tba_offload.config",
     "WeightsConfig": "tba_offload.config",
     "attach": "tba_offload.attachment",
-    "keep_freed_pages": "tba_offload.device.memory",
+    "keep_freed_pages": "tba_offload.device.malloc",
     "load_config": "tba_offload.config",
     "offload_frozen": "tba_offload.weights",
     "offload_optimizer": "tba_offload.states",

@@ -78,7 +78,12 @@ NAMES: dict[str, dict[str, str]] = {
     "tba_offload.capture.trace": {"Fate": "tba_offload.capture.trace.Treatment"},
     "tba_offload.forecast": {"EVENT": "tba_offload.report.run_log.PLAN"},
     "tba_offload.device": {"CudaDevice": "tba_offload.device.streams.Accelerator"},
-    "tba_offload.device.memory": {"CudaMeter": "tba_offload.device.memory.AllocatorMeter"},
+    "tba_offload.device.memory": {
+        "CudaMeter": "tba_offload.device.memory.AllocatorMeter",
+        "FAST_ALLOCATOR": "tba_offload.device.malloc.FAST_ALLOCATOR",
+        "LiveBytes": "tba_offload.device.live_bytes.LiveBytes",
+        "keep_freed_pages": "tba_offload.device.malloc.keep_freed_pages",
+    },
     "tba_offload.device.streams": {"CudaDevice": "tba_offload.device.streams.Accelerator"},
     "tba_offload.megatron.training": {"CURVES": "tba_offload.report.curves.CURVES"},
     "tba_offload.plan.bandwidth": {

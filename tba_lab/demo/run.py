@@ -31,7 +31,7 @@ from tba_lab.demo.trainer import Trainer
 from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig, format_size, load_config
 from tba_offload.config.options import StatesConfig
 from tba_offload.config.policy import LayerId, Placement
-from tba_offload.device.memory import FAST_ALLOCATOR
+from tba_offload.device.malloc import FAST_ALLOCATOR
 from tba_offload.errors import ConfigError
 from tba_offload.plan.model import Plan
 from tba_offload.report.points import RokPoint, points

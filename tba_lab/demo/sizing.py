@@ -14,7 +14,7 @@ from tba_lab.demo.race import Entrant, Watch, race
 from tba_lab.gpt import GptShape, build_gpt, gpt_loss, model_flops, random_batch
 from tba_lab.megatron_cpu import single_process, training_device
 from tba_offload.device.available import available_bytes
-from tba_offload.device.memory import FAST_ALLOCATOR, keep_freed_pages
+from tba_offload.device.malloc import FAST_ALLOCATOR, keep_freed_pages
 from tba_offload.device.streams import device_of
 
 if TYPE_CHECKING:

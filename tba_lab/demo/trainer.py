@@ -16,7 +16,8 @@ from tba_lab.demo.text import batches
 from tba_lab.gpt import Batch, GptShape, build_gpt, gpt_loss, model_flops
 from tba_lab.megatron_cpu import random_state, single_process, training_device
 from tba_offload.device import device_of
-from tba_offload.device.memory import keep_freed_pages, meter_of
+from tba_offload.device.malloc import keep_freed_pages
+from tba_offload.device.memory import meter_of
 from tba_offload.errors import TbaError
 from tba_offload.testing.faults import inject
 

@@ -1,167 +1,31 @@
-"""Memory of the device: how malloc treats it, and how many bytes are live.
+"""How many bytes of a device are live, and how many were at most.
 
 Two meters with one interface tell the activation peak of a step. On an accelerator it comes from the
 statistics of the caching allocator. On a CPU it comes from the allocator's own count of live bytes, which a
 thread samples, because allocators keep no peak. Neither looks at our own ledger.
 
 Gradients and optimizer states that are allocated in the middle of a step are no activations. They are counted
-where they come into being (:class:`LiveBytes`), and the meters leave them out.
+where they come into being (:class:`~tba_offload.device.live_bytes.LiveBytes`), and the meters leave them out.
 """
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import torch
 
-from tba_offload.errors import UnsupportedError
+from tba_offload.device.malloc import allocator_count
 from tba_offload.renamed import names_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tba_offload.device.streams import Device
-
-FAST_ALLOCATOR = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""Environment of a process in which malloc asks for huge pages (glibc 2.35).
-
-Direct I/O pins the pages that it moves, one by one; with huge pages there are 512 times fewer. Compute gains
-too, through the translation buffer. It concerns training on a CPU only.
-"""
-
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
-_NEVER = 2**31 - 1
-
-
-def keep_freed_pages() -> bool:
-    """Tells malloc to keep freed memory mapped, so that the next step does not fault it in again.
-
-    By default glibc serves large allocations by ``mmap`` and returns them at once. Every step then pays a
-    page fault for each 4 KiB of every activation, with or without offloading: several milliseconds for
-    8 MiB. With this setting the process keeps its largest footprint. It concerns training on a CPU only
-    and holds for the whole process, so it is the caller's decision.
-
-    Returns:
-        Whether the C library accepted it.
-    """
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallopt"):
-        return False
-    return bool(libc.mallopt(_M_MMAP_THRESHOLD, _NEVER) and libc.mallopt(_M_TRIM_THRESHOLD, _NEVER))
-
-
-class LiveBytes:
-    """Bytes of storages that autograd or an optimizer owns, each counted once, from :meth:`add` until freed.
-
-    A gradient counts from the moment at which autograd has put it in place. While backward still computes it,
-    it is a temporary like any other, and as it is where gradients exist beforehand and are added to.
-
-    Args:
-        device: Storages elsewhere do not count.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._lock = threading.Lock()
-        self._known: dict[int, weakref.KeyedRef[int, torch.UntypedStorage]] = {}
-        self._sizes: dict[int, int] = {}
-        self._nbytes = 0
-        self._shifted = 0
-        self._added = 0
-        self._most = 0
-        # A finalizer may run inside any lock, so it only leaves word.
-        self._freed: SimpleQueue[weakref.KeyedRef[int, torch.UntypedStorage]] = SimpleQueue()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are allocated now."""
-        with self._lock:
-            self._take_freed()
-            return self._nbytes
-
-    @property
-    def parts(self) -> tuple[int, int]:
-        """Bytes of storages, and those that :meth:`shift` has told of, at one moment."""
-        with self._lock:
-            self._take_freed()
-            return self._nbytes - self._shifted, self._shifted
-
-    def add(self, tensor: torch.Tensor) -> None:
-        """Counts the storage of a tensor; of a sparse or a distributed one those that it is made of."""
-        for plain in _plain_tensors(tensor):
-            self.add_storage(plain.untyped_storage())
-
-    def add_storage(self, storage: torch.UntypedStorage) -> None:
-        """Counts a storage of the device."""
-        if storage.device != self._device:
-            return
-        with self._lock:
-            self._take_freed()
-            key = storage._cdata
-            if key in self._known and self._known[key]() is storage:
-                return
-            self._known[key] = weakref.KeyedRef(storage, self._freed.put, key)
-            self._sizes[key] = storage.nbytes()
-            self._nbytes += self._sizes[key]
-            self._added += self._sizes[key]
-            self._most = max(self._most, self._nbytes)
-
-    def shift(self, nbytes: int) -> None:
-        """Counts bytes that come and go without their storage, as those of weights do; negative ones go."""
-        with self._lock:
-            self._take_freed()
-            self._nbytes += nbytes
-            self._shifted += nbytes
-            self._most = max(self._most, self._nbytes)
-
-    def take_added(self) -> int:
-        """Bytes that were added since the last call, freed ones included."""
-        with self._lock:
-            added, self._added = self._added, 0
-            return added
-
-    def take_most(self) -> int:
-        """Most bytes that were allocated at one time since the last call."""
-        with self._lock:
-            self._take_freed()
-            most, self._most = self._most, self._nbytes
-            return most
-
-    def _take_freed(self) -> None:
-        while not self._freed.empty():  # under the lock nothing else takes any out
-            gone = self._freed.get_nowait()
-            key = gone.key
-            if self._known.get(key) is gone:
-                del self._known[key]
-                self._nbytes -= self._sizes.pop(key)
-
-
-def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors with storages of their own that a tensor is made of."""
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is not None:
-        parts = (getattr(tensor, name) for name in flatten()[0])
-        tensors = (part for part in parts if isinstance(part, torch.Tensor))  # a device mesh may be one too
-        return [plain for part in tensors for plain in _plain_tensors(part)]
-    return [tensor] if tensor.layout is torch.strided else []
-
-
-def plain_storage(tensor: object) -> torch.UntypedStorage | None:
-    """The storage of a plain tensor; others, made of several or standing for one, have none of their own."""
-    if not isinstance(tensor, torch.Tensor) or type(tensor) not in {torch.Tensor, torch.nn.Parameter}:
-        return None
-    if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return None
-    return tensor.untyped_storage()
 
 
 def _nothing() -> int:
@@ -467,16 +331,6 @@ def _end(watching: threading.Event, closed: threading.Event) -> None:
     watching.set()
 
 
-class _MallInfo2(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
-    )
-
-
 REST = 49
 """Rest after a sample, in samples: those that may be skipped take a fiftieth of a core at most.
 
@@ -486,85 +340,6 @@ lets go of: beside a thread that is busy in Python there would be seconds withou
 With 12 layers of width 768 that found the same peak in every second step, and one lower by 5 % at most in the
 others, where 19 found it in all, and 99 one lower by up to 17 %. Plans go by the highest peak of eight steps.
 """
-
-Count = Callable[[], int]
-
-_PROBE_BYTES = 8 * 2**20
-
-
-def allocator_count() -> tuple[Count, str]:
-    """What counts the live bytes of this process, and its name.
-
-    A process has glibc's functions whatever allocator was preloaded, and there they count next to nothing. So
-    each count is tried: it has to follow an allocation of PyTorch's.
-
-    Raises:
-        UnsupportedError: None does, as with musl, glibc before 2.33, or an allocator that is not known here.
-    """
-    for name, make in (
-        ("mallinfo2", _glibc_count),
-        ("jemalloc", _jemalloc_count),
-        ("tcmalloc", _tcmalloc_count),
-    ):
-        count = make()
-        if count is not None and _follows(count):
-            return count, name
-    raise UnsupportedError(
-        "the activation peak on a CPU is the allocator's, and neither glibc (2.33 or later), jemalloc "
-        "nor tcmalloc counts what PyTorch allocates here; switch it off with measure_memory=False"
-    )
-
-
-def _follows(count: Count) -> bool:
-    """Whether a count tells of a tensor, to a sixteenth of its size: other threads allocate meanwhile."""
-    before = count()
-    tensor = torch.empty(_PROBE_BYTES, dtype=torch.uint8)
-    during = count()
-    del tensor
-    slack = _PROBE_BYTES // 16
-    return abs(during - before - _PROBE_BYTES) < slack and abs(count() - before) < slack
-
-
-def _glibc_count() -> Count | None:
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallinfo2"):
-        return None
-    function = libc.mallinfo2
-    function.restype = _MallInfo2
-
-    def count() -> int:
-        info = function()
-        return int(info.uordblks + info.hblkhd)
-
-    return count
-
-
-def _jemalloc_count() -> Count | None:
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallctl"):
-        return None
-    epoch, live, size = ctypes.c_uint64(1), ctypes.c_size_t(), ctypes.c_size_t(ctypes.sizeof(ctypes.c_size_t))
-
-    def count() -> int:
-        # Its statistics are those of the last epoch.
-        libc.mallctl(b"epoch", None, None, ctypes.byref(epoch), ctypes.c_size_t(ctypes.sizeof(epoch)))
-        libc.mallctl(b"stats.allocated", ctypes.byref(live), ctypes.byref(size), None, ctypes.c_size_t(0))
-        return live.value
-
-    return count
-
-
-def _tcmalloc_count() -> Count | None:
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "MallocExtension_GetNumericProperty"):
-        return None
-    live = ctypes.c_size_t()
-
-    def count() -> int:
-        libc.MallocExtension_GetNumericProperty(b"generic.current_allocated_bytes", ctypes.byref(live))
-        return live.value
-
-    return count
 
 
 class ResidentPeak:

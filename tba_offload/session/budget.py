@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tba_offload.adapt.planning import Planning
     from tba_offload.capture.hooks import Capture
     from tba_offload.config import OffloadConfig
-    from tba_offload.device.memory import LiveBytes
+    from tba_offload.device.live_bytes import LiveBytes
     from tba_offload.report.run_log import StepRecord
     from tba_offload.session.notices import Notices
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     from tba_offload.capture.hooks import Capture
     from tba_offload.capture.scope import Lookahead, ScopeKey
-    from tba_offload.device.memory import LiveBytes, MemoryMeter
+    from tba_offload.device.live_bytes import LiveBytes
+    from tba_offload.device.memory import MemoryMeter
     from tba_offload.session.outputs import Outputs
     from tba_offload.session.static_memory import ModuleTensors
     from tba_offload.transfer.offloader import Offloader

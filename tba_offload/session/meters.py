@@ -9,7 +9,7 @@ from tba_offload.device.memory import MemoryMeter, ResidentPeak, meter_of
 from tba_offload.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from tba_offload.device.memory import LiveBytes
+    from tba_offload.device.live_bytes import LiveBytes
     from tba_offload.device.streams import Device
     from tba_offload.session.memory_watch import MemoryWatch
     from tba_offload.session.notices import Notices

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tba_offload.device.memory import LiveBytes, plain_storage
+from tba_offload.device.live_bytes import LiveBytes, plain_storage
 from tba_offload.layers.nested import TooManyError, tensors_in
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.parameter import is_lazy
 
-from tba_offload.device.memory import plain_storage
+from tba_offload.device.live_bytes import plain_storage
 from tba_offload.states.pieces import parameters_of
 from tba_offload.weights.choice import own_storages
 

@@ -16,14 +16,9 @@ from children import environment
 from harness import CPU, KIB, MIB, PATIENCE, session_for
 from models import loss_of, make_model, make_tokens
 
-from tba_offload.device.memory import (
-    AllocatorMeter,
-    LiveBytes,
-    MallocMeter,
-    ResidentPeak,
-    keep_freed_pages,
-    meter_of,
-)
+from tba_offload.device.live_bytes import LiveBytes
+from tba_offload.device.malloc import keep_freed_pages
+from tba_offload.device.memory import AllocatorMeter, MallocMeter, ResidentPeak, meter_of
 from tba_offload.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -243,7 +238,7 @@ def test_the_thread_of_a_forgotten_meter_ends(watching: bool) -> None:
 
 
 def test_a_c_library_without_mallinfo2_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tba_offload.device.memory.ctypes.CDLL", lambda _: SimpleNamespace())
+    monkeypatch.setattr("tba_offload.device.malloc.ctypes.CDLL", lambda _: SimpleNamespace())
     for make in (MallocMeter, lambda: meter_of(CPU)):
         with pytest.raises(UnsupportedError, match=r"glibc \(2\.33 or later\).*measure_memory=False"):
             make()
@@ -255,14 +250,14 @@ def test_a_c_library_without_mallinfo2_is_refused(monkeypatch: pytest.MonkeyPatc
 def test_keep_freed_pages_says_when_it_had_no_effect(
     monkeypatch: pytest.MonkeyPatch, libc: SimpleNamespace
 ) -> None:
-    monkeypatch.setattr("tba_offload.device.memory.ctypes.CDLL", lambda _: libc)
+    monkeypatch.setattr("tba_offload.device.malloc.ctypes.CDLL", lambda _: libc)
     assert keep_freed_pages() is False
 
 
 def test_keep_freed_pages_needs_both_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     libc = SimpleNamespace(mallopt=lambda name, _: asked.append(name) or name == -3)
-    monkeypatch.setattr("tba_offload.device.memory.ctypes.CDLL", lambda _: libc)
+    monkeypatch.setattr("tba_offload.device.malloc.ctypes.CDLL", lambda _: libc)
     assert keep_freed_pages() is False
     assert sorted(asked) == [-3, -1]
 
@@ -270,7 +265,7 @@ def test_keep_freed_pages_needs_both_settings(monkeypatch: pytest.MonkeyPatch) -
 FREED = """
 import sys
 import torch
-from tba_offload.device.memory import keep_freed_pages
+from tba_offload.device.malloc import keep_freed_pages
 
 def resident():
     with open("/proc/self/status") as lines:
