@@ -15,25 +15,22 @@ import torch
 from tba_offload.config import ConfigLike, OffloadConfig, Paths, read_config, with_directories
 from tba_offload.config.options import StatesConfig
 from tba_offload.device import device_of
-from tba_offload.device.peers import has_peers
-from tba_offload.errors import UnsupportedError
 from tba_offload.states.by_parameter import ByParameter
 from tba_offload.states.checkpoints import Checkpoints
+from tba_offload.states.checks import check, device_of_parameters, innermost
 from tba_offload.states.early import Early
 from tba_offload.states.home import Homes
 from tba_offload.states.host_share import HostShare
 from tba_offload.states.masters import MASTER, Masters
 from tba_offload.states.own_step import OwnStep
-from tba_offload.states.pieces import is_known, is_of_torch, parameters_of
 from tba_offload.states.roster import Roster
-from tba_offload.states.shards import is_distributed, is_fully_sharded
 from tba_offload.states.stream import Stream
-from tba_offload.states.takeover import Takeover, is_taken
+from tba_offload.states.takeover import Takeover
 from tba_offload.store import open_store
 from tba_offload.store.base import close_after
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from types import TracebackType
 
     from torch import nn
@@ -68,7 +65,7 @@ class OptimizerStates:
         modules: Sequence[nn.Module] = (),
         masters: Mapping[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
-        states, device = config.states or StatesConfig(), _device_of(optimizer)
+        states, device = config.states or StatesConfig(), device_of_parameters(optimizer)
         most = states.sub_group_on(device.type)
         in_backward = states.when == "backward"
         self.optimizer = optimizer
@@ -315,16 +312,10 @@ def offload_optimizer(
         StoreError: The store cannot be opened.
     """
     chosen = with_directories(read_config(config), directories)
-    optimizer = _innermost(optimizer)
-    _check(optimizer, trusted=chosen.states is not None and chosen.states.trust)
+    optimizer = innermost(optimizer)
     modules = model if isinstance(model, Sequence) else (model,)
-    is_on_cpu = _device_of(optimizer).type == "cpu"
-    if chosen.states is not None and chosen.states.update != "device" and not is_on_cpu:
-        _check_host(optimizer, chosen.states.update)
-    if chosen.states is not None and chosen.states.when == "backward":
-        frees = chosen.states.gradients == "free"
-        _check_backward(optimizer, modules, has_masters=bool(masters), frees=frees)
-    store = open_store(chosen.store.options(), device=device_of(_device_of(optimizer)))
+    check(optimizer, chosen.states or StatesConfig(), modules, has_masters=bool(masters))
+    store = open_store(chosen.store.options(), device=device_of(device_of_parameters(optimizer)))
     try:
         return OptimizerStates(optimizer, chosen, store, updated or _nothing, modules, masters)
     except BaseException:
@@ -334,151 +325,3 @@ def offload_optimizer(
 
 def _nothing(_: StatesRecord) -> None:
     """The record is kept, and nothing else is told."""
-
-
-def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer itself, out of wrappers such as that of Accelerate."""
-    inner = getattr(optimizer, "optimizer", None)
-    while isinstance(inner, torch.optim.Optimizer):
-        optimizer, inner = inner, getattr(inner, "optimizer", None)
-    return optimizer
-
-
-def _check(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
-    """Checks that an optimizer can be updated in parts.
-
-    Args:
-        optimizer: The optimizer.
-        trusted: Whether the user says so of a class that is not known.
-
-    Raises:
-        UnsupportedError: It cannot.
-    """
-    name = type(optimizer).__name__
-    if is_taken(optimizer):
-        raise UnsupportedError(f"the states of this {name} are offloaded already; close those first")
-    if (attribute := _attribute_with_optimizers(optimizer)) is not None:
-        raise UnsupportedError(
-            f"{name} has other optimizers make its updates, which know nothing of parts of its parameters; "
-            f"give what is in its attribute {attribute} instead"
-        )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UnsupportedError("LBFGS updates all parameters as one vector, so that nothing can be away")
-    if not trusted and not is_known(optimizer):
-        raise UnsupportedError(
-            f"whether {name} updates each parameter by itself is not known; if it computes nothing over all "
-            "of them, set states.trust to true"
-        )
-    for group in optimizer.param_groups:
-        if isinstance(optimizer, torch.optim.Adafactor) and _takes_eps_from_the_first(group):
-            raise UnsupportedError(
-                "Adafactor with parameters of several data types in one group cannot be updated in parts; "
-                "give each data type a group of its own, or set eps"
-            )
-        for setting in ("capturable", "differentiable"):
-            if group.get(setting):
-                raise UnsupportedError(
-                    f"{name} with {setting}=True cannot be updated in parts; set it to False"
-                )
-
-
-def _attribute_with_optimizers(optimizer: torch.optim.Optimizer) -> str | None:
-    """Where an optimizer has others of its parameters, as ZeroRedundancyOptimizer; ``None`` if nowhere."""
-    own = set(parameters_of(optimizer))
-    for attribute, value in vars(optimizer).items():
-        others = [each for each in _flat(value) if isinstance(each, torch.optim.Optimizer)]
-        if any(each is not optimizer and not own.isdisjoint(parameters_of(each)) for each in others):
-            return attribute
-    return None
-
-
-def _flat(value: object, depth: int = 2) -> Iterator[object]:
-    """A value, or what is in it where that is a container, or a container of containers."""
-    if isinstance(value, dict):
-        value = [*value.values()]
-    if depth and isinstance(value, (list, tuple, set)):
-        for each in value:
-            yield from _flat(each, depth - 1)
-    else:
-        yield value
-
-
-def _check_backward(
-    optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module], *, has_masters: bool, frees: bool
-) -> None:
-    """Checks that an optimizer can be updated in backward.
-
-    Raises:
-        UnsupportedError: It cannot.
-    """
-    if not modules:
-        raise UnsupportedError("states.when: backward needs the model; give it to offload_optimizer()")
-    if has_masters:
-        raise UnsupportedError("masters get their gradients after backward; set states.when to step")
-    parameters = parameters_of(optimizer)
-    if has_peers() and not is_fully_sharded(modules, parameters):
-        raise UnsupportedError(
-            "with several processes gradients are final only when they are reduced, which is after backward "
-            "has made them, unless fully_shard spreads all parameters; set states.when to step"
-        )
-    has_distributed = any(map(is_distributed, parameters))
-    if has_distributed and _lie_on_host(parameters):
-        raise UnsupportedError(
-            "FSDP2 may tell of gradients that it copies to host memory before they are there; set "
-            "states.when to step"
-        )
-    if frees and has_distributed:
-        raise UnsupportedError(
-            "gradients of distributed parameters cannot be freed in backward; set states.gradients to keep"
-        )
-    if not is_known(optimizer):
-        raise UnsupportedError(f"whether {type(optimizer).__name__} can be updated in any order is not known")
-
-
-def _check_host(optimizer: torch.optim.Optimizer, update: str) -> None:
-    """Checks that the processor can update sub-groups of an optimizer.
-
-    Raises:
-        UnsupportedError: It cannot.
-    """
-    if not is_of_torch(optimizer):
-        raise UnsupportedError(
-            f"whether {type(optimizer).__name__} updates parameters in host memory is not known; set "
-            "states.update to device"
-        )
-    if any(map(is_distributed, parameters_of(optimizer))):
-        raise UnsupportedError(
-            "distributed parameters, as fully_shard makes them, are updated on the device only; set "
-            "states.update to device"
-        )
-    if update != "host" and has_peers():
-        raise UnsupportedError(
-            "with several processes each would choose for itself what its processor updates, and parameters "
-            "that several of them hold would drift apart; set states.update to device, or to host"
-        )
-
-
-def _lie_on_host(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether parameters of a device are in host memory: there is one, and they are not on it."""
-    on_host = any(parameter.device.type == "cpu" for parameter in parameters)
-    return on_host and torch.accelerator.is_available()
-
-
-def _takes_eps_from_the_first(group: dict[str, Any]) -> bool:
-    """Whether PyTorch's Adafactor gives all parameters of a group an eps that depends on the first one."""
-    return group["eps"][0] is None and len({each.dtype for each in group["params"]}) > 1
-
-
-def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
-    """The device of the parameters.
-
-    Raises:
-        UnsupportedError: They lie on several.
-    """
-    devices = {each.device for each in parameters_of(optimizer)}
-    if len(devices) != 1:
-        raise UnsupportedError(
-            f"the parameters of this {type(optimizer).__name__} lie on {len(devices)} devices; use an "
-            "optimizer for each"
-        )
-    return devices.pop()

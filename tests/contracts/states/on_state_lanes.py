@@ -585,7 +585,7 @@ def test_an_optimizer_of_others_is_refused(tmp_path: Path) -> None:
 def test_what_ranks_cannot_do_is_refused(update: str, what: str, message: str, tmp_path: Path) -> None:
     found, _ = pair()
     with (
-        mock.patch(f"tba_offload.states.optimizer.{what}", return_value=True),
+        mock.patch(f"tba_offload.states.checks.{what}", return_value=True),
         pytest.raises(UnsupportedError, match=message),
     ):
         tba.offload_optimizer(found.optimizer, lanes(tmp_path, update))

@@ -685,7 +685,7 @@ def test_without_a_model_it_is_refused(tmp_path: Path) -> None:
 def test_with_several_processes_it_is_refused(tmp_path: Path) -> None:
     found, _ = pair("adamw")
     with (
-        mock.patch("tba_offload.states.optimizer.has_peers", return_value=True),
+        mock.patch("tba_offload.states.checks.has_peers", return_value=True),
         pytest.raises(UnsupportedError, match="with several processes"),
     ):
         offloaded(found, tmp_path)
