@@ -178,7 +178,7 @@ class Knowledge:
         """What the last step adds to."""
         if self._profile is None or not self._has_warmed_up:
             return self._profile
-        return dataclasses.replace(self._profile, timings=({},) * len(self._profile.kinds))
+        return dataclasses.replace(self._profile, timings=({},) * len(self._profile.kinds), samples=())
 
     def _of_largest(
         self, profile: StepProfile, observation: StepObservation, bandwidth: Bandwidth, *, is_first: bool

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tba_offload.capture.trace import Treatment
 from tba_offload.config.policy import Placement
-from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing, computed_as
+from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing, computed_as, median_of
 from tba_offload.plan.tuning import TUNING
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from tba_offload.capture.scope import ScopeKey
     from tba_offload.capture.trace import ActivationTrace, ScopeTrace, StepTimes, StepTrace
+    from tba_offload.plan.profile import Samples
     from tba_offload.plan.tuning import Tuning
 
 LayerKey = tuple[int, str]
@@ -111,7 +112,7 @@ def profile_of(
             for those that did not run.
         most_gradients: Most bytes of gradients that there were; ``None`` if it does not matter when they
             come.
-        tuning: Says which layers are alike, and how much a new measurement counts.
+        tuning: Says which layers are alike, and how many measurements count.
 
     Returns:
         ``None`` if too little is known: no layer ever ran with hooks, or there was no backward.
@@ -129,10 +130,14 @@ def profile_of(
         return None
     clock = ComputeClock(times.stalls)
     slots, last = _slots(runs, clock(times.began), most_gradients)
+    samples = _samples(runs, kinds, layers, before, remembered=1 if has_grown else tuning.remembered_times)
     return StepProfile(
         kinds=kinds,
         layers=layers,
-        timings=_timings(runs, kinds, layers, before, newer=1.0 if has_grown else tuning.newer),
+        timings=tuple(
+            {placement: median_of(measured) for placement, measured in known.items()} for known in samples
+        ),
+        samples=samples,
         slots=slots,
         tail=max(clock(times.ended) - last, 0.0),
         rest_bytes=before.rest_bytes if before is not None else 0,
@@ -231,15 +236,15 @@ def _held_until(scope: ScopeTrace, begins: Sequence[float]) -> int:
     return len(begins) if scope.gone_by is None else bisect.bisect_left(begins, scope.gone_by)
 
 
-def _timings(
+def _samples(
     runs: Sequence[_Run],
     kinds: Sequence[LayerKind],
     layers: Sequence[int],
     before: StepProfile | None,
     *,
-    newer: float,
-) -> tuple[dict[Placement, Timing], ...]:
-    """The median of each kind under each placement, mixed with what was known of it.
+    remembered: int,
+) -> tuple[Samples, ...]:
+    """The last measurements of each kind under each placement, with the median of this step's.
 
     What a layer takes to find out what can be rebuilt of it, or while a share of what it saves stays,
     counts only if nothing else is known. Of one that has a share travel it is known what more it would take.
@@ -254,16 +259,16 @@ def _timings(
         whole = _if_all_travelled(run, before)
         is_odd = finds_out or (whole is None and Placement(run.scope.placement).percent < 100)
         (odd if is_odd else found)[layers[run.layer]][placement].append(whole or run.timing)
-    known: list[dict[Placement, Timing]] = [{} for _ in kinds]
+    known: list[Samples] = [{} for _ in kinds]
     if before is not None:
         for layer, kind in enumerate(layers):
-            known[kind] = dict(before.timings[before.layers[layer]])
+            known[kind] = before.samples_of(layer)
     renewed = [
-        _renewed(old, usual_ways, newer) or _renewed(old, odd_ways, newer)
+        _renewed(old, usual_ways, remembered) or _renewed(old, odd_ways, remembered)
         for old, usual_ways, odd_ways in zip(known, found, odd, strict=True)
     ]
-    some = next(timings for timings in renewed if timings)
-    return tuple(timings or dict(some) for timings in renewed)  # a kind of which no layer went backward
+    some = next(samples for samples in renewed if samples)
+    return tuple(samples or dict(some) for samples in renewed)  # a kind of which no layer went backward
 
 
 def _if_all_travelled(run: _Run, before: StepProfile | None) -> Timing | None:
@@ -280,25 +285,22 @@ def _if_all_travelled(run: _Run, before: StepProfile | None) -> Timing | None:
     return Timing(*(own + stays * (a - b) for own, a, b in zip(run.timing, offloaded, kept, strict=True)))
 
 
-def _renewed(
-    old: dict[Placement, Timing], found: dict[Placement, list[Timing]], newer: float
-) -> dict[Placement, Timing]:
-    """New measurements mixed by a share into what was known, under all placements.
+def _renewed(old: Samples, found: dict[Placement, list[Timing]], remembered: int) -> Samples:
+    """New measurements with the last ones, under all placements.
 
     If the machine has become faster or slower under some of them, it has under the others too. Otherwise what
     was measured in a good moment would stand against what was measured in a bad one.
     """
     new, drifts = dict(old), []
     for placement, timings in found.items():
-        median = Timing(*(statistics.median(values) for values in zip(*timings, strict=True)))
-        before = old.get(placement, median)
-        new[placement] = Timing(*(newer * a + (1 - newer) * b for a, b in zip(median, before, strict=True)))
-        if placement in old and before.whole:
-            drifts.append(new[placement].whole / before.whole)
+        before = old.get(placement, ())
+        new[placement] = (*before, median_of(timings))[-remembered:]
+        if before and (seconds := median_of(before).whole):
+            drifts.append(median_of(new[placement]).whole / seconds)
     if drifts:
         drift = statistics.mean(drifts)
         for placement in old.keys() - found.keys():
-            new[placement] = Timing(*(drift * seconds for seconds in old[placement]))
+            new[placement] = tuple(Timing(*(drift * s for s in timing)) for timing in old[placement])
     return new
 
 

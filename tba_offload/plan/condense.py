@@ -178,6 +178,7 @@ def _with_few_layers(profile: StepProfile, groups: Sequence[tuple[int, ...]]) ->
         kinds=tuple(_kind_of_several(profile.kinds[kind], size) for kind, size in shapes),
         layers=tuple(shapes.index((profile.layers[group[0]], len(group))) for group in groups),
         timings=tuple(_timings_of_several(profile.timings[kind], size) for kind, size in shapes),
+        samples=(),
         slots=slots,
     )
 

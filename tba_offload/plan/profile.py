@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import statistics
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -181,6 +182,15 @@ class Timing(NamedTuple):
         return self.forward + self.backward
 
 
+Samples = dict[Placement, tuple[Timing, ...]]
+"""What was measured of a kind of layers under each placement in the last steps that tell it, oldest first."""
+
+
+def median_of(timings: Iterable[Timing]) -> Timing:
+    """The median of some timings, of each direction for itself."""
+    return Timing(*(statistics.median(values) for values in zip(*timings, strict=True)))
+
+
 class Slot(NamedTuple):
     """A stretch of compute time: one execution of a layer, in one direction.
 
@@ -238,6 +248,7 @@ class StepProfile:
         kinds: The kinds of layers.
         layers: For each layer, the index of its kind.
         timings: For each kind, what was measured of it under each placement.
+        samples: For each kind, the measurements that those are the medians of; nothing if they are not known.
         slots: The compute of the step, in its order.
         tail: Seconds of compute after the last slot.
         loss_bytes: Bytes that there are between the last forward and its backward beside what layers have
@@ -253,6 +264,7 @@ class StepProfile:
     tail: float = 0.0
     loss_bytes: int = 0
     rest_bytes: int = 0
+    samples: tuple[Samples, ...] = field(default=(), compare=False, repr=False)
 
     def beside_bytes(self, placements: Sequence[Placement]) -> int:
         """Most bytes that lie beside the layers at one time, if they are placed so."""
@@ -286,6 +298,13 @@ class StepProfile:
         slots = (mine._replace(gradients=max(mine.gradients, its.gradients)) for mine, its in pairs)
         return dataclasses.replace(self, slots=tuple(slots))
 
+    def samples_of(self, layer: int) -> Samples:
+        """The measurements of a layer's times; of one of which only those are known, its timings."""
+        kind = self.layers[layer]
+        if self.samples:
+            return self.samples[kind]
+        return {placement: (timing,) for placement, timing in self.timings[kind].items()}
+
     @property
     def largest_bytes(self) -> int:
         """Bytes of the largest activation that can be offloaded."""
@@ -309,6 +328,7 @@ class StepProfile:
             kinds=tuple(self.kinds[mine].at_least(other.kinds[its]) for mine, its in pairs),
             layers=tuple(pairs.index(pair) for pair in of_layers),
             timings=tuple(self.timings[mine] for mine, _ in pairs),
+            samples=tuple(self.samples[mine] for mine, _ in pairs) if self.samples else (),
             slots=max(self.slots, other.slots, key=_gradients_in_forward),
             loss_bytes=max(self.loss_bytes, other.loss_bytes),
             rest_bytes=max(self.rest_bytes, other.rest_bytes),

@@ -2005,3 +2005,17 @@ def test_a_plain_plan_is_taken_at_once_where_it_is_faster_by_what_was_measured()
 
 
 NONE = frozenset[int]()
+
+
+@pytest.mark.parametrize("steps", [4, 12])
+def test_an_odd_step_hardly_changes_what_is_expected_of_the_next_ones(steps: int) -> None:
+    """As where another program has the machine for a second: it tells nothing of the steps after it."""
+    machine = machine_of(budget=80 * MIB)
+    machine.run(steps)
+    for _ in range(8):
+        machine.step(slower=20.0)
+        plan = machine.step()
+        assert plan.prediction is not None
+        expected = simulate(machine.profile, plan, machine.bandwidth).seconds
+        assert plan.prediction.seconds == pytest.approx(expected, rel=0.1)
+        machine.run(4)
