@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import tempfile
 from pathlib import Path
@@ -68,7 +69,6 @@ def looked_at(path: str) -> Location:
     Raises:
         ClickException: It does not answer, cannot be reached, or is not to be written to.
     """
-    import os
     from functools import partial
 
     from tba_offload.errors import StoreError
@@ -119,8 +119,6 @@ def _rank(place: Location) -> int | None:
 
 def mounted() -> Iterator[str]:
     """Where local drives are mounted and this user may write; the directory for temporary files first."""
-    import os
-
     yield tempfile.gettempdir()
     try:
         lines = os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).splitlines()
@@ -148,11 +146,7 @@ def memory_of_machine() -> dict[str, int | None]:
 
         properties: Any = torch.get_device_module(where).get_device_properties(where)
         total = int(properties.total_memory)
-    host = None
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemTotal:"):
-            host = int(line.split()[1]) * 1024
-    return {"device": total, "host": host}
+    return {"device": total, "host": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
 
 
 _DEVICE_SHARE = 8
@@ -203,7 +197,7 @@ def _policy(found: Sequence[tuple[str, Location]], memory: dict[str, int | None]
     for path, place in found:
         free = readable_size(place.free_bytes)
         what = visible(f"{place.file_system_name}; {place.drive or 'no drive of this machine'}; {free} free")
-        lines += [f"    # {what}", f"    - {json.dumps(str(Path(path).absolute()), ensure_ascii=False)}"]
+        lines += [f"    # {what}", f"    - {_as_yaml(str(Path(path).absolute()))}"]
     lines += [
         "  # Of one process; several on this machine share the room. Half of what is free now.",
         f"  capacity: {format_size(_rounded(room))}",
@@ -218,6 +212,14 @@ def _policy(found: Sequence[tuple[str, Location]], memory: dict[str, int | None]
         "",
     ]
     return "\n".join(lines)
+
+
+def _as_yaml(path: str) -> str:
+    """A path in quotes. Bytes that are no text become escapes, which are read back as what they were."""
+    import yaml
+
+    quoted: str = yaml.safe_dump(path, default_style='"', allow_unicode=True, width=2 * len(path) + 2)
+    return quoted.rstrip("\n")
 
 
 def _rounded(room: int) -> int:

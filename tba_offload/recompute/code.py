@@ -10,12 +10,14 @@ import functools
 import sys
 import weakref
 from types import CellType, CodeType, FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import nn
+
+_T = TypeVar("_T")
 
 _LIBRARIES = frozenset(
     {"torch", "megatron", "transformer_engine", "tba_offload", "tba_lab", *sys.stdlib_module_names}
@@ -54,7 +56,23 @@ class Reach(NamedTuple):
     values: tuple[object, ...]
 
 
-@functools.cache
+def remembered(of_class: Callable[[type], _T]) -> Callable[[type], _T]:
+    """As ``functools.cache`` of a function of a class, which does not keep the class in memory.
+
+    ``torch.nn.utils.parametrize`` makes a class for each module, by which the module would stay as well.
+    """
+    known: weakref.WeakKeyDictionary[type, _T] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(of_class)
+    def recall(kind: type) -> _T:
+        if kind not in known:
+            known[kind] = of_class(kind)
+        return known[kind]
+
+    return recall
+
+
+@remembered
 def reach_of_class(kind: type[nn.Module]) -> Reach:
     """State that functions of a class reach, and functions of the same program that these call."""
     return _reach_of(_functions_of(kind), _own_bases(kind))
@@ -64,6 +82,8 @@ def reach_of_function(function: FunctionType) -> Reach | None:
     """State that a function reaches; ``None`` of one of a library."""
     if not is_own(function):
         return None
+    if function.__closure__ or function.__defaults__ or function.__kwdefaults__ or vars(function):
+        return _reach_of([function], ())  # what it holds may lead to it, and it would be remembered for ever
     if function not in _reaches:
         _reaches[function] = _reach_of([function], ())
     return _reaches[function]

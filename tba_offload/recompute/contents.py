@@ -22,7 +22,7 @@ import torch
 
 from tba_offload.layers.nested import DEPTH, LEAVES, MOST, TooManyError, slots_of
 from tba_offload.layers.randomness import Generator
-from tba_offload.recompute.code import attributes_of_class, is_own, reach_of_function
+from tba_offload.recompute.code import attributes_of_class, is_own, reach_of_function, remembered
 from tba_offload.recompute.holders import (
     CONTAINERS,
     Array,
@@ -322,7 +322,7 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor.detach().clone() if is_small and is_plain and not tensor.is_inference() else None
 
 
-@functools.cache
+@remembered
 def _slots_of(kind: type) -> tuple[str, ...]:
     """Names of the slots of objects of a class."""
     return tuple(_mangled(base, name) for base in kind.__mro__ for name in slots_of(base))
@@ -334,7 +334,7 @@ def _mangled(kind: type, name: str) -> str:
     return f"_{kind.__name__.lstrip('_')}{name}" if is_private else name
 
 
-@functools.cache
+@remembered
 def _way_of(kind: type) -> _Way | None:
     """What takes an object of a class down; ``None`` for one that has nothing to take down."""
     if kind in PLAIN or issubclass(kind, (torch.Tensor, torch.nn.Module, *_LEAVES)):

@@ -149,7 +149,7 @@ class Modules:
                     attributes[name] = without_graph(value)
                 else:  # a forward of the instance's own among them
                     attributes[name] = self.contents.add(name, value)
-            self.contents.add_reach(reach_of_class(type(module)))  # type: ignore[arg-type]
+            self.contents.add_reach(reach_of_class(type(module)))
             for hook in _hooks_of(module):
                 self.contents.add("a hook", hook)
         except TooManyError:

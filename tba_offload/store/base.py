@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import errno
 import time
-from _thread import allocate_lock
+from _thread import LockType, allocate_lock
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 DRIVE_TIER, HOST_TIER = "drive", "host"
 """The legal tiers of :class:`DriveLoad`."""
+
+_TICK = 1.0
+"""Seconds that the clock is believed at a time."""
 
 WARN_AFTER = 0.1
 """A wait for a drive is named in a warning after this share of its limit."""
@@ -157,7 +160,7 @@ class IoFuture:
 
     @interrupts.waits
     def _block(self, timeout: float | None) -> None:
-        if not self._ended.acquire(timeout=-1 if timeout is None else max(timeout, 0.0)):
+        if not acquired(self._ended, timeout):
             raise TimeoutError(f"the transfer has not ended within {timeout} s")
         self._ended.release()
 
@@ -168,6 +171,26 @@ class IoFuture:
             except IndexError:  # the other thread took the last one
                 return
             callback(self)
+
+
+@interrupts.waits
+def acquired(lock: LockType, timeout: float | None) -> bool:
+    """Takes a lock within a limit of the time that this process runs.
+
+    Clocks go on while a process is stopped, by a batch system that suspends the job or with its container.
+    A drive is not to blame for that time: of each stop a second counts at most.
+
+    Args:
+        lock: The lock.
+        timeout: Seconds; ``None`` for no limit.
+    """
+    if timeout is None:
+        return lock.acquire()
+    while not lock.acquire(timeout=min(max(timeout, 0.0), _TICK)):
+        timeout -= _TICK
+        if timeout <= 0:
+            return False
+    return True
 
 
 def take_back(transfers: Iterable[IoFuture], limit: float | None = STALL_SECONDS) -> None:

@@ -7,6 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from tba_offload.errors import HangingError
+from tba_offload.store.lanes import begin
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,9 +35,10 @@ def ask(
 
     Raises:
         HangingError: It takes longer.
+        StoreError: The process may have no more threads.
     """
     question = _Question(work, undo)
-    question.start()
+    begin(question)
     try:
         question.join(limit)
     except BaseException:

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Protocol
+
+from tba_offload.errors import StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 WRITE, READ, GROW = range(3)
 """The number of the lane for each kind of job."""
+
+
+def begin(thread: threading.Thread) -> None:
+    """Starts a thread.
+
+    Raises:
+        StoreError: The process may have no more.
+    """
+    try:
+        thread.start()
+    except RuntimeError as error:  # all that Python tells of it
+        raise StoreError(
+            errno.EAGAIN,
+            "no more threads can be started; raise `ulimit -u`, or the limit of the container on processes",
+        ) from error
 
 
 class Job(Protocol):
@@ -37,11 +55,20 @@ class Lanes:
 
     Attributes:
         limit: As given; may be changed.
+
+    Raises:
+        StoreError: The process may have no more threads.
     """
 
     def __init__(self, writers: int, readers: int, limit: float | None) -> None:
         self.limit = limit
         self._lanes = (_Lane("write", writers), _Lane("read", readers), _Lane("grow", 1))
+        try:
+            for thread in (thread for lane in self._lanes for thread in lane.threads):
+                begin(thread)
+        except BaseException:
+            self.stop()
+            raise
         self.put_write = self._lanes[WRITE].jobs.put
         self.put_read = self._lanes[READ].jobs.put
         self.put_growth = self._lanes[GROW].jobs.put
@@ -89,8 +116,6 @@ class _Lane:
             threading.Thread(target=_serve, args=(self.jobs, shift), name=f"tba-{name}-{i}", daemon=True)
             for i, shift in enumerate(self.shifts)
         ]
-        for thread in self.threads:
-            thread.start()
 
     def cancel_queued(self) -> None:
         """Cancels every transfer that has not started."""

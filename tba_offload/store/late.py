@@ -12,7 +12,6 @@ import threading
 from typing import TYPE_CHECKING
 
 from tba_offload.store import posix
-from tba_offload.store.file_systems import file_system_of
 
 if TYPE_CHECKING:
     from tba_offload.store.run_file import RunFile
@@ -31,7 +30,7 @@ class LateErrors:
     """
 
     def __init__(self, file: RunFile, *, is_direct: bool) -> None:
-        system = file_system_of(file.fd)
+        system = file.file_system()
         self.file_system = system
         self.wanted = system.reports_late_directly or (system.reports_late and not is_direct)
         self._file = file

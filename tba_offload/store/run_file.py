@@ -21,9 +21,12 @@ from typing import TYPE_CHECKING, NoReturn
 from tba_offload.errors import ShortTransferError, StoreError, StoreFullError
 from tba_offload.store import posix
 from tba_offload.store.extents import round_up
+from tba_offload.store.file_systems import UNKNOWN, file_system_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from tba_offload.store.file_systems import FileSystem
 
 logger = logging.getLogger(__name__)
 
@@ -103,8 +106,16 @@ class RunFile:
 
     def free_bytes(self) -> int:
         """Bytes that the file system has left for this user."""
-        statistics = os.fstatvfs(self.fd)
+        try:
+            statistics = os.fstatvfs(self.fd)
+        except OSError:  # one in user space, such as mergerfs, may tell it of what has a name only
+            statistics = os.fstatvfs(self._parent)
         return statistics.f_bavail * statistics.f_frsize
+
+    def file_system(self) -> FileSystem:
+        """Where the file is."""
+        found = file_system_of(self.fd)
+        return file_system_of(self._parent) if found is UNKNOWN else found  # as in free_bytes()
 
     def close(self) -> None:
         """Closes the descriptors, which frees the blocks.
@@ -179,7 +190,11 @@ class RunFile:
         try:
             posix.fallocate(self.fd, self.size, size - self.size)
         except OSError as error:
-            if error.errno not in {errno.EOPNOTSUPP, errno.ENOSYS}:
+            if error.errno not in {
+                errno.EOPNOTSUPP,
+                errno.ENOSYS,
+                errno.EPERM,
+            }:  # EPERM by a container's rules
                 raise
             os.ftruncate(self.fd, size)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from tba_offload import interrupts
 from tba_offload.errors import HangingError, StoreError, TransferError, warn
-from tba_offload.store.base import WARN_AFTER
+from tba_offload.store.base import WARN_AFTER, acquired
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,4 +118,4 @@ def pause(seconds: float) -> None:
 @interrupts.waits
 def _is_free(lock: LockType, timeout: float | None) -> bool:
     """Waits until a lock is let go of."""
-    return lock.acquire(timeout=-1 if timeout is None else timeout)
+    return acquired(lock, timeout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shlex
 from typing import TYPE_CHECKING
@@ -188,3 +189,12 @@ def test_the_window_goes_by_the_device(
     monkeypatch.setattr(command, "memory_of_machine", lambda: {"device": device, "host": 64 * GIB})
     assert call(str(tmp_path)).exit_code == 0
     assert load_config(tmp_path / "policy.yaml").budget.in_flight_bytes == window
+
+
+@pytest.mark.parametrize("name", ["plain", "ü 😀", 'a "word" \\', os.fsdecode(b"no \xff text"), "x" * 200])
+def test_any_directory_can_be_named(name: str, tmp_path: Path) -> None:
+    place = tmp_path / name
+    place.mkdir()
+    result = call(str(place), "-o", "own.yaml")
+    assert result.exit_code == 0, result.output
+    assert load_config(tmp_path / "own.yaml").store.directories == (place,)
