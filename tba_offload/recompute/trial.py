@@ -262,9 +262,11 @@ def refuse_unpack(_: None) -> Tensor:
     """What a second run saves is not there.
 
     Raises:
-        AssertionError: Always.
+        RuntimeError: Always.
     """
-    raise AssertionError("there is no backward through a second run of a layer")
+    raise RuntimeError(
+        "there is no backward through a second run: the layer asks for gradients in its forward"
+    )
 
 
 def autocast_here(kinds: set[str]) -> Callable[[], contextlib.AbstractContextManager[object]]:

@@ -190,11 +190,8 @@ class RunFile:
         try:
             posix.fallocate(self.fd, self.size, size - self.size)
         except OSError as error:
-            if error.errno not in {
-                errno.EOPNOTSUPP,
-                errno.ENOSYS,
-                errno.EPERM,
-            }:  # EPERM by a container's rules
+            # A container may forbid what it does not know.
+            if error.errno not in {errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM}:
                 raise
             os.ftruncate(self.fd, size)
 

@@ -134,7 +134,7 @@ def test_the_doctor_knows_what_holds_there(late: Path) -> None:
 @pytest.fixture
 def on_nfs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Directories are taken to be on NFS, without direct I/O."""
-    monkeypatch.setattr("tba_offload.store.late.file_system_of", lambda fd: NFS)
+    monkeypatch.setattr("tba_offload.store.run_file.file_system_of", lambda fd: NFS)
     monkeypatch.setattr(posix, "direct_alignment", lambda fd: 0)
 
 
@@ -183,7 +183,7 @@ def test_only_file_systems_that_report_late_are_asked(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tba_offload.store.late.file_system_of", lambda fd: system)
+    monkeypatch.setattr("tba_offload.store.run_file.file_system_of", lambda fd: system)
     if not is_direct:
         monkeypatch.setattr(posix, "direct_alignment", lambda fd: 0)
     asked: list[int] = []
@@ -201,7 +201,7 @@ def test_an_error_that_is_told_to_one_thread_fails_all_writes_of_that_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The system tells it once, to whichever write asks first."""
-    monkeypatch.setattr("tba_offload.store.late.file_system_of", lambda fd: NFS)
+    monkeypatch.setattr("tba_offload.store.run_file.file_system_of", lambda fd: NFS)
     told: list[OSError] = [OSError(errno.EIO, os.strerror(errno.EIO))]
 
     def confirming(fd: int) -> None:

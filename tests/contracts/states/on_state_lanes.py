@@ -504,6 +504,15 @@ def test_what_the_processor_has_done_counts_when_the_device_fails(
         assert states.records[-1].on_host
 
 
+@pytest.fixture
+def heeds_interrupts() -> Iterator[None]:
+    """Undoes that a shell has the programs in its background ignore them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_interrupts")
 def test_an_interrupt_leaves_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = many()
     ran: list[int] = []
