@@ -183,7 +183,7 @@ class Timing(NamedTuple):
 
 
 Samples = dict[Placement, tuple[Timing, ...]]
-"""What was measured of a kind of layers under each placement in the last steps that tell it, oldest first."""
+"""Measurements of a kind of layers under each placement, in the last steps that tell of it, oldest first."""
 
 
 def median_of(timings: Iterable[Timing]) -> Timing:
