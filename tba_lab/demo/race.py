@@ -11,6 +11,7 @@ import contextlib
 import math
 import multiprocessing
 import os
+import signal
 import statistics
 import traceback
 from dataclasses import dataclass, field
@@ -238,8 +239,14 @@ class _Lane:
             self.pipe.send(what)
             return self.answer()
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            self.process.join(timeout=10)
-            raise RaceError(f"{self.name}: its process ended with status {self.process.exitcode}") from None
+            raise self.ended() from None
+
+    def ended(self) -> RaceError:
+        """That its process has ended, which it should not have."""
+        self.process.join(timeout=10)
+        status = self.process.exitcode
+        killed = "; so the system ends what takes too much memory" if status == -signal.SIGKILL else ""
+        return RaceError(f"{self.name}: its process ended with status {status}{killed}")
 
     def answer(self) -> Any:
         while not self.pipe.poll(_WAIT_SECONDS):
@@ -262,10 +269,7 @@ def _started(entrants: Mapping[str, Entrant], watch: Watch) -> Iterator[dict[str
             try:
                 lane.answer()
             except EOFError:
-                lane.process.join(timeout=10)
-                raise RaceError(
-                    f"{lane.name}: its process ended with status {lane.process.exitcode}"
-                ) from None
+                raise lane.ended() from None
         yield lanes
     finally:
         for lane in lanes.values():

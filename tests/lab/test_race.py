@@ -238,7 +238,7 @@ def test_an_entrant_that_is_interrupted_is_named(diary: Path) -> None:
     [
         pytest.param("make", "exit", "7", marks=full),
         pytest.param("step", "exit", "7", marks=full),
-        ("step", "kill", "-9"),
+        ("step", "kill", "-9; so the system ends what takes too much memory"),
         pytest.param("close", "exit", "7", marks=full),
     ],
 )
