@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import tempfile
@@ -218,7 +219,7 @@ def _as_yaml(path: str) -> str:
     """A path in quotes. Bytes that are no text become escapes, which are read back as what they were."""
     import yaml
 
-    quoted: str = yaml.safe_dump(path, default_style='"', allow_unicode=True, width=2 * len(path) + 2)
+    quoted: str = yaml.safe_dump(path, default_style='"', allow_unicode=True, width=math.inf)
     return quoted.rstrip("\n")
 
 

@@ -243,8 +243,9 @@ class MallocMeter(MemoryMeter):
             self._whole = self._latest
         if self._thread is None:
             watched = weakref.ref(self), self._watching, self._closed, self._period
-            self._thread = threading.Thread(target=_watch, args=watched, name="tba-memory", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=_watch, args=watched, name="tba-memory", daemon=True)
+            thread.start()
+            self._thread = thread
         self._watching.set()
 
     def pause(self) -> None:

@@ -12,6 +12,8 @@ import weakref
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import torch
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
@@ -59,7 +61,8 @@ class Reach(NamedTuple):
 def remembered(of_class: Callable[[type], _T]) -> Callable[[type], _T]:
     """As ``functools.cache`` of a function of a class, which does not keep the class in memory.
 
-    ``torch.nn.utils.parametrize`` makes a class for each module, by which the module would stay as well.
+    ``torch.nn.utils.parametrize`` makes a class for each module, by which the module would stay as well. What
+    the function returns must not lead to the class.
     """
     known: weakref.WeakKeyDictionary[type, _T] = weakref.WeakKeyDictionary()
 
@@ -72,17 +75,24 @@ def remembered(of_class: Callable[[type], _T]) -> Callable[[type], _T]:
     return recall
 
 
-@remembered
 def reach_of_class(kind: type[nn.Module]) -> Reach:
     """State that functions of a class reach, and functions of the same program that these call."""
-    return _reach_of(_functions_of(kind), _own_bases(kind))
+    reach = _reach_beyond(kind)
+    return reach._replace(classes=(kind, *reach.classes)) if is_own(kind) else reach
+
+
+@remembered
+def _reach_beyond(kind: type[nn.Module]) -> Reach:
+    """The same but for the class itself."""
+    reach = _reach_of(_functions_of(kind), _own_bases(kind))
+    return reach._replace(classes=tuple(each for each in reach.classes if each is not kind))
 
 
 def reach_of_function(function: FunctionType) -> Reach | None:
     """State that a function reaches; ``None`` of one of a library."""
     if not is_own(function):
         return None
-    if function.__closure__ or function.__defaults__ or function.__kwdefaults__ or vars(function):
+    if function.__closure__ or vars(function) or not all(map(_is_plain, _defaults_of(function))):
         return _reach_of([function], ())  # what it holds may lead to it, and it would be remembered for ever
     if function not in _reaches:
         _reaches[function] = _reach_of([function], ())
@@ -124,15 +134,25 @@ def _reach_of(functions: Iterable[FunctionType], classes: Iterable[type]) -> Rea
         seen.add(function)
         names = set(_names_in(function.__code__))
         read(function.__globals__, names)
-        for cell in function.__closure__ or ():
-            cells.append(cell)
+        for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if variable != "__class__":  # that of super() is the class, which is followed
+                cells.append(cell)
             follow(_content_of(cell), names)
-        values += (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        values += _defaults_of(function)
         if vars(function):
             values.append(vars(function))
         follow(vars(function).get("__wrapped__"), names)
     found = (Names(file, frozenset(names)) for file, names in files.values() if names)
     return Reach(tuple(found), tuple(cells), tuple(kinds), tuple(values))
+
+
+def _defaults_of(function: FunctionType) -> tuple[object, ...]:
+    return (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+
+
+def _is_plain(value: object) -> bool:
+    """Whether something leads to nothing else."""
+    return value is None or isinstance(value, (bool, int, float, str, torch.dtype))
 
 
 def _content_of(cell: CellType) -> object:

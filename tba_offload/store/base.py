@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import copy
 import errno
+import math
 import time
 from _thread import LockType, allocate_lock
 from abc import ABC, abstractmethod
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from tba_offload import interrupts
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 DRIVE_TIER, HOST_TIER = "drive", "host"
 """The legal tiers of :class:`DriveLoad`."""
 
-_TICK = 1.0
+TICK = 1.0
 """Seconds that the clock is believed at a time."""
 
 WARN_AFTER = 0.1
@@ -174,23 +176,31 @@ class IoFuture:
 
 
 @interrupts.waits
-def acquired(lock: LockType, timeout: float | None) -> bool:
-    """Takes a lock within a limit of the time that this process runs.
+def in_ticks(has_ended: Callable[[float], bool], limit: float) -> bool:
+    """Waits within a limit of the time that this process runs.
 
     Clocks go on while a process is stopped, by a batch system that suspends the job or with its container.
     A drive is not to blame for that time: of each stop a second counts at most.
 
     Args:
-        lock: The lock.
-        timeout: Seconds; ``None`` for no limit.
+        has_ended: Waits for so many seconds, and tells whether there is nothing more to wait for.
+        limit: Seconds.
     """
-    if timeout is None:
-        return lock.acquire()
-    while not lock.acquire(timeout=min(max(timeout, 0.0), _TICK)):
-        timeout -= _TICK
-        if timeout <= 0:
+    while not has_ended(min(max(limit, 0.0), TICK)):
+        limit -= TICK
+        if limit <= 0:
             return False
     return True
+
+
+def acquired(lock: LockType, limit: float | None) -> bool:
+    """Takes a lock; see :func:`in_ticks`.
+
+    Args:
+        lock: The lock.
+        limit: Seconds; ``None`` for no limit.
+    """
+    return in_ticks(partial(lock.acquire, True), math.inf if limit is None else limit)  # noqa: FBT003 - no lambda, whose frame does not wait
 
 
 def take_back(transfers: Iterable[IoFuture], limit: float | None = STALL_SECONDS) -> None:
@@ -201,10 +211,18 @@ def take_back(transfers: Iterable[IoFuture], limit: float | None = STALL_SECONDS
         limit: Seconds to wait at most, for all of them together; ``None`` for no limit.
     """
     running = [transfer for transfer in transfers if not transfer.cancel()]
-    began = time.monotonic()
-    for transfer in running:
-        with suppress(StoreError, TimeoutError):
-            transfer.wait(None if limit is None else limit - (time.monotonic() - began))
+
+    def have_ended(seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        for transfer in running:
+            with suppress(StoreError):
+                try:
+                    transfer.wait(until - time.monotonic())
+                except TimeoutError:
+                    return False
+        return True
+
+    in_ticks(have_ended, math.inf if limit is None else limit)
 
 
 def _anew(error: BaseException) -> BaseException:

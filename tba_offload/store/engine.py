@@ -57,15 +57,15 @@ class QueuedStore(Figures):
     def __init__(
         self, backend: Backend, options: StoreOptions, *, drive: int, setting: str = "store.capacity"
     ) -> None:
-        name, life = backend.name, Life(backend.name)
-        leases, condition = Leases(options.capacity, setting, drive, backend, life), Condition(name)
-        super().__init__(name, leases, condition, life)
-        self.alignment = backend.alignment
-        self.capacity_bytes = options.capacity
-        self.drive_index = drive
-        self.chosen: dict[str, object] | None = None
-        self._backend = backend
         try:
+            name, life = backend.name, Life(backend.name)
+            leases, condition = Leases(options.capacity, setting, drive, backend, life), Condition(name)
+            super().__init__(name, leases, condition, life)
+            self.alignment = backend.alignment
+            self.capacity_bytes = options.capacity
+            self.drive_index = drive
+            self.chosen: dict[str, object] | None = None
+            self._backend = backend
             self._lanes = Lanes(options.writers, options.readers, options.stall_seconds)
             self._growing = Growing(backend, self._lanes, condition, leases, life)
             self._mover = Mover(backend, condition, leases, life)

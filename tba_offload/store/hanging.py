@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import math
 import threading
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from tba_offload.errors import HangingError
-from tba_offload.store.lanes import begin
+from tba_offload.store.base import in_ticks
+from tba_offload.store.lanes import start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,9 +40,9 @@ def ask(
         StoreError: The process may have no more threads.
     """
     question = _Question(work, undo)
-    begin(question)
+    start_thread(question)
     try:
-        question.join(limit)
+        in_ticks(question.ends_within, math.inf if limit is None else limit)
     except BaseException:
         question.give_up()
         raise
@@ -103,6 +105,11 @@ class _Question(threading.Thread, Generic[Result]):
             too_late = self._given_up
         if too_late:
             self._undo(result)
+
+    def ends_within(self, seconds: float) -> bool:
+        """Waits for the end of the work."""
+        self.join(seconds)
+        return not self.is_alive()
 
     def give_up(self) -> bool:
         """Waits no longer; whether the work has not ended."""

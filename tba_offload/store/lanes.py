@@ -9,6 +9,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
 from tba_offload.errors import StoreError
+from tba_offload.store.base import TICK
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -17,7 +18,7 @@ WRITE, READ, GROW = range(3)
 """The number of the lane for each kind of job."""
 
 
-def begin(thread: threading.Thread) -> None:
+def start_thread(thread: threading.Thread) -> None:
     """Starts a thread.
 
     Raises:
@@ -65,7 +66,7 @@ class Lanes:
         self._lanes = (_Lane("write", writers), _Lane("read", readers), _Lane("grow", 1))
         try:
             for thread in (thread for lane in self._lanes for thread in lane.threads):
-                begin(thread)
+                start_thread(thread)
         except BaseException:
             self.stop()
             raise
@@ -142,10 +143,13 @@ class _Lane:
         """Waits until the threads have ended; false when one transfer has run for ``limit`` seconds."""
         for thread, shift in zip(self.threads, self.shifts, strict=True):
             while thread.is_alive():
-                left = shift.left(limit)
-                if left is not None and left <= 0:
+                began, left = shift.began, shift.left(limit)
+                if left is None or left > 0:
+                    thread.join(left)
+                    continue
+                thread.join(TICK)  # this process may have been stopped, which says nothing of the drive
+                if thread.is_alive() and shift.began == began:
                     return False
-                thread.join(left)
         return True
 
 
