@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,7 +22,6 @@ from tba_offload.store.run_file import RunFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from warm import Warm
 
@@ -180,7 +180,7 @@ def test_a_store_that_cannot_begin_closes_its_file(tmp_path: Path, monkeypatch: 
         raise MemoryError
 
     monkeypatch.setattr("tba_offload.store.engine.Leases", fail)
-    before = set(os.listdir("/proc/self/fd"))
+    before = set(Path("/proc/self/fd").iterdir())
     with pytest.raises(MemoryError):
         FileStore(tmp_path, device=CPU)
-    assert set(os.listdir("/proc/self/fd")) <= before
+    assert set(Path("/proc/self/fd").iterdir()) <= before

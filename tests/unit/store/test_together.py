@@ -423,8 +423,8 @@ def test_all_that_is_taken_back_is_waited_for_as_long_as_one() -> None:
     queued = IoFuture()
     take_back([*hanging, queued], 0.05)
     assert queued.cancelled()
-    assert len(waited) == 3
-    assert max(waited[1:]) <= 0
+    assert waited
+    assert sum(max(seconds, 0.0) for seconds in waited) <= 0.05
 
 
 def test_a_store_of_several_has_the_limit_that_it_was_opened_with(tmp_path: Path) -> None:
