@@ -200,7 +200,8 @@ def acquired(lock: LockType, limit: float | None) -> bool:
         lock: The lock.
         limit: Seconds; ``None`` for no limit.
     """
-    return in_ticks(partial(lock.acquire, True), math.inf if limit is None else limit)  # noqa: FBT003 - no lambda, whose frame does not wait
+    # No lambda: an interrupt would find its frame, which is not known to wait.
+    return in_ticks(partial(lock.acquire, True), math.inf if limit is None else limit)  # noqa: FBT003
 
 
 def take_back(transfers: Iterable[IoFuture], limit: float | None = STALL_SECONDS) -> None:
