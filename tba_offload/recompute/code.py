@@ -12,8 +12,6 @@ import weakref
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import torch
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
@@ -25,6 +23,9 @@ _LIBRARIES = frozenset(
     {"torch", "megatron", "transformer_engine", "tba_offload", "tba_lab", *sys.stdlib_module_names}
 )
 """Packages whose code keeps no state of a layer, beside all that are installed."""
+
+PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
+"""Kinds of values that hold nothing and cannot change."""
 
 _MOST = 500
 """Functions of one class that are looked through, with those that they call."""
@@ -92,7 +93,7 @@ def reach_of_function(function: FunctionType) -> Reach | None:
     """State that a function reaches; ``None`` of one of a library."""
     if not is_own(function):
         return None
-    if function.__closure__ or vars(function) or not all(map(_is_plain, _defaults_of(function))):
+    if function.__closure__ or vars(function) or not PLAIN.issuperset(map(type, _defaults_of(function))):
         return _reach_of([function], ())  # what it holds may lead to it, and it would be remembered for ever
     if function not in _reaches:
         _reaches[function] = _reach_of([function], ())
@@ -148,11 +149,6 @@ def _reach_of(functions: Iterable[FunctionType], classes: Iterable[type]) -> Rea
 
 def _defaults_of(function: FunctionType) -> tuple[object, ...]:
     return (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-
-
-def _is_plain(value: object) -> bool:
-    """Whether something leads to nothing else."""
-    return value is None or isinstance(value, (bool, int, float, str, torch.dtype))
 
 
 def _content_of(cell: CellType) -> object:

@@ -22,7 +22,7 @@ import torch
 
 from tba_offload.layers.nested import DEPTH, LEAVES, MOST, TooManyError, slots_of
 from tba_offload.layers.randomness import Generator
-from tba_offload.recompute.code import attributes_of_class, is_own, reach_of_function, remembered
+from tba_offload.recompute.code import PLAIN, attributes_of_class, is_own, reach_of_function, remembered
 from tba_offload.recompute.holders import (
     CONTAINERS,
     Array,
@@ -56,9 +56,6 @@ LARGE = 1_000
 
 SMALL = 256 << 10
 """Bytes of a tensor from which on it is not copied in each run of a layer."""
-
-PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
-"""Kinds of values that hold nothing and cannot change."""
 
 UNSEEN = "more objects than are looked through"
 

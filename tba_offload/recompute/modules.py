@@ -14,8 +14,8 @@ from torch import nn
 
 from tba_offload.layers.guards import loaded
 from tba_offload.layers.nested import MOST, TooManyError
-from tba_offload.recompute.code import reach_of_class
-from tba_offload.recompute.contents import PLAIN, UNSEEN, Contents
+from tba_offload.recompute.code import PLAIN, reach_of_class
+from tba_offload.recompute.contents import UNSEEN, Contents
 from tba_offload.recompute.same import Dictionaries, are_same
 from tba_offload.recompute.stand_ins import has_graph, without_graph
 

@@ -16,15 +16,8 @@ from torch import nn
 
 from tba_offload.errors import SavedTensorModifiedError
 from tba_offload.layers.nested import TooManyError, tensors_in
-from tba_offload.recompute.contents import (
-    PLAIN,
-    SMALL,
-    Contents,
-    Held,
-    address_of,
-    copy_of,
-    version_of,
-)
+from tba_offload.recompute.code import PLAIN
+from tba_offload.recompute.contents import SMALL, Contents, Held, address_of, copy_of, version_of
 from tba_offload.recompute.digest import digests
 from tba_offload.recompute.modules import Modules
 from tba_offload.recompute.parametrized import CachedWeights

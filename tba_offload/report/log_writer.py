@@ -85,7 +85,7 @@ class RunLogWriter:
 
     def __init__(self, path: str | os.PathLike[str], header: RunHeader) -> None:
         self.path = Path(path)
-        line = _line(header)  # first, so that a header that cannot be written leaves no file behind
+        line = _line(header)  # first: no file is made for a header that cannot be written
         self._file = LogFile(self.path, line)
         self._gap: _Gap | None = None
         self._has_warned = False

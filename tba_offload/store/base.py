@@ -176,19 +176,23 @@ class IoFuture:
 
 
 @interrupts.waits
-def in_ticks(has_ended: Callable[[float], bool], limit: float) -> bool:
+def in_ticks(has_ended: Callable[[float], bool], limit: float | None) -> bool:
     """Waits within a limit of the time that this process runs.
 
     Clocks go on while a process is stopped, by a batch system that suspends the job or with its container.
     A drive is not to blame for that time: of each stop a second counts at most.
 
     Args:
-        has_ended: Waits for so many seconds, and tells whether there is nothing more to wait for.
-        limit: Seconds.
+        has_ended: Waits for so many seconds; true if what it waits for has ended by then.
+        limit: Seconds; ``None`` for no limit.
+
+    Returns:
+        Whether it has ended within the limit.
     """
-    while not has_ended(min(max(limit, 0.0), TICK)):
-        limit -= TICK
-        if limit <= 0:
+    left = math.inf if limit is None else limit
+    while not has_ended(min(max(left, 0.0), TICK)):
+        left -= TICK
+        if left <= 0:
             return False
     return True
 
@@ -201,7 +205,7 @@ def acquired(lock: LockType, limit: float | None) -> bool:
         limit: Seconds; ``None`` for no limit.
     """
     # No lambda: an interrupt would find its frame, which is not known to wait.
-    return in_ticks(partial(lock.acquire, True), math.inf if limit is None else limit)  # noqa: FBT003
+    return in_ticks(partial(lock.acquire, True), limit)  # noqa: FBT003
 
 
 def take_back(transfers: Iterable[IoFuture], limit: float | None = STALL_SECONDS) -> None:
@@ -223,7 +227,7 @@ def take_back(transfers: Iterable[IoFuture], limit: float | None = STALL_SECONDS
                     return False
         return True
 
-    in_ticks(have_ended, math.inf if limit is None else limit)
+    in_ticks(have_ended, limit)
 
 
 def _anew(error: BaseException) -> BaseException:

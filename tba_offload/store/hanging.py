@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import math
 import threading
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -42,7 +41,7 @@ def ask(
     question = _Question(work, undo)
     start_thread(question)
     try:
-        in_ticks(question.ends_within, math.inf if limit is None else limit)
+        in_ticks(question.ends_within, limit)
     except BaseException:
         question.give_up()
         raise

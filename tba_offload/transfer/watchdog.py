@@ -80,7 +80,7 @@ class Watchdog:
         Raises:
             TransferError: Nothing has changed within the limit.
         """
-        self._wait(partial(_is_free, change), describe, 0.0)
+        self._wait(partial(acquired, change), describe, 0.0)
 
     def notify(self) -> None:
         """Wakes the threads that wait for a change; the lock of the records is held."""
@@ -113,9 +113,3 @@ def has_ended(transfer: IoFuture, timeout: float | None) -> bool:
 def pause(seconds: float) -> None:
     """Waits before another attempt."""
     time.sleep(seconds)
-
-
-@interrupts.waits
-def _is_free(lock: LockType, timeout: float | None) -> bool:
-    """Waits until a lock is let go of."""
-    return acquired(lock, timeout)

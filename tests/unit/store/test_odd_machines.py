@@ -98,7 +98,7 @@ def test_a_lock_that_is_free_is_acquired_at_once() -> None:
 
 @pytest.fixture
 def few_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Lets so many threads be started."""
+    """Sets how many threads the process may start."""
     start = threading.Thread.start
 
     def allow(count: int) -> None:
