@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 import re
@@ -46,11 +45,11 @@ from tba_offload.plan.search import make_plan
 from tba_offload.plan.simulate import simulate
 from tba_offload.plan.sizes import Sizes, StepSize
 from tba_offload.plan.tuning import TUNING, Tuning
-from tba_offload.plan.what_if import Block, frontier, one_f_one_b, peak_of_keep, stretched
+from tba_offload.plan.what_if import Block, one_f_one_b, peak_of_keep, stretched
 from tba_offload.report.log_reader import read_run_log
 from tba_offload.report.run_log import StepRecord
 from tba_offload.store.base import DriveLoad, Load
-from tba_offload.what_if import Situation, composition
+from tba_offload.what_if import FRONTIER, Situation, composition
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -1117,8 +1116,7 @@ def run_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def invoke_plan(*arguments: object, whole_sweep: bool = False) -> Any:
     """What the command prints; of the budgets of its sweep two, unless the test is about the sweep."""
-    sweep = frontier if whole_sweep else functools.partial(frontier, shares=(0.25, 1.05))
-    with mock.patch("tba_offload.what_if.frontier", sweep):
+    with mock.patch("tba_offload.what_if.FRONTIER", FRONTIER if whole_sweep else (0.25, 1.05)):
         return CliRunner().invoke(main, ["plan", *map(str, arguments)])
 
 
