@@ -29,6 +29,7 @@ from tba_offload.errors import ShortTransferError, StoreError, StoreFullError
 from tba_offload.store import posix
 from tba_offload.store.engine import QueuedStore
 from tba_offload.store.extents import BLOCK
+from tba_offload.store.file_systems import Place, file_system_of
 from tba_offload.store.late import LateErrors
 from tba_offload.store.run_file import FULL, RunFile, short_transfer
 from tba_offload.store.run_file_backend import RunFileBackend
@@ -346,9 +347,9 @@ def _choose_path(file: RunFile) -> tuple[int, str | None]:
 
 
 def _direct_path(file: RunFile) -> tuple[int, str | None]:
-    magic = posix.file_system_magic(file.fd)
-    if magic in posix.MEMORY_FILE_SYSTEMS:
-        return 1, f"{posix.MEMORY_FILE_SYSTEMS[magic]} lies in memory"
+    system = file_system_of(file.fd)
+    if system.place is Place.MEMORY:
+        return 1, f"{system.name} lies in memory"
     told = posix.direct_alignment(file.fd)
     alignment = _UNKNOWN_ALIGNMENT if told is None else told
     if alignment == 0:

@@ -72,7 +72,9 @@ def _network(name: str, *, keeps_names: bool = True) -> FileSystem:
 
 
 FILE_SYSTEMS = {
-    **{magic: FileSystem(name, Place.MEMORY) for magic, name in posix.MEMORY_FILE_SYSTEMS.items()},
+    0x01021994: FileSystem("tmpfs", Place.MEMORY),
+    0x858458F6: FileSystem("ramfs", Place.MEMORY),
+    0x958458F6: FileSystem("hugetlbfs", Place.MEMORY),
     0xEF53: FileSystem("ext4", Place.DRIVE),
     0x58465342: FileSystem("xfs", Place.DRIVE),
     posix.BTRFS: FileSystem("btrfs", Place.DRIVE),

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 from tba_offload.errors import ShortTransferError, StoreError, StoreFullError
 from tba_offload.store import posix
 from tba_offload.store.extents import round_up
-from tba_offload.store.file_systems import UNKNOWN, file_system_of
+from tba_offload.store.file_systems import UNKNOWN, Place, file_system_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -301,7 +301,7 @@ def lies_in_memory(path: str) -> bool:
     except OSError:
         return False  # what is wrong with it, opening the store says
     try:
-        return posix.file_system_magic(fd) in posix.MEMORY_FILE_SYSTEMS
+        return file_system_of(fd).place is Place.MEMORY
     finally:
         os.close(fd)
 
