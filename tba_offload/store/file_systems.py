@@ -128,11 +128,16 @@ def file_system_of(fd: int) -> FileSystem:
     return FILE_SYSTEMS.get(posix.file_system_magic(fd), UNKNOWN)
 
 
+def mount_id_of(fd: int) -> str:
+    """The kernel's number of the mount of an open file; unlike the device it also tells bind mounts apart."""
+    lines = Path(f"/proc/self/fdinfo/{fd}").read_text(encoding="ascii").splitlines()
+    return next(line.split()[1] for line in lines if line.startswith("mnt_id:"))
+
+
 def mount_of(fd: int) -> Mount | None:
     """How the file system of an open file or directory is mounted; ``None`` if the system does not tell."""
     try:
-        told = Path(f"/proc/self/fdinfo/{fd}").read_text(encoding="ascii").splitlines()
-        number = next(line.split()[1] for line in told if line.startswith("mnt_id:"))
+        number = mount_id_of(fd)
         mounts = os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).splitlines()
     except (OSError, StopIteration):
         return None
