@@ -397,6 +397,11 @@ class OffloadConfig:
         """The rules, ready to be matched against the layers of a model."""
         return Policy(self.default, self.layers, self.file)
 
+    @property
+    def frozen_percent(self) -> int:
+        """Percent of the bytes of frozen weights that travel."""
+        return 0 if self.weights is None else self.weights.percent
+
     @classmethod
     def from_yaml(
         cls, text: str, *, file: str | None = None, layers: Sequence[LayerId] | None = None

@@ -164,8 +164,7 @@ def attaching_first(load: Callable[..., Any]) -> Callable[..., Any]:
 
 def can_be_loaded_into(config: OffloadConfig) -> bool:
     """Whether only states are away; a checkpoint of the model comes before weights are."""
-    keeps_weights = config.weights is None or not config.weights.percent
-    return config.states is not None and keeps_weights
+    return config.states is not None and not config.frozen_percent
 
 
 def _wrap(module: Any, name: str, wrapper: Callable[[Any], Any]) -> None:

@@ -170,7 +170,7 @@ class Session:
                 self.states = tuple(parts.states)
             if choice is not None:
                 choice.begin(self.states)
-            if config.weights is not None and config.weights.percent:
+            if config.frozen_percent:
                 blocks = [layer.module for layer in self.layers]
                 live = parts.gradients.live
                 self.weights = FrozenWeights(
